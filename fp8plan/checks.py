@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 
 MOST_NAMED: Final = 40  # names that an error lists
+Range = tuple[Callable[[float], bool], str]  # True for an allowed number, and the allowed numbers in words
 
 
 def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
@@ -37,6 +38,20 @@ def is_number(value: Any, finite: bool = True, nan: bool = False) -> bool:
     except (TypeError, ValueError, OverflowError):
         return False
     return number is not None and (nan or not math.isnan(number)) and not (finite and math.isinf(number))
+
+
+def in_range(owner: object, ranges: Mapping[str, Range], where: str = "") -> None:
+    """Raise ConfigError for a field of `owner` that is not a number in its range.
+
+    ranges: field -> range; words that end in "or None" allow None
+    where:  begins the error
+    """
+    for name, (fits, allowed) in ranges.items():
+        value = getattr(owner, name)
+        if value is None and allowed.endswith("or None"):
+            continue
+        if not (is_number(value, finite=False) and fits(float(value))):
+            raise ConfigError(f"{where}{name} is {value!r}; allowed: {allowed}")
 
 
 def instance(name: str, value: Any, kind: type[Any], example: str) -> None:

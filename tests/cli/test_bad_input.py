@@ -599,7 +599,7 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),  # type: ignore[arg-type]
     "slew below 1": (
         lambda: fp8plan.AdaptiveThresholds(slew=(0.5, 2.0)),
-        ("slew is (0.5, 2.0), dead_band 1.05", "allowed: slew > 1, dead_band"),
+        ("slew is (0.5, 2.0)", "allowed: two finite factors above 1"),
     ),
     "a run file of None": (lambda: fp8plan.JsonLines(None), ("the run file is None", "allowed: its path, such as")),  # type: ignore[arg-type]
 }

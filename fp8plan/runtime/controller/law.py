@@ -1,4 +1,4 @@
-"""The law: which threshold leaves the smallest mean squared error of the gradient, from the batch's own ratios.
+"""The law of LeastErrorThresholds: the threshold with the least mean squared error of a batch's gradient.
 
 Write b(C) for the share of the weight that token TIS at C cuts away, m2(C) for the mean of min(ratio, C)^2, and nu for
 the noise of this batch's gradient relative to its size, squared: (noise scale in tokens) / (tokens of the batch), as
@@ -6,7 +6,7 @@ in arXiv 1812.06162. The error, relative to the squared gradient, is
 
     J(C) = BIAS_WEIGHT b(C)^2 + nu m2(C)                          squared bias + variance
 
-With P the share of ratios above C, b' = -P and m2' = 2 C P. P cancels in J' = 0, and what is left is the law:
+With P the share of ratios above C, b' = -P and m2' = 2 C P. P cancels in J' = 0, which leaves the law:
 
     b(C) = C nu / BIAS_WEIGHT          cut until the weight lost is C times the noise of the batch
 
@@ -29,20 +29,20 @@ from fp8plan.runtime.mismatch.sums import FloatArray
 if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.metrics import Mismatch
 
-# Bounds on pi_train / pi_rollout at which the tail is kept: close to 1, to tell small mismatch apart, and far out.
+# Bounds on pi_train / pi_rollout at which the tail is kept: close to 1, for small mismatch, and far out.
 GRID: Final[FloatArray] = np.exp(np.concatenate([[0.0], np.geomspace(2.0**-10, np.log(20.0), 47)]))
 
-# The weight that is cut away counts more than its square: it adds to the bias that token-level weights have anyway
-# (prefixes and what follows are the rollout policy's), and the square of a sum has a cross term. Tuned in
-# benchmarks/control; between 1 and 5 the error hardly changes.
+# The bias of a cut counts more than its square. It adds to the bias of token-level weights (prefixes and continuations
+# are the rollout policy's), and the square of a sum has a cross term. Tuned in benchmarks/control; between 1 and 5 the
+# error hardly changes.
 BIAS_WEIGHT: Final = 2.5
 
 OUTLIER: Final = 1.5  # tokens taken off the tail, so that one of any ratio moves nothing
-LOWEST: Final = 1e-3  # of the band's lower end
+LOWEST: Final = 1e-3  # smallest lower end of a band
 
 
 def tail(mismatch: Mismatch) -> FloatArray:
-    """Share of tokens with a ratio above each bound of GRID, less one token's worth; of at least one token."""
+    """Share of tokens with a ratio above each bound of GRID, less one token's worth; needs a token."""
     return np.maximum(mismatch.tail(GRID) - OUTLIER / mismatch.tokens, 0.0)
 
 
@@ -77,11 +77,10 @@ def cap_of_share(above: FloatArray, share: float, upper: float) -> float:
 
 
 def low_end(mismatch: Mismatch, low: float, high: float, kept: float) -> float:
-    """`low`, lowered in steps of a tenth until [low, high] keeps the share `kept` of the tokens, or none is below it,
-    or it is at LOWEST.
+    """`low`, lowered in steps of a tenth until [low, high] keeps the share `kept` of the tokens.
 
-    Small ratios carry little variance, so there is nothing to gain by the mean squared error in dropping them: a lower
-    end is a matter of trust in tokens that the trainer finds unlikely, and only the tokens lost speak against it.
+    It stops at LOWEST, and once no token is below it. Small ratios carry little variance, so dropping them does not
+    lower the mean squared error: a lower end only expresses distrust of tokens that the trainer finds unlikely.
     """
     while low > LOWEST and mismatch.kept_fraction(low, high) < kept and mismatch.kept_fraction(0.0, low):
         low = max(low / 1.1, LOWEST)

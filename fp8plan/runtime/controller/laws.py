@@ -5,39 +5,34 @@
     thresholds, state, decided = controller.update(state, mismatch)           pure; thresholds for this very batch
     state = controller.resume(ControllerState.from_dict(saved), controller.initial(plan))        from state.to_dict()
 
-Three laws share this protocol:
+Three laws share this protocol (docs/evidence/thresholds.md compares them):
 
-ConstantThresholds    the default, as under a mismatch that lasts no law trained better (docs/evidence/thresholds.md)
-AdaptiveThresholds    tighter as the KL rises above its target, at every level (controller/adaptive.py)
-LeastErrorThresholds  the least squared error of one step's gradient, which loosens as the mismatch grows
-                      (controller/least_error.py has the laws that were considered, and what was measured)
+ConstantThresholds    the default
+AdaptiveThresholds    tighter as the KL rises above its target, at every level
+LeastErrorThresholds  the least squared error of one step's gradient; looser as the mismatch grows
+                      (controller/least_error.py)
 
-C does not change this step's mismatch, which comes from outside with drifts, steps and spikes: there is no loop to
-close, so none of them integrates. Figures that are not numbers move nothing. Alarms (robust KL, raw ESS, chi2, tails, a
-mean ratio that is not 1) go into the log beside every decision. What thresholds cannot do escalates: first to a
-recalibration of the KV scales, then to the guard's step down (`engine.apply(step.verdict, step.decided.escalate)`).
+C does not change this step's mismatch, which comes from outside: there is no loop to close, and no law integrates.
+Figures that are not numbers move nothing. Alarms go into the log beside every decision. Beyond the thresholds' means, a
+decision escalates: first to a recalibration of the KV scales, then to the guard's step down
+(`engine.apply(step.verdict, step.decided.escalate)`).
 
-Thresholds that tighten when the KL rises, and relax when it falls.
-
-`reach` is how far the thresholds are from 1, as a share of where they begin: log C = reach x log C0, and both ends of a
-band likewise. So one law serves C = 2, a band of [0.5, 5] and a geometric band of [0.999, 1.001]. With KL for the
-smoothed robust k3 per token, the law is
+The law of AdaptiveThresholds. `reach` is the distance of the thresholds from 1, as a share of the initial distance:
+log C = reach x log C0, and both ends of a band likewise. So one law serves C = 2, a band of [0.5, 5] and a geometric
+band of [0.999, 1.001]. With KL for the smoothed robust k3 per token, the law is
 
     reach = (target_kl / KL) ^ gain     within [narrowest, 1]; 1 up to the target
 
-The log ratios of tokens spread as sqrt(KL), so a gain of 0.5 would cut where it always did, in standard deviations.
+The log ratios of tokens spread as sqrt(KL): a gain of 0.5 would cut at a constant number of standard deviations.
 
-Three things bound this map: a dead band, a slew limit (fast to tighten, slow to relax), and the limits. At most
-`max_clipped` of the weight is cut away and at least `min_kept` of the tokens stay, in this very batch and at the level
-at which the thresholds apply. Tightening stops short of the limits. If a batch passes them all the same, a band widens
-at once, just far enough to keep `min_kept` and never beyond where it began. If even the initial band keeps less, band
-and C stay where they are: otherwise they would be widest where the mismatch is worst.
+A dead band, a slew limit (fast to tighten, slow to relax) and two limits bound this map. In each batch, at the level of
+the thresholds, at most `max_clipped` of the weight is cut away and at least `min_kept` of the tokens stay. Tightening
+stops short of these limits. If a batch still passes them, a band widens at once, just far enough to keep `min_kept`,
+and never beyond its beginning. If even the initial band keeps less, band and C stay: they would otherwise be widest
+under the worst mismatch.
 
-When the limits stand in the way of a KL above its target, or the thresholds are as tight as they get, the decision says
-AT_BOUND. After `patience` such steps in a row it also says what to do instead (Escalation).
-
-A tighter C trades variance for bias, which large batches do not average out. In RL runs under a mismatch that lasts it
-cost reward, which is why the law is not the default: docs/evidence/thresholds.md and benchmarks/control/table.md.
+The decision is AT_BOUND if the KL is above its target, and a limit stops the thresholds or they are as tight as they
+get. After `patience` such steps in a row the decision also escalates.
 """
 
 from __future__ import annotations
@@ -48,7 +43,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fp8plan.checks import is_number, whole
+from fp8plan.checks import Range
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.controller.least_error import LeastErrorThresholds
@@ -64,7 +59,7 @@ from fp8plan.runtime.controller.state import (
     Update,
     alarms,
     beginning,
-    check_limits,
+    check_law,
     escalation,
     no_data,
     observed,
@@ -80,8 +75,14 @@ if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.metrics import Mismatch, Ratios
 
 LEVELS: Final = ("token", "sequence", "geometric")
-STEPS: Final = 33  # of reach, from the narrowest to 1, among which the limits choose: what one token does is less
+STEPS: Final = 33  # values of reach, from the narrowest to 1, of which the limits choose one: coarser than one token
 OUTLIERS: Final = 2  # tokens, or sequences, by which tightening stays away from the limits: one of them moves nothing
+PATIENCE: Final = 3  # batches that an escalation of ConstantThresholds has to help, before the next one
+RANGES: Final[dict[str, Range]] = {
+    "target_kl": (lambda x: 0 < x < np.inf, "a finite number above 0, or None"),
+    "gain": (lambda x: 0 < x < np.inf, "a finite number above 0"),
+    "narrowest": (lambda x: 0 < x <= 1, "a share above 0, 1 at most"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +91,16 @@ class AdaptiveThresholds:
 
     The docstring of fp8plan.runtime.controller.laws has the law. KL is the robust k3 in nats per token.
 
-    tis, band:   initial thresholds on pi_train / pi_rollout; None: that one is not controlled. A plan's come first
-    level:       whose ratios they bound: "token", "sequence" or "geometric"; Monitor gives that of its settings
-    target_kl:   KL up to which the thresholds stay where they begin; None: up to thrice what a plan expects, or 0.01
+    tis, band:   initial thresholds on pi_train / pi_rollout; None: not controlled. A plan's come first
+    level:       the ratios that they bound: "token", "sequence" or "geometric"; Monitor passes that of its settings
+    target_kl:   KL up to which the thresholds keep their initial values; None: up to thrice a plan's expectation, or
+                 0.01 without a plan
     gain:        exponent of the law: log thresholds go with KL ^ -gain. At 30 times the target, 0.2 halves them
     narrowest:   smallest share of their initial log distance from 1
-    max_clipped: share of the weight; tightening stops where it would cut away more (TIS)
-    min_kept:    share of the tokens; tightening stops where the band would keep fewer
+    max_clipped: largest share of the weight that tightening may cut away (TIS)
+    min_kept:    smallest share of the tokens that a tightened band may keep
     slew:        (tighten, relax): largest factors by which the log distance changes in one step
-    dead_band:   changes by a smaller factor are not made, unless they lead back to the beginning
+    dead_band:   smaller factors change nothing, unless they lead back to the beginning
     warm_up:     number of batches that get the initial thresholds
     patience:    steps at a bound before each escalation
     limit_kl:    KL above which the KL alarm sounds, unless a plan predicts more
@@ -126,30 +128,12 @@ class AdaptiveThresholds:
         _check_start(self.tis, self.band)
         if self.tis is None and self.band is None:
             raise ConfigError("tis and band are None; allowed: one to control, or ConstantThresholds(None)")
-        check_limits(self.limit_kl, self.limits)
-        for name in ("gain", "narrowest", "max_clipped", "min_kept", "dead_band"):
-            if not is_number(getattr(self, name)):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a finite number")
-        if not (isinstance(self.slew, (tuple, list)) and len(self.slew) == 2 and all(map(is_number, self.slew))):
-            raise ConfigError(f"slew is {self.slew!r}; allowed: two factors above 1, (tighten, relax)")
         if self.level not in LEVELS:
             raise ConfigError(f"level is {self.level!r}; allowed: {', '.join(LEVELS)}")
-        if not self.gain > 0:
-            raise ConfigError(f"gain is {self.gain!r}; allowed: above 0")
-        if self.target_kl is not None and not (is_number(self.target_kl, finite=True) and self.target_kl > 0):
-            raise ConfigError(f"target_kl is {self.target_kl!r}; allowed: a finite number above 0, or None")
-        if not (0 < self.narrowest <= 1 and 0 < self.max_clipped <= 1 and 0 < self.min_kept < 1):
-            raise ConfigError(
-                f"narrowest is {self.narrowest!r}, max_clipped {self.max_clipped!r}, min_kept {self.min_kept!r}; "
-                "allowed: shares above 0, min_kept below 1"
-            )
-        if not (min(self.slew) > 1 and self.dead_band >= 1):
-            raise ConfigError(f"slew is {self.slew!r}, dead_band {self.dead_band!r}; allowed: slew > 1, dead_band >= 1")
-        whole("warm_up", self.warm_up, 0)
-        whole("patience", self.patience)
+        check_law(self, RANGES)
 
     def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> AdaptiveState:
-        """The state before the first batch. A plan gives thresholds to start with and the expected KL.
+        """The state before the first batch. A plan gives initial thresholds and the expected KL.
 
         choice: the plan's choice that runs; None: the one it chose
 
@@ -164,11 +148,11 @@ class AdaptiveThresholds:
         )  # fmt: skip
 
     def resume(self, saved: ControllerState, fresh: AdaptiveState) -> AdaptiveState:
-        """A saved state with the beginning, the target and the bounds of `fresh`, which `initial` gave just now.
+        """A saved state with the beginning, the target and the bounds of `fresh`, a new state of `initial`.
 
-        From the state of another law it takes only the KL, and begins with the initial thresholds.
+        Only the KL of another law's state counts; the thresholds are the initial ones then.
 
-        Raises ConfigError if it controls other thresholds than these settings.
+        Raises ConfigError if the state controls other thresholds than these settings.
         """
         state = resumed(saved, fresh)
         reach = saved.reach if isinstance(saved, AdaptiveState) else 1.0
@@ -179,10 +163,10 @@ class AdaptiveThresholds:
         if not usable(mismatch):
             return Thresholds(state.tis, state.band), state, no_data(mismatch, self.limits)
         seen = observed(state, mismatch)
-        found = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
+        sounding = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
         if seen.steps <= self.warm_up:
             reason = f"step {seen.steps} of {self.warm_up} with the initial thresholds"
-            return Thresholds(seen.tis, seen.band), seen, Decided(Decision.WARM_UP, reason, found)
+            return Thresholds(seen.tis, seen.band), seen, Decided(Decision.WARM_UP, reason, sounding)
         now, wanted = seen.reach, self._wanted(seen, seen.kl or 0.0)
         floor, why = self._least_reach(seen, mismatch, self._spared(mismatch))
         free = self._slewed(now, max(wanted, min(floor, now)))
@@ -190,13 +174,12 @@ class AdaptiveThresholds:
         new = _at(seen, max(free, least) if least <= 1.0 else free)
         passed = self._lost(new, mismatch, 0.0)
         bound = self._bound(new, mismatch, passed or (why if new.reach > self._slewed(now, wanted) else ""))
-        strained = strain(seen.strained, bool(bound), Alarm.BROKEN in found, self.patience)
-        escalate = escalation(strained, self.patience)
-        decided = Decided(*_said(seen, new, bound), found, escalate)
+        strained = strain(seen.strained, bool(bound), Alarm.BROKEN in sounding, self.patience)
+        decided = Decided(*_said(seen, new, bound), sounding, escalation(strained, self.patience))
         return Thresholds(new.tis, new.band), replace(new, strained=strained), decided
 
     def _wanted(self, state: AdaptiveState, kl: float) -> float:
-        """The reach that the law gives a KL."""
+        """The law's reach for a KL."""
         if kl <= state.target_kl:
             return 1.0
         return max(float((state.target_kl / kl) ** self.gain), self.narrowest)
@@ -215,7 +198,7 @@ class AdaptiveThresholds:
     def _least_reach(self, state: AdaptiveState, mismatch: Mismatch, spared: float = 0.0) -> tuple[float, str]:
         """The smallest reach that keeps the limits in this batch, and the limit that one step tighter would pass.
 
-        spared: share by which it stays away from the limits. The reach is infinite if none keeps them.
+        spared: share by which it stays away from the limits. The reach is infinite if no reach keeps them.
         """
         reaches = np.geomspace(self.narrowest, 1.0, STEPS)
 
@@ -238,7 +221,7 @@ class AdaptiveThresholds:
     def _bound(self, new: AdaptiveState, mismatch: Mismatch, limit: str) -> str:
         """The reason why the thresholds do less than the KL asks for; empty if they do enough.
 
-        The KL is the smaller one of this batch's and the smoothed one. limit: what stood in the way of the law.
+        The KL is the smaller of this batch's and the smoothed one. limit: the limit that stopped the law
         """
         kl = min(mismatch.k3_robust, new.kl or 0.0)
         if kl <= new.target_kl:
@@ -251,8 +234,8 @@ class AdaptiveThresholds:
 
 
 def _check_start(tis: float | None, band: tuple[float, float] | None) -> None:
-    """Raise ConfigError for thresholds that cannot tighten: they tighten towards 1, from outside."""
-    Thresholds(tis, band)  # raises ConfigError for what cannot be a threshold
+    """Raise ConfigError for thresholds that cannot tighten towards 1."""
+    Thresholds(tis, band)  # raises ConfigError for values that cannot be thresholds
     if tis is not None and not 1 < tis < np.inf:
         raise ConfigError(f"tis begins at {tis!r}; allowed: above 1, or ConstantThresholds({tis!r})")
     if band is not None and not 0 < band[0] < 1 < band[1] < np.inf:
@@ -288,15 +271,15 @@ def shown(state: ControllerState) -> str:
     return " and ".join(tis + ([] if state.band is None else [f"[{state.band[0]:.4g}, {state.band[1]:.4g}]"])) or "none"
 
 
-PATIENCE: Final = 3  # batches that an escalation has to help, before the next one
-
-
 @dataclass(frozen=True, slots=True)
 class ConstantThresholds:
-    """The same thresholds in every step. The alarms sound all the same, and a KL beyond repair escalates.
+    """The same thresholds in every step. The alarms still sound, and a KL beyond repair escalates.
 
     tis, band: bounds on pi_train / pi_rollout, as in Thresholds
     limit_kl:  k3 per token above which the KL alarm sounds, unless a plan predicts a range for the model
+    limits:    levels of the other alarms
+
+    Raises ConfigError, when made, for values that are out of range.
     """
 
     tis: float | None = 2.0
@@ -305,8 +288,7 @@ class ConstantThresholds:
     limits: AlarmLimits = field(default_factory=AlarmLimits)
 
     def __post_init__(self) -> None:
-        Thresholds(self.tis, self.band)  # raises ConfigError for what cannot be a threshold
-        check_limits(self.limit_kl, self.limits)
+        check_law(self)
 
     def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> ControllerState:
         """The state before the first batch. A plan raises limit_kl to the KL that it predicts for `choice`."""
@@ -314,7 +296,7 @@ class ConstantThresholds:
         return ControllerState(tis=self.tis, band=self.band, limit_kl=limit)
 
     def resume(self, saved: ControllerState, fresh: ControllerState) -> ControllerState:
-        """A saved state with the thresholds and the limit of `fresh`, which `initial` gave just now."""
+        """A saved state with the thresholds and the limit of `fresh`, a new state of `initial`."""
         return resumed(replace(saved, tis=fresh.tis, band=fresh.band), fresh)
 
     def update(self, state: ControllerState, mismatch: Mismatch) -> Update:
@@ -323,10 +305,13 @@ class ConstantThresholds:
         if not usable(mismatch):
             return thresholds, state, no_data(mismatch, self.limits)
         seen = observed(state, mismatch)
-        found = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
-        seen = replace(seen, strained=strain(seen.strained, False, Alarm.BROKEN in found, PATIENCE))
-        decided = Decided(Decision.HOLD, "constant thresholds", found, escalation(seen.strained, PATIENCE))
-        return thresholds, seen, decided
+        sounding = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
+        seen = replace(seen, strained=strain(seen.strained, False, Alarm.BROKEN in sounding, PATIENCE))
+        return (
+            thresholds,
+            seen,
+            Decided(Decision.HOLD, "constant thresholds", sounding, escalation(seen.strained, PATIENCE)),
+        )
 
 
 Controller = AdaptiveThresholds | LeastErrorThresholds | ConstantThresholds

@@ -9,10 +9,10 @@ from typing import Final
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.state import LeastErrorState
 
-MEMORY: Final = 0.9  # of what earlier steps say: a single step says little, and the scale drifts over a run
-ENOUGH: Final = 10  # steps, before which nothing is said
-# Times what is usual: a step that shows more noise or more gradient counts as if it had shown so much. A micro-batch
-# that spikes shows as noise if it is the one that is told, else as gradient, and there are many others.
+MEMORY: Final = 0.9  # weight of earlier steps: a single step says little, and the scale drifts over a run
+ENOUGH: Final = 10  # steps before the first answer
+# Largest multiple of the usual noise and gradient that one step counts. A spike in the reported micro-batch shows as
+# noise, and a spike in another as gradient.
 SPIKE: Final = 5.0
 
 
@@ -36,7 +36,7 @@ def noise_scale(norm2_small: float, tokens_small: float, norm2_large: float, tok
 def heard(
     state: LeastErrorState, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
 ) -> LeastErrorState:
-    """The state that knows of the norms of one step. Norms that are not finite (gradients overflowed) change nothing.
+    """The state with the norms of one more step. Norms that are not finite (gradients overflowed) change nothing.
 
     Raises ConfigError if tokens_small >= tokens_large.
     """
@@ -48,7 +48,8 @@ def heard(
         mean = (1 - MEMORY) / (1 - MEMORY**state.gradients)
         usual = mean * state.gradient_noise
         whole = mean * max(state.gradient2, 0.0) + usual / float(tokens_large)  # squared norm of a batch's gradient
-        part = min([1.0, *(SPIKE * most / abs(x) for most, x in ((usual, noise), (whole, gradient2)) if x)])
+        pairs = ((usual, noise), (whole, gradient2))
+        part = min([1.0, *(SPIKE * expected / abs(seen) for expected, seen in pairs if seen)])
     return replace(
         state,
         gradients=state.gradients + 1,
@@ -58,8 +59,7 @@ def heard(
 
 
 def measured(state: LeastErrorState) -> float | None:
-    """The noise scale, tokens, that the steps of a run have shown; None as long as they do not tell, infinite where no
-    gradient can be seen behind the noise."""
+    """The noise scale of a run's steps, in tokens; None while unknown, infinite if noise hides the gradient."""
     if state.gradients < ENOUGH or state.gradient_noise <= 0:
         return None
     return state.gradient_noise / state.gradient2 if state.gradient2 > 0 else inf
@@ -67,10 +67,8 @@ def measured(state: LeastErrorState) -> float | None:
 
 def _parts(norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float) -> tuple[float, float]:
     """Unbiased estimates of |G|^2 and V, either of which may be negative."""
-    norm2_small, tokens_small, norm2_large, tokens_large = map(
-        float,
-        (norm2_small, tokens_small, norm2_large, tokens_large),  # tensors of one number, too
-    )
+    numbers = (norm2_small, tokens_small, norm2_large, tokens_large)
+    norm2_small, tokens_small, norm2_large, tokens_large = map(float, numbers)  # they may be tensors of one number
     if not 0 < tokens_small < tokens_large:
         raise ConfigError(f"batches of {tokens_small!r} and {tokens_large!r} tokens; allowed: 0 < small < large")
     gradient2 = (tokens_large * norm2_large - tokens_small * norm2_small) / (tokens_large - tokens_small)

@@ -1,9 +1,7 @@
-"""The state, the decisions and the alarms of controllers.
+"""The parts that all laws share: state, decisions, the smoothed KL, alarms and escalations.
 
-The smoothed KL and the alarms, which all laws share.
-
-Alarms tell of figures that no threshold repairs, or that stay hidden when only KL is watched. Those of the mismatch
-sound before the thresholds are decided, those of the correction after it.
+An alarm reports a figure that no threshold repairs, or that KL alone does not show. Alarms of the mismatch sound before
+the thresholds are decided, those of the correction afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from enum import StrEnum
 from math import inf, isfinite, isnan, sqrt
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from fp8plan.checks import instance, is_number, whole
+from fp8plan.checks import Range, in_range, instance, is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.law import GRID
 from fp8plan.runtime.correction.settings import Thresholds
@@ -27,20 +25,20 @@ if TYPE_CHECKING:
 
 
 class Decision(StrEnum):
-    """The change that a controller made to the thresholds."""
+    """A controller's change of the thresholds."""
 
     WARM_UP = "warm_up"  # still the initial ones
     HOLD = "hold"
     TIGHTEN = "tighten"  # less weight for large ratios
     RELAX = "relax"
-    AT_BOUND = "at_bound"  # cannot do what the mismatch asks for within the bounds
+    AT_BOUND = "at_bound"  # the bounds do not allow what the mismatch asks for
     NO_DATA = "no_data"  # no valid token, or a figure that is not a number: nothing moves
 
 
 class Alarm(StrEnum):
     """A figure that no threshold repairs, or that KL alone does not show. No alarm loosens a threshold.
 
-    fp8plan.runtime.controller.state.MEANINGS says what each means, and what to do.
+    fp8plan.runtime.controller.state.MEANINGS has the meaning and the remedy of each.
     """
 
     KL = "kl"
@@ -64,7 +62,7 @@ class Escalation(StrEnum):
 
 
 def strain(before: int, over: bool, broken: bool, patience: int) -> int:
-    """Steps in a row in which thresholds could not do what was asked of them. KL beyond repair needs no patience."""
+    """Number of steps in a row at a bound, after one more step. A KL beyond repair needs no patience."""
     if broken:
         return max(before + 1, patience)
     return before + 1 if over else 0
@@ -85,7 +83,7 @@ class Decided:
     """A decision and its reason.
 
     reason:   a sentence for the log
-    escalate: what the mismatch asks for beyond what thresholds can do, in the step in which it is to be done, or None;
+    escalate: the action that is due in this step, because thresholds can do no more; None: none. For an engine,
               `engine.apply(step.verdict, step.decided.escalate)` does it
     """
 
@@ -97,13 +95,13 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """The state that every controller remembers: plain numbers, saved with the checkpoint.
+    """The state of every controller: plain numbers, saved with the checkpoint.
 
-    steps:     batches with valid tokens seen
+    steps:     number of batches with valid tokens so far
     tis, band: thresholds of the last step, on pi_train / pi_rollout
     kl:        smoothed robust k3 per token; None before the first batch
-    limit_kl:  above it the KL alarm sounds
-    strained:  steps in a row in which thresholds could not do what was asked of them
+    limit_kl:  KL above which the KL alarm sounds
+    strained:  steps in a row at a bound
     """
 
     steps: int = 0
@@ -119,10 +117,13 @@ class ControllerState:
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> ControllerState:
-        """The state that `to_dict` made, of whichever controller. Raises ConfigError for unknown or missing keys, and a
-        tail of another grid."""
+        """The state of any controller, from `to_dict`.
+
+        Raises ConfigError for unknown or missing keys, for values that no state has, and for a tail of another grid.
+        """
         instance("a saved ControllerState", saved, Mapping, "what to_dict returned")
-        wrong, kind = min(((sorted(saved.keys() ^ names(kind)), kind) for kind in KINDS), key=lambda x: len(x[0]))
+        kinds = (AdaptiveState, LeastErrorState, ControllerState)
+        wrong, kind = min(((sorted(saved.keys() ^ _names(kind)), kind) for kind in kinds), key=lambda x: len(x[0]))
         if wrong:
             raise ConfigError(
                 f"not a saved ControllerState; unknown or missing: {', '.join(map(str, wrong))}; give what to_dict "
@@ -134,7 +135,7 @@ class ControllerState:
                 f"a saved ControllerState has a tail of {len(saved['tail'])} bounds, this version of fp8plan "
                 f"{GRID.size}; begin with a new state"
             )
-        values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+        values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
         return kind(**values)
 
 
@@ -145,9 +146,9 @@ Update = tuple[Thresholds, ControllerState, Decided]
 class AdaptiveState(ControllerState):
     """The state of AdaptiveThresholds.
 
-    start_tis, start_band: where the thresholds begin, and go back to
-    target_kl: k3 per token up to which they stay there
-    reach:     how far from 1 they are now, as a share of where they begin: log C = reach * log start_tis
+    start_tis, start_band: initial thresholds, the widest ones
+    target_kl: k3 per token up to which they hold
+    reach:     distance of the thresholds from 1, as a share of the initial one: log C = reach * log start_tis
     """
 
     start_tis: float | None = 2.0
@@ -160,9 +161,9 @@ class AdaptiveState(ControllerState):
 class LeastErrorState(ControllerState):
     """The state of LeastErrorThresholds.
 
-    low:         lower end of the band to go back to when more tokens are kept again; None without a band
+    low:         lower end of the band once more tokens are kept again; None without a band
     tail:        share of tokens with a ratio above each bound of law.GRID, over the last `tail_tokens` tokens
-    gradients, gradient2, gradient_noise: gradient norms that `noise.heard` took in: their number, and fading sums
+    gradients, gradient2, gradient_noise: number and fading sums of the gradient norms from `noise.heard`
     """
 
     low: float | None = None
@@ -174,7 +175,9 @@ class LeastErrorState(ControllerState):
 
 
 def _check_values(saved: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a value that no state has."""
+    """Raise ConfigError for a value that no state has."""
+    optional = ("tis", "start_tis", "kl", "low")
+    positive = (*optional, "limit_kl", "target_kl", "reach", "tail_tokens", "gradient2", "gradient_noise")
     for name, value in saved.items():
         if name in ("steps", "strained", "gradients"):
             whole(name, value, 0)
@@ -183,37 +186,30 @@ def _check_values(saved: Mapping[str, Any]) -> None:
             fine = all(map(is_number, many)) and (name == "tail" or len(many) == 2)
             if not (fine or (value is None and name != "tail")):
                 raise ConfigError(f"a saved {name} is {value!r}; allowed: numbers, as to_dict gave them")
-        elif not (value is None and name in OPTIONAL):
-            lowest = 0.0 if name in POSITIVE else -inf
+        elif not (value is None and name in optional):
+            lowest = 0.0 if name in positive else -inf
             if not (is_number(value, name not in ("tis", "limit_kl")) and value >= lowest):
-                least = "of 0 or more, " if name in POSITIVE else ""
+                least = "of 0 or more, " if name in positive else ""
                 raise ConfigError(f"a saved {name} is {value!r}; allowed: a number {least}as to_dict gave it")
 
 
-OPTIONAL = ("tis", "start_tis", "kl", "low")
-POSITIVE = (
-    *("tis", "start_tis", "kl", "low", "limit_kl", "target_kl", "reach"),
-    *("tail_tokens", "gradient2", "gradient_noise"),
-)
-KINDS = (AdaptiveState, LeastErrorState, ControllerState)
 State = TypeVar("State", bound=ControllerState)
 
 
 def expecting(state: State, fresh: ControllerState) -> State:
-    """`state` with the KL that `fresh` expects: its limit and, where the law has one, its target."""
-    expected = {"limit_kl", "target_kl"} & names(type(state))
+    """`state` with the KL that `fresh` expects: its limit and, if the law has one, its target."""
+    expected = {"limit_kl", "target_kl"} & _names(type(state))
     return replace(state, **{name: getattr(fresh, name) for name in expected})
 
 
-def names(kind: type[ControllerState]) -> set[str]:
+def _names(kind: type[ControllerState]) -> set[str]:
     return {field.name for field in fields(kind)}
 
 
 def resumed(saved: ControllerState, fresh: State) -> State:
-    """`fresh`, that a controller begins with, with what `saved` remembers: all that the two have in common but the
-    thresholds and the limit, which are those of the settings now.
+    """`fresh`, a controller's initial state, with the steps, the KL and the strain of `saved`.
 
-    Raises ConfigError if one has a C, or a band, and the other has not.
+    Raises ConfigError if only one of the two has a C, or only one a band.
     """
     for name in ("tis", "band"):
         if (getattr(saved, name) is None) != (getattr(fresh, name) is None):
@@ -224,13 +220,21 @@ def resumed(saved: ControllerState, fresh: State) -> State:
     return replace(fresh, steps=saved.steps, kl=saved.kl, strained=saved.strained)
 
 
-KL_MEMORY: Final = 0.7  # of the last step's smoothed KL: a half-life of two steps
-# Of the expected KL. The theory's own 90% interval ends at 2.4 to 2.9 times, for models like those it was fitted to. Of
-# others, small ones above all, it is wider because less is known, and that should not loosen thresholds.
+KL_MEMORY: Final = 0.7  # weight of the last step's smoothed KL: a half-life of two steps
+# Largest multiple of the expected KL that a plan may raise a limit to. The theory's 90% interval ends at 2.4 to 2.9
+# times for models like those of its fit; for others, small ones above all, it is wider, which must not loosen limits.
 MARGIN: Final = 3.0
-KL_LEAP: Final = 100.0  # times the limit, or the KL so far, that a batch may count: no single one rules for long after
-FEW: Final = 16  # tokens or sequences, of fewer of which a mean says nothing
-LOG10: Final = (1.9, 2.8)  # of k1 / k3: log 10 where both sides are logarithms to base 10, 1 where they are natural
+KL_LEAP: Final = 100.0  # largest multiple of the limit, or of the KL so far, that one batch may count
+FEW: Final = 16  # tokens or sequences, the fewest of which a mean says something
+LOG10: Final = (1.9, 2.8)  # k1 / k3 is log 10 if both sides are logarithms to base 10, and 1 if they are natural
+SHARE: Final[Range] = (lambda x: 0 <= x <= 1, "a share, from 0 to 1")
+ABOVE_0: Final[Range] = (lambda x: x > 0, "a number above 0")
+LAW_RANGES: Final[dict[str, Range]] = {
+    "limit_kl": (lambda x: x > 0, "nats per token, above 0, such as 0.03; inf for no limit"),
+    "max_clipped": (lambda x: 0 < x <= 1, "a share above 0, 1 at most"),
+    "min_kept": (lambda x: 0 < x < 1, "a share above 0 and below 1"),
+    "dead_band": (lambda x: 1 <= x < inf, "a factor of 1 or more"),
+}
 
 
 class Meaning(NamedTuple):
@@ -284,18 +288,19 @@ class AlarmLimits:
 
     broken_kl:  verl's open proposal of a KL sentinel trips above 1.0 (verl#7519); of this batch, and smoothed
     raw_ess:    verl's documentation warns below 0.3
-    chi2:       the mean of ratio^2, less 1: the same level as raw_ess where the ratios' mean is 1
+    chi2:       the mean of ratio^2, less 1: the same level as raw_ess if the mean ratio is 1
     tail_bound: a ratio above it, or below its inverse, is in the tail
-    tail:       share of tokens there
-    mean:       by how much the mean of the ratios may differ from 1, beyond five of its standard errors. Sampling with
-                top-p or a temperature that the log-probs do not know shows here, and so does a wrong log-prob
-    placeholders: share of the tokens to which one side gives exactly 0.0, and the other a probability below 0.9
-    invalid:    share of the tokens that came in whose log-prob is NaN or infinite
-    lost:       share of the batch's weight that the correction takes away, `Correction.lost_weight`
+    tail:       share of tokens in the tail
+    mean:       allowed distance of the mean ratio from 1, beyond five of its standard errors. Top-p, a temperature that
+                the log-probs do not know, and wrong log-probs show here
+    placeholders: share of the tokens with a log-prob of exactly 0.0 on one side, and a probability below 0.9 on the
+                other
+    invalid:    share of the input's tokens with a log-prob that is NaN or infinite
+    lost:       share of the batch's weight that the correction removes, `Correction.lost_weight`
     identical:  tokens from which on a batch without any mismatch is no chance; inf for kernels that agree to the bit
 
-    Raises ConfigError for what is no number, or at which no alarm can ever sound. tail, placeholders, invalid and lost
-    are shares; 1 switches the alarm off, as inf does for the others but tail_bound, and 0 for raw_ess.
+    Raises ConfigError for values out of range. tail, placeholders, invalid and lost are shares; 1 switches the alarm
+    off, as inf does for the others except tail_bound, and 0 for raw_ess.
     """
 
     broken_kl: float = 1.0
@@ -310,20 +315,30 @@ class AlarmLimits:
     identical: float = 16.0
 
     def __post_init__(self) -> None:
-        above = {"broken_kl": 0.0, "chi2": 0.0, "mean": 0.0, "tail_bound": 1.0, "identical": 0.0}
-        for name in self.__slots__:
-            value, least = getattr(self, name), above.get(name)
-            fine = is_number(value, finite=least is None) and (value > least if least is not None else 0 <= value <= 1)
-            if not fine:
-                allowed = "a share, from 0 to 1" if least is None else f"a number above {least:g}"
-                raise ConfigError(f"AlarmLimits: {name} is {value!r}; allowed: {allowed}")
+        shares = dict.fromkeys(("raw_ess", "tail", "placeholders", "invalid", "lost"), SHARE)
+        above = dict.fromkeys(("broken_kl", "chi2", "mean", "identical"), ABOVE_0)
+        in_range(self, shares | above | {"tail_bound": (lambda x: x > 1, "a number above 1")}, "AlarmLimits: ")
 
 
-def check_limits(limit_kl: Any, limits: Any) -> None:
-    """Raise ConfigError for a KL limit or levels that would switch the alarms off unnoticed. limit_kl may be inf."""
-    if not (is_number(limit_kl, finite=False) and limit_kl > 0):
-        raise ConfigError(f"limit_kl is {limit_kl!r}; allowed: nats per token, above 0, such as 0.03; inf for no limit")
-    instance("limits", limits, AlarmLimits, "AlarmLimits()")
+def check_law(law: Any, ranges: Mapping[str, Range] | None = None) -> None:
+    """Raise ConfigError for settings of a law that are out of range.
+
+    ranges: those of the law's own fields. Fields that laws share have those of LAW_RANGES
+    """
+    Thresholds(law.tis, law.band)  # raises ConfigError for values that cannot be thresholds
+    shared = {name: LAW_RANGES[name] for name in LAW_RANGES if hasattr(law, name)}
+    in_range(law, shared | dict(ranges or {}))
+    instance("limits", law.limits, AlarmLimits, "AlarmLimits()")
+    if hasattr(law, "slew"):
+        if not (is_pair(law.slew) and min(law.slew) > 1):
+            raise ConfigError(f"slew is {law.slew!r}; allowed: two finite factors above 1")
+        whole("warm_up", law.warm_up, 0)
+        whole("patience", law.patience)
+
+
+def is_pair(value: Any) -> bool:
+    """True for two finite numbers."""
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_number, value))
 
 
 def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) -> tuple[Alarm, ...]:
@@ -345,7 +360,7 @@ def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) 
 
 
 def no_data(mismatch: Mismatch, limits: AlarmLimits) -> Decided:
-    """The decision on a batch whose figures no threshold can follow."""
+    """The decision on a batch with figures that no threshold can follow."""
     if mismatch.tokens:
         reason = "a figure is not a number"
     elif mismatch.invalid:
@@ -357,7 +372,7 @@ def no_data(mismatch: Mismatch, limits: AlarmLimits) -> Decided:
 
 
 def of_correction(correction: Correction, limits: AlarmLimits) -> tuple[Alarm, ...]:
-    """The alarms that sound for what the correction did, with the sums of all ranks."""
+    """The alarms that sound for a correction with the sums of all ranks."""
     sequences = correction.sums.get("raw_sequences")
     sounding = {
         Alarm.UNIT_MEAN: correction.settings.level == "sequence"
@@ -370,10 +385,9 @@ def of_correction(correction: Correction, limits: AlarmLimits) -> tuple[Alarm, .
 
 
 def honest(mismatch: Mismatch, limits: AlarmLimits) -> bool:
-    """Return True if the mean of the ratios is 1 within its error, as it is for the policy that really sampled.
+    """True if the mean ratio is 1 within its error, as for the policy that really sampled.
 
-    The mean and its error are of ratios within e^+-20, as ess_raw and chi2_token are: a single token of any ratio is
-    never more than its own error.
+    Ratios are clamped to e^+-20, as in ess_raw and chi2_token: one token never exceeds its own error.
     """
     return _is_one(mismatch.mean_ratio, mismatch.mean_ratio_error, limits)
 
@@ -383,10 +397,10 @@ def _is_one(mean: float, error: float, limits: AlarmLimits) -> bool:
 
 
 def _base_ten(mismatch: Mismatch) -> bool:
-    """Return True if k1 is about log 10 times k3.
+    """True if k1 is about log 10 times k3.
 
-    Both have the same expectation, KL(rollout || train), as the mean of the ratios is 1. To base 10 every log ratio d
-    shrinks to d / log 10: k1 by log 10 and k3, which goes with d^2 where d is small, by log^2 10.
+    Both have the expectation KL(rollout || train) if the mean ratio is 1. To base 10 every log ratio d shrinks to
+    d / log 10: k1 by log 10, and k3, which goes with d^2 for small d, by log^2 10.
     """
     low, high = LOG10
     certain = mismatch.k1 - mismatch.k3 > ERRORS * mismatch.mean_ratio_error
@@ -394,7 +408,7 @@ def _base_ten(mismatch: Mismatch) -> bool:
 
 
 def usable(mismatch: Mismatch) -> bool:
-    """Return True if there is a valid token and the deciding figures are numbers. One token can make k3 infinite."""
+    """True if there is a valid token and the deciding figures are numbers. One token can make k3 infinite."""
     figures = (mismatch.k1, mismatch.k3, mismatch.k3_robust, mismatch.ess_raw, mismatch.chi2_token)
     if not mismatch.tokens or any(value is None or isnan(value) for value in figures):
         return False
@@ -402,27 +416,27 @@ def usable(mismatch: Mismatch) -> bool:
 
 
 def observed(state: State, mismatch: Mismatch) -> State:
-    """The state with this batch in its KL, thresholds unmoved."""
+    """The state with this batch in its KL, and the same thresholds."""
     counts = min(mismatch.k3_robust, KL_LEAP * max(state.limit_kl, state.kl or 0.0))
     kl = counts if state.kl is None else KL_MEMORY * state.kl + (1 - KL_MEMORY) * counts
     return replace(state, steps=state.steps + 1, kl=kl)
 
 
 def predicted_kl(plan: Plan | None, choice: int | str | None = None) -> float:
-    """The KL up to which a plan's `choice` (None: the one it chose) does as expected; 0 if it predicts none.
+    """The upper end of the KL that a plan predicts for `choice` (None: the one it chose); 0 if it predicts none.
 
-    The upper end of the 90% interval, and no more than MARGIN times the expected KL.
+    It is the end of the 90% interval, and at most MARGIN times the expected KL.
     """
-    found = None if plan is None else plan.select(choice)
-    if found is None or not found.kl_k3_high or found.kl_k3 is None:
+    picked = None if plan is None else plan.select(choice)
+    if picked is None or not picked.kl_k3_high or picked.kl_k3 is None:
         return 0.0
-    return min(found.kl_k3_high, MARGIN * found.kl_k3)
+    return min(picked.kl_k3_high, MARGIN * picked.kl_k3)
 
 
 def beginning(
     plan: Plan | None, level: str, tis: float | None, band: tuple[float, float] | None
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """The initial (tis, band) of what is controlled: the plan's, if it has them, else those given."""
+    """The initial (tis, band): the plan's, if it has them, else `tis` and `band`. None stays None."""
     planned = {} if plan is None else plan.thresholds
     tis = None if tis is None else planned.get(f"{level}_tis", tis)
     return tis, None if band is None else tuple(planned.get(f"{level}_mis", band))

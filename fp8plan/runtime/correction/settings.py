@@ -1,4 +1,4 @@
-"""Settings of a correction: frozen, and checked when made."""
+"""Settings of a correction, frozen and checked when made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Thresholds:
     """Bounds on the ratio pi_train / pi_rollout, which a controller moves.
 
     tis:  C of truncated importance sampling, weight = min(ratio, C); None: weights are not truncated
-    band: (low, high) of MIS and IcePop, which keep ratios inside of it; None: neither is used
+    band: (low, high) of MIS and IcePop, which keep the ratios inside; None: neither is used
 
     Raises ConfigError unless tis > 0 and 0 < low <= high.
     """
@@ -48,14 +48,16 @@ def _is_band(band: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A bound on a divergence; what is beyond it is masked out of the loss.
+    """A bound on a divergence: tokens beyond it are masked out of the loss.
 
     over:      "token": each token's divergence; "seq_sum", "seq_mean", "seq_max": sum, mean or largest over a sequence,
                which is kept or lost whole
     estimator: k1: -log ratio; k2: log ratio^2 / 2; k3: ratio - 1 - log ratio (of the log ratio clamped to +-20)
-    high:      k2, k3: the largest divergence that is kept. k1: the largest ratio (seq_sum: product of ratios,
-               seq_mean: geometric mean)
+    high:      k2, k3: the largest divergence to keep. k1: the largest ratio (seq_sum: product of ratios, seq_mean:
+               geometric mean)
     low:       k1: the smallest ratio. Bounds are on pi_train / pi_rollout, verl's on its inverse
+
+    Raises ConfigError for an unknown rejection and for bounds out of range.
     """
 
     over: Over
@@ -85,17 +87,19 @@ REJECTIONS: Final = tuple(f"{over}_{k}" for over in OVER for k in ESTIMATORS if 
 
 @dataclass(frozen=True, slots=True)
 class CorrectionSettings:
-    """The way in which gradients are corrected.
+    """Settings of the correction of gradients.
 
-    level:      whose ratio is the weight of a token: its own (biased, low variance), the product over its sequence
+    level:      the ratio that is a token's weight: its own (biased, low variance), the product over its sequence
                 (unbiased, useless once length x KL nears 20), or the geometric mean over it; None: no weights
-    mode:       tis: min(ratio, thresholds.tis). icepop: 0 outside of thresholds.band. mis: that too, and what is
-                outside is masked out of the loss, so that means over tokens do not count it
-    thresholds: where a controller begins; `dataclasses.replace(settings, thresholds=...)` for each step
-    reject:     bounds on divergences, all of which a token must pass
-    veto:       a sequence with a token whose ratio is below this (1e-4, say) is masked out; None: no veto
+    mode:       tis: min(ratio, thresholds.tis). icepop: 0 outside thresholds.band. mis: the same, and tokens outside
+                are masked out of the loss, so means over tokens do not count them
+    thresholds: a controller's initial ones; `dataclasses.replace(settings, thresholds=...)` for each step
+    reject:     bounds on divergences; a token must pass all of them
+    veto:       smallest ratio (1e-4, say): a sequence with a token below it is masked out; None: no veto
     batch_normalize: divide weights by their mean, over tokens (level token) or sequences that are not empty, and over
                 all ranks if torch.distributed is up: then every rank must call `correct`
+
+    Raises ConfigError for values out of range, and for a mode without its band.
     """
 
     level: Level | None = "token"
@@ -119,7 +123,7 @@ class CorrectionSettings:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The (low, high) between which ratios keep their value."""
+        """The (low, high) within which ratios keep their value."""
         if self.mode == "tis":
             return 0.0, inf if self.thresholds.tis is None else self.thresholds.tis
         return self.thresholds.band or (0.0, inf)

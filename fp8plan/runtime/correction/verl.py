@@ -1,7 +1,7 @@
-"""verl's settings and its names of figures, so that a run of verl can be continued, and compared, with fp8plan.
+"""verl's settings and names of figures, so that fp8plan can continue a run of verl, and be compared with it.
 
 On the same batch, figures and weights equal those of verl 0.9.1 (trainer/ppo/rollout_corr_helper.py) to rtol 1e-5 and
-atol 1e-6 (tests/runtime/test_verl_parity.py). Differences, all deliberate:
+atol 1e-6 (tests/runtime/correction/test_verl_parity.py). Differences, all deliberate:
 
 what                       verl 0.9.1                                  fp8plan
 bounds of k1               on pi_rollout / pi_train: "0.1_2.0" keeps   on pi_train / pi_rollout, as of weights;
@@ -12,9 +12,9 @@ no valid token             raises ValueError                           defined: 
 all weights 0 (IcePop)     ZeroDivisionError                           rollout_is_eff_sample_size = 0
 levels and modes           token, sequence; TIS, IcePop                also geometric (0.7's), MIS
 veto                       gone since 0.7.1                            `veto`, under 0.7's names
-input                      computed in its own dtype, bf16 too         float32 whatever comes in; sums are float64
-rollout_is_std, rs_*_std   float32 E[x^2] - E[x]^2, which loses what   the same in float64: equal to verl's function
-                           is below 3e-4 of the mean                   when that is given float64
+input                      computed in its own dtype, bf16 too         float32 for any input; sums are float64
+rollout_is_std, rs_*_std   float32 E[x^2] - E[x]^2, too coarse below   the same in float64: equal to verl's function
+                           3e-4 of the mean                            with float64 input
 k3 of a rejection          float32 exp(x) - 1 - x: noise of 1e-7       expm1(x) - x
 k3_kl, ratio above e^88    infinity                                    finite (float64)
 rollout_is_min             e^ of the smallest sum of log ratios        clamped to e^+-20, as its weight is
@@ -40,10 +40,14 @@ from fp8plan.runtime.correction.settings import (
     Rejection,
     Thresholds,
 )
-from fp8plan.runtime.correction.weights import RULE_SUMS, TINY
-from fp8plan.runtime.mismatch.sums import Moments
+from fp8plan.runtime.mismatch.sums import TINY, Moments
 
-# The fields of verl 0.9.1's RolloutCorrectionConfig, their defaults, and what each may be.
+# Sums of a rule: its divergence over tokens, and clamped to its limits (for the standard deviation); tokens, or
+# sequences that are not empty, beyond the limits; the same by sequence; masked tokens and sequences.
+RULE_SUMS: Final = (
+    "value", "clamped", "above", "below", "sequence", "sequence_above", "sequence_below", "masked", "masked_sequences",
+)  # fmt: skip
+# The fields of verl 0.9.1's RolloutCorrectionConfig: default, types, and allowed values in words.
 _NUMBERS: Final = (str, int, float)
 _FIELDS: Final[dict[str, tuple[Any, tuple[type, ...], str]]] = {
     "rollout_is": (None, (str, NoneType), "token, sequence or null"),
@@ -54,8 +58,8 @@ _FIELDS: Final[dict[str, tuple[Any, tuple[type, ...], str]]] = {
     "bypass_mode": (False, (bool,), "true or false"),
     "loss_type": ("ppo_clip", (str,), "ppo_clip or reinforce"),
 }
-_INTO: Final = "algorithm", "rollout_correction"  # where they are in verl's config
-_HYDRA: Final = "_target_"  # the class that a node is made into
+_INTO: Final = "algorithm", "rollout_correction"  # path to them in verl's config
+_HYDRA: Final = "_target_"  # Hydra's name of a node's class
 
 
 def from_verl(config: Mapping[str, Any] | Any) -> CorrectionSettings:
@@ -64,47 +68,47 @@ def from_verl(config: Mapping[str, Any] | Any) -> CorrectionSettings:
     config: verl's whole config, its `algorithm`, or `algorithm.rollout_correction`: a mapping, a DictConfig, or an
             object with such fields. If the last is null, there is no correction
 
-    rollout_is, rollout_is_threshold (2.0, "2.0": TIS; "0.5_5.0": IcePop), rollout_is_batch_normalize, rollout_rs,
-    rollout_rs_threshold; bypass_mode with loss_type ppo_clip (the default) has no weights: the ratio is in the loss,
-    and verl computes weights only to log them. What is left out has verl's default, and rollout_is none.
+    It reads rollout_is, rollout_is_threshold (2.0, "2.0": TIS; "0.5_5.0": IcePop), rollout_is_batch_normalize,
+    rollout_rs and rollout_rs_threshold. bypass_mode with loss_type ppo_clip (the default) has no weights: the ratio is
+    in the loss, and verl computes weights only to log them. Missing fields have verl's defaults; rollout_is has none.
 
-    Raises ConfigError for what verl refuses, for a value of another type, and for a field that rollout_correction has
-    not, with the nearest that it has.
+    Raises ConfigError for settings that verl refuses, a value of another type, and an unknown field; it names the
+    nearest field.
     """
     try:
-        given = _rollout_correction(config)
+        config = _rollout_correction(config)
     except ConfigError:
         raise
     except Exception as error:  # OmegaConf's, for ??? and for an interpolation that leads nowhere
         raise ConfigError(f"the config cannot be read: {error}; allowed: one whose values are all given") from None
-    level, threshold = given["rollout_is"], given["rollout_is_threshold"]
+    level, threshold = config["rollout_is"], config["rollout_is_threshold"]
     for name, allowed in (("rollout_is", (None, "token", "sequence")), ("loss_type", ("ppo_clip", "reinforce"))):
-        if given[name] not in allowed:
-            raise _wrong(name, given[name])
-    if threshold is None or (given["bypass_mode"] and given["loss_type"] == "ppo_clip"):
+        if config[name] not in allowed:
+            raise _wrong(name, config[name])
+    if threshold is None or (config["bypass_mode"] and config["loss_type"] == "ppo_clip"):
         level = None
     low, high = (None, 2.0) if level is None else _numbers("rollout_is_threshold", threshold)
     return CorrectionSettings(
         level=cast("Level | None", level),
         mode="tis" if low is None else "icepop",
         thresholds=Thresholds(tis=high) if low is None else Thresholds(None, (low, high)),
-        reject=_rejections(given["rollout_rs"], given["rollout_rs_threshold"]),
-        batch_normalize=given["rollout_is_batch_normalize"],
+        reject=_rejections(config["rollout_rs"], config["rollout_rs_threshold"]),
+        batch_normalize=config["rollout_is_batch_normalize"],
     )
 
 
 def _rollout_correction(config: Any) -> dict[str, Any]:
-    """Every field of rollout_correction, found in what it lies in, and checked."""
-    path, found = "", config
+    """All fields of rollout_correction, from wherever it lies in `config`, checked."""
+    path, node = "", config
     for name in _INTO:
-        inside = _fields(path, found)
+        inside = _fields(path, node)
         if name in set(inside):  # verl's own configs are no whole mappings
-            if stray := [str(x) for x in inside if x != name and _is_ours(str(x))]:
+            if stray := [str(key) for key in inside if key != name and _is_ours(str(key))]:
                 raise ConfigError(
                     f"{path or 'the config'} has {', '.join(stray[:5])} beside {name}; allowed: inside it"
                 )
-            path, found = f"{path}.{name}".lstrip("."), inside[name]
-    inside = _fields(path, found)
+            path, node = f"{path}.{name}".lstrip("."), inside[name]
+    inside = _fields(path, node)
     if not inside and not path.endswith(_INTO[-1]):
         raise ConfigError(f"{path or 'the config'} is empty; allowed: one with rollout_correction, or its fields")
     unknown = [str(name) for name in inside if name not in _FIELDS and name != _HYDRA]
@@ -123,21 +127,21 @@ def _rollout_correction(config: Any) -> dict[str, Any]:
 
 
 def _is_ours(name: str) -> bool:
-    """Return True for a name that belongs in rollout_correction, or is meant to."""
+    """True for a name that belongs in rollout_correction, or is meant to."""
     return name in (*_FIELDS, *_INTO) or name.startswith(("rollout_is", "rollout_rs", "rollout_corr"))
 
 
-def _fields(path: str, found: Any) -> Mapping[str, Any]:
-    """A node of a config as a mapping; null is an empty one, but not at the top."""
-    if found is None and path:
+def _fields(path: str, node: Any) -> Mapping[str, Any]:
+    """A node of a config as a mapping; null is an empty one, except at the top."""
+    if node is None and path:
         return {}
-    if not isinstance(found, Mapping) and hasattr(found, "__dict__") and not isinstance(found, type):
-        found = vars(found)
-    if not isinstance(found, Mapping):
+    if not isinstance(node, Mapping) and hasattr(node, "__dict__") and not isinstance(node, type):
+        node = vars(node)
+    if not isinstance(node, Mapping):
         raise ConfigError(
-            f"{path or 'the config'} is {found!r}; allowed: a mapping, a DictConfig or an object with its fields"
+            f"{path or 'the config'} is {node!r}; allowed: a mapping, a DictConfig or an object with its fields"
         )
-    return found
+    return node
 
 
 def _wrong(name: str, value: Any) -> ConfigError:
@@ -151,15 +155,15 @@ def _rejections(options: str | None, thresholds: str | float | None) -> tuple[Re
     unknown = sorted(set(names) - set(REJECTIONS))
     if unknown or not names:
         raise ConfigError(f"rollout_rs is {options!r}; allowed, with commas between: {', '.join(REJECTIONS)}")
-    given = [] if thresholds is None else [part.strip() for part in str(thresholds).split(",") if part.strip()]
-    if len(given) not in (1, len(names)) or not given:
+    bounds = [] if thresholds is None else [part.strip() for part in str(thresholds).split(",") if part.strip()]
+    if len(bounds) not in (1, len(names)):
         raise ConfigError(
             f"rollout_rs_threshold is {thresholds!r}; allowed: one for all of rollout_rs, or {len(names)} with commas "
             "between"
         )
-    if len(given) == 1:
-        given *= len(names)
-    return tuple(_rejection(name, text) for name, text in zip(names, given, strict=True))
+    if len(bounds) == 1:
+        bounds *= len(names)
+    return tuple(_rejection(name, text) for name, text in zip(names, bounds, strict=True))
 
 
 def _rejection(name: str, text: str) -> Rejection:
@@ -218,30 +222,30 @@ def effective(weight: Moments) -> float:
 
 
 def rs_metrics(sums: Mapping[str, Moments], settings: CorrectionSettings) -> dict[str, float]:
-    """Figures of rejections as verl's compute_rollout_rejection_mask has them; of the veto, as verl 0.7.0 had them."""
+    """Figures of rejections by verl's compute_rollout_rejection_mask, and of the veto by verl 0.7.0."""
     metrics: dict[str, float] = {}
     for rule in settings.reject:
-        one = {name: sums[f"{rule.name}_{name}"] for name in RULE_SUMS}
-        value, sequence = one["value"], one["sequence"]
-        found = {
+        of_rule = {name: sums[f"{rule.name}_{name}"] for name in RULE_SUMS}
+        value, sequence = of_rule["value"], of_rule["sequence"]
+        figures = {
             "mean": value.mean,
             "max": value.largest,
             "min": value.least,
-            "fraction_high": one["above"].mean,
-            "fraction_low": one["below"].mean,
-            "std": one["clamped"].std(),
+            "fraction_high": of_rule["above"].mean,
+            "fraction_low": of_rule["below"].mean,
+            "std": of_rule["clamped"].std(),
             "seq_mean": sequence.mean,
             "seq_std": sequence.std(ddof=1),
             "seq_max": sequence.largest,
             "seq_min": sequence.least,
             "seq_max_deviation": max(abs(sequence.largest), abs(sequence.least)),
-            "seq_fraction_high": one["sequence_above"].mean,
-            "masked_fraction": one["masked"].mean,
-            "seq_masked_fraction": one["masked_sequences"].mean,
+            "seq_fraction_high": of_rule["sequence_above"].mean,
+            "masked_fraction": of_rule["masked"].mean,
+            "seq_masked_fraction": of_rule["masked_sequences"].mean,
         }
         if rule.estimator == "k1":
-            found["seq_fraction_low"] = one["sequence_below"].mean
-        metrics |= {f"rollout_rs_{rule.name}_{name}": x for name, x in found.items()}
+            figures["seq_fraction_low"] = of_rule["sequence_below"].mean
+        metrics |= {f"rollout_rs_{rule.name}_{name}": value for name, value in figures.items()}
     if settings.reject:
         metrics["rollout_rs_masked_fraction"] = sums["masked"].mean
         metrics["rollout_rs_seq_masked_fraction"] = sums["masked_sequences"].mean

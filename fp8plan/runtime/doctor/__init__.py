@@ -1,5 +1,5 @@
-"""The doctor: what an engine or a server really runs, and what is wrong with it.
+"""The doctor finds what an engine or a server really runs, and its faults.
 
-`observe` fills an Observed (of an engine or vllm.LLM here, of a server over HTTP, of a run's files), `checks` are pure
-functions from it to one Finding each, and `doctor` puts them together.
+`observe` fills an Observed (from an engine or vllm.LLM here, a server over HTTP, or a run's files). `checks` are pure
+functions from it to one Finding each, and `doctor` puts both together.
 """

@@ -1,8 +1,6 @@
-"""The questions to an engine, as procedures that do no input or output themselves (see runtime.weight_sync.procedure).
+"""The doctor's questions to an engine, as procedures without input or output (see runtime.weight_sync.procedure).
 
-An engine here, and a server over HTTP, answer the same Calls. Nothing that is asked changes weights or scales.
-
-Engines of this process that answer procedures: fp8plan's own, and a plain vllm.LLM.
+An engine here, a plain vllm.LLM and a server over HTTP answer the same Calls. No question changes weights or scales.
 """
 
 from __future__ import annotations
@@ -28,37 +26,36 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 MOST_PROMPTS: Final = 8
-PROMPT_TOKENS: Final = 256  # of a prompt whose decode is compared
+PROMPT_TOKENS: Final = 256  # most tokens of a prompt before a decode
 DECODED: Final = 32
-# Tokens of each distribution that one at another temperature is made of: what vLLM gives unless max_logprobs says more,
-# and what is enough.
+# Tokens of a distribution for a change of its temperature: vLLM's default of max_logprobs, and enough.
 FEW: Final = 20
 ENOUGH: Final = 1024
-# What a request leaves unset a server fills in from the model's generation_config.json.
+# A server fills unset fields of a request from the model's generation_config.json.
 NEUTRAL: Final = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0,
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
 }  # fmt: skip
-VOCABULARY: Final = 150_000  # where it is not known
-COLDEST, HOTTEST = 0.05, 20.0  # temperatures of a trainer that are looked for
+VOCABULARY: Final = 150_000  # tokens of an unknown one
+COLDEST, HOTTEST = 0.05, 20.0  # bounds of the search for a trainer's temperature
 
 
 def cached_against_fresh(prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Compared]:
-    """Compare the next token's log-prob after each prompt: with what the prefix cache has of it, and without.
+    """Compare the next token's log-prob after each prompt with the prefix cache and without.
 
-    prompts: token ids; of any use only if the engine has had them before
+    prompts: token ids of earlier prompts of the engine
     """
     next_token = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1}
     with_cache = yield Call("generate", (prompts, next_token))
     without = yield Call("generate", (prompts, next_token | {"prompt_logprobs": 0}))  # vLLM then reads no cache
     fresh, cached = [], []
-    for one, other in zip(without, with_cache, strict=True):
-        (token,), (row,) = one.outputs[0].token_ids, one.outputs[0].logprobs
-        there = other.outputs[0].logprobs[0]
-        # What is not even listed is less likely than all that is.
-        found = there[token] if token in there else min(there.values(), key=lambda entry: entry.logprob)
+    for computed, read in zip(without, with_cache, strict=True):
+        (token,), (row,) = computed.outputs[0].token_ids, computed.outputs[0].logprobs
+        listed = read.outputs[0].logprobs[0]
+        # A token that is not listed is less likely than all that are.
+        entry = listed[token] if token in listed else min(listed.values(), key=lambda entry: entry.logprob)
         fresh.append(row[token].logprob)
-        cached.append(found.logprob)
+        cached.append(entry.logprob)
     counts = [output.num_cached_tokens for output in with_cache]
     return _compared(fresh, cached, None if None in counts else sum(counts))
 
@@ -85,21 +82,21 @@ def temperatures(
 
     most: vLLM's max_logprobs, -1 for all of the vocabulary; None: not known
 
-    The engine tells the log-probs of the likeliest tokens at temperature 1. At another one they are divided by it and
-    normalised anew; what is left is spread evenly over the rest of the vocabulary.
+    The engine answers with the log-probs of the likeliest tokens at temperature 1. Other temperatures divide them and
+    normalise again; the remaining mass is spread evenly over the rest of the vocabulary.
     """
     from scipy.optimize import minimize_scalar
 
     size = vocabulary or VOCABULARY
     alternatives = min(FEW if most is None else ENOUGH if most < 0 else min(most, ENOUGH), size)
     ask = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": alternatives}
-    outputs = yield Call("generate", ([one.tokens for one in scored], ask))
+    outputs = yield Call("generate", ([sequence.tokens for sequence in scored], ask))
     rows = [
         (row[token].logprob, [entry.logprob for entry in row.values()])
-        for one, output in zip(scored, outputs, strict=True)
-        for token, row in zip(one.tokens[1:], output.prompt_logprobs[1:], strict=True)
+        for sequence, output in zip(scored, outputs, strict=True)
+        for token, row in zip(sequence.tokens[1:], output.prompt_logprobs[1:], strict=True)
     ]
-    trainer = np.concatenate([np.asarray(one.logprobs, dtype=np.float64) for one in scored])
+    trainer = np.concatenate([np.asarray(sequence.logprobs, dtype=np.float64) for sequence in scored])
     tokens = np.array([logprob for logprob, _ in rows])
     listed = np.full((len(rows), max(len(row) for _, row in rows)), -np.inf)
     for number, (_, row) in enumerate(rows):
@@ -108,8 +105,8 @@ def temperatures(
     def off(log_temperature: float) -> float:
         return float(np.abs(trainer - at_temperature(tokens, listed, float(np.exp(log_temperature)), size)).mean())
 
-    grid = np.linspace(np.log(COLDEST), np.log(HOTTEST), 61)  # it has more than one minimum where nothing fits
-    near = grid[int(np.argmin([off(x) for x in grid]))]
+    grid = np.linspace(np.log(COLDEST), np.log(HOTTEST), 61)  # without a fit there is more than one minimum
+    near = grid[int(np.argmin([off(point) for point in grid]))]
     step = grid[1] - grid[0]
     best = float(minimize_scalar(off, bounds=(near - step, near + step), method="bounded").x)
     return Temperatures(sampled, float(np.exp(best)), off(float(np.log(sampled))), off(best))
@@ -120,7 +117,7 @@ def at_temperature(
 ) -> NDArray[np.float64]:
     """Compute log-probs at a temperature from those at 1.
 
-    tokens: [n] of the tokens; listed: [n, k] of the likeliest ones, the token among them, -inf where there are fewer
+    tokens: [n], the tokens' own; listed: [n, k], those of the likeliest tokens, the token's included; -inf: no more
     """
     others = np.maximum(vocabulary - np.isfinite(listed).sum(1), 1)
     rest = np.log(np.maximum(1 - np.exp(listed).sum(1), 1e-12) / others) / temperature + np.log(others)
@@ -129,24 +126,26 @@ def at_temperature(
 
 
 def amax_of(prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
-    """Record the largest |q|, |k| and |v| of each attention layer on prompts. Raises ConfigError if no layer was seen
-    (prompts in whole CUDA graphs)."""
+    """Record the largest |q|, |k| and |v| of each attention layer on prompts.
+
+    Raises ConfigError if no layer was seen, because prompts ran in whole CUDA graphs.
+    """
     yield from rpc("fp8plan_record_amax", True)
     try:
         yield Call("generate", (prompts, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}))
     finally:
         ranks = yield from rpc("fp8plan_record_amax", False)
-    found = largest(ranks)
-    if not any(any(parts) for parts in found.values()):
+    amax = largest(ranks)
+    if not any(any(parts) for parts in amax.values()):
         raise ConfigError("no attention was seen: prompts ran in whole CUDA graphs")
-    return found
+    return amax
 
 
 def weights_of_ranks(state: SyncState | None, tensors: Any) -> Generator[Call, Any, list[RankWeights]]:
-    """Examine every rank's weights, and compare them with the trainer's where those are given.
+    """Examine every rank's weights, and compare them with the trainer's.
 
-    state:   of an engine of fp8plan's; without one nothing can be compared
-    tensors: as `sync_weights` takes them, or None
+    state:   that of an engine of fp8plan's; None: nothing can be compared
+    tensors: the trainer's, in a form that `sync_weights` takes; None: no comparison
     """
     examined = yield from rpc("fp8plan_examine")
     compared: Sequence[Mapping[str, Any]] = [{}] * len(examined)
@@ -160,22 +159,18 @@ def weights_of_ranks(state: SyncState | None, tensors: Any) -> Generator[Call, A
         compared = yield from rpc("fp8plan_compared")
     return [
         RankWeights(
-            unsound=one["unsound"],
-            changed=one["changed"] if one["since"] else None,
-            differ=other.get("differ"),
-            compared=other.get("compared"),
-            of=other.get("of"),
+            unsound=rank["unsound"],
+            changed=rank["changed"] if rank["since"] else None,
+            **{name: comparison.get(name) for name in ("differ", "compared", "of")},
         )
-        for one, other in zip(examined, compared, strict=True)
+        for rank, comparison in zip(examined, compared, strict=True)
     ]
 
 
-def _compared(wanted: Sequence[float], found: Sequence[float], cached: int | None = None) -> Compared:
-    ratios = np.clip(np.asarray(wanted, np.float64) - np.asarray(found, np.float64), -LIMIT, LIMIT)
+def _compared(logprobs: Sequence[float], others: Sequence[float], cached: int | None = None) -> Compared:
+    ratios = np.clip(np.asarray(logprobs, np.float64) - np.asarray(others, np.float64), -LIMIT, LIMIT)
     return Compared(len(ratios), float(np.abs(ratios).mean()), float(k3(ratios).mean()), cached)
 
-
-Counts = tuple[int, int]  # preemptions, finished requests
 
 PREEMPTIONS: Final = "vllm:num_preemptions"
 FINISHED: Final = "vllm:request_success"
@@ -189,10 +184,9 @@ class Ask(Protocol):
 
 
 def asking_llm(llm: LLM) -> Ask:
-    """Ask a plain vllm.LLM.
+    """Ask a plain vllm.LLM. Raises ConfigError while requests run.
 
-    Its workers need not have fp8plan's methods: vLLM hands them a function, where it runs in this process or allows
-    that. Raises ConfigError while requests run.
+    Its workers need not have fp8plan's methods: vLLM hands them a function if it runs in this process, or allows that.
     """
     if llm.llm_engine.has_unfinished_requests():
         raise ConfigError("requests are running, which would be mixed up with the doctor's; wait for them")
@@ -216,9 +210,8 @@ def asking_llm(llm: LLM) -> Ask:
     return partial(driven, answer=answer)
 
 
-def counts_of(llm: LLM) -> Counts:
-    """Count a plain LLM's preemptions and finished requests since its start. Raises ConfigError if it keeps no
-    statistics."""
+def counts_of(llm: LLM) -> tuple[int, int]:
+    """A plain LLM's preemptions and finished requests since its start. Raises ConfigError without statistics."""
     try:
         metrics = llm.get_metrics()
     except Exception:  # an AssertionError in 0.30

@@ -1,10 +1,8 @@
-"""All checks, in the order of the report.
+"""All checks in the order of the report: those of an engine's make-up and of a run's log stand here.
 
-Checks of what an engine was made of: precision, kernels, scales of weights and KV cache, routers, graphs, memory.
-
-Checks of what a run logged: its KL, the tokens behind it, and the alarms that its Monitor sounded.
-
-The last step decides. A figure that it lacks, or that is no number, is never fine.
+The engine's are precision, kernels, scales of weights and KV cache, routers, graphs and memory. A log has the KL, the
+tokens behind it, and the alarms of its Monitor. Its last step decides: a figure that is missing, or is no number, is
+never fine.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ RECALIBRATE: Final = (
     """engine.recalibrate_kv(); vllm serve: --weight-transfer-config '{"backend": "fp8plan"}', which measures them; """
     "elsewhere: --kv-cache-dtype auto"
 )
-# How far the largest of a few prompts may be above what scales hold, which were measured on others.
+# Allowed largest value of a few prompts, as a multiple of the largest that scales of other prompts hold.
 MOST_CLIP: Final = 1.25
 REPLAY: Final = (
     "--enable-return-routed-experts, or LLM(enable_return_routed_experts=True), and replay them in the trainer (verl: "
@@ -59,22 +57,22 @@ def precision(seen: Observed) -> Finding:
 
 
 def kernels(seen: Observed) -> Finding:
-    """The kernels are those that the profile was measured with."""
+    """The kernels are the profile's."""
     if seen.kernels is None:
         return unknown("kernels", seen.unseen.get("kernels", seen.unseen.get("ranks", NOTHING)))
     says = ", ".join(f"{kernel} {name}" for kernel, name in seen.kernels.items()) or "none that vLLM names"
     measured = seen.measured_kernels
     if measured is None:
         return ok("kernels", f"{says} (not compared: {seen.unseen.get('measured_kernels', 'no profile')})")
-    told = [text for kernel, name in seen.kernels.items() if (text := fallback(kernel, measured.get(kernel), name))]
-    if not told:
+    wrong = [text for kernel, name in seen.kernels.items() if (text := fallback(kernel, measured.get(kernel), name))]
+    if not wrong:
         return ok("kernels", says)
-    first, _, todo = told[0].partition(": ")
-    return fault("kernels", "wrong_kernel", "; ".join([first, *told[1:]]), todo)
+    first, _, todo = wrong[0].partition(": ")
+    return fault("kernels", "wrong_kernel", "; ".join([first, *wrong[1:]]), todo)
 
 
 def e8m0(seen: Observed) -> Finding:
-    """Scales of FP8 weights are FP32, not powers of two, where the GPU does not ask for those."""
+    """Scales of FP8 weights are FP32, or powers of two on a GPU that needs those."""
     if "e8m0" not in seen.facts:
         return unknown("e8m0", seen.unseen.get("ranks", NOTHING))
     if seen.facts["e8m0"] is None:
@@ -111,9 +109,8 @@ def router(seen: Observed) -> Finding:
 
 def routing(seen: Observed) -> Finding:
     """The trainer can replay the routes of experts with FP8 weights (R3, "rollout routing replay")."""
-    experts, told = seen.facts.get("experts"), "routed_experts" in seen.facts
-    weights = seen.weights_format
-    if experts is None or (experts and not (told and weights is not None)):
+    experts, weights = seen.facts.get("experts"), seen.weights_format
+    if experts is None or (experts and ("routed_experts" not in seen.facts or weights is None)):
         return unknown("routing", seen.unseen.get("ranks", NOTHING))
     if not experts:
         return ok("routing", "no experts")
@@ -159,7 +156,7 @@ def kv_scales(seen: Observed) -> Finding:
     if all(pair == (1.0, 1.0) for pair in parts.values()):
         says = f"1.0 in all {len(parts)} layers: |K| and |V| above {E4M3_MAX:.0f} are clipped, and nobody measured them"
         return fault("kv_scales", "kv_scales_unit", says, RECALIBRATE)
-    torn = [layer for layer, found in seen.kv_scales.items() if any(_torn(found, part) for part in "kv")]
+    torn = [layer for layer, scales in seen.kv_scales.items() if any(_torn(scales, part) for part in "kv")]
     if torn:
         says = f"the host's copy is another than the device's in {_some(torn)}: what reads it uses old scales"
         return fault("kv_scales", "kv_scales_torn", says, RECALIBRATE)
@@ -191,21 +188,20 @@ def preemption(seen: Observed) -> Finding:
 
 
 def _torn(scales: Mapping[str, float], part: str) -> bool:
-    """Tell whether host and device have different scales; the device's are float32, the host's are not."""
+    """True if host and device have different scales; the device's are float32, the host's are not."""
     host = scales.get(f"{part}_host")
     return host is not None and not isclose(host, scales[part], rel_tol=1e-6)
 
 
 def _some(names: list[str]) -> str:
-    """The first names of a list, and how many there are."""
+    """The first names of a list, and their number."""
     return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} ({len(names)})"
 
 
-# k3 per token between trainer and FP8 rollout, where the run has no limit of its own: the risk budget's limit of high
-# risk.
+# Limit of k3 per token between trainer and FP8 rollout, for a run without one: the risk budget's limit of high risk.
 MOST_K3: Final = RiskBudget().moderate_kl
 MOST_INVALID: Final = AlarmLimits().invalid  # share of a step's tokens without a finite log-prob
-RECENT: Final = 10  # steps: an alarm that sounded in one of the last is a fault, an earlier one a warning
+RECENT: Final = 10  # last steps in which an alarm is a fault; an earlier one is a warning
 UNKNOWN_ALARM: Final = Meaning("not known to this fp8plan", "pip install --upgrade fp8plan")
 FIND: Final = (
     "doctor(engine, weights=..., scored=...) in the trainer's process says whether it is weights or temperature"
@@ -213,7 +209,7 @@ FIND: Final = (
 
 
 def mismatch(seen: Observed) -> Finding:
-    """The KL between trainer and rollout, as the run logged it, is a number within its limit."""
+    """The logged KL between trainer and rollout is a number within its limit."""
     log = seen.log
     if log is None:
         return unknown("mismatch", seen.unseen.get("log", "only a run's log tells; type: fp8plan doctor run.jsonl"))
@@ -239,7 +235,7 @@ def mismatch(seen: Observed) -> Finding:
 
 
 def alarms(seen: Observed) -> list[Finding]:
-    """One finding for each alarm that sounded in the run: a fault if it was lately, else a warning."""
+    """One finding for each alarm in the run's log: a fault if it is recent, else a warning."""
     if seen.log is None or seen.log.steps is None:
         return []
     log, steps = seen.log, seen.log.steps
@@ -282,5 +278,5 @@ CHECKS: Final[tuple[Callable[[Observed], Finding], ...]] = (
 
 
 def findings(seen: Observed) -> list[Finding]:
-    """One finding of each check, and of each alarm that a run's log has."""
+    """One finding of each check, and of each alarm in a run's log."""
     return [*(check(seen) for check in CHECKS), *alarms(seen)]

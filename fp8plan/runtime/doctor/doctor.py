@@ -1,4 +1,4 @@
-"""`fp8plan.doctor`: what really runs, and what is wrong with it."""
+"""`fp8plan.doctor` finds what really runs, and its faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.runtime.doctor.checks import findings
-from fp8plan.runtime.doctor.observe import Given, observe_engine, observe_llm
+from fp8plan.runtime.doctor.observe import Request, observe_engine, observe_llm
 from fp8plan.runtime.doctor.observed import Finding, Observed, State
 from fp8plan.runtime.doctor.over_http.client import TIMEOUT_S, Server
 from fp8plan.runtime.weight_sync.state import Call, Scored
@@ -30,7 +30,7 @@ HOST_AND_PORT: Final = re.compile(r"[\w.-]+:\d+/?")
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings on one engine, and what they were drawn from: one of each check, and one of each alarm in a log."""
+    """The findings on one engine, one for each check and for each alarm in a log, and the observations behind them."""
 
     target: str
     findings: tuple[Finding, ...]
@@ -39,21 +39,21 @@ class Diagnosis:
     @property
     def faults(self) -> tuple[Finding, ...]:
         """The findings that are faults."""
-        return tuple(one for one in self.findings if one.state == State.FAULT)
+        return tuple(finding for finding in self.findings if finding.state == State.FAULT)
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
         """The findings that are risks, and need not be faults."""
-        return tuple(one for one in self.findings if one.state == State.WARNING)
+        return tuple(finding for finding in self.findings if finding.state == State.WARNING)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, as `fp8plan doctor --json` prints it."""
-        return {"target": self.target, "findings": [one.to_dict() for one in self.findings]}
+        """Plain data, the output of `fp8plan doctor --json`."""
+        return {"target": self.target, "findings": [finding.to_dict() for finding in self.findings]}
 
     def __str__(self) -> str:
-        """Return a line for each finding, and what to type for each fault and warning."""
-        lines = [f"{one.check}: {one.state.value}: {one.says}" for one in self.findings]
-        todo = [f"{one.fault}: {one.todo}" for one in (*self.faults, *self.warnings)]
+        """A line for each finding, and the remedy of each fault and warning."""
+        lines = [f"{finding.check}: {finding.state.value}: {finding.says}" for finding in self.findings]
+        todo = [f"{finding.fault}: {finding.todo}" for finding in (*self.faults, *self.warnings)]
         return "\n".join([self.target, *lines, *(["to mend it, type"] if todo else []), *todo])
 
 
@@ -69,30 +69,31 @@ def doctor(
     api_key: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Diagnosis:
-    """Say what really runs, and what is wrong with it. It takes seconds, and changes neither weights nor scales.
+    """Find what really runs, and its faults. It takes seconds, and changes neither weights nor scales.
 
     target:      a RolloutEngine, a vllm.LLM, the URL of a `vllm serve`, a Monitor's run file, or a trainer's log
-    prompts:     token ids of prompts that the engine has had lately: whether the prefix cache still fits the weights
-                 shows on them; None: sequences of a RolloutEngine's last rollout. For a server also a file of JSON
-                 lines with prompt_token_ids, messages or prompt
-    weights:     the trainer's tensors, as `sync_weights` takes them: every one is compared with the live one
-    scored:      sequences with the trainer's log-probs at `temperature`, one for each token but the first
-    temperature: of the rollouts
-    gpu, precision: what should run, where the target does not know: a GPU's name, and a preset
-    api_key:     of a server; None: VLLM_API_KEY of the environment, else OPENAI_API_KEY
-    timeout_s:   seconds for all that a server is asked
+    prompts:     token ids of recent prompts of the engine, to check the prefix cache against the weights; None: those
+                 of a RolloutEngine's last rollout. For a server also a file of JSON lines with prompt_token_ids,
+                 messages or prompt
+    weights:     the trainer's tensors, in a form that `sync_weights` takes, to compare with the live ones
+    scored:      sequences with the trainer's log-probs at `temperature`, one for each token except the first
+    temperature: that of the rollouts
+    gpu, precision: the planned GPU and preset, if the target does not know them
+    api_key:     that of a server; None: VLLM_API_KEY of the environment, else OPENAI_API_KEY
+    timeout_s:   seconds for all questions to a server
 
     Raises ConfigError for another target, and for arguments that the engine does not take. Raises it, too, for a server
-    that breaks off, is late, or answers what no `vllm serve` does. Raises SyncError or ConfigError while requests run.
+    that breaks off, is late, or does not answer like a `vllm serve`. Raises SyncError or ConfigError while requests
+    run.
     """
-    given = _given(prompts, weights, scored, temperature, gpu, precision)
+    request = _request(prompts, weights, scored, temperature, gpu, precision)
     if isinstance(target, str) and URL.match(target):
         from fp8plan.runtime.doctor.over_http.server import observe_server
 
-        return _diagnosis(observe_server(Server(target, api_key, timeout_s), given))
-    if given.prompt_file is not None:
+        return _diagnosis(observe_server(Server(target, api_key, timeout_s), request))
+    if request.prompt_file is not None:
         raise ConfigError(f"--prompts are for a server, and {target} is none; leave them out")
-    return _diagnosis(_observed(target, given))
+    return _diagnosis(_observed(target, request))
 
 
 async def async_doctor(
@@ -105,32 +106,32 @@ async def async_doctor(
     gpu: str | None = None,
     precision: str | None = None,
 ) -> Diagnosis:
-    """Say what an AsyncRolloutEngine really runs: `doctor` for an engine of this event loop, which goes on meanwhile.
+    """`doctor` for an AsyncRolloutEngine of this event loop, which goes on meanwhile.
 
-    Takes the same. Raises the same, and ConfigError for another engine.
+    Arguments and errors are those of `doctor`. Raises ConfigError for another engine.
     """
     if not inspect.iscoroutinefunction(getattr(engine, "_drive", None)):
         raise ConfigError(
             f"the engine is a {type(engine).__name__}; allowed: an AsyncRolloutEngine. For {ALLOWED} type: "
             "fp8plan.doctor(...)"
         )
-    given = _given(prompts, weights, scored, temperature, gpu, precision)
+    request = _request(prompts, weights, scored, temperature, gpu, precision)
     loop = asyncio.get_running_loop()
 
     def ask(procedure: Generator[Call, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(engine.ask(procedure), loop).result()
 
-    return _diagnosis(await asyncio.to_thread(observe_engine, engine, ask, given))
+    return _diagnosis(await asyncio.to_thread(observe_engine, engine, ask, request))
 
 
-def _given(
+def _request(
     prompts: Sequence[Sequence[int]] | str | Path | None,
     weights: Any,
     scored: Scored | Sequence[Scored],
     temperature: float,
     gpu: str | None,
     precision: str | None,
-) -> Given:
+) -> Request:
     if not (is_number(temperature) and temperature > 0):
         raise ConfigError(f"temperature is {temperature!r}; allowed: a number above 0")
     if precision is not None:
@@ -139,26 +140,26 @@ def _given(
     file = Path(prompts) if isinstance(prompts, str | Path) else None
     tokens = None if isinstance(prompts, str | Path) else prompts
     sequences = [scored] if isinstance(scored, Scored) else scored
-    return Given(tokens, weights, sequences, temperature, card, precision, file)
+    return Request(tokens, weights, sequences, temperature, card, precision, file)
 
 
 def _diagnosis(seen: Observed) -> Diagnosis:
     return Diagnosis(seen.target, tuple(findings(seen)), seen)
 
 
-def _observed(target: Any, given: Given) -> Observed:
+def _observed(target: Any, request: Request) -> Observed:
     if isinstance(target, str) and HOST_AND_PORT.fullmatch(target) and not Path(target).exists():
         raise ConfigError(f"there is no file {target}; for a server type: http://{target}")
     if isinstance(target, str | Path):
         from fp8plan.runtime.doctor.files import observe_file
 
-        return observe_file(Path(target), given)
+        return observe_file(Path(target), request)
     if inspect.iscoroutinefunction(getattr(target, "_drive", None)):
         raise ConfigError("the target is an AsyncRolloutEngine; type: await fp8plan.async_doctor(engine, ...)")
     if hasattr(target, "replicas"):
         raise ConfigError("the target is a RolloutFleet, which the doctor does not know; allowed: " + ALLOWED)
     if hasattr(target, "last_sequences") and hasattr(target, "ask"):
-        return observe_engine(target, target.ask, given)
+        return observe_engine(target, target.ask, request)
     if hasattr(target, "llm_engine") and hasattr(target, "collective_rpc"):
-        return observe_llm(target, given)
+        return observe_llm(target, request)
     raise ConfigError(f"the target is a {type(target).__name__}; allowed: {ALLOWED}")

@@ -1,8 +1,8 @@
-"""Observations from what a run has written: a Monitor's run file, or the log of verl or TRL."""
+"""Observations from a run's files: a Monitor's run file, or the log of verl or TRL."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import nan, pi
 from pathlib import Path
 from typing import Any, Final
@@ -13,16 +13,15 @@ from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.importers.figures import figures
 from fp8plan.jsonl import plain, read
-from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.validate.records import NO_ROLLOUT
-from fp8plan.runtime.doctor.observe import Given, Notes, measured_kernels
+from fp8plan.runtime.doctor.observe import Notes, Request, measured_kernels
 from fp8plan.runtime.doctor.observed import Logged, Observed
 from fp8plan.schemas import K3, KL_LIMIT, RunRecord, check_version, checked
 
-# TRL's mean |log ratio|. Of normal ones with standard deviation s it is s sqrt(2 / pi), and their k3 about s^2 / 2.
+# TRL's mean |log ratio|: s sqrt(2 / pi) for normal ones with standard deviation s, and their k3 is about s^2 / 2.
 MEAN_ABS: Final = "sampling/sampling_logp_difference/mean"
-TOKENS, INVALID = "fp8plan/tokens", "fp8plan/invalid"  # in a record: with a finite log-prob, and without
+TOKENS, INVALID = "fp8plan/tokens", "fp8plan/invalid"  # a record's tokens with finite log-probs, and without
 FROM_INSIDE: Final = ("version", "weights", "decode", "prefix", "temperatures")
 INSIDE: Final = "a file does not tell; type: fp8plan.doctor(engine) where the engine is, or fp8plan doctor URL"
 
@@ -34,43 +33,45 @@ class Sounded(msgspec.Struct):
 
 
 class Read(msgspec.Struct):
-    """Fields of a record that are read here alone."""
+    """Fields of a record for the doctor alone."""
 
     kernel_backends: dict[str, str] | None = None
     e8m0: bool | None = None
 
 
-def observe_file(path: Path, given: Given) -> Observed:
-    """Observe a run by its file: its last step, and the last rollout that it tells of.
+def observe_file(path: Path, request: Request) -> Observed:
+    """Observe a run by its file: its last step, and the last rollout in it.
 
     Raises ConfigError for a file that is neither a Monitor's nor holds a trainer's figures.
     """
     if path.name.endswith((".jsonl", ".jsonl.gz")) and path.exists():
         rows = [row for _, row in read(path, "run file", whole=False).rows]
         if rows and isinstance(rows[-1], dict) and "metrics" in rows[-1]:
-            return _of_monitor(path, rows, given)
-    return _of_trainer(path, given)
+            return _of_monitor(path, rows, request)
+    return _of_trainer(path, request)
 
 
-def _of_monitor(path: Path, rows: list[dict[str, Any]], given: Given) -> Observed:
+def _of_monitor(path: Path, rows: list[dict[str, Any]], request: Request) -> Observed:
     _record(rows[-1], path)
     standing = _standing(rows, path)
     notes = Notes(dict.fromkeys(("ranks", "kv_scales", *FROM_INSIDE), INSIDE))
-    engine = _record(_last(standing, "engine_version", "kernel_backends"), path)
-    rollout = _record(_last(standing, "preemptions"), path)
-    facts = _facts(engine)
-    gpu = engine.get("gpu") or given.gpu
+    engine, _ = _record(_last(standing, "engine_version", "kernel_backends"), path)
+    rollout, _ = _record(_last(standing, "preemptions"), path)
+    # The engine's facts under the names of runtime.worker.facts.
+    facts: dict[str, Any] = {name: engine[name] for name in ("e8m0", "enforce_eager") if name in engine}
+    facts |= {"vllm_version": engine["engine_version"]} if engine.get("engine_version") else {}
+    gpu = engine.get("gpu") or request.gpu
     runs = engine.get("precision") if engine.get("precision") in PRESETS else None
     if not rollout:
         notes.unseen["preemptions"] = f"no record counts preemptions: {NO_ROLLOUT}"
     return Observed(
         target=f"{path}, step {standing[-1]['step']}",
         gpu=gpu,
-        precision=given.precision,
+        precision=request.precision,
         runs=runs,
         ranks=[facts] if facts else [],
         kernels=engine.get("kernel_backends"),
-        measured_kernels=notes.of("measured_kernels", lambda: measured_kernels(_known(gpu), facts)),
+        measured_kernels=notes.of("measured_kernels", lambda: measured_kernels(gpu, facts)),
         preemptions=rollout.get("preemptions"),
         requests=len(rollout["response_lengths"]) if rollout.get("response_lengths") else None,
         since=f"step {rollout.get('step')} began",
@@ -80,10 +81,9 @@ def _of_monitor(path: Path, rows: list[dict[str, Any]], given: Given) -> Observe
 
 
 def _standing(rows: Sequence[Any], path: Path) -> list[dict[str, Any]]:
-    """Return the records that stand. One replaces earlier ones with its number or a higher one, as in a run that went
-    back to a checkpoint. Lines that are no records are left out.
+    """The valid records: each replaces earlier ones with its number or a higher one, from before a checkpoint.
 
-    Raises ConfigError for alarms that are no words.
+    Lines that are no records are left out. Raises ConfigError for alarms that are no words.
     """
     standing: list[dict[str, Any]] = []
     for row in rows:
@@ -95,24 +95,26 @@ def _standing(rows: Sequence[Any], path: Path) -> list[dict[str, Any]]:
     return standing
 
 
-def _record(row: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a record as JSON has it, with null for what is no finite number. Raises ConfigError for what is none."""
+def _record(row: dict[str, Any], path: Path) -> tuple[dict[str, Any], RunRecord | None]:
+    """A record as plain data, with None for numbers that are not finite, and as a RunRecord; None for no record.
+
+    Raises ConfigError for a row that is not empty and no record.
+    """
     if not row:
-        return row
+        return row, None
     where = f"step {row.get('step')} of {path}"
     check_version(row, "record", where)
     try:
         record: dict[str, Any] = plain(row)
     except RecursionError:
         raise ConfigError(f"{where} is nested too deeply; give a Monitor's run file") from None
-    checked(record, RunRecord, where)
     checked(record, Read, where)
-    return record
+    return record, checked(record, RunRecord, where)
 
 
 def _logged(rows: Sequence[dict[str, Any]], path: Path) -> Logged:
-    """Return what the records log. The k3 is that of the last record which has one, whatever it is."""
-    last = _record(rows[-1], path)
+    """The figures and alarms of the records. The k3 is that of the last record which has one, even NaN."""
+    last, typed = _record(rows[-1], path)
     having = next((row for row in reversed(rows) if K3 in row["metrics"]), None)
     sounded: dict[str, list[int]] = {}
     for row in rows:
@@ -128,26 +130,16 @@ def _logged(rows: Sequence[dict[str, Any]], path: Path) -> Logged:
         invalid=last["metrics"].get(INVALID),
         steps=[row["step"] for row in rows],
         alarms=sounded,
-        causes=checked(last, RunRecord, f"step {last['step']} of {path}").attribution or (),
+        causes=(None if typed is None else typed.attribution) or (),
     )
 
 
-def _known(gpu: str | None) -> str | None:
-    return None if gpu is None else find_gpu(gpu).name
-
-
 def _last(rows: Sequence[dict[str, Any]], *fields: str) -> dict[str, Any]:
-    """Return the last record that has one of the fields, or {}. Lengths may have been cut from all of them."""
+    """The last record that has one of the fields, or {}. Lengths may have been cut from all of them."""
     return next((row for row in reversed(rows) if any(row.get(name) is not None for name in fields)), {})
 
 
-def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that a record tells of an engine, as runtime.worker.facts names it."""
-    facts = {name: record[name] for name in ("e8m0", "enforce_eager") if name in record}
-    return facts | ({"vllm_version": record["engine_version"]} if record.get("engine_version") else {})
-
-
-def _of_trainer(path: Path, given: Given) -> Observed:
+def _of_trainer(path: Path, request: Request) -> Observed:
     by_step = figures(path)
     logged = [step for step, values in by_step.items() if K3 in values or MEAN_ABS in values]
     if not logged:
@@ -159,8 +151,8 @@ def _of_trainer(path: Path, given: Given) -> Observed:
     values = by_step[step]
     return Observed(
         target=f"{path}, step {last}",
-        gpu=given.gpu,
-        precision=given.precision,
+        gpu=request.gpu,
+        precision=request.precision,
         log=Logged(step=last, k3=values[K3] if K3 in values else values[MEAN_ABS] ** 2 * pi / 4, k3_step=step),
         unseen=dict.fromkeys(("ranks", "preemptions", *FROM_INSIDE), INSIDE),
     )

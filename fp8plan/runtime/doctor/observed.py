@@ -1,6 +1,6 @@
-"""All that the checks look at, as plain data. What could not be seen is None, and `unseen` says why.
+"""The observations behind all checks, as plain data, and the finding of one check.
 
-The finding of one check.
+Missing observations are None, and `unseen` has the reasons.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fp8plan.schemas import KlPart
 class Compared:
     """Log-probs of the same tokens from two ways through one engine.
 
-    tokens:   how many were compared
+    tokens:   their number
     mean_abs: mean |difference|, in nats
     k3:       mean k3 per token
-    cached:   of the prompts' tokens, how many came from the prefix cache; None: not known
+    cached:   number of the prompts' tokens from the prefix cache; None: not known
     """
 
     tokens: int
@@ -32,9 +32,9 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Temperatures:
-    """The trainer's log-probs beside the engine's of the same tokens, which can be had at any temperature.
+    """The trainer's log-probs beside the engine's of the same tokens, at two temperatures.
 
-    sampled: temperature of the rollouts
+    sampled: that of the rollouts
     fitted:  that at which the engine's log-probs are nearest to the trainer's
     mean_abs, mean_abs_fitted: mean |difference| at both, in nats
     """
@@ -49,9 +49,10 @@ class Temperatures:
 class RankWeights:
     """The live weights of one rank.
 
-    unsound, changed: as runtime.doctor.examine finds them; changed is None where nothing is known of before
-    differ, compared, of: tensors that are not the trainer's, of those compared, of all of them; None: nobody gave the
-                      trainer's. Only tensors that are written in place can be compared
+    unsound, changed: findings of `fp8plan_examine`; changed is None without an earlier look
+    differ:   tensors that are not the trainer's; None: the trainer's are not known
+    compared: number of compared tensors: only those that are written in place can be compared
+    of:       number of all tensors
     """
 
     unsound: Mapping[str, str] = field(default_factory=dict)
@@ -66,13 +67,13 @@ class Logged:
     """Figures and alarms that a run logged.
 
     step:      number of its last step
-    k3:        mean k3 per token between trainer and rollout, of the last step that has the figure: NaN where it is
-               logged as null, NaN or infinite; None: no step has it
+    k3:        mean k3 per token between trainer and rollout, from the last step that has the figure: NaN if logged as
+               null, NaN or infinite; None: no step has it
     k3_step:   number of that step
-    limit:     of the KL in that run
-    tokens, invalid: tokens of the last step with a finite log-prob on both sides, and without; None: not logged
+    limit:     the run's limit of the KL
+    tokens, invalid: numbers of the last step's tokens with finite log-probs on both sides, and without; None: not known
     steps:     numbers of all steps; None: a log without alarms
-    alarms:    alarm -> numbers of the steps in which it sounded
+    alarms:    alarm -> numbers of its steps
     causes:    the parts of the last step's KL
     """
 
@@ -91,24 +92,24 @@ class Logged:
 class Observed:
     """Observations of one engine.
 
-    target:    what was looked at, in words
+    target:    the engine, server or file, in words
     gpu:       name in fp8plan.model.hardware
-    precision: preset that was planned
+    precision: planned preset
     runs:      preset that runs; None: not known, or none of fp8plan's
-    ranks:     facts of each worker (runtime.worker.facts); from a server or a file, those that it tells
-    kernels:   kernel, as profiles name it -> its implementation, as vLLM names it
+    ranks:     facts of each worker (runtime.worker.facts), as far as a server or a file has them
+    kernels:   a profile's name of a kernel -> vLLM's name of its implementation
     measured_kernels: the same in the profile of this GPU and version
     kv_scales: layer -> scales in use, on the device ("k") and on the host ("k_host")
     kv_amax:   layer -> largest |q|, |k|, |v| of some prompts
-    preemptions, requests: since when `since` says
+    preemptions, requests: their numbers since `since`
     version:   number of the weights that should serve
-    refusal:   why the engine does not generate; None: it does
-    weights:   of each rank
+    refusal:   the reason why the engine does not generate; None: it does
+    weights:   those of each rank
     decode:    log-probs of a decode beside those of a prefill of the same tokens
     prefix:    the next token's log-prob with the prefix cache beside that without
-    temperatures: the trainer's log-probs
-    log:       of a run
-    unseen:    field -> why it could not be seen, and what to type to see it
+    temperatures: the trainer's log-probs beside the engine's
+    log:       that of a run
+    unseen:    field -> the reason why it is missing, and the remedy
     """
 
     target: str
@@ -139,7 +140,7 @@ class Observed:
 
     @property
     def weights_format(self) -> str | None:
-        """Name the format of quantised weights; "" for weights that are not quantised; None: not known."""
+        """The format of quantised weights; "": not quantised; None: not known."""
         layers, name = self.facts.get("layers"), self.facts.get("quantization")
         if self.runs is not None:
             return "" if PRESETS[self.runs].weights == "bf16" else PRESETS[self.runs].weights
@@ -149,7 +150,7 @@ class Observed:
 
     @property
     def fp8_kv(self) -> bool | None:
-        """Tell whether the KV cache is FP8; None: not known."""
+        """True for an FP8 KV cache; None: not known."""
         if self.runs is not None:
             return PRESETS[self.runs].kv == "fp8"
         dtype = self.facts.get("kv_cache_dtype")
@@ -161,7 +162,7 @@ class Observed:
 
 
 class State(StrEnum):
-    """The outcome of a check. WARNING: a risk, which need not be a fault. UNKNOWN: what it needs could not be seen."""
+    """The outcome of a check. WARNING: a risk, which need not be a fault. UNKNOWN: an observation is missing."""
 
     OK = "ok"
     WARNING = "warning"
@@ -174,10 +175,10 @@ class Finding:
     """One check's finding.
 
     check: its name
-    state: what it came to
-    fault: name of the fault, or of what is warned of, such as "kv_scales_unit"; None without one
-    says:  what really runs, with the evidence; for UNKNOWN why it could not be seen
-    todo:  what to type to mend it, or to see it
+    state: its outcome
+    says:  a description of what runs, with the evidence; for UNKNOWN the reason
+    fault: name of the fault or risk, such as "kv_scales_unit"; None without one
+    todo:  the remedy, or the way to the missing observation
     """
 
     check: str
@@ -187,7 +188,7 @@ class Finding:
     todo: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Plain data for JSON."""
         return asdict(self) | {"state": self.state.value}
 
 
@@ -204,6 +205,6 @@ def warning(check: str, name: str, says: str, todo: str) -> Finding:
 
 
 def unknown(check: str, why: str) -> Finding:
-    """Nothing is known. why: "the reason; type: what to type to see it", or the reason alone"""
+    """Nothing is known. why: "REASON; type: REMEDY", or the reason alone"""
     says, _, todo = why.partition("; type: ")
     return Finding(check, State.UNKNOWN, says, None, todo or None)

@@ -1,10 +1,9 @@
-"""Likely causes, found from facts, why a rollout was slower than predicted, or why its FP8 gains little.
+"""Likely causes, from facts, of a rollout that was slower than predicted, or whose FP8 gains little.
 
-Two kinds. What the prediction for what ran cannot contain explains a gap: a compile, a slow host, a kernel or scales
-that the profile was not measured with, more preemptions than the lengths call for. What the prediction does contain
-explains why even a rollout as fast as predicted gains less than it could: no CUDA graphs, preemptions, a small pool,
-batches at which FP8 is not ahead. The latter are predicted again without the cause; the difference is what it costs.
-Costs overlap (a larger pool also ends preemptions), so they do not add up.
+Causes outside the prediction explain a gap: a compile, a slow host, a kernel or scales that the profile was not
+measured with, more preemptions than the lengths call for. Causes inside the prediction explain a small gain: no CUDA
+graphs, preemptions, a small pool, batches at which FP8 is not ahead. The cost of the latter is the difference to a
+prediction without the cause. Costs overlap (a larger pool also ends preemptions), so they do not add up.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, Prediction, again, fallback, with_blocks
 
-# Preemptions per response that no error of the predicted schedule explains.
+# Preemptions per response, more than the predicted schedule can be wrong by.
 MANY_PREEMPTIONS: Final = 0.05
 
 
 class Cause(StrEnum):
-    """The kinds of causes, by the names that logs carry."""
+    """The kinds of causes, by their names in logs."""
 
     COMPILING = "compiling"
     CUDA_GRAPHS_OFF = "cuda_graphs_off"
@@ -47,10 +46,10 @@ class Cause(StrEnum):
 class Found(NamedTuple):
     """One likely cause.
 
-    sentence: the numbers, and what to do about it
-    lost_s:   seconds of the rollout that it explains; None if that is not known
-    gap:      whether it may explain a gap to the prediction, because the prediction does not contain it
-    of_fp8:   the FP8 parts, "weights" or "kv", that it goes away with; empty: BF16 has it, too
+    sentence: the numbers and the remedy
+    lost_s:   seconds of the rollout that it explains; None: not known
+    gap:      True if it may explain a gap, because the prediction does not contain it
+    of_fp8:   the FP8 parts, "weights" or "kv", without which it disappears; empty: BF16 has it, too
     """
 
     cause: Cause
@@ -61,10 +60,7 @@ class Found(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One rollout, and all that is known about it.
-
-    as_fast: it was as fast as predicted or faster, or there is no gap to explain (a cold start)
-    """
+    """One rollout and its circumstances. as_fast: there is no gap to explain, also after a cold start"""
 
     facts: EngineFacts
     observation: Observation
@@ -84,23 +80,23 @@ class Case(NamedTuple):
 
 
 def causes(case: Case) -> tuple[Found, ...]:
-    """List the likely causes: those of a gap first, then the rest, each by cost; UNKNOWN for a gap without any."""
-    found = [*_of_the_engine(case)]
+    """The likely causes: those of a gap first, then the rest, each by cost; UNKNOWN for a gap without any."""
+    likely = [*_of_the_engine(case)]
     if not case.as_fast:
-        found += _disturbances(case)
-        known = [x for x in found if x.gap]
-        rest = case.gap_s - sum(x.lost_s or 0.0 for x in known)
-        # How much late requests explain is known, so that they do not hide the rest.
-        if all(x.cause == Cause.ARRIVALS for x in known) and rest >= case.gap_s / 2:
-            found.append(_unknown(case, rest))
+        likely += _disturbances(case)
+        known = [each for each in likely if each.gap]
+        rest = case.gap_s - sum(each.lost_s or 0.0 for each in known)
+        # The cost of late requests is known, so they do not hide the rest.
+        if all(each.cause == Cause.ARRIVALS for each in known) and rest >= case.gap_s / 2:
+            likely.append(_unknown(case, rest))
     least = case.settings.least_loss * case.prediction.makespan_s
-    found += [x for x in _in_the_prediction(case) if (x.lost_s or 0.0) >= least]
-    found += _no_gain(case)
-    return tuple(sorted(found, key=lambda x: (not x.gap, -(x.lost_s or 0.0))))
+    likely += [each for each in _in_the_prediction(case) if (each.lost_s or 0.0) >= least]
+    likely += _no_gain(case)
+    return tuple(sorted(likely, key=lambda each: (not each.gap, -(each.lost_s or 0.0))))
 
 
 def _of_the_engine(case: Case) -> Iterator[Found]:
-    """Yield what is true of every rollout of this engine, but not of those that the profile was measured with."""
+    """Yield differences between this engine and those that the profile was measured with."""
     facts, profile = case.facts, case.profile
     for kernel, runs in facts.kernel_backends.items():
         if text := fallback(kernel, profile.kernel_backends.get(kernel), runs):
@@ -119,16 +115,16 @@ def _of_the_engine(case: Case) -> Iterator[Found]:
 
 
 def _disturbances(case: Case) -> Iterator[Found]:
-    """Yield what happened in this rollout and is in no prediction."""
+    """Yield events of this rollout that no prediction contains."""
     observation, prediction = case.observation, case.prediction
     stalled, longest = _stall(case)
     step = f"its longest step took {longest}" if longest else "how long its steps took is not known"
     files, slow = observation.compiled_files, observation.host_slowdown
     if files or (files is None and stalled):
-        what = f"{files} files of kernels were compiled" if files else "as if a kernel was compiled"
+        compiled = f"{files} files of kernels were compiled" if files else "as if a kernel was compiled"
         text = (
-            f"{what} during the rollout, {step}: VLLM_DEEP_GEMM_WARMUP=full compiles at start, and kernels stay where "
-            "VLLM_CACHE_ROOT, TRITON_CACHE_DIR and TRTLLM_DG_CACHE_DIR outlive the job"
+            f"{compiled} during the rollout, {step}: VLLM_DEEP_GEMM_WARMUP=full compiles at start, and kernels stay "
+            "where VLLM_CACHE_ROOT, TRITON_CACHE_DIR and TRTLLM_DG_CACHE_DIR outlive the job"
         )
         yield Found(Cause.COMPILING, text, stalled)
     elif stalled:
@@ -154,7 +150,7 @@ def _disturbances(case: Case) -> Iterator[Found]:
 
 
 def _stall(case: Case) -> tuple[float | None, str]:
-    """Seconds that the longest step lost, None if it was no stall; and that step in words, empty if it is not known."""
+    """Seconds that the longest step lost (None: it was no stall), and that step in words ("": not known)."""
     longest = case.observation.longest_step_s
     if longest is None:
         return None, ""
@@ -166,7 +162,7 @@ def _stall(case: Case) -> tuple[float | None, str]:
 
 
 def _unknown(case: Case, rest: float) -> Found:
-    """The cause of the seconds of a gap that no other one explains. rest: how many"""
+    """The cause of the `rest` of a gap, in seconds, that no other cause explains."""
     cpu = find_gpu(case.facts.gpu).is_cpu
     where, machine = ("the host (top)", "cpu") if cpu else ("the GPU and the host (nvidia-smi, top)", "auto")
     text = (
@@ -177,7 +173,7 @@ def _unknown(case: Case, rest: float) -> Found:
 
 
 def _in_the_prediction(case: Case) -> Iterator[Found]:
-    """Yield what slows the prediction itself; its cost is the difference to a prediction without it."""
+    """Yield causes that slow the prediction itself, with the difference to a prediction without each."""
     facts, prediction, makespan = case.facts, case.prediction, case.prediction.makespan_s
     cpu = find_gpu(facts.gpu).is_cpu
     larger = "VLLM_CPU_KVCACHE_SPACE" if cpu else "gpu_memory_utilization or tensor_parallel_size"
@@ -214,7 +210,7 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
 
 
 def _no_gain(case: Case) -> Iterator[Found]:
-    """Yield a batch at which FP8 gains nothing, by the prediction itself."""
+    """Yield a batch at which, by the prediction, FP8 gains nothing."""
     prediction, bf16 = case.prediction, case.prediction.instead.get("bf16")
     if bf16 is None or prediction.tokens_per_s >= bf16.output_tokens_per_s * (1 + LEAST_GAIN):
         return

@@ -1,12 +1,14 @@
-"""The guard's decision: the rung of the ladder that a run of bad rollouts leads to (why: runtime.guard.guard)."""
+"""The guard's decision: the rung of the ladder after a run of bad rollouts (runtime.guard.guard has the reasons)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from math import inf
 from typing import Any, Final
 
+from fp8plan.checks import Range, in_range, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
@@ -33,7 +35,7 @@ def ladder(preset: Precision) -> tuple[Action, ...]:
 
 
 def stepped_down(precision: str, action: Action) -> str:
-    """The preset that is left of `precision` once `action` and all rungs above it are taken."""
+    """The preset that remains of `precision` after `action` and all rungs above it."""
     preset = find_precision(precision)
     kv = "bf16" if DEPTH[action] >= DEPTH[Action.KV_TO_BF16] else preset.kv
     weights = "bf16" if action == Action.ALL_BF16 else preset.weights
@@ -41,35 +43,48 @@ def stepped_down(precision: str, action: Action) -> str:
 
 
 def answered(state: GuardState, precision: str, escalation: Escalation) -> tuple[GuardState, Action]:
-    """Return the rung that a controller's escalation asks for, and the state that has taken it; pure.
+    """The rung for a controller's escalation, and the state after it; pure.
 
     The rung is a recalibration, unless there was one already, or the next rung that changes the precision. It is NONE
-    if nothing fits.
+    if no rung fits.
     """
-    rungs = [x for x in ladder(find_precision(precision)) if DEPTH[x] > DEPTH[state.rung]]
-    fitting = [x for x in rungs if (x == Action.RECALIBRATE_KV) == (escalation == Escalation.RECALIBRATE_KV)]
-    if not fitting:
-        return state, Action.NONE
-    return GuardState(rung=fitting[0]), fitting[0]
+    recalibrate = escalation == Escalation.RECALIBRATE_KV
+    for rung in _below(state, precision):
+        if (rung == Action.RECALIBRATE_KV) == recalibrate:
+            return GuardState(rung=rung), rung
+    return state, Action.NONE
+
+
+def _below(state: GuardState, precision: str) -> list[Action]:
+    """The rungs of a precision that are deeper than the state's."""
+    return [rung for rung in ladder(find_precision(precision)) if DEPTH[rung] > DEPTH[state.rung]]
+
+
+AT_LEAST_0: Final[Range] = (lambda x: x >= 0, "a number of at least 0")
+RANGES: Final[dict[str, Range]] = {
+    **dict.fromkeys(("slack", "margin", "least_loss", "stall_s", "slow_host"), AT_LEAST_0),
+    "kl_limit": (lambda x: 0 < x <= inf, "a number above 0, or None"),
+    "kl_release": (lambda x: 0 < x <= 1, "above 0, at most 1"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    """Settings of the guard: when a rollout is slow, what counts as a cause, and when to step down.
+    """Settings of the guard: the speed that is too slow, the causes that count, and the time to step down.
 
-    slack:      a rollout is as fast as predicted down to the lower end of the 90% interval / (1 + slack): cards of one
-                kind differ by 2 to 6%, which the interval does not know
-    patience:   rollouts in a row that show a symptom before a step down; None: verdicts never advise one, and a
-                controller's escalation is answered all the same
-    margin:     what a step down must gain in speed, a fraction
-    kl_limit:   mean k3 per token above which there is a mismatch, where a plan calls the risk high; None: ignore it
-    kl_release: the mismatch is over at this share of the limit
-    unknown_is_fp8: whether a gap without any known cause counts as one that BF16 would not have
-    least_loss: share of the predicted makespan that a cause within the prediction must cost to be named
-    stall_s:    a step is a stall when it takes longer than this and than twice what the longest is predicted to take:
-                on an H200 steps without a compile took up to 0.8 s, those with one 2.5 s and more (its profile)
-    slow_host:  the host_slowdown from which on the host is named: 1.25 is quiet (runtime.measure.rollouts.host), a core
-                whose other half is busy has 1.7 to 2
+    slack:      a rollout is fast enough down to the lower end of the 90% interval / (1 + slack): cards of one kind
+                differ by 2 to 6%, which the interval does not cover
+    patience:   rollouts in a row with a symptom before a step down; None: verdicts never advise one, but a
+                controller's escalation still gets its answer
+    margin:     least gain in speed of a step down, a fraction
+    kl_limit:   mean k3 per token above which there is a mismatch, a plan's limit of high risk; None: ignore it
+    kl_release: share of the limit at which the mismatch is over
+    unknown_is_fp8: True if a gap without a known cause counts as one that BF16 would not have
+    least_loss: least cost of a cause within the prediction, as a share of the predicted makespan
+    stall_s:    seconds of a stall, which also takes over twice the longest predicted step: on an H200 steps without a
+                compile take up to 0.8 s, those with one 2.5 s and more
+    slow_host:  host_slowdown from which on the host is a cause: 1.25 is quiet (runtime.measure.rollouts.host), a core
+                with a busy other half has 1.7 to 2
 
     Raises ConfigError for values out of range.
     """
@@ -85,18 +100,12 @@ class GuardSettings:
     slow_host: float = 1.5
 
     def __post_init__(self) -> None:
-        for name in ("slack", "margin", "least_loss", "stall_s", "slow_host"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a number of at least 0")
-        if self.patience is not None and not (isinstance(self.patience, int) and self.patience >= 1):
-            raise ConfigError(f"patience is {self.patience!r}; allowed: a whole number of at least 1, or None")
-        if not (self.kl_limit is None or self.kl_limit > 0):
-            raise ConfigError(f"kl_limit is {self.kl_limit!r}; allowed: a number above 0, or None")
-        if not 0 < self.kl_release <= 1:
-            raise ConfigError(f"kl_release is {self.kl_release!r}; allowed: above 0, at most 1")
+        in_range(self, RANGES)
+        if self.patience is not None:
+            whole("patience", self.patience, otherwise=", or None")
 
     def lost_patience(self, rollouts: int) -> bool:
-        """Return whether so many rollouts in a row are enough to act."""
+        """True if so many rollouts in a row are enough to act."""
         return self.patience is not None and rollouts >= self.patience
 
 
@@ -105,7 +114,7 @@ class GuardState:
     """The guard's memory, saved with a checkpoint.
 
     rung:       the deepest action so far
-    slow:       rollouts in a row that were slow
+    slow:       slow rollouts in a row
     mismatched: rollouts in a row with KL over its limit
     """
 
@@ -114,15 +123,15 @@ class GuardState:
     mismatched: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Plain data for JSON."""
         return {"rung": self.rung.value, "slow": self.slow, "mismatched": self.mismatched}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> GuardState:
-        """Read what `to_dict` gave. Raises ConfigError for anything else."""
-        names = [f.name for f in fields(cls)]
+        """Read the result of `to_dict`. Raises ConfigError for anything else."""
+        names = [field.name for field in fields(cls)]
         counts: list[Any] = [data.get(name) for name in names[1:]]
-        fine = set(data) == set(names) and all(type(x) is int and x >= 0 for x in counts)
+        fine = set(data) == set(names) and all(type(count) is int and count >= 0 for count in counts)
         if not fine or data["rung"] not in list(Action):
             raise ConfigError(
                 f"the guard's state is {dict(data)!r}; allowed: rung ({', '.join(Action)}) and the counts slow and "
@@ -133,15 +142,15 @@ class GuardState:
 
 @dataclass(frozen=True, slots=True)
 class Symptoms:
-    """All that a decision is made from, of one rollout.
+    """The grounds of a decision, from one rollout.
 
     precision:    preset that ran
-    tokens_per_s: achieved, response tokens per second
+    tokens_per_s: achieved response tokens per second
     as_fast:      it was as fast as predicted, or faster
-    compiled:     a kernel was compiled, so it says nothing about speed
-    expected:     rung -> tokens per second expected after it; only rungs that can help speed
+    compiled:     a kernel was compiled: the speed says nothing
+    expected:     rung -> expected tokens per second after it; only rungs that can help speed
     kl_k3:        mean k3 per token between trainer and rollout; None: not known
-    cold:         it was the engine's first, and slow, so it says nothing about speed
+    cold:         it was the engine's first, and slow: the speed says nothing
     """
 
     precision: str
@@ -158,9 +167,9 @@ class Symptoms:
 
 
 def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tuple[GuardState, Action, str]:
-    """Return the next state, what to do, and why; pure."""
-    rungs = [x for x in ladder(find_precision(symptoms.precision)) if DEPTH[x] > DEPTH[state.rung]]
-    gains = {x: symptoms.expected[x] / symptoms.tokens_per_s for x in rungs if x in symptoms.expected}
+    """The next state, the action, and its reason; pure."""
+    rungs = _below(state, symptoms.precision)
+    gains = {rung: symptoms.expected[rung] / symptoms.tokens_per_s for rung in rungs if rung in symptoms.expected}
     best, least = max(gains.values(), default=0.0), 1 + settings.margin
     kl, limit = symptoms.kl_k3, settings.kl_limit
     if not symptoms.excused:
@@ -169,7 +178,7 @@ def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tu
         state = replace(state, mismatched=_counted(state.mismatched, kl, limit, limit * settings.kl_release))
     wanted, waiting = {}, []
     if best > least and not symptoms.excused:
-        faster = next(x for x, gain in gains.items() if gain > least)
+        faster = next(rung for rung, gain in gains.items() if gain > least)
         what = f"{symptoms.expected[faster]:,.0f} tokens/s are expected after {faster}"
         if settings.lost_patience(state.slow):
             wanted[faster] = f"{what}, {state.slow} rollouts in a row"
@@ -184,13 +193,13 @@ def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tu
         else:
             waiting.append(f"{what}: {_waits(state.mismatched, rungs[0], settings)}")
     if wanted:
-        action = max(wanted, key=lambda x: DEPTH[x])
+        action = max(wanted, key=DEPTH.__getitem__)
         return GuardState(rung=action), action, f"{action}, because {' and '.join(wanted.values())}"
     return state, Action.NONE, "; ".join(waiting) or _nothing_to_do(symptoms, gains)
 
 
 def _counted(count: int, value: float, limit: float, release: float) -> int:
-    """Count one more above the limit, none from the release down, and as many as before in between."""
+    """The count plus one above the limit, 0 at the release and below, unchanged in between."""
     return count + 1 if value > limit else 0 if value <= release else count
 
 
@@ -203,12 +212,12 @@ def _nothing_to_do(symptoms: Symptoms, gains: Mapping[Action, float]) -> str:
         return "nothing to do"
     if not gains:
         return f"there is nothing faster to step down to from {symptoms.precision}"
-    listed = ", ".join(f"{symptoms.expected[x]:,.0f} tokens/s after {x}" for x in gains)
+    listed = ", ".join(f"{symptoms.expected[rung]:,.0f} tokens/s after {rung}" for rung in gains)
     return f"no step down, because none is expected to be much faster ({listed})"
 
 
 def _waits(rollouts: int, what: str, settings: GuardSettings) -> str:
-    """How long the guard waits yet for what it will do, in words."""
+    """The rest of the guard's patience before an action, in words."""
     if settings.patience is None:
         return f"rollout {rollouts} in a row; this guard only judges (patience is None)"
     return f"rollout {rollouts} of {settings.patience} in a row before {what}"

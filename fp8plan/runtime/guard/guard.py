@@ -1,28 +1,23 @@
-"""Is the predicted speed arriving? If not, why, and should the engine step down?
+"""The guard of an engine: it compares each rollout with its prediction, names causes, and advises a step down.
 
-After every rollout its tokens per second are compared with the prediction for what actually ran: its lengths, pool,
-limits and precision (prediction.py). Likely causes are named from facts (causes.py). Stepping down follows a
-ladder (fallback.py),
+The prediction is for what ran: its lengths, pool, limits and precision (observation.py). Causes follow from facts
+(causes.py). Stepping down follows a ladder (fallback.py),
 
     recalibrate KV -> KV to BF16 -> all BF16        less the rungs that the running precision does not have,
 
-and two symptoms lead to it, each counted by itself:
+and two symptoms lead to it, each with its own count:
 
-- Mismatch: KL over its limit. All rungs apply, in order: stale or clipped K and V scales are the cheapest thing that
-  can be wrong, then FP8 KV, then FP8 weights. In BF16 nothing is left to step down to: the precision is not the cause.
-- Speed: scales cost no time, so recalibration is never an answer. The other two are, but only if less FP8 is faster
-  than what was achieved, and that cannot be read off the prediction for BF16 alone: whatever halves the speed of FP8, a
-  slow host say, may halve BF16's too. (Qwen3-1.7B, 512 responses, three times in a row on a disturbed H200 host: FP8
-  weights were predicted 2.75 s and took 4.0 to 4.6; BF16 was predicted 2.82 and took 3.2 to 4.5.) So BF16 is expected
-  to miss its prediction by the factor by which this rollout missed its own, unless every cause found for the gap goes
-  with the FP8 that would go (a fallback kernel): then it is expected at its predicted speed. A gap without such a cause
-  is reported and leads nowhere; batches at which BF16 is predicted ahead lead to BF16 without any gap.
+- Mismatch: KL over its limit. All rungs apply in order, the cheapest first: K and V scales, FP8 KV, FP8 weights. In
+  BF16 nothing is left to step down to: the precision is not the cause.
+- Speed: recalibration does not apply, because scales cost no time. The other rungs apply if less FP8 would be faster
+  than this rollout. A slow host may slow BF16 as much as FP8, so BF16 is expected to miss its prediction by the factor
+  by which this rollout missed its own. If every cause of the gap belongs to the FP8 that would go (a fallback kernel),
+  BF16 is expected at its predicted speed. If BF16 is predicted to be faster, no gap is needed.
 
-A rung is taken when its symptom lasted `patience` rollouts in a row. A rollout in which a kernel was compiled says
-nothing about speed and is not counted. Neither is the first of an engine, if it is slow: predictions are for warm
-engines, whose caches are filled and whose buffers are there. Nor is one between a limit and its release (hysteresis).
-A clean one starts the count again, as a step down does. The guard never steps up: a deeper rung stays taken, also in a
-saved state, and each is asked for once. It only advises: who owns the engine acts, and says so with `engine_changed`.
+A rung is due once its symptom has lasted `patience` rollouts in a row. Not counted are rollouts that compiled a kernel,
+a slow first rollout of an engine (predictions are for warm ones), and those between a limit and its release
+(hysteresis). A clean rollout starts the count again, as a step down does. The guard never steps up, and asks for each
+rung once, also from a saved state. It only advises: the owner of the engine acts, and reports it by `engine_changed`.
 """
 
 from __future__ import annotations
@@ -57,11 +52,11 @@ class Verdict:
     """The guard's verdict on one rollout. Speeds are in response tokens per second, low and high a 90% interval.
 
     ratio:   achieved / predicted speed
-    as_fast: it was as fast as predicted or faster: no slower than low / (1 + GuardSettings.slack)
-    causes:  the likely ones: of a gap first, each by cost
-    action:  what to do
-    reason:  why that, or why nothing
-    cold:    it was the engine's first rollout, and slower than predicted: this is no sign of anything
+    as_fast: it was no slower than low / (1 + GuardSettings.slack)
+    causes:  the likely ones: those of a gap first, each by cost
+    action:  the advice
+    reason:  the reason for the action, or for none
+    cold:    it was the engine's first rollout, and slower than predicted, which is no sign of anything
     """
 
     tokens_per_s: float
@@ -76,15 +71,15 @@ class Verdict:
     cold: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for a log."""
-        named = [{"cause": x.cause.value, "sentence": x.sentence, "lost_s": x.lost_s} for x in self.causes]
+        """Plain data for a log."""
+        named = [{"cause": each.cause.value, "sentence": each.sentence, "lost_s": each.lost_s} for each in self.causes]
         return asdict(self) | {"causes": named, "action": self.action.value}
 
 
 class Guard:
     """The guard of one engine: it compares rollouts with the prediction, and advises.
 
-    facts:    what runs
+    facts:    those of the engine
     settings: None: the defaults
     profile:  measurements to predict from; None: the best for the engine's GPU and vLLM's version
     warnings: remarks on the profile, for the user
@@ -95,13 +90,14 @@ class Guard:
     def __init__(
         self, facts: EngineFacts, settings: GuardSettings | None = None, profile: Profile | None = None
     ) -> None:
-        found = (profile, profile.remarks) if profile else load_profile(find_gpu(facts.gpu), facts.engine_version)
-        self.profile, self.warnings = found
+        self.profile, self.warnings = (
+            (profile, profile.remarks) if profile else load_profile(find_gpu(facts.gpu), facts.engine_version)
+        )
         self.settings, self.state = settings or GuardSettings(), GuardState()
         self.engine_changed(facts)
 
     def engine_changed(self, facts: EngineFacts) -> None:
-        """Guard an engine with these facts from now on, which has just been started. Raises as the constructor does."""
+        """Guard a newly started engine with these facts from now on. Raises as the constructor does."""
         if facts.not_predicted:
             raise ConfigError(f"the guard cannot predict this engine: {'; '.join(facts.not_predicted)}")
         try:
@@ -111,45 +107,40 @@ class Guard:
         self.facts, self._first = facts, True
 
     def after_rollout(self, observation: Observation) -> Verdict:
-        """Judge a rollout; to be called once for each, in order. Raises as the cost model does."""
-        self.state, verdict = update(
-            self.state, observation, self.facts, self.profile, self.settings, first=self._first
-        )
+        """Judge a rollout. Call it once for each, in order. Raises as the cost model does."""
+        self.state, verdict = update(self.state, observation, self.facts, self.profile, self.settings, self._first)
         self._first = False
         return verdict
 
     def answer(self, escalation: Escalation) -> Action:
-        """Choose what to do when the thresholds of the correction can do no more: a rung not taken yet, or nothing.
+        """The action for an escalation of the controller: a new rung, or NONE.
 
-        Call `took` once it is done: what failed is to be asked for again.
+        Call `took` once it is done. A rung that failed is then asked for again.
         """
         return answered(self.state, self.facts.precision, escalation)[1]
 
     def took(self, action: Action) -> None:
-        """Note that a rung was taken; it is not asked for again."""
+        """Note an action that was done; it is not asked for again."""
         if DEPTH[action] > DEPTH[self.state.rung]:
             self.state = GuardState(rung=action)
 
     def precision_for(self, planned: str) -> str:
-        """Return the preset to start an engine with, now and after a restart from a saved state.
-
-        planned: preset name of the plan
-        """
+        """The preset to start an engine with, also after a restart from a saved state. planned: the plan's preset"""
         return stepped_down(planned, self.state.rung)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain data, to be saved with the checkpoint as JSON."""
+        """The state to save with a checkpoint, as plain data for JSON."""
         return self.state.to_dict()
 
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
-        """Go on from a saved state. Raises ConfigError for anything that `state_dict` does not give."""
+        """Go on from a saved state. Raises ConfigError for anything else than a result of `state_dict`."""
         self.state = GuardState.from_dict(data)
 
 
 def answer(guard: Guard | None, precision: str, escalation: Escalation) -> Action:
-    """Choose what an engine is to do for an escalation: as its guard says; without one, as if no rung were taken yet.
+    """The action of an engine for an escalation: its guard's answer, or the first rung without a guard.
 
-    precision: preset of the engine. Raises ConfigError for another name, where there is no guard.
+    precision: preset of the engine. Raises ConfigError for another name, without a guard.
     """
     return answered(GuardState(), precision, escalation)[1] if guard is None else guard.answer(escalation)
 
@@ -162,7 +153,7 @@ def update(
     settings: GuardSettings,
     first: bool = False,
 ) -> tuple[GuardState, Verdict]:
-    """Return the state and the verdict after one rollout; pure. Raises as the cost model does.
+    """The state and the verdict after one rollout; pure. Raises as the cost model does.
 
     first: it is the first rollout of a started engine
     """
@@ -170,13 +161,13 @@ def update(
     achieved = observation.tokens_per_s
     as_fast = achieved >= prediction.low_tokens_per_s / (1 + settings.slack)
     cold = first and not as_fast
-    found = causes(Case(facts, observation, prediction, profile, settings, as_fast or cold))
-    gaps = () if as_fast else tuple(x for x in found if x.gap)
+    likely = causes(Case(facts, observation, prediction, profile, settings, as_fast or cold))
+    gaps = () if as_fast else tuple(each for each in likely if each.gap)
     symptoms = Symptoms(
         precision=facts.precision,
         tokens_per_s=achieved,
         as_fast=as_fast,
-        compiled=bool(observation.compiled_files) or any(x.cause == Cause.COMPILING for x in found),
+        compiled=bool(observation.compiled_files) or any(each.cause == Cause.COMPILING for each in likely),
         expected=_expected(facts, prediction, achieved / prediction.tokens_per_s, gaps, settings),
         kl_k3=observation.kl_k3,
         cold=cold,
@@ -193,7 +184,7 @@ def update(
         high_tokens_per_s=prediction.high_tokens_per_s,
         ratio=achieved / prediction.tokens_per_s,
         as_fast=as_fast,
-        causes=found,
+        causes=likely,
         action=action,
         reason=f"{speed}{'' if as_fast or cold else ': too slow'}; {why}",
         cold=cold,
@@ -203,9 +194,9 @@ def update(
 def _expected(
     facts: EngineFacts, prediction: Prediction, ratio: float, gaps: tuple[Found, ...], settings: GuardSettings
 ) -> dict[Action, float]:
-    """Map rungs to tokens per second after them, as the module's docstring says; without those that do not fit the GPU.
+    """Rungs -> tokens per second after them, as the module's docstring says; without those that do not fit the GPU.
 
-    ratio: achieved / predicted; gaps: the causes that were found for it
+    ratio: achieved / predicted; gaps: the causes of it
     """
     expected: dict[Action, float] = {}
     for action in ladder(facts.preset):
@@ -213,7 +204,8 @@ def _expected(
         if action == Action.RECALIBRATE_KV or preset.name not in prediction.instead:
             continue
         gone = {"kv", "weights"} if preset.weights == "bf16" else {"kv"}
-        blamed = [gone if x.cause == Cause.UNKNOWN and settings.unknown_is_fp8 else set(x.of_fp8) for x in gaps]
+        assumed = gone if settings.unknown_is_fp8 else set()
+        blamed = [assumed if gap.cause == Cause.UNKNOWN else set(gap.of_fp8) for gap in gaps]
         cured = bool(gaps) and all(parts & gone for parts in blamed)
         expected[action] = prediction.instead[preset.name].output_tokens_per_s * (1.0 if cured else ratio)
     return expected

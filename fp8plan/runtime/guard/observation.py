@@ -1,22 +1,20 @@
-"""The guard's knowledge of an engine, and of one of its rollouts.
+"""The guard's view of an engine and of one rollout, and the prediction for the very work that ran.
 
-Comparison of the kernels that an engine runs with those that its profile was measured with.
-
-The prediction for the very work that ran: its lengths, in the pool that was measured, under the limits the engine
-really has.
+The prediction has the rollout's lengths, the measured pool, and the engine's own limits. `fallback` compares the
+engine's kernels with those of its profile.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from fp8plan.checks import Range, in_range
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS, Precision
@@ -31,8 +29,8 @@ from fp8plan.runtime.mismatch.sampling import Sampling
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
-# Kernels as profiles call them -> vLLM's names of the same, in its log (FLASH_ATTN) or of the class that runs it
-# (FlashAttentionImpl), as a pattern. It does not name its BF16 GEMM.
+# A profile's name of a kernel -> pattern of vLLM's names, in its log (FLASH_ATTN) or of its class (FlashAttentionImpl).
+# vLLM does not name its BF16 GEMM.
 SAME: Final = {
     "flash_attn": "(?i)^flash_?att",
     "flash_attn_2": "(?i)^flash_?att",
@@ -57,20 +55,27 @@ KNOWN_FOR: Final = {
     "(?i)triton": ", which is portable and seldom tuned for a shape",
 }
 
+FINITE_OR_NONE: Final[Range] = (lambda x: abs(x) < inf, "a finite number, or None")
+RANGES: Final[dict[str, Range]] = {
+    "seconds": (lambda x: 0 < x < inf, "a finite number above 0"),
+    **dict.fromkeys(("longest_step_s", "arrival_s", "host_slowdown"), FINITE_OR_NONE),
+    "kl_k3": (lambda x: abs(x) < inf, "a finite number (a nan comes from log-probs that hold nan or inf), or None"),
+}
+
 
 def kernel_names(facts: Mapping[str, Any], preset: Precision) -> dict[str, str]:
-    """Name the kernels of a worker's facts as profiles name them: kernel -> its implementation."""
+    """The kernels of a worker's facts by their names in profiles -> implementation."""
     attention = facts.get("attention")
-    found = {f"attention.{preset.kv}": attention} if attention else {}
-    return found | {f"{part}.{preset.gemm_dtype}": name for part, name in facts["kernels"].items()}
+    names = {f"attention.{preset.kv}": attention} if attention else {}
+    return names | {f"{part}.{preset.gemm_dtype}": name for part, name in facts["kernels"].items()}
 
 
 def fallback(kernel: str, measured: str | None, runs: str) -> str | None:
-    """Say that `runs` is not the measured kernel, and what to do about it; None if it is, or if nobody can say.
+    """A sentence and a remedy if `runs` is not the measured kernel; None if it is, or if that is unknown.
 
-    kernel:   as profiles name it, e.g. "gemm.fp8_block"
-    measured: its implementation, as the profile calls it; None: not measured
-    runs:     its implementation, as vLLM calls it in its log, or the class of it
+    kernel:   its name in profiles, e.g. "gemm.fp8_block"
+    measured: the profile's name of its implementation; None: not measured
+    runs:     vLLM's name of its implementation in the log, or the name of its class
     """
     if measured not in SAME or re.search(SAME[measured], runs):
         return None
@@ -81,17 +86,17 @@ def fallback(kernel: str, measured: str | None, runs: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Facts about an engine as it really runs, read once after its start.
+    """Facts about a running engine, read once after its start.
 
     model:           hub id or folder with config.json
     gpu:             name in fp8plan.model.hardware
-    engine_version:  of vLLM
+    engine_version:  version of vLLM
     precision:       preset name
-    limits:          the engine's own; num_gpu_blocks only where the pool was imposed, not where it was measured
-    kernel_backends: as `engine_log.kernel_backends` returns it; a kernel the log does not name is left out
-    e8m0:            DeepGEMM's scales are powers of two; None: not known, or no weight is FP8
+    limits:          the engine's own; num_gpu_blocks is that of an imposed pool, and None for a measured one
+    kernel_backends: kernel -> implementation, as `kernel_names` returns it; kernels without a name are left out
+    e8m0:            True if DeepGEMM's scales are powers of two; None: not known, or no weight is FP8
     cudagraph_mode:  name of vLLM's CUDAGraphMode; None: not known
-    not_predicted:   what runs and the cost model does not know (runtime.engine.options)
+    not_predicted:   options of the engine that the cost model does not know (runtime.engine.options)
     """
 
     model: str
@@ -110,20 +115,20 @@ class EngineFacts:
 
     @property
     def setup(self) -> EngineSetup:
-        """The engine as the cost model knows it."""
+        """The engine in the cost model's terms."""
         return EngineSetup(self.model, self.gpu, self.precision, replace(self.limits, enforce_eager=self.eager))
 
     @property
     def eager(self) -> bool:
-        """Return whether the engine runs without any CUDA graphs."""
+        """True if the engine runs without any CUDA graphs."""
         return self.limits.enforce_eager or self.cudagraph_mode == "NONE"
 
 
 def facts_of(setup: EngineSetup, facts: Mapping[str, Any], not_predicted: Sequence[str] = ()) -> EngineFacts:
-    """The facts that the guard needs about an engine.
+    """The guard's facts about an engine.
 
-    setup: what was planned, with the engine's own limits
-    facts: of a worker (runtime.worker.facts)
+    setup: the planned engine with the running one's limits
+    facts: those of a worker (runtime.worker.facts)
     not_predicted: as in EngineFacts
     """
     preset = setup.precision
@@ -146,15 +151,15 @@ class Observation:
 
     seconds:          wall time of the call
     prompt_lengths, response_lengths: tokens of each response, in order of arrival; shape (responses,)
-    prompt_ids:       a number for each response, equal if two have the same prompt; None: all prompts differ
-    preemptions:      counted by vLLM meanwhile
+    prompt_ids:       a number for each response, the same for the same prompt; None: all prompts differ
+    preemptions:      vLLM's count during the call
     kv_cache_tokens:  size of the measured pool, num_gpu_blocks * block_size; None: the predicted one
-    compiled_files:   kernels compiled meanwhile (`warm_up.compiled_files`); None: nobody looked
+    compiled_files:   kernels compiled during the call (`access.compiled_files`); None: not known
     longest_step_s:   longest engine step; None: not known
     arrival_s:        from the arrival of the first request to that of the last; None: not known, or all came at once
-    host_slowdown:    as `watch.Watch` measures it; None: not known
+    host_slowdown:    measured by `watch.Watch`; None: not known
     kl_k3:            mean k3 per token between trainer and rollout; None: not known
-    sampling:         its sampling parameters, or what Sampling.of reads; None: not known
+    sampling:         its sampling parameters, in a form that Sampling.of reads; None: not known
 
     Raises ConfigError for values that no rollout can have.
     """
@@ -174,8 +179,7 @@ class Observation:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sampling", Sampling.of(self.sampling))
-        for name in ("seconds", "longest_step_s", "arrival_s", "host_slowdown", "kl_k3"):
-            _check_number(name, getattr(self, name), above_zero=name == "seconds", optional=name != "seconds")
+        in_range(self, RANGES)
         for name in ("preemptions", "compiled_files", "kv_cache_tokens"):
             value = getattr(self, name)
             if value is not None:
@@ -210,18 +214,18 @@ class Observation:
 def observation_of(outputs: Sequence[RequestOutput], seconds: float, **more: Any) -> Observation:
     """Make the Observation of one `generate()` from what it returned. Each sample of a prompt counts as a response.
 
-    outputs: finished RequestOutputs, in the order in which they were asked for
+    outputs: finished RequestOutputs, in the order of their requests
     seconds: wall time of the call
     more:    the other fields of Observation
 
-    A completion without tokens (aborted) is left out. Raises ConfigError if none has any tokens.
+    Completions without tokens (aborted ones) are left out. Raises ConfigError if none has any tokens.
     """
     seen: dict[tuple[int, ...], int] = {}
     rows = []
     for output in outputs:
         prompt = tuple(output.prompt_token_ids or ())
         name = seen.setdefault(prompt, len(seen))
-        rows += [(len(prompt), len(one.token_ids), name) for one in output.outputs if len(one.token_ids)]
+        rows += [(len(prompt), len(each.token_ids), name) for each in output.outputs if len(each.token_ids)]
     prompts, responses, ids = zip(*rows, strict=True) if rows else ((), (), ())
     return Observation(seconds, prompts, responses, ids, **more)
 
@@ -235,24 +239,13 @@ def _lengths(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(values.tolist())
 
 
-def _check_number(name: str, value: Any, above_zero: bool, optional: bool) -> None:
-    if value is None and optional:
-        return
-    fine = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not fine or (above_zero and value <= 0):
-        hint = "; a nan comes from log-probs that hold nan or inf" if name == "kl_k3" else ""
-        raise ConfigError(f"{name} is {value!r}; allowed: a finite number{' above 0' if above_zero else ''}{hint}")
-
-
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The cost model's prediction for the work that ran. Speeds are in response tokens per second, low and high a 90%
-    interval.
+    """The prediction for the work that ran. Speeds are in response tokens per second, low and high a 90% interval.
 
-    setup:   the engine that ran, in the pool that it had
+    setup:   the engine that ran, with its pool
     ran:     the whole prediction for it
-    instead: preset name -> rollout of the same work in a precision with less FP8, in the pool which that one gets; left
-             out where it does not fit
+    instead: preset name -> rollout of the same work in a precision with less FP8 and its own pool; only those that fit
     """
 
     setup: EngineSetup
@@ -282,7 +275,7 @@ class Prediction:
 
     @property
     def mean_batch(self) -> float:
-        """Responses that decode together, averaged over the steps."""
+        """Number of responses that decode together, averaged over the steps."""
         return self.rollout.output_tokens / self.rollout.num_steps / len(self.ran.schedules)
 
     @property
@@ -296,7 +289,7 @@ class Prediction:
 
 
 def predict(facts: EngineFacts, observation: Observation, profile: Profile) -> Prediction:
-    """Predict what ran, and the same work with less FP8. Raises as the parts of the cost model do."""
+    """Predict the work that ran, and the same with less FP8. Raises as the parts of the cost model do."""
     pool, setup = observation.kv_cache_tokens, facts.setup
     if pool is not None:  # less vLLM's null block
         setup = with_blocks(setup, setup.blocks_in(pool) - 1)
@@ -314,18 +307,22 @@ def predict(facts: EngineFacts, observation: Observation, profile: Profile) -> P
 def again(
     setup: EngineSetup, observation: Observation, profile: Profile, known: Sequence[Schedule] | None = None
 ) -> Simulated:
-    """Predict the observed work on an engine. known: schedules of the same work, to be taken over where they hold"""
+    """Predict the observed work on an engine. known: schedules of the same work, reused if they hold"""
     if reason := setup.gpu.why_not(setup.precision):
         raise ConfigError(f"{setup.precision.name} cannot be predicted on {setup.gpu.name}: {reason}")
     return simulate(setup.holding(observation.batch.longest), observation.batch, profile, known=known)
 
 
 def with_blocks(setup: EngineSetup, blocks: int) -> EngineSetup:
-    """The same engine with a pool of so many blocks that the scheduler can use."""
+    """The same engine with a pool of `blocks` usable blocks."""
     return replace(setup, limits=replace(setup.limits, num_gpu_blocks=blocks))
 
 
 def fallbacks(preset: Precision) -> list[Precision]:
     """The presets with a BF16 KV cache that have less FP8 than `preset`, fewest steps down first."""
-    less = [p for p in PRESETS.values() if p != preset and p.kv == "bf16" and p.weights in ("bf16", preset.weights)]
-    return sorted(less if preset.uses_fp8 else [], key=lambda p: p.weights != preset.weights)
+    less = [
+        other
+        for other in PRESETS.values()
+        if preset.uses_fp8 and other != preset and other.kv == "bf16" and other.weights in ("bf16", preset.weights)
+    ]
+    return sorted(less, key=lambda other: other.weights != preset.weights)

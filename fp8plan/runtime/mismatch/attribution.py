@@ -8,18 +8,18 @@ The trainer's policy differs from the one that sampled for several reasons, one 
     trainer now -- staleness -- weights that sampled -- precision, experts' routing -- engine -- sampling -- the sample
 
 k1 = mean(rollout - train log-prob) is a sum over tokens, so a policy between the two ends splits it exactly. k3 has the
-same expectation where the ratios have the mean 1, and far less noise. Each part is therefore a k3, or a difference of
-two. Causes that no such policy and no expectation tells apart stay one part, which names them all.
+same expectation if the mean ratio is 1, and far less noise. Each part is therefore a k3, or a difference of two. Causes
+that nothing here tells apart stay one part, which names them all.
 
 staleness  k3(train, rollout) - k3(synced, rollout), where `synced` are the trainer's log-probs under the very weights
-           that sampled; without them the tokens of the newest weights in the batch stand in, so it is a lower bound
-sampling   vLLM renormalises over the kept tokens. The mass M that the weights that sampled give them multiplies each
-           ratio: k3 = E[M] - 1 - E[log M], and the mean ratio is E[M]. -log is convex and M lies in [top_p, 1], or
-           hardly below: E[-log M] lies between -log E[M] (Jensen) and the chord (1 - E[M]) / (1 - top_p) * -log top_p.
-           The expected precision says where in between. What remains is the KL on the kept set
-precision  what is left, up to the most that the plan or the probe expects; it holds the routing of experts, which lower
-           precision changes
-rest       what is left then
+           that sampled; without them a lower bound, from the tokens of the newest weights in the batch
+sampling   vLLM renormalises over the kept tokens. Their mass M under the weights that sampled multiplies each ratio:
+           k3 = E[M] - 1 - E[log M], and the mean ratio is E[M]. -log is convex and M lies in [top_p, 1], or hardly
+           below: E[-log M] lies between -log E[M] (Jensen) and the chord (1 - E[M]) / (1 - top_p) * -log top_p. The
+           expected precision chooses between the two
+precision  the remaining KL, up to the most that the plan or the probe expects; it includes the routing of experts,
+           which lower precision changes
+rest       the remainder
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from fp8plan.schemas import KlPart
 
 STALENESS, SAMPLING, PRECISION, ROUTING, REST = "staleness", "sampling", "precision", "routing", "rest"
-APART: Final = 0.2  # most by which a part may be uncertain, as a share of it, to be told apart
-SHOWN: Final = 0.02  # share of the KL, below which a part is not worth a word
+APART: Final = 0.2  # largest uncertainty of a part, as a share of it, with which it still stands alone
+SHOWN: Final = 0.02  # smallest share of the KL that a sentence names
 
 
 class Expected(NamedTuple):
-    """The KL (k3, nats per token) that a precision is expected to have, with its 90% interval."""
+    """The expected KL of a precision (k3, nats per token), with its 90% interval."""
 
     kl: float
     low: float
@@ -53,7 +53,7 @@ class Expected(NamedTuple):
 
 
 def expected_by(plan: Plan, choice: int | str | None = None) -> Expected | None:
-    """The KL that a plan expects of its choice, or of the one that is named; None if it expects none."""
+    """The KL that a plan expects of `choice` (None: the one it chose); None if it expects none."""
     try:
         chosen = plan.select(choice)
     except ConfigError:  # another plan than the engine's
@@ -69,8 +69,8 @@ class Part:
 
     causes:    STALENESS, SAMPLING, PRECISION, ROUTING or REST; several: they cannot be told apart here
     kl:        nats per token (k3); the parts of a step add up to its k3
-    low, high: between which it lies; equal to kl where it was measured
-    how:       where it comes from: "measured", "bounded" (by theory), "expected" (by a plan or a probe), "left over"
+    low, high: bounds on it; equal to kl if it was measured
+    how:       its origin: "measured", "bounded" (by theory), "expected" (by a plan or a probe), "left over"
     """
 
     causes: tuple[str, ...]
@@ -95,9 +95,9 @@ def attributed(
 ) -> tuple[Part, ...]:
     """Split the KL of a batch by cause; no part without a valid token or a finite KL.
 
-    mismatch: of the trainer's log-probs now against the engine's
-    synced:   of the trainer's log-probs under the weights that sampled against the engine's, over the same tokens
-    fresh:    the weights that sampled are those that the trainer has now: nothing is stale
+    mismatch: the trainer's log-probs now against the engine's
+    synced:   the trainer's log-probs under the weights that sampled against the engine's, over the same tokens
+    fresh:    the trainer still has the weights that sampled: nothing is stale
     sampling: how the rollout was sampled; None: not known
     expected: the KL of the precision that runs; None: not known
     routed:   the model has experts, whose routing lower precision changes
@@ -106,8 +106,8 @@ def attributed(
     if not mismatch.tokens or not isfinite(total):
         return ()
     parts: list[Part] = []
-    open_causes: list[str] = []  # those that nothing here tells from the rest
-    if synced is not None and not isfinite(synced.k3):  # its log-probs are NaN, and tell nothing
+    open_causes: list[str] = []  # causes that nothing here tells from the rest
+    if synced is not None and not isfinite(synced.k3):  # its log-probs are NaN
         synced = None
     engine, left = mismatch if synced is None else synced, total
     if synced is not None:
@@ -139,20 +139,20 @@ def _measured(causes: tuple[str, ...], kl: float) -> Part:
 
 
 def _by_version(mismatch: Mismatch) -> float | None:
-    """The KL beyond that of the tokens of the newest weights; None with tokens of one version."""
+    """The KL beyond that of the newest weights' tokens; None with tokens of one version."""
     if len(mismatch.versions) < 2:
         return None
     return max(mismatch.k3 - mismatch.versions[max(mismatch.versions)].k3, 0.0)
 
 
 def _sampled(engine: Mismatch, sampling: Sampling | None, most: float) -> Part | None:
-    """The part of the sampling; 0 if it changes nothing, None if it is not known or cannot be told apart."""
+    """The part of the sampling; 0 if it changes nothing, None if it is unknown or inseparable."""
     if sampling is None or sampling.reshapes or sampling.greedy:
         return None
     if not sampling.truncates or sampling.kept_set or sampling.logprobs_mode != PROCESSED:
         return None if sampling.remarks() else _measured((SAMPLING,), 0.0)
     if len(sampling.remarks()) > 1:
-        return None  # the temperature too: one mean ratio cannot tell the two apart
+        return None  # the temperature too: one mean ratio cannot separate the two
     mass = engine.mean_ratio
     if 1.0 - mass <= ERRORS * engine.mean_ratio_error:
         return _measured((SAMPLING,), 0.0)
@@ -163,23 +163,22 @@ def _sampled(engine: Mismatch, sampling: Sampling | None, most: float) -> Part |
 
 
 def _rest(left: float, unknown: Sequence[str], expected: Expected | None, precision: tuple[str, ...]) -> list[Part]:
-    """Parts of what is left for the precision and for causes that nothing here tells apart."""
+    """Parts of the remaining KL: that of the precision, and that of the causes that nothing here tells apart."""
     if expected is None:
         return [Part((*precision, *unknown, REST), left, left, left, "left over")]
     most = expected.kl if unknown else expected.high
     kl = left if left <= most else min(expected.kl, left)
     parts = [Part(precision, kl, min(expected.low, kl), min(expected.high, left), "expected")]
     if left - kl > 0:
-        parts.append(
-            Part((*unknown, REST), left - kl, max(left - expected.high, 0.0), left - parts[0].low, "left over")
-        )
+        low, high = max(left - expected.high, 0.0), left - parts[0].low
+        parts.append(Part((*unknown, REST), left - kl, low, high, "left over"))
     return parts
 
 
 def sentence(parts: Sequence[Part | KlPart]) -> str:
     """The parts in words, the largest first: "KL 6e-3: 4e-3 staleness, 2e-3 precision". "" without parts.
 
-    parts: as `attributed` returns them, or as a record has them
+    parts: those of `attributed`, or of a record
     """
     sizes = [(part.kl or 0.0, part.causes) for part in parts]
     total = sum(kl for kl, _ in sizes)

@@ -1,12 +1,12 @@
-"""Distance between the trainer's and the engine's policy: sums over tokens, and every figure made from them.
+"""Distance between the trainer's and the engine's policy: sums over tokens, and all figures made from them.
 
     sums = measure(pack(train_logprobs, rollout_logprobs, mask))
     mismatch = sums.reduced().metrics()       mismatch.k3, .ess_raw, .clipped_mass(2.0), .log_ratio_quantiles, ...
 
-Everything is a sum over tokens or sequences in float64 (and two extremes), so micro-batches add and ranks reduce:
-measure(a) + measure(b) is measure(a and b). What is no sum (quantiles, clipped mass, the robust KL) is read from a
-histogram whose bins are sums. Names and definitions are those of verl 0.9.1's compute_offpolicy_metrics, where it has
-one; tests/runtime/correction/test_verl_parity.py compares them, and fp8plan.runtime.correction.verl lists what differs.
+Everything is a float64 sum over tokens or sequences (and two extremes), so micro-batches add and ranks reduce:
+measure(a) + measure(b) is measure(a and b). Quantiles, clipped mass and the robust KL come from a histogram.
+Names and definitions are those of verl 0.9.1's compute_offpolicy_metrics, as far as it has them
+(tests/runtime/correction/test_verl_parity.py); fp8plan.runtime.correction.verl lists the differences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGEST: Final = 20.0  # up to which a ratio counts in cut_share
 
 Ratios = Literal["token", "sequence", "geometric"]
 
-# Where in a response tokens are: [0, 64), [64, 128), [128, 256), ..., [2^20, infinity).
+# First tokens of the bins of position in a response: [0, 64), [64, 128), [128, 256), ..., [2^20, infinity).
 POSITIONS: Final = (0, *(64 << i for i in range(15)))
 # Weight versions of one batch: at most this many in a row; version v has slot v mod SLOTS.
 SLOTS: Final = 64
@@ -46,7 +46,7 @@ _SCALARS: Final = (
 _LAYOUT: Final = (
     *((name, 1) for name in _SCALARS),
     *((f"histogram_{name}", BINS) for name in ("tokens", "ratio", "k3")),
-    # Over the tokens of sequences, by their sequence's log ratio: of the sum (sequence) and of the mean (geometric).
+    # By the log ratio of each token's sequence: the sum over its tokens (sequence) or their mean (geometric).
     *((f"{level}_{name}", BINS) for level in ("sequence", "geometric") for name in ("tokens", "ratio")),
     *((f"position_{name}", len(POSITIONS)) for name in ("tokens", "k1", "k3")),
     *((f"version_{name}", SLOTS) for name in VERSION_SUMS),
@@ -58,10 +58,10 @@ SIZE: Final[int] = _ENDS[-1]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MismatchSums:
-    """Sums of one or more batches, zeros to begin with. a + b has the sums of both together.
+    """Sums of one or more batches, zero at first. a + b has the sums of both together.
 
-    values:   [SIZE] float64; `sums["k3"]` is one of them, `sums["histogram_k3"]` an array
-    smallest, largest: mean log ratio of a sequence, negated: the extremes of log_ppl_diff
+    values:   [SIZE] float64; `sums["k3"]` is a number, `sums["histogram_k3"]` an array
+    smallest, largest: extremes of log_ppl_diff, a sequence's mean log ratio negated
     """
 
     values: FloatArray = field(default_factory=lambda: np.zeros(SIZE))
@@ -83,9 +83,9 @@ class MismatchSums:
     def reduced(self, group: Any = None, refusal: Exception | None = None) -> MismatchSums:
         """Sum over the ranks of `group` (None: all), by one all_reduce; unchanged without torch.distributed.
 
-        Every rank of the group must call it, also one that has no tokens, and one whose batch was refused.
+        Every rank of the group must call it, even without tokens, and even if its batch was refused.
 
-        refusal: this rank's batch was refused for it
+        refusal: the reason for which this rank's batch was refused, if it was
 
         Raises the refusal; on the other ranks a ConfigError that names the rank and quotes it.
         """
@@ -96,7 +96,7 @@ class MismatchSums:
                 raise refusal
             return self
         ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
-        # Each rank has two places of its own for the extremes, and adds zero to those of the others.
+        # Each rank has two places for its extremes, and adds zero to those of the others.
         vector = np.zeros(SIZE + 2 * ranks + 1)
         vector[:SIZE] = self.values
         vector[SIZE + 2 * rank :][:2] = self.smallest, self.largest
@@ -108,7 +108,7 @@ class MismatchSums:
         return MismatchSums(vector[:SIZE], float(extremes[::2].min()), float(extremes[1::2].max()))
 
     def check_units(self) -> None:
-        """Raise ConfigError for sequences whose mean log-prob is above 0, as losses and probabilities have it."""
+        """Raise ConfigError for sequences with a mean log-prob above 0, as losses and probabilities have it."""
         for side in ("train", "rollout"):
             if above := int(self[f"{side}_above_0"]):
                 raise ConfigError(
@@ -118,13 +118,13 @@ class MismatchSums:
                 )
 
     def metrics(self) -> Mismatch:
-        """Every figure that follows from the sums."""
+        """All figures that follow from the sums."""
         return Mismatch.from_sums(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Mismatch of some tokens: those of a bin of position, [first, last + 1), or of one weight version."""
+    """Mismatch of the tokens of one bin of position, [first, last + 1), or of one weight version."""
 
     tokens: int
     k1: float
@@ -133,31 +133,26 @@ class Span:
     last: float = inf
 
 
-def by_position(sums: MismatchSums) -> tuple[Span, ...]:
-    """Bins of position that have tokens, in order; `first` and `last` are tokens from the response's beginning."""
+def _by_position(sums: MismatchSums) -> tuple[Span, ...]:
+    """Bins of position that have tokens, in order; `first` and `last` count from the response's beginning."""
     ends = (*POSITIONS[1:], inf)
     rows = zip(POSITIONS, ends, *(sums[f"position_{name}"] for name in ("tokens", "k1", "k3")), strict=True)
     return tuple(Span(int(n), float(k1 / n), float(k3 / n), first, end - 1) for first, end, n, k1, k3 in rows if n)
 
 
-def by_version(sums: MismatchSums) -> dict[int, Span]:
+def _by_version(sums: MismatchSums) -> dict[int, Span]:
     """Figures of each weight version, in order.
 
     Raises ConfigError if versions that were added are SLOTS or more apart.
     """
-    found = {}
+    spans, apart = {}, False
     for slot in np.flatnonzero(sums["version_tokens"]):
         tokens, turns, squared, k1, k3 = (float(sums[f"version_{name}"][slot]) for name in VERSION_SUMS)
-        if turns**2 != squared * tokens:  # not all of one version
-            raise _apart()
-        found[int(turns / tokens) * SLOTS + int(slot)] = Span(int(tokens), k1 / tokens, k3 / tokens)
-    if found and max(found) - min(found) >= SLOTS:
-        raise _apart()
-    return {version: found[version] for version in sorted(found)}
-
-
-def _apart() -> ConfigError:
-    return ConfigError(f"weight versions of one step are {SLOTS} or more apart; allowed: less than {SLOTS}")
+        apart |= turns**2 != squared * tokens  # more than one version in this slot
+        spans[int(turns / tokens) * SLOTS + int(slot)] = Span(int(tokens), k1 / tokens, k3 / tokens)
+    if apart or (spans and max(spans) - min(spans) >= SLOTS):
+        raise ConfigError(f"weight versions of one step are {SLOTS} or more apart; allowed: less than {SLOTS}")
+    return dict(sorted(spans.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +160,21 @@ class Mismatch:
     """Train/rollout mismatch of a batch. ratio = pi_train / pi_rollout of a sampled token; means are over valid tokens.
 
     tokens, sequences, invalid: counts; invalid tokens (a log-prob NaN or infinite) are in no figure
-    invalid_share: part of the tokens that came in that are invalid; 0 if none came in
-    placeholder_share: part of the tokens to which one side gives exactly 0.0, and the other a probability below 0.9
+    invalid_share: share of the input's tokens that are invalid; 0 without input
+    placeholder_share: share of the tokens with a log-prob of exactly 0.0 on one side, and a probability below 0.9 on
+                   the other
     k1:            mean of -log ratio: an unbiased estimate of KL(rollout || train), which may be negative
     k3:            mean of ratio - 1 - log ratio, never negative; the same expectation, less variance; not clamped
     k3_robust:     k3 winsorised by |log ratio| at its 99.9% quantile (at least two tokens): no outlier moves it
     ess_raw:       (mean ratio)^2 / mean ratio^2, a fraction: effective sample size of untruncated token weights
-    chi2_token, chi2_seq: mean of ratio^2, less 1; over sequences of the product of their ratios; clamped to e^+-20
+    chi2_token:    mean of ratio^2, less 1; ratios are clamped to e^+-20
+    chi2_seq:      the same over sequences, of the product of their ratios
     training_ppl, rollout_ppl, training_log_ppl, rollout_log_ppl: means over sequences of (log) perplexity
     log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min, ppl_ratio: train against rollout, by sequence
-    log_ratio_quantiles: {share of the tokens: |log ratio| that they lie below}
-    tail_fractions:      {factor: share of the tokens whose ratio is above it or below 1/factor}
-    profile:       mismatch by position in the response, empty bins left out
-    versions:      {weight version that sampled: its tokens' mismatch}; empty unless `measure` was given versions
+    log_ratio_quantiles: {share of the tokens: |log ratio| below which they lie}
+    tail_fractions:      {factor: share of the tokens with a ratio above factor or below 1/factor}
+    profile:       mismatch by position in the response, without empty bins
+    versions:      {weight version that sampled: its tokens' mismatch}; empty if `measure` had no versions
 
     Without a valid token every figure is NaN: nothing was measured.
     """
@@ -230,19 +227,19 @@ class Mismatch:
             **{name: sums[name] * per_sequence for name in _SEQUENCE_MEANS},
             log_ratio_quantiles={q: histogram.quantile(counts, q * tokens) for q in QUANTILES},
             tail_fractions={factor: float(1 - histogram.kept(counts, 1 / factor, [factor])[0]) for factor in TAILS},
-            profile=by_position(sums),
-            versions=by_version(sums),
+            profile=_by_position(sums),
+            versions=_by_version(sums),
             sums=sums,
         )
 
     @property
     def mean_ratio(self) -> float:
-        """The mean of the ratios, clamped to e^+-20; 1 but for noise if they are of the policy that sampled."""
+        """The mean of the ratios, clamped to e^+-20; near 1 if they are those of the policy that sampled."""
         return sqrt(self.ess_raw * (self.chi2_token + 1.0))
 
     @property
     def mean_ratio_error(self) -> float:
-        """The standard error of `mean_ratio`, as of independent tokens."""
+        """The standard error of `mean_ratio`, for independent tokens."""
         return sqrt(max(1.0 - self.ess_raw, 0.0) * (self.chi2_token + 1.0) / self.tokens) if self.tokens else nan
 
     def verl_metrics(self) -> dict[str, float]:
@@ -254,15 +251,17 @@ class Mismatch:
     def clipped_mass(self, c: float, level: Ratios = "token") -> float:
         """Share of the ratios' sum that TIS at c cuts away: sum over tokens of max(ratio - c, 0) over sum of ratio.
 
-        level: whose ratio counts for a token: its own, or that of its sequence's summed or mean log ratio
+        level: the ratio that counts for a token: its own, or that of its sequence's summed or mean log ratio
         """
         counts, ratios = _histograms(self.sums, level)
         total = float(ratios.sum())
         return histogram.excess(counts, ratios, c) / total if total else nan
 
     def cut_share(self, c: float, level: Ratios = "token") -> float:
-        """clipped_mass less what a few ratios without bound do to it: each counts up to LARGEST, and of the tokens with
-        the largest, two (or those of two sequences of mean length) do not count at all."""
+        """clipped_mass without the effect of a few unbounded ratios.
+
+        Each ratio counts up to LARGEST. The two tokens (or two sequences of mean length) with the largest do not count.
+        """
         counts, ratios = histogram.without_largest(*_histograms(self.sums, level), 2 * self.unit(level))
         beyond = histogram.excess(counts, ratios, LARGEST)
         total = float(ratios.sum()) - beyond
@@ -290,6 +289,6 @@ _SEQUENCE_MEANS: Final = (
 
 
 def _histograms(sums: MismatchSums, level: Ratios) -> tuple[FloatArray, FloatArray]:
-    """[BINS] tokens and sums of ratios, by the log ratio that counts at `level`."""
+    """[BINS] tokens and sums of ratios, by the log ratio at `level`."""
     prefix = "histogram" if level == "token" else level
     return sums[f"{prefix}_tokens"], sums[f"{prefix}_ratio"]

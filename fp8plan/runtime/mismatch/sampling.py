@@ -4,9 +4,9 @@
     for remark in sampling.remarks():                # what is biased, by how much, and what to type
         print(remark)
 
-A ratio compares the trainer's log-prob with the engine's. It is 1 on average only if both are of one distribution: the
-one that sampled. The engine samples from softmax(logits / temperature), with penalties and biases on the logits, cut to
-the tokens that top_k, top_p, min_p and constraints keep. A trainer that scores the whole vocabulary knows none of that.
+A ratio compares the trainer's log-prob with the engine's. Its mean is 1 only if both score the distribution that
+sampled. The engine samples from softmax(logits / temperature), with penalties and biases on the logits, cut to the
+tokens that top_k, top_p, min_p and constraints keep. A trainer that scores the whole vocabulary knows none of that.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import inf, log
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
-from fp8plan.checks import is_number, whole
+from fp8plan.checks import Range, in_range, whole
 from fp8plan.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-# The engine's log-probs: after all that sampling does to logits; after all of it but the cut (SGLang's); before any.
+# The engine's log-probs: after everything that sampling does to logits; before the cut alone (SGLang's); before it all.
 LogprobsMode = Literal["processed_logprobs", "uncut_logprobs", "raw_logprobs"]
 PROCESSED, UNCUT, RAW = MODES = get_args(LogprobsMode)
 
@@ -33,15 +33,15 @@ CONSTRAINTS: Final = (
     "use_beam_search",
 )  # fmt: skip
 KEPT: Final = ", or score the trainer on the kept set (fp8plan.kept_logprobs)"  # the other remedy of a cut
-# Values that vLLM takes, and the words for them.
-RANGES: Final[dict[str, tuple[Callable[[float], bool], str]]] = {
-    "temperature": (lambda x: x >= 0, "0 or more"),
+# Values that vLLM allows.
+RANGES: Final[dict[str, Range]] = {
+    "temperature": (lambda x: 0 <= x < inf, "0 or more"),
     "top_p": (lambda x: 0 < x <= 1, "above 0, 1 at most"),
     "min_p": (lambda x: 0 <= x <= 1, "0 to 1"),
-    "repetition_penalty": (lambda x: x > 0, "above 0"),
+    "repetition_penalty": (lambda x: 0 < x < inf, "above 0"),
     "presence_penalty": (lambda x: abs(x) <= 2, "-2 to 2"),
     "frequency_penalty": (lambda x: abs(x) <= 2, "-2 to 2"),
-    "trainer_temperature": (lambda x: x > 0, "above 0, or None"),
+    "trainer_temperature": (lambda x: 0 < x < inf, "above 0, or None"),
 }
 
 
@@ -49,19 +49,19 @@ RANGES: Final[dict[str, tuple[Callable[[float], bool], str]]] = {
 class Sampling:
     """The sampling parameters of a rollout, under vLLM's names; each default changes nothing.
 
-    temperature:   that the engine divides logits by; 0: greedy
+    temperature:   divisor of the engine's logits; 0: greedy
     top_p:         probability mass to keep; 1: all
     top_k:         number of tokens to keep; 0: all
-    min_p:         probability of the likeliest token times this is the least that is kept; 0: all
+    min_p:         least probability to keep, as a share of the likeliest token's; 0: all
     repetition_penalty, presence_penalty, frequency_penalty: 1, 0 and 0: none
-    logit_bias:    whether some logits had a bias
-    constrained:   whether tokens were forbidden or forced (CONSTRAINTS)
+    logit_bias:    True if some logits had a bias
+    constrained:   True if tokens were forbidden or forced (CONSTRAINTS)
     logprobs_mode: the engine's: "processed_logprobs"; "raw_logprobs", those before temperature, penalties and cuts; or
                    "uncut_logprobs", those before the cut alone, which SGLang gives
-    kept_set:      the trainer scored on the kept set (`kept_logprobs`)
-    trainer_temperature: that the trainer divides its logits by; None: not known
+    kept_set:      True if the trainer scored on the kept set (`kept_logprobs`)
+    trainer_temperature: divisor of the trainer's logits; None: not known
 
-    Raises ConfigError for values that vLLM does not take.
+    Raises ConfigError for values that vLLM does not allow.
     """
 
     temperature: float = 1.0
@@ -78,13 +78,10 @@ class Sampling:
     trainer_temperature: float | None = None
 
     def __post_init__(self) -> None:
-        for name, (fits, allowed) in RANGES.items():
+        in_range(self, RANGES)
+        for name in RANGES:
             value = getattr(self, name)
-            if value is None and name == "trainer_temperature":
-                continue
-            if not (is_number(value) and fits(float(value))):
-                raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, None if value is None else float(value))
         object.__setattr__(self, "top_k", max(0, whole("top_k", self.top_k, -1)))
         for name in ("logit_bias", "constrained", "kept_set"):
             if not isinstance(getattr(self, name), bool):
@@ -98,14 +95,14 @@ class Sampling:
 
     @classmethod
     def of(cls, params: Any, logprobs_mode: str = PROCESSED, **more: Any) -> Self | None:
-        """Read the sampling parameters of a rollout; None for None: not known.
+        """Read the sampling parameters of a rollout. None means not known, and stays None.
 
-        params:        a Sampling, a vLLM SamplingParams, or a mapping with vLLM's names. Other names are passed over,
-                       and null is the default. Of several of these each field is the one that changes most
+        params:        a Sampling, a vLLM SamplingParams, or a mapping with vLLM's names, of which other names are
+                       ignored and null is the default; or several of these, which `mixed` joins
         logprobs_mode: the engine's, unless params is a Sampling or a mapping that has one
         more:          kept_set, trainer_temperature
 
-        Raises ConfigError for what has no sampling parameters, and for values that vLLM does not take.
+        Raises ConfigError for an object without sampling parameters, and for values that vLLM does not allow.
         """
         if params is None:
             return None
@@ -131,8 +128,7 @@ class Sampling:
         every = list(dict.fromkeys(samplings))
         if not every or None in every:
             return None
-        some = [sampling for sampling in every if sampling is not None]
-        return cls(**{name: max((getattr(x, name) for x in some), key=far) for name, far in CHANGE.items()})
+        return cls(**{name: max((getattr(each, name) for each in every), key=far) for name, far in CHANGE.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a record."""
@@ -140,7 +136,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """True if the likeliest token was always taken, and nothing was sampled."""
+        """True if the likeliest token was always chosen, and nothing was sampled."""
         return self.temperature == 0
 
     @property
@@ -157,8 +153,8 @@ class Sampling:
     def smallest_kept(self) -> float | None:
         """The least probability mass that a kept set may have: 1 without a cut, top_p for a nucleus, None if unknown.
 
-        The mass is under the engine's distribution before the cut, after temperature and penalties. The mass that top_k
-        and min_p keep depends on that distribution, so it is unknown. `kept_set` changes nothing here.
+        The mass is under the engine's distribution before the cut, after temperature and penalties. top_k and min_p
+        keep a mass that depends on that distribution, so it is unknown. `kept_set` changes nothing here.
         """
         if not self.truncates:
             return 1.0
@@ -167,18 +163,21 @@ class Sampling:
 
     @property
     def biased(self) -> bool:
-        """True if the ratios are certainly not those of the trainer's distribution and the one that sampled."""
+        """True if the ratios certainly miss the trainer's distribution or the one that sampled."""
         return any(self._biases())
 
     def refuse(self, where: str, go_on: str) -> None:
-        """Raise ConfigError if the ratios are `biased`. where: the parameters are; go_on: what to type all the same"""
+        """Raise ConfigError if the ratios are `biased`.
+
+        where: place of the parameters, which begins the error; go_on: the setting that accepts the bias
+        """
         if biases := [*self._biases(kept="")]:
             raise ConfigError(f"{where}: {'; '.join(biases)}; to train on it all the same, type {go_on}")
 
     def remarks(self) -> tuple[str, ...]:
-        """Sentences: what is biased, by how much if that is known, and what to type. Empty if nothing is.
+        """Sentences on each bias: its cause, its size if known, and the remedy. Empty if there is none.
 
-        Where `biased` is false a remark names a condition that cannot be seen here.
+        If `biased` is false, a remark names a condition that fp8plan cannot check.
         """
         return (*self._biases(), *self._conditions())
 
@@ -227,7 +226,7 @@ class Sampling:
             )
 
     def _cuts(self) -> dict[str, str]:
-        """Return a word for each parameter that cuts the support -> what to type instead."""
+        """Each parameter that cuts the support, in words -> the remedy."""
         cuts = {
             f"top_p {self.top_p:g}": (self.top_p < 1, "top_p=1.0"),
             f"top_k {self.top_k}": (self.top_k > 0, "top_k=0"),
@@ -237,10 +236,12 @@ class Sampling:
         return {words: remedy for words, (on, remedy) in cuts.items() if on}
 
     def _shapes(self) -> dict[str, str]:
-        """Return a word for each parameter that reshapes the distribution -> what to type instead."""
+        """Each parameter that reshapes the distribution, in words -> the remedy."""
         neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         values = {name: getattr(self, name) for name in neutral}
-        shapes = {f"{name} {values[name]:g}": f"{name}={x}" for name, x in neutral.items() if values[name] != x}
+        shapes = {
+            f"{name} {values[name]:g}": f"{name}={none}" for name, none in neutral.items() if values[name] != none
+        }
         return shapes | ({"a logit_bias": "no logit_bias"} if self.logit_bias else {})
 
 
@@ -251,11 +252,11 @@ def _and(words: Iterable[str]) -> str:
 
 
 def _distance(neutral: float) -> Callable[[Any], float]:
-    """How far a positive factor is from `neutral`, as a ratio; 0 is farthest."""
+    """The distance of a positive factor from `neutral`, as a ratio; 0 is farthest."""
     return lambda value: abs(log(value / neutral)) if value else inf
 
 
-# For each field, how much a value changes: of requests that differ, the one that changes most is kept.
+# The change that a value of each field makes: `mixed` keeps the value with the largest.
 CHANGE: Final[dict[str, Callable[[Any], float]]] = {
     "temperature": _distance(1.0),
     "top_p": _distance(1.0),
@@ -266,22 +267,22 @@ CHANGE: Final[dict[str, Callable[[Any], float]]] = {
     "frequency_penalty": abs,
     "logit_bias": bool,
     "constrained": bool,
-    "logprobs_mode": lambda mode: get_args(LogprobsMode).index(mode),
+    "logprobs_mode": MODES.index,
     "kept_set": lambda kept: not kept,
     "trainer_temperature": lambda value: 0.0 if value is None else 1.0,
 }
 
 
 def kept_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, sampling_mask: Any) -> torch.Tensor:
-    """The log-probs that a trainer gives to sampled tokens within the sets that the engine kept, in nats.
+    """The trainer's log-probs, in nats, of sampled tokens within the sets that the engine kept.
 
     logits:        [tokens, vocabulary], already divided by the temperature of the rollout; gradients flow
     token_ids:     [tokens] that were sampled
-    sampling_mask: of each token the ids that it was sampled from: `sampling_mask` of a vLLM CompletionOutput, with
+    sampling_mask: for each token the ids of its kept set: `sampling_mask` of a vLLM CompletionOutput, with
                    return_sampling_mask=True (vLLM 0.28 and later), or a list of lists
 
-    Returns [tokens] float32: logit of the token, less the log of the sum of exp(logit) over its kept set. They are of
-    the distribution that vLLM's processed_logprobs are of; Sampling(kept_set=True) says that a trainer uses them.
+    Returns [tokens] float32: logit of the token, less the log of the sum of exp(logit) over its kept set. vLLM's
+    processed_logprobs score the same distribution. A trainer that uses them passes Sampling(kept_set=True).
     Raises ConfigError for shapes that do not agree, ids beyond the vocabulary, and a token outside its set.
     """
     import torch

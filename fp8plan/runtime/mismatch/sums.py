@@ -1,13 +1,10 @@
-"""A fixed histogram over log ratios, from which quantiles, clipped mass and the robust KL are read.
+"""Sums that the figures of a batch are made of: a histogram of log ratios, segments, moments; and their exchange.
 
-Sums over its bins are additive, so these figures are the same for one process and for many. A bin is 1/32 to 1/64 of
-the distance to zero wide: 32 bins for each factor of two in |log ratio|, from 2^-16 to 20, for each sign. The bin of a
-float32 is then some of its own bits (exponent and the first five of the mantissa): no search, no logarithm, the same
-on every device.
+All of them add, so figures are the same for one process and for many. Quantiles, clipped mass and the robust KL are
+read from the histogram. For each sign it has 32 bins for each factor of two in |log ratio|, from 2^-16 to 20. The bin
+of a float32 is then some of its own bits (exponent and the first five of the mantissa), on every device.
 
-Moments that the figures of a batch are made of. Those of several ranks add up to those of all their tokens.
-
-Exchange between ranks, the processes that train together. `group` is theirs; None: all; ALONE: this process.
+Ranks are the processes that train together. `group` is theirs; None: all; ALONE: this process.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import expm1, inf, log, nan, sqrt
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,23 +28,19 @@ FloatArray = NDArray[np.float64]
 Numbers = TypeVar("Numbers", float, FloatArray, "torch.Tensor")
 
 LIMIT: Final = 20.0  # as verl's SAFETY_BOUND; the last bin of each sign is all beyond it
+TINY: Final = 1e-8  # what verl adds to counts and means before it divides
 SMALLEST: Final = 2.0**-16  # the first bin of each sign is [0, 2^-16)
 SHIFT: Final = 23 - 5  # of float32's 23 bits of mantissa, 5 count
 FIRST: Final = int(np.float32(SMALLEST).view(np.int32)) >> SHIFT
 SIDE: Final = (int(np.float32(LIMIT).view(np.int32)) >> SHIFT) - FIRST + 2  # bins of one sign
 BINS: Final = 2 * SIDE
 
-# k3_robust: of the tokens with the largest |log ratio|, this share counts as the smallest of them, and two at least.
+# k3_robust: this share of the tokens, and two at least, is winsorised: those with the largest |log ratio|.
 WINSORISED, WINSORISED_TOKENS = 1e-3, 2
 
 # Lower ends of the bins of one sign, in |log ratio|, and infinity.
-MAGNITUDES: Final[FloatArray] = np.concatenate(
-    [
-        [0.0],
-        ((np.arange(SIDE - 1, dtype=np.int32) + FIRST) << SHIFT).view(np.float32).astype(np.float64),
-        [np.inf],
-    ]
-)
+_BITS = (np.arange(SIDE - 1, dtype=np.int32) + FIRST) << SHIFT
+MAGNITUDES: Final[FloatArray] = np.concatenate([[0.0], _BITS.view(np.float32).astype(np.float64), [np.inf]])
 # Ends of all bins, in log ratio, from -infinity to infinity.
 EDGES: Final[FloatArray] = np.concatenate([-MAGNITUDES[:0:-1], MAGNITUDES])
 
@@ -70,18 +63,13 @@ def bins(log_ratio: torch.Tensor) -> torch.Tensor:
     return index.add_(SIDE)
 
 
-def magnitudes(counts: FloatArray) -> FloatArray:
-    """[SIDE] counts by |log ratio| from [BINS] counts by log ratio."""
-    return counts[SIDE:] + counts[SIDE - 1 :: -1]
-
-
 def quantile(counts: FloatArray, rank: float) -> float:
-    """The |log ratio| that `rank` of the tokens lie below.
+    """The |log ratio| below which `rank` of the tokens lie. counts: [BINS]
 
     Linear within a bin; the lower end of the first and of the last bin. NaN without tokens.
     """
-    below = np.cumsum(magnitudes(counts))
-    bin_ = int(np.searchsorted(below, max(rank, np.finfo(float).tiny)))  # the first one that reaches the rank
+    below = np.cumsum(counts[SIDE:] + counts[SIDE - 1 :: -1])  # by |log ratio|
+    bin_ = int(np.searchsorted(below, max(rank, np.finfo(float).tiny)))  # the first bin that reaches the rank
     if not below[-1]:
         return nan
     if bin_ in (0, SIDE - 1, SIDE):
@@ -92,7 +80,7 @@ def quantile(counts: FloatArray, rank: float) -> float:
 
 
 def count_below(counts: FloatArray, log_ratio: FloatArray | float) -> FloatArray:
-    """Tokens whose log ratio is below each of `log_ratio`, which are clipped to +-20; linear within a bin."""
+    """Number of tokens below each `log_ratio`, which is clipped to +-20; linear within a bin."""
     below = np.concatenate([[0.0], np.cumsum(counts)])
     return np.asarray(np.interp(np.clip(log_ratio, -LIMIT, LIMIT), EDGES[1:-1], below[1:-1]))
 
@@ -112,7 +100,7 @@ def kept(counts: FloatArray, low: float, highs: Sequence[float] | FloatArray) ->
 
 
 def without_largest(counts: FloatArray, ratios: FloatArray, tokens: float) -> tuple[FloatArray, FloatArray]:
-    """[BINS] counts and ratios of all but the `tokens` with the largest ratios; within a bin all are alike."""
+    """[BINS] counts and ratios without the `tokens` with the largest ratios; within a bin all are alike."""
     above = np.maximum(np.cumsum(counts[::-1])[::-1] - tokens, 0.0)
     left = above - np.append(above[1:], 0.0)
     return left, ratios * (left / np.where(counts > 0, counts, 1.0))
@@ -129,9 +117,9 @@ def excess(counts: FloatArray, ratios: FloatArray, c: float) -> float:
 
 
 def robust_k3(counts: FloatArray, sums: FloatArray) -> float:
-    """Mean of k3 in which the tokens beyond a quantile q of |log ratio| count as if they lay at +-q.
+    """Mean of k3 where tokens beyond a quantile q of |log ratio| count as if they lay at +-q; NaN without tokens.
 
-    sums: [BINS] of k3. NaN without tokens
+    sums: [BINS] of k3
     """
     tokens = float(counts.sum())
     if not tokens:
@@ -139,29 +127,58 @@ def robust_k3(counts: FloatArray, sums: FloatArray) -> float:
     beyond = max(WINSORISED * tokens, min(WINSORISED_TOKENS, tokens / 2))
     q = quantile(counts, tokens - beyond)
     ends = np.minimum(MAGNITUDES, LIMIT)
-    # Of each bin, the share of its tokens that lies below q.
-    width = np.diff(ends)  # 0 of the last one, all beyond the limit
+    width = np.diff(ends)  # the last bin, beyond the limit, has 0
+    # The share of each bin's tokens that lies below q.
     below = np.clip((q - ends[:-1]) / np.where(width > 0, width, 1.0), 0.0, 1.0)
-    positive, negative = slice(SIDE, None), slice(SIDE - 1, None, -1)
     total = 0.0
-    for side, at_q in ((positive, k3(q)), (negative, k3(-q))):
+    for side, at_q in ((slice(SIDE, None), k3(q)), (slice(SIDE - 1, None, -1), k3(-q))):
         inside = below * np.where(below > 0, sums[side], 0.0)
         total += float(np.minimum(inside + at_q * (1 - below) * counts[side], sums[side]).sum())
     return total / tokens
+
+
+class Segments:
+    """The sum or maximum of each segment of packed tokens, which come in chunks and in order.
+
+    cuts: [segments + 1] first token of each segment, and the end of the last; an empty segment gives 0 or -infinity
+    """
+
+    def __init__(self, cuts: IntArray, device: torch.device, reduce: Literal["sum", "max"] = "sum") -> None:
+        import torch
+
+        self._cuts, self._reduce, self._start = cuts, reduce, 0.0 if reduce == "sum" else -np.inf
+        self._totals = torch.full((len(cuts) - 1,), self._start, dtype=torch.float64, device=device)
+
+    def add(self, part: slice, values: torch.Tensor) -> None:
+        """Add the values of the tokens in `part`, of any float dtype."""
+        import torch
+
+        first = int(np.searchsorted(self._cuts, part.start, side="right")) - 1
+        last = int(np.searchsorted(self._cuts, part.stop, side="left"))
+        offsets = torch.from_numpy(np.clip(self._cuts[first : last + 1], part.start, part.stop) - part.start)
+        reduced = torch.segment_reduce(
+            values.double(), self._reduce, offsets=offsets.to(values.device), initial=self._start
+        )
+        into = self._totals[first : first + len(reduced)]
+        (torch.add if self._reduce == "sum" else torch.maximum)(into, reduced, out=into)
+
+    def numpy(self) -> FloatArray:
+        """[segments] float64: the sums or maxima so far."""
+        return self._totals.cpu().numpy()
 
 
 ALONE: Final = object()  # the group of a process that exchanges nothing, although torch.distributed may be up
 
 
 def several(group: Any = None) -> bool:
-    """Return True if torch.distributed is up, and the group is not ALONE."""
+    """True if torch.distributed is up, and the group is not ALONE."""
     from torch import distributed
 
     return group is not ALONE and bool(distributed.is_available() and distributed.is_initialized())
 
 
 def rank(group: Any = None) -> int:
-    """The number of this process; before torch.distributed is up, what its launcher says. 0 alone."""
+    """The number of this process; its launcher's RANK before torch.distributed is up; 0 alone."""
     from torch import distributed
 
     if group is ALONE:
@@ -179,45 +196,42 @@ def all_reduced(vector: FloatArray, group: Any = None) -> FloatArray:
     device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
     tensor = torch.from_numpy(vector).to(device)
     distributed.all_reduce(tensor, group=group)
-    found: FloatArray = tensor.cpu().numpy()
-    return found
+    total: FloatArray = tensor.cpu().numpy()
+    return total
 
 
 def gathered(own: Any, settings: Mapping[str, Any], group: Any = None) -> list[Any]:
     """The `own` of each rank, in order; every rank must call it. Without torch.distributed: [own].
 
-    Raises ConfigError, on all ranks, if one has other settings than the first; it names that rank and the setting.
+    Raises ConfigError, on all ranks, if a rank's settings differ from the first's; it names that rank and the setting.
     """
     from torch import distributed
 
     if not several(group):
         return [own]
-    found: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(found, (settings, own), group=group)
-    _refuse_other_settings([one for one, _ in found])
-    return [one for _, one in found]
+    pairs: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(pairs, (settings, own), group=group)
+    first = pairs[0][0]
+    for number, (others, _) in enumerate(pairs):
+        for name, value in others.items():
+            if value != first[name]:
+                raise ConfigError(
+                    f"ranks correct with different settings: rank 0 has {name}={first[name]!r}, rank {number} "
+                    f"{value!r}; give the same to all"
+                )
+    return [owned for _, owned in pairs]
 
 
 def raise_first(refusal: Exception | None, group: Any = None) -> NoReturn:
-    """Raise this rank's refusal, or else a ConfigError that quotes the first rank's that has one.
+    """Raise this rank's refusal, or a ConfigError that quotes the first refusal of another rank.
 
-    Every rank must call it, and one must have a refusal.
+    Every rank must call it, and at least one must have a refusal.
     """
     texts = gathered(None if refusal is None else f"{type(refusal).__name__}: {refusal}", {}, group)
     if refusal is not None:
         raise refusal
     number, text = next((number, text) for number, text in enumerate(texts) if text is not None)
     raise ConfigError(f"rank {number} of the group refused its batch, so no rank takes this step: {text}")
-
-
-def _refuse_other_settings(settings: Sequence[Mapping[str, Any]]) -> None:
-    for number, found in enumerate(settings):
-        for name, value in found.items():
-            if value != settings[0][name]:
-                raise ConfigError(
-                    f"ranks correct with different settings: rank 0 has {name}={settings[0][name]!r}, rank {number} "
-                    f"{value!r}; give the same to all"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +249,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: FloatArray, weights: NDArray[Any] | None = None) -> Moments:
-        """Moments of an array. weights: how often each number counts; one that counts 0 times is no extreme either."""
+        """Moments of an array. weights: how often each number counts; a number of weight 0 is no extreme either"""
         if weights is not None:
             values, weights = values[weights > 0], weights[weights > 0]
         if not len(values):
@@ -247,12 +261,12 @@ class Moments:
 
     @classmethod
     def of_sums(cls, count: float, total: float, square: float, least: float = inf, largest: float = -inf) -> Moments:
-        """Moments from a count, a sum, and `square`, the sum of squares."""
+        """Moments from a count, a sum and the sum of squares, `square`."""
         return cls(count, total, max(square - total**2 / count, 0.0) if count else 0.0, least, largest)
 
     @classmethod
     def share(cls, hits: float, count: float) -> Moments:
-        """Moments of zeros and ones. Only `mean` is meaningful: the share of ones."""
+        """Moments of zeros and ones, of which only the mean has a meaning: the share of ones."""
         return cls(float(count), float(hits))
 
     def __add__(self, other: Moments) -> Moments:
@@ -284,7 +298,7 @@ Sums = dict[str, Moments]
 
 
 def of_sequences(shown: FloatArray, judged: FloatArray, low: float, high: float) -> Sums:
-    """Moments of `shown` [sequences], and the shares of sequences whose `judged` is out of bounds."""
+    """Moments of `shown` [sequences], and the shares of sequences with `judged` above `high` and below `low`."""
     return {
         "sequence": Moments.of(shown),
         "sequence_above": Moments.share((judged > high).sum(), len(judged)),
@@ -294,12 +308,4 @@ def of_sequences(shown: FloatArray, judged: FloatArray, low: float, high: float)
 
 def together(sums: list[Mapping[str, Moments]]) -> Sums:
     """Sums of several ranks added up, by name."""
-    return {name: sum((one[name] for one in sums), Moments()) for name in sums[0]}
-
-
-def reduced(sums: Sums, settings: Mapping[str, Any], group: Any = None) -> Sums:
-    """Sums over all ranks of `group` (None: all), each of which must call it; unchanged without torch.distributed.
-
-    Raises ConfigError, on all ranks, if their sums were made with different settings.
-    """
-    return together(gathered(sums, settings, group))
+    return {name: sum((rows[name] for rows in sums), Moments()) for name in sums[0]}

@@ -5,13 +5,13 @@
         step = monitor.step(train_logprobs, rollout_logprobs, mask)
         loss = step.loss(token_losses)
 
-One call sees the whole batch of one optimiser step, before it is cut into micro-batches: the thresholds follow from all
-of it. Weights and mask are then cut as everything else is. Over ranks, divide by the mask's sum over all of them.
+One call sees the whole batch of one optimiser step, because the thresholds follow from all of it. Cut weights and mask
+into micro-batches afterwards, like everything else. Over ranks, divide by the mask's sum over all of them.
 
-The order is: pack; measure, reduced over the ranks; the controller decides; correct with the thresholds just decided;
-the guard judges the rollout; the sinks get the record. With torch.distributed every rank calls `step`, also one without
-tokens. The first rank of the group decides for all, and alone writes; what goes wrong there while it writes stops none
-of them. Make the monitor after the process group, or let the launcher say RANK: files are opened when it is made.
+The order is: pack; measure, reduced over the ranks; the controller decides; correct with the new thresholds; the guard
+judges the rollout; the sinks get the record. With torch.distributed every rank calls `step`, even without tokens. The
+first rank of the group decides for all, and writes alone; a failure to write stops no rank. Make the monitor after the
+process group, or let the launcher set RANK: the monitor opens its files at once.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 class _Context(NamedTuple):
     """Facts about a step beside its log-probs.
 
-    number, rollout, fresh: as `Monitor.step` has them
+    number, rollout, fresh: arguments of `Monitor.step`
     begun:    seconds, by time.perf_counter
-    sampling: of the step or else of the Monitor; None: as the rollout says
-    own:      figures of the loop's own
+    sampling: that of the step, or else of the Monitor; None: that of the rollout
+    own:      the loop's own figures
     synced:   the mismatch under the weights that sampled; None: not known
     """
 
@@ -74,34 +74,32 @@ class _Context(NamedTuple):
 class Monitor:
     """One call per training step: measure, decide the thresholds, correct, judge the rollout, write the record.
 
-    settings:   how gradients are corrected; their thresholds are where the controller begins; None: token TIS, C = 2
+    settings:   settings of the correction, with the controller's initial thresholds; None: token TIS, C = 2
     controller: ConstantThresholds; AdaptiveThresholds, which tighten when the KL rises, at every level; or
-                LeastErrorThresholds, for token-level weights alone. None: the first, of the plan or of the settings
-    sinks:      where records go; opened here, on rank 0 only
-    plan:       gives the controller its initial thresholds, and the KL to expect of the precision that runs: the
+                LeastErrorThresholds, for token-level weights alone. None: constants of the plan or of the settings
+    sinks:      destinations of the records; opened here, on rank 0 only
+    plan:       gives the controller its initial thresholds, and the expected KL of the precision that runs: the
                 engine's, also after a step down; without an engine, that of the plan's choice
     engine:     the RolloutEngine or RolloutFleet that samples. Its last rollout, its guard's verdict and its facts go
-                into the record, and it is told the KL (`report_kl`)
-    guard:      without an engine: judges the rollouts that `step` is given, in the caller's time (1,536 responses of
-                20,000 tokens: 2 s)
+                into the record, and it gets the KL (`report_kl`)
+    guard:      without an engine: judges the rollouts that `step` gets, in the caller's time (1,536 responses of 20,000
+                tokens: 2 s)
     facts:      without an engine: facts about the one that runs, for the record; None: the guard's
-    probe:      what `fp8plan.probe` measured of the precision that runs; it goes before the plan's expectation in
-                `step.attribution`
-    sampling:   how rollouts are sampled, as Sampling.of reads it; None: as the engine's last rollout was, if it says so
+    probe:      the result of `fp8plan.probe` for the precision that runs; `step.attribution` prefers it to the plan
+    sampling:   how rollouts are sampled, as Sampling.of reads it; None: that of the engine's last rollout, if known
     group:      process group of the ranks that share the batch; None: all
 
-    When the mismatch is beyond what thresholds can do, `step.decided.escalate` says what to do instead. With a
-    RolloutEngine, call before the next sync
+    If thresholds can do no more, `step.decided.escalate` names the next action. With a RolloutEngine, call before the
+    next sync
 
         engine.apply(step.verdict, step.decided.escalate)
 
-    It does what the guard advises, and if the guard advises nothing, what `escalate` says. With another engine, the
-    training loop acts on the word itself: "recalibrate_kv", and if that has not helped some steps later,
-    "step_down" to a precision with less FP8. Where the engine has nothing left to step down to, `escalate` is None, and
-    `step.decided.reason` says so.
+    It follows the guard's advice, or else `escalate`. With another engine, the training loop acts itself: on
+    "recalibrate_kv", and some steps later perhaps on "step_down", to a precision with less FP8. `escalate` is None if
+    the engine has nothing left to step down to; `step.decided.reason` says so.
 
-    `failures` counts, for each sink, the records that it did not take: a sink never stops training.
-    Raises ConfigError for what cannot work, for a sink that cannot be opened, and without torch.
+    `failures` counts the lost records of each sink: a sink never stops training.
+    Raises ConfigError for arguments that cannot work, for a sink that cannot be opened, and without torch.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class Monitor:
         self._witness = Witness(engine, guard, facts)
         self.settings = CorrectionSettings() if settings is None else settings
         instance("settings", self.settings, CorrectionSettings, "CorrectionSettings(level='token')")
-        # Each law has a state of its own, which it alone is given.
+        # Any: each law takes its own kind of state.
         self.controller: Any = suited(self.settings, controller, plan)
         self.engine, self.facts, self.group = engine, facts, group
         if probe is not None:
@@ -143,12 +141,12 @@ class Monitor:
 
     @property
     def guard(self) -> Guard | None:
-        """The guard that judges the rollouts: the engine's, or the one given."""
+        """The guard that judges the rollouts: the engine's, or the Monitor's own."""
         return self._witness.guard
 
     @property
     def thresholds(self) -> Thresholds:
-        """The thresholds that were decided last; the initial ones before the first step."""
+        """The last thresholds; the initial ones before the first step."""
         return Thresholds(self.state.tis, self.state.band)
 
     @property
@@ -172,25 +170,25 @@ class Monitor:
     ) -> Step:
         """Measure, decide, correct, judge, record.
 
-        train_logprobs, rollout_logprobs, mask, lengths: as `pack` takes them: padded [batch, length] with a mask, or
+        train_logprobs, rollout_logprobs, mask, lengths: arguments of `pack`: padded [batch, length] with a mask, or
                   packed [tokens] with lengths; in nats
-        versions: as `measure` takes them: versions of the weights that sampled
+        versions: argument of `measure`: versions of the weights that sampled
         synced_logprobs: the trainer's log-probs under the very weights that sampled, in the form of train_logprobs, on
-                  every rank or on none. They tell staleness from precision in `step.attribution`
-        fresh:    train_logprobs are of the weights that sampled: nothing is stale
+                  every rank or on none. They separate staleness from precision in `step.attribution`
+        fresh:    the trainer still has the weights that sampled: nothing is stale
         rollout:  the rollout's seconds and lengths as an Observation, or the fields of a rollout record; None: the
                   engine's last rollout, unless an earlier step had it
-        sampling: how it was sampled, as Sampling.of reads it; None: as the Monitor was told, else as the rollout says.
-                  Where the ratios are biased by it, a warning and every step's reason say so
+        sampling: how the rollout was sampled, as Sampling.of reads it; None: the Monitor's, or else the rollout's. If
+                  it biases the ratios, a warning and every step's reason say so
         number:   the step's number in the record; None: one more than before
-        metrics:  figures of the loop's own for the record, of the first rank; the report draws `schemas.REWARD`,
-                  "critic/rewards/mean". Names of the Monitor's own figures stay its own
+        metrics:  the loop's own figures for the record, from the first rank; the report draws `schemas.REWARD`,
+                  "critic/rewards/mean". The Monitor's figures keep their names
 
         Weights made inside torch.inference_mode cannot be used in a loss: use torch.no_grad there.
-        Raises ConfigError for log-probs that do not fit together or are none (above 0), and for a mask of other numbers
-        than 0 and 1. Raises it, too, for a `number` that is not whole, `metrics` that are no numbers, a `sampling` that
-        vLLM does not take, and settings that differ between ranks. All ranks raise then, also those whose own batch is
-        fine, and nothing is changed. A malformed rollout is left out of the record, with a warning.
+        Raises ConfigError for log-probs that do not agree in shape or are above 0, and for a mask of other numbers than
+        0 and 1. Raises it, too, for a `number` that is not whole, `metrics` that are no numbers, a `sampling` that vLLM
+        does not allow, and settings that differ between ranks. All ranks then raise, and nothing has changed. A
+        malformed rollout is left out of the record, with a warning.
         """
         begun = time.perf_counter()
         sums, synced, refusal = MismatchSums(), None, None
@@ -214,10 +212,12 @@ class Monitor:
         return self._concluded(mismatch, update, correction, context)
 
     def conclude(self, sums: MismatchSums, correction: Correction) -> Step | None:
-        """Take in a step whose micro-batches were corrected one by one, with `thresholds`, and decide the next ones.
+        """Finish a step with micro-batches that were corrected one by one, with `thresholds`; decide the next ones.
 
-        sums: what `measure` found in them, added up; correction: with the sums of all corrections; both of this rank.
-        Every rank calls it, also one without tokens. Returns None, and does nothing, if no rank has any.
+        sums:       sums of `measure` over this rank's micro-batches
+        correction: a Correction with the sums of all of this rank's corrections
+
+        Every rank calls it, even without tokens. Returns None, and does nothing, if no rank has any.
         """
         context = _Context(self.steps + 1, time.perf_counter(), None, self._sampling, {})
         mismatch = sums.reduced(self.group).metrics()
@@ -226,10 +226,18 @@ class Monitor:
         return self._concluded(mismatch, self._decided(mismatch), correction, context)
 
     def _decided(self, mismatch: Mismatch, with_synced: bool = False) -> Update:
-        """The update that all ranks follow. with_synced: the step was given the log-probs of the synced weights"""
+        """The first rank's update, for all ranks. with_synced: the step has the log-probs of the synced weights
+
+        Ranks have the same sums, but may differ by rounding, in gradient norms, or in the checkpoint. Raises
+        ConfigError, on all ranks, if they correct in different ways.
+        """
         self._follow_precision()
         thresholds, state, decided = self.controller.update(self.state, mismatch)
-        return self._agreed((thresholds, state, feasible(decided, state.strained, self._witness.can)), with_synced)
+        own = thresholds, state, feasible(decided, state.strained, self._witness.can)
+        ways = {name: value for name, value in asdict(self.settings).items() if name != "thresholds"}
+        ways["synced_logprobs"] = "present" if with_synced else None
+        update: Update = gathered(own, ways, self.group)[0]
+        return update
 
     def _concluded(self, mismatch: Mismatch, update: Update, correction: Correction, context: _Context) -> Step:
         """Go on to the next state, judge and record."""
@@ -237,9 +245,9 @@ class Monitor:
         thresholds = correction.settings.thresholds
         whole_batch = correction.reduced(self.group)
         decided = sounding(decided, of_correction(whole_batch, self.controller.limits))
-        # What follows raises nothing: the other ranks have gone on.
+        # From here on nothing may raise: the other ranks have gone on.
         self.state, self.steps = state, context.number
-        found = self._witness.judged(context.rollout, mismatch)
+        judged = self._witness.judged(context.rollout, mismatch)
         sampling = self._witness.sampling(context.rollout) if context.sampling is None else context.sampling
         decided = explained(decided, sampling)
         if sampling is not None and sampling.biased and not rank(self.group):
@@ -249,27 +257,27 @@ class Monitor:
             **run_record.mismatch_metrics(mismatch),
             **run_record.correction_metrics(whole_batch),
             **run_record.control_metrics(thresholds, state, len(decided.alarms)),
-            **run_record.speed_metrics(found.observation, found.verdict),
+            **run_record.speed_metrics(judged.observation, judged.verdict),
             "fp8plan/sink_failures": float(sum(self.failures)),
             "fp8plan/monitor_s": time.perf_counter() - context.begun,
         }
-        metrics = {name: None if value != value else value for name, value in metrics.items()}  # no NaN: not known
+        metrics = {name: None if value != value else value for name, value in metrics.items()}  # NaN: not known
         parts = attributed(
             mismatch, synced=context.synced, fresh=context.fresh, sampling=sampling,
             expected=self._expected, routed=self._routed,
         )  # fmt: skip
-        verdict, weights, mask = found.verdict, correction.weights, correction.mask
-        step = Step(weights, mask, thresholds, mismatch, decided, verdict, sampling, parts, metrics)
+        weights, mask = correction.weights, correction.mask
+        step = Step(weights, mask, thresholds, mismatch, decided, judged.verdict, sampling, parts, metrics)
         for alarm in () if rank(self.group) else decided.alarms:
             self._witness.warn_once(alarm, f"alarm {alarm}: {': '.join(MEANINGS[alarm])}")
         if self._writes():
-            self._sinks.write(self._record(context.number, step, context.rollout, found))
+            self._sinks.write(self._record(context.number, step, context.rollout, judged))
         return step
 
     def _precision(self) -> str | None:
-        """The precision that the engine runs; None without an engine, and where neither plan nor probe expects a KL."""
-        expecting_none = self._plan is None and self._probe is None
-        return None if self.engine is None or expecting_none else self.engine.launch.precision
+        """The engine's precision; None without an engine, and without plan and probe."""
+        unexpected = self._plan is None and self._probe is None
+        return None if self.engine is None or unexpected else self.engine.launch.precision
 
     def _follow_precision(self) -> None:
         """After a step down, expect the KL of the precision that runs now."""
@@ -280,14 +288,13 @@ class Monitor:
         self._expected = self._expectation()
         try:
             self._fresh = self.controller.initial(self._plan, running)
-        except ConfigError as error:  # another plan than the engine's; a step stops for nothing
-            text = f"the KL that was expected before the step down is expected further: {error}"
-            self._witness.warn_once("plan", text)
+        except ConfigError as error:  # another plan than the engine's; no reason to stop a step
+            self._witness.warn_once("plan", f"the expected KL is still that from before the step down: {error}")
         else:
             self.state = expecting(self.state, self._fresh)
 
     def _expectation(self) -> Expected | None:
-        """The KL that the probe, or else the plan, expects of the precision that runs."""
+        """The expected KL of the precision that runs, from the probe or else from the plan."""
         if self._probe is not None:
             facts = self._witness.running() if self.engine is None else None
             running = self._precision() if facts is None else facts.precision
@@ -297,7 +304,7 @@ class Monitor:
         return None if self._plan is None else expected_by(self._plan, self._precision())
 
     def _has_experts(self) -> bool:
-        """Return True if the model is known to have experts."""
+        """True if the model is known to have experts."""
         facts = self._witness.running() if self.engine is None else None
         model = self._plan.model if self._plan is not None else getattr(facts, "model", None)
         try:
@@ -305,30 +312,17 @@ class Monitor:
         except ConfigError:  # a model that is not planned
             return False
 
-    def _agreed(self, own: Update, with_synced: bool) -> Update:
-        """The first rank's update, for all ranks.
-
-        All work out the same from the same sums, but for how their CPUs round, and for what one of them alone was told:
-        gradient norms, or a checkpoint.
-
-        Raises ConfigError, on all ranks, if they correct in different ways.
-        """
-        ways = {name: value for name, value in asdict(self.settings).items() if name != "thresholds"}
-        ways["synced_logprobs"] = "present" if with_synced else None
-        update: Update = gathered(own, ways, self.group)[0]
-        return update
-
     def _checked(self, rollout: Rollout, number: int) -> Rollout:
-        """The rollout of a step, or None, with a warning, in the place of one that cannot be."""
+        """The rollout of a step; None, with a warning, for a malformed one."""
         try:
             return run_record.checked(rollout)
         except Exception as error:
             self._witness.warn_once("rollout", f"the rollout of step {number} is left out of the record: {error}")
             return None
 
-    def _record(self, number: int, step: Step, rollout: Rollout, found: Judged) -> dict[str, Any]:
-        shown = rollout if isinstance(rollout, Mapping) else found.observation
-        off = None if self.guard is None and self.engine is None else found.off
+    def _record(self, number: int, step: Step, rollout: Rollout, judged: Judged) -> dict[str, Any]:
+        shown = rollout if isinstance(rollout, Mapping) else judged.observation
+        off = None if self.guard is None and self.engine is None else judged.off
         record = run_record.record_of(number, step, self._witness.running(), self.guard, off, shown)
         if record.get("seconds") is not None and not self._rolled_out:
             self._rolled_out = True
@@ -338,13 +332,13 @@ class Monitor:
     def report_gradients(
         self, *, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
     ) -> None:
-        """Take in a step's gradient norms, from which LeastErrorThresholds learn the noise to weigh against bias.
+        """Report a step's gradient norms, from which LeastErrorThresholds learn the noise to weigh against bias.
 
         Call it once a step. Other controllers do not use the norms; a warning says so, once.
 
-        norm2_*:  squared norm of the gradient, before clipping, of a loss that is a mean over tokens: of one
-                  micro-batch or rank (small) and of the whole batch (large). A mean of norm2_small over micro-batches
-                  or ranks is better than one of them
+        norm2_*:  squared norm of the gradient, before clipping, of a loss that is a mean over tokens: for one
+                  micro-batch or rank (small) and for the whole batch (large). Prefer a mean of norm2_small over
+                  micro-batches or ranks
         tokens_*: their numbers of tokens
 
         Only the first rank's norms count, as it decides for all. Norms that are not finite are left out.
@@ -357,7 +351,7 @@ class Monitor:
             self._witness.warn_once("gradients", f"{name} do not use gradient norms; only LeastErrorThresholds do")
 
     def _writes(self) -> bool:
-        """Return True on the rank that writes, with its sinks open: certain only now that the process group is up."""
+        """True on the rank that writes, after opening its sinks: only a process group makes its number certain."""
         if rank(self.group) or not self._sinks.sinks:
             return False
         if not self._open:
@@ -369,12 +363,12 @@ class Monitor:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to save with a checkpoint; JSON can hold it."""
+        """The state to save with a checkpoint, as plain data for JSON."""
         guard = None if self.guard is None else self.guard.state_dict()
         return {"steps": self.steps, "controller": self.state.to_dict(), "guard": guard}
 
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
-        """Go on from a saved state. Raises ConfigError for anything that `state_dict` does not give."""
+        """Go on from a saved state. Raises ConfigError for anything else than a result of `state_dict`."""
         instance("the monitor's state", data, Mapping, "what state_dict() returned")
         if set(data) != {"steps", "controller", "guard"}:
             raise ConfigError(f"the monitor's state has {', '.join(map(str, data))}; give what state_dict() returned")

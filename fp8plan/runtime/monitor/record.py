@@ -1,6 +1,6 @@
-"""The findings of a Monitor in a step, and the record that it writes of them (fp8plan.schemas.RunRecord).
+"""The result of a Monitor's step, its record (fp8plan.schemas.RunRecord), and the reader of run files.
 
-Reader of run files, also while they grow: one JSON object a line for every training step.
+A run file has one JSON object a line for every training step. The reader also follows a file that grows.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ Metrics = dict[str, float | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """Weights and mask for one step of training, and everything that was found.
+    """Weights and mask for one step of training, and its findings.
 
-    weights:    float32 in the form that came in, detached; None if the settings ask for none
-    mask:       the mask that came in, less what is rejected and less tokens without a finite log-prob
+    weights:    float32 in the form of the input, detached; None if the settings ask for none
+    mask:       the input's mask, less rejected tokens and those without a finite log-prob
     thresholds: the thresholds that made both
     mismatch:   the mismatch over all ranks
     decided:    the controller's decision, its reason and alarms
-    verdict:    the guard's, if there was one
-    sampling:   of the rollout; None: not known
+    verdict:    the guard's, if there is one
+    sampling:   that of the rollout; None: not known
     attribution: the parts of the KL, by cause (fp8plan.runtime.mismatch.attribution)
-    metrics:    figures of all ranks as the record has them, under verl's names where verl has one; None: not known
+    metrics:    the record's figures of all ranks, under verl's names if verl has one; None: not known
     """
 
     weights: Array | None
@@ -70,7 +70,7 @@ class Step:
     metrics: Mapping[str, float | None]
 
     def loss(self, token_losses: torch.Tensor) -> torch.Tensor:
-        """The mean of weight x loss over the tokens that the mask keeps, as `correct.weighted_mean` makes it."""
+        """The mean of weight x loss over the tokens that the mask keeps, by `correct.weighted_mean`."""
         return weighted_mean(token_losses, self.weights, self.mask)
 
 
@@ -82,7 +82,7 @@ def record_of(
     guard_off: str | None,
     rollout: Rollout,
 ) -> dict[str, Any]:
-    """The record of a step. guard_off: why there is no verdict; rollout: what was seen, or fields as `checked` gives"""
+    """The record of a step. guard_off: reason for a missing verdict; rollout: a result of `checked`"""
     thresholds, decided, judged = step.thresholds, step.decided, None
     if guard is not None or step.verdict is not None or guard_off is not None:
         judged = {
@@ -91,7 +91,7 @@ def record_of(
             "off": guard_off,
         }
     return {
-        **rollout_fields(rollout, facts),  # what follows is the Monitor's, whatever a rollout says
+        **rollout_fields(rollout, facts),  # the Monitor's own fields follow, and replace those of a rollout
         "schema_version": schemas.VERSIONS["record"],
         "step": number,
         "date": now(),
@@ -109,9 +109,9 @@ def record_of(
 
 
 def checked(rollout: Any) -> Observation | dict[str, Any] | None:
-    """An Observation, None, or the fields of a rollout record as JSON has them.
+    """The rollout of a step: an Observation, None, or the fields of a rollout record as plain data.
 
-    Raises ConfigError for what no reader of the run file would take.
+    Raises ConfigError for fields that no reader of the run file would take.
     """
     from fp8plan.runtime.guard.observation import Observation
 
@@ -122,37 +122,39 @@ def checked(rollout: Any) -> Observation | dict[str, Any] | None:
             f"it is a {type(rollout).__name__}; allowed: the fields of a rollout record, or an Observation, as "
             "fp8plan.runtime.guard.observation.observation_of(outputs, seconds) gives it"
         )
-    found: dict[str, Any] = plain(rollout)
-    check_fields(found, "it")
-    Sampling.of(found.get("sampling"))
-    if found.get("seconds") is not None:
-        observation(found)
-    return found
+    row: dict[str, Any] = plain(rollout)
+    check_fields(row, "it")
+    Sampling.of(row.get("sampling"))
+    if row.get("seconds") is not None:
+        observation(row)
+    return row
 
 
-def own_metrics(given: Mapping[str, Any] | None) -> Metrics:
-    """Figures of the loop's own. Raises ConfigError for what is no mapping of names to numbers."""
-    if given is None:
+def own_metrics(metrics: Mapping[str, Any] | None) -> Metrics:
+    """The loop's own figures. Raises ConfigError for anything but a mapping of names to numbers, or None."""
+    if metrics is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"metrics is a {type(given).__name__}; allowed: a mapping of names to numbers, or None")
-    for name, value in given.items():
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics is a {type(metrics).__name__}; allowed: a mapping of names to numbers, or None")
+    for name, value in metrics.items():
         if not (isinstance(name, str) and is_number(value, finite=False, nan=True)):
             raise ConfigError(f"metrics has {name!r}: {value!r:.60}; allowed: names and numbers, as {{'reward': 0.5}}")
-    return {name: float(value) for name, value in given.items()}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def mismatch_metrics(mismatch: Mismatch) -> Metrics:
-    """Figures of how far the policies are apart, before any correction."""
-    found: Metrics = dict(mismatch.verl_metrics())
-    found |= {f"fp8plan/{name}": getattr(mismatch, name) for name in ("k3_robust", "ess_raw")}
-    found |= {f"fp8plan/{name}": getattr(mismatch, name) for name in ("tokens", "sequences", "invalid")}
-    found |= {f"fp8plan/log_ratio_p{100 * q:g}": x for q, x in mismatch.log_ratio_quantiles.items()}
-    return found | {f"fp8plan/beyond_{factor:g}x": x for factor, x in mismatch.tail_fractions.items()}
+    """Figures of the distance between the policies, before any correction."""
+    own = ("k3_robust", "ess_raw", "tokens", "sequences", "invalid")
+    return {
+        **mismatch.verl_metrics(),
+        **{f"fp8plan/{name}": getattr(mismatch, name) for name in own},
+        **{f"fp8plan/log_ratio_p{100 * q:g}": value for q, value in mismatch.log_ratio_quantiles.items()},
+        **{f"fp8plan/beyond_{factor:g}x": share for factor, share in mismatch.tail_fractions.items()},
+    }
 
 
 def correction_metrics(correction: Correction) -> Metrics:
-    """Figures of what the correction did to the batch."""
+    """Figures of the correction's effect on the batch."""
     return {
         **correction.metrics,
         schemas.ESS: correction.ess,
@@ -165,15 +167,20 @@ def correction_metrics(correction: Correction) -> Metrics:
 
 
 def control_metrics(thresholds: Thresholds, state: ControllerState, alarms: int) -> Metrics:
-    """Figures of what the controller saw and chose."""
+    """Figures of the controller. alarms: their number"""
     low, high = thresholds.band or (None, None)
-    found: Metrics = {schemas.TIS: thresholds.tis, schemas.BAND_LOW: low, schemas.BAND_HIGH: high}
-    found |= {schemas.SMOOTHED: getattr(state, "kl", None), schemas.KL_LIMIT: getattr(state, "limit_kl", None)}
-    return found | {"fp8plan/alarms": float(alarms)}
+    return {
+        schemas.TIS: thresholds.tis,
+        schemas.BAND_LOW: low,
+        schemas.BAND_HIGH: high,
+        schemas.SMOOTHED: state.kl,
+        schemas.KL_LIMIT: state.limit_kl,
+        "fp8plan/alarms": float(alarms),
+    }
 
 
 def speed_metrics(rollout: Observation | None, verdict: Verdict | None) -> Metrics:
-    """Response tokens per second, and what was predicted for the work that ran."""
+    """Response tokens per second, and the prediction for the work that ran."""
     if verdict is not None:
         return {
             schemas.TOKENS_PER_S: verdict.tokens_per_s,
@@ -186,32 +193,33 @@ def speed_metrics(rollout: Observation | None, verdict: Verdict | None) -> Metri
 
 def mismatch_parts(mismatch: Mismatch) -> dict[str, Any]:
     """The mismatch by position and by weight version."""
-    profile = [{name: x if math.isfinite(x) else None for name, x in asdict(span).items()} for span in mismatch.profile]
-    versions = {str(v): {"tokens": x.tokens, "k1": x.k1, "k3": x.k3} for v, x in mismatch.versions.items()}
-    return {"profile": profile, "versions": versions}
+    profile = [{key: n if math.isfinite(n) else None for key, n in asdict(span).items()} for span in mismatch.profile]
+    versions = mismatch.versions.items()
+    return {
+        "profile": profile,
+        "versions": {str(v): {"tokens": span.tokens, "k1": span.k1, "k3": span.k3} for v, span in versions},
+    }
 
 
 def rollout_fields(rollout: Rollout, facts: EngineFacts | None) -> dict[str, Any]:
     """The rollout record: facts about the engine and the rollout; empty if neither is known."""
-    found: dict[str, Any] = {} if facts is None else engine_fields(facts)
+    row: dict[str, Any] = {} if facts is None else engine_fields(facts)
     if rollout is None or isinstance(rollout, Mapping):
-        return {**found, **(rollout or {})}
-    found |= {
-        name: getattr(rollout, name)
-        for name in ("seconds", "preemptions", "compiled_files", "arrival_s", "host_slowdown")
-    }
-    found |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
+        return {**row, **(rollout or {})}
+    numbers = ("seconds", "preemptions", "compiled_files", "arrival_s", "host_slowdown")
+    row |= {name: getattr(rollout, name) for name in numbers}
+    row |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
     if rollout.prompt_ids is not None:
-        found["prompt_ids"] = list(rollout.prompt_ids)
+        row["prompt_ids"] = list(rollout.prompt_ids)
     if rollout.sampling is not None:
-        found["sampling"] = rollout.sampling.to_dict()
-    return found | {"measured_kv_cache_tokens": rollout.kv_cache_tokens}
+        row["sampling"] = rollout.sampling.to_dict()
+    return row | {"measured_kv_cache_tokens": rollout.kv_cache_tokens}
 
 
 def observation(record: Mapping[str, Any]) -> Observation:
-    """The guard's observation, from the fields of a rollout record as JSON has them.
+    """The guard's observation, from the fields of a rollout record as plain data.
 
-    Raises ConfigError as Observation does, and for a record that lacks its seconds or lengths.
+    Raises ConfigError as Observation does, and for a record without its seconds or lengths.
     """
     from fp8plan.runtime.guard.observation import Observation
 
@@ -219,8 +227,8 @@ def observation(record: Mapping[str, Any]) -> Observation:
     if missing:
         raise ConfigError(f"a rollout with its seconds lacks {', '.join(missing)}; give the tokens of each response")
     known = {field.name for field in fields(Observation)} - {"kv_cache_tokens"}
-    given = {name: value for name, value in record.items() if name in known and value is not None}
-    return Observation(**given, kv_cache_tokens=record.get("measured_kv_cache_tokens"))
+    values = {name: value for name, value in record.items() if name in known and value is not None}
+    return Observation(**values, kv_cache_tokens=record.get("measured_kv_cache_tokens"))
 
 
 def engine_fields(facts: EngineFacts) -> dict[str, Any]:
@@ -253,11 +261,11 @@ class RunReader:
 
     steps:    in order. A record replaces earlier ones with the same step number or a higher one, as in a run that went
               back to a checkpoint
-    replaced: number of records that were replaced so
-    returns:  how often a step number came that was not above the one before
+    replaced: number of replaced records
+    returns:  number of step numbers that were not above the one before
     skipped:  number of lines that are no records
 
-    A compressed file (.gz) is read anew when it has changed.
+    A compressed file (.gz) is read again whenever it has changed.
     """
 
     path: Path
@@ -266,19 +274,19 @@ class RunReader:
     returns: int = 0
     skipped: int = 0
     _offset: int = 0
-    _torn: bytes = b""  # the first byte of a last line that is not whole
-    _file: tuple[int, ...] = ()  # device and inode: a file that was begun anew is read anew
+    _torn: bytes = b""  # the first byte of an incomplete last line
+    _file: tuple[int, ...] = ()  # device and inode, to notice another file
 
     @property
     def foreign(self) -> bool:
-        """True if the content shows that this is no run file, not even one that has just been begun."""
+        """True if the content is certainly no run file, not even the beginning of one."""
         return not len(self.steps) and (self.skipped > 0 or self._torn not in (b"", b"{"))
 
     def read(self) -> int:
-        """Read what has been added since the last call, and return the number of new records.
+        """Read the lines added since the last call, and return the number of new records.
 
-        Raises ConfigError without a readable regular file; `steps` stay then, and what is there next is read from its
-        beginning. Raises it, too, for a record of a version that this fp8plan does not know.
+        Raises ConfigError without a readable regular file; `steps` stay then, and the next call begins at the start of
+        the file. Raises it, too, for a record of a version that this fp8plan does not know.
         """
         new, packed = 0, self.path.suffix == ".gz"
         try:
@@ -320,9 +328,9 @@ class RunReader:
         return True
 
     def _by_json(self, text: bytes) -> Any:
-        """The record in a line that msgspec does not take, as one with a lone surrogate; None if it is no record.
+        """The record in a line that msgspec refuses, such as one with a lone surrogate; None if it is no record.
 
-        A record of another version need not look like ours, so its version is judged first.
+        A record of another version may look different, so the version is checked first.
         """
         try:
             row = parse(text, "it", finite=False)

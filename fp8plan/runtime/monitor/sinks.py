@@ -1,13 +1,8 @@
-"""Sinks for the records of a Monitor: a run file, or a function of yours.
+"""Sinks for the records of a Monitor: a run file, a function of yours, TensorBoard, Prometheus.
 
-TensorBoard and Prometheus are in fp8plan.runtime.monitor.sinks.
-
-A sink that fails (full disk, closed endpoint, a bug of the function) never stops training: `Sinks` reports the first
-failure of each once, as a warning, and counts the others; every record tries again, so it recovers when it can. What is
-wrong from the start (a folder that does not exist, a package that is not installed, a busy port) is an error when the
-Monitor is made.
-
-Sinks of a Monitor that need a package: TensorBoard and Prometheus.
+A sink that fails (full disk, closed endpoint, a bug of the function) never stops training. `Sinks` warns of the first
+failure of each, and counts the others; every record tries again, so a sink recovers when it can. A mistake that shows
+from the start (a missing folder or package, a busy port) is an error when the Monitor is made.
 """
 
 from __future__ import annotations
@@ -29,19 +24,19 @@ from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import Ended, append, line, repair, to_disk, torn_path
 
-Record = Mapping[str, Any]  # one step: what a Monitor puts into a line of the run file
-PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN)  # what may be over later
-KEPT: Final = 256  # records that a run file which cannot be written keeps in memory
+Record = Mapping[str, Any]  # one step, a line of the run file
+PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN)  # errors that may pass
+KEPT: Final = 256  # records to keep in memory while a run file cannot be written
 
 
 class Sink(Protocol):
-    """A target that a Monitor writes to.
+    """A destination of a Monitor's records.
 
     The constructor only takes settings: a Monitor opens its sinks on rank 0 alone.
     """
 
     def open(self) -> None:
-        """Get ready to write. Raises ConfigError for what can never work."""
+        """Get ready to write. Raises ConfigError for settings that can never work."""
 
     def write(self, record: Record) -> None:
         """Write the record of one step. It may raise anything; the next record is tried all the same."""
@@ -51,19 +46,19 @@ class Sink(Protocol):
 
 
 class NotOnDiskError(OSError):
-    """The wait for the disk failed: what was written is in the file, but may be lost with the machine."""
+    """A failed wait for the disk: the records are in the file, but may be lost with the machine."""
 
 
 class JsonLines:
     """The run file that `fp8plan monitor`, `report` and `validate` read (fp8plan.runtime.monitor.record).
 
-    sync_s: seconds between two waits for the disk itself. They matter if the machine is lost, not if the process is
-            killed. 0: with every record; None: never, the operating system does it within half a minute
+    sync_s: seconds between two waits for the disk itself, against the loss of the machine, not of the process. 0: with
+            every record; None: never, the operating system does it within half a minute
 
-    While it cannot be written, the last 256 records are kept in memory, and written once it can. A warning names the
-    first record that is dropped, and another, when the file can be written again or is closed, how many were.
+    While the file cannot be written, memory keeps the last 256 records, to write them later. A warning names the first
+    record that is dropped. Another gives their number once the file can be written again, or is closed.
 
-    A file belongs to one run: a warning says that it has records already, or that another process writes to it, too.
+    A file belongs to one run: a warning reports records of an earlier run, and another process that writes there.
     """
 
     def __init__(self, path: str | Path, sync_s: float | None = 10.0) -> None:
@@ -74,9 +69,9 @@ class JsonLines:
         self.path, self.sync_s = Path(path), sync_s
         self._waiting = deque[tuple[Any, bytes]]()  # steps and their lines
         self._dropped = list[Any]()  # steps that are in neither
-        self._untold = False  # nobody was told yet how many they are
-        self._size: int | None = None  # of the file, as this run left it
-        self._shared = False  # another process writes there, too, and it was said
+        self._unreported = False  # their number is still to be reported
+        self._size: int | None = None  # bytes of the file after this run's last record
+        self._shared = False  # a warning has named the other process that writes there
         self._synced = -float("inf")
 
     def __repr__(self) -> str:
@@ -108,7 +103,7 @@ class JsonLines:
             self._synced = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left and wait for the disk. Warns of the records that will never be in the file."""
+        """Write the remaining records and wait for the disk. Warns of the records that will never be in the file."""
         try:
             self._write()
         except OSError:
@@ -116,7 +111,7 @@ class JsonLines:
             self._waiting.clear()
             raise
         finally:
-            self._tell_dropped()
+            self._report_dropped()
             self._dropped.clear()
         if self.sync_s is not None:
             self._sync()
@@ -125,19 +120,19 @@ class JsonLines:
         while self._waiting:
             self._took(append(self.path, self._waiting[0][1]))
             self._waiting.popleft()
-        if self._untold:
-            self._tell_dropped()
+        if self._unreported:
+            self._report_dropped()
 
     def _drop(self) -> None:
         """Give up the oldest record. Warns of the first of an outage."""
         self._dropped.append(self._waiting.popleft()[0])
-        if not self._untold:
-            self._untold = True
+        if not self._unreported:
+            self._unreported = True
             kept = f"{len(self._dropped):,} so far; the last {KEPT} are kept in memory until it can be written"
             warn(f"{self.path} cannot be written: the record of step {self._dropped[-1]} is dropped, {kept}")
 
-    def _tell_dropped(self) -> None:
-        self._untold = False
+    def _report_dropped(self) -> None:
+        self._unreported = False
         if self._dropped:
             steps = f"dropped records: {len(self._dropped):,}, of steps {self._dropped[0]} to {self._dropped[-1]}"
             warn(f"{self.path} lacks what could not be written; {steps}")
@@ -149,7 +144,7 @@ class JsonLines:
             raise NotOnDiskError(*error.args) from error
 
     def _took(self, ended: Ended) -> None:
-        """Take note of the file's end, and warn of what this run has not written there."""
+        """Note the file's end, and warn of lines that this run has not written."""
         if ended.cut:
             warn(f"{self.path} ended in a torn line of {ended.cut} bytes: cut off, kept in {torn_path(self.path)}")
         if self._size is not None and ended.before > self._size and not self._shared:
@@ -184,7 +179,9 @@ class Callback:
 class Sinks:
     """Several sinks, none of which can stop training.
 
-    failures: number of failures of each sink, in their order
+    failures: number of failures of each sink, in order
+
+    Raises ConfigError for anything else than a list of sinks.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -205,9 +202,9 @@ class Sinks:
                 raise
 
     def write(self, record: Record) -> None:
-        """Give each of them its own copy of a record, which it may keep or change. Raises nothing.
+        """Give each sink its own copy of a record, to keep or change. Raises nothing.
 
-        Copies (1,536 responses: 1.5 ms), not read-only views, which json.dumps and pickle do not take.
+        Copies (1,536 responses: 1.5 ms), because json.dumps and pickle refuse read-only views.
         """
         for number, sink in enumerate(self.sinks):
             try:
@@ -227,17 +224,17 @@ class Sinks:
             except Exception as error:
                 self._failed(number, f"not closed: {type(error).__name__}: {error}")
 
-    def _failed(self, number: int, what: str) -> None:
+    def _failed(self, number: int, problem: str) -> None:
         self.failures[number] += 1
         if self.failures[number] == 1:
-            warn(f"{self.sinks[number]!r}: {what}. Training goes on; further failures are only counted")
+            warn(f"{self.sinks[number]!r}: {problem}. Training goes on; further failures are only counted")
 
 
 def warn(text: str) -> None:
-    """Warn of something that must be seen and must not stop training."""
+    """Warn of a problem that must not stop training."""
     try:
         warnings.warn(f"fp8plan: {text}", RuntimeWarning, stacklevel=2)
-    except RuntimeWarning:  # who makes errors of warnings does not mean this one
+    except RuntimeWarning:  # a filter that turns warnings into errors must not stop training, either
         print(f"fp8plan: {text}", file=sys.stderr)
 
 
@@ -270,7 +267,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, record["step"], walltime=wall)
             self._writer.flush()  # so that a failure shows in its own step
         except Exception:
-            self.close()  # its thread has ended with the failure: the next record gets another, and another file
+            self.close()  # the failure ended its thread: the next record gets a new thread and a new file
             raise
 
     def close(self) -> None:
@@ -283,11 +280,13 @@ class TensorBoard:
 class Prometheus:
     """The last record's numbers as gauges at http://address:port/metrics, for as long as the process lives.
 
-    port:    0: any that is free; `port` says which once it is open
-    address: the default is reached from this machine alone; the endpoint asks nobody who they are
+    port:    0: any free one; `port` is its number once it is open
+    address: the default is reachable from this machine alone; the endpoint has no authentication
 
     A metric `rollout_corr/kl` is called `rollout_corr_kl` there; `fp8plan_decision{decision="..."}` and
     `fp8plan_guard_action{action="..."}` are 1 for the present one.
+
+    Raises ConfigError for a port that does not exist.
     """
 
     def __init__(self, port: int = 9477, address: str = "127.0.0.1") -> None:
@@ -328,7 +327,7 @@ class Prometheus:
             self._served = None
 
     def collect(self) -> Iterator[Any]:
-        """Yield the gauges that prometheus_client asks for at every scrape."""
+        """Yield the gauges at every scrape of prometheus_client."""
         from prometheus_client.core import GaugeMetricFamily
 
         record = self._record

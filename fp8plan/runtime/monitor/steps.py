@@ -18,20 +18,10 @@ from fp8plan.schemas import FIRST, K3, SHOWN, Judged, KlPart, RunRecord
 FloatArray = NDArray[np.float64]
 EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
-# A run record as views need it, with its version. What is not shown is passed over: the lengths of every request, which
-# are most of a line, and other metrics.
+# The part of a run record that views show, and its version. The lengths of the requests, which are most of a line, and
+# other metrics are skipped.
 _WORDS: Final = (
-    "step",
-    "date",
-    "model",
-    "precision",
-    "gpu",
-    "decision",
-    "reason",
-    "alarms",
-    "profile",
-    "guard",
-    "attribution",
+    *("step", "date", "model", "precision", "gpu", "decision", "reason", "alarms", "profile", "guard", "attribution"),
 )
 _PLACES: Final = {name: place for place, name in enumerate(SHOWN)}
 _FIELDS: Final = {f"m{place}": name for name, place in _PLACES.items()}
@@ -41,7 +31,7 @@ ShownMetrics: Any = msgspec.defstruct(
 ShownRecord: Any = msgspec.defstruct(
     "ShownRecord",
     [
-        *((x.name, x.type, x.default) for x in msgspec.structs.fields(RunRecord) if x.name in _WORDS),
+        *((word.name, word.type, word.default) for word in msgspec.structs.fields(RunRecord) if word.name in _WORDS),
         ("metrics", ShownMetrics),
         ("schema_version", Any, FIRST),
     ],
@@ -60,7 +50,7 @@ class Said(NamedTuple):
 
     @property
     def cold(self) -> bool:
-        """True for the first rollout of an engine that was slow for it."""
+        """True for an engine's first rollout if it was slow."""
         return bool(self.guard and self.guard.verdict and self.guard.verdict.cold)
 
 
@@ -68,14 +58,15 @@ class Said(NamedTuple):
 class Steps:
     """The steps of a run, each column with an entry for every step.
 
-    numbers:  the steps' own, each larger than the one before
-    dates:    of their records
-    metrics:  each of SHOWN, step by step, nan where a record has none
-    infinite: 1 where k3 was infinite, for which JSON has no number: the record has null, though it had data
-    attribution: the parts of the last step's KL, as its record has them
+    numbers:  step numbers, each larger than the one before
+    dates:    dates of the records
+    metrics:  each of SHOWN, step by step; nan: the record has none
+    infinite: 1 if k3 was infinite: JSON has no such number, so the record has null despite its data
+    attribution: the parts of the last step's KL, from its record
     said:     the words
-    spans, ends: KL by position in the response, as (first token, tokens, k3), three numbers each, of all steps; the
-              number of spans up to the end of a step. Those without tokens or k3 are left out
+    spans:    KL by position in the response, three numbers each (first token, tokens, k3), of all steps; spans without
+              tokens or k3 are left out
+    ends:     number of spans up to the end of each step
     """
 
     numbers: array[int] = field(default_factory=lambda: array("q"))
@@ -86,14 +77,15 @@ class Steps:
     attribution: Sequence[KlPart] = ()
     spans: array[float] = field(default_factory=lambda: array("d"))
     ends: array[int] = field(default_factory=lambda: array("q"))
-    _same: dict[Any, Any] = field(default_factory=dict)  # words that come again and again are kept once
+    _same: dict[Any, Any] = field(default_factory=dict)  # repeated words are kept once
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def add(self, record: Any) -> int:
-        """Add a ShownRecord. It takes the place of those with its number or a higher one, as a run that went back to a
-        checkpoint writes them. Returns how many those were.
+        """Add a ShownRecord, and return the number of records that it replaces.
+
+        It replaces those with its number or a higher one, from before a run went back to a checkpoint.
         """
         replaced = self._cut(bisect_left(self.numbers, record.step))
         self.numbers.append(record.step)
@@ -107,13 +99,13 @@ class Steps:
         decision, alarms, ran = self._same.setdefault(words, words)
         reason = self._same.setdefault(record.reason, record.reason) if len(self._same) < 1000 else record.reason
         self.said.append(Said(decision, reason, alarms, record.guard, ran))
-        spans = (x for x in record.profile or () if x.tokens > 0 and x.k3 is not None)
-        self.spans.extend([number for x in spans for number in (x.first, x.tokens, x.k3)])
+        spans = (span for span in record.profile or () if span.tokens > 0 and span.k3 is not None)
+        self.spans.extend([number for span in spans for number in (span.first, span.tokens, span.k3)])
         self.ends.append(len(self.spans) // 3)
         return replaced
 
     def _cut(self, start: int) -> int:
-        """Take out the steps from an index on, and return their number."""
+        """Remove the steps from an index on, and return their number."""
         gone = len(self) - start
         if gone:
             del self.spans[3 * (self.ends[start - 1] if start else 0) :]
@@ -124,7 +116,7 @@ class Steps:
         return gone
 
     def last(self, count: int) -> Steps:
-        """The last steps as steps of their own, without their spans."""
+        """A copy of the last `count` steps, without their spans."""
         start = max(0, len(self) - count)
         return Steps(
             self.numbers[start:],
@@ -136,7 +128,7 @@ class Steps:
         )
 
     def column(self, metric: str) -> FloatArray:
-        """One metric of SHOWN over the steps, nan where a record has none; shape (steps,)."""
+        """One metric of SHOWN over the steps, shape (steps,); nan: the record has none."""
         return np.array(self.metrics[_PLACES[metric] :: len(SHOWN)], dtype=np.float64)
 
     def value(self, metric: str, index: int = -1) -> float | None:
@@ -145,7 +137,7 @@ class Steps:
         return None if np.isnan(value) else value
 
     def when(self, index: int) -> datetime:
-        """The date of a record, UTC; for one without a date, long ago."""
+        """The date of a record, UTC; EPOCH for one without a date."""
         try:
             return datetime.fromisoformat(self.dates[index] or "").astimezone(UTC)
         except (ValueError, OverflowError):

@@ -1,7 +1,4 @@
-"""The engine, or the guard, behind a Monitor: its verdict on each rollout, and what runs.
-
-The controller of a Monitor, fitted to the settings of the correction, and what an engine can do of its decisions.
-"""
+"""The engine or guard behind a Monitor, and the Monitor's controller and decisions, fitted to settings and engine."""
 
 from __future__ import annotations
 
@@ -29,11 +26,10 @@ if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
     from fp8plan.runtime.engine.engine import RolloutEngine
     from fp8plan.runtime.fleet.fleet import RolloutFleet
-    from fp8plan.runtime.mismatch.sampling import Sampling
 
 
 class Witness:
-    """An engine that judges its own rollouts, or a guard and the facts of one that does not; or none of them.
+    """An engine that judges its own rollouts; or a guard and the facts of another engine; or none of them.
 
     Raises ConfigError for an engine that does not judge its rollouts, or that comes with a guard or facts.
     """
@@ -51,21 +47,20 @@ class Witness:
                 "RolloutEngine, or guard=engine.guard, and step(..., rollout=observation_of(outputs, seconds)), which "
                 "is in fp8plan.runtime.guard.observation"
             )
-        self.engine, self.facts = engine, facts
-        self._guard = guard
-        self._rollout: Observation | None = None  # the last one of the engine's that is in a record
+        self.engine, self.facts, self._guard = engine, facts, guard
+        self._rollout: Observation | None = None  # the engine's last rollout that is in a record
         self._warned: set[str] = set()
 
     @property
     def guard(self) -> Guard | None:
-        """The guard that judges the rollouts: the engine's, or the one given."""
+        """The guard that judges the rollouts: the engine's, or the Witness's own."""
         return self._guard if self.engine is None else self.engine.guard
 
     def judged(self, rollout: Observation | Mapping[str, Any] | None, mismatch: Mismatch) -> Judged:
         """The observation of a rollout, and the verdict of the engine or of the guard on it."""
         if self.engine is not None:
-            found = self._by_engine(self.engine, mismatch)
-            return found._replace(observation=rollout) if isinstance(rollout, Observation) else found
+            by_engine = self._by_engine(self.engine, mismatch)
+            return by_engine._replace(observation=rollout) if isinstance(rollout, Observation) else by_engine
         if rollout is None or (isinstance(rollout, Mapping) and rollout.get("seconds") is None):
             return Judged()
 
@@ -73,40 +68,38 @@ class Witness:
             seen = rollout if isinstance(rollout, Observation) else run_record.observation(rollout)
             return replace(seen, kl_k3=mismatch.k3_robust) if seen.kl_k3 is None and mismatch.tokens else seen
 
-        found = judged(self.guard, observe)
-        if found.off is not None and self.guard is not None:
-            self.warn_once("guard", found.off)
-        return found
+        by_guard = judged(self.guard, observe)
+        if by_guard.off is not None and self.guard is not None:
+            self.warn_once("guard", by_guard.off)
+        return by_guard
 
     def _by_engine(self, engine: RolloutEngine | RolloutFleet, mismatch: Mismatch) -> Judged:
-        """The engine's verdict on its last rollout: once, however many steps train on it. An engine that cannot tell,
-        as it has died perhaps, must not cost the step.
+        """The engine's verdict on its last rollout, once for all steps that train on it.
+
+        An engine that does not answer, perhaps because it has died, must not cost the step.
         """
         try:
             if mismatch.tokens and isfinite(mismatch.k3_robust):
                 engine.report_kl(mismatch.k3_robust)
-            found = Judged(engine.observation, engine.verdict, engine.guard_off)
+            last = Judged(engine.observation, engine.verdict, engine.guard_off)
         except Exception as error:
             text = f"the engine does not say how its rollout was: {error}"
             self.warn_once("guard", text)
             return Judged(off=text)
-        if found.observation is not None and found.observation is self._rollout:
+        if last.observation is not None and last.observation is self._rollout:
             return Judged()
-        self._rollout = found.observation
-        if found.off is not None:
-            self.warn_once("guard", found.off)
-        return found
+        self._rollout = last.observation
+        if last.off is not None:
+            self.warn_once("guard", last.off)
+        return last
 
     def sampling(self, rollout: Observation | Mapping[str, Any] | None) -> Sampling | None:
-        """The sampling of the rollout that a step was given, or else of the engine's last; None: not known."""
+        """The sampling of a step's rollout, or else of the engine's last; None: not known."""
         params = rollout.get("sampling") if isinstance(rollout, Mapping) else getattr(rollout, "sampling", None)
         return Sampling.of(params) if params is not None or self._rollout is None else self._rollout.sampling
 
     def running(self) -> EngineFacts | None:
-        """Facts about the engine that runs now.
-
-        An engine that cannot tell them, because it has died perhaps, must not cost the step.
-        """
+        """Facts about the engine that runs now; None, with a warning, if it does not answer."""
         if self.engine is None:
             return self.facts if self.facts is not None or self.guard is None else self.guard.facts
         try:
@@ -117,15 +110,15 @@ class Witness:
             return None
 
     def can(self, escalation: Escalation) -> bool:
-        """Return False if the engine that runs has nothing left to do for an escalation. True if that is not known."""
+        """False if the engine that runs has nothing left to do for an escalation; True if that is not known."""
         facts = self.running() if self.guard is None else self.guard.facts
         if facts is None or facts.precision not in PRESETS:
             return True
         return answer(self.guard, facts.precision, escalation) != Action.NONE
 
-    def warn_once(self, of: str, text: str) -> None:
-        if of not in self._warned:
-            self._warned.add(of)
+    def warn_once(self, subject: str, text: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
             warn(text)
 
 
@@ -139,17 +132,16 @@ ADVICE: Final = {
 
 
 def feasible(decided: Decided, strained: int, can: Callable[[Escalation], bool]) -> Decided:
-    """The decision with an escalation that the engine can follow, and the reason for it in words.
+    """The decision with an escalation that the engine can follow, and its reason in words.
 
-    Where there is nothing to recalibrate, it steps down at once. Where there is nothing to step down to, it escalates
-    to nothing.
+    Without scales to recalibrate it steps down at once; without a precision to step down to it does not escalate.
 
-    strained: steps in a row beyond what thresholds can do
-    can:      whether the engine can follow an escalation
+    strained: steps in a row at a bound
+    can:      True for an escalation that the engine can follow
     """
     if decided.escalate is None:
         return decided
-    escalate = next((x for x in (decided.escalate, Escalation.STEP_DOWN) if can(x)), None)
+    escalate = next(filter(can, (decided.escalate, Escalation.STEP_DOWN)), None)
     reason = f"{decided.reason}; {strained} steps in a row beyond what thresholds can do: {ADVICE[escalate]}"
     return replace(decided, escalate=escalate, reason=reason)
 
@@ -160,9 +152,10 @@ def sounding(decided: Decided, alarms: Collection[Alarm]) -> Decided:
 
 
 def explained(decided: Decided, sampling: Sampling | None) -> Decided:
-    """Return the decision with its rollout's sampling in the reason, where that biases the ratios. Beside the alarm
-    UNIT_MEAN also a sampling that may bias them is there. A known bias explains what the alarms in GUESSES would
-    make of it: missing mass looks like base 10, and a kept set of one token has the log-prob 0.0.
+    """The decision with its rollout's sampling in the reason, if that biases the ratios.
+
+    With the alarm UNIT_MEAN, a sampling that may bias them counts, too. A known bias replaces the alarms in GUESSES:
+    missing mass looks like base 10, and a kept set of one token has the log-prob 0.0.
     """
     if sampling is None or not (sampling.biased or Alarm.UNIT_MEAN in decided.alarms):
         return decided
@@ -170,34 +163,32 @@ def explained(decided: Decided, sampling: Sampling | None) -> Decided:
     return replace(decided, alarms=alarms, reason="; ".join((decided.reason, *sampling.remarks())))
 
 
-def suited(settings: CorrectionSettings, given: Controller | None, plan: Plan | None = None) -> Controller:
-    """The controller given, or the default one, for the threshold that the mode uses, at the settings' level.
-
-    The default one holds the thresholds of the plan, or else of the settings.
+def suited(settings: CorrectionSettings, controller: Controller | None, plan: Plan | None = None) -> Controller:
+    """The controller (None: `constant`) for the threshold that the mode uses, at the settings' level.
 
     Raises ConfigError for a controller that does not fit the settings.
     """
-    if given is None:
+    if controller is None:
         return constant(settings, plan)
     used, other = _used(settings)
-    if not isinstance(given, Controller):
-        raise ConfigError(f"controller is {given!r}; allowed: AdaptiveThresholds(), or another controller")
-    name = type(given).__name__
-    if settings.level is not None and getattr(given, used) is None:
+    if not isinstance(controller, Controller):
+        raise ConfigError(f"controller is {controller!r}; allowed: AdaptiveThresholds(), or another controller")
+    name = type(controller).__name__
+    if settings.level is not None and getattr(controller, used) is None:
         raise ConfigError(f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}")
     alone: dict[str, Any] = {other: None}
-    if isinstance(given, ConstantThresholds):
-        return replace(given, **alone)
+    if isinstance(controller, ConstantThresholds):
+        return replace(controller, **alone)
     if settings.level is None:
         raise ConfigError(f"{name} with level=None, which has no weights; allowed: a level, or ConstantThresholds()")
-    if isinstance(given, AdaptiveThresholds):
-        return replace(given, level=settings.level, **alone)
+    if isinstance(controller, AdaptiveThresholds):
+        return replace(controller, level=settings.level, **alone)
     if settings.level != "token":
         raise ConfigError(
             f"{name} with level={settings.level!r}; allowed: level='token', whose ratios their law is for, or "
             "AdaptiveThresholds()"
         )
-    return replace(given, **alone)
+    return replace(controller, **alone)
 
 
 def constant(settings: CorrectionSettings, plan: Plan | None, **kl: Any) -> ConstantThresholds:

@@ -1,11 +1,11 @@
 """Measure the mismatch of rollout precisions before a run.
 
-    found = probe("Qwen/Qwen3-8B", ["bf16", "fp8_block+fp8_kv"], prompts=[...], gpu="h200")
-    found.precisions["fp8_block+fp8_kv"].figures["kl_k3"]        Interval(value, low, high)
+    probed = probe("Qwen/Qwen3-8B", ["bf16", "fp8_block+fp8_kv"], prompts=[...], gpu="h200")
+    probed.precisions["fp8_block+fp8_kv"].figures["kl_k3"]        Interval(value, low, high)
 
-An engine of each precision, one after the other, samples responses with their log-probs; then the model in BF16, as the
-trainer has it, scores the same tokens. What that says holds for these prompts, this checkpoint and the start of a run:
-drift in training is the Monitor's business. bf16 is the floor that the kernels leave.
+An engine of each precision, one after the other, samples responses with their log-probs. Then the trainer's model, in
+BF16, scores the same tokens. The result holds for these prompts, this checkpoint and the start of a run; the Monitor
+follows the drift in training. The mismatch of bf16 comes from the kernels alone, and is the floor.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.metadata import version as version_of
 from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.precision import PRESETS, Precision
+from fp8plan.model.precision import PRESETS
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.setup import EngineSetup, default_limits
@@ -52,14 +53,14 @@ def probe(
     gpu:         GPU on which the engines and the reference run; "auto" asks the driver; "cpu" runs on the CPU
     limits:      limits of each engine; None: vLLM's defaults for this GPU
     most_prompts: take only the first so many prompts; None: all
-    progress:    called with a line of text when something begins
+    progress:    called with a line of text at each new stage
     vllm_kwargs: further arguments of vllm.LLM
 
     Returns a Probe: KL and other figures per token, in nats, with 90% intervals from resampled prompts.
 
     Raises ConfigError for arguments with which no precision could be measured. If a single precision fails, its Probed
-    has the error and names the file with the engine's output, which is not shown. The engines are gone before
-    the reference is loaded, so each may have the whole GPU.
+    has the error, and names the file with the engine's output. The engines are gone before the reference is loaded, so
+    each may use the whole GPU.
     """
     presets = [find_precision(name) for name in (PRESETS if precisions is None else dict.fromkeys(precisions))]
     if not presets:
@@ -68,9 +69,10 @@ def probe(
     _refuse_absent(card)
     limits, version = limits or default_limits(card, model_path), check_vllm_version()
     tokens = token_ids(prompts, model_path, most_prompts)
-    _refuse_too_few(len({tuple(ids) for ids in tokens}))
+    if (different := len({tuple(ids) for ids in tokens})) < 8:
+        raise ConfigError(f"{different} different prompts are too few for an interval; allowed: at least 8")
     longest = max(len(ids) for ids in tokens) + settings.max_tokens
-    found: dict[str, Probed] = {}
+    results: dict[str, Probed] = {}
     samples: dict[str, list[Sampled]] = {}
     for preset in presets:
         progress(f"{preset.name}: an engine starts and samples {len(tokens) * settings.samples} responses")
@@ -80,34 +82,36 @@ def probe(
             setup.check_precision()
             with held_back(engine_stays=False):
                 samples[preset.name], facts = sample(setup, tokens, settings, **vllm_kwargs)
-        except Exception as error:  # of one engine: the others may run
-            found[preset.name] = Probed(preset.name, error=_told(error))
-            progress(f"{preset.name}: {found[preset.name].error}")
+        except Exception as error:  # one engine's: the others may run
+            results[preset.name] = Probed(preset.name, error=_text_of(error))
+            progress(f"{preset.name}: {results[preset.name].error}")
         else:
             seconds = {"sample": time.perf_counter() - begun}
-            found[preset.name] = Probed(preset.name, facts=facts, seconds=seconds)
+            results[preset.name] = Probed(preset.name, facts=facts, seconds=seconds)
     if samples:
         progress("the BF16 reference scores the same tokens")
         with held_back(engine_stays=False):
-            found |= _scored(model_path, card, samples, found, settings)
-    for name in samples:
-        found[name] = replace(found[name], predicted=_predicted(model_path, find_precision(name), found[name], samples))
+            _score(model_path, card, samples, results, settings)
+    for name, rows in samples.items():
+        results[name] = replace(results[name], predicted=_predicted(model_path, results[name], rows))
+    import torch
+
     return Probe(
         model=model_path,
         gpu=card.name,
         date=datetime.now(UTC).date().isoformat(),
         engine_version=version,
-        reference=_reference_version(),
+        reference=f"transformers {version_of('transformers')}, torch {torch.__version__}, bf16",
         settings=settings,
         prompts=len(tokens),
-        precisions=found,
+        precisions=results,
     )
 
 
 def compared(
     train: Sequence[Any], rollout: Sequence[Any], seed: int = 0, prompts: Sequence[Hashable] | None = None
 ) -> Probed:
-    """Compare the trainer's with the engine's log-probs, in nats; both have an array or tensor [tokens] per sequence.
+    """Compare the trainer's with the engine's log-probs, in nats: an array or tensor [tokens] per sequence each.
 
     prompts: the prompt of each sequence, for the intervals; None: all differ
     """
@@ -115,8 +119,8 @@ def compared(
 
     from fp8plan.runtime.mismatch.measure import measure, pack
 
-    one, other = (torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in side]) for side in (train, rollout))
-    tokens = pack(one, other, lengths=[len(row) for row in rollout])
+    ours, theirs = (torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in rows]) for rows in (train, rollout))
+    tokens = pack(ours, theirs, lengths=[len(row) for row in rollout])
     ratios = [row.numpy() for row in tokens.log_ratio.split(tokens.lengths.tolist())]
     figures = intervals(ratios, seed, prompts=prompts)
     return Probed(
@@ -130,40 +134,37 @@ def compared(
     )
 
 
-def _scored(
+def _score(
     model_path: str,
     card: Gpu,
     samples: Mapping[str, Sequence[Sampled]],
-    found: Mapping[str, Probed],
+    results: dict[str, Probed],
     settings: SampleSettings,
-) -> dict[str, Probed]:
-    """The samples of each precision beside the reference's log-probs of them."""
+) -> None:
+    """Replace the results of each precision with samples by a comparison with the reference's log-probs."""
     from fp8plan.runtime.probe.reference import Reference
 
-    reference, scored = Reference(model_path, "cpu" if card.is_cpu else "cuda"), {}
+    reference = Reference(model_path, "cpu" if card.is_cpu else "cuda")
     for name, rows in samples.items():
         begun = time.perf_counter()
         try:
             train = reference.score(rows, settings.temperature)
             prompts = [tuple(row.prompt) for row in rows]
-            one = compared(train, [row.logprobs for row in rows], settings.seed, prompts)
-        except Exception as error:  # of one precision, as when an engine's log-probs are all NaN
-            one = Probed(name, error=_told(error))
-        seconds = dict(found[name].seconds or {}) | {"score": time.perf_counter() - begun}
-        scored[name] = replace(one, precision=name, facts=found[name].facts, seconds=seconds)
-    return scored
+            scored = compared(train, [row.logprobs for row in rows], settings.seed, prompts)
+        except Exception as error:  # one precision's, as when an engine's log-probs are all NaN
+            scored = Probed(name, error=_text_of(error))
+        seconds = dict(results[name].seconds or {}) | {"score": time.perf_counter() - begun}
+        results[name] = replace(scored, precision=name, facts=results[name].facts, seconds=seconds)
 
 
-def _predicted(
-    model_path: str, preset: Precision, measured: Probed, samples: Mapping[str, Sequence[Sampled]]
-) -> Interval | None:
+def _predicted(model_path: str, measured: Probed, rows: Sequence[Sampled]) -> Interval | None:
     """The KL that fp8plan.model.risk.expected expects of the engine that ran; None for a model it does not cover."""
     with suppress(ConfigError):
         facts = measured.facts or {}
         risk = mismatch_risk(
             ModelShape.from_hf(model_path),
-            preset,
-            [max(1, len(row.response)) for row in samples[preset.name]],
+            find_precision(measured.precision),
+            [max(1, len(row.response)) for row in rows],
             e8m0=bool(facts.get("e8m0")),
             kv_scales_calibrated=facts.get("kv_scales") != "1.0",
         )
@@ -172,7 +173,7 @@ def _predicted(
 
 
 def _refuse_absent(card: Gpu) -> None:
-    """Ask the driver: an engine takes a minute to find out. A product that fp8plan does not know may be any card."""
+    """Raise ConfigError for another GPU than the driver's. A product that fp8plan does not know may be any card."""
     if card.is_cpu:
         return
     product = gpu_facts()["gpu_product"]
@@ -181,31 +182,15 @@ def _refuse_absent(card: Gpu) -> None:
             f"{card.name} was asked for, and NVML finds no NVIDIA GPU on this machine; allowed: a machine with one, or "
             "--gpu cpu (slow, for a try)"
         )
-    here = _known(product)
-    if here is not None and here.name != card.name:
-        raise ConfigError(f"{card.name} was asked for, and this machine has {product}; allowed: {here.name}, or auto")
+    try:
+        here = find_gpu(product).name
+    except ConfigError:
+        return
+    if here != card.name:
+        raise ConfigError(f"{card.name} was asked for, and this machine has {product}; allowed: {here}, or auto")
 
 
-def _known(product: str) -> Gpu | None:
-    with suppress(ConfigError):
-        return find_gpu(product)
-    return None
-
-
-def _refuse_too_few(prompts: int) -> None:
-    if prompts < 8:
-        raise ConfigError(f"{prompts} different prompts are too few for an interval; allowed: at least 8")
-
-
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     text = " ".join(str(error).split())
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return (f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__) + notes
-
-
-def _reference_version() -> str:
-    from importlib.metadata import version
-
-    import torch
-
-    return f"transformers {version('transformers')}, torch {torch.__version__}, bf16"

@@ -11,17 +11,17 @@ from fp8plan.runtime.probe.sampling import Sampled
 if TYPE_CHECKING:
     import torch
 
-# Of one forward pass, padding included; a sequence that is longer goes alone.
+# Tokens of one forward pass, padding included; a longer sequence goes alone.
 TOKENS_AT_ONCE: Final = {"cpu": 2048, "cuda": 16_384}
-# Logits at once. Each takes 2 bytes in BF16, 4 in float32 and 4 for the exponentials of log-sum-exp.
+# Bytes of logits at once. Each logit takes 2 in BF16, 4 in float32 and 4 for the exponentials of log-sum-exp.
 LOGITS_BYTES, BYTES_PER_LOGIT = 1 << 30, 10
 
 
 class Reference:
     """A BF16 model of transformers that scores responses.
 
-    It never holds more than LOGITS_BYTES of logits: with a vocabulary of 150k, those of one response of 20k tokens
-    would take 12 GB in float32.
+    It holds at most LOGITS_BYTES of logits: one response of 20k tokens alone would take 12 GB in float32 with a
+    vocabulary of 150k.
     """
 
     def __init__(self, model_path: str, device: str = "cpu") -> None:
@@ -39,32 +39,31 @@ class Reference:
     def score(
         self, samples: Sequence[Sampled], temperature: float = 1.0, tokens_at_once: int | None = None
     ) -> list[torch.Tensor]:
-        """Log-prob of every response token of each sample: [tokens of its response] float32 on the CPU.
+        """Log-probs of every response token of each sample: [tokens of its response] float32 on the CPU.
 
-        Rows of a batch are padded on the right, so under causal attention nothing before the padding sees it and no
-        mask is needed.
+        Rows of a batch are padded on the right: under causal attention no token sees the padding, so no mask is needed.
         """
         import torch
 
-        found: list[Any] = [torch.empty(0)] * len(samples)
+        scores: list[Any] = [torch.empty(0)] * len(samples)
         budget = tokens_at_once or TOKENS_AT_ONCE[self.device]
         for rows in batches([len(s.prompt) + len(s.response) for s in samples], budget):
             scored = self._batch([samples[i] for i in rows], temperature)
             for i, values in zip(rows, scored, strict=True):
-                found[i] = values
-        return found
+                scores[i] = values
+        return scores
 
     def _batch(self, samples: Sequence[Sampled], temperature: float) -> list[torch.Tensor]:
         import torch
 
         texts = [torch.tensor([*s.prompt, *s.response]) for s in samples]
         tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(self.device)
-        asked = torch.zeros(tokens.shape, dtype=torch.bool)  # positions whose next token is of the response
+        before = torch.zeros(tokens.shape, dtype=torch.bool)  # positions just before a token of the response
         for row, s in enumerate(samples):
-            asked[row, len(s.prompt) - 1 : len(s.prompt) + len(s.response) - 1] = True
+            before[row, len(s.prompt) - 1 : len(s.prompt) + len(s.response) - 1] = True
         targets = torch.tensor([token for s in samples for token in s.response], device=self.device)
         with torch.inference_mode():
-            hidden = self._body(input_ids=tokens, use_cache=False).last_hidden_state[asked.to(self.device)]
+            hidden = self._body(input_ids=tokens, use_cache=False).last_hidden_state[before.to(self.device)]
             scored = self._logprobs(hidden, targets, temperature)
         return list(scored.cpu().split([len(s.response) for s in samples]))
 
@@ -94,12 +93,11 @@ class Reference:
 
 
 def batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of sequences that go together: like lengths, at most `budget` tokens with padding, or one alone."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    found: list[list[int]] = []
-    for i in order:
-        if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= budget:
-            found[-1].append(i)
+    """Indices of sequences of similar lengths: together at most `budget` tokens with padding, or one alone."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
+            groups[-1].append(i)
         else:
-            found.append([i])
-    return found
+            groups.append([i])
+    return groups

@@ -1,13 +1,9 @@
-"""Results of a probe, precision by precision, as Python and as JSON.
+"""Results of a probe with their intervals, as Python, as JSON, and as rows for the fit of fp8plan.model.risk.expected.
 
-Intervals of a mismatch's figures, by resampling prompts.
-
-Tokens of one sequence share its text, and sequences their prompt, so they are not independent samples; prompts are. A
+Intervals come from resampled prompts: tokens share a text, and sequences a prompt, so only prompts are independent. A
 resample draws as many prompts as there are, with replacement (bootstrap, 5th and 95th percentile). Every figure is made
-of sums over tokens, so a resample is one row of a matrix product of counts and sums. Heavy tails are what it cannot
-see: a token that is rarer than once in the sample is in no resample.
-
-Findings of a probe as rows of the table that fp8plan.model.risk.expected is fitted to.
+of sums over tokens, so a resample is one row of a matrix product of counts and sums. Heavy tails stay invisible: a
+token that is rarer than once in the sample is in no resample.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
@@ -28,21 +24,18 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision
 from fp8plan.model.risk.fit import OBSERVATIONS
 from fp8plan.model.risk.theory import has_qkv_bias, setting_of
-from fp8plan.runtime.mismatch.sums import k3
+from fp8plan.runtime.mismatch.sums import LIMIT, FloatArray, k3
 from fp8plan.runtime.probe.sampling import SampleSettings
 from fp8plan.schemas import VERSIONS
 
 if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.metrics import Mismatch
 
-Array = NDArray[np.float64]
-
 RESAMPLES: Final = 4000
 LEVEL: Final = 0.90
-MAX_EXPONENT: Final = 20.0  # of weights, as everywhere in fp8plan; k3 itself is not clamped
-WANTED: Final = 0.1  # relative half-width that `tokens_needed` is about
+WANTED: Final = 0.1  # relative half-width of `tokens_needed`
 
-# Shares of tokens: name -> (of the log ratio) lowest and highest that count.
+# Shares of tokens: name -> bounds on the log ratio.
 TAILS: Final = {
     "ratio_above_2": (log(2.0), inf),  # what token TIS at C = 2 cuts
     "ratio_below_half": (-inf, -log(2.0)),
@@ -57,26 +50,26 @@ class Interval(NamedTuple):
     high: float
 
 
-def sequence_sums(log_ratios: Sequence[ArrayLike]) -> Array:
+def sequence_sums(log_ratios: Sequence[ArrayLike]) -> FloatArray:
     """Sums over the tokens of each sequence: 1, log ratio, k3, weight, weight^2, then TAILS.
 
     Shape (sequences, 5 + tails). Tokens that are not finite are left out.
     """
     rows = []
     for values in log_ratios:
-        x = np.asarray(values, np.float64)
-        x = x[np.isfinite(x)]
-        weight = np.exp(np.clip(x, -MAX_EXPONENT, MAX_EXPONENT))
-        tails = [((x > low) & (x < high)).sum() for low, high in TAILS.values()]
-        rows.append([len(x), x.sum(), k3(x).sum(), weight.sum(), (weight**2).sum(), *tails])
+        ratios = np.asarray(values, np.float64)
+        ratios = ratios[np.isfinite(ratios)]
+        weight = np.exp(np.clip(ratios, -LIMIT, LIMIT))
+        tails = [((ratios > low) & (ratios < high)).sum() for low, high in TAILS.values()]
+        rows.append([len(ratios), ratios.sum(), k3(ratios).sum(), weight.sum(), (weight**2).sum(), *tails])
     return np.array(rows, np.float64).reshape(-1, 5 + len(TAILS))
 
 
-def figures(sums: Array) -> dict[str, Any]:
+def figures(sums: FloatArray) -> dict[str, Any]:
     """Figures kl_k3, k1, ess_raw and TAILS from sums (..., 5 + tails), each of shape (...)."""
     tokens, log_ratio, k3, weight, squares = (sums[..., i] for i in range(5))
-    found = {"kl_k3": k3 / tokens, "k1": -log_ratio / tokens, "ess_raw": weight**2 / (tokens * squares)}
-    return found | {name: sums[..., 5 + i] / tokens for i, name in enumerate(TAILS)}
+    means = {"kl_k3": k3 / tokens, "k1": -log_ratio / tokens, "ess_raw": weight**2 / (tokens * squares)}
+    return means | {name: sums[..., 5 + i] / tokens for i, name in enumerate(TAILS)}
 
 
 def intervals(
@@ -85,12 +78,12 @@ def intervals(
     resamples: int = RESAMPLES,
     prompts: Sequence[Hashable] | None = None,
 ) -> dict[str, Interval]:
-    """The figures of some sequences [tokens of each], with their intervals; the same seed gives the same ones.
+    """The figures of some sequences [tokens of each], with their intervals, which the seed determines.
 
-    prompts: of each sequence; None: all differ
+    prompts: that of each sequence; None: all differ
 
-    A share that is 0 in the sample has an upper end of 2.3 / tokens, above which none of so many independent tokens
-    would be found with a probability of less than 10%. Raises ValueError without a token.
+    A share of 0 in the sample has an upper end of 2.3 / tokens: a larger share would show among so many independent
+    tokens with a probability of 90%. Raises ValueError without a token.
     """
     sums = _by_prompt(sequence_sums(log_ratios), prompts)
     sums = sums[sums[:, 0] > 0]
@@ -99,50 +92,49 @@ def intervals(
     counts = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), resamples)
     resampled = figures(counts @ sums)
     total = sums.sum(0)
-    found = {}
+    by_name = {}
     for name, value in figures(total).items():
         low, high = np.quantile(resampled[name], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         if name in TAILS and value == 0:
             high = -np.log(1 - LEVEL) / total[0]
-        found[name] = Interval(float(value), float(low), float(high))
-    return found
+        by_name[name] = Interval(float(value), float(low), float(high))
+    return by_name
 
 
-def _by_prompt(sums: Array, prompts: Sequence[Hashable] | None) -> Array:
+def _by_prompt(sums: FloatArray, prompts: Sequence[Hashable] | None) -> FloatArray:
     if prompts is None:
         return sums
     number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-    found = np.zeros((len(number), sums.shape[1]))
-    np.add.at(found, [number[prompt] for prompt in prompts], sums)
-    return found
+    totals = np.zeros((len(number), sums.shape[1]))
+    np.add.at(totals, [number[prompt] for prompt in prompts], sums)
+    return totals
 
 
 def tokens_needed(tokens: int, kl: Interval) -> int | None:
-    """The number of tokens of such sequences that would give a relative half-width of WANTED.
+    """The number of such tokens that would give a relative half-width of WANTED.
 
-    Intervals shrink with the square root of that number. None if the interval says nothing (one prompt, or no mismatch
-    at all).
+    Intervals shrink with the square root of that number. None if the interval says nothing (one prompt, no mismatch).
     """
     half = (kl.high - kl.low) / 2
     return round(tokens * (half / (WANTED * kl.value)) ** 2) if kl.value > 0 and half > 0 else None
 
 
-# Of a Mismatch, what `to_dict` says beside its profile.
+# Fields of a Mismatch in `Probed.to_dict`, beside its profile.
 PLAIN = ("k3_robust", "chi2_token", "chi2_seq", "ppl_ratio", "log_ppl_diff", "log_ppl_abs_diff")
 KEYED = ("log_ratio_quantiles", "tail_fractions")
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The findings of one precision. If it failed, `error` says how and the figures are empty.
+    """The findings of one precision. After a failure `error` has the reason, and the figures are empty.
 
     figures:       kl_k3, k1 (nats per token), ess_raw and tails (shares of tokens), with 90% intervals
-    mismatch:      the same batch as the Monitor sees one: quantiles, tails, profile by position
-    sequences, tokens: that were scored; invalid: tokens whose log-prob is not finite, left out of every figure
-    tokens_needed: for kl_k3 to +-10%; None where the interval says nothing
+    mismatch:      the Monitor's figures of the same batch: quantiles, tails, profile by position
+    sequences, tokens: numbers of scored ones; invalid: tokens in no figure, because a log-prob is not finite
+    tokens_needed: for kl_k3 to +-10%; None if the interval says nothing
     predicted:     kl_k3 that fp8plan.model.risk.expected expects, with its 90% band; None for models it does not cover
-    facts:         what the engine ran (kernels, attention, e8m0, ...) and where its KV scales came from
-    seconds:       sample (start of the engine included), score
+    facts:         facts of the engine (kernels, attention, e8m0, ...), and the origin of its KV scales
+    seconds:       sample (with the engine's start), score
     """
 
     precision: str
@@ -190,7 +182,7 @@ class Probe:
         named = {"schema_version": VERSIONS["probe"]}
         named |= {name: getattr(self, name) for name in ("model", "gpu", "date", "engine_version", "reference")}
         settings = {name: getattr(self.settings, name) for name in self.settings.__dataclass_fields__}
-        rows = [one.to_dict() for one in self.precisions.values()]
+        rows = [probed.to_dict() for probed in self.precisions.values()]
         return named | settings | {"prompts": self.prompts, "precisions": rows}
 
 
@@ -201,7 +193,7 @@ def _plain(mismatch: Mismatch) -> dict[str, Any]:
     return named | {"profile": [asdict(span) for span in mismatch.profile]}
 
 
-SOURCE: Final = "fp8plan-probe"  # one key: leave-one-source-out leaves out all that this method measured
+SOURCE: Final = "fp8plan-probe"  # one key, so that leave-one-source-out leaves out all rows of this method
 
 
 def columns() -> list[str]:
@@ -210,15 +202,15 @@ def columns() -> list[str]:
         return next(csv.reader(file))
 
 
-def observations(found: Probe) -> list[dict[str, str]]:
-    """A row for each precision that was measured, with its interval as the range.
+def observations(probe: Probe) -> list[dict[str, str]]:
+    """A row for each measured precision, with its interval as the range.
 
-    weight: 1 on a GPU; 0, not fitted, on a CPU, whose blockwise FP8 is reference arithmetic and whose FP8 KV cache
-    (vLLM 0.30) rounds towards zero, and with log-probs that are not finite. Raises ConfigError for a model whose shape
-    fp8plan does not know.
+    Its weight is 1 on a GPU. It is 0 (not fitted) with log-probs that are not finite, and on a CPU: there blockwise FP8
+    is reference arithmetic, and the FP8 KV cache (vLLM 0.30) rounds towards zero.
+    Raises ConfigError for a model with a shape that fp8plan does not know.
     """
-    shape = ModelShape.from_hf(found.model)
-    return [_row(found, one, shape) for one in found.precisions.values() if one.figures is not None]
+    shape = ModelShape.from_hf(probe.model)
+    return [_row(probe, probed, shape) for probed in probe.precisions.values() if probed.figures is not None]
 
 
 def append_observations(path: Path, rows: Sequence[dict[str, str]]) -> None:
@@ -240,8 +232,9 @@ def _append(path: Path, rows: Sequence[dict[str, str]]) -> None:
         with path.open(newline="", encoding="utf-8") as file:
             header = next(csv.reader(file), [])
         if header != wanted:
-            found = ",".join(header)[:200]
-            raise ConfigError(f"{path} has the columns {found}; allowed: {','.join(wanted)}, or a new file")
+            raise ConfigError(
+                f"{path} has the columns {','.join(header)[:200]}; allowed: {','.join(wanted)}, or a new file"
+            )
     open_ended = not new and not path.read_bytes().endswith((b"\n", b"\r"))  # as some editors leave the last line
     with path.open("a", newline="", encoding="utf-8") as file:
         file.write("\n" if open_ended else "")
@@ -251,18 +244,19 @@ def _append(path: Path, rows: Sequence[dict[str, str]]) -> None:
         writer.writerows(rows)
 
 
-def _row(found: Probe, one: Probed, shape: ModelShape) -> dict[str, str]:
+def _row(probe: Probe, probed: Probed, shape: ModelShape) -> dict[str, str]:
     from fp8plan.version import __version__
 
-    preset, kl, facts, figures = precision(one.precision), one.kl_k3, one.facts or {}, one.figures or {}
+    preset, kl, facts = precision(probed.precision), probed.kl_k3, probed.facts or {}
+    ess = (probed.figures or {})["ess_raw"].value
     setting = setting_of(shape, preset)
     partly = preset.weights != "bf16" and bool(shape.left_in_bf16())  # the fit counts every layer as FP8
-    fitted = not find_gpu(found.gpu).is_cpu and not one.invalid and kl.low > 0 and not partly
+    fitted = not find_gpu(probe.gpu).is_cpu and not probed.invalid and kl.low > 0 and not partly
     values: dict[str, Any] = {
         "source": SOURCE,
-        "reference": f"measured by fp8plan probe {__version__}: vLLM {found.engine_version} on {found.gpu}; "
-        f"{found.reference.replace(',', ';')}; {found.date}",
-        "model": Path(found.model).name if Path(found.model).is_dir() else found.model,
+        "reference": f"measured by fp8plan probe {__version__}: vLLM {probe.engine_version} on {probe.gpu}; "
+        f"{probe.reference.replace(',', ';')}; {probe.date}",
+        "model": Path(probe.model).name if Path(probe.model).is_dir() else probe.model,
         "params_b": f"{shape.num_parameters / 1e9:.3g}",
         "moe": int(setting.moe),
         "layers": f"{setting.layers:g}",
@@ -281,7 +275,7 @@ def _row(found: Probe, one: Probed, shape: ModelShape) -> dict[str, str]:
         "kl_high": f"{kl.high:.4g}",
         "weight": int(fitted),
         "primary": "P",
-        "note": f"k3 {kl.value:.4g}; raw ESS {figures['ess_raw'].value:.4f}; {one.sequences} responses; "
-        f"{one.tokens} tokens; temperature {found.settings.temperature:g}",
+        "note": f"k3 {kl.value:.4g}; raw ESS {ess:.4f}; {probed.sequences} responses; {probed.tokens} tokens; "
+        f"temperature {probe.settings.temperature:g}",
     }
     return {name: str(values[name]) for name in columns()}

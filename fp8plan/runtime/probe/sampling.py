@@ -1,21 +1,20 @@
-"""Responses and their log-probs, sampled by a quantised engine as an RL run would.
-
-Prompts of a probe: token ids from a file, or texts through the model's own tokeniser.
-"""
+"""Responses with their log-probs, which a quantised engine samples as in an RL run, and the prompts for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from fp8plan.checks import in_range, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import read
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.launch import held_back
 
-# Prompts that KV scales are first calibrated on, before there is a rollout to calibrate them on.
+# Prompts of the first calibration of KV scales, before there is a rollout.
 FIRST_CALIBRATION = 16
 
 
@@ -23,9 +22,13 @@ FIRST_CALIBRATION = 16
 class SampleSettings:
     """Settings of the responses that a probe samples.
 
-    max_tokens: longest response; samples: responses to each prompt; temperature: of the RL run's rollouts
-    kv_scales: of an FP8 KV cache: "calibrated" on a rollout, as after each weight sync, or vLLM's "unit" scales of 1.0
-    mode:      mode of the engine; None: on a GPU a process of its own, which leaves nothing there; on a CPU, this one
+    max_tokens:  longest response
+    samples:     responses to each prompt
+    temperature: that of the RL run's rollouts
+    kv_scales:   for an FP8 KV cache: "calibrated" on a rollout, as after each weight sync, or vLLM's "unit" (1.0)
+    mode:        mode of the engine; None: on a GPU a process of its own, which leaves nothing there; on a CPU, this one
+
+    Raises ConfigError for values out of range.
     """
 
     max_tokens: int = 512
@@ -37,10 +40,8 @@ class SampleSettings:
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "samples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: a whole number of at least 1")
-        if not 0 < self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature!r}; allowed: above 0 (at 0 every log-prob is 0)")
+            whole(name, getattr(self, name))
+        in_range(self, {"temperature": (lambda x: 0 < x < inf, "above 0 (at 0 every log-prob is 0)")})
         if self.kv_scales not in ("calibrated", "unit"):
             raise ConfigError(f"kv_scales is {self.kv_scales!r}; allowed: calibrated, unit")
 
@@ -56,10 +57,9 @@ class Sampled(NamedTuple):
 def sample(
     setup: EngineSetup, prompts: Sequence[Sequence[int]], settings: SampleSettings, **vllm_kwargs: Any
 ) -> tuple[list[Sampled], dict[str, Any]]:
-    """Sample `settings.samples` responses of the engine to each prompt.
+    """Sample `settings.samples` responses of the engine to each prompt, and shut the engine down.
 
-    Also returns what really ran: the engine's facts, and under `kv_scales` where its scales came from. The engine is
-    gone when this returns.
+    Also returns the engine's facts, and under `kv_scales` the origin of its scales.
     """
     from fp8plan.runtime.engine.engine import RolloutEngine
 
@@ -69,14 +69,13 @@ def sample(
     try:
         scales = _calibrated(engine, prompts, settings) if engine.state.fp8_kv else None
         every = [tokens for tokens in prompts for _ in range(settings.samples)]
-        found = _generated(engine, every, settings)
-        return found, engine.facts | {"kv_scales": scales}
+        return _generated(engine, every, settings), engine.facts | {"kv_scales": scales}
     finally:
         engine.shutdown()
 
 
 def _calibrated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSettings) -> str:
-    """Calibrate first on prompts, so that no scale of 1.0 clips what is sampled, then on the samples, as a run does."""
+    """Calibrate first on prompts, so that no scale of 1.0 clips the samples, then on the samples, as a run does."""
     if settings.kv_scales == "unit":
         return "1.0"
     first = [list(tokens) for tokens in prompts[:FIRST_CALIBRATION]]
@@ -99,19 +98,18 @@ def _generated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSe
         for number in range(len(prompts))
     ]
     outputs = engine.generate([{"prompt_token_ids": list(tokens)} for tokens in prompts], params)
-    return [_sampled(list(tokens), output.outputs[0]) for tokens, output in zip(prompts, outputs, strict=True)]
-
-
-def _sampled(prompt: list[int], completion: Any) -> Sampled:
-    tokens = list(completion.token_ids)
-    logprobs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)]
-    return Sampled(prompt, tokens, logprobs)
+    samples = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        logprobs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)]
+        samples.append(Sampled(list(prompt), tokens, logprobs))
+    return samples
 
 
 FORMS: Final = '{"prompt_token_ids": [...]}, {"messages": [{"role": ..., "content": ...}]} or {"prompt": "..."}'
 
-# Used where no prompts are given: tasks as in RL for reasoning. A mismatch depends on the text; your own prompts are
-# better.
+# The default prompts: tasks as in RL for reasoning. A mismatch depends on the text; your own prompts are better.
 TASKS: Final = (
     "A train leaves at 9:40 and arrives at 13:05. On the way it stands still for 35 minutes. How long does it move?",
     "Find all real x with x^4 - 5x^2 + 4 = 0 and explain each step.",
@@ -135,12 +133,11 @@ Prompt = Sequence[int] | str | Mapping[str, Any]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read prompts, one of FORMS in each line. Raises ConfigError naming the first line that is none."""
+    """Read prompts, one of FORMS in each line. Raises ConfigError that names the first other line."""
     lines = read(path, "file of prompts", hint=f"allowed: {FORMS}").rows
-    found = [_prompt(row, f"line {number} of {path}") for number, row in lines]
-    if not found:
+    if not lines:
         raise ConfigError(f"{path} holds no prompts; allowed: lines like {FORMS}")
-    return found
+    return [_prompt(row, f"line {number} of {path}") for number, row in lines]
 
 
 def _prompt(row: Any, where: str) -> Prompt:
@@ -156,22 +153,22 @@ def _prompt(row: Any, where: str) -> Prompt:
 
 
 def token_ids(prompts: Sequence[Prompt] | None, model_path: str, most_prompts: int | None = None) -> list[list[int]]:
-    """Token ids of each prompt (of the first `most_prompts`), or of TASKS if none are given.
+    """Token ids of each prompt (of the first `most_prompts`); None: of TASKS.
 
-    Messages go through the chat template, texts are taken as they are, and TASKS through the template where the model
-    has one: a prompt that its model never sees in training has another mismatch.
+    Messages go through the chat template, and so do TASKS if the model has one: a prompt unlike those of training has
+    another mismatch. Texts stay as they are.
 
-    Raises ConfigError for an empty prompt, and for texts where the model has no tokeniser.
+    Raises ConfigError for an empty prompt, and for texts if the model has no tokeniser.
     """
-    given: Sequence[Prompt] = (TASKS if prompts is None else prompts)[:most_prompts]
-    if not given or any(not prompt for prompt in given):
+    some: Sequence[Prompt] = (TASKS if prompts is None else prompts)[:most_prompts]
+    if not some or any(not prompt for prompt in some):
         raise ConfigError("a prompt is empty, or there is none; allowed: token ids or text for each response")
-    if all(not isinstance(prompt, str | Mapping) for prompt in given):
-        return [[int(token) for token in prompt] for prompt in given]
+    if all(not isinstance(prompt, str | Mapping) for prompt in some):
+        return [[int(token) for token in prompt] for prompt in some]
     tokeniser = _tokeniser(model_path)
     if prompts is None and tokeniser.chat_template:
-        given = [{"messages": [{"role": "user", "content": task}]} for task in given]
-    return [_encoded(prompt, tokeniser) for prompt in given]
+        some = [{"messages": [{"role": "user", "content": task}]} for task in some]
+    return [_encoded(prompt, tokeniser) for prompt in some]
 
 
 def _tokeniser(model_path: str) -> Any:

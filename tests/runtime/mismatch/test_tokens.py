@@ -36,7 +36,7 @@ def test_padded(dtype: Any) -> None:
     assert tokens.log_ratio.tolist() == [0.25] * 5
     assert tokens.offsets.tolist() == [0, 3, 3, 5]
     assert (len(tokens), tokens.sequences, tokens.lengths.tolist()) == (5, 3, [3, 0, 2])
-    assert tokens.unpack(tokens.train, fill=7.0).tolist() == [[0, -1, 7, -3], [7] * 4, [7, -9, -10, 7]]
+    assert tokens.unpack(tokens.train).tolist() == [[0, -1, 0, -3], [0] * 4, [0, -9, -10, 0]]
     assert tokens.select(TRAIN).tolist() == VALID
     assert torch.equal(tokens.mask(), MASK.to(dtype))
     kept = tokens.mask(tokens.train > -5)

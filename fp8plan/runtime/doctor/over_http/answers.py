@@ -1,6 +1,6 @@
-"""The answers of a `vllm serve`, as far as they are read: their types, and what they say in the doctor's words.
+"""The answers of a `vllm serve`: types of the fields that the doctor reads, and their translation.
 
-A field that a type does not name may be anything. Everything that a type names has been checked when it is used.
+Other fields may be anything. The client has checked all fields of a type before their use.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fp8plan.runtime.doctor.over_http.client import GIVE_URL, CannotLook, shown
 
 Samples = Mapping[str, Sequence[tuple[Mapping[str, str], str]]]  # name -> (labels, value) of each sample
 
-SAMPLE: Final = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.M)  # of Prometheus's text format
+SAMPLE: Final = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.M)  # Prometheus's text format
 LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-# Values of vLLM's CUDAGraphMode, as JSON has them.
+# Values of vLLM's CUDAGraphMode in JSON.
 GRAPHS: Final = {
     "0": "NONE",
     "1": "PIECEWISE",
@@ -57,7 +57,7 @@ class Tokens(Struct):
 
 
 class Facts(Struct, kw_only=True):
-    """Facts of a worker, as runtime.worker.facts reads them; a server may tell a part of them."""
+    """Facts of a worker, as runtime.worker.facts names them; a server may answer only some."""
 
     vllm_version: str | UnsetType = UNSET
     device: str | UnsetType = UNSET
@@ -207,11 +207,11 @@ def samples(text: str) -> Samples:
 
 
 def total(metrics: Samples, name: str) -> int:
-    """Add a counter up over its labels. Raises ConfigError without one, and CannotLook for what is no count."""
+    """The sum of a counter over its labels. Raises ConfigError without one, and CannotLook for a value that is no
+    count."""
     if name not in metrics:
         raise ConfigError(f"/metrics has no {name}")
-    counts = [_count(name, value) for _, value in metrics[name]]
-    return int(sum(counts))
+    return int(sum(_count(name, value) for _, value in metrics[name]))
 
 
 def _count(name: str, text: str) -> float:
@@ -225,7 +225,7 @@ def _count(name: str, text: str) -> float:
 
 
 def facts_of(info: Info, metrics: Samples) -> dict[str, Any]:
-    """The facts that a server's own pages tell of it, as runtime.worker.facts names it."""
+    """Facts from a server's own pages, under the names of runtime.worker.facts."""
     config = info.vllm_config if isinstance(info.vllm_config, Config) else Config()
     model, transfer = config.model_config or ModelConfig(), config.weight_transfer_config
     graphs = (config.compilation_config or CompilationConfig()).cudagraph_mode
@@ -246,15 +246,15 @@ def facts_of(info: Info, metrics: Samples) -> dict[str, Any]:
 
 
 def plain(answer: Struct) -> dict[str, Any]:
-    """Return the fields that the server answered, as plain data."""
+    """The fields of an answer as plain data."""
     fields: dict[str, Any] = msgspec.to_builtins(answer)
     return fields
 
 
 def output_of(answer: Completion, prompt: Sequence[int], settings: Mapping[str, Any]) -> Any:
-    """A completion as vLLM's own RequestOutput has it, as far as it is read.
+    """A completion in the form of vLLM's RequestOutput, with the fields that the doctor reads.
 
-    Raises ConfigError for one without token ids, and for one that lacks log-probs that were asked for.
+    Raises ConfigError for one without token ids, and for one without the log-probs of the question.
     """
     (choice,) = answer.choices
     if not choice.token_ids:
@@ -276,7 +276,7 @@ def _rows(
     tokens: Sequence[int],
     settings: Mapping[str, Any],
 ) -> list[dict[int, Any] | None]:
-    """Token id -> something with a logprob, for each token. Nothing comes before a prompt's first, so it has none."""
+    """Token id -> object with a logprob, for each token except a prompt's first, which has none."""
     rows = [None if row is None else _row(what, row) for row in answered or ()]
     if what not in settings:
         return rows
@@ -287,7 +287,7 @@ def _rows(
 
 
 def _row(what: str, row: Mapping[str, Entry | float | None]) -> dict[int, Any]:
-    """Token id -> something with a logprob: NaN, where JSON has null. Keys are "123", or "token_id:123"."""
+    """Token id -> object with a logprob, NaN for JSON's null. Keys are "123", or "token_id:123"."""
     values = {name: entry.logprob if isinstance(entry, Entry) else entry for name, entry in row.items()}
     try:
         tokens = [int(name.removeprefix("token_id:")) for name in row]

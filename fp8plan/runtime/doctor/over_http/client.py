@@ -1,7 +1,7 @@
-"""An HTTP client that trusts nothing that a server answers: neither its shape, nor its size, nor that it ends.
+"""An HTTP client that trusts no server: neither the shape of its answers, nor their size, nor that they end.
 
-Every answer has a deadline and a type. A server that breaks off, sends a byte a second, or answers something that no
-`vllm serve` does, is one ConfigError.
+Every answer has a deadline and a type. A server that breaks off, sends a byte a second, or does not answer like a
+`vllm serve`, gives one ConfigError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8plan.schemas import checked
 
 T = TypeVar("T")
 
-TIMEOUT_S: Final = 120.0  # for everything that one doctor asks
+TIMEOUT_S: Final = 120.0  # for all questions of one doctor
 PAGE_S: Final = 20.0  # for a page, which costs a server nothing
 MOST_BYTES: Final = 1 << 26  # of one answer: log-probs of 256 tokens with 20 alternatives are 300 kB
 # vLLM's server takes the first for its --api-key, and vLLM's own clients (`vllm chat`, `vllm bench serve`) the second.
@@ -53,7 +53,7 @@ class Server:
 
     url:       of the server, with or without /v1
     api_key:   None: that of the environment (KEYS), if it has one
-    timeout_s: seconds for all that is asked, from now on
+    timeout_s: seconds for all questions, from now on
 
     Raises ConfigError for a key that no header can hold, and a time that is no number above 0.
     """
@@ -66,14 +66,14 @@ class Server:
         self._timeout_s, self._until = timeout_s, monotonic() + timeout_s
 
     def text(self, path: str) -> str:
-        """Return the answer to a GET. Raises what `json` does, and CannotLook for what is no text."""
+        """The answer to a GET as text. Raises as `json` does, and CannotLook for bytes that are no text."""
         try:
             return self._asked(path).decode()
         except UnicodeDecodeError as error:
             raise self._strange(path, error) from None
 
     def json(self, path: str, kind: type[T], body: Mapping[str, Any] | None = None) -> T:
-        """Return the answer to a GET, or with a body to a POST, as JSON of a type.
+        """The answer to a GET, or with a body to a POST, as JSON of a type.
 
         Raises Refused for an error's status, and CannotLook for anything but a whole answer of this type in time.
         """
@@ -122,8 +122,8 @@ class Server:
         return content
 
 
-def _key(given: str | None) -> str | None:
-    key = given if given is not None else next(filter(None, map(os.environ.get, KEYS)), None)
+def _key(key: str | None) -> str | None:
+    key = key if key is not None else next(filter(None, map(os.environ.get, KEYS)), None)
     key = None if key is None else key.strip()
     if key and not (key.isascii() and key.isprintable()):
         raise ConfigError(
@@ -140,7 +140,7 @@ def _beginning(error: HTTPError) -> str:
 
 
 def _cause(error: Exception) -> str:
-    """Text of an error; of urllib's own, which is "<urlopen error ...>", what lies below it."""
+    """Text of an error, or of the error inside urllib's "<urlopen error ...>"."""
     cause = getattr(error, "reason", error)
     if isinstance(cause, IncompleteRead):
         return "its answer breaks off"
@@ -151,10 +151,10 @@ def _typed(error: HTTPError) -> str:
     return f"; type: --api-key KEY, or export {KEYS[0]}=KEY" if error.code in (401, 403) else ""
 
 
-def shown(what: Any) -> str:
-    """Return what a server sent as printable text of one line."""
-    text = " ".join((str(what) or type(what).__name__).split())
-    return "".join(x if x.isprintable() else "?" for x in text)[:200]
+def shown(answer: Any) -> str:
+    """A server's answer as printable text of one line."""
+    text = " ".join((str(answer) or type(answer).__name__).split())
+    return "".join(character if character.isprintable() else "?" for character in text)[:200]
 
 
 class _Timed(RawIOBase):

@@ -1,11 +1,11 @@
-"""Observations of a `vllm serve`, by what it answers over HTTP. Everything that is asked of a server is here.
+"""Observations of a `vllm serve` from its answers over HTTP. All questions to a server are here.
 
 /v1/models, /metrics        every server
 /v1/completions, /tokenize  every server: log-probs of a decode, of a prefill, with the prefix cache and without
 /server_info                with VLLM_SERVER_DEV_MODE=1
 /fp8plan/status             with fp8plan's weight-transfer backend
 
-A page that a server does not have leaves its checks unknown. One that breaks off, or is none of vLLM's, ends the look.
+A missing page leaves its checks unknown. A page that breaks off, or is not vLLM's, ends the look.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
-from fp8plan.runtime.doctor.observe import Given, Notes, asked, measured_on
+from fp8plan.runtime.doctor.observe import Notes, Request, measured_on, observed_by_requests
 from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.doctor.over_http import answers
 from fp8plan.runtime.doctor.over_http.client import CannotLook, Refused, Server, shown
@@ -39,13 +39,13 @@ class NotGenerating(CannotLook):
     """A server that answers a plain request with an error of its own (HTTP 500 and above)."""
 
 
-def observe_server(server: Server, given: Given) -> Observed:
+def observe_server(server: Server, request: Request) -> Observed:
     """Observe a server.
 
-    Raises ConfigError for a server that cannot be looked at, and for a line of a file of prompts that is none.
+    Raises ConfigError for a server that cannot be looked at, and for a line of the prompt file that is no prompt.
     """
     model, notes = server.json("/v1/models", answers.Models).data[0], Notes()
-    sequences = (given.prompts or ()) if given.prompt_file is None else tokens_of(server, given.prompt_file)
+    sequences = (request.prompts or ()) if request.prompt_file is None else _tokens_of(server, request.prompt_file)
     status = notes.of("status", lambda: server.json(STATUS, answers.Status)) or answers.Status()
     info = notes.of("server_info", lambda: server.json("/server_info?config_format=json", answers.Info))
     page = notes.of("preemptions", lambda: answers.samples(server.text("/metrics")))
@@ -56,22 +56,22 @@ def observe_server(server: Server, given: Given) -> Observed:
     facts |= {} if status.weights is None else {"weights": status.weights.version}
     inside = dict.fromkeys(("ranks", "kv_scales", "version", "kernels"), UNSEEN)
     notes.unseen |= inside | {"weights": FROM_INSIDE}
-    counts = None if page is None else notes.of("preemptions", lambda: [answers.total(page, x) for x in COUNTERS])
+    counts = None if page is None else notes.of("preemptions", lambda: [answers.total(page, name) for name in COUNTERS])
     state = SyncState(SyncSettings(), None, fp8_kv=False)
     state.longest_prompt = None if model.max_model_len is None else model.max_model_len - 1
     refusal, heard = status.refusal, dict[str, Any]()
     if refusal is None:
         try:
-            heard = asked(answering(server, model.id), state, given, sequences, notes)
+            heard = observed_by_requests(_answering(server, model.id), state, request, sequences, notes)
         except NotGenerating as error:
             refusal = str(error)
     runs = preset_of(facts)
-    gpu, kernels = measured_on(given, facts, notes)
+    gpu, kernels = measured_on(request, facts, notes)
     names = None if "kernels" not in facts else kernel_names(facts, PRESETS[runs]) if runs else facts["kernels"]
     return Observed(
         target=f"{server.url}, {shown(model.id)}",
         gpu=gpu,
-        precision=given.precision or (status.precision if status.precision in PRESETS else None),
+        precision=request.precision or (status.precision if status.precision in PRESETS else None),
         runs=runs,
         ranks=[facts] if facts else [],
         kernels=names,
@@ -85,8 +85,8 @@ def observe_server(server: Server, given: Given) -> Observed:
     )
 
 
-def answering(server: Server, model: str) -> Any:
-    """Return what runs procedures on a server: it generates, and answers no rpc."""
+def _answering(server: Server, model: str) -> Any:
+    """The function that runs procedures on a server, which generates and answers no rpc."""
 
     def generated(prompt: Sequence[int], settings: Mapping[str, Any]) -> Any:
         tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -108,14 +108,13 @@ def answering(server: Server, model: str) -> Any:
     return partial(driven, answer=answer)
 
 
-def tokens_of(server: Server, path: Path) -> list[list[int]]:
-    """Read a file of prompts, and have the server turn texts into token ids. Raises ConfigError for a line that is no
-    prompt."""
-    return [_tokens(server, prompt) for prompt in read_prompts(path)]
+def _tokens_of(server: Server, path: Path) -> list[list[int]]:
+    """Prompts of a file, with texts as the server's token ids. Raises ConfigError for a line that is no prompt."""
 
+    def tokens(prompt: Any) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        body = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+        return server.json("/tokenize", answers.Tokens, body).tokens
 
-def _tokens(server: Server, prompt: Any) -> list[int]:
-    if isinstance(prompt, list):
-        return prompt
-    body = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
-    return server.json("/tokenize", answers.Tokens, body).tokens
+    return [tokens(prompt) for prompt in read_prompts(path)]
