@@ -1,8 +1,7 @@
-"""The families that are known: one row for each model_type, saying how its config's fields become parts.
+"""The known families: one row for each model_type, by which its config's fields become parts.
 
-A row says only where the family differs from Llama. Two tests hold the rows: tests/model/architecture/test_families.py
-against transformers' own model of the same config, element by element, and test_vllm.py against the linears that vLLM
-builds. Where the comments name a file, it is vLLM's.
+A row has only differences from Llama. tests/model/architecture/test_families.py compares each with transformers' model
+of the same config, element by element, and test_vllm.py with the linears that vLLM builds. Comments name vLLM's files.
 
 vLLM runs olmo, olmo2, smollm3 and starcoder2, and by 0.30 olmo3 and hunyuan too, through its Transformers backend. It
 fuses and quantises the same linears there (models/transformers/base.py).
@@ -49,7 +48,7 @@ _MAMBA: Final[Readers] = {
     "mamba": special.mamba2,
 }
 _CONV: Final[Readers] = {"full_attention": attention, "conv": special.short_conv}
-_GEMMA3: Final = {  # what published configs of Gemma 3 leave to the config class
+_GEMMA3: Final = {  # fields that published configs of Gemma 3 leave to the config class
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -70,14 +69,7 @@ _QWEN3_NEXT: Final = Family(
     defaults={"attn_output_gate": True},
     own=_DELTA_OWN,
 )
-_QWEN3_5: Final = Family(
-    kinds=_DELTA_KINDS,
-    mixers=_DELTA,
-    qk_norm="head",
-    gated_attention="attn_output_gate",
-    defaults={"attn_output_gate": True},
-    own=_DELTA_OWN,
-)
+_QWEN3_5: Final = replace(_QWEN3_NEXT, moe=None)
 _GLM4_MOE: Final = Family(
     o_bias=False,
     qk_norm=("use_qk_norm", "head"),
@@ -104,7 +96,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3": Family(qk_norm="head", kinds=later, defaults={"use_sliding_window": False, "max_window_layers": 28}),
     "llama": Family(mlp_bias="mlp_bias"),
     "mistral": Family(qkv_bias=False, o_bias=False, kinds=everywhere),
-    # The shared expert is one that Qwen3 itself does not have. qwen3_moe.py reads its field all the same.
+    # Qwen3 has no shared expert, but qwen3_moe.py reads its field.
     "qwen3_moe": Family(qk_norm="head", moe=_QWEN_MOE, missing=_QWEN_WINDOW),
     "mixtral": Family(qkv_bias=False, o_bias=False, kinds=everywhere, moe=Moe(inner="intermediate_size")),
     # Qwen
@@ -139,8 +131,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
         defaults={"first_k_dense_replace": 3},
         missing=_NO_MLA_BIAS,
     ),
-    # vLLM reads its params.json, as DeepSeek-V3 without a correction of the router's scores
-    # (transformers_utils/configs/mistral.py); in the layout of transformers 0.30 does not run it.
+    # vLLM reads its params.json as DeepSeek-V3 without a correction of the router's scores
+    # (transformers_utils/configs/mistral.py). 0.30 does not run it in the layout of transformers.
     "mistral4": Family(mixers=_MLA, moe=_DEEPSEEK, own=("kv_lora_rank",), missing=_NO_MLA_BIAS),
     "longcat_flash": Family(
         mixers=_MLA,
@@ -374,8 +366,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
 # Model types that vLLM reads as another (transformers_utils/config.py, _CONFIG_REGISTRY).
 SAME_AS: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
 
-# Multimodal models that vLLM runs with a text model of FAMILIES as it is -> the type of that model where the config has
-# none. Each class in vllm/model_executor/models makes it by init_vllm_registered_model, or names its class.
+# Multimodal models that vLLM runs with a text model of FAMILIES -> its type if the config has none. Each class in
+# vllm/model_executor/models makes the text model by init_vllm_registered_model, or names its class.
 WRAPPERS: Final[Mapping[str, str]] = {
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
@@ -424,8 +416,8 @@ WRAPPERS: Final[Mapping[str, str]] = {
     "paddleocr_vl": "paddleocr_vl_text",
 }
 
-# Families that are looked for, with a part that nothing here describes yet, or that have no class of their own in vLLM
-# 0.30 (models/registry.py, _PREVIOUSLY_SUPPORTED_MODELS, says up to which version).
+# Families that users may ask for, with a part that is not modelled or without a class in vLLM 0.30 (models/registry.py,
+# _PREVIOUSLY_SUPPORTED_MODELS, has the last version).
 _DROPPED: Final = "which vLLM has no class for since 0.24 (models/registry.py: supported until 0.23),"
 REFUSED: Final[Mapping[str, str]] = {
     "bamba": f"bamba, {_DROPPED}",

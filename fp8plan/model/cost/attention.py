@@ -33,7 +33,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fp8plan.model.architecture.linear import kv_heads_of_rank
+from fp8plan.model.architecture.mixers import kv_heads_of_rank
 from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.cost.base import (
     READS,

@@ -7,14 +7,12 @@ vllm/v1/core/kv_cache_utils.py):
     num_gpu_blocks = available // bytes of a block
 
 The engine measures the terms on the GPU. Here they are modelled from the shapes:
-- weights: every tensor, with the allocator's rounding, and DeepGEMM's workspace.
-- activation peak: the buffers alive at the two peaks of profile_run, written down from the source.
-- non-torch and CUDA graphs: constants measured on one H200 with vLLM 0.26.0 on 2026-11-21, as are the checks of the
-  other terms (profiles/h200_sxm/vllm-0.26.0/first_look): two models, four precisions, one rank. Seven more families
-  were measured two days later (../families); a comment says where they decided something. What these engines do not
-  show, such as several ranks, is from public logs or not known, and said so.
-The CUDA context and NCCL come before the engine's first snapshot, so they do not count, and neither does what it
-allocates after profiling (a dense model's graphs, block tables): both live in the share gpu_memory_utilization leaves.
+- weights: every tensor, with the allocator's rounding, and DeepGEMM's workspace;
+- activation peak: the buffers alive at the two peaks of profile_run, from the source;
+- non-torch and CUDA graphs: constants measured on one H200 with vLLM 0.26.0 (profiles/h200_sxm/vllm-0.26.0: first_look
+  and families), and from public logs for several ranks.
+The CUDA context, NCCL, and allocations after profiling (a dense model's graphs, block tables) are not counted. They
+live in the share that gpu_memory_utilization leaves.
 """
 
 from fp8plan.model.memory.activations import activation_peak_bytes

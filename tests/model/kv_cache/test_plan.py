@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kv_oracle import VLLM, Shape, of_ours, plan, specs, token_bytes
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture.linear import Cache
+from fp8plan.model.architecture.mixers import Cache
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import plan_kv_cache
 from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, indexer_cache
