@@ -22,8 +22,8 @@ from fp8plan.model.cost.base import Array, FloatArray, IntArray, StepBatch, Wind
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import MemoryPlan
 from fp8plan.model.memory.kv_plan import KvPlan
+from fp8plan.model.memory.plan import MemoryPlan
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.schedule.scheduler import Sampled, Schedule, schedule
 from fp8plan.model.setup import EngineSetup

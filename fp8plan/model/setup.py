@@ -12,9 +12,9 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import MemoryPlan, memory_plan
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import model_caches
+from fp8plan.model.memory.plan import MemoryPlan, memory_plan
 from fp8plan.model.precision import Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile

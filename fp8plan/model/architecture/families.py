@@ -37,7 +37,12 @@ _INDEXED: Final[Readers] = {"indexed_attention": special.indexed, "full_attentio
 _DEEPSEEK: Final = Moe(shared_count=True, sparse=after_dense)
 _DEEPSEEK_V3: Final = Moe(shared_count=True, sparse=after_dense, router_bias=True)
 _NO_MLA_BIAS: Final[Mapping[str, str]] = {"attention_bias": "biases in latent attention (attention_bias)"}
-_SPARSE_OWN: Final = ("kv_lora_rank", "index_topk")
+_V3: Final = Family(
+    mixers=_MLA, moe=_DEEPSEEK_V3, own=("kv_lora_rank",), defaults={"first_k_dense_replace": 3}, missing=_NO_MLA_BIAS
+)
+_V32: Final = replace(
+    _V3, kinds=lambda _, layers: ["indexed_attention"] * layers, mixers=_INDEXED, own=("kv_lora_rank", "index_topk")
+)
 _DELTA: Final[Readers] = {"full_attention": attention, "linear_attention": special.delta_net}
 _DELTA_OWN: Final = ("linear_num_key_heads",)
 _DELTA_KINDS: Final = every(4, "full_attention_interval", other="linear_attention")
@@ -88,6 +93,15 @@ _GEMMA4: Final = Family(
 )
 _ERNIE: Final = Family(qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", tied=True)
 _HUNYUAN: Final = Family(qk_norm=("use_qk_norm", "head"), defaults={"use_qk_norm": True})
+_EXAONE: Final = Family(qkv_bias=False, o_bias=False, kinds=every(4, "sliding_window_pattern"), qk_norm="head")
+_LFM2: Final = Family(
+    qkv_bias=False,
+    o_bias=False,
+    kinds=special.at_indices("full_attn_idxs", "conv"),
+    mixers=_CONV,
+    qk_norm="head",
+    tied=True,
+)
 _GRANITE_MOE: Final = Moe(inner="intermediate_size", shared="shared_intermediate_size", shared_stream=False)
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -116,21 +130,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "deepseek_v2": Family(
         mixers=_MLA, moe=_DEEPSEEK, own=("kv_lora_rank",), missing=_NO_MLA_BIAS, published={"num_experts_per_tok": 6}
     ),
-    "deepseek_v3": Family(
-        mixers=_MLA,
-        moe=_DEEPSEEK_V3,
-        own=("kv_lora_rank",),
-        defaults={"first_k_dense_replace": 3},
-        missing=_NO_MLA_BIAS,
-    ),
-    "deepseek_v32": Family(
-        kinds=lambda _, layers: ["indexed_attention"] * layers,
-        mixers=_INDEXED,
-        moe=_DEEPSEEK_V3,
-        own=_SPARSE_OWN,
-        defaults={"first_k_dense_replace": 3},
-        missing=_NO_MLA_BIAS,
-    ),
+    "deepseek_v3": _V3,
+    "deepseek_v32": _V32,
     # vLLM reads its params.json as DeepSeek-V3 without a correction of the router's scores
     # (transformers_utils/configs/mistral.py). 0.30 does not run it in the layout of transformers.
     "mistral4": Family(mixers=_MLA, moe=_DEEPSEEK, own=("kv_lora_rank",), missing=_NO_MLA_BIAS),
@@ -142,13 +143,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
         own=("kv_lora_rank",),
         missing={**_NO_MLA_BIAS, "router_bias": "a bias in the router's matrix (router_bias)"},
     ),
-    "kimi_linear": Family(
+    "kimi_linear": replace(
+        _V3,
         kinds=special.kimi_kinds,
         mixers={"full_attention": special.latent, "linear_attention": special.kimi_delta},
-        moe=_DEEPSEEK_V3,
         own=("kv_lora_rank", "linear_attn_config"),
         defaults={"first_k_dense_replace": 1},
-        missing=_NO_MLA_BIAS,
     ),
     # GLM
     "glm": Family(o_bias=False, defaults={"attention_bias": True}),
@@ -157,23 +157,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "glm_ocr_text": Family(o_bias=False, norms=4),
     "glm4_moe": _GLM4_MOE,
     "glm4v_moe_text": replace(_GLM4_MOE, defaults={"attention_bias": True, "first_k_dense_replace": 1}),
-    "glm4_moe_lite": Family(
-        mixers=_MLA,
-        moe=_DEEPSEEK_V3,
-        own=("kv_lora_rank",),
-        defaults={"first_k_dense_replace": 1},
-        missing=_NO_MLA_BIAS,
-    ),
-    "glm_moe_dsa": Family(
-        kinds=lambda _, layers: ["indexed_attention"] * layers,
-        mixers=_INDEXED,
-        layer=special.indexed_layer,
-        by_number=True,
-        moe=_DEEPSEEK_V3,
-        own=_SPARSE_OWN,
-        defaults={"first_k_dense_replace": 3},
-        missing=_NO_MLA_BIAS,
-    ),
+    "glm4_moe_lite": replace(_V3, defaults={"first_k_dense_replace": 1}),
+    "glm_moe_dsa": replace(_V32, layer=special.indexed_layer, by_number=True),
     # Gemma
     "gemma": Family(tied=True),
     "gemma2": Family(kinds=every(2, "sliding_window_pattern"), norms=4, tied=True),
@@ -197,12 +182,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         own=("attention_chunk_size",),
     ),
     "arcee": Family(gated=False, mlp_bias="mlp_bias"),
-    "apertus": Family(
-        qk_norm="head",
-        gated=False,
-        mlp_bias="mlp_bias",
-        defaults={"hidden_act": "xielu"},
-    ),
+    "apertus": Family(qk_norm="head", gated=False, mlp_bias="mlp_bias", defaults={"hidden_act": "xielu"}),
     "smollm3": Family(
         mlp_bias="mlp_bias",
         tied=True,
@@ -210,8 +190,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "seed_oss": Family(o_bias="attention_out_bias", mlp_bias="mlp_bias"),
     "internlm3": Family(
-        mlp_bias="mlp_bias",
-        missing={"bias": "biases by the field bias", "qkv_bias": "biases by the field qkv_bias"},
+        mlp_bias="mlp_bias", missing={"bias": "biases by the field bias", "qkv_bias": "biases by the field qkv_bias"}
     ),
     "ministral3": Family(qkv_bias=False, o_bias=False, kinds=everywhere),
     # NVIDIA and IBM
@@ -247,10 +226,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         own=("mamba_d_state",),
     ),
     "falcon_h1": Family(
-        layer=special.beside_mamba,
-        mlp_bias="mlp_bias",
-        defaults={"mamba_rms_norm": False},
-        own=("mamba_d_state",),
+        layer=special.beside_mamba, mlp_bias="mlp_bias", defaults={"mamba_rms_norm": False}, own=("mamba_d_state",)
     ),
     # OLMo
     "olmo": Family(norm_vectors=0),
@@ -295,21 +271,13 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_vl_text": _HUNYUAN,
-    "hunyuan_v1_moe": Family(
-        qk_norm=("use_qk_norm", "head"),
+    "hunyuan_v1_moe": replace(
+        _HUNYUAN,
         moe=Moe(inner="intermediate_size", shared="intermediate_size"),
-        defaults={"use_qk_norm": True},
         missing={"use_cla": "attention that shares KV across layers (use_cla)"},
     ),
-    "exaone4": Family(qkv_bias=False, o_bias=False, kinds=every(4, "sliding_window_pattern"), qk_norm="head"),
-    "exaone_moe": Family(
-        qkv_bias=False,
-        o_bias=False,
-        kinds=every(4, "sliding_window_pattern"),
-        qk_norm="head",
-        moe=_DEEPSEEK_V3,
-        defaults={"first_k_dense_replace": 1},
-    ),
+    "exaone4": _EXAONE,
+    "exaone_moe": replace(_EXAONE, moe=_DEEPSEEK_V3, defaults={"first_k_dense_replace": 1}),
     "cohere": Family(qk_norm=("use_qk_norm", "width"), norms=1, tied=True),
     "cohere2": Family(kinds=every(4, "sliding_window_pattern"), norms=1, tied=True),
     "starcoder2": Family(
@@ -332,24 +300,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "jais2": Family(
         norm_vectors=2, gated=False, mlp_bias="mlp_bias", defaults={"attention_bias": True, "mlp_bias": True}
     ),
-    "lfm2": Family(
-        qkv_bias=False,
-        o_bias=False,
-        kinds=special.at_indices("full_attn_idxs", "conv"),
-        mixers=_CONV,
-        qk_norm="head",
+    "lfm2": replace(
+        _LFM2,
         inner=special.lfm2_inner,
-        tied=True,
         defaults={"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "conv_L_cache": 3},
     ),
-    "lfm2_moe": Family(
-        qkv_bias=False,
-        o_bias=False,
-        kinds=special.at_indices("full_attn_idxs", "conv"),
-        mixers=_CONV,
-        qk_norm="head",
+    "lfm2_moe": replace(
+        _LFM2,
         moe=Moe(sparse=after_dense, router_bias="use_expert_bias"),
-        tied=True,
         defaults={"num_dense_layers": 2, "use_expert_bias": True, "conv_L_cache": 3},
     ),
     "mimo_v2_flash": Family(

@@ -231,9 +231,19 @@ class LatentAttention(Part):
     indexer: Indexer | None = None
     shares_index: bool = False  # attends to the tokens picked by an earlier layer's indexer
 
+    @property
+    def latent_width(self) -> int:
+        """Elements of one token's latent, and of one head's query in decode."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Elements of one head's query in prefill."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
-        heads, latent = self.heads // tp, self.kv_lora_rank + self.qk_rope_head_dim
-        queries = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        heads, latent = self.heads // tp, self.latent_width
+        queries = heads * self.query_width
         if self.q_lora_rank:
             first = (
                 fused("fused_qkv_a_proj", (self.q_lora_rank, latent), hidden),
@@ -266,7 +276,7 @@ class LatentAttention(Part):
         Sparse attention in FP8 packs a token into 656 bytes with its scales (fp8_ds_mla).
         """
         index = self.indexer.head_dim + self.indexer.head_dim // INDEX_BLOCK * 4 if self.indexer else 0
-        return (Cache("latent", self.kv_lora_rank + self.qk_rope_head_dim, index_bytes_per_token=index),)
+        return (Cache("latent", self.latent_width, index_bytes_per_token=index),)
 
     def _index_linears(self, hidden: int) -> tuple[Linear, ...]:
         if self.indexer is None:

@@ -29,6 +29,7 @@ from fp8plan.model.architecture.mixers import (
     fused,
     row,
 )
+from fp8plan.model.precision import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,22 @@ class Experts(Part):
         w13, w2 = column("experts_w13", (1 + self.gated) * inner, hidden), row("experts_w2", hidden, inner)
         w13, w2 = self.held(w13._replace(padded=True), w2._replace(padded=True))
         return w13, w2
+
+    def stored_linears(self, hidden: int, precision: Precision, slices: int = 1) -> tuple[Linear, Linear]:
+        """`expert_linears` as a rank stores them: in FP8 vLLM pads the expert's and the model's width to whole blocks.
+
+        2,880 of gpt-oss become 2,944 (quantization/online/fp8.py, maybe_roundup_sizes).
+        """
+        w13, w2 = self.expert_linears(hidden, slices)
+        if precision.weights == "bf16":
+            return w13, w2
+        rows, columns = precision.weight_block
+        inner, width = -(-w2.k // rows) * rows, -(-w13.k // columns) * columns
+        return w13._replace(n=inner * (w13.n // w2.k), k=width), w2._replace(n=width, k=inner)
+
+    def stored_bytes(self, hidden: int, precision: Precision, slices: int = 1) -> int:
+        """Bytes of one routed expert on one rank."""
+        return sum(precision.linear_bytes(w.n, w.k, True) for w in self.stored_linears(hidden, precision, slices))
 
     def most_on_a_rank(self, ranks: int) -> int:
         """Experts of the fullest rank if `ranks` share whole experts (vLLM's determine_expert_map)."""

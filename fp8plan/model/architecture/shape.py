@@ -124,17 +124,6 @@ class ModelShape:
         """The matrices that FP8 weights leave in BF16 (`Linear.left_in_bf16`)."""
         return tuple(linear for linear in self.linears(tensor_parallel_size) if linear.left_in_bf16)
 
-    def stored_expert(self, experts: Experts, precision: Precision, slices: int = 1) -> tuple[Linear, Linear]:
-        """The w13 and w2 matrices of one routed expert as one rank stores them. slices: as in Experts"""
-        w13, w2 = experts.expert_linears(self.hidden_size, slices)
-        if precision.weights == "bf16":
-            return w13, w2
-        # vLLM pads each rank's expert to whole scale blocks, and the width that it works on too: 2,880 of gpt-oss
-        # become 2,944 (quantization/online/fp8.py, maybe_roundup_sizes).
-        rows, columns = precision.weight_block
-        inner, hidden = -(-w2.k // rows) * rows, -(-w13.k // columns) * columns
-        return w13._replace(n=inner * (w13.n // w2.k), k=hidden), w2._replace(n=hidden, k=inner)
-
     def caches(self, tensor_parallel_size: int = 1) -> tuple[Cache, ...]:
         """The caches of all layers on one rank, in order. A layer without a cache has no entry."""
         tp = tensor_parallel_size
@@ -157,22 +146,20 @@ class ModelShape:
 
         expert_ranks: as in EngineLimits; the rank is one of those with the most experts
         """
-        tp = tensor_parallel_size
+        tp, hidden = tensor_parallel_size, self.hidden_size
         total = sum(
             w.layers * precision.linear_bytes(w.n, w.k, w.quantised) for w in self.linears(tp) if w.name != "lm_head"
         )
         total += sum(
-            n * experts.most_on_a_rank(expert_ranks) * self._expert_bytes(experts, precision, tp // expert_ranks)
+            n * experts.most_on_a_rank(expert_ranks) * experts.stored_bytes(hidden, precision, tp // expert_ranks)
             for experts, n in self.parts_of(Experts)
         )
         if precision.weights != "bf16":
             total += sum(n * self._dequantised_bytes(part, tp) for part, n in self.parts_of(LatentAttention))
-        table = self.padded_vocab_size // tp * self.hidden_size * BF16_BYTES
+        table = self.padded_vocab_size // tp * hidden * BF16_BYTES
         total += table if self.tie_word_embeddings else 2 * table
-        vectors = sum(
-            n * part.vectors(self.hidden_size, tp) for part, n in self.counted if not isinstance(part, Experts)
-        )
-        vectors += sum(n * part.vectors(self.hidden_size, tp, expert_ranks) for part, n in self.parts_of(Experts))
+        vectors = sum(n * part.vectors(hidden, tp) for part, n in self.counted if not isinstance(part, Experts))
+        vectors += sum(n * part.vectors(hidden, tp, expert_ranks) for part, n in self.parts_of(Experts))
         return total + (vectors + self._own_vectors(tp, self.padded_vocab_size)) * BF16_BYTES
 
     def kv_bytes_per_token(self, precision: Precision, tensor_parallel_size: int = 1) -> int:
@@ -248,10 +235,6 @@ class ModelShape:
         """Bytes of the BF16 matrices that vLLM keeps beside a kv_b_proj in FP8."""
         kv_b = next(x for x in latent.linears(self.hidden_size, tp) if x.name == "kv_b_proj")
         return latent.dequantised_elements(tp) * BF16_BYTES if kv_b.quantised else 0
-
-    def _expert_bytes(self, experts: Experts, precision: Precision, slices: int) -> int:
-        """Bytes of one routed expert in one layer on one rank."""
-        return sum(precision.linear_bytes(w.n, w.k, True) for w in self.stored_expert(experts, precision, slices))
 
 
 def bundled_models() -> tuple[str, ...]:

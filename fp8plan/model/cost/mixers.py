@@ -126,7 +126,7 @@ def latent_cost(
     if not batch.prefill_tokens.any():
         return total + decode
     # Prefill computes in BF16 for any dtype of the cache (mla/prefill).
-    attention = Attention(latent.heads, latent.heads, qk_width(latent), latent.v_head_dim)
+    attention = Attention(latent.heads, latent.heads, latent.query_width, latent.v_head_dim)
     earlier = (batch.prefill_kv_tokens - batch.prefill_tokens) * float(2 * latent.dequantised_elements(tp))
     projected = traffic(earlier, gpu.bf16_flops, profile.named("gemm.bf16.compute_efficiency"))
     rows = batch.prefill_tokens * float(latent.heads // tp)
@@ -150,7 +150,7 @@ def _decode(
     part = traffic(flops, gpu.bf16_flops / gpu.sm_count, profile.named(f"{prefix}_compute_efficiency"))
     part = part + times(np.ones_like(flops), *profile.named(f"{prefix}_tile_seconds"))
     memory = traffic(bytes_, gpu.memory_bandwidth, profile.named(f"{prefix}_bandwidth_efficiency"))
-    queries = read.decode_requests * float(latent.heads // tp * _latent_width(latent) * BF16_BYTES)
+    queries = read.decode_requests * float(latent.heads // tp * latent.latent_width * BF16_BYTES)
     absorbed = times(queries / gpu.memory_bandwidth, *profile.named(f"mla.{precision.kv}.absorbed_passes"))
     return norm8(memory, part.scaled(rounds)) + absorbed
 
@@ -158,11 +158,6 @@ def _decode(
 def _tiles(latent: LatentAttention, tp: int) -> int:
     """Tiles of one rank's heads."""
     return -(-(latent.heads // tp) // TILE_HEADS)
-
-
-def latent_cache_cost(tokens: Array, latent: LatentAttention, precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of writing the latents of `tokens` in one layer, (steps,)."""
-    return kv_write_cost(tokens, _latent_width(latent), precision, gpu, profile)
 
 
 def read_by(batch: StepBatch, latent: LatentAttention) -> StepBatch:
@@ -174,22 +169,12 @@ def read_by(batch: StepBatch, latent: LatentAttention) -> StepBatch:
 
 def latent_bytes(latent: LatentAttention, precision: Precision) -> int:
     """Bytes of one token's latent on each rank."""
-    return _latent_width(latent) * precision.kv_element_bytes
-
-
-def _latent_width(latent: LatentAttention) -> int:
-    """Elements of one token's latent, and of one head's query in decode."""
-    return latent.kv_lora_rank + latent.qk_rope_head_dim
+    return latent.latent_width * precision.kv_element_bytes
 
 
 def decode_flops(latent: LatentAttention, tp: int) -> int:
     """FLOPs of one decoded token on one latent, on one rank: q k^T over all of it, p v over its first part."""
-    return 2 * _tiles(latent, tp) * TILE_HEADS * (2 * latent.kv_lora_rank + latent.qk_rope_head_dim)
-
-
-def qk_width(latent: LatentAttention) -> int:
-    """Elements of one head's query in prefill."""
-    return latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    return 2 * _tiles(latent, tp) * TILE_HEADS * (latent.kv_lora_rank + latent.latent_width)
 
 
 def _index_cost(batch: StepBatch, indexer: Indexer, gpu: Gpu, profile: Profile) -> Cost:
@@ -259,7 +244,7 @@ def caches_cost(m: Array, shape: ModelShape, precision: Precision, tp: int, gpu:
     for attention, number in shape.parts_of(Attention):
         total = total + cache_cost(m, attention, precision, tp, gpu, profile).scaled(number)
     for latent, number in shape.parts_of(LatentAttention):
-        total = total + latent_cache_cost(m, latent, precision, gpu, profile).scaled(number)
+        total = total + kv_write_cost(m, latent.latent_width, precision, gpu, profile).scaled(number)
     return total
 
 
@@ -296,6 +281,6 @@ def flops(batch: StepBatch, mixer: Mixer, tp: int) -> Array:
         return (read.decode_kv_tokens + read.prefill_pairs) * float(flops_per_pair(mixer, tp))
     if isinstance(mixer, LatentAttention):
         read, heads = read_by(batch, mixer), mixer.heads // tp
-        prefill = read.prefill_pairs * float(2 * heads * (qk_width(mixer) + mixer.v_head_dim))
+        prefill = read.prefill_pairs * float(2 * heads * (mixer.query_width + mixer.v_head_dim))
         return prefill + read.decode_kv_tokens * float(decode_flops(mixer, tp))
     return batch.prefill_tokens * (0.0 if isinstance(mixer, ShortConv) else float(scan_flops(mixer, tp)))

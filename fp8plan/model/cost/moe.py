@@ -116,29 +116,6 @@ def is_tuned(on_rank: int, inner: int, precision: Precision, gpu: Gpu) -> bool:
     return shapes is None or (on_rank, inner) in shapes
 
 
-def expert_bytes(experts: Experts, hidden: int, precision: Precision, slices: int) -> int:
-    """Weight bytes of one expert on one rank: gate and up as one matrix, and down.
-
-    hidden: the model's width
-    slices: as EngineLimits.expert_slices
-    """
-    hidden, inner = stored_sizes(experts, hidden, precision, slices)
-    first = precision.linear_bytes((1 + experts.gated) * inner, hidden, True)
-    return first + precision.linear_bytes(hidden, inner, True)
-
-
-def stored_sizes(experts: Experts, hidden: int, precision: Precision, slices: int) -> tuple[int, int]:
-    """The model's width and one expert's on one rank, as the engine holds them.
-
-    In FP8 vLLM pads both to whole scale blocks (quantization/online/fp8.py, maybe_roundup_sizes).
-    """
-    inner = experts.intermediate_size // slices
-    if precision.weights == "bf16":
-        return hidden, inner
-    rows, columns = precision.weight_block
-    return -(-hidden // columns) * columns, -(-inner // rows) * rows
-
-
 def expert_flops(experts: Experts, hidden: int, slices: int) -> int:
     """FLOPs of one token through one expert on one rank, without padding."""
     return 2 * (2 + experts.gated) * hidden * (experts.intermediate_size // slices)
@@ -182,8 +159,9 @@ def moe_cost(
         hit, computed = busiest_experts(m, experts, ranks, hit), busiest_rows(m, experts, ranks)
     elif hit is None:
         hit = distinct_experts(m, experts)
-    width, inner = stored_sizes(experts, hidden, precision, slices)
-    read = hit * expert_bytes(experts, hidden, precision, slices)
+    first, _ = experts.stored_linears(hidden, precision, slices)
+    width, inner = first.k, first.n // (1 + experts.gated)
+    read = hit * experts.stored_bytes(hidden, precision, slices)
     matrices = 2 + experts.gated
     on_rank = experts.most_on_a_rank(ranks)
     if untuned in profile.coefficients and not is_tuned(on_rank, inner, precision, gpu):

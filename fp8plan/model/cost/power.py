@@ -34,7 +34,7 @@ from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention
 from fp8plan.model.cost.base import Array, Component, Cost, StepBatch, tokens_of
 from fp8plan.model.cost.gemm import linear_dtype, peak_flops
 from fp8plan.model.cost.mixers import bytes_read, flops, mixers_of
-from fp8plan.model.cost.moe import distinct_experts, expert_bytes, expert_flops
+from fp8plan.model.cost.moe import distinct_experts, expert_flops
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16_BYTES, Precision
@@ -68,8 +68,8 @@ def bytes_bound(model: Engine, batch: StepBatch) -> Array:
     for mixer, number in mixers_of(shape):
         read = read + bytes_read(batch, mixer, precision, tp) * number
     for experts, number in shape.parts_of(Experts):
-        one = expert_bytes(experts, shape.hidden_size, precision, model.limits.expert_slices) * number
-        read = read + distinct_experts(tokens, experts) * (one / model.limits.expert_ranks)
+        each = experts.stored_bytes(shape.hidden_size, precision, model.limits.expert_slices) * number
+        read = read + distinct_experts(tokens, experts) * (each / model.limits.expert_ranks)
     return np.asarray(read / model.gpu.memory_bandwidth)
 
 

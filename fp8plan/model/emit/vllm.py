@@ -23,7 +23,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.held import MODULES
 from fp8plan.model.architecture.parts import parts
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import CPU_KV_CACHE_GIB
+from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
 from fp8plan.model.precision import Stored
 from fp8plan.model.risk.expected import Level, RiskBudget
 from fp8plan.model.setup import EngineSetup

@@ -113,9 +113,8 @@ def _latent_bytes(shape: ModelShape, limits: EngineLimits) -> int:
     context = max(min(max(8 * longest, 4 * pages), MOST_MLA_CONTEXT), pages)
     most = 0
     for part, _ in shape.parts_of(LatentAttention):
-        heads, latent = part.heads // tp, part.kv_lora_rank + part.qk_rope_head_dim
-        query = part.qk_nope_head_dim + part.qk_rope_head_dim
-        row = shape.hidden_size + latent + heads * (query + part.v_head_dim)
+        heads = part.heads // tp
+        row = shape.hidden_size + part.latent_width + heads * (part.query_width + part.v_head_dim)
         most = max(most, tokens * row + context * heads * (part.qk_nope_head_dim + part.v_head_dim))
     return most * BF16_BYTES
 

@@ -1,6 +1,18 @@
-"""The memory plan of one rank: weights, activations, CUDA graphs, and the KV pool that is left.
+"""GPU memory of one vLLM 0.26 rank: weights, activation peak, CUDA graphs, and the KV blocks that are left.
 
-The formula is in fp8plan.model.memory.
+The formula is the engine's own (determine_available_memory in vllm/v1/worker/gpu_worker.py, get_kv_cache_configs in
+vllm/v1/core/kv_cache_utils.py):
+
+    available = ceil(total memory * gpu_memory_utilization) - weights - activation peak - non-torch - CUDA graphs
+    num_gpu_blocks = available // bytes of a block
+
+The engine measures the terms on the GPU. Here they are modelled from the shapes:
+- weights: every tensor, with the allocator's rounding, and DeepGEMM's workspace;
+- activation peak: the buffers alive at the two peaks of profile_run, from the source;
+- non-torch and CUDA graphs: constants measured on one H200 with vLLM 0.26.0 (profiles/h200_sxm/vllm-0.26.0: first_look
+  and families), and from public logs for several ranks.
+The CUDA context, NCCL, and allocations after profiling (a dense model's graphs, block tables) are not counted. They
+live in the share that gpu_memory_utilization leaves.
 """
 
 from __future__ import annotations
@@ -113,7 +125,7 @@ def _tensors(shape: ModelShape, precision: Precision, tp: int, expert_ranks: int
         if w.name != "lm_head":
             yield w.elements * (FP8_BYTES if online and w.quantised else BF16_BYTES), w.layers
     for experts, layers in shape.parts_of(Experts):
-        for w in shape.stored_expert(experts, precision, tp // expert_ranks):
+        for w in experts.stored_linears(shape.hidden_size, precision, tp // expert_ranks):
             yield experts.most_on_a_rank(expert_ranks) * w.elements * (FP8_BYTES if online else BF16_BYTES), layers
 
 

@@ -9,9 +9,9 @@ from measured_families import NATIVE_MXFP4, engine_name, engines, shape_of
 
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits, model_runner
-from fp8plan.model.memory import MemoryPlan, memory_plan
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import model_caches
+from fp8plan.model.memory.plan import MemoryPlan, memory_plan
 from fp8plan.model.precision import PRESETS
 
 H200 = find_gpu("h200")

@@ -14,11 +14,7 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.hardware import find_gpu, gpus
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import (
-    MemoryPlan,
-    check_pool,
-    memory_plan,
-)
+from fp8plan.model.memory.plan import MemoryPlan, check_pool, memory_plan
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS
 
 GIB = 1 << 30
