@@ -104,7 +104,6 @@ class Gpu:
         """
         if self.is_cpu:
             return None if precision.weights == "bf16" else _NO_BLOCK_FP8_ON_CPU
-        capability = f"compute capability {self.architecture}"
         if self.compute_capability is not None and self.compute_capability < FIRST_BF16_CAPABILITY:
             least = ".".join(map(str, FIRST_BF16_CAPABILITY))
             return (
@@ -116,8 +115,8 @@ class Gpu:
         if not self.stores_fp8_only:
             return f"fp8plan does not know the FP8 FLOP/s of {self.product}, which FP8 weights are computed with"
         return (
-            f"fp8plan does not model FP8 weights on {self.product} ({capability}): vLLM widens them to BF16 inside of "
-            f"Marlin's GEMM there (W8A16), and fp8plan knows W8A8 alone, which starts at "
+            f"fp8plan does not model FP8 weights on {self.product} (compute capability {self.architecture}): vLLM "
+            f"widens them to BF16 inside of Marlin's GEMM there (W8A16), and fp8plan knows W8A8 alone, which starts at "
             f"{'.'.join(map(str, FIRST_FP8_CAPABILITY))}"
         )
 

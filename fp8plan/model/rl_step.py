@@ -108,31 +108,12 @@ def full_prefill(shape: ModelShape, limits: EngineLimits, longest: int) -> StepB
     """One step that fills the token budget with whole prompts of `longest` tokens, the last one shorter."""
     tokens = min(limits.max_num_batched_tokens, limits.max_num_seqs * longest)
     whole, rest = divmod(tokens, longest)
-    once = np.ones(1, dtype=np.int64)
-    kinds = dict.fromkeys((cache.kind, cache.window) for cache in shape.caches() if cache.window)
-    windows = [Spec(kind, 1, window=window) for kind, window in kinds]
     requests = whole + (rest > 0)
-    return StepBatch(
-        decode_requests=0 * once,
-        decode_kv_tokens=0 * once,
-        prefill_tokens=tokens * once,
-        prefill_requests=requests * once,
-        prefill_kv_tokens=tokens * once,
-        prefill_pairs=(whole * _pairs(longest) + _pairs(rest)) * once,
-        sampled_requests=requests * once,
-        windows=tuple(
-            WindowReads(
-                group.kind,
-                group.window,
-                decode_kv_tokens=0 * once,
-                prefill_kv_tokens=tokens * once,
-                prefill_pairs=(whole * pairs_read(group, 0, longest) + pairs_read(group, 0, rest)) * once,
-            )
-            for group in windows
-        ),
-    )
-
-
-def _pairs(tokens: int) -> int:
-    """Query-key pairs of a prompt under causal attention."""
-    return tokens * (tokens + 1) // 2
+    nothing, every, chunks = (np.array([count]) for count in (0, tokens, requests))
+    windows = []
+    for kind, window in dict.fromkeys((cache.kind, cache.window) for cache in shape.caches() if cache.window):
+        spec = Spec(kind, 1, window=window)
+        pairs = np.array([whole * pairs_read(spec, 0, longest) + pairs_read(spec, 0, rest)])
+        windows.append(WindowReads(kind, window, nothing, every, pairs))
+    pairs = np.array([(whole * longest * (longest + 1) + rest * (rest + 1)) // 2])  # causal attention
+    return StepBatch(nothing, nothing, every, chunks, every, pairs, chunks, tuple(windows))

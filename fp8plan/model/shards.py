@@ -165,10 +165,8 @@ def refusals(
     gpu: Gpu | None = None,
 ) -> dict[str, str]:
     """Targets that cannot run `shape` on that many ranks -> the reason."""
-    reasons = {
-        target: why_not_shardable(shape, precision, tensor_parallel, target, expert_parallel, gpu) for target in TARGETS
-    }
-    return {target: reason for target, reason in reasons.items() if reason is not None}
+    pairs = ((x, why_not_shardable(shape, precision, tensor_parallel, x, expert_parallel, gpu)) for x in TARGETS)
+    return {target: reason for target, reason in pairs if reason is not None}
 
 
 def _whole_blocks(shape: ModelShape, tp: int, expert_slices: int) -> Iterator[Size]:

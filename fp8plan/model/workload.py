@@ -241,9 +241,9 @@ def parse_lengths(text: str, column: str) -> Lengths:
         if kind == "lognormal":
             parts = [part.partition("=") for part in rest.split(",")]
             fields = {name: value for name, _, value in parts}
-            if len(fields) < len(parts):
-                raise ValueError("a name is given twice")
-            return LogNormal(float(fields.pop("mean")), float(fields.pop("sigma")), _last(fields, "max"))
+            if len(fields) < len(parts) or len(fields) > 3:
+                raise ValueError("a name is given twice, or unknown")
+            return LogNormal(float(fields["mean"]), float(fields["sigma"]), int(fields["max"]))
     except (ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -252,13 +252,6 @@ def parse_lengths(text: str, column: str) -> Lengths:
     if path.suffix in (".jsonl", ".parquet"):
         return Trace(tuple(_read_column(path, column)), str(path))
     raise ConfigError(f"cannot read the lengths {text!r}; allowed: {LENGTHS_SYNTAX}")
-
-
-def _last(fields: dict[str, str], name: str) -> int:
-    value = int(fields.pop(name))
-    if fields:
-        raise ValueError(f"unknown: {', '.join(fields)}")
-    return value
 
 
 def _read_column(path: Path, column: str) -> list[Any]:

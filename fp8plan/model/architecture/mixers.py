@@ -1,7 +1,7 @@
-"""What a layer keeps and multiplies: weight matrices as vLLM cuts them, caches, and the mixers that use both.
+"""Mixers, and what all parts of a layer consist of: weight matrices as vLLM cuts them, and caches.
 
-Mixers look back at every token (softmax attention with grouped queries, multi-head latent attention), or keep a state
-of fixed size for each request (linear attention, state-space layers, short convolutions).
+Mixers look back at every token (softmax attention, latent attention), or keep a state of fixed size for each request
+(linear attention, state-space layers, short convolutions).
 Sizes of the states: vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator and
 MambaStateDtypeCalculator. The state of a convolution has the model's dtype. So has the recurrent state, unless the
 family's config says otherwise (`state_element_bytes`). Convolutions are linears without the quantisation config.

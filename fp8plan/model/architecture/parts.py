@@ -14,7 +14,6 @@ from typing import TypeAlias
 from fp8plan.model.architecture.mixers import (
     Attention,
     Cache,
-    CacheKind,
     DeltaNet,
     Indexer,
     KimiDelta,
@@ -173,9 +172,8 @@ class LayerInput(Part):
 
 
 __all__ = [
-    "Attention", "Cache", "CacheKind", "DeltaNet", "Experts", "Indexer", "KimiDelta", "LatentAttention", "Layer",
-    "LayerInput", "Linear", "Mamba2", "Mixer", "Mlp", "Part", "QkNorm", "ShortConv", "Size", "TokenPart", "mixers",
-    "parts",
+    "Attention", "Cache", "DeltaNet", "Experts", "Indexer", "KimiDelta", "LatentAttention", "Layer", "LayerInput",
+    "Linear", "Mamba2", "Mixer", "Mlp", "Part", "QkNorm", "ShortConv", "Size", "TokenPart", "mixers", "parts",
 ]  # fmt: skip
 
 Mixer: TypeAlias = Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2 | ShortConv

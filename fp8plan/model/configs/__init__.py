@@ -85,12 +85,6 @@ def _config_file(text: str) -> Path:
     return file
 
 
-def _check_hub_id(name: str) -> None:
-    """Raise ConfigError for an id that ends like those of weights in GGUF."""
-    if name.lower().endswith("gguf"):
-        raise ConfigError(f"model {shown(name)} is {OTHERS['*.gguf'][0]}; {BF16_MODEL}")
-
-
 def _of_url(text: str) -> str:
     """The hub id of a URL of the hub, or the path of a file URL."""
     try:
@@ -208,7 +202,8 @@ def _download(name: str) -> Path:
     near = list(dict.fromkeys(names[match] for match in get_close_matches(name.lower(), names, n=4, cutoff=0.5)))
     hint = f"nearest bundled: {', '.join(near)}; " if near else ""
     advice = f"{hint}all bundled: fp8plan models; otherwise give a folder with a config.json or a hub id (owner/name)"
-    _check_hub_id(name)
+    if name.lower().endswith("gguf"):
+        raise ConfigError(f"model {shown(name)} is {OTHERS['*.gguf'][0]}; {BF16_MODEL}")
     if name.count("/") != 1:
         raise ConfigError(f"unknown model {shown(name)}; {advice}")
     try:

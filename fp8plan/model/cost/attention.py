@@ -138,16 +138,14 @@ def attention_cost(
 
     edge: computed tokens of each decoding request beyond those read, shape (steps,); None: the mean over any lengths
     """
-    name = f"attention.{precision.kv}.launch_seconds"
-    working = (batch.decode_requests + batch.prefill_tokens) > 0
-    read = seen(batch, attention)
-    total = times(np.where(working, 1.0, 0.0), *profile.named(name))
+    working, read = (batch.decode_requests + batch.prefill_tokens) > 0, seen(batch, attention)
+    total = times(np.where(working, 1.0, 0.0), *profile.named(f"attention.{precision.kv}.launch_seconds"))
     if edge is None:
         edge = np.full(working.shape, key_block(attention.head_dim) * (1.0 if attention.window else 0.5))
     total = total + _decode(read, edge, attention, precision, tensor_parallel, gpu, profile)
-    if not batch.prefill_tokens.any():
-        return total
-    return total + prefill_cost(read, attention, precision, tensor_parallel, gpu, profile)
+    if batch.prefill_tokens.any():
+        total = total + prefill_cost(read, attention, precision, tensor_parallel, gpu, profile)
+    return total
 
 
 def cache_cost(tokens: Array, attention: Attention, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
@@ -166,17 +164,12 @@ def cache_cost(tokens: Array, attention: Attention, precision: Precision, tp: in
 def kv_write_cost(tokens: Array, width: int, precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of writing K and V, read in BF16, in one layer. width: elements of both together"""
     bytes_per_token = width * (BF16_BYTES + precision.kv_element_bytes)
-    return _streaming(f"kv_write.{precision.kv}", tokens, bytes_per_token, gpu, profile)
+    return streaming_cost(f"kv_write.{precision.kv}", tokens, bytes_per_token, gpu, profile)
 
 
 def quantise_query_cost(tokens: Array, width: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of quantising Q of `width` elements to E4M3, in one layer."""
-    return _streaming("quantise_query", tokens, width * (BF16_BYTES + FP8_BYTES), gpu, profile)
-
-
-def _streaming(name: str, tokens: Array, bytes_per_token: float, gpu: Gpu, profile: Profile) -> Cost:
-    names = f"{name}.launch_seconds", f"{name}.bandwidth_efficiency"
-    return streaming_cost(tokens, bytes_per_token, names, gpu, profile)
+    return streaming_cost("quantise_query", tokens, width * (BF16_BYTES + FP8_BYTES), gpu, profile)
 
 
 def _decode(

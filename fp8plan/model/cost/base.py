@@ -61,15 +61,15 @@ READS = tuple(field.name for field in fields(WindowReads) if field.name not in (
 def joined(batches: Sequence[StepBatch]) -> StepBatch:
     """The steps of several batches of one model, one after the other."""
 
-    def together(rows: Sequence[object], names: Sequence[str]) -> dict[str, Array]:
+    def concatenated(rows: Sequence[object], names: Sequence[str]) -> dict[str, Array]:
         return {name: np.concatenate([getattr(row, name) for row in rows]) for name in names}
 
     windows = tuple(
-        WindowReads(same[0].kind, same[0].window, **together(same, READS))
+        WindowReads(same[0].kind, same[0].window, **concatenated(same, READS))
         for same in zip(*(batch.windows for batch in batches), strict=True)
     )
     follows = np.concatenate([following(batch) for batch in batches])
-    return StepBatch(**together(batches, QUANTITIES), windows=windows, follows=follows)
+    return StepBatch(**concatenated(batches, QUANTITIES), windows=windows, follows=follows)
 
 
 def following(batch: StepBatch) -> Array:
@@ -235,11 +235,14 @@ def total_of(components: Sequence[Component]) -> Array:
     return total
 
 
-def streaming_cost(rows: Array, bytes_per_row: float, names: tuple[str, str], gpu: Gpu, profile: Profile) -> Cost:
+def streaming_cost(
+    name: str, rows: Array, bytes_per_row: float, gpu: Gpu, profile: Profile, bandwidth: str = ""
+) -> Cost:
     """Seconds of one call of a small kernel that streams `rows` rows, shape of `rows`; 0 without rows.
 
-    names: coefficients of its launch (seconds) and its bandwidth (a share of the GPU's)
+    name:      prefix of its coefficients
+    bandwidth: prefix of its bandwidth_efficiency, if it has none of its own
     """
-    launch, efficiency = names
-    moved = traffic(rows * bytes_per_row, gpu.memory_bandwidth, profile.named(efficiency))
-    return moved + times(np.where(rows > 0, 1.0, 0.0), *profile.named(launch))
+    efficiency = profile.named(f"{bandwidth or name}.bandwidth_efficiency")
+    moved = traffic(rows * bytes_per_row, gpu.memory_bandwidth, efficiency)
+    return moved + times(np.where(rows > 0, 1.0, 0.0), *profile.named(f"{name}.launch_seconds"))

@@ -40,6 +40,7 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
 
+STREAM_TOKENS = 256  # most tokens for which shared experts run on their own stream
 SHARED_MEMORY = 232448  # bytes of an SM that a kernel may use
 BLOCK_K = 128
 MOST_STAGES = 16
@@ -322,9 +323,6 @@ def quantise_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu
     moved = m * elements * (BF16_BYTES + _activation_bytes(precision.gemm_dtype))
     fixed = constant(name, profile.coefficient(name) * sum(linear.layers for linear in chosen), m)
     return fixed + traffic(moved, gpu.memory_bandwidth, profile.named(efficiency))
-
-
-STREAM_TOKENS = 256
 
 
 def overlapped(linears: Sequence[Linear], gpu: Gpu, experts: Sequence[Experts]) -> list[Linear]:

@@ -68,8 +68,7 @@ def activation_cost(m: Array, inner: int, gpu: Gpu, profile: Profile) -> Cost:
 
 
 def _elementwise(name: str, m: Array, elements: int, gpu: Gpu, profile: Profile) -> Cost:
-    names = f"{name}.launch_seconds", "overhead.bandwidth_efficiency"
-    return streaming_cost(m, elements * BF16_BYTES, names, gpu, profile)
+    return streaming_cost(name, m, elements * BF16_BYTES, gpu, profile, "overhead")
 
 
 def _activations(shape: ModelShape, tensor_parallel: int, gpu: Gpu) -> dict[int, int]:

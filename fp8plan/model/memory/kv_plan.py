@@ -204,17 +204,6 @@ class KvPlan:
         return sum(group.blocks(self.rules, tokens) for group in self.groups)
 
     @property
-    def request_bytes(self) -> int:
-        """Memory that one request of max_model_len needs ("GiB KV cache is needed" in vLLM's error)."""
-        return self.request_blocks * self.block_bytes
-
-    @property
-    def fits(self) -> bool:
-        """True if one request of max_model_len fits, so that the engine starts. Only 0.30 subtracts the null block."""
-        free = self.num_blocks - (self.rules.vllm == "0.30")
-        return free > 0 and self.request_blocks <= free
-
-    @property
     def tokens(self) -> int:
         """The engine's "GPU KV cache size": tokens in requests of max_model_len."""
         return int(self.num_blocks / self.request_blocks * self.rules.max_model_len)

@@ -7,22 +7,20 @@ layers outermost: vLLM's choice on Hopper and on a CPU for every family except D
 
 `kv_cache_dtype="fp8"` (E4M3) on Hopper, by kind of cache (vllm/v1/attention/backends, read, not run):
 full, sliding, chunked: FlashAttention 3 reads FP8, with sinks too, up to a head size of 256 (flash_attn.py:
-    supports_kv_cache_dtype; fa_utils.py: get_flash_attn_version). FlashAttention 4, for larger heads, gets FP8 on
-    Blackwell only. vLLM then takes FlashInfer (head sizes 64, 128, 256 and 512, no sinks on Hopper), or else Triton.
-    So it is for Gemma 4, which has two head sizes (Gemma4Config in models/config.py). With one head size 0.26 does not
-    look at it, and chooses FlashAttention 4 anyway.
+    supports_kv_cache_dtype; fa_utils.py: get_flash_attn_version). For larger heads vLLM takes FlashInfer (no sinks on
+    Hopper) or Triton. If a model has one head size only, 0.26 chooses FlashAttention 4, which has FP8 on Blackwell
+    only.
 latent: FlashMLA reads FP8, in blocks of 64 tokens (mla/flashmla.py). With another block size, Triton does
     (triton_mla.py). FlashAttention does not (flashattn_mla.py).
-latent with an indexer: FlashMLA's sparse kernel reads the layout fp8_ds_mla, in blocks of 64, which "fp8" then means
+latent with an indexer: "fp8" means the layout fp8_ds_mla of FlashMLA's sparse kernel, in blocks of 64
     (flashmla_sparse.py; _canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py). The indexer's keys are always
     FP8.
 state: never FP8; it has its own option (MambaDType in vllm/config/cache.py).
 
 On compute capability 8.0 to 8.8 (Ampere) FlashInfer is the only kernel that reads E4M3, and vLLM's own choice (run on
-A100s: vllm issue 42058, pull request 24577). FlashAttention 2 refuses (flash_attn_supports_kv_cache_dtype), and so does
-Triton, which has no E4M3 ("fp8e4nv") below 8.9. FlashInfer widens E4M3 to BF16 (fast_dequant_f8f16x4 in its
-vec_dtypes.cuh) and keeps Q in BF16 (get_q_data_type in flashinfer.py). It takes heads of 64, 128 and 256, no sinks
-below 9.0, and no MLA below 10.0.
+A100s: vllm issue 42058, pull request 24577). FlashAttention 2 refuses (flash_attn_supports_kv_cache_dtype), and Triton
+has no E4M3 ("fp8e4nv") below 8.9. FlashInfer widens E4M3 to BF16 and keeps Q in BF16 (get_q_data_type in
+flashinfer.py). It takes heads of 64, 128 and 256, no sinks below 9.0, and no MLA below 10.0.
 """
 
 from __future__ import annotations

@@ -189,16 +189,6 @@ class MemoryPlan:
         return self.num_gpu_blocks * self.kv.block_bytes
 
     @property
-    def kv_bytes_per_token(self) -> float:
-        """Bytes of one more token in a long request."""
-        return self.kv.bytes_per_token
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block of attention layers: EngineLimits.block_size, or more if the layers need it."""
-        return self.kv.block_size
-
-    @property
     def num_gpu_blocks(self) -> int:
         """Blocks as the engine reports them; the scheduler has one fewer (the null block)."""
         return self.kv.num_blocks
@@ -211,7 +201,7 @@ class MemoryPlan:
     @property
     def pool_tokens(self) -> int:
         """`num_gpu_blocks * block_size`, which records call measured_kv_cache_tokens."""
-        return self.num_gpu_blocks * self.block_size
+        return self.num_gpu_blocks * self.kv.block_size
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -299,11 +289,12 @@ def _unchecked_plan(
 
 def _gpu_terms(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> dict[str, int]:
     tp = limits.tensor_parallel_size
+    alone = NON_TORCH_BYTES if model_runner(shape, gpu) == "v2" else NON_TORCH_V1_BYTES
     return {
         "requested_bytes": ceil(gpu.memory_bytes * limits.gpu_memory_utilization),
         "weights_bytes": loaded_weight_bytes(shape, precision, tp, limits.expert_ranks, not gpu.stores_fp8_only),
         "activation_bytes": activation_peak_bytes(shape, precision, gpu, limits),
-        "non_torch_bytes": _non_torch_bytes(shape, gpu, tp),
+        "non_torch_bytes": alone + (NON_TORCH_PARALLEL_BYTES if tp > 1 else 0),
         "cudagraph_bytes": cudagraph_reserve_bytes(shape, precision, gpu, limits),
     }
 
@@ -313,11 +304,6 @@ def _cpu_terms(shape: ModelShape, precision: Precision) -> dict[str, int]:
     weights = shape.weight_bytes(precision)
     nothing = dict.fromkeys(("activation_bytes", "non_torch_bytes", "cudagraph_bytes"), 0)
     return {"requested_bytes": weights + CPU_KV_CACHE_GIB * GIB, "weights_bytes": weights} | nothing
-
-
-def _non_torch_bytes(shape: ModelShape, gpu: Gpu, tp: int) -> int:
-    alone = NON_TORCH_BYTES if model_runner(shape, gpu) == "v2" else NON_TORCH_V1_BYTES
-    return alone if tp == 1 else alone + NON_TORCH_PARALLEL_BYTES
 
 
 def _holds(plan: MemoryPlan, tokens: int) -> bool:
