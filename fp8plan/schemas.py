@@ -31,11 +31,6 @@ T = TypeVar("T")
 VERSIONS: Final = {"plan": "1.2", "profile": "1.0", "record": "1.3", "probe": "1.0"}
 FIRST: Final = "1.0"  # of what was written before files had a version
 
-# The fields of a rollout record that are limits of its engine, under vLLM's names.
-LIMITS: Final = (
-    "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "enable_prefix_caching", "async_scheduling", "enforce_eager",
-)  # fmt: skip
 # The fields of a rollout record that have a number for each request: most of a line.
 LENGTHS: Final = ("prompt_lengths", "response_lengths", "prompt_ids")
 # What a rollout record cannot do without; of what is absent or null beside these, vLLM's default is taken.

@@ -23,25 +23,25 @@ FIRST_BF16_CAPABILITY = (8, 0)
 class Gpu:
     """One GPU model, or `cpu`, which stands for any. Peaks are dense (no sparsity) and per GPU; SI units.
 
-    name:               key used by the command line and by profiles, e.g. "h200_sxm"; of a GPU that is given by its
-                        numbers, those (`datasheet`)
+    name:               key used by the command line and by profiles, e.g. "h200_sxm"; or the numbers of a GPU that is
+                        given by these (`datasheet`)
     product:            marketing name as NVML reports it, e.g. "NVIDIA H200"
     compute_capability: (major, minor); None for a CPU
     sm_count:           streaming multiprocessors; a CPU's cores
-    memory_bytes:       memory the driver shows to a process (torch's total_memory), not the box's round number
+    memory_bytes:       memory the driver shows to a process (torch's total_memory), not the rounded size
     memory_bandwidth:   bytes/s, datasheet
-    l2_bytes:           L2 cache; a CPU's last level; 0 where it is not known (no plan reads it)
+    l2_bytes:           L2 cache; a CPU's last level; 0: not known (no plan reads it)
     bf16_flops:         dense BF16 FLOP/s
-    fp8_flops:          dense FP8 FLOP/s; None where the GPU has no FP8 tensor cores (it can still store FP8)
-    nvlink_bandwidth:   bytes/s per GPU in one direction; None where there is no NVLink
+    fp8_flops:          dense FP8 FLOP/s; None without FP8 tensor cores (the GPU can still store FP8)
+    nvlink_bandwidth:   bytes/s per GPU in one direction; None without NVLink
     pcie_bandwidth:     bytes/s in one direction
-    sources:            field name -> where the number is from
-    gpus_per_node:      GPUs that reach each other without the network: those of one host (8 in HGX and DGX hosts), or
-                        of one NVLink domain where that is larger. `--gpus-per-node` overrides it
-    power_limit_watts:  of the GPU alone, as shipped; None where it is not known
+    sources:            field name -> source of the number
+    gpus_per_node:      GPUs that reach each other without the network: of one host (8 in HGX and DGX hosts), or of a
+                        larger NVLink domain. `--gpus-per-node` overrides it
+    power_limit_watts:  of the GPU alone, as shipped; None: not known
     tuned_fp8_experts:  (experts, their intermediate size on one rank) for which vLLM ships a tuned configuration of its
-                        block-FP8 Triton kernel; None where it takes another kernel
-    tuned_bf16_experts: the same of its BF16 kernel; None where it is not known
+                        block-FP8 Triton kernel; None if it uses another kernel
+    tuned_bf16_experts: the same for its BF16 kernel; None: not known
     """
 
     name: str
@@ -70,13 +70,12 @@ class Gpu:
         return self.compute_capability is None
 
     def is_of(self, product: str) -> bool:
-        """True if a machine whose GPU has this product name has this GPU. One that is given by its numbers may have any
-        name but that of another."""
+        """True if a GPU with this product name is this one. A GPU given by its numbers may have any unknown name."""
         return product == self.product or (self.name.startswith(DATASHEET) and _named(product) is None)
 
     @property
     def architecture(self) -> str:
-        """The compute capability as text, such as "9.0", or "cpu". It decides which kernels there are."""
+        """The compute capability as text, such as "9.0", or "cpu"."""
         return "cpu" if self.compute_capability is None else ".".join(map(str, self.compute_capability))
 
     @property
@@ -85,27 +84,26 @@ class Gpu:
 
     @property
     def e8m0_scales(self) -> bool:
-        """True where block-FP8 GEMMs take power-of-two scales only, as DeepGEMM's README says of SM100 (Blackwell).
+        """True if block-FP8 GEMMs need power-of-two scales, as on SM100 (Blackwell) according to DeepGEMM's README.
 
-        On Hopper vLLM uses them too, unless VLLM_USE_DEEP_GEMM_E8M0=0, which the emitters set. SM120, Blackwell without
-        HBM, has no DeepGEMM: CUTLASS takes FP32 scales there.
+        On Hopper vLLM uses them too, unless VLLM_USE_DEEP_GEMM_E8M0=0, which the emitters set. SM120 (Blackwell without
+        HBM) has no DeepGEMM, and CUTLASS uses FP32 scales.
         """
         return self.compute_capability is not None and (10, 0) <= self.compute_capability < (12, 0)
 
     @property
     def stores_fp8_only(self) -> bool:
-        """True for an NVIDIA GPU that can keep FP8, but has no tensor cores for it: kernels widen it to BF16."""
+        """True for an NVIDIA GPU that stores FP8 but has no tensor cores for it, so kernels widen it to BF16."""
         return self.compute_capability is not None and self.compute_capability < FIRST_FP8_CAPABILITY
 
     def why_not(self, precision: Precision) -> str | None:
-        """The reason why a rollout in `precision` is not planned on this GPU, and whose limit that is; None if it is.
+        """The reason why a rollout in `precision` is not planned on this GPU; None if it is.
 
-        An FP8 KV cache is storage, which needs no FP8 tensor cores. What a model's layers allow is said elsewhere
-        (fp8plan.model.memory.kv_specs).
+        An FP8 KV cache is storage, which needs no FP8 tensor cores. Limits of a model's layers are in
+        fp8plan.model.memory.kv_specs.
         """
         if self.is_cpu:
             return None if precision.weights == "bf16" else _NO_BLOCK_FP8_ON_CPU
-        capability = f"compute capability {self.architecture}"
         if self.compute_capability is not None and self.compute_capability < FIRST_BF16_CAPABILITY:
             least = ".".join(map(str, FIRST_BF16_CAPABILITY))
             return (
@@ -117,13 +115,13 @@ class Gpu:
         if not self.stores_fp8_only:
             return f"fp8plan does not know the FP8 FLOP/s of {self.product}, which FP8 weights are computed with"
         return (
-            f"fp8plan does not model FP8 weights on {self.product} ({capability}): vLLM widens them to BF16 inside of "
-            f"Marlin's GEMM there (W8A16), and fp8plan knows W8A8 alone, which starts at "
+            f"fp8plan does not model FP8 weights on {self.product} (compute capability {self.architecture}): vLLM "
+            f"widens them to BF16 inside of Marlin's GEMM there (W8A16), and fp8plan knows W8A8 alone, which starts at "
             f"{'.'.join(map(str, FIRST_FP8_CAPABILITY))}"
         )
 
     def why_fixed_kv_scales(self, precision: Precision) -> str | None:
-        """The reason why an engine keeps the K and V scales that it was started with; None if it reads new ones.
+        """The reason why an engine keeps its first K and V scales; None if it reads new ones.
 
         FlashInfer takes both as numbers (`k_scale=layer._k_scale_float` in flashinfer.py of vLLM 0.30), which CUDA
         graphs of decode steps capture.
@@ -136,22 +134,20 @@ class Gpu:
         )
 
 
-# vllm/model_executor/kernels/linear, 0.30: with AMX it widens the weights and multiplies in BF16 (W8A16), which fp8plan
-# does not model; without it refuses. A KV cache in FP8 is only storage; the CPU backend has it, on x86 with AVX-512 or
-# AMX (cpu_attn.py).
+# vllm/model_executor/kernels/linear, 0.30: with AMX vLLM widens the weights and multiplies in BF16 (W8A16), and without
+# AMX it refuses. The CPU backend has an FP8 KV cache on x86 with AVX-512 or AMX (cpu_attn.py).
 _NO_BLOCK_FP8_ON_CPU = (
     "vLLM's CPU backend has no blockwise FP8 GEMM (W8A8), and fp8plan does not model the one that widens the weights "
     "(W8A16, with AMX); the KV cache alone can be FP8 there, on x86 with AVX-512 or AMX"
 )
 
-# gpus.json maps a name to its facts. A fact is a value, or [value, its source]. A GPU that is `like` another differs
-# from it in the facts it names itself, and has none of its aliases. Of several GPUs with one model name, such as A100,
-# the first is the one that the model name alone means.
-# - sold_as_gb, forms: the GB and the form factors that may stand beside the model name. No other name finds the GPU.
-# - memory_mib: vLLM divides up what cudaMemGetInfo reports, which is torch's total_memory. nvidia-smi shows 0.3 to 0.6
-#   GiB more (what the driver keeps for itself); the difference between driver versions is below 0.2 GiB.
+# gpus.json maps a name to its facts. A fact is a value, or [value, source]. A GPU that is `like` another has its facts
+# too, but none of its aliases. A model name of several GPUs, such as A100, means the first of them.
+# - sold_as_gb, forms: the GB and the form factors that may stand beside the model name.
+# - memory_mib: as cudaMemGetInfo and torch's total_memory report. nvidia-smi shows 0.3 to 0.6 GiB more, which the
+#   driver keeps; driver versions differ by less than 0.2 GiB.
 # - cpu: any x86 laptop or small server of the 2020s, within a factor of a few. A profile's efficiencies are fractions
-#   of these peaks. CPUs differ so much that a profile of one says little about another; `Profile.remarks` says so.
+#   of these peaks. A profile of one CPU says little about another (`Profile.remarks`).
 _TABLE: Final[dict[str, dict[str, Any]]] = json.loads((files(__package__) / "gpus.json").read_text(encoding="utf-8"))
 _UNITS: Final = {
     "memory_mib": ("memory_bytes", 1 << 20),
@@ -166,7 +162,7 @@ _UNITS: Final = {
 
 
 def _facts(name: str) -> dict[str, Any]:
-    """The facts of one GPU, those of the GPU that it is like included."""
+    """The facts of one GPU, including those of the GPU that it is like."""
     row = _TABLE[name]
     return (_facts(row["like"]) if "like" in row else {}) | row
 
@@ -195,17 +191,17 @@ _DEVICES: Final = tuple(map(_device, _TABLE))
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Every GPU that fp8plan knows; the CPU is not among them."""
+    """Every GPU that fp8plan knows, without the CPU."""
     return tuple(device for device in _DEVICES if not device.is_cpu)
 
 
 def find_gpu(name: str) -> Gpu:
-    """Look up a GPU by its name, as NVIDIA, clouds and people write it: "h200", "NVIDIA A100-SXM4-80GB", "rtx4090".
+    """Look up a GPU by its name in any usual spelling: "h200", "NVIDIA A100-SXM4-80GB", "rtx4090".
 
-    "auto" is this machine's GPU; "cpu" stands for any CPU, and "auto" never means it. A GPU that has no name here is
-    given by its numbers: "datasheet:memory_gib=24,..." (`datasheet` lists them).
+    "auto" is this machine's GPU. "cpu" stands for any CPU, and "auto" never means it. A GPU without a name is given by
+    its numbers: "datasheet:memory_gib=24,..." (see `datasheet`).
 
-    Raises ConfigError, naming the nearest, for another name, and when "auto" finds no GPU that fp8plan knows.
+    Raises ConfigError for an unknown name, with the nearest ones, and if "auto" finds no known GPU.
     """
     if not isinstance(name, str):
         raise ConfigError(f"gpu is {name!r}; allowed: a name such as 'h200', or 'auto'")
@@ -226,7 +222,7 @@ def find_gpu(name: str) -> Gpu:
     )
 
 
-# What stands beside a model name without changing which GPU it is.
+# Words beside a model name that do not change its meaning.
 _NOISE: Final = frozenset(
     "nvidia geforce tesla rtx gpu graphics card tensor core blackwell generation edition hgx dgx mega ac".split()
 )
@@ -236,7 +232,7 @@ _WORDS: Final = re.compile(
 
 
 class _Written(NamedTuple):
-    """A GPU's name taken apart: the words of its model, its form factor, and its memory in GB."""
+    """The parts of a GPU's name: words of its model, form factor, and memory in GB."""
 
     model: frozenset[str]
     forms: frozenset[str]
@@ -244,7 +240,7 @@ class _Written(NamedTuple):
 
 
 def _taken_apart(name: str) -> _Written:
-    """Take apart "NVIDIA A100-SXM4-80GB", or a line of `nvidia-smi -L`, whatever its case and separators."""
+    """The parts of a name such as "NVIDIA A100-SXM4-80GB" or a line of `nvidia-smi -L`, in any case and spelling."""
     line = re.sub(r"^gpu \d+:|\(uuid.*\)$", "", name.strip().lower())
     text = " ".join(_WORDS.sub(r" \1 ", re.sub(r"[^a-z0-9]+", " ", line)).split())
     memory = re.compile(r"\b(\d{1,6}) ?gi?b?\b")
@@ -261,17 +257,19 @@ def _spellings(device: Gpu) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _named(name: str) -> Gpu | None:
-    """The GPU that a name means, None if there is none: one of the table's names as it stands; else the first GPU of
-    that model whose memory and form factor are those that the name says, if it says them."""
+    """The GPU that a name means; None if there is none.
+
+    It has one of the table's names, or is the first GPU of that model with the memory and form factor in the name.
+    """
     key = name.strip().lower()
     for device in _DEVICES:
         if key in _spellings(device):
             return device
-    asked = _taken_apart(name)
+    parts = _taken_apart(name)
     for device in _DEVICES:
         facts = _facts(device.name)
-        fits = asked.forms <= set(facts.get("forms", ())) and asked.gb <= set(facts.get("sold_as_gb", ()))
-        if asked.model and fits and any(_taken_apart(written).model == asked.model for written in _spellings(device)):
+        fits = parts.forms <= set(facts.get("forms", ())) and parts.gb <= set(facts.get("sold_as_gb", ()))
+        if parts.model and fits and any(_taken_apart(written).model == parts.model for written in _spellings(device)):
             return device
     return None
 
@@ -281,7 +279,7 @@ EXAMPLE: Final = f"{DATASHEET}memory_gib=23.5,bandwidth_gb_s=1008,bf16_tflops=16
 
 
 class _Number(NamedTuple):
-    """A number of a GPU that is given by its numbers: the field of Gpu, its unit there, and what is allowed."""
+    """A number of a GPU that is given by its numbers: the field of Gpu, its unit there, and the allowed range."""
 
     field: str
     unit: float
@@ -310,12 +308,12 @@ _OTHER_WORDS: Final = {"cc": "compute_capability", "capability": "compute_capabi
 
 
 def datasheet(text: str) -> Gpu:
-    """The GPU of these numbers: "memory_gib=24, bandwidth_gb_s=1008, ...", in any order. Its name is the text that
-    finds it again, so that a plan of it can be saved.
+    """The GPU of these numbers: "memory_gib=24, bandwidth_gb_s=1008, ...", in any order.
 
-    Names may be shortened ("bf16=165"); commas, semicolons and spaces separate. Needed are memory_gib, bandwidth_gb_s,
-    bf16_tflops, sms and compute_capability; fp8_tflops, nvlink_gb_s, pcie_gb_s, power_w and gpus_per_node may be left
-    out. Raises ConfigError for a number that is missing, unknown, given twice or impossible.
+    Its name is the text by which `find_gpu` makes it again. Names of numbers may be shortened ("bf16=165"), and commas,
+    semicolons or spaces separate them. Required: memory_gib, bandwidth_gb_s, bf16_tflops, sms and compute_capability.
+    Optional: fp8_tflops, nvlink_gb_s, pcie_gb_s, power_w and gpus_per_node.
+    Raises ConfigError for a number that is missing, unknown, given twice or impossible.
     """
     numbers: dict[str, float] = {}
     for part in filter(None, re.split(r"[\s,;]+", re.sub(r"\s*[=:]\s*", "=", text.lower().lstrip(": ")))):
@@ -352,7 +350,7 @@ def datasheet(text: str) -> Gpu:
 
 
 def _number_named(word: str) -> str:
-    """The number that a word means: its name, another word for it, or the only name that begins so."""
+    """The number that a word means: its name, a synonym, or the only name that begins with the word."""
     written = word.replace("-", "_")
     fitting = [name for name in _NUMBERS if name.startswith(written)] if len(written) > 2 else []
     name = written if written in _NUMBERS else _OTHER_WORDS.get(written, fitting[0] if len(fitting) == 1 else None)
@@ -367,7 +365,7 @@ def _number_named(word: str) -> str:
 
 
 def _number(name: str, value: str) -> float:
-    """The value of a number. Raises ConfigError for one that is none, or that no GPU has."""
+    """The value of a number. Raises ConfigError for an impossible one."""
     number = _NUMBERS[name]
     if name == "compute_capability":
         digits = re.fullmatch(r"(?:sm_?)?(8|9|10|12)\.?(\d?)", value)
@@ -386,7 +384,7 @@ def _number(name: str, value: str) -> float:
 
 
 def _product_of_this_machine() -> str:
-    """Product name of the first GPU, from NVML."""
+    """The product name of the first GPU, from NVML."""
     known = ", ".join(g.name for g in _DEVICES)
     try:
         import pynvml

@@ -1,10 +1,11 @@
-"""The engine's limits, under vLLM's own argument names.
+"""The engine's limits: their names in vLLM, verl and rollout records, their defaults, and vLLM's rules for them.
 
-Which of vLLM's two model runners an engine takes; sampler, activation peak and CUDA-graph reserve follow from it.
+Also which of vLLM's two model runners an engine has; sampler, activation peak and CUDA-graph reserve follow from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
@@ -14,12 +15,61 @@ from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.hardware import Gpu
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One limit under all its names.
+
+    field:  of EngineLimits
+    part:   the part of a VllmConfig that has it, under vLLM's argument
+    record: field of a rollout record; "" if records lack it
+    verl:   word in verl's actor_rollout_ref.rollout; "" if verl has none with the same values
+    """
+
+    field: str
+    part: str
+    record: str = ""
+    verl: str = ""
+
+    @property
+    def argument(self) -> str:
+        """The argument of vLLM's `LLM` and EngineArgs; with dashes it is the flag of `vllm serve`."""
+        return "num_gpu_blocks_override" if self.field == "num_gpu_blocks" else self.field
+
+
+# Records and emitted settings list the limits in this order.
+LIMITS: Final = (
+    Limit("tensor_parallel_size", "parallel_config", "tensor_parallel", "tensor_model_parallel_size"),
+    Limit("data_parallel_size", "parallel_config", "data_parallel"),
+    Limit("enable_expert_parallel", "parallel_config", "expert_parallel"),
+    Limit("gpu_memory_utilization", "cache_config", "gpu_memory_utilization", "gpu_memory_utilization"),
+    Limit("max_model_len", "model_config", "max_model_len", "max_model_len"),
+    Limit("max_num_seqs", "scheduler_config", "max_num_seqs", "max_num_seqs"),
+    Limit("max_num_batched_tokens", "scheduler_config", "max_num_batched_tokens", "max_num_batched_tokens"),
+    Limit("block_size", "cache_config", "block_size"),
+    Limit("enable_prefix_caching", "cache_config", "enable_prefix_caching", "enable_prefix_caching"),
+    Limit("async_scheduling", "scheduler_config", "async_scheduling"),
+    Limit("enforce_eager", "model_config", "enforce_eager", "enforce_eager"),
+    Limit("scheduler_reserve_full_isl", "scheduler_config"),
+    Limit("num_gpu_blocks", "cache_config"),
+)
+RECORDED: Final = {limit.record: limit.field for limit in LIMITS if limit.record}
+VERLS: Final = {limit.verl: limit.field for limit in LIMITS if limit.verl}
+
+
+def fields_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of EngineLimits among vLLM's arguments; None is an argument that was not given."""
+    limits = {x.field: arguments[x.argument] for x in LIMITS if arguments.get(x.argument) is not None}
+    if "num_gpu_blocks" in limits:  # vLLM counts its null block too, which no request can use (v1/core/block_pool.py)
+        limits["num_gpu_blocks"] -= 1
+    return limits
+
+
 class Derived(int):
-    """A limit that nobody gave. vLLM derives it from the GPU and from the limits that were given, and so does
-    `EngineLimits.derived`. To everything else it is a number."""
+    """A limit that the user left out, which vLLM derives from the GPU and the other limits. `EngineLimits.derived`
+    does the same. Everywhere else it is a number."""
 
 
-# Of an offline `LLM`: get_batch_defaults in vllm/engine/arg_utils.py, 0.26 to 0.30, and the block size of
+# Defaults of an offline `LLM`: get_batch_defaults in vllm/engine/arg_utils.py, 0.26 to 0.30. Block sizes are from
 # vllm/config/cache.py and vllm/platforms/cpu.py. A GPU is large from 70 GiB on, unless its name has "a100" in it.
 LARGE_GPU: Final[dict[str, Any]] = {
     "max_num_seqs": Derived(1024),
@@ -34,27 +84,27 @@ ANY_CPU: Final = SMALL_GPU | {"max_num_batched_tokens": Derived(4096), "block_si
 class EngineLimits:
     """The limits that one vLLM engine (one data-parallel replica) is started with.
 
-    What is left out is vLLM's default for an offline `LLM`. Three of these depend on the GPU and on what was given:
-    max_num_seqs, max_num_batched_tokens and block_size. They are those of a GPU of at least 70 GiB until an EngineSetup
-    or a plan says which GPU it is. Only `max_model_len` differs from vLLM: None means "just enough for the longest
-    request of the workload", which is what an RL trainer sets.
+    A limit that is left out takes vLLM's default for an offline `LLM`. Defaults of max_num_seqs, max_num_batched_tokens
+    and block_size depend on the GPU and the other limits. Until an EngineSetup or a plan names the GPU, they are those
+    of a GPU of at least 70 GiB. Only `max_model_len` differs from vLLM: None means just enough for the longest request
+    of the workload, as an RL trainer sets it.
 
-    gpu_memory_utilization: fraction of the GPU's memory the engine may use, in (0, 1]; means nothing on a CPU
+    gpu_memory_utilization: fraction of the GPU's memory the engine may use, in (0, 1]; unused on a CPU
     max_model_len:          longest prompt + response in tokens
     max_num_seqs:           most requests running at once
     max_num_batched_tokens: token budget of one step
     block_size:             tokens per KV block, a multiple of 16 (FlashAttention's paged kernels demand it)
-    enable_prefix_caching:  full blocks stay findable by content until they are evicted
+    enable_prefix_caching:  full blocks can be reused by their content until they are evicted
     tensor_parallel_size:   GPUs per replica
     data_parallel_size:     replicas; the batch is split between them before it starts
-    async_scheduling:       the next step is scheduled before the last one's tokens are known, so the slot
-                            and the blocks of a finished request come free one step later
+    async_scheduling:       a step is scheduled before the last one's tokens are known, so the slot and the blocks of a
+                            finished request are free one step later
     enforce_eager:          no CUDA graphs
-    scheduler_reserve_full_isl: a waiting request is admitted only if all it has to prefill fits the free blocks,
-                            not just its first chunk
+    scheduler_reserve_full_isl: admit a waiting request only if its whole prefill fits the free blocks, not just its
+                            first chunk
     num_gpu_blocks:         impose the KV pool (blocks the scheduler can use) instead of predicting it
-    enable_expert_parallel: each GPU of a replica holds its share of the experts, whole, instead of a slice of each; it
-                            needs a model with experts, and changes nothing where tensor_parallel_size is 1
+    enable_expert_parallel: each GPU of a replica holds whole experts instead of a slice of each; needs a model with
+                            experts, and changes nothing at tensor_parallel_size 1
     """
 
     gpu_memory_utilization: float = 0.92
@@ -72,32 +122,32 @@ class EngineLimits:
     enable_expert_parallel: bool = False
 
     @classmethod
-    def for_gpu(cls, gpu: Gpu, recurrent: bool = False, **given: Any) -> EngineLimits:
-        """The limits of an engine that is given `given`; the rest is vLLM's default for this GPU.
+    def for_gpu(cls, gpu: Gpu, recurrent: bool = False, **limits: Any) -> EngineLimits:
+        """These limits, and vLLM's defaults on this GPU for the rest.
 
         recurrent: the model has layers that keep a state, for which vLLM leaves prefix caching off
-        given:     fields of this class; None is one that was not given
+        limits:    fields of this class; None is left to vLLM
 
         Raises ConfigError for limits that contradict each other.
         """
         defaults = {"enable_prefix_caching": not recurrent}
         if gpu.is_cpu:
             defaults |= {"async_scheduling": False, "enforce_eager": True}
-        return cls(**defaults | {name: value for name, value in given.items() if value is not None}).derived(gpu)
+        return cls(**defaults | {name: value for name, value in limits.items() if value is not None}).derived(gpu)
 
     def derived(self, gpu: Gpu) -> EngineLimits:
-        """These limits with what nobody gave as vLLM derives it on `gpu` (get_batch_defaults, and
-        _set_default_max_num_seqs_and_batched_tokens_args in vllm/engine/arg_utils.py).
+        """These limits, with the ones that were left out derived for `gpu` as in vLLM.
 
-        A budget that was not given is at most max_num_seqs * max_model_len. A max_num_seqs that was not given is at
-        most the budget. Raises ConfigError where vLLM's budget is too small for a max_num_seqs that was given.
+        A budget that was left out is at most max_num_seqs * max_model_len. A max_num_seqs that was left out is at most
+        the budget (get_batch_defaults and _set_default_max_num_seqs_and_batched_tokens_args in
+        vllm/engine/arg_utils.py). Raises ConfigError if vLLM's budget is too small for the given max_num_seqs.
         """
         large = gpu.memory_bytes >= 70 << 30 and "a100" not in gpu.product.lower()
         defaults = ANY_CPU if gpu.is_cpu else LARGE_GPU if large else SMALL_GPU
         kept = {name: getattr(self, name) for name in defaults if not isinstance(getattr(self, name), Derived)}
         limits = replace(self, **defaults | kept)
         budget, requests = limits.max_num_batched_tokens, limits.max_num_seqs
-        if budget < requests:  # nobody gave the budget, or __post_init__ would have raised
+        if budget < requests:  # the budget is vLLM's, or __post_init__ would have raised
             raise ConfigError(
                 f"max_num_seqs is {requests}, and max_num_batched_tokens is {budget}, vLLM's default on {gpu.product}; "
                 "allowed: at least one token of budget per running request, as vLLM demands: give "
@@ -106,9 +156,17 @@ class EngineLimits:
         return limits
 
     def settled(self) -> EngineLimits:
-        """These limits as plain numbers, as if all had been given: nothing is derived from others any more."""
+        """These limits as plain numbers, as if the user had given all of them."""
         plain: dict[str, Any] = {name: int(getattr(self, name)) for name in LARGE_GPU}
         return replace(self, **plain)
+
+    def vllm_arguments(self) -> dict[str, Any]:
+        """The arguments of vLLM for these limits, as plain numbers; those that are None are left out."""
+        limits = self.settled()
+        arguments = {limit.argument: getattr(limits, limit.field) for limit in LIMITS}
+        if self.num_gpu_blocks is not None:
+            arguments["num_gpu_blocks_override"] += 1  # the null block
+        return {name: value for name, value in arguments.items() if value is not None}
 
     def __post_init__(self) -> None:
         share = self.gpu_memory_utilization
@@ -131,7 +189,7 @@ class EngineLimits:
         self._derive()
 
     def _derive(self) -> None:
-        """Lower a budget, and a max_num_seqs, that nobody gave, to what the other limits leave, in vLLM's order."""
+        """Lower the budget and max_num_seqs, if they were left out, to what the other limits leave, in vLLM's order."""
         budget, requests = self.max_num_batched_tokens, self.max_num_seqs
         if isinstance(budget, Derived) and self.max_model_len is not None:
             budget = Derived(min(budget, requests * self.max_model_len))
@@ -147,7 +205,7 @@ class EngineLimits:
 
     @property
     def expert_ranks(self) -> int:
-        """GPUs of a replica that share out whole experts, vLLM's ep_size; 1: each holds a slice of every expert."""
+        """GPUs of a replica that share whole experts (vLLM's ep_size); 1: each has a slice of every expert."""
         return self.tensor_parallel_size if self.enable_expert_parallel else 1
 
     @property
@@ -157,7 +215,7 @@ class EngineLimits:
 
     @property
     def cut(self) -> tuple[int, bool]:
-        """The cut of the model: over how many GPUs, and whether these share out whole experts."""
+        """The number of GPUs that the model is cut over, and True if they have whole experts."""
         return self.tensor_parallel_size, self.expert_ranks > 1
 
     def holding(self, longest_request: int) -> EngineLimits:
@@ -175,11 +233,11 @@ class EngineLimits:
         return self
 
     def on(self, gpu: Gpu) -> EngineLimits:
-        """These limits as vLLM runs them on `gpu`: `derived`, and else as they are, except on a CPU.
+        """These limits as vLLM runs them on `gpu`: `derived`, with the changes that vLLM makes on a CPU.
 
-        There vLLM turns async scheduling off and captures no CUDA graphs whatever it is told. What enforce_eager still
-        decides is whether torch.compile runs: that needs a compiler, and was not measured. Raises ConfigError for
-        what makes no sense on a CPU.
+        On a CPU vLLM turns async scheduling off and captures no CUDA graphs, whatever the limits say. enforce_eager
+        then only decides if torch.compile runs, which is not modelled. Raises ConfigError for limits that make no sense
+        on a CPU.
         """
         limits = self.derived(gpu)
         if not gpu.is_cpu:
@@ -199,12 +257,14 @@ class EngineLimits:
         return replace(limits, async_scheduling=False, enforce_eager=True)
 
 
-# DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES of vllm/config/vllm.py, 0.26, those that fp8plan reads, by their model_type.
+# Those of DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES (vllm/config/vllm.py, 0.26) that fp8plan reads, by their model_type.
 V2_WITH_EXPERTS: Final = ("deepseek_v2", "granitemoe", "qwen2_moe")
 
 
 def model_runner(shape: ModelShape, gpu: Gpu) -> Literal["v1", "v2"]:
-    """The model runner of vLLM 0.26 (VllmConfig._is_default_v2_model_runner_model): V2 on a GPU for models without
-    recurrent layers that are dense or among `V2_WITH_EXPERTS`."""
+    """The model runner of vLLM 0.26 (VllmConfig._is_default_v2_model_runner_model).
+
+    V2 runs on a GPU if the model has no recurrent layers, and is dense or one of `V2_WITH_EXPERTS`.
+    """
     sparse = bool(shape.parts_of(Experts)) and shape.model_type not in V2_WITH_EXPERTS
     return "v1" if gpu.is_cpu or shape.recurrent or sparse else "v2"

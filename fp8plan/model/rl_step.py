@@ -1,7 +1,7 @@
-"""One RL step around the rollout: log-prob recomputation, training, and bringing the new weights to the engine.
+"""The other parts of an RL step: log-prob recomputation, training, and the sync of new weights to the engine.
 
-The parts run one after the other (synchronous RL), so their seconds add up. Where the rollout overlaps with training
-(asynchronous RL), the step gains another amount than is said here.
+The parts run one after the other (synchronous RL), so their seconds add up. In asynchronous RL the gain of a step
+differs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ QUANTISE_READS = 2
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The other parts of a synchronous step, as the user measured them: seconds, or tokens per second over the whole
-    batch. Rollout, log-probs, training and weight sync run one after the other.
+    """The other parts of a synchronous step as the user measured them: seconds, or tokens per second of the batch.
 
-    Training and log-probs must both be given, because a part left out would look like one that takes no time:
-    0 seconds says that the trainer has none.
+    Training and log-probs must both be given, because a missing part would look like one that takes no time. 0 seconds
+    means that the trainer has no such part.
 
     train_s, logprob_s:                       seconds a step
     train_tokens_per_s, logprob_tokens_per_s: prompt + response tokens per second, instead of seconds
@@ -54,10 +53,10 @@ class StepTimes:
                 raise ConfigError(f"{name} is {value!r}; allowed: a number above 0")
         missing = {}
         for part, name in {"training": "train", "the log-probs": "logprob"}.items():
-            given = [x for x in (f"{name}_s", f"{name}_tokens_per_s") if getattr(self, x) is not None]
-            if len(given) > 1:
-                raise ConfigError(f"both {' and '.join(given)} are given; give one of them")
-            if not given:
+            times = [x for x in (f"{name}_s", f"{name}_tokens_per_s") if getattr(self, x) is not None]
+            if len(times) > 1:
+                raise ConfigError(f"both {' and '.join(times)} are given; give one of them")
+            if not times:
                 missing[part] = name
         if missing:
             give = " and ".join(f"{name}_s or {name}_tokens_per_s" for name in missing.values())
@@ -68,7 +67,7 @@ class StepTimes:
             )
 
     def seconds(self, tokens: int) -> float:
-        """Log-prob recomputation + training of a batch of that many prompt + response tokens."""
+        """Seconds of log-prob recomputation and training. tokens: prompt + response tokens of the batch"""
         parts = ((self.train_s, self.train_tokens_per_s), (self.logprob_s, self.logprob_tokens_per_s))
         return sum(tokens / rate if rate is not None else seconds or 0.0 for seconds, rate in parts)
 
@@ -76,11 +75,9 @@ class StepTimes:
 def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool = True) -> dict[str, float]:
     """Cost of new weights on one engine GPU: {"transfer", "quantise", "kv_scales"} in seconds. Modelled, not measured.
 
-    transfer:  the rank's BF16 weights at `times.sync_bandwidth` (the engine quantises what it receives)
-    quantise:  FP8 weights only: the quantised matrices read in BF16 and written in FP8, at the datasheet's HBM
-               bandwidth; the embedding, lm_head, norms and router stay as they came
-    kv_scales: FP8 KV only, if `recalibrate_kv`: one full step of prefill to observe K and V, in requests of the
-               longest length the engine takes
+    transfer:  the rank's BF16 weights at `times.sync_bandwidth` (the engine quantises after it receives)
+    quantise:  for FP8 weights: the quantised matrices read in BF16 and written in FP8, at the datasheet's bandwidth
+    kv_scales: for FP8 KV, if `recalibrate_kv`: one full step of prefill in requests of max_model_len, to observe K, V
     """
     shape, gpu, precision = model.shape, model.gpu, model.precision
     tp = model.limits.tensor_parallel_size
@@ -95,7 +92,7 @@ def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool
 
 
 def _quantise_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits) -> int:
-    """Bytes of HBM traffic that quantising new weights causes on one rank."""
+    """Bytes of memory traffic to quantise new weights on one rank."""
     matrices = [(w, 1) for w in shape.linears(limits.tensor_parallel_size)]
     for experts, layers in shape.parts_of(Experts):
         copies = experts.most_on_a_rank(limits.expert_ranks) * layers
@@ -111,35 +108,12 @@ def full_prefill(shape: ModelShape, limits: EngineLimits, longest: int) -> StepB
     """One step that fills the token budget with whole prompts of `longest` tokens, the last one shorter."""
     tokens = min(limits.max_num_batched_tokens, limits.max_num_seqs * longest)
     whole, rest = divmod(tokens, longest)
-    one = np.ones(1, dtype=np.int64)
     requests = whole + (rest > 0)
-    return StepBatch(
-        decode_requests=0 * one,
-        decode_kv_tokens=0 * one,
-        prefill_tokens=tokens * one,
-        prefill_requests=requests * one,
-        prefill_kv_tokens=tokens * one,
-        prefill_pairs=(whole * _pairs(longest) + _pairs(rest)) * one,
-        sampled_requests=requests * one,
-        windows=tuple(
-            WindowReads(
-                group.kind,
-                group.window,
-                decode_kv_tokens=0 * one,
-                prefill_kv_tokens=tokens * one,
-                prefill_pairs=(whole * pairs_read(group, 0, longest) + pairs_read(group, 0, rest)) * one,
-            )
-            for group in _windows(shape)
-        ),
-    )
-
-
-def _windows(shape: ModelShape) -> list[Spec]:
-    """Each distinct window of the model's attention."""
-    found = dict.fromkeys((cache.kind, cache.window) for cache in shape.caches() if cache.window)
-    return [Spec(kind, 1, window=window) for kind, window in found]
-
-
-def _pairs(tokens: int) -> int:
-    """Query-key pairs of a prompt under causal attention."""
-    return tokens * (tokens + 1) // 2
+    nothing, every, chunks = (np.array([count]) for count in (0, tokens, requests))
+    windows = []
+    for kind, window in dict.fromkeys((cache.kind, cache.window) for cache in shape.caches() if cache.window):
+        spec = Spec(kind, 1, window=window)
+        pairs = np.array([whole * pairs_read(spec, 0, longest) + pairs_read(spec, 0, rest)])
+        windows.append(WindowReads(kind, window, nothing, every, pairs))
+    pairs = np.array([(whole * longest * (longest + 1) + rest * (rest + 1)) // 2])  # causal attention
+    return StepBatch(nothing, nothing, every, chunks, every, pairs, chunks, tuple(windows))

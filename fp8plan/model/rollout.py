@@ -1,18 +1,13 @@
-"""A finite batch of rollouts on one GPU setting: its schedule, timed step by step -> makespan and timeline.
+"""A finite batch of rollouts on one engine: memory, then the schedule, then the time of each step and the makespan.
 
-The one pipeline from an engine and a batch to seconds: memory, then the schedule, then its time.
+Of a batch that is too large to simulate whole, a sample is simulated. A long rollout fills up, goes on with as much
+work in flight as slots and blocks allow, and runs dry. Requests are admitted in order of arrival. In the middle part
+nothing depends on how many requests still wait. So a sample keeps the head and the end of the batch, and prompts spread
+evenly over its middle. Their rows then count several times each, until all response tokens of the batch are made.
 
-Schedules of batches that are too large to simulate whole, made from a sample of their requests.
-
-A long rollout has three parts. It fills up, it goes on with as much work in flight as slots and blocks allow, and it
-runs dry. Requests are admitted in order of arrival, so the middle of a batch is served in the middle part alone, and
-there nothing depends on how many requests still wait. A sample therefore keeps the head and the end of the batch as
-they are, and of the middle some prompts that are spread evenly over it. The rows in which they are admitted then take
-place several times each, so often that all response tokens of the batch are made.
-
-The head must be long enough that the middle begins in the state that lasts: few of the requests that were in flight at
-the start may be left. `_memory_steps` says how long that takes, and the sample grows until its head lasts as long. A
-batch of which it would take more than half is simulated whole.
+When the middle begins, few of the requests in flight at the start may be left. `_memory_steps` gives the steps until
+then, and the sample grows until its head lasts as long. If that takes more than half of the batch, it is simulated
+whole.
 """
 
 from __future__ import annotations
@@ -27,149 +22,23 @@ from fp8plan.model.cost.base import Array, FloatArray, IntArray, StepBatch, Wind
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import MemoryPlan
 from fp8plan.model.memory.kv_plan import KvPlan
+from fp8plan.model.memory.plan import MemoryPlan
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.schedule.scheduler import Sampled, Schedule, schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Batch
 
-WHOLE = 20_000  # requests of a replica that are simulated whole
-SAMPLE = 10_000  # requests of a larger one that are simulated, at least
-HEAD, END = 0.2, 0.1  # of the sample
-LEFT = 0.01  # of the work in flight that may be older than the head
-PIECE = 128  # most requests of one prompt that are left out or taken together
-DRAWS = 200  # of which the sample is the one most like the batch
-CHUNKS = 10  # of the middle, whose paces are compared
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Requests that stand for a batch. Those from `start` to `end` in order of arrival are a sample of the middle."""
-
-    batch: Batch
-    start: int
-    end: int
-
-
-def schedules_of(batches: Sequence[Batch], simulate: Callable[[Batch], Schedule], size: int = SAMPLE) -> list[Schedule]:
-    """The schedules of the batches of several replicas, nearly alike parts of one that is too large to simulate whole.
-
-    simulate: gives the schedule of all requests of a batch
-    size:     requests to simulate, at least
-
-    The replica with most response tokens is simulated, and the other ones go at its pace. With a sample for each, the
-    slowest would be the one whose sample is furthest off.
-    """
-    longest = max(batches, key=lambda batch: int(batch.responses.sum()))
-    memory = _memory_steps(longest.responses)
-    while 2 * size <= len(longest.prompts):
-        sample = sample_of(longest, size)
-        plan = simulate(sample.batch)
-        begins, ends = (_first_admitting(plan, request) for request in (sample.start, sample.end))
-        before, within = int(plan.steps[:begins].sum()), int(plan.steps[begins:ends].sum())
-        if before >= memory and ends > begins:
-            return [_repeated(plan, slice(begins, ends), batch) for batch in batches]
-        admitted = (sample.end - sample.start) / max(within, 1)  # requests a step
-        size = max(2 * size, int((sample.start + 1.1 * (memory - before) * admitted) / HEAD))
-    return [simulate(batch) for batch in batches]
-
-
-def sample_of(batch: Batch, size: int) -> Sample:
-    """About `size` requests of a batch: its head, its end, and prompts spread evenly over what is between them."""
-    ids = batch.prompt_ids
-    begins = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))  # runs of one prompt
-    lengths = np.diff(begins, append=len(ids))
-    pieces = np.repeat(begins, -(-lengths // PIECE))  # the same, cut where they are long
-    pieces += PIECE * (np.arange(len(pieces)) - np.searchsorted(pieces, pieces))
-    bounds = np.append(pieces, len(ids))
-    first = int(np.searchsorted(bounds, size * HEAD))
-    last = int(np.searchsorted(bounds, len(ids) - size * END, side="right")) - 1
-    head, end = int(bounds[first]), int(bounds[last])
-    strata = np.linspace(first, last, max(1, round((last - first) * size * (1 - HEAD - END) / (end - head))) + 1)
-    taken = _alike(batch, bounds, strata.astype(int))
-    rows = np.concatenate(
-        [np.arange(head), *(np.arange(bounds[i], bounds[i + 1]) for i in taken), np.arange(end, len(ids))]
-    )
-    return Sample(batch.take(rows), head, len(rows) - (len(ids) - end))
-
-
-def _alike(batch: Batch, bounds: IntArray, strata: IntArray) -> IntArray:
-    """A piece from each stratum, such that all together are most like all pieces in these strata.
-
-    Of DRAWS random draws, the one is taken whose requests, prompt tokens and KV tokens to read are nearest, for as many
-    response tokens: they decide the pace.
-    """
-    prompts, responses = batch.prompts.astype(np.float64), batch.responses.astype(np.float64)
-    work = np.stack([responses, np.ones_like(responses), prompts, responses * (prompts + responses / 2)])
-    pieces = np.add.reduceat(work, bounds[:-1], axis=1)
-    many = max(1, min(DRAWS, 1_000_000 // len(strata)))  # a large sample is like the batch in any draw
-    draws = np.random.default_rng(0).integers(strata[:-1], strata[1:], (many, len(strata) - 1))
-    tokens, *drawn = pieces[:, draws].sum(axis=2)
-    of_all, *wanted = pieces[:, strata[0] : strata[-1]].sum(axis=1)
-    off = [(x / tokens) / (y / of_all) - 1 for x, y in zip(drawn, wanted, strict=True)]
-    best: IntArray = draws[int(np.argmin(np.square(off).sum(axis=0)))]
-    return best
-
-
-def pace_error(plan: Schedule, seconds: Array) -> float:
-    """The standard deviation of the log of the makespan that comes from simulating a sample; 0 without one.
-
-    seconds: of each row, all its steps and repeats together, shape (rows,)
-
-    The sample's middle is cut into CHUNKS of as many tokens. How far the pace of one is from that of the next says how
-    far the mean of all may be off. A trend over the batch is no error: the sample follows it.
-    """
-    if plan.sampled is None:
-        return 0.0
-    middle = plan.sampled.repeats > 1
-    tokens = np.cumsum((plan.weights * plan.sampled_requests)[middle])
-    times = np.cumsum(seconds[middle])
-    ends = np.interp(np.linspace(0, tokens[-1], CHUNKS + 1), np.append(0, tokens), np.append(0, times))
-    paces = np.diff(ends)
-    of_mean = float(np.sqrt(np.mean(np.diff(paces) ** 2) / 2 / CHUNKS)) * CHUNKS
-    return of_mean / float(seconds.sum())
-
-
-def _memory_steps(responses: IntArray) -> float:
-    """Steps after which at most LEFT of the work in flight was there before.
-
-    Of the slots, sum(max(length - t, 0)) / sum(length) are still held by requests that held them t steps earlier.
-    """
-    lengths = np.sort(responses)[::-1].astype(np.float64)
-    counts = np.arange(1, len(lengths) + 1)
-    left = np.cumsum(lengths) - counts * lengths  # at t = lengths[i]; grows as t falls
-    return float(lengths[int(np.searchsorted(left, LEFT * lengths.sum(), side="right")) - 1])
-
-
-def _first_admitting(plan: Schedule, request: int) -> int:
-    """The first row after which the request that arrived as number `request` has been admitted."""
-    admitted = np.maximum.accumulate(plan.requests - plan.waiting)
-    return int(np.searchsorted(admitted, request, side="right"))
-
-
-def _repeated(plan: Schedule, middle: slice, batch: Batch) -> Schedule:
-    """The schedule of a sample as that of its batch: each row of the middle stands for several."""
-    made = plan.steps * plan.sampled_requests
-    left_out = int(batch.responses.sum() - made.sum())
-    repeats = np.ones(len(plan.steps))
-    repeats[middle] += left_out / made[middle].sum()
-    waiting, behind = plan.waiting.copy(), len(batch.prompts) - plan.requests
-    waiting[: middle.start] += behind
-    passed = np.cumsum(made[middle]) / made[middle].sum()
-    waiting[middle] += np.rint(behind * (1 - passed)).astype(np.int64)
-    return replace(
-        plan,
-        waiting=waiting,
-        prompt_tokens=int(batch.prompts.sum()),
-        requests=len(batch.prompts),
-        sampled=Sampled(repeats, plan.requests),
-    )
-
-
-Z90 = 1.6449  # a normal variable stays within +-Z90 standard deviations 90% of the time
+WHOLE = 20_000  # most requests of a replica that are simulated whole
+SAMPLE = 10_000  # least requests of a sample
+HEAD, END = 0.2, 0.1  # shares of the sample
+LEFT = 0.01  # share of the work in flight that may be older than the head
+PIECE = 128  # most requests of one prompt that a sample takes or leaves out together
+DRAWS = 200  # random samples, of which the one most like the batch is used
+CHUNKS = 10  # parts of the middle, whose paces are compared
+Z90 = 1.6449  # a normal variable is within +-Z90 standard deviations with probability 90%
 TAIL_SHARE = 0.25
-ROWS_AT_ONCE = 1_000_000  # of several replicas that are timed together: a row takes about a kilobyte meanwhile
+ROWS_AT_ONCE = 1_000_000  # most rows of several replicas that are timed together; a row takes about a kilobyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,21 +54,21 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The time of rolling out one batch, and what it is made of.
+    """The time of rolling out one batch, and its parts.
 
     makespan_s:          from the call to the last token of the slowest replica; low and high: 90% interval
     output_tokens:       response tokens of all replicas
     preemptions:         of all replicas
-    recomputed_tokens:   tokens whose KV was thrown away by a preemption
-    cached_tokens:       tokens the prefix cache saved from prefill
+    recomputed_tokens:   tokens whose KV a preemption dropped
+    cached_tokens:       tokens that the prefix cache saved from prefill
     num_steps, tail_fraction, parts, extrapolated, timeline: of the slowest replica
-    tail_fraction:       share of the makespan at its end in which no request waits and fewer than a quarter of those
-                         that could run together do
+    tail_fraction:       share of the makespan at its end in which no request waits, and fewer than a quarter of those
+                         that could run together run
     parts, tail_parts:   component of the cost model -> its share of the makespan, and of the tail
-    extrapolated:        reasons why the profile was not measured for this; empty when it was
+    extrapolated:        reasons why this is outside of the profile's measurements; empty if it is not
     log_gradient:        d log(makespan_s) / d log(coefficient of the profile)
-    simulated:           share of the responses that were simulated; below 1 the rest goes on at their pace
-    sampling_sd:         standard deviation of log(makespan_s) that this adds; the interval contains it
+    simulated:           share of the responses that were simulated; the rest is assumed to go at their pace
+    sampling_sd:         standard deviation of log(makespan_s) that sampling adds; the interval includes it
     """
 
     makespan_s: float
@@ -224,13 +93,51 @@ class Rollout:
         return self.output_tokens / self.makespan_s
 
 
+class Simulated(NamedTuple):
+    """A simulated rollout of one batch, with its models and schedules (one per replica)."""
+
+    model: StepModel
+    memory: MemoryPlan
+    schedules: list[Schedule]
+    rollout: Rollout
+
+    @property
+    def extrapolated(self) -> bool:
+        """True if the profile was used outside of its measurements."""
+        return bool(self.rollout.extrapolated) or self.model.profile.layout_error(*self.model.limits.cut) > 0
+
+
+def simulate(
+    setup: EngineSetup,
+    batch: Batch,
+    profile: Profile,
+    *,
+    memory: MemoryPlan | None = None,
+    known: Sequence[Schedule] | None = None,
+    experts_hit: int | None = None,
+) -> Simulated:
+    """Simulate the rollout of `batch` on an engine.
+
+    memory: the engine's memory, if it is already known
+    known:  schedules of the same batch with another KV pool, reused where they also hold for this pool
+    experts_hit: as in StepModel
+
+    Raises ConfigError for an unknown model, CapacityError if the model does not fit, and ProfileError for a kernel that
+    was never measured.
+    """
+    memory = memory or setup.memory(batch.longest)
+    model = setup.step_model(profile, experts_hit)
+    planned = schedules(batch.split(setup.limits.data_parallel_size), memory.kv, setup.limits, known)
+    return Simulated(model, memory, planned, rollout(planned, model))
+
+
 def schedules(
     batches: Sequence[Batch], kv: KvPlan, limits: EngineLimits, known: Sequence[Schedule] | None = None
 ) -> list[Schedule]:
-    """The schedule of each replica's batch. Of a large one a sample is simulated (`schedules_of`).
+    """The schedule of each replica's batch; for a large one from a sample (`schedules_of`).
 
     kv:    the KV cache of one replica
-    known: the same batches' schedules with another KV cache, taken over where they hold for this one
+    known: the same batches' schedules with another KV cache, reused where they hold for this one
     """
     reusable = [plan.holds_for(kv.usable_blocks, kv.specs) for plan in known or ()]
     if known and all(reusable):
@@ -249,14 +156,12 @@ def schedule_with(batch: Batch, kv: KvPlan, limits: EngineLimits, longest_run: i
 
 
 def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
-    """Time the schedules of all replicas of one engine setting.
+    """The time of the schedules of all replicas.
 
-    A step's time is linear in the KV tokens read but for kinks where a kernel's bound changes, so a run of alike
-    steps costs its length times the step at its mean KV.
+    A step's time is linear in the KV tokens read, apart from kinks where a kernel's bound changes. So a run of alike
+    steps takes its length times the step at its mean KV.
     """
-    distinct = {
-        id(plan.steps): step_batch(plan) for plan in replicas
-    }  # replicas that share a sample have the same rows
+    distinct = {id(plan.steps): step_batch(plan) for plan in replicas}  # replicas with one sample share their rows
     at = [list(distinct).index(id(plan.steps)) for plan in replicas]
     batches = list(distinct.values())
     step_seconds, steps_of = _timed(batches, model)
@@ -311,12 +216,12 @@ def _timed(batches: Sequence[StepBatch], model: StepModel) -> tuple[list[Array],
     ends = np.cumsum(sizes).tolist()
     if len(batches) > 1 and ends[-1] > ROWS_AT_ONCE:
         return [model.timed(batch).seconds() for batch in batches], lambda i: model.timed(batches[i])
-    all_steps = model.timed(joined(batches))  # at once: most of the work is per distinct number of tokens
+    all_steps = model.timed(joined(batches))  # together: most of the work is per distinct number of tokens
     return np.split(all_steps.seconds(), ends[:-1]), lambda i: all_steps.rows(slice(ends[i] - sizes[i], ends[i]))
 
 
 def step_batch(plan: Schedule) -> StepBatch:
-    """The mean step of each row. A row of one step follows the row before it; in longer ones most follow their like."""
+    """The mean step of each row. Only a row of one step counts as following the row before."""
     return StepBatch(
         decode_requests=plan.decode_requests,
         decode_kv_tokens=plan.decode_kv_tokens + plan.decode_requests * (plan.steps - 1) / 2,
@@ -346,39 +251,125 @@ def _shares(seconds: dict[str, float]) -> dict[str, float]:
     return {name: part / total for name, part in sorted(seconds.items(), key=lambda x: -x[1]) if total and part}
 
 
-class Simulated(NamedTuple):
-    """A simulated rollout of one batch, and what it was found with. schedules: one per replica"""
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Requests that represent a batch. Those from `start` to `end` in order of arrival are a sample of its middle."""
 
-    model: StepModel
-    memory: MemoryPlan
-    schedules: list[Schedule]
-    rollout: Rollout
-
-    @property
-    def extrapolated(self) -> bool:
-        """True if the profile was used outside of what was measured for it."""
-        return bool(self.rollout.extrapolated) or self.model.profile.layout_error(*self.model.limits.cut) > 0
+    batch: Batch
+    start: int
+    end: int
 
 
-def simulate(
-    setup: EngineSetup,
-    batch: Batch,
-    profile: Profile,
-    *,
-    memory: MemoryPlan | None = None,
-    known: Sequence[Schedule] | None = None,
-    experts_hit: int | None = None,
-) -> Simulated:
-    """Simulate the rollout of `batch` on an engine.
+def schedules_of(batches: Sequence[Batch], simulate: Callable[[Batch], Schedule], size: int = SAMPLE) -> list[Schedule]:
+    """The schedules of several replicas, whose batches are nearly alike and too large to simulate whole.
 
-    memory: the engine's memory, if it is already known
-    known:  schedules of the same batch with another KV pool; each is reused if it also holds for this pool
-    experts_hit: as in StepModel
+    simulate: a function from a batch to the schedule of all its requests
+    size:     least requests to simulate
 
-    Raises ConfigError for a model that is not modelled, CapacityError for one that does not fit, and ProfileError for a
-    kernel that was never measured.
+    The replica with most response tokens is simulated, and the others go at its pace. With a sample for each, the
+    slowest replica would be the one with the worst sample.
     """
-    found = memory or setup.memory(batch.longest)
-    model = setup.step_model(profile, experts_hit)
-    planned = schedules(batch.split(setup.limits.data_parallel_size), found.kv, setup.limits, known)
-    return Simulated(model, found, planned, rollout(planned, model))
+    longest = max(batches, key=lambda batch: int(batch.responses.sum()))
+    memory = _memory_steps(longest.responses)
+    while 2 * size <= len(longest.prompts):
+        sample = sample_of(longest, size)
+        plan = simulate(sample.batch)
+        begins, ends = (_first_admitting(plan, request) for request in (sample.start, sample.end))
+        before, within = int(plan.steps[:begins].sum()), int(plan.steps[begins:ends].sum())
+        if before >= memory and ends > begins:
+            return [_repeated(plan, slice(begins, ends), batch) for batch in batches]
+        admitted = (sample.end - sample.start) / max(within, 1)  # requests a step
+        size = max(2 * size, int((sample.start + 1.1 * (memory - before) * admitted) / HEAD))
+    return [simulate(batch) for batch in batches]
+
+
+def sample_of(batch: Batch, size: int) -> Sample:
+    """About `size` requests of a batch: its head, its end, and prompts spread evenly over its middle."""
+    ids = batch.prompt_ids
+    begins = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))  # runs of one prompt
+    lengths = np.diff(begins, append=len(ids))
+    pieces = np.repeat(begins, -(-lengths // PIECE))  # long runs are cut
+    pieces += PIECE * (np.arange(len(pieces)) - np.searchsorted(pieces, pieces))
+    bounds = np.append(pieces, len(ids))
+    first = int(np.searchsorted(bounds, size * HEAD))
+    last = int(np.searchsorted(bounds, len(ids) - size * END, side="right")) - 1
+    head, end = int(bounds[first]), int(bounds[last])
+    strata = np.linspace(first, last, max(1, round((last - first) * size * (1 - HEAD - END) / (end - head))) + 1)
+    chosen = _alike(batch, bounds, strata.astype(int))
+    rows = np.concatenate(
+        [np.arange(head), *(np.arange(bounds[i], bounds[i + 1]) for i in chosen), np.arange(end, len(ids))]
+    )
+    return Sample(batch.take(rows), head, len(rows) - (len(ids) - end))
+
+
+def _alike(batch: Batch, bounds: IntArray, strata: IntArray) -> IntArray:
+    """A piece from each stratum, so that these together are most like all pieces of the strata.
+
+    The best of DRAWS random draws has the nearest requests, prompt tokens and KV tokens to read per response token.
+    These decide the pace.
+    """
+    prompts, responses = batch.prompts.astype(np.float64), batch.responses.astype(np.float64)
+    work = np.stack([responses, np.ones_like(responses), prompts, responses * (prompts + responses / 2)])
+    pieces = np.add.reduceat(work, bounds[:-1], axis=1)
+    many = max(1, min(DRAWS, 1_000_000 // len(strata)))  # any large sample is like the batch
+    draws = np.random.default_rng(0).integers(strata[:-1], strata[1:], (many, len(strata) - 1))
+    tokens, *drawn = pieces[:, draws].sum(axis=2)
+    of_all, *wanted = pieces[:, strata[0] : strata[-1]].sum(axis=1)
+    off = [(x / tokens) / (y / of_all) - 1 for x, y in zip(drawn, wanted, strict=True)]
+    best: IntArray = draws[int(np.argmin(np.square(off).sum(axis=0)))]
+    return best
+
+
+def _memory_steps(responses: IntArray) -> float:
+    """Steps after which at most LEFT of the work in flight is as old.
+
+    After t steps, sum(max(length - t, 0)) / sum(length) of the slots still belong to the same requests.
+    """
+    lengths = np.sort(responses)[::-1].astype(np.float64)
+    counts = np.arange(1, len(lengths) + 1)
+    left = np.cumsum(lengths) - counts * lengths  # at t = lengths[i]; grows as t falls
+    return float(lengths[int(np.searchsorted(left, LEFT * lengths.sum(), side="right")) - 1])
+
+
+def _first_admitting(plan: Schedule, request: int) -> int:
+    """The first row after which request number `request` in order of arrival is admitted."""
+    admitted = np.maximum.accumulate(plan.requests - plan.waiting)
+    return int(np.searchsorted(admitted, request, side="right"))
+
+
+def _repeated(plan: Schedule, middle: slice, batch: Batch) -> Schedule:
+    """The schedule of a batch from that of its sample: each row of the middle counts several times."""
+    made = plan.steps * plan.sampled_requests
+    left_out = int(batch.responses.sum() - made.sum())
+    repeats = np.ones(len(plan.steps))
+    repeats[middle] += left_out / made[middle].sum()
+    waiting, behind = plan.waiting.copy(), len(batch.prompts) - plan.requests
+    waiting[: middle.start] += behind
+    passed = np.cumsum(made[middle]) / made[middle].sum()
+    waiting[middle] += np.rint(behind * (1 - passed)).astype(np.int64)
+    return replace(
+        plan,
+        waiting=waiting,
+        prompt_tokens=int(batch.prompts.sum()),
+        requests=len(batch.prompts),
+        sampled=Sampled(repeats, plan.requests),
+    )
+
+
+def pace_error(plan: Schedule, seconds: Array) -> float:
+    """The standard deviation of log(makespan) due to sampling; 0 without a sample.
+
+    seconds: of each row with all its steps and repeats, shape (rows,)
+
+    The sample's middle is cut into CHUNKS of equally many tokens. The differences between the paces of neighbours give
+    the error of the mean pace. A trend over the batch is no error, as the sample follows it.
+    """
+    if plan.sampled is None:
+        return 0.0
+    middle = plan.sampled.repeats > 1
+    tokens = np.cumsum((plan.weights * plan.sampled_requests)[middle])
+    times = np.cumsum(seconds[middle])
+    ends = np.interp(np.linspace(0, tokens[-1], CHUNKS + 1), np.append(0, tokens), np.append(0, times))
+    paces = np.diff(ends)
+    of_mean = float(np.sqrt(np.mean(np.diff(paces) ** 2) / 2 / CHUNKS)) * CHUNKS
+    return of_mean / float(seconds.sum())

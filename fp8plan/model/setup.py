@@ -1,4 +1,4 @@
-"""One engine, the object that planner, validate, guard, probe and launch share: model, GPU, precision and limits."""
+"""One engine as planner, validate, guard, probe and launch share it: model, GPU, precision and limits."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import MemoryPlan, memory_plan
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import model_caches
+from fp8plan.model.memory.plan import MemoryPlan, memory_plan
 from fp8plan.model.precision import Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile
 
 
-def default_limits(gpu: Gpu, model: str | Path | ModelShape, **given: Any) -> EngineLimits:
-    """The limits of an engine that is given `given`; the rest is vLLM's default on this GPU, for this model as far as
-    its config can be read. Raises ConfigError as EngineLimits.for_gpu does."""
+def default_limits(gpu: Gpu, model: str | Path | ModelShape, **limits: Any) -> EngineLimits:
+    """These limits, and vLLM's defaults for this GPU and model for the rest. An unreadable model counts as any.
+
+    Raises ConfigError as EngineLimits.for_gpu does.
+    """
     try:
         recurrent = (model if isinstance(model, ModelShape) else ModelShape.from_hf(model)).recurrent
     except ConfigError:
         recurrent = False
-    return EngineLimits.for_gpu(gpu, recurrent, **given)
+    return EngineLimits.for_gpu(gpu, recurrent, **limits)
 
 
 @dataclass(frozen=True, init=False)
@@ -35,10 +37,10 @@ class EngineSetup:
     """The engine of `limits.data_parallel_size` replicas.
 
     model:     a hub id, a folder with config.json, or a ModelShape. A model that the cost model does not know can still
-               be started: only `shape`, and what needs it, raises ConfigError
+               be started; only `shape`, and methods that use it, raise ConfigError
     gpu:       a Gpu or its name; "auto" asks the driver
     precision: a Precision or the name of a preset
-    limits:    what they leave out is vLLM's default for this GPU; None: all of them, for this model
+    limits:    fields that are left out take vLLM's default for this GPU; None: vLLM's defaults for this model
     """
 
     model: str | ModelShape
@@ -54,25 +56,23 @@ class EngineSetup:
         limits: EngineLimits | None = None,
     ) -> None:
         card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
-        found = {
+        fields = {
             "model": model if isinstance(model, ModelShape) else str(model),
             "gpu": card,
             "precision": precision if isinstance(precision, Precision) else find_precision(precision),
             "limits": limits.derived(card) if limits else default_limits(card, model),
         }
-        for name, value in found.items():
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The model's shape. Raises ConfigError for a model that is not found, or that the cost model does not know."""
+        """The model's shape. Raises ConfigError if the model is not found, or the cost model does not know it."""
         return self.model if isinstance(self.model, ModelShape) else ModelShape.from_hf(self.model)
 
     @property
     def path(self) -> str:
-        """The name by which an engine loads the model: its hub id, or the full path of its folder, because the engine
-        may be started from another directory.
-        """
+        """The model's hub id, or the full path of its folder, as the engine may start in another directory."""
         if isinstance(self.model, ModelShape):
             config = Path(self.model.source)
             return str(config.parent.resolve()) if config.is_file() else self.model.name
@@ -80,32 +80,30 @@ class EngineSetup:
         return str(folder.resolve()) if (folder / "config.json").is_file() else self.model
 
     def holding(self, longest_request: int) -> EngineSetup:
-        """This engine as vLLM runs it, for requests of up to `longest_request` tokens (prompt + response). Raises
-        ConfigError for limits that do not allow them, or that make no sense on this GPU.
+        """This engine as vLLM runs it, for requests of up to `longest_request` tokens (prompt + response).
+
+        Raises ConfigError for limits that do not allow them, or that make no sense on this GPU.
         """
         return replace(self, limits=self.limits.holding(longest_request).on(self.gpu))
 
     def check_precision(self) -> None:
-        """Raise ConfigError for a precision that this GPU does not have. On a CPU it depends on vLLM's kernels, which
-        say so when they start.
-        """
+        """Raise ConfigError for a precision that this GPU does not have. On a CPU vLLM's kernels decide at start-up."""
         if not self.gpu.is_cpu and (reason := self.gpu.why_not(self.precision)):
             raise ConfigError(f"{self.precision.name}: {reason}; allowed: bf16, or another GPU")
 
     def check_model(self, model: str) -> None:
-        """Raise ConfigError if a checkpoint has other layers than this engine's model. A checkpoint whose config cannot
-        be read here passes.
+        """Raise ConfigError if a checkpoint has other layers than this engine's model.
 
-        model: its hub id or folder
+        model: hub id or folder of the checkpoint; passes if its config cannot be read
         """
         try:
-            found = ModelShape.from_hf(model)
+            shape = ModelShape.from_hf(model)
         except ConfigError:
             return
         planned = self.shape
-        if (found.hidden_size, found.layers) == (planned.hidden_size, planned.layers):
+        if (shape.hidden_size, shape.layers) == (planned.hidden_size, planned.layers):
             return
-        there, here = (f"{x.num_layers} layers of width {x.hidden_size}" for x in (planned, found))
+        there, here = (f"{x.num_layers} layers of width {x.hidden_size}" for x in (planned, shape))
         differ = f"both have {here}, of other parts" if there == here else f"{there}, and {here}"
         raise ConfigError(
             f"the plan is for {planned.name}, and the model is {model} ({differ}); "
@@ -113,18 +111,20 @@ class EngineSetup:
         )
 
     def memory(self, longest_request: int | None = None) -> MemoryPlan:
-        """The memory of one rank, and its KV pool; raises as `memory_plan` does."""
+        """The memory of one rank and its KV pool. Raises as `memory_plan` does."""
         return memory_plan(self.shape, self.precision, self.gpu, self.limits, longest_request)
 
     def kv_plan(self, num_gpu_blocks: int) -> KvPlan:
-        """The KV cache of an engine whose pool is known: so many blocks, the null block among them."""
+        """The KV cache of an engine with a pool of `num_gpu_blocks`, including the null block."""
         longest, gpu = self.shape.context.derived(), self.gpu
         caches = model_caches(self.shape, self.precision, self.limits, longest, gpu.is_cpu, gpu.compute_capability)
         return plan_kv_cache(*caches, num_blocks=num_gpu_blocks)
 
     def blocks_in(self, pool_tokens: int) -> int:
-        """Blocks, the null block among them, of a pool that the engine says holds that many tokens: its num_gpu_blocks
-        times its block_size, which may be larger than that of `limits`."""
+        """Blocks, including the null block, of a pool of `pool_tokens`: num_gpu_blocks times the engine's block_size.
+
+        That block_size may be larger than that of `limits`.
+        """
         return pool_tokens // self.kv_plan(0).block_size
 
     def step_model(self, profile: Profile, experts_hit: int | None = None) -> StepModel:
@@ -133,6 +133,5 @@ class EngineSetup:
 
     @cached_property
     def _cache_groups(self) -> int:
-        """The groups of layers that have a block table; a fit asks for the step model thousands of times. A CPU's
-        profile has no coefficient of them: 1."""
+        """The number of groups of layers with a block table. 1 on a CPU, whose profile has no coefficient for them."""
         return 1 if self.gpu.is_cpu else len(self.kv_plan(0).groups)

@@ -1,21 +1,18 @@
 """The tensor-parallel sizes into which an engine can cut a block-quantised model.
 
-A rank's part of a layer has so many inputs and outputs, and FP8 comes in blocks of 128 x 128. What is not a whole
-number of blocks is met in three ways (read in vLLM 0.24 to 0.32, and run against 0.30 by tests/model/test_shards.py):
+FP8 comes in blocks of 128 x 128. Sizes of a rank that are no whole number of blocks have three outcomes (read in vLLM
+0.24 to 0.32, and run against 0.30 by tests/model/test_shards.py):
 
-- vLLM's online quantisation of a linear pads the scales of its outputs, but quantises what goes in by groups of 128
-  and asserts that they divide it, in the first forward pass (per_token_group_quant_fp8). fp8plan leaves such a linear
-  in BF16, by name (`Linear.quantised`, fp8plan.model.emit.vllm).
-- vLLM's online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on). An
-  expert's own width may be padded. The model's may not, in 0.30: routers inside of the experts' runner (Qwen3-MoE) get
-  the padded tokens, and gpt-oss's loader copies its 2,880 inputs to a parameter of 2,944. So that is refused.
-- A checkpoint in FP8 blocks, and what verl has vLLM load as one (it quantises each whole matrix itself): vLLM refuses
-  any rank that would begin or end inside a block, experts included (validate_fp8_block_shape and its _moe), or finds no
-  place for the scales of a fused layer. By 0.30 it cuts the scales of experts finer instead; verl 0.9.1 installs 0.24,
-  which does not, and with which version that began is not known here. With expert parallelism (each rank has whole
-  experts) no block is cut.
-
-verl leaves no such layer in BF16, so that one is enough to refuse it there.
+- Online quantisation of a linear pads the scales of outputs, but asserts that groups of 128 divide the inputs, in the
+  first forward pass (per_token_group_quant_fp8). fp8plan leaves such a linear in BF16, by name (`Linear.quantised`,
+  fp8plan.model.emit.vllm).
+- Online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on). The
+  model's width must not need padding in 0.30. Routers inside the experts' runner (Qwen3-MoE) get the padded tokens, and
+  gpt-oss's loader copies its 2,880 inputs to a parameter of 2,944.
+- For a checkpoint in FP8 blocks vLLM refuses a rank that begins or ends inside a block, experts included
+  (validate_fp8_block_shape and its _moe), or finds no place for the scales of a fused layer. verl quantises whole
+  matrices and has vLLM load such a checkpoint, so one such layer rules a size out. 0.30 cuts the scales of experts
+  finer; 0.24, which verl 0.9.1 installs, does not. With expert parallelism no block is cut.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from fp8plan.model.architecture.parts import LatentAttention
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import Precision
 
-# Who starts the engine; and the same, the least demanding first.
+# Programs that start the engine, and the same in the order of their demands.
 TARGETS: Final = ("vllm", "verl", "trl")
 _BY_DEMANDS: Final = ("vllm", "trl", "verl")
 
@@ -40,7 +37,7 @@ _LATENT: Final = (
 
 
 class Size(NamedTuple):
-    """Something that must be a whole number of blocks."""
+    """A size that must be a whole number of blocks."""
 
     layer: str
     what: str
@@ -48,15 +45,13 @@ class Size(NamedTuple):
 
 
 def check_target(target: str) -> None:
-    """Raise ConfigError for a target that does not exist."""
+    """Raise ConfigError for an unknown target."""
     if target not in TARGETS:
         raise ConfigError(f"target is {target!r}; allowed: {', '.join(TARGETS)}")
 
 
 def strictest(targets: Iterable[str]) -> str:
-    """The target among several that can start the fewest layouts; "vllm" if there are none. What another of them cannot
-    start all the same is refused when it is emitted.
-    """
+    """The target that can start the fewest layouts; "vllm" without targets. Another may still refuse the layout."""
     return max(targets, key=_BY_DEMANDS.index, default="vllm")
 
 
@@ -68,11 +63,10 @@ def why_not_shardable(
     expert_parallel: bool = False,
     gpu: Gpu | None = None,
 ) -> str | None:
-    """The reason why an engine that `target` starts cannot run `shape` in `precision` on that many ranks; None if it
-    can.
+    """The reason why an engine of `target` cannot run `shape` in `precision` on that many ranks; None if it can.
 
     expert_parallel: each rank has whole experts
-    gpu:             None: one whose attention reads new K and V scales
+    gpu:             None: a GPU whose attention reads new K and V scales
     """
     check_target(target)
     if reason := shape.why_not(precision):
@@ -86,34 +80,34 @@ def why_not_shardable(
     if not precision.in_blocks:
         return None
     layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
-    # What TRL may run is fp8plan's own engine, or vLLM's server with fp8plan's backend.
+    # TRL runs fp8plan's own engine, or vLLM's server with fp8plan's backend.
     if target != "verl" and shape.stored is None:
         return _why_not_padded(shape, precision) or _why_nothing_left(shape, precision, tensor_parallel, layouts)
     block = precision.weight_block[0]
 
     def fault(tp: int, whole_experts: bool = expert_parallel) -> Size | None:
         sizes = _whole_blocks(shape, tp, 1 if whole_experts else tp)
-        return next((found for found in sizes if found.size % block), None)
+        return next((size for size in sizes if size.size % block), None)
 
-    found = fault(tensor_parallel)
-    if found is None:
+    part = fault(tensor_parallel)
+    if part is None:
         return None
     allowed = ", ".join(str(tp) for tp in layouts if fault(tp) is None)
     helps = fault(tensor_parallel, whole_experts=True) is None
     if shape.stored is None:
         of, whom, none = "", "with FP8 weights verl", "none, use bf16 weights"
     else:
-        of, whom = _of_the_whole(shape, found, tensor_parallel), f"of weights in {shape.stored.label} vLLM"
+        of, whom = _of_the_whole(shape, part, tensor_parallel), f"of weights in {shape.stored.label} vLLM"
         none = "none, plan the BF16 model"
     return (
-        f"{found.layer} has {of}{found.size} {found.what} on each GPU at tensor_parallel_size {tensor_parallel}, and "
+        f"{part.layer} has {of}{part.size} {part.what} on each GPU at tensor_parallel_size {tensor_parallel}, and "
         f"{whom} takes multiples of {block}; allowed: {allowed or none}"
         f"{', or expert parallelism, which leaves experts whole' if helps else ''}"
     )
 
 
 def _of_the_whole(shape: ModelShape, part: Size, ranks: int) -> str:
-    """The words that derive a linear's inputs on a rank from all of its inputs; "" where ranks do not share them."""
+    """Words that derive a linear's inputs on a rank from all its inputs; "" if ranks do not share them."""
     whole = part.size * ranks
     linears = (*shape.linears(), *shape.expert_linears())
     shared = ranks > 1 and any((x.name, x.k) == (part.layer, whole) for x in linears)
@@ -121,7 +115,7 @@ def _of_the_whole(shape: ModelShape, part: Size, ranks: int) -> str:
 
 
 def left_in_bf16(shape: ModelShape, precision: Precision, tensor_parallel: int) -> str:
-    """The words for the linears that an FP8 engine of vLLM leaves in BF16 on that many ranks, and why; "" if none."""
+    """A sentence on the linears that an FP8 engine of vLLM leaves in BF16 on that many ranks; "" if none."""
     kept = shape.left_in_bf16(tensor_parallel) if precision.weights != "bf16" else ()
     if not kept:
         return ""
@@ -134,7 +128,7 @@ def left_in_bf16(shape: ModelShape, precision: Precision, tensor_parallel: int) 
 
 
 def _why_not_padded(shape: ModelShape, precision: Precision) -> str | None:
-    """The reason why vLLM cannot run experts in FP8: the model's width would be padded. None if it would not."""
+    """The reason why vLLM cannot run experts in FP8, if it would pad the model's width; else None."""
     block = precision.weight_block[0]
     if not shape.parts_of(Experts) or shape.hidden_size % block == 0:
         return None
@@ -147,7 +141,7 @@ def _why_not_padded(shape: ModelShape, precision: Precision) -> str | None:
 def _why_nothing_left(
     shape: ModelShape, precision: Precision, tensor_parallel: int, layouts: Iterable[int]
 ) -> str | None:
-    """The reason why vLLM has nothing to quantise, with the layouts that have something; None if there is something."""
+    """The reason if vLLM has nothing to quantise, with the layouts that have something; else None."""
 
     def something(tp: int) -> bool:
         return any(x.quantised for x in (*shape.linears(tp), *shape.expert_linears()))
@@ -170,30 +164,23 @@ def refusals(
     expert_parallel: bool = False,
     gpu: Gpu | None = None,
 ) -> dict[str, str]:
-    """The targets that cannot run `shape` on that many ranks, each with the reason."""
-    reasons = {
-        target: why_not_shardable(shape, precision, tensor_parallel, target, expert_parallel, gpu) for target in TARGETS
-    }
-    return {target: reason for target, reason in reasons.items() if reason is not None}
-
-
-def _inputs(shape: ModelShape, tp: int) -> Iterator[Size]:
-    """The inputs of every linear on one rank that a target would quantise."""
-    yield from (Size(x.name, "inputs", x.k) for x in shape.linears(tp) if x.asked)
+    """Targets that cannot run `shape` on that many ranks -> the reason."""
+    pairs = ((x, why_not_shardable(shape, precision, tensor_parallel, x, expert_parallel, gpu)) for x in TARGETS)
+    return {target: reason for target, reason in pairs if reason is not None}
 
 
 def _whole_blocks(shape: ModelShape, tp: int, expert_slices: int) -> Iterator[Size]:
-    """The inputs, the outputs that another matrix or another rank follows, and the experts' width."""
-    yield from _inputs(shape, tp)
+    """The inputs of linears, the outputs that another matrix or another rank follows, and the experts' width."""
+    yield from (Size(x.name, "inputs", x.k) for x in shape.linears(tp) if x.intended)
     for part, _ in shape.counted:
         for linear, whole in zip(part.linears(shape.hidden_size, tp), part.linears(shape.hidden_size), strict=True):
-            if linear.asked:
+            if linear.intended:
                 yield from outputs_followed(linear, cut=linear.n < whole.n)
     yield from (Size(x.name, "inputs", x.k) for x in shape.expert_linears(expert_slices))
 
 
 def outputs_followed(linear: Linear, cut: bool) -> Iterator[Size]:
-    """The outputs of one rank that others follow: those of each fused matrix, and the last ones if ranks share them."""
+    """Outputs of one rank before others: those of each fused matrix, and the last ones if ranks share them."""
     if linear.parts:
         yield from (Size(linear.name, "outputs of one part", x) for x in (linear.parts if cut else linear.parts[:-1]))
     elif cut:

@@ -1,4 +1,4 @@
-"""The workload of a rollout: how many prompts and samples, and how long they are."""
+"""The workload of a rollout: the numbers of prompts and samples, and their lengths."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from fp8plan.errors import ConfigError
 from fp8plan.jsonl import read
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
-LIKE = 0.85  # how near the name of another column comes to one of these before it is taken for a slip
+LIKE = 0.85  # similarity from which another column's name counts as a typo of these
 DEFAULT_PROMPTS = "fixed:1024"
 LENGTHS_SYNTAX = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS, or a .jsonl or .parquet file of lengths"
-
 
 # Far above any context or rollout, and low enough for int64 sums over a batch.
 MOST_TOKENS = 10**9
 MOST_REQUESTS = 10**7
-MOST_SIGMA = 10.0  # of rollouts about 1; here the middle two thirds would span nine powers of ten
+MOST_SIGMA = 10.0  # rollouts have about 1
 
 
 class Batch(NamedTuple):
@@ -34,7 +33,7 @@ class Batch(NamedTuple):
 
     prompts: NDArray[np.int64]  # prompt tokens, at least 1
     responses: NDArray[np.int64]  # response tokens, at least 1
-    prompt_ids: NDArray[np.int64]  # equal where two requests have the same prompt; 0 .. prompts-1
+    prompt_ids: NDArray[np.int64]  # the number of the request's prompt, 0 .. prompts-1
 
     @property
     def longest(self) -> int:
@@ -42,23 +41,25 @@ class Batch(NamedTuple):
         return int((self.prompts + self.responses).max())
 
     def split(self, replicas: int) -> list[Batch]:
-        """Consecutive, nearly equal parts, as RL trainers split a batch between data-parallel replicas (which ask for a
-        number that divides; where it does not, a prompt's samples may be parted here). Replicas without a request are
-        left out."""
+        """Consecutive, nearly equal parts, as RL trainers split a batch between data-parallel replicas.
+
+        Replicas without a request are left out. If `replicas` does not divide the batch, samples of one prompt may be
+        parted.
+        """
         if replicas == 1:
             return [self]
         bounds = np.linspace(0, len(self.prompts), min(replicas, len(self.prompts)) + 1).astype(int)
         return [self.take(slice(a, b)) for a, b in itertools.pairwise(bounds)]
 
     def take(self, rows: Any) -> Batch:
-        """Some of the requests, by an index of numpy's, in its order; their prompts are numbered anew."""
+        """Some of the requests with their prompts renumbered. rows: an index of numpy's"""
         chosen = Batch(*(column[rows] for column in self))
         return chosen._replace(prompt_ids=np.unique(chosen.prompt_ids, return_inverse=True)[1].astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Lengths that are all `tokens`."""
+    """Equal lengths of `tokens`."""
 
     tokens: int
 
@@ -79,7 +80,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Lognormal lengths, rounded and clipped to 1 .. max, as a rollout clips at its longest response.
+    """Lognormal lengths, rounded and clipped to 1 .. max, as a rollout clips responses.
 
     mean:  tokens, of the distribution before clipping
     sigma: standard deviation of the natural log of the length
@@ -111,7 +112,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Lengths that were seen: used in order if there are as many as asked for, else drawn with replacement."""
+    """Observed lengths: used in order if `count` equals their number, else drawn with replacement."""
 
     lengths: tuple[int, ...]
     source: str
@@ -144,7 +145,7 @@ class Workload:
     """One rollout of an RL step: `prompts` prompts, `samples_per_prompt` responses to each.
 
     prompt_lengths, response_lengths: a whole number of tokens for all, or Fixed, LogNormal or Trace
-    seed:                             of the lengths that are drawn
+    seed:                             of drawn lengths
     """
 
     prompts: int
@@ -161,9 +162,7 @@ class Workload:
         response_lengths: Lengths | int,
         seed: int = 0,
     ) -> None:
-        """Check the arguments. Raises ConfigError for anything but whole numbers and lengths, and for more than
-        MOST_REQUESTS responses.
-        """
+        """Raises ConfigError for anything but whole numbers and lengths, and for more than MOST_REQUESTS responses."""
         fields = {
             "prompts": whole("prompts", prompts),
             "samples_per_prompt": whole("samples_per_prompt", samples_per_prompt),
@@ -174,14 +173,16 @@ class Workload:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         if self.prompts * self.samples_per_prompt > MOST_REQUESTS:
-            asked = f"{self.prompts} x {self.samples_per_prompt}"
-            raise ConfigError(f"prompts x samples_per_prompt is {asked}; allowed: at most {MOST_REQUESTS:,} responses")
+            raise ConfigError(
+                f"prompts x samples_per_prompt is {self.prompts} x {self.samples_per_prompt}; allowed: at most "
+                f"{MOST_REQUESTS:,} responses"
+            )
 
     def batch(self) -> Batch:
         """The requests, prompt by prompt, samples of a prompt next to each other. The seed decides the lengths.
 
-        Prompt and response lengths are independent, but for a trace with one row per response: its rows are taken in
-        order, and the first of each prompt gives the prompt's length.
+        Prompt and response lengths are independent, except in a trace with one row per response. Its rows are taken in
+        order, and the first row of each prompt has the prompt's length.
         """
         rng = np.random.default_rng(self.seed)
         prompt_ids = np.repeat(np.arange(self.prompts, dtype=np.int64), self.samples_per_prompt)
@@ -202,12 +203,11 @@ def _lengths(name: str, value: Any) -> Lengths:
 
 
 def parse_both_lengths(prompts: str | None, responses: str) -> tuple[Lengths, Lengths, list[str]]:
-    """Read prompt and response lengths as the command line spells them. Returns (prompt lengths, response lengths,
-    notes).
+    """Read lengths as the command line spells them. Returns (prompt lengths, response lengths, notes).
 
     prompts: None: those of the responses' trace, if it has any, else DEFAULT_PROMPTS
 
-    Raises ConfigError as `parse_lengths` does, and for a trace whose prompt lengths have a name that is nearly right.
+    Raises ConfigError as `parse_lengths` does, and for a trace whose column of prompt lengths is nearly named so.
     """
     known = parse_lengths(responses, RESPONSE)
     if not isinstance(known, Trace):
@@ -230,9 +230,9 @@ def parse_both_lengths(prompts: str | None, responses: str) -> tuple[Lengths, Le
 def parse_lengths(text: str, column: str) -> Lengths:
     """Read lengths as the command line spells them: LENGTHS_SYNTAX.
 
-    column: which column of a trace file holds them, "prompt_length" or "response_length"
+    column: the column of a trace file, "prompt_length" or "response_length"
 
-    Raises ConfigError for anything else, and for a file that is missing, empty or holds bad lengths.
+    Raises ConfigError for any other text, and for a file that is missing, empty or has bad lengths.
     """
     kind, _, rest = text.partition(":")
     try:
@@ -241,9 +241,9 @@ def parse_lengths(text: str, column: str) -> Lengths:
         if kind == "lognormal":
             parts = [part.partition("=") for part in rest.split(",")]
             fields = {name: value for name, _, value in parts}
-            if len(fields) < len(parts):
-                raise ValueError("a name is given twice")
-            return LogNormal(float(fields.pop("mean")), float(fields.pop("sigma")), _last(fields, "max"))
+            if len(fields) < len(parts) or len(fields) > 3:
+                raise ValueError("a name is given twice, or unknown")
+            return LogNormal(float(fields["mean"]), float(fields["sigma"]), int(fields["max"]))
     except (ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -254,15 +254,8 @@ def parse_lengths(text: str, column: str) -> Lengths:
     raise ConfigError(f"cannot read the lengths {text!r}; allowed: {LENGTHS_SYNTAX}")
 
 
-def _last(fields: dict[str, str], name: str) -> int:
-    value = int(fields.pop(name))
-    if fields:
-        raise ValueError(f"unknown: {', '.join(fields)}")
-    return value
-
-
 def _read_column(path: Path, column: str) -> list[Any]:
-    """One length per row: a bare number, or the row's `column`."""
+    """One length per row: a bare number, or the value of `column`."""
     if path.suffix == ".parquet":
         names = _columns(path)
         if column not in names:
@@ -278,7 +271,7 @@ def _read_column(path: Path, column: str) -> list[Any]:
 
 
 def _columns(path: Path) -> list[str]:
-    """The names of a trace file's columns. For JSON lines these are the first row's; bare numbers have none."""
+    """The columns of a trace file. JSON lines have those of the first row; bare numbers have none."""
     if path.suffix == ".parquet":
         return _parquet(path, lambda file: file.schema_arrow.names)
     first = next((row for _, row in _rows(path, RESPONSE)), None)
@@ -299,12 +292,12 @@ def _parquet(path: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
 
 
 def _rows(path: Path, column: str) -> list[tuple[int, Any]]:
-    """(line number, value) of each line in a file of JSON lines, without blank ones."""
+    """(line number, value) of each line in a file of JSON lines, without blank lines."""
     return read(path, "trace file", hint=f'allowed: a number, or an object with "{column}"').rows
 
 
 def _has(names: list[str], column: str) -> str:
-    """The end of an error: the names that are there, and which of them was probably meant."""
+    """The end of an error: the columns of the file, and the one that was probably meant."""
     meant = get_close_matches(column, names, 1, LIKE)
     advice = f"call {meant[0]!r} {column!r}" if meant else "add it"
     return f"it has {', '.join(map(str, names)) or 'nothing'}: {advice}"

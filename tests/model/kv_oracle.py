@@ -150,6 +150,12 @@ def specs(caches: list[LayerCache], shapes: list[Shape], rules: KvRules):
     return config, {str(place): spec for place, spec in enumerate(layers)}
 
 
+def fits(ours: KvPlan) -> bool:
+    """True if one request of max_model_len fits, so that the engine starts. Only 0.30 subtracts the null block."""
+    free = ours.num_blocks - (ours.rules.vllm == "0.30")
+    return free > 0 and ours.request_blocks <= free
+
+
 def of_ours(ours: KvPlan) -> Planned:
     """Our plan in the same words."""
     return Planned(
@@ -158,8 +164,8 @@ def of_ours(ours: KvPlan) -> Planned:
         block_bytes=ours.block_bytes,
         num_blocks=ours.num_blocks,
         tokens=ours.tokens,
-        request_bytes=ours.request_bytes,
-        fits=ours.fits,
+        request_bytes=ours.request_blocks * ours.block_bytes,
+        fits=fits(ours),
     )
 
 

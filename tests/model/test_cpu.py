@@ -14,7 +14,7 @@ from fp8plan.errors import CapacityError, ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu, gpus
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import memory_plan
+from fp8plan.model.memory.plan import memory_plan
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.precision import BF16, precision
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path

@@ -16,7 +16,8 @@ from fp8plan.model.cost.moe import skips_other_rows
 from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import activation_peak_bytes, loaded_weight_bytes
+from fp8plan.model.memory.activations import activation_peak_bytes
+from fp8plan.model.memory.plan import loaded_weight_bytes
 from fp8plan.model.plan.explain import Answer, whole_or_sliced
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan, predict

@@ -16,11 +16,10 @@ from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import LatentAttention
 from fp8plan.model.configs import QUANT_FILE, find_config
-from fp8plan.model.configs.stored import bf16_twin
 from fp8plan.model.hardware import gpus
 from fp8plan.model.memory.plan import loaded_weight_bytes
 from fp8plan.model.plan.planner import plan
-from fp8plan.model.precision import BF16, FP8_BLOCK, PRESETS, STORED_PRESETS, precision
+from fp8plan.model.precision import BF16, FP8_BLOCK, PRESETS, STORED_PRESETS, bf16_twin, precision
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import why_not_shardable

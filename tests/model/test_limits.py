@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu, gpus
 from fp8plan.model.limits import Derived, EngineLimits
-from fp8plan.model.memory import check_share
+from fp8plan.model.memory.plan import check_share
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.setup import EngineSetup

@@ -18,7 +18,7 @@ MEASURED = ROOT / "profiles/h100_sxm/vllm-0.26.0/reports/rollouts.jsonl"
 def test_the_page_has_the_memory_of_the_first_report() -> None:
     assert reports.memory_table() in PAGE
     assert dict(reports.memory_rows())["left for KV"] == pytest.approx(reports.REPORTED_KV_GIB + 3.01, abs=0.005)
-    assert reports.SERVED.memory().kv_bytes_per_token == 48_128
+    assert reports.SERVED.memory().kv.bytes_per_token == 48_128
 
 
 def test_the_page_has_the_second_reports_starved_rollout() -> None:

@@ -16,9 +16,9 @@ from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import memory_plan
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import KvRules, LayerCache
+from fp8plan.model.memory.plan import memory_plan
 from fp8plan.model.plan.choice import SHARED_ERROR, SpeedUp, speed_up, timed
 from fp8plan.model.precision import PRESETS, precision
 from fp8plan.model.profile.library import load_profile, profiles_path

@@ -20,7 +20,7 @@ from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.colocated import PolicyTensors
 from fp8plan.model.emit.trl import server_command
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.limits import LIMITS, EngineLimits, fields_of
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.judge import Judge
 from fp8plan.runtime.engine.launch import Launch
@@ -54,26 +54,10 @@ WITHIN: Final[Mapping[str, tuple[str, ...]]] = {
 
 def limits_of(config: Mapping[str, Any], on_cpu: bool) -> EngineLimits:
     """The limits of a server. config: its VllmConfig as a JSON tree"""
-    model, scheduler = config["model_config"], config["scheduler_config"]
-    cache, parallel = config["cache_config"], config["parallel_config"]
-    imposed = cache.get("num_gpu_blocks_override")
-    found = {
-        "gpu_memory_utilization": None if on_cpu else cache["gpu_memory_utilization"],
-        "max_model_len": model["max_model_len"],
-        "max_num_seqs": scheduler["max_num_seqs"],
-        "max_num_batched_tokens": scheduler["max_num_batched_tokens"],
-        "block_size": cache["block_size"],
-        "enable_prefix_caching": cache["enable_prefix_caching"],
-        "tensor_parallel_size": parallel["tensor_parallel_size"],
-        "data_parallel_size": parallel["data_parallel_size"],
-        "async_scheduling": scheduler.get("async_scheduling"),
-        "enforce_eager": model["enforce_eager"],
-        "scheduler_reserve_full_isl": scheduler.get("scheduler_reserve_full_isl"),
-        # One block of vLLM's pool is its null block, which no request can use.
-        "num_gpu_blocks": imposed and imposed - 1,
-        "enable_expert_parallel": parallel.get("enable_expert_parallel"),
-    }
-    return EngineLimits(**{name: value for name, value in found.items() if value is not None})
+    limits = fields_of({limit.argument: config[limit.part].get(limit.argument) for limit in LIMITS})
+    if on_cpu:
+        del limits["gpu_memory_utilization"]
+    return EngineLimits(**limits)
 
 
 def options_of(config: Mapping[str, Any]) -> dict[str, Any]:

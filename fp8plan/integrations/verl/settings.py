@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -28,7 +28,7 @@ from fp8plan.integrations.common import plan_for, read_plan
 from fp8plan.integrations.verl import NAME
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.limits import VERLS, EngineLimits, fields_of
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import Level, RiskBudget
 from fp8plan.model.shards import why_not_shardable
@@ -232,17 +232,6 @@ def correcting_with(correct: Any) -> Iterator[None]:
         yield
 
 
-# Limits of an engine -> verl's words for them.
-WORDS: Final = {
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "enable_prefix_caching": "enable_prefix_caching",
-    "enforce_eager": "enforce_eager",
-    "tensor_parallel_size": "tensor_model_parallel_size",
-}
-
-
 def plan_of(config: Any, settings: Settings) -> Plan:
     """The plan that the settings name, checked; else one made from verl's configuration. The settings' choice is its
     chosen one.
@@ -288,15 +277,11 @@ def limits_of(config: Any, gpu: str) -> EngineLimits:
     """
     rollout = config.actor_rollout_ref.rollout
     shape = ModelShape.from_hf(str(config.actor_rollout_ref.model.path))
-    found: dict[str, Any] = {name: rollout[word] for name, word in WORDS.items()}
+    found: dict[str, Any] = {name: rollout[word] for word, name in VERLS.items()}
     found["max_model_len"] = rollout.max_model_len or shape.context.derived(check_vllm_version())
     found["enable_expert_parallel"] = rollout.expert_parallel_size > 1
     found["data_parallel_size"] = max(1, _gpus(config) // rollout.tensor_model_parallel_size)
-    options = engine_kwargs(config)
-    known = {field.name for field in fields(EngineLimits)}
-    found |= {name: value for name, value in options.items() if name in known and value is not None}
-    if (pool := options.get("num_gpu_blocks_override")) is not None:
-        found["num_gpu_blocks"] = pool - 1  # and the null block, which no request can use
+    found |= fields_of(engine_kwargs(config))
     card = find_gpu(gpu)
     if card.is_cpu:
         del found["gpu_memory_utilization"]
@@ -313,10 +298,10 @@ def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:
     """Yield what is planned otherwise than verl's configuration says, with what to type."""
     setup, rollout, data = plan.setup(), config.actor_rollout_ref.rollout, config.data
     limits = setup.limits
-    told: dict[str, tuple[Any, Any]] = {word: (rollout[word], getattr(limits, name)) for name, word in WORDS.items()}
+    told: dict[str, tuple[Any, Any]] = {word: (rollout[word], getattr(limits, name)) for word, name in VERLS.items()}
     told["expert_parallel_size"] = max(1, rollout.expert_parallel_size), limits.expert_ranks
-    if rollout.max_model_len is not None:
-        told["max_model_len"] = rollout.max_model_len, limits.max_model_len
+    if rollout.max_model_len is None:
+        del told["max_model_len"]
     if setup.gpu.is_cpu:
         del told["gpu_memory_utilization"]
     for word, (theirs, ours) in told.items():

@@ -1,8 +1,7 @@
-"""The families that are known: one row for each model_type, saying how its config's fields become parts.
+"""The known families: one row for each model_type, by which its config's fields become parts.
 
-A row says only where the family differs from Llama. Two tests hold the rows: tests/model/architecture/test_families.py
-against transformers' own model of the same config, element by element, and test_vllm.py against the linears that vLLM
-builds. Where the comments name a file, it is vLLM's.
+A row has only differences from Llama. tests/model/architecture/test_families.py compares each with transformers' model
+of the same config, element by element, and test_vllm.py with the linears that vLLM builds. Comments name vLLM's files.
 
 vLLM runs olmo, olmo2, smollm3 and starcoder2, and by 0.30 olmo3 and hunyuan too, through its Transformers backend. It
 fuses and quantises the same linears there (models/transformers/base.py).
@@ -38,7 +37,12 @@ _INDEXED: Final[Readers] = {"indexed_attention": special.indexed, "full_attentio
 _DEEPSEEK: Final = Moe(shared_count=True, sparse=after_dense)
 _DEEPSEEK_V3: Final = Moe(shared_count=True, sparse=after_dense, router_bias=True)
 _NO_MLA_BIAS: Final[Mapping[str, str]] = {"attention_bias": "biases in latent attention (attention_bias)"}
-_SPARSE_OWN: Final = ("kv_lora_rank", "index_topk")
+_V3: Final = Family(
+    mixers=_MLA, moe=_DEEPSEEK_V3, own=("kv_lora_rank",), defaults={"first_k_dense_replace": 3}, missing=_NO_MLA_BIAS
+)
+_V32: Final = replace(
+    _V3, kinds=lambda _, layers: ["indexed_attention"] * layers, mixers=_INDEXED, own=("kv_lora_rank", "index_topk")
+)
 _DELTA: Final[Readers] = {"full_attention": attention, "linear_attention": special.delta_net}
 _DELTA_OWN: Final = ("linear_num_key_heads",)
 _DELTA_KINDS: Final = every(4, "full_attention_interval", other="linear_attention")
@@ -49,7 +53,7 @@ _MAMBA: Final[Readers] = {
     "mamba": special.mamba2,
 }
 _CONV: Final[Readers] = {"full_attention": attention, "conv": special.short_conv}
-_GEMMA3: Final = {  # what published configs of Gemma 3 leave to the config class
+_GEMMA3: Final = {  # fields that published configs of Gemma 3 leave to the config class
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -70,14 +74,7 @@ _QWEN3_NEXT: Final = Family(
     defaults={"attn_output_gate": True},
     own=_DELTA_OWN,
 )
-_QWEN3_5: Final = Family(
-    kinds=_DELTA_KINDS,
-    mixers=_DELTA,
-    qk_norm="head",
-    gated_attention="attn_output_gate",
-    defaults={"attn_output_gate": True},
-    own=_DELTA_OWN,
-)
+_QWEN3_5: Final = replace(_QWEN3_NEXT, moe=None)
 _GLM4_MOE: Final = Family(
     o_bias=False,
     qk_norm=("use_qk_norm", "head"),
@@ -96,6 +93,15 @@ _GEMMA4: Final = Family(
 )
 _ERNIE: Final = Family(qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", tied=True)
 _HUNYUAN: Final = Family(qk_norm=("use_qk_norm", "head"), defaults={"use_qk_norm": True})
+_EXAONE: Final = Family(qkv_bias=False, o_bias=False, kinds=every(4, "sliding_window_pattern"), qk_norm="head")
+_LFM2: Final = Family(
+    qkv_bias=False,
+    o_bias=False,
+    kinds=special.at_indices("full_attn_idxs", "conv"),
+    mixers=_CONV,
+    qk_norm="head",
+    tied=True,
+)
 _GRANITE_MOE: Final = Moe(inner="intermediate_size", shared="shared_intermediate_size", shared_stream=False)
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -104,7 +110,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3": Family(qk_norm="head", kinds=later, defaults={"use_sliding_window": False, "max_window_layers": 28}),
     "llama": Family(mlp_bias="mlp_bias"),
     "mistral": Family(qkv_bias=False, o_bias=False, kinds=everywhere),
-    # The shared expert is one that Qwen3 itself does not have. qwen3_moe.py reads its field all the same.
+    # Qwen3 has no shared expert, but qwen3_moe.py reads its field.
     "qwen3_moe": Family(qk_norm="head", moe=_QWEN_MOE, missing=_QWEN_WINDOW),
     "mixtral": Family(qkv_bias=False, o_bias=False, kinds=everywhere, moe=Moe(inner="intermediate_size")),
     # Qwen
@@ -124,23 +130,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "deepseek_v2": Family(
         mixers=_MLA, moe=_DEEPSEEK, own=("kv_lora_rank",), missing=_NO_MLA_BIAS, published={"num_experts_per_tok": 6}
     ),
-    "deepseek_v3": Family(
-        mixers=_MLA,
-        moe=_DEEPSEEK_V3,
-        own=("kv_lora_rank",),
-        defaults={"first_k_dense_replace": 3},
-        missing=_NO_MLA_BIAS,
-    ),
-    "deepseek_v32": Family(
-        kinds=lambda _, layers: ["indexed_attention"] * layers,
-        mixers=_INDEXED,
-        moe=_DEEPSEEK_V3,
-        own=_SPARSE_OWN,
-        defaults={"first_k_dense_replace": 3},
-        missing=_NO_MLA_BIAS,
-    ),
-    # vLLM reads its params.json, as DeepSeek-V3 without a correction of the router's scores
-    # (transformers_utils/configs/mistral.py); in the layout of transformers 0.30 does not run it.
+    "deepseek_v3": _V3,
+    "deepseek_v32": _V32,
+    # vLLM reads its params.json as DeepSeek-V3 without a correction of the router's scores
+    # (transformers_utils/configs/mistral.py). 0.30 does not run it in the layout of transformers.
     "mistral4": Family(mixers=_MLA, moe=_DEEPSEEK, own=("kv_lora_rank",), missing=_NO_MLA_BIAS),
     "longcat_flash": Family(
         mixers=_MLA,
@@ -150,13 +143,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
         own=("kv_lora_rank",),
         missing={**_NO_MLA_BIAS, "router_bias": "a bias in the router's matrix (router_bias)"},
     ),
-    "kimi_linear": Family(
+    "kimi_linear": replace(
+        _V3,
         kinds=special.kimi_kinds,
         mixers={"full_attention": special.latent, "linear_attention": special.kimi_delta},
-        moe=_DEEPSEEK_V3,
         own=("kv_lora_rank", "linear_attn_config"),
         defaults={"first_k_dense_replace": 1},
-        missing=_NO_MLA_BIAS,
     ),
     # GLM
     "glm": Family(o_bias=False, defaults={"attention_bias": True}),
@@ -165,23 +157,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "glm_ocr_text": Family(o_bias=False, norms=4),
     "glm4_moe": _GLM4_MOE,
     "glm4v_moe_text": replace(_GLM4_MOE, defaults={"attention_bias": True, "first_k_dense_replace": 1}),
-    "glm4_moe_lite": Family(
-        mixers=_MLA,
-        moe=_DEEPSEEK_V3,
-        own=("kv_lora_rank",),
-        defaults={"first_k_dense_replace": 1},
-        missing=_NO_MLA_BIAS,
-    ),
-    "glm_moe_dsa": Family(
-        kinds=lambda _, layers: ["indexed_attention"] * layers,
-        mixers=_INDEXED,
-        layer=special.indexed_layer,
-        by_number=True,
-        moe=_DEEPSEEK_V3,
-        own=_SPARSE_OWN,
-        defaults={"first_k_dense_replace": 3},
-        missing=_NO_MLA_BIAS,
-    ),
+    "glm4_moe_lite": replace(_V3, defaults={"first_k_dense_replace": 1}),
+    "glm_moe_dsa": replace(_V32, layer=special.indexed_layer, by_number=True),
     # Gemma
     "gemma": Family(tied=True),
     "gemma2": Family(kinds=every(2, "sliding_window_pattern"), norms=4, tied=True),
@@ -205,12 +182,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         own=("attention_chunk_size",),
     ),
     "arcee": Family(gated=False, mlp_bias="mlp_bias"),
-    "apertus": Family(
-        qk_norm="head",
-        gated=False,
-        mlp_bias="mlp_bias",
-        defaults={"hidden_act": "xielu"},
-    ),
+    "apertus": Family(qk_norm="head", gated=False, mlp_bias="mlp_bias", defaults={"hidden_act": "xielu"}),
     "smollm3": Family(
         mlp_bias="mlp_bias",
         tied=True,
@@ -218,8 +190,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "seed_oss": Family(o_bias="attention_out_bias", mlp_bias="mlp_bias"),
     "internlm3": Family(
-        mlp_bias="mlp_bias",
-        missing={"bias": "biases by the field bias", "qkv_bias": "biases by the field qkv_bias"},
+        mlp_bias="mlp_bias", missing={"bias": "biases by the field bias", "qkv_bias": "biases by the field qkv_bias"}
     ),
     "ministral3": Family(qkv_bias=False, o_bias=False, kinds=everywhere),
     # NVIDIA and IBM
@@ -255,10 +226,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         own=("mamba_d_state",),
     ),
     "falcon_h1": Family(
-        layer=special.beside_mamba,
-        mlp_bias="mlp_bias",
-        defaults={"mamba_rms_norm": False},
-        own=("mamba_d_state",),
+        layer=special.beside_mamba, mlp_bias="mlp_bias", defaults={"mamba_rms_norm": False}, own=("mamba_d_state",)
     ),
     # OLMo
     "olmo": Family(norm_vectors=0),
@@ -303,21 +271,13 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_vl_text": _HUNYUAN,
-    "hunyuan_v1_moe": Family(
-        qk_norm=("use_qk_norm", "head"),
+    "hunyuan_v1_moe": replace(
+        _HUNYUAN,
         moe=Moe(inner="intermediate_size", shared="intermediate_size"),
-        defaults={"use_qk_norm": True},
         missing={"use_cla": "attention that shares KV across layers (use_cla)"},
     ),
-    "exaone4": Family(qkv_bias=False, o_bias=False, kinds=every(4, "sliding_window_pattern"), qk_norm="head"),
-    "exaone_moe": Family(
-        qkv_bias=False,
-        o_bias=False,
-        kinds=every(4, "sliding_window_pattern"),
-        qk_norm="head",
-        moe=_DEEPSEEK_V3,
-        defaults={"first_k_dense_replace": 1},
-    ),
+    "exaone4": _EXAONE,
+    "exaone_moe": replace(_EXAONE, moe=_DEEPSEEK_V3, defaults={"first_k_dense_replace": 1}),
     "cohere": Family(qk_norm=("use_qk_norm", "width"), norms=1, tied=True),
     "cohere2": Family(kinds=every(4, "sliding_window_pattern"), norms=1, tied=True),
     "starcoder2": Family(
@@ -340,24 +300,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "jais2": Family(
         norm_vectors=2, gated=False, mlp_bias="mlp_bias", defaults={"attention_bias": True, "mlp_bias": True}
     ),
-    "lfm2": Family(
-        qkv_bias=False,
-        o_bias=False,
-        kinds=special.at_indices("full_attn_idxs", "conv"),
-        mixers=_CONV,
-        qk_norm="head",
+    "lfm2": replace(
+        _LFM2,
         inner=special.lfm2_inner,
-        tied=True,
         defaults={"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "conv_L_cache": 3},
     ),
-    "lfm2_moe": Family(
-        qkv_bias=False,
-        o_bias=False,
-        kinds=special.at_indices("full_attn_idxs", "conv"),
-        mixers=_CONV,
-        qk_norm="head",
+    "lfm2_moe": replace(
+        _LFM2,
         moe=Moe(sparse=after_dense, router_bias="use_expert_bias"),
-        tied=True,
         defaults={"num_dense_layers": 2, "use_expert_bias": True, "conv_L_cache": 3},
     ),
     "mimo_v2_flash": Family(
@@ -374,8 +324,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
 # Model types that vLLM reads as another (transformers_utils/config.py, _CONFIG_REGISTRY).
 SAME_AS: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
 
-# Multimodal models that vLLM runs with a text model of FAMILIES as it is -> the type of that model where the config has
-# none. Each class in vllm/model_executor/models makes it by init_vllm_registered_model, or names its class.
+# Multimodal models that vLLM runs with a text model of FAMILIES -> its type if the config has none. Each class in
+# vllm/model_executor/models makes the text model by init_vllm_registered_model, or names its class.
 WRAPPERS: Final[Mapping[str, str]] = {
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
@@ -424,8 +374,8 @@ WRAPPERS: Final[Mapping[str, str]] = {
     "paddleocr_vl": "paddleocr_vl_text",
 }
 
-# Families that are looked for, with a part that nothing here describes yet, or that have no class of their own in vLLM
-# 0.30 (models/registry.py, _PREVIOUSLY_SUPPORTED_MODELS, says up to which version).
+# Families that users may ask for, with a part that is not modelled or without a class in vLLM 0.30 (models/registry.py,
+# _PREVIOUSLY_SUPPORTED_MODELS, has the last version).
 _DROPPED: Final = "which vLLM has no class for since 0.24 (models/registry.py: supported until 0.23),"
 REFUSED: Final[Mapping[str, str]] = {
     "bamba": f"bamba, {_DROPPED}",

@@ -1,4 +1,4 @@
-"""The columns of a row of `families`, and the readers that turn a config's fields into parts by it."""
+"""The columns of a row of `families`, and the readers that make parts of a config's fields by such a row."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from fp8plan.model.configs.fields import Fields, worded
 
 
 class Unknown(ValueError):
-    """The name of a part that is not known."""
+    """A part of a model that is not known; the message names it."""
 
 
-Readers: TypeAlias = Mapping[str, "Callable[[Fields, Family], Mixer | None]"]  # of a mixer, by the kind of its layer
-MOST_LAYERS: Final = 10_000  # a hundred times the deepest model; a slip must fill neither memory nor minutes
+Readers: TypeAlias = Mapping[str, "Callable[[Fields, Family], Mixer | None]"]  # kind of a layer -> reader of its mixer
+MOST_LAYERS: Final = 10_000  # a hundred times the deepest model; a typo must not fill memory or take minutes
 MOST_EXPERTS: Final = 100_000  # likewise
-MOST_HEAD: Final = 512  # elements of a head: the most that FlashAttention 4 and FlashInfer take
-TRITON_HEAD: Final = 32  # elements: the fewest that Triton's attention takes
-Switch: TypeAlias = bool | str  # true or false, or the name of the config's field that says so
+MOST_HEAD: Final = 512  # elements of the largest head that FlashAttention 4 and FlashInfer support
+TRITON_HEAD: Final = 32  # elements of the smallest head that Triton's attention supports
+Switch: TypeAlias = bool | str  # a value, or the name of the config's field that has it
 
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """The experts of a family, by the names of its fields.
+    """The experts of a family, by its names of the fields.
 
-    inner:        the field of one expert's width
-    shared:       the field of the width of all shared experts together; "" if there are none, or
-    shared_count: whether a field says how many shared experts of an expert's width there are
+    inner:         field of one expert's width
+    shared:        field of the width of all shared experts together; "" if there is none
+    shared_count:  a field has the number of shared experts, each of an expert's width
     shared_stream: as in Experts
-    sparse:       which layers have experts
+    sparse:        True for each layer that has experts
     """
 
     inner: str = "moe_intermediate_size"
@@ -50,29 +50,28 @@ class Moe:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The way in which configs of one model_type become layers. The defaults are those of Llama.
+    """Rules by which configs of one model_type become layers. The defaults are those of Llama.
 
-    kinds:        the kind of each layer where no layer_types lists them
-    mixers:       the reader of the mixer of each kind
-    layer:        the reader of a layer, given its number, kind and whether it has experts
-    by_number:    whether that reader looks at the number
-    gated:        whether the dense MLP has a gate
-    norms, norm_vectors, last_norm_vectors: as in Layer and ModelShape; None: as the layers
-    tied:         whether embeddings are tied where the config does not say
-    defaults:     further values of fields that published configs leave out (from the family's config class)
-    own:          fields that stand for a part which only some families have, and this one
-    missing:      field -> the name of a part that is not known, which a true value of the field asks for
-    published:    field -> the value that all published configs have, of fields that the config class leaves out; vLLM
-                  does not start without them, and an error names them
+    kinds:        kind of each layer if layer_types does not list them
+    mixers:       kind -> reader of the mixer
+    layer:        reader of a layer, by its number, its kind, and True if it has experts
+    by_number:    that reader depends on the number
+    gated:        the dense MLP has a gate
+    norms, norm_vectors: as in Layer
+    tied:         embeddings are tied if the config does not say
+    defaults:     values of fields that published configs leave to the family's config class
+    own:          fields for parts that this family has and most do not
+    missing:      field -> name of the unknown part that a true value asks for
+    published:    field -> its value in all published configs; vLLM needs it, and the config class has no default
     """
 
     kinds: Callable[[Fields, int], Sequence[str]] = lambda _, layers: ["full_attention"] * layers
     mixers: Readers = field(default_factory=lambda: ATTENTIONS)
-    layer: Callable[[Fields, Family, int, str, bool], Layer] = lambda *given: layer(*given)
+    layer: Callable[[Fields, Family, int, str, bool], Layer] = lambda *arguments: layer(*arguments)
     by_number: bool = False
     qkv_bias: Switch = "attention_bias"
     o_bias: Switch = "attention_bias"
-    qk_norm: QkNorm | tuple[str, QkNorm] = "none"  # or the field that says whether there is one, and which
+    qk_norm: QkNorm | tuple[str, QkNorm] = "none"  # or a field, and the norm that its true value asks for
     sinks: bool = False
     gated_attention: Switch = False
     gated: bool = True
@@ -90,15 +89,15 @@ class Family:
 
 
 def says(config: Fields, switch: Switch) -> bool:
-    """Tell whether a switch is on in this config."""
+    """True if a switch is on in this config."""
     return config.flag(switch) if isinstance(switch, str) else switch
 
 
-# Kinds of layers where no layer_types lists them
+# Kinds of layers without layer_types
 
 
 def has_window(config: Fields) -> bool:
-    """Tell whether the config has a window; 0 stands for none, as in vLLM (ModelConfig)."""
+    """True if the config has a window; 0 is none, as in vLLM (ModelConfig)."""
     return config.integer("sliding_window", 0, least=0) > 0
 
 
@@ -108,7 +107,7 @@ def everywhere(config: Fields, layers: int) -> list[str]:
 
 
 def later(config: Fields, layers: int) -> list[str]:
-    """A window from layer max_window_layers on, if the config has one and use_sliding_window does not say no."""
+    """A window from layer max_window_layers on, if the config has one and use_sliding_window is not false."""
     if not (config.flag("use_sliding_window", default=True) and has_window(config)):
         return ["full_attention"] * layers
     first = config.integer("max_window_layers", least=0)
@@ -116,7 +115,7 @@ def later(config: Fields, layers: int) -> list[str]:
 
 
 def every(default: int, *names: str, other: str = "sliding_attention") -> Callable[[Fields, int], list[str]]:
-    """Full attention in every n-th layer, n from one of these fields; the others are of another kind."""
+    """Full attention in every n-th layer, and another kind in the rest. names: fields that may hold n"""
 
     def kinds(config: Fields, layers: int) -> list[str]:
         if other == "sliding_attention" and not has_window(config):
@@ -131,17 +130,17 @@ def every(default: int, *names: str, other: str = "sliding_attention") -> Callab
     return kinds
 
 
-# Which layers have experts
+# Layers with experts
 
 
 def by_step(config: Fields, layers: int) -> list[bool]:
-    """Every decoder_sparse_step-th layer but mlp_only_layers (Qwen)."""
+    """Every decoder_sparse_step-th layer except mlp_only_layers (Qwen)."""
     step, dense = config.integer("decoder_sparse_step", 1), config.indices("mlp_only_layers", layers) or ()
     return [i not in dense and (i + 1) % step == 0 for i in range(layers)]
 
 
 def after_dense(config: Fields, layers: int) -> list[bool]:
-    """The layers that mlp_layer_types calls sparse, or all after the first dense ones (DeepSeek)."""
+    """The layers that mlp_layer_types calls sparse, or all after the dense ones at the start (DeepSeek)."""
     if (listed := config.words("mlp_layer_types", layers, ("dense", "sparse"))) is not None:
         return [kind == "sparse" for kind in listed]
     if isinstance(config.value("moe_layer_freq"), list):
@@ -156,8 +155,10 @@ def after_dense(config: Fields, layers: int) -> list[bool]:
 
 
 def head_size(config: Fields, name: str, default: int | None = None) -> int:
-    """The elements of a head. Of vLLM's attention, FlashAttention takes multiples of 8, and Triton's kernel 32 or more
-    (supports_head_size in v1/attention/backends); rotary positions turn pairs of them."""
+    """The elements of a head: a multiple of 8 for FlashAttention, or an even number from 32 on for Triton.
+
+    Source: supports_head_size in vllm/v1/attention/backends. Rotary positions turn pairs of elements.
+    """
     size = config.integer(name, default, most=MOST_HEAD)
     if size % 8 and (size < TRITON_HEAD or size % 2):
         allowed = f"a multiple of 8, or an even number of at least {TRITON_HEAD}, as vLLM's attention takes no other"
@@ -221,11 +222,8 @@ def experts(config: Fields, family: Family) -> Experts:
     moe = family.moe
     if moe is None:
         raise ValueError("a family without experts")
-    number, each, inner = (
-        config.integer("num_experts", most=MOST_EXPERTS),
-        config.integer("num_experts_per_tok"),
-        config.integer(moe.inner),
-    )
+    number, each = config.integer("num_experts", most=MOST_EXPERTS), config.integer("num_experts_per_tok")
+    inner = config.integer(moe.inner)
     if each > number:
         raise config.error("num_experts_per_tok", each, f"at most the number of experts ({number})")
     shared = config.integer(moe.shared, 0, least=0) if moe.shared else 0
@@ -269,6 +267,6 @@ def layers(config: Fields, family: Family) -> tuple[Layer, ...]:
         return family.layer(config, family, at, kind, has_experts)
 
     places = range(number) if family.by_number else [0] * number
-    made: dict[Layer, Layer] = {}
-    found = (read(at, kind, bool(has)) for at, kind, has in zip(places, kinds, sparse, strict=True))
-    return tuple(made.setdefault(one, one) for one in found)
+    distinct: dict[Layer, Layer] = {}
+    every_layer = (read(at, kind, bool(has)) for at, kind, has in zip(places, kinds, sparse, strict=True))
+    return tuple(distinct.setdefault(each, each) for each in every_layer)

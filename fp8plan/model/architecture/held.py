@@ -1,8 +1,8 @@
 """The linears that an FP8 checkpoint holds in BF16, by its list of modules.
 
-Checkpoints name modules as vLLM does before it fuses them, and each method matches names in a way of its own. A name
-stands here for what is below it, too, as transformers and ModelOpt take it. vLLM refuses a fused linear of which only
-some are listed (`is_layer_skipped`).
+Checkpoints name modules as vLLM does before it fuses them, and each method has its own way to match names. Here a name
+also covers the modules below it, as in transformers and ModelOpt. vLLM refuses a fused linear if only some of its parts
+are listed (`is_layer_skipped`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Final, TypeVar
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, Layer, Mixer, TokenPart, parts
-from fp8plan.model.configs.stored import Stored, Unplanned, refused
+from fp8plan.model.precision import Stored, Unplanned, refused
 
 Kind = TypeVar("Kind", bound=Mixer | TokenPart)
 
-# What stands before the names of an MLP's matrices, of shared experts', and of a recurrent mixer's.
+# Patterns of the modules that hold an MLP's matrices, shared experts', and a recurrent mixer's.
 _MLP: Final = r"(mlp|mlps\.\d+|feed_forward|mixer|shared_mlp)"  # LongCat has two MLPs in a layer
 _SHARED: Final = r"(shared_experts?|shared_mlp)"
 _RECURRENT: Final = r"(linear_attn|mamba|mixer|short_conv|conv)"
 
-# A linear of the cost model -> the ends of vLLM's names for it, over all families. Others have their own name there.
+# A linear of the cost model -> the ends of vLLM's names for it, over all families. Other linears keep their name.
 MODULES: Final[Mapping[str, str]] = {
     "qkv_proj": r"(qkv|q|k|v)_proj",
     "o_proj": r"(o_proj|self_attn\.(out_proj|dense))",  # LFM2, Phi
@@ -45,7 +45,7 @@ MODULES: Final[Mapping[str, str]] = {
     "shared_down_proj": rf"{_SHARED}\.(down_proj|output_linear)",
 }
 
-# What stands before those names in a layer, and before its number in the text model of a checkpoint.
+# Modules that hold those in a layer, and prefixes of a layer in the text model of a checkpoint.
 _ATTENTION_BLOCKS: Final = ("self_attn", "self_attn.indexer", "attention", "attn", "mixer")
 _RECURRENT_BLOCKS: Final = ("linear_attn", "mamba", "mixer", "short_conv", "conv", "self_attn")
 _MLP_BLOCKS: Final = ("mlp", "feed_forward", "mixer", "block_sparse_moe", "shared_mlp", "mlps.0")
@@ -53,7 +53,7 @@ _ROOTS: Final = ("model.", "language_model.model.", "model.language_model.", "ba
 _EXPERTS: Final = ("experts", *(f"experts.0.{x}" for x in "gate_proj up_proj down_proj w1 w2 w3".split()))
 _NUMBERED: Final = re.compile(r"(?:(.*)\.)?layers\.(\d+)(?:\.(.*))?")
 _OTHER_TOWER: Final = re.compile(r"vision|visual|audio|image|mtp|encoder|tower", re.IGNORECASE)
-# The ends of names that no FP8 format takes, and that are no linear of the cost model which vLLM quantises.
+# Names of modules that are never in FP8.
 _NEVER: Final = re.compile(
     r"norm|embed|conv|rotary|bias|gate$|router|\bwg$|classifier|A_log|dt_|\bD$|sinks|scale|weights_proj"
 )
@@ -62,13 +62,12 @@ _NEVER: Final = re.compile(
 def held_layers(layers: Sequence[Layer], stored: Stored, hidden: int, source: str) -> tuple[Layer, ...]:
     """The layers of an FP8 checkpoint, with the linears that its list leaves in BF16. Equal layers are one object.
 
-    Raises ConfigError for a list that names what is not known, or routed experts, and for experts without blocks.
+    Raises ConfigError for a list with unknown modules or routed experts, and for experts that are not in blocks.
     """
-    made: dict[Layer, Layer] = {}
     if stored.weights != "fp8_block" and any(isinstance(part, Experts) for layer in layers for part in parts(layer)):
         raise ConfigError(
-            f"{source}: experts in {stored.label} are not planned: which kernel vLLM takes for them differs by GPU and "
-            f"version, and none was timed; name a checkpoint in blocks of 128 x 128, or {stored.bf16_model}"
+            f"{source}: experts in {stored.label} are not planned: vLLM's kernel for them differs by GPU and version, "
+            f"and none was timed; name a checkpoint in blocks of 128 x 128, or {stored.bf16_model}"
         )
     try:
         listed = _Listed(stored.in_bf16)
@@ -76,7 +75,8 @@ def held_layers(layers: Sequence[Layer], stored: Stored, hidden: int, source: st
         listed.check(len(held))
     except Unplanned as error:
         raise refused(source, str(error), stored.twin, "whose config.json does not say so") from None
-    return tuple(made.setdefault(layer, layer) for layer in held)
+    distinct: dict[Layer, Layer] = {}
+    return tuple(distinct.setdefault(layer, layer) for layer in held)
 
 
 class _Listed:
@@ -86,7 +86,7 @@ class _Listed:
         self.numbered = defaultdict[int, set[str]](set)  # layer -> names below it
         self.anywhere: set[str] = set()
         self.patterns: list[re.Pattern[str]] = []
-        self.known: set[str] = set()  # names of linears, and of what they are in
+        self.known: set[str] = set()  # names of linears and of the modules above them
         for name in names:
             self._add(name)
 
@@ -106,7 +106,7 @@ class _Listed:
             self.anywhere.add(name)
 
     def has(self, number: int, name: str) -> bool:
-        """Tell whether the module of this name in this layer is listed."""
+        """True if the module of this name in this layer is listed."""
         above, runs = _names_within(name)
         self.known |= above
         if not (self.numbered[number].isdisjoint(above) and self.anywhere.isdisjoint(runs)):
@@ -115,7 +115,7 @@ class _Listed:
         return any(pattern.match(x) for x in full for pattern in self.patterns)
 
     def check(self, layers: int) -> None:
-        """Raise Unplanned for a name in one of the layers that is neither a linear nor never quantised."""
+        """Raise Unplanned for a listed module that is not known, in one of the layers."""
         for number, names in self.numbered.items():
             for name in names if number < layers else ():
                 if name not in self.known and not _NEVER.search(name):
@@ -124,7 +124,7 @@ class _Listed:
 
 @cache
 def _names_within(name: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The names of what a module is in, its own and "" included, and all runs of words of its name."""
+    """The names of a module and those above it, "" included; and all runs of words in its name."""
     words = name.split(".")
     above = frozenset(".".join(words[:i]) for i in range(len(words) + 1))
     runs = (".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
@@ -153,20 +153,20 @@ def _in_bf16(part: Mixer | TokenPart, number: int, listed: _Listed, hidden: int)
     routed = (f"{block}.{name}" for block in blocks for name in _EXPERTS)
     if isinstance(part, Experts) and [name for name in routed if listed.has(number, name)]:
         raise Unplanned(f"routed experts of layer {number} in BF16")
-    asked = [x.name for x in part.linears(hidden) if x.quantisable]
-    return frozenset(x for x in asked for name in _spellings(x, blocks) if listed.has(number, name))
+    names = [linear.name for linear in part.linears(hidden) if linear.quantisable]
+    return frozenset(name for name in names for full in _spellings(name, blocks) if listed.has(number, full))
 
 
 @cache
 def _spellings(linear: str, blocks: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of a linear below its layer, in a part that has one of these names."""
+    """The names of a linear below its layer. blocks: names of the part that holds it"""
     ends = list(_spelt(MODULES.get(linear, linear)))
     whole = [end for end in ends if any(end.startswith(f"{block}.") for block in blocks)]
     return tuple(dict.fromkeys([*whole, *(f"{block}.{end}" for block in blocks for end in ends if end not in whole)]))
 
 
 def _spelt(pattern: str) -> Iterator[str]:
-    """All texts that a pattern of MODULES matches: it has groups of alternatives, sets of letters, and ?."""
+    """All texts that match a pattern of MODULES, which has groups of alternatives, sets of letters, and ?."""
     if choice := re.search(r"\(([^()]*)\)|\[(\w+)\]|(\w)\?", pattern):
         group, letters, maybe = choice.groups()
         options = group.split("|") if group is not None else list(letters) if letters else [maybe, ""]

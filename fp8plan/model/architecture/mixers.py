@@ -1,7 +1,7 @@
-"""Mixers that look back at every token: softmax attention with grouped queries, and multi-head latent attention.
+"""Mixers, and what all parts of a layer consist of: weight matrices as vLLM cuts them, and caches.
 
-Mixers that keep a state of fixed size for each request: linear attention, state-space layers, short convolutions.
-
+Mixers look back at every token (softmax attention, latent attention), or keep a state of fixed size for each request
+(linear attention, state-space layers, short convolutions).
 Sizes of the states: vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator and
 MambaStateDtypeCalculator. The state of a convolution has the model's dtype. So has the recurrent state, unless the
 family's config says otherwise (`state_element_bytes`). Convolutions are linears without the quantisation config.
@@ -9,32 +9,133 @@ family's config says otherwise (`state_element_bytes`). Convolutions are linears
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, TypeAlias
 
-from fp8plan.model.architecture.linear import (
-    Cache,
-    Holder,
-    Linear,
-    Size,
-    column,
-    elements,
-    fused,
-    kv_heads_of_rank,
-    row,
-)
-from fp8plan.model.precision import BF16_BYTES, FP32_BYTES
+from fp8plan.model.precision import BF16_BYTES, FP8_BLOCK, FP32_BYTES
 
+CacheKind: TypeAlias = Literal["full", "sliding", "chunked", "latent", "state"]
 QkNorm: TypeAlias = Literal["none", "head", "width"]
 
+INPUT_BLOCK: Final = FP8_BLOCK.weight_block[1]  # inputs that share a scale; vLLM needs whole blocks of them on a rank
 INDEX_BLOCK: Final = 128  # elements of an indexer's key that share one FP32 scale (deepseek_v2.py, Indexer)
 
 
+class Linear(NamedTuple):
+    """One weight matrix as vLLM runs it on one tensor-parallel rank: y[m, n] = x[m, k] @ W[n, k]^T."""
+
+    name: str
+    n: int
+    k: int
+    layers: int  # number of layers that have it; 1 in a part's own list
+    quantisable: bool  # vLLM gives it the quantisation config
+    all_reduce: bool  # row-parallel: followed by an all-reduce of [m, n] when tensor_parallel_size > 1
+    parts: tuple[int, ...] = ()  # outputs of each matrix that is fused into it, in order; () for a single matrix
+    padded: bool = False  # vLLM pads it to whole blocks, as it does experts
+    stored: Literal["", "bf16", "fp8"] = ""  # its format in an FP8 checkpoint; "": vLLM quantises a BF16 checkpoint
+
+    @property
+    def intended(self) -> bool:
+        """True if FP8 weights include it, as far as its inputs on a rank allow."""
+        return self.quantisable and self.stored != "bf16"
+
+    @property
+    def quantised(self) -> bool:
+        """True if it is in FP8 on this rank when weights are FP8."""
+        return self.intended and (self.stored == "fp8" or self.padded or self.k % INPUT_BLOCK == 0)
+
+    @property
+    def left_in_bf16(self) -> bool:
+        """True if it stays in BF16 because of its inputs on this rank, or of the list in an FP8 checkpoint."""
+        return self.quantisable and not self.quantised
+
+    @property
+    def elements(self) -> int:
+        """Elements of one layer's matrix."""
+        return self.n * self.k
+
+
+class Cache(NamedTuple):
+    """The cache of one layer on one rank.
+
+    full, latent: K and V (or the latent) of every token
+    sliding:      of the last `window` tokens
+    chunked:      of the tokens of the current chunk of `window`
+    state:        a state of fixed size for each request
+    """
+
+    kind: CacheKind
+    elements_per_token: int = 0  # of the KV dtype
+    window: int = 0  # tokens
+    state_bytes: int = 0  # of one request
+    index_bytes_per_token: int = 0  # keys of a token indexer, in a format of their own
+
+
+class Size(NamedTuple):
+    """A size that tensor parallelism has to cut into equal parts."""
+
+    what: str  # its name in an error, after "it has"
+    size: int
+    replicated: bool = False  # if there are more ranks than this, each keeps a copy
+
+
 @dataclass(frozen=True, slots=True)
-class Attention(Holder):
+class Part:
+    """A mixer, an MLP or experts. hidden: the model's width. tp: tensor-parallel ranks.
+
+    bf16: names of the linears that an FP8 checkpoint holds in BF16; None: the checkpoint is not FP8
+    """
+
+    bf16: frozenset[str] | None = field(default=None, kw_only=True)
+
+    def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
+        """The matrices of one rank, as vLLM fuses and cuts them, without those of routed experts."""
+        raise NotImplementedError
+
+    def vectors(self, hidden: int, tp: int = 1) -> int:
+        """Elements on one rank that are in no linear: norms, biases, convolutions, gates. Always BF16."""
+        raise NotImplementedError
+
+    def parameters(self, hidden: int) -> int:
+        """Elements that a checkpoint holds."""
+        return sum(linear.elements for linear in self.linears(hidden)) + self.vectors(hidden)
+
+    def cuts(self) -> tuple[Size, ...]:
+        """The sizes that tensor parallelism must divide."""
+        raise NotImplementedError
+
+    def held(self, *linears: Linear) -> tuple[Linear, ...]:
+        """The linears as the checkpoint holds them."""
+        if self.bf16 is None:
+            return linears
+        return tuple(x._replace(stored="bf16" if x.name in self.bf16 else "fp8") for x in linears)
+
+
+def column(name: str, n: int, k: int, *, quantisable: bool = True) -> Linear:
+    """A matrix without an all-reduce: cut by rows, or a copy on every rank."""
+    return Linear(name, n, k, 1, quantisable, False)
+
+
+def fused(name: str, parts: tuple[int, ...], k: int) -> Linear:
+    """Matrices of one input that vLLM keeps as one, cut by rows. parts: outputs of each on one rank"""
+    return column(name, sum(parts), k)._replace(parts=parts)
+
+
+def row(name: str, n: int, k: int) -> Linear:
+    """A matrix whose inputs are cut, so the outputs of the ranks are added up."""
+    return Linear(name, n, k, 1, True, True)
+
+
+def kv_heads_of_rank(kv_heads: int, tp: int) -> int:
+    """KV heads on one rank. vLLM copies them if there are more ranks than heads (QKVParallelLinear)."""
+    return max(1, kv_heads // tp)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Part):
     """Softmax attention with grouped queries. window, chunk: tokens that a query may look back at; 0: all.
 
-    vLLM runs one fused qkv_proj and one o_proj, both of which `fp8_per_block` quantises, in every family.
+    In every family vLLM runs one fused qkv_proj and one o_proj, and `fp8_per_block` quantises both.
     """
 
     heads: int
@@ -46,7 +147,7 @@ class Attention(Holder):
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: QkNorm = "none"  # a norm with weights over each head, or over all of them together
-    gated: bool = False  # a gate of the output, as wide as it, is projected beside the queries
+    gated: bool = False  # a gate as wide as the output is projected beside the queries
     sinks: bool = False  # a learned logit for each head
     softcap: bool = False  # logits are bounded by a tanh
     shares_kv: bool = False  # reads the KV of an earlier layer and has none of its own
@@ -61,11 +162,9 @@ class Attention(Holder):
         heads = self.heads // tp
         outputs = row("o_proj", hidden, heads * self.value_dim)
         queries = heads * self.head_dim + (heads * self.value_dim if self.gated else 0)
-        if (
-            self.shares_kv
-        ):  # vllm/model_executor/models/gemma4.py (0.30): q_proj alone; 0.26 has a qkv_proj all the same
+        if self.shares_kv:  # models/gemma4.py (0.30): q_proj alone; 0.26 still has a qkv_proj
             return self.held(column("q_proj", queries, hidden), outputs)
-        # Where values are the keys, vLLM loads the keys' rows twice (gemma4.py): the matrix is as large as ever.
+        # With k_is_v vLLM loads the rows of the keys twice (gemma4.py), so the matrix keeps its size.
         kv_heads = kv_heads_of_rank(self.kv_heads, tp)
         matrix = fused("qkv_proj", (queries, kv_heads * self.head_dim, kv_heads * self.value_dim), hidden)
         return self.held(matrix, outputs)
@@ -76,13 +175,13 @@ class Attention(Holder):
 
     def parameters(self, hidden: int) -> int:
         copied = self.kv_heads * self.value_dim * (hidden + self.qkv_bias) if self.k_is_v else 0
-        return elements(self.linears(hidden)) + self.vectors(hidden) - copied
+        return super(Attention, self).parameters(hidden) - copied
 
     def cuts(self) -> tuple[Size, ...]:
         return Size("attention heads", self.heads), Size("KV heads", self.kv_heads, replicated=True)
 
     def caches(self, tp: int = 1) -> tuple[Cache, ...]:
-        """Its cache on one rank: nothing where it reads another layer's."""
+        """Its caches on one rank; () if it reads another layer's."""
         if self.shares_kv:
             return ()
         per_token = kv_heads_of_rank(self.kv_heads, tp) * (self.head_dim + self.value_dim)
@@ -91,8 +190,11 @@ class Attention(Holder):
         return (Cache("sliding", per_token, self.window),) if self.window else (Cache("full", per_token),)
 
     def _norm_elements(self) -> int:
-        """Elements of the norms of queries and keys. A norm over all heads is counted whole on every rank, as olmoe.py
-        keeps it; minimax_m2.py and commandr.py cut it, which is a few kilobytes less."""
+        """Elements of the norms of queries and keys.
+
+        A norm over all heads counts whole on every rank, as in olmoe.py; minimax_m2.py and commandr.py cut it, which
+        saves a few kilobytes.
+        """
         key_heads = 0 if self.shares_kv else self.kv_heads
         if self.qk_norm == "head":
             return self.head_dim * (1 + min(1, key_heads))
@@ -101,8 +203,10 @@ class Attention(Holder):
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """The part of sparse attention that picks tokens (DeepSeek-V3.2). Its keys have a cache of their own, in FP8
-    whatever the KV dtype. Every rank has all of it (deepseek_v2.py, Indexer)."""
+    """The part of sparse attention that picks tokens (DeepSeek-V3.2).
+
+    Its keys have their own cache, in FP8 for any KV dtype. Every rank has all of it (deepseek_v2.py, Indexer).
+    """
 
     heads: int
     head_dim: int
@@ -110,12 +214,12 @@ class Indexer:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentAttention(Holder):
+class LatentAttention(Part):
     """Multi-head latent attention (MLA): one latent per token in place of keys and values.
 
-    vllm/model_executor/models/deepseek_v2.py, DeepseekV2MLAAttention. What makes the latents is not cut: every rank has
-    all of it, and a cache of every token's whole latent. `fp8_per_block` quantises all of its linears but the indexer's
-    wk_weights_proj, which is built without the quantisation config.
+    vllm/model_executor/models/deepseek_v2.py, DeepseekV2MLAAttention. The projections to latents are not cut: every
+    rank has all of them, and a cache of every token's whole latent. `fp8_per_block` quantises all linears except the
+    indexer's wk_weights_proj, which is built without the quantisation config.
     """
 
     heads: int
@@ -125,11 +229,21 @@ class LatentAttention(Holder):
     qk_rope_head_dim: int
     v_head_dim: int
     indexer: Indexer | None = None
-    shares_index: bool = False  # attends to the tokens that an earlier layer's indexer picked
+    shares_index: bool = False  # attends to the tokens picked by an earlier layer's indexer
+
+    @property
+    def latent_width(self) -> int:
+        """Elements of one token's latent, and of one head's query in decode."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Elements of one head's query in prefill."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
-        heads, latent = self.heads // tp, self.kv_lora_rank + self.qk_rope_head_dim
-        queries = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        heads, latent = self.heads // tp, self.latent_width
+        queries = heads * self.query_width
         if self.q_lora_rank:
             first = (
                 fused("fused_qkv_a_proj", (self.q_lora_rank, latent), hidden),
@@ -142,25 +256,27 @@ class LatentAttention(Holder):
         return self.held(*first, kv_b, outputs, *self._index_linears(hidden))
 
     def dequantised_elements(self, tp: int = 1) -> int:
-        """BF16 elements of one rank beside an FP8 kv_b_proj: decoding multiplies by its halves W_UK and W_UV in BF16,
-        and vLLM keeps the FP8 matrix for prefill (layers/attention/mla_attention.py, process_weights_after_loading)."""
+        """BF16 elements of one rank beside an FP8 kv_b_proj.
+
+        Decoding multiplies by its halves W_UK and W_UV in BF16, and vLLM keeps the FP8 matrix for prefill
+        (layers/attention/mla_attention.py, process_weights_after_loading).
+        """
         return self.heads // tp * (self.qk_nope_head_dim + self.v_head_dim) * self.kv_lora_rank
 
     def vectors(self, hidden: int, tp: int = 1) -> int:
         index_norm = 2 * self.indexer.head_dim if self.indexer else 0  # a LayerNorm: weight and bias
         return self.q_lora_rank + self.kv_lora_rank + index_norm
 
-    def parameters(self, hidden: int) -> int:
-        return elements(self.linears(hidden)) + self.vectors(hidden)
-
     def cuts(self) -> tuple[Size, ...]:
         return (Size("attention heads", self.heads),)
 
     def caches(self, tp: int = 1) -> tuple[Cache, ...]:
-        """Its cache on one rank, whatever the number of ranks: the latent with its rotated part (576 elements in
-        DeepSeek-V3). Sparse attention in FP8 packs a token into 656 bytes, scales included (fp8_ds_mla)."""
+        """The latent with its rotated part (576 elements in DeepSeek-V3), the same on every rank.
+
+        Sparse attention in FP8 packs a token into 656 bytes with its scales (fp8_ds_mla).
+        """
         index = self.indexer.head_dim + self.indexer.head_dim // INDEX_BLOCK * 4 if self.indexer else 0
-        return (Cache("latent", self.kv_lora_rank + self.qk_rope_head_dim, index_bytes_per_token=index),)
+        return (Cache("latent", self.latent_width, index_bytes_per_token=index),)
 
     def _index_linears(self, hidden: int) -> tuple[Linear, ...]:
         if self.indexer is None:
@@ -178,11 +294,12 @@ def _state(conv_width: int, conv_kernel: int, recurrent_elements: int, element_b
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet(Holder):
-    """Gated delta net (Qwen3-Next): layers/mamba/gdn/qwen_gdn_linear_attn.py. The state is
-    [value heads, value size, key size]. vLLM passes the quantisation config to all three linears, the narrow one too.
+class DeltaNet(Part):
+    """Gated delta net (Qwen3-Next): layers/mamba/gdn/qwen_gdn_linear_attn.py.
 
-    interleaved: the checkpoint holds q, k, v and z as one matrix in turns by head, and so b and a (Qwen3-Next)
+    The state is [value heads, value size, key size]. vLLM passes the quantisation config to all three linears.
+
+    interleaved: the checkpoint interleaves q, k, v and z by head in one matrix, and b and a in another (Qwen3-Next)
     """
 
     key_heads: int
@@ -210,13 +327,9 @@ class DeltaNet(Holder):
         gates = 2 * self.value_heads // tp  # A_log and dt_bias
         return self.conv_kernel * self.conv_width // tp + gates + self.value_dim
 
-    def parameters(self, hidden: int) -> int:
-        return elements(self.linears(hidden)) + self.vectors(hidden)
-
     def cuts(self) -> tuple[Size, ...]:
-        return Size("key heads of linear attention", self.key_heads), Size(
-            "value heads of linear attention", self.value_heads
-        )
+        keys, values = ("key heads", self.key_heads), ("value heads", self.value_heads)
+        return tuple(Size(f"{heads} of linear attention", number) for heads, number in (keys, values))
 
     def caches(self, tp: int = 1) -> tuple[Cache, ...]:
         recurrent = self.value_heads // tp * self.value_dim * self.key_dim
@@ -224,10 +337,12 @@ class DeltaNet(Holder):
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDelta(Holder):
-    """Kimi delta attention: layers/mamba/gdn/kimi_gdn_linear_attn.py. Its gates pass through `head_dim` channels, whose
-    first halves every rank has. vLLM 0.30 fuses the first projections, 0.26 has q, k, v, f_a and b apart. The recurrent
-    state is float32 (kda_state_dtype)."""
+class KimiDelta(Part):
+    """Kimi delta attention: layers/mamba/gdn/kimi_gdn_linear_attn.py.
+
+    Its gates pass through `head_dim` channels, whose first halves every rank has. vLLM 0.30 fuses the first
+    projections; 0.26 has q, k, v, f_a and b apart. The recurrent state is float32 (kda_state_dtype).
+    """
 
     heads: int
     head_dim: int
@@ -247,9 +362,6 @@ class KimiDelta(Holder):
         width = self.heads * self.head_dim // tp
         return 3 * self.conv_kernel * width + width + self.heads // tp + self.head_dim  # conv, dt_bias, A_log, norm
 
-    def parameters(self, hidden: int) -> int:
-        return elements(self.linears(hidden)) + self.vectors(hidden)
-
     def cuts(self) -> tuple[Size, ...]:
         return (Size("heads of linear attention", self.heads),)
 
@@ -259,7 +371,7 @@ class KimiDelta(Holder):
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2(Holder):
+class Mamba2(Part):
     """State-space layer of Mamba 2: layers/mamba/mamba_mixer2.py. Groups that ranks cannot share are copied to each."""
 
     heads: int
@@ -286,9 +398,6 @@ class Mamba2(Holder):
         scalars = 3 * self.heads // tp  # A, D and dt_bias
         return conv + scalars + (out.k if self.norm else 0) + (first.n + hidden if self.bias else 0)
 
-    def parameters(self, hidden: int) -> int:
-        return elements(self.linears(hidden)) + self.vectors(hidden)
-
     def cuts(self) -> tuple[Size, ...]:
         # With one group vLLM copies it; otherwise the norm works on whole groups (Mixer2RMSNormGated).
         groups = () if self.groups == 1 else (Size("state-space groups", self.groups),)
@@ -305,7 +414,7 @@ class Mamba2(Holder):
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConv(Holder):
+class ShortConv(Part):
     """Gated short convolution (LFM2): layers/mamba/short_conv.py."""
 
     width: int
@@ -319,9 +428,6 @@ class ShortConv(Holder):
     def vectors(self, hidden: int, tp: int = 1) -> int:
         width = self.width // tp
         return width * self.kernel + (4 * width + hidden if self.bias else 0)
-
-    def parameters(self, hidden: int) -> int:
-        return elements(self.linears(hidden)) + self.vectors(hidden)
 
     def cuts(self) -> tuple[Size, ...]:
         return (Size("channels of its short convolutions", self.width),)

@@ -1,10 +1,8 @@
-"""The parts that a decoder layer is made of: a mixer, which tokens meet in, and an MLP.
+"""A decoder layer and its parts: a mixer, in which tokens meet, and parts that work on each token alone.
 
-Each part knows its own weight matrices, as vLLM fuses and cuts them over tensor-parallel ranks, and what else it holds;
-a mixer also knows what it keeps of each token or request. A model is a list of layers, each a mixer and an MLP, so a
-new family is a new way to read these from a config (`families`).
-
-The parts that work on each token alone: a dense MLP, a mixture of experts, and Gemma 4's inputs of a layer.
+The latter are a dense MLP, a mixture of experts, and Gemma 4's inputs of a layer. Each part knows its weight matrices,
+as vLLM fuses and cuts them over tensor-parallel ranks, and its other weights. A mixer also knows its cache of each
+token or request. A model is a list of layers, so a new family is a new way to read layers from a config (`families`).
 """
 
 from __future__ import annotations
@@ -13,27 +11,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fp8plan.model.architecture.linear import Cache, CacheKind, Holder, Linear, Part, Size, column, elements, fused, row
 from fp8plan.model.architecture.mixers import (
     Attention,
+    Cache,
     DeltaNet,
     Indexer,
     KimiDelta,
     LatentAttention,
+    Linear,
     Mamba2,
+    Part,
     QkNorm,
     ShortConv,
+    Size,
+    column,
+    fused,
+    row,
 )
+from fp8plan.model.precision import Precision
 
 
 @dataclass(frozen=True, slots=True)
-class Mlp(Holder):
-    """Two or three matrices. gated: gate and up are two matrices, which vLLM fuses. `fp8_per_block` quantises all."""
+class Mlp(Part):
+    """A dense MLP of two or three matrices, all of which `fp8_per_block` quantises. gated: vLLM fuses gate and up"""
 
     inner: int
     gated: bool = True
     bias: bool = False
-    activation_elements: int = 0  # numbers of the activation (xIELU: alpha_p, alpha_n, beta and eps)
+    activation_elements: int = 0  # parameters of the activation (xIELU: alpha_p, alpha_n, beta and eps)
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         inner = self.inner // tp
@@ -43,21 +48,17 @@ class Mlp(Holder):
     def vectors(self, hidden: int, tp: int = 1) -> int:
         return self.activation_elements + (sum(linear.n for linear in self.linears(hidden, tp)) if self.bias else 0)
 
-    def parameters(self, hidden: int) -> int:
-        return elements(self.linears(hidden)) + self.vectors(hidden)
-
     def cuts(self) -> tuple[Size, ...]:
         return (Size("MLP channels", self.inner),)
 
 
 @dataclass(frozen=True, slots=True)
-class Experts(Holder):
+class Experts(Part):
     """The routed experts of a mixture-of-experts layer. Sizes are per expert, before tensor parallelism.
 
-    `fp8_per_block` quantises routed and shared experts. The router and the shared experts' gate stay BF16: most
-    families build them without the quantisation config; Qwen3-MoE's router has it, and fp8plan leaves it out. GLM-4 MoE
-    and MiniMax-M2 keep the router in float32 (glm4_moe.py, minimax_m2.py). It is counted as BF16 here: 1 MB a layer
-    less.
+    `fp8_per_block` quantises routed and shared experts. The router and the gate of shared experts stay BF16. Most
+    families build them without the quantisation config; Qwen3-MoE's router has it, and fp8plan leaves the router out.
+    GLM-4 MoE and MiniMax-M2 have a float32 router (glm4_moe.py, minimax_m2.py), counted as BF16 here: 1 MB less.
     """
 
     num_experts: int
@@ -68,14 +69,14 @@ class Experts(Holder):
     gated: bool = True
     bias: bool = False  # of the experts' matrices (gpt-oss)
     shared_bias: bool = False
-    shared_stream: bool = True  # vLLM can run the shared experts beside the routed ones, on a stream of their own
+    shared_stream: bool = True  # vLLM can run the shared experts beside the routed ones, on their own stream
     router_bias: bool = False  # a learned bias, or a correction of the scores, for each expert
     router_scales: bool = False  # learned scales of the router's input and of each expert's output (Gemma 4)
-    idle_experts: int = 0  # experts without weights, which give a token back as it is (LongCat); the router has them
+    idle_experts: int = 0  # experts without weights that return the token itself (LongCat); the router has them
 
     @property
     def choices_per_token(self) -> int:
-        """Experts that the router picks for a token, with those that have no weights, if it picks evenly."""
+        """Experts picked for a token under even routing, including those without weights."""
         return round(self.experts_per_token * (1 + self.idle_experts / self.num_experts))
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
@@ -89,23 +90,39 @@ class Experts(Holder):
                 if self.gated
                 else column("shared_up_proj", inner, hidden)
             )
-            # Its output is added to the routed experts' before their one all-reduce, so it has none of its own.
+            # Its output is added to the routed experts' before their one all-reduce, so it needs none.
             matrices.append(column("shared_down_proj", hidden, inner))
         return self.held(*matrices)
 
     def expert_linears(self, hidden: int, slices: int = 1) -> tuple[Linear, Linear]:
-        """The w13 and w2 matrices of ONE routed expert on one rank, cut by tensor parallelism into so many slices."""
+        """The w13 and w2 matrices of ONE routed expert on one rank. slices: into which tensor parallelism cuts it"""
         inner = self.intermediate_size // slices
         w13, w2 = column("experts_w13", (1 + self.gated) * inner, hidden), row("experts_w2", hidden, inner)
         w13, w2 = self.held(w13._replace(padded=True), w2._replace(padded=True))
         return w13, w2
 
+    def stored_linears(self, hidden: int, precision: Precision, slices: int = 1) -> tuple[Linear, Linear]:
+        """`expert_linears` as a rank stores them: in FP8 vLLM pads the expert's and the model's width to whole blocks.
+
+        2,880 of gpt-oss become 2,944 (quantization/online/fp8.py, maybe_roundup_sizes).
+        """
+        w13, w2 = self.expert_linears(hidden, slices)
+        if precision.weights == "bf16":
+            return w13, w2
+        rows, columns = precision.weight_block
+        inner, width = -(-w2.k // rows) * rows, -(-w13.k // columns) * columns
+        return w13._replace(n=inner * (w13.n // w2.k), k=width), w2._replace(n=width, k=inner)
+
+    def stored_bytes(self, hidden: int, precision: Precision, slices: int = 1) -> int:
+        """Bytes of one routed expert on one rank."""
+        return sum(precision.linear_bytes(w.n, w.k, True) for w in self.stored_linears(hidden, precision, slices))
+
     def most_on_a_rank(self, ranks: int) -> int:
-        """Experts of the fullest of the ranks that share out whole experts (vLLM's determine_expert_map)."""
+        """Experts of the fullest rank if `ranks` share whole experts (vLLM's determine_expert_map)."""
         return -(-self.num_experts // ranks)
 
     def vectors(self, hidden: int, tp: int = 1, ranks: int = 1) -> int:
-        """As in Part. ranks: those that share out whole experts; 1: each of `tp` ranks has a slice of every expert"""
+        """As in Part. ranks: those that share whole experts; 1: each of `tp` ranks has a slice of every expert"""
         inner, shared = self.intermediate_size // (tp // ranks), self.shared_intermediate_size // tp
         routed = self.most_on_a_rank(ranks) * ((1 + self.gated) * inner + hidden) if self.bias else 0
         beside = (1 + self.gated) * shared + hidden if self.shared_bias and shared else 0
@@ -114,27 +131,26 @@ class Experts(Holder):
         return routed + beside + router
 
     def parameters(self, hidden: int) -> int:
-        routed = self.num_experts * elements(self.expert_linears(hidden))
-        return routed + elements(self.linears(hidden)) + self.vectors(hidden)
+        routed = self.num_experts * sum(linear.elements for linear in self.expert_linears(hidden))
+        return routed + super(Experts, self).parameters(hidden)
 
     def cuts(self, expert_parallel: bool = False) -> tuple[Size, ...]:
         """As in Part. expert_parallel: routed experts stay whole"""
-        routed = (Size("channels of an expert", self.intermediate_size),)
-        shared = (Size("channels of its shared experts", self.shared_intermediate_size),)
-        return (*(() if expert_parallel else routed), *(shared if shared[0].size else ()))
+        routed = Size("channels of an expert", 0 if expert_parallel else self.intermediate_size)
+        shared = Size("channels of its shared experts", self.shared_intermediate_size)
+        return tuple(size for size in (routed, shared) if size.size)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInput(Holder):
-    """The input of one layer beside the hidden state: each token's own embedding for that layer (Gemma 4 E2B and E4B).
+class LayerInput(Part):
+    """The input of one layer beside the hidden state: each token's embedding for that layer (Gemma 4 E2B and E4B).
 
-    width:      numbers of a token's embedding for one layer
-    vocabulary: rows of the table that holds the embeddings of all layers side by side; its columns are counted here
-    all_widths: in the first layer the widths of all layers together, as vLLM projects the first hidden state to all of
-                them at once; in the others 0
+    width:      elements of a token's embedding for one layer
+    vocabulary: rows of the table with the embeddings of all layers side by side; its columns are counted here
+    all_widths: the widths of all layers together in the first layer, in which vLLM projects to all of them; else 0
 
-    vllm/model_executor/models/gemma4.py, 0.30. The two matrices of a layer are not cut. The table is cut by rows, and
-    the projection to all layers by columns, whose parts every rank then gathers.
+    vllm/model_executor/models/gemma4.py, 0.30. The two matrices of a layer are not cut. The table is cut by rows. The
+    projection to all layers is cut by columns, and every rank gathers the parts.
     """
 
     width: int
@@ -148,47 +164,25 @@ class LayerInput(Holder):
         return self.held(column("per_layer_model_projection", self.all_widths // tp, hidden), *own)
 
     def vectors(self, hidden: int, tp: int = 1) -> int:
-        norm = self.width if self.all_widths else 0  # of what is projected; that of each layer is among its norms
+        norm = self.width if self.all_widths else 0  # of the projection; each layer counts its own among its norms
         return -(-self.vocabulary // tp) * self.width + norm
-
-    def parameters(self, hidden: int) -> int:
-        return elements(self.linears(hidden)) + self.vectors(hidden)
 
     def cuts(self) -> tuple[Size, ...]:
         return (Size("channels of its layers' inputs", self.all_widths),) if self.all_widths else ()
 
 
 __all__ = [
-    "Attention",
-    "Cache",
-    "CacheKind",
-    "DeltaNet",
-    "Experts",
-    "Indexer",
-    "KimiDelta",
-    "LatentAttention",
-    "Layer",
-    "LayerInput",
-    "Linear",
-    "Mamba2",
-    "Mixer",
-    "Mlp",
-    "Part",
-    "QkNorm",
-    "ShortConv",
-    "Size",
-    "TokenPart",
-    "mixers",
-    "parts",
-]
+    "Attention", "Cache", "DeltaNet", "Experts", "Indexer", "KimiDelta", "LatentAttention", "Layer", "LayerInput",
+    "Linear", "Mamba2", "Mixer", "Mlp", "Part", "QkNorm", "ShortConv", "Size", "TokenPart", "mixers", "parts",
+]  # fmt: skip
 
 Mixer: TypeAlias = Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2 | ShortConv
-TokenPart: TypeAlias = Mlp | Experts | LayerInput  # what works on each token alone
+TokenPart: TypeAlias = Mlp | Experts | LayerInput  # works on each token alone
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer; None where a family has layers of one part only. Hashable, so equal layers can be counted.
+    """One decoder layer. Mixer or MLP is None where layers have one part. Hashable: equal layers are counted.
 
     parallel:     further parts, beside the first ones (Falcon-H1's Mamba; the dense MLP beside Gemma 4's experts;
                   LongCat's second attention and MLP)
@@ -205,7 +199,7 @@ class Layer:
     scalars: int = 0
 
     def vectors(self, hidden: int) -> int:
-        """Elements beside the parts': those of the norms."""
+        """Elements of the norms and scalars."""
         return self.norms * self.norm_vectors * hidden + self.scalars
 
 

@@ -1,4 +1,4 @@
-"""A config.json turned into the layers of a `ModelShape`, by the row of its family."""
+"""The reading of a config.json into the fields of a `ModelShape`, by the row of its family."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fp8plan.model.architecture.family import Family, Unknown, layers, says
 from fp8plan.model.architecture.held import held_layers
 from fp8plan.model.configs import ADVICE, bundled_configs
 from fp8plan.model.configs.fields import NESTED, Fields, check_numbers, context_of, shown, worded
-from fp8plan.model.configs.stored import stored_format
+from fp8plan.model.precision import stored_format
 
-# config.json keys whose presence (with a true value) means a part that changes weights, KV cache or cost, and that only
-# the families have whose row says so (`Family.own`).
+# Fields of a config that stand for a part, if their value is true. Only families whose row lists a field (`Family.own`)
+# have its part.
 FOREIGN = {
     "kv_lora_rank": "multi-head latent attention (MLA)",
     "index_topk": "sparse attention (token indexer)",
@@ -35,13 +35,13 @@ FOREIGN = {
 
 TOWERS: Final = ("vision_config", "audio_config")
 
-# Multimodal types whose first configs have the text model's fields at the top (transformers' config classes).
+# Multimodal types whose older configs have the text model's fields at the top (transformers' config classes).
 FLAT: Final = ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")
 
-# Multimodal types whose embeddings are tied if the text model alone says so (their config classes, "BC: pre-v5").
+# Multimodal types whose embeddings are tied if only the text model says so (their config classes, "BC: pre-v5").
 TIED_BY_TEXT: Final = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl")
 
-# What published multimodal models leave to the config class of their text model (LLaVA: all sizes of Llama 7B).
+# Fields that published multimodal models leave to the config class of their text model (LLaVA: the sizes of Llama 7B).
 NESTED_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama": {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -69,13 +69,13 @@ NESTED_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 # Known models without a decoder.
 ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta")
 
-# What a checkpoint holds beside the text model that vLLM runs.
-IMAGES = "The text model alone is modelled: what vLLM spends on images, video and sound is not."
+IMAGES = "The text model alone is modelled; vLLM's work on images, video and sound is not."
 
 
 def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The fields of the ModelShape that a config describes, without its name. Raises ConfigError naming `source` and
-    the field, or the part that is not known.
+    """The fields of a ModelShape, except name and source.
+
+    Raises ConfigError naming `source` and the field, or the part that is not known.
     """
     model_type = _model_type(config, source)
     config = {**config, "model_type": model_type}
@@ -90,7 +90,7 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     hidden = field.integer("hidden_size")
     try:
         check_numbers(config, source)
-        found = layers(field, family)
+        read = layers(field, family)
     except Unknown as error:
         raise _refused(source, [str(error)]) from None
     except ConfigError as error:
@@ -102,7 +102,7 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "vocab_size": field.integer("vocab_size"),
         "tie_word_embeddings": family.tied if tied is None else field.flag("tie_word_embeddings"),
         "context": context_of(field),
-        "layers": found if stored is None else held_layers(found, stored, hidden, source),
+        "layers": read if stored is None else held_layers(read, stored, hidden, source),
         "stored": stored,
         "norm_vectors": family.norm_vectors,
         "lm_head_bias": says(field, family.lm_head_bias),
@@ -112,7 +112,7 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _model_type(config: Mapping[str, Any], source: str) -> str:
-    """The name of the architecture. Raises ConfigError if there is none, or one that generates no text."""
+    """The name of the architecture. Raises ConfigError if there is none, or it generates no text."""
     model_type = Fields(config, source).word("model_type", such_as="qwen3")
     if model_type is None and "_diffusers_version" in config:
         raise ConfigError(f"{source}: a part of a diffusers pipeline; fp8plan plans language models: {ADVICE}")
@@ -124,15 +124,15 @@ def _model_type(config: Mapping[str, Any], source: str) -> str:
 
 
 def _text_model(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """The config of the text model: a part of that of a multimodal model that is known, else the whole."""
+    """The config of the text model: a part of a known multimodal model's config, else all of it."""
     wrapper = config["model_type"]
     if wrapper not in WRAPPERS:
         return config
     levels = _levels(config, source)
     text = levels[-1].config
     if len(levels) == 1 and wrapper not in FLAT:
-        wanted = f"fp8plan plans the text model of a {wrapper}, whose fields stand there"
-        raise ConfigError(f"{source}: field 'text_config' is missing; {wanted}")
+        purpose = f"fp8plan plans the text model of a {wrapper}, whose fields stand there"
+        raise ConfigError(f"{source}: field 'text_config' is missing; {purpose}")
     if len(levels) == 1:
         text, model_type = {key: value for key, value in config.items() if key not in TOWERS}, WRAPPERS[wrapper]
     else:
@@ -143,7 +143,7 @@ def _text_model(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 
 def _levels(config: Mapping[str, Any], source: str) -> list[Fields]:
-    """The config, and those nested in it on the way to the text model's, which is the last."""
+    """The config and those nested in it, down to the text model's."""
     levels = [Fields(config, source)]
     while nested := next((x for x in map(levels[-1].inside, NESTED) if x is not None), None):
         levels.append(nested)
@@ -151,8 +151,7 @@ def _levels(config: Mapping[str, Any], source: str) -> list[Fields]:
 
 
 def _tied(levels: list[Fields], wrapper: str) -> dict[str, Any]:
-    """The field that says if embeddings are tied; {} if the config does not say. The outermost level is right:
-    Qwen3-VL's text config has no such field."""
+    """The field that ties the embeddings, from the outermost level that has it; {} if none has."""
     name = "tie_word_embeddings"
     flags = [level.flag(name) for level in levels if level.value(name) is not None]
     if not flags:
@@ -161,18 +160,18 @@ def _tied(levels: list[Fields], wrapper: str) -> dict[str, Any]:
 
 
 def _foreign(config: Mapping[str, Any], family: Family) -> list[str]:
-    """Names of the parts that a config asks for and its family does not have."""
+    """Names of parts that the config asks for and its family does not have."""
     own = (*family.own, family.mlp_bias)
     return list(dict.fromkeys(text for key, text in FOREIGN.items() if config.get(key) and key not in own))
 
 
 def _missing(field: Fields, family: Family) -> Iterator[str]:
-    """Names of the parts that a family may have and that are not known."""
+    """Names of parts that the config asks for and are not known."""
     return (text for key, text in family.missing.items() if field.value(key))
 
 
 def _names(whole: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """The unknown parts of a model of an unknown family, by the features that its config names."""
+    """The unknown parts of a model whose family is unknown, by the features that its config names."""
     if reason := REFUSED.get(str(config.get("model_type"))):
         return [reason]
     kinds = config.get("layer_types")
@@ -194,22 +193,18 @@ def _refused(source: str, missing: list[str], nearest: str = "") -> ConfigError:
 
 
 def _with_published(error: ConfigError, field: Fields, family: Family) -> ConfigError:
-    """The error, with the fields that this config lacks and every published one of its type has."""
+    """The error, with the fields that this config lacks and every published config of its type has."""
     absent = [f"{key} {value}" for key, value in family.published.items() if field.value(key) is None]
     if not absent:
         return error
     return ConfigError(f"{error}; published {field.value('model_type')} configs have {' and '.join(absent)}: add it")
 
 
-# The nearest model that is known, of one that is not
-
-
 def _nearest(config: Mapping[str, Any], source: str) -> str:
-    """The bundled model with the sizes of a config's text model, or the family that its fields look like; "" if there
-    is neither."""
+    """Words for the bundled model of the same sizes, or the family with such fields; "" if there is neither."""
     try:
         text = _levels(config, source)[-1].config
-    except ConfigError:  # its nested config is no config: the unknown type is said first
+    except ConfigError:  # a broken nested config: the error about the unknown type comes first
         return ""
     if named := _of_same_shape(text):
         return f"nearest text model of the same shape: {named}; "
@@ -220,7 +215,7 @@ def _nearest(config: Mapping[str, Any], source: str) -> str:
 
 
 def _of_same_shape(text: Mapping[str, Any]) -> str:
-    """The bundled model with layers of these sizes, preferably also of this vocabulary; "" if there is none."""
+    """The bundled model with these sizes, preferably with this vocabulary; "" if there is none."""
     sizes, vocabulary = _sizes(text), text.get("vocab_size")
     others = ((name, _levels(other, name)[-1].config) for name, other in bundled_configs().items())
     alike = [(other.get("vocab_size") != vocabulary, name) for name, other in others if sizes == _sizes(other)]
@@ -231,7 +226,7 @@ def _of_same_shape(text: Mapping[str, Any]) -> str:
 
 
 def _sizes(text: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """The sizes and kinds of layers, as fields say them. None without a width and a number of heads."""
+    """The sizes and kinds of layers in the config's fields; None without a width or a number of heads."""
     value = Fields(text, "").value
     width, heads, experts, kinds = map(value, ("hidden_size", "num_attention_heads", "num_experts", "layer_types"))
     if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:
@@ -247,8 +242,7 @@ def _sizes(text: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _family_like(text: Mapping[str, Any]) -> str:
-    """A family that reads this config without an error: the one with its name, or with a name that begins its own, or
-    a common one; "" if there is none."""
+    """A family that reads this config without an error, by a name that begins the config's, or a common one; or ""."""
     readable = [name for name, family in FAMILIES.items() if _reads(text, family)]
     own = str(text.get("model_type")).removesuffix("_text")
     begins = [name for name in readable if own.startswith(name.removesuffix("_text"))]

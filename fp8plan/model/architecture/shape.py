@@ -1,9 +1,6 @@
-"""The shape of a decoder-only transformer: its layers in order, each made of parts, and what follows from them.
+"""The shape of a decoder-only transformer, read from a Hugging Face config.json (`reading`): layers, parts and sizes.
 
-Read from a Hugging Face config.json (`reading`). What is not known is an error that names the part, because a wrong
-number is worse than none.
-
-The sizes of a model by their names, as `fp8plan models --json` prints them.
+An unknown part is an error that names it, because a wrong number is worse than none.
 """
 
 from __future__ import annotations
@@ -34,23 +31,21 @@ from fp8plan.model.architecture.parts import (
 from fp8plan.model.architecture.reading import read_model
 from fp8plan.model.configs import bundled_configs, find_config
 from fp8plan.model.configs.fields import Context
-from fp8plan.model.configs.stored import Stored
-from fp8plan.model.precision import BF16_BYTES, PRESETS, Precision
+from fp8plan.model.precision import BF16_BYTES, PRESETS, Precision, Stored
 
-# vllm/model_executor/layers/vocab_parallel_embedding.py (0.26): DEFAULT_VOCAB_PADDING_SIZE.
-VOCAB_PADDING = 64
+VOCAB_PADDING = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py (0.26): DEFAULT_VOCAB_PADDING_SIZE
 
 Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The parts and sizes of a model: everything that the cost model needs to know of it.
+    """The parts and sizes of a model: everything that the cost model uses.
 
     norm_vectors: learned vectors of the last norm: 1 for an RMSNorm, 2 for a LayerNorm with bias, 0 for OLMo's
-    logit_softcap: the bound of the logits; 0: none
-    note:         what of the checkpoint is left out, as a sentence; "" if nothing
-    stored:       the format of an FP8 checkpoint; None: it is in BF16
+    logit_softcap: bound of the logits; 0: none
+    note:         a sentence on the parts of the checkpoint that are left out; ""
+    stored:       format of an FP8 checkpoint; None for BF16
     """
 
     name: str
@@ -81,8 +76,6 @@ class ModelShape:
         """The shape described by the fields of a config.json. Raises ConfigError naming `source` and the field."""
         return cls(name=name, source=source, **read_model(config, source))
 
-    # What follows from the parts
-
     @property
     def max_position_embeddings(self) -> int:
         """Tokens of the context without RoPE scaling."""
@@ -94,12 +87,12 @@ class ModelShape:
 
     @cached_property
     def counted(self) -> list[tuple[Mixer | TokenPart, int]]:
-        """The distinct parts and how often they occur: mixers first, then inputs of layers, dense MLPs and experts."""
+        """The distinct parts and their numbers: mixers first, then inputs of layers, dense MLPs and experts."""
         counts = Counter(part for layer in self.layers for part in parts(layer))
         return sorted(counts.items(), key=lambda item: [isinstance(item[0], x) for x in (Experts, Mlp, LayerInput)])
 
     def parts_of(self, kind: type[Kind]) -> list[tuple[Kind, int]]:
-        """The distinct parts of a kind and how often they occur."""
+        """The distinct parts of a kind and their numbers."""
         return [(part, number) for part, number in self.counted if isinstance(part, kind)]
 
     @cached_property
@@ -117,41 +110,28 @@ class ModelShape:
         dense MLPs, then routers and shared experts.
         """
         tp = tensor_parallel_size
-        found = ((linear, n) for part, n in self.counted for linear in part.linears(self.hidden_size, tp))
-        return (*_merged(found), Linear("lm_head", self.padded_vocab_size // tp, self.hidden_size, 1, False, False))
+        linears = ((linear, n) for part, n in self.counted for linear in part.linears(self.hidden_size, tp))
+        return (*_merged(linears), Linear("lm_head", self.padded_vocab_size // tp, self.hidden_size, 1, False, False))
 
     def expert_linears(self, slices: int = 1) -> tuple[Linear, ...]:
-        """The w13 and w2 matrices of ONE routed expert on one rank, cut by tensor parallelism into so many slices; ()
-        if dense.
-        """
+        """The w13 and w2 matrices of ONE routed expert on one rank; () for a dense model. slices: as in Experts"""
         hidden = self.hidden_size
         return _merged(
             (linear, n) for experts, n in self.parts_of(Experts) for linear in experts.expert_linears(hidden, slices)
         )
 
     def left_in_bf16(self, tensor_parallel_size: int = 1) -> tuple[Linear, ...]:
-        """The matrices that FP8 weights leave in BF16 on that many ranks (`Linear.left_in_bf16`)."""
+        """The matrices that FP8 weights leave in BF16 (`Linear.left_in_bf16`)."""
         return tuple(linear for linear in self.linears(tensor_parallel_size) if linear.left_in_bf16)
 
-    def stored_expert(self, experts: Experts, precision: Precision, slices: int = 1) -> tuple[Linear, Linear]:
-        """The w13 and w2 matrices of one routed expert as one rank stores them, cut into so many slices."""
-        w13, w2 = experts.expert_linears(self.hidden_size, slices)
-        if precision.weights == "bf16":
-            return w13, w2
-        # vLLM pads each rank's expert to whole scale blocks, and the width that it works on too: 2,880 of gpt-oss
-        # become 2,944 (quantization/online/fp8.py, maybe_roundup_sizes).
-        rows, columns = precision.weight_block
-        inner, hidden = -(-w2.k // rows) * rows, -(-w13.k // columns) * columns
-        return w13._replace(n=inner * (w13.n // w2.k), k=hidden), w2._replace(n=hidden, k=inner)
-
     def caches(self, tensor_parallel_size: int = 1) -> tuple[Cache, ...]:
-        """The caches of each layer on one rank, in the order of the layers. A layer that keeps nothing has no entry."""
+        """The caches of all layers on one rank, in order. A layer without a cache has no entry."""
         tp = tensor_parallel_size
         return tuple(cache for layer in self.layers for mixer in mixers(layer) for cache in mixer.caches(tp))
 
     @cached_property
     def recurrent(self) -> bool:
-        """Tell whether some layers keep a state in place of keys and values; vLLM's is_hybrid, or is_attention_free."""
+        """True if some layers keep a state in place of keys and values (vLLM's is_hybrid or is_attention_free)."""
         return any(cache.kind == "state" for cache in self.caches())
 
     @property
@@ -160,40 +140,39 @@ class ModelShape:
         return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
 
     def weight_bytes(self, precision: Precision, tensor_parallel_size: int = 1, expert_ranks: int = 1) -> int:
-        """Bytes of all weights on one rank. The embedding, lm_head, norms, biases and router stay BF16. (So are counted
-        the few vectors that vLLM keeps in float32, such as A_log: a hundred bytes a layer.)
+        """Bytes of all weights on one rank. The embedding, lm_head, norms, biases and router are BF16.
 
-        expert_ranks: as in EngineLimits; the rank is then one of those with the most experts
+        Vectors that vLLM keeps in float32, such as A_log, count as BF16: a hundred bytes a layer less.
+
+        expert_ranks: as in EngineLimits; the rank is one of those with the most experts
         """
-        tp = tensor_parallel_size
+        tp, hidden = tensor_parallel_size, self.hidden_size
         total = sum(
             w.layers * precision.linear_bytes(w.n, w.k, w.quantised) for w in self.linears(tp) if w.name != "lm_head"
         )
         total += sum(
-            n * experts.most_on_a_rank(expert_ranks) * self._expert_bytes(experts, precision, tp // expert_ranks)
+            n * experts.most_on_a_rank(expert_ranks) * experts.stored_bytes(hidden, precision, tp // expert_ranks)
             for experts, n in self.parts_of(Experts)
         )
         if precision.weights != "bf16":
             total += sum(n * self._dequantised_bytes(part, tp) for part, n in self.parts_of(LatentAttention))
-        table = self.padded_vocab_size // tp * self.hidden_size * BF16_BYTES
+        table = self.padded_vocab_size // tp * hidden * BF16_BYTES
         total += table if self.tie_word_embeddings else 2 * table
-        vectors = sum(
-            n * part.vectors(self.hidden_size, tp) for part, n in self.counted if not isinstance(part, Experts)
-        )
-        vectors += sum(n * part.vectors(self.hidden_size, tp, expert_ranks) for part, n in self.parts_of(Experts))
+        vectors = sum(n * part.vectors(hidden, tp) for part, n in self.counted if not isinstance(part, Experts))
+        vectors += sum(n * part.vectors(hidden, tp, expert_ranks) for part, n in self.parts_of(Experts))
         return total + (vectors + self._own_vectors(tp, self.padded_vocab_size)) * BF16_BYTES
 
     def kv_bytes_per_token(self, precision: Precision, tensor_parallel_size: int = 1) -> int:
-        """Bytes that one token of a short request adds to the caches of all layers on one rank, windows included. In a
-        long request full windows take no more, and blocks may be padded: that is `KvPlan.bytes_per_token`."""
+        """Bytes that one token of a short request adds to the caches of all layers on one rank, windows included.
+
+        In a long request full windows do not grow, and blocks may be padded: see `KvPlan.bytes_per_token`.
+        """
         caches = self.caches(tensor_parallel_size)
         elements = sum(cache.elements_per_token for cache in caches)
         return elements * precision.kv_element_bytes + sum(cache.index_bytes_per_token for cache in caches)
 
-    # Limits
-
     def why_not(self, precision: Precision) -> str | None:
-        """The reason why vLLM does not run this checkpoint in `precision`, whatever the GPU; None if it does."""
+        """The reason why vLLM cannot run this checkpoint in `precision` on any GPU; None if it can."""
         if self.stored is not None:
             return self.stored.why_not(precision)
         if precision.name in PRESETS:
@@ -204,12 +183,12 @@ class ModelShape:
         )
 
     def allowed_tensor_parallel(self, largest: int = 64, expert_parallel: bool = False) -> tuple[int, ...]:
-        """The tensor_parallel_size values up to `largest` that vLLM 0.26 starts this model with."""
+        """The values of tensor_parallel_size up to `largest` with which vLLM 0.26 starts this model."""
         return tuple(tp for tp in range(1, largest + 1) if self._tensor_parallel_fault(tp, expert_parallel) is None)
 
     def check_tensor_parallel(self, tensor_parallel_size: int, expert_parallel: bool = False) -> None:
-        """Raise ConfigError, naming the allowed sizes, if vLLM would refuse this tensor_parallel_size, or
-        enable_expert_parallel with this model (ModelConfig.verify_with_parallel_config, for any size)."""
+        """Raise ConfigError, naming the allowed sizes, if vLLM refuses this tensor_parallel_size for this model, or
+        enable_expert_parallel for a model without experts (ModelConfig.verify_with_parallel_config)."""
         if expert_parallel and not self.parts_of(Experts):
             raise ConfigError(
                 f"enable_expert_parallel is True, and {self.name} has no experts; allowed: False (leave "
@@ -223,7 +202,7 @@ class ModelShape:
             )
 
     def check_max_model_len(self, max_model_len: int, engine_version: str = "0.26.0") -> None:
-        """Raise ConfigError if max_model_len is beyond the model's context, as that vLLM does at start-up."""
+        """Raise ConfigError if max_model_len is beyond the model's context, as this vLLM does at start-up."""
         longest, origin = self.context.longest(engine_version)
         if max_model_len > longest:
             raise ConfigError(
@@ -234,20 +213,18 @@ class ModelShape:
             )
 
     def _own_vectors(self, tp: int, vocabulary: int) -> int:
-        """Elements on one rank of norms, and of the bias of lm_head."""
+        """Elements of norms and of the bias of lm_head on one rank."""
         norms = sum(layer.vectors(self.hidden_size) for layer in self.layers) + self.norm_vectors * self.hidden_size
         return norms + (vocabulary // tp if self.lm_head_bias else 0)
 
     def _tensor_parallel_fault(self, tp: int, expert_parallel: bool) -> str | None:
-        """The reason why vLLM's model classes refuse `tp` ranks, by their assertions; None if they accept it."""
+        """The reason why the assertions of vLLM's model classes fail for `tp` ranks; None if they hold."""
         if tp < 1:
             return "a whole number of at least 1 is needed"
         sizes = [size for part, _ in self.counted if not isinstance(part, Experts) for size in part.cuts()]
         sizes += [size for experts, _ in self.parts_of(Experts) for size in experts.cuts(expert_parallel)]
-        fault = next(
-            (size for size in (*sizes, Size("padded vocabulary rows", self.padded_vocab_size)) if _uneven(size, tp)),
-            None,
-        )
+        sizes.append(Size("padded vocabulary rows", self.padded_vocab_size))
+        fault = next((size for size in sizes if _uneven(size, tp)), None)
         if fault is not None:
             cannot = " can be neither split nor replicated evenly"
             return f"its {fault.size} {fault.what}{cannot}" if fault.replicated else f"it has {fault.size} {fault.what}"
@@ -259,36 +236,32 @@ class ModelShape:
         kv_b = next(x for x in latent.linears(self.hidden_size, tp) if x.name == "kv_b_proj")
         return latent.dequantised_elements(tp) * BF16_BYTES if kv_b.quantised else 0
 
-    def _expert_bytes(self, experts: Experts, precision: Precision, slices: int) -> int:
-        """Bytes of one routed expert in one layer on one rank."""
-        return sum(precision.linear_bytes(w.n, w.k, True) for w in self.stored_expert(experts, precision, slices))
-
 
 def bundled_models() -> tuple[str, ...]:
     """Hub ids of the models whose config ships with fp8plan, sorted, aliases included."""
     return tuple(bundled_configs())
 
 
-def _merged(found: Iterable[tuple[Linear, int]]) -> tuple[Linear, ...]:
-    """Equal matrices as one, with the number of layers that have it, in the order of their first occurrence."""
+def _merged(linears: Iterable[tuple[Linear, int]]) -> tuple[Linear, ...]:
+    """Equal matrices as one, with the number of its layers, in the order of first occurrence."""
     layers: dict[Linear, int] = {}
-    for linear, number in found:
+    for linear, number in linears:
         layers[linear] = layers.get(linear, 0) + number
     return tuple(linear._replace(layers=number) for linear, number in layers.items())
 
 
 def _uneven(size: Size, tp: int) -> bool:
-    """Tell whether `tp` ranks can neither share the size equally nor, where that is done, keep equal copies."""
+    """True if `tp` ranks can neither share the size equally nor, where vLLM allows it, keep equal copies."""
     return bool(size.size % tp) and not (size.replicated and tp % size.size == 0)
 
 
 def sizes_of(shape: ModelShape) -> dict[str, Any]:
-    """The sizes of a model, and its parts with how often each occurs. Those of attention and MLPs stand apart too where
-    all layers are alike.
+    """The sizes of a model and its parts by name, as `fp8plan models --json` prints them.
+
+    A model whose layers are all alike also has the sizes of its attention and MLP on their own.
     """
     sizes: dict[str, Any] = {"name": shape.name, "model_type": shape.model_type, "num_layers": shape.num_layers}
-    sizes["hidden_size"] = shape.hidden_size
-    sizes |= _alike(shape)
+    sizes |= {"hidden_size": shape.hidden_size} | _alike(shape)
     names = ("vocab_size", "tie_word_embeddings", "max_position_embeddings", "source", "num_parameters")
     sizes |= {name: getattr(shape, name) for name in names}
     experts = shape.parts_of(Experts)
@@ -297,7 +270,7 @@ def sizes_of(shape: ModelShape) -> dict[str, Any]:
 
 
 def _alike(shape: ModelShape) -> dict[str, Any]:
-    """The sizes that all layers of full attention with dense MLPs or experts share; {} for other models."""
+    """The sizes shared by all layers of a model with full attention and dense MLPs or experts; {} for others."""
     dense, attentions = shape.parts_of(Mlp), shape.parts_of(Attention)
     others = len(shape.counted) - len(dense) - len(shape.parts_of(Experts)) - len(attentions)
     if others or len(attentions) != 1 or len(dense) > 1 or attentions[0][0].window or attentions[0][0].chunk:

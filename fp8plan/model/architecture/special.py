@@ -22,7 +22,7 @@ from fp8plan.model.precision import BF16_BYTES, FP32_BYTES
 
 
 def _state_bytes(config: Fields, name: str, default: str) -> int:
-    """Bytes of one element of a recurrent state, by the config's field for it."""
+    """Bytes of one element of a recurrent state. name: the field of its dtype"""
     dtype = config.word(name, ("float32", "bfloat16", "auto")) or default
     return FP32_BYTES if dtype == "float32" else BF16_BYTES
 
@@ -31,7 +31,7 @@ def _state_bytes(config: Fields, name: str, default: str) -> int:
 
 
 def latent(config: Fields, family: Family) -> LatentAttention:
-    """DeepSeek's latent attention. vLLM has no biases there, whatever attention_bias says (deepseek_v2.py)."""
+    """DeepSeek's latent attention. vLLM has no biases in it, for any attention_bias (deepseek_v2.py)."""
     return LatentAttention(
         config.integer("num_attention_heads"),
         config.integer("q_lora_rank", 0, least=0),
@@ -43,15 +43,15 @@ def latent(config: Fields, family: Family) -> LatentAttention:
 
 
 def indexed(config: Fields, family: Family) -> LatentAttention:
-    """Latent attention to the tokens that an indexer picks (DeepSeek-V3.2)."""
+    """Latent attention to tokens that an indexer picks (DeepSeek-V3.2)."""
     indexer = Indexer(config.integer("index_n_heads"), config.integer("index_head_dim"), config.integer("index_topk"))
     return replace(latent(config, family), indexer=indexer)
 
 
 def indexed_layer(config: Fields, family: Family, number: int, kind: str, sparse: bool) -> Layer:
-    """A layer of sparse attention, some of which use an earlier layer's choice (GLM-5; deepseek_v2.py, _skip_topk)."""
-    found = layer(config, family, number, kind, sparse)
-    mixer = found.mixer
+    """A layer of sparse attention. Some use an earlier layer's choice of tokens (GLM-5; deepseek_v2.py, _skip_topk)."""
+    sparse_layer = layer(config, family, number, kind, sparse)
+    mixer = sparse_layer.mixer
     step, offset = config.integer("index_topk_freq", 1, least=0), config.integer("index_skip_topk_offset", 2, least=0)
     total = config.integer("num_hidden_layers")
     kinds = {"full": "F", "shared": "S"}
@@ -61,14 +61,16 @@ def indexed_layer(config: Fields, family: Family, number: int, kind: str, sparse
     pattern = config.letters("index_topk_pattern", total, "FS") if listed is None else [kinds[x] for x in listed]
     shares = max(number - offset + 1, 0) % max(step, 1) != 0 if pattern is None else pattern[number] == "S"
     if shares and isinstance(mixer, LatentAttention):
-        return replace(found, mixer=replace(mixer, indexer=None, shares_index=True))
-    return found
+        return replace(sparse_layer, mixer=replace(mixer, indexer=None, shares_index=True))
+    return sparse_layer
 
 
 def longcat_layer(config: Fields, family: Family, number: int, kind: str, sparse: bool) -> Layer:
-    """A layer of LongCat-Flash: attention and a dense MLP twice, and experts beside them. A part of the experts has no
-    weights (zero_expert_num), and even routing is taken to pick those as often as others.
-    vllm/model_executor/models/longcat_flash.py."""
+    """A layer of LongCat-Flash: attention and a dense MLP twice, and experts beside them.
+
+    Some experts have no weights (zero_expert_num); even routing picks them as often as others.
+    Source: vllm/model_executor/models/longcat_flash.py.
+    """
     mixer, mlp, idle = latent(config, family), dense(config, family), config.integer("zero_expert_num", 0, least=0)
     routed = experts(config, family)
     share = routed.num_experts / (routed.num_experts + idle)
@@ -85,8 +87,10 @@ def longcat_layer(config: Fields, family: Family, number: int, kind: str, sparse
 
 
 def delta_net(config: Fields, family: Family) -> DeltaNet:
-    """Qwen's gated delta net. Its state has the model's dtype in Qwen3-Next, and in Qwen3.5 what mamba_ssm_dtype says
-    (vllm/model_executor/models/config.py, Qwen3_5ForConditionalGenerationConfig)."""
+    """Qwen's gated delta net. Its state has the model's dtype in Qwen3-Next, and that of mamba_ssm_dtype in Qwen3.5.
+
+    Source: vllm/model_executor/models/config.py, Qwen3_5ForConditionalGenerationConfig.
+    """
     key_heads, value_heads = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
     if value_heads % key_heads:
         raise config.error("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads ({key_heads})")
@@ -102,7 +106,7 @@ def delta_net(config: Fields, family: Family) -> DeltaNet:
 
 
 def kimi_delta(config: Fields, family: Family) -> KimiDelta:
-    """Kimi delta attention, whose sizes published configs keep in linear_attn_config."""
+    """Kimi delta attention. Published configs have its sizes in linear_attn_config."""
     own = _linear_config(config)
     names = ("num_heads", "head_dim", "short_conv_kernel_size")
     here = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
@@ -110,7 +114,7 @@ def kimi_delta(config: Fields, family: Family) -> KimiDelta:
 
 
 def kimi_kinds(config: Fields, layers: int) -> list[str]:
-    """The layers that linear_attn_config calls full, counted from 1; without it every fourth but the first."""
+    """Full attention in the layers that linear_attn_config lists, counted from 1, or in every fourth but the first."""
     own = _linear_config(config)
     full = own.indices("full_attn_layers", layers, first=1) if own else None
     if full is None:
@@ -129,12 +133,12 @@ def _linear_config(config: Fields) -> Fields | None:
 
 
 def mamba2(config: Fields, family: Family) -> Mamba2:
-    """Mamba 2 as Bamba, Granite 4 and Falcon-H1 name its sizes."""
+    """Mamba 2 with the field names of Bamba, Granite 4 and Falcon-H1."""
     heads = config.integer("mamba_n_heads")
     inner = config.integer("mamba_d_ssm", config.integer("mamba_expand", 2) * config.integer("hidden_size"))
     head_dim = inner // heads if config.value("mamba_d_head") in (None, "auto") else config.integer("mamba_d_head")
     if heads * head_dim != inner:
-        raise config.error("mamba_n_heads", heads, f"so many heads that times mamba_d_head they have {inner} channels")
+        raise config.error("mamba_n_heads", heads, f"a number that times mamba_d_head gives {inner} channels")
     return Mamba2(
         heads,
         head_dim,
@@ -148,8 +152,10 @@ def mamba2(config: Fields, family: Family) -> Mamba2:
 
 
 def nemotron_mamba(config: Fields, family: Family) -> Mamba2:
-    """Mamba 2 of Nemotron-H, whose state is float32 unless the config says otherwise
-    (vllm/model_executor/models/config.py, NemotronHForCausalLMConfig)."""
+    """Mamba 2 of Nemotron-H. Its state is float32 unless the config says otherwise.
+
+    Source: vllm/model_executor/models/config.py, NemotronHForCausalLMConfig.
+    """
     heads = config.integer("mamba_num_heads")
     return Mamba2(
         heads,
@@ -171,7 +177,7 @@ def _groups(config: Fields, name: str, heads: int) -> int:
 
 
 def nemotron_kinds(config: Fields, layers: int) -> list[str]:
-    """The pattern of Nemotron-H, one letter for each layer."""
+    """The kinds in Nemotron-H's pattern, one letter for each layer."""
     letters = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
     pattern = config.letters("hybrid_override_pattern", layers, "".join(letters))
     if pattern is None:
@@ -187,11 +193,11 @@ def single_layer(config: Fields, family: Family, number: int, kind: str, sparse:
 
 
 def no_mixer(config: Fields, family: Family) -> None:
-    """None: the layer is an MLP alone."""
+    """None, for a layer that is an MLP alone."""
 
 
 def at_indices(name: str, other: str) -> Any:
-    """Full attention in the layers that a field lists; the others are of another kind."""
+    """Full attention in the layers that a field lists, and another kind in the rest."""
 
     def kinds(config: Fields, layers: int) -> list[str]:
         listed = config.indices(name, layers)
@@ -202,12 +208,12 @@ def at_indices(name: str, other: str) -> Any:
 
 
 def beside_mamba(config: Fields, family: Family, number: int, kind: str, sparse: bool) -> Layer:
-    """A layer whose attention and state-space parts work on the same input (Falcon-H1)."""
+    """A layer with attention and a state-space part on the same input (Falcon-H1)."""
     return replace(layer(config, family, number, kind, sparse), parallel=(mamba2(config, family),))
 
 
 def granite_layer(config: Fields, family: Family, number: int, kind: str, sparse: bool) -> Layer:
-    """A layer of Granite 4: what is the shared expert beside experts is the MLP without them."""
+    """A layer of Granite 4, which has experts in all layers or in none."""
     return layer(config, family, number, kind, config.integer("num_experts", 0, least=0) > 0)
 
 
@@ -217,7 +223,7 @@ def short_conv(config: Fields, family: Family) -> ShortConv:
 
 
 def lfm2_inner(config: Fields) -> int:
-    """The MLP's width, which LFM2 derives from the one it is given (vllm/model_executor/models/lfm2.py, Lfm2MLP)."""
+    """The MLP's width, which LFM2 derives from that in the config (vllm/model_executor/models/lfm2.py, Lfm2MLP)."""
     name = "intermediate_size" if config.value("block_ff_dim") is None else "block_ff_dim"
     inner = config.integer(name)
     if not config.flag("block_auto_adjust_ff_dim", default=True):
@@ -233,7 +239,7 @@ def lfm2_inner(config: Fields) -> int:
 
 
 def llama4_kinds(config: Fields, layers: int) -> list[str]:
-    """Chunked attention where there are rotary positions: no_rope_layers is 1 there, by its own confusing name."""
+    """Chunked attention in layers with rotary positions, which no_rope_layers marks with 1 (despite its name)."""
     step = config.integer("no_rope_layer_interval", 4)
     rotary = None if config.value("no_rope_layers") == [] else config.marks("no_rope_layers", layers)
     rotary = [(i + 1) % step != 0 for i in range(layers)] if rotary is None else rotary
@@ -241,20 +247,20 @@ def llama4_kinds(config: Fields, layers: int) -> list[str]:
 
 
 def llama4_sparse(config: Fields, layers: int) -> list[bool]:
-    """The layers with experts: listed, or every interleave_moe_layer_step-th."""
+    """Experts in the listed layers, or in every interleave_moe_layer_step-th."""
     listed, step = config.indices("moe_layers", layers), config.integer("interleave_moe_layer_step", 1)
     return [(i + 1) % step == 0 if listed is None else i in listed for i in range(layers)]
 
 
 def ernie_sparse(config: Fields, layers: int) -> list[bool]:
-    """The layers with experts: every moe_layer_interval-th from a first to a last one, -1 being the last of all."""
+    """Experts in every moe_layer_interval-th layer from a first to a last one; -1: the last of all."""
     first, step = config.integer("moe_layer_start_index", least=0), config.integer("moe_layer_interval")
     last = config.integer("moe_layer_end_index", -1, least=-1, most=layers - 1)
     return [first <= i <= (last if last >= 0 else layers - 1) and (i + 1) % step == 0 for i in range(layers)]
 
 
 def mimo_kinds(config: Fields, layers: int) -> list[str]:
-    """The layers that hybrid_layer_pattern marks with 1 have a window."""
+    """A window in the layers that hybrid_layer_pattern marks with 1."""
     pattern = config.marks("hybrid_layer_pattern", layers)
     if pattern is None:
         pattern = [i > 0 and (i + 1) % 6 != 0 for i in range(layers)]
@@ -262,25 +268,28 @@ def mimo_kinds(config: Fields, layers: int) -> list[str]:
 
 
 def mimo_window(config: Fields, family: Family) -> Attention:
-    """MiMo's windowed attention, with sizes of its own: twice the KV heads (transformers' default), and sinks."""
+    """MiMo's windowed attention, with twice the KV heads (transformers' default) and sinks."""
     kv_heads = config.integer("swa_num_key_value_heads", 2 * config.integer("num_key_value_heads"))
-    found = replace(windowed(config, family), kv_heads=kv_heads, sinks=True)
-    sizes = {"swa_num_attention_heads": found.heads, "swa_head_dim": found.head_dim, "swa_v_head_dim": found.value_dim}
+    mixer = replace(windowed(config, family), kv_heads=kv_heads, sinks=True)
+    sizes = {"swa_num_attention_heads": mixer.heads, "swa_head_dim": mixer.head_dim, "swa_v_head_dim": mixer.value_dim}
     others = any(config.integer(name, size) != size for name, size in sizes.items())
     if others or not config.flag("add_swa_attention_sink_bias", default=True):
         raise Unknown("windowed attention of other heads than the full attention's")
-    return found
+    return mixer
 
 
 def gemma4_layer(config: Fields, family: Family, number: int, kind: str, sparse: bool) -> Layer:
-    """A layer of Gemma 4: full attention has heads of its own, the last layers may share KV, experts stand beside the
-    dense MLP, and each layer may have its own embedding of a token. vllm/model_executor/models/gemma4.py."""
+    """A layer of Gemma 4 (vllm/model_executor/models/gemma4.py).
+
+    Full attention has heads of its own, and the last layers may share KV. Experts stand beside the dense MLP, and each
+    layer may have its own embedding of a token.
+    """
     total = config.integer("num_hidden_layers")
     shared = config.integer("num_kv_shared_layers", 0, least=0, most=total - 1)
     last = number >= total - shared
     if number == total - 1:
-        kind = "full_attention"  # whatever layer_types says (transformers, Gemma4TextConfig)
-    mixer = replace(windowed(config, family) if kind == "sliding_attention" else attention(config, family))
+        kind = "full_attention"  # for any layer_types (transformers, Gemma4TextConfig)
+    mixer = windowed(config, family) if kind == "sliding_attention" else attention(config, family)
     if kind == "full_attention":
         mixer = _gemma4_full(config, mixer, number)
     mixer = replace(mixer, shares_kv=last)
@@ -294,7 +303,7 @@ def gemma4_layer(config: Fields, family: Family, number: int, kind: str, sparse:
 
 
 def _layer_input(config: Fields, layers: int, number: int) -> tuple[LayerInput, ...]:
-    """The embedding that a layer of Gemma 4 E2B and E4B has for each token; () in the others."""
+    """The embedding of each token for one layer of Gemma 4 E2B and E4B; () in other models."""
     width = config.integer("hidden_size_per_layer_input", 0, least=0)
     if not width:
         return ()
@@ -303,13 +312,13 @@ def _layer_input(config: Fields, layers: int, number: int) -> tuple[LayerInput, 
 
 
 def _gemma4_full(config: Fields, mixer: Attention, number: int) -> Attention:
-    """Full attention with its own head size, its own KV heads, and maybe the keys as values."""
+    """Full attention with its own head size and KV heads, and perhaps the keys as values."""
     k_is_v = config.flag("attention_k_eq_v")
     own = config.by_layer("per_layer_config", config.integer("num_hidden_layers"))
-    if own is not None:  # transformers 5: what differs in a layer
-        there = own.get(number, Fields({}, config.source))
-        head_dim = head_size(there, "head_dim", mixer.head_dim)
-        kv_heads = there.integer("num_key_value_heads", mixer.kv_heads)
+    if own is not None:  # transformers 5: the fields that differ in a layer
+        fields = own.get(number, Fields({}, config.source))
+        head_dim = head_size(fields, "head_dim", mixer.head_dim)
+        kv_heads = fields.integer("num_key_value_heads", mixer.kv_heads)
     else:
         head_dim = head_size(config, "global_head_dim", 512)
         kv_heads = config.integer("num_global_key_value_heads", mixer.kv_heads) if k_is_v else mixer.kv_heads

@@ -27,7 +27,7 @@ from fp8plan.model.calibrate.kernel_rows import (
 from fp8plan.model.cost.base import Array, StepBatch
 from fp8plan.model.cost.gemm import peak_flops
 from fp8plan.model.cost.mixers import bytes_read, flops
-from fp8plan.model.cost.moe import expert_bytes, expert_flops
+from fp8plan.model.cost.moe import expert_flops
 from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, RUNNING, running_seconds, uses
 from fp8plan.model.cost.power import MEMORY_WATTS as MEMORY
 from fp8plan.model.hardware import Gpu
@@ -122,7 +122,7 @@ def _attention(batch: Callable[[pd.DataFrame], StepBatch]) -> Callable[[str, pd.
 
 def _experts(dtype: str, rows: pd.DataFrame) -> Kind:
     experts, hidden = experts_of(rows)
-    read = rows.hit.to_numpy() * expert_bytes(experts, hidden, PRECISIONS[dtype], 1)
+    read = rows.hit.to_numpy() * experts.stored_bytes(hidden, PRECISIONS[dtype])
     math = rows.tokens.to_numpy() * float(experts.experts_per_token * expert_flops(experts, hidden, 1))
     return f"experts_{_math(dtype)}", read, {EXPERTS[f"{_math(dtype)}_experts"]: math}
 

@@ -1,9 +1,7 @@
-"""Finding and vetting a config.json: the bundled ones of this folder, a local folder's, or the Hugging Face hub's.
+"""The config.json of a model: one of those bundled in this folder, a local folder's, or the Hugging Face hub's.
 
-Bundled files hold one model each, only the fields that describe the shape. `_source` says where the numbers come
-from; `_aliases` names models of the same shape, each with the fields that differ.
-
-A model as a user types it, brought to a hub id or a path; and the contents of a folder without config.json.
+A bundled file holds one model, with only the fields that describe the shape. `_source` is the origin of the numbers.
+`_aliases` has models of the same shape, each with the fields that differ.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ MOST_CHARACTERS: Final = 4096  # of a path on Linux
 HUBS: Final = ("huggingface.co", "www.huggingface.co", "hf.co")
 BF16_MODEL: Final = "give the hub id of the BF16 model that it was made from, or a folder with that model's config.json"
 
-# File in a folder without config.json -> what the folder holds, and what to give instead.
+# File in a folder without config.json -> the contents of the folder, and advice.
 OTHERS: Final = {
     "params.json": ("a model in Mistral's own format (params.json)", "give its version with a config.json"),
     "model_index.json": ("a diffusers pipeline (model_index.json)", "fp8plan plans language models: " + ADVICE),
@@ -41,9 +39,10 @@ OTHERS: Final = {
 }
 
 
-def spelt(text: str) -> str:
-    """The hub id or the path in what a user typed: in a URL of the hub's pages or files, in a file URL, with spaces or
-    slashes around it, or with backslashes. Raises ConfigError for what can be neither.
+def _spelt(text: str) -> str:
+    """The hub id or path in a user's text: a URL of the hub or of a file, or a name with spaces, slashes, backslashes.
+
+    Raises ConfigError for any other text.
     """
     text = text.strip()
     if text.partition("/")[0].lower() in HUBS:
@@ -53,43 +52,37 @@ def spelt(text: str) -> str:
     if not text or len(text) > MOST_CHARACTERS or any(ord(x) < ord(" ") for x in text):
         long = f" ({len(text):,} characters)" if len(text) > MOST_CHARACTERS else ""
         raise ConfigError(f"model is {shown(text)}{long}; {ADVICE}")
-    return text if exists(Path(text)) else text.replace("\\", "/").rstrip("/") or text
+    return text if _exists(Path(text)) else text.replace("\\", "/").rstrip("/") or text
 
 
-def is_path(text: str) -> bool:
-    """Tell whether a text is meant as a path: it exists, starts as one, or names a file."""
+def _is_path(text: str) -> bool:
+    """True for a text that means a path: it exists, starts as one, or names a file."""
     starts = text.startswith((".", "/", "~")) or re.match(r"[A-Za-z]:/", text)
-    return bool(starts) or text.endswith((".json", ".gguf", ".safetensors")) or exists(Path(text))
+    return bool(starts) or text.endswith((".json", ".gguf", ".safetensors")) or _exists(Path(text))
 
 
-def exists(path: Path) -> bool:
-    """Tell whether there is a file or folder, and it can be looked at."""
+def _exists(path: Path) -> bool:
+    """True for a file or folder that this user can see."""
     try:
         return path.exists()
-    except OSError:  # its name is too long, or its folder closed to this user
+    except OSError:  # the name is too long, or the folder is not readable
         return False
 
 
-def config_file(text: str) -> Path:
-    """The config.json of a folder, or the file itself. Raises ConfigError with what else is there."""
+def _config_file(text: str) -> Path:
+    """The config.json of a folder, or the file itself. Raises ConfigError that names the folder's other contents."""
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{text}: there is no such user here; {ADVICE}") from error
     if path.suffix == ".gguf":
         raise ConfigError(f"{path}: {OTHERS['*.gguf'][0]}; {BF16_MODEL}")
-    if exists(path) and path.is_file() and path.suffix != ".json":
+    if _exists(path) and path.is_file() and path.suffix != ".json":
         raise ConfigError(f"{path}: not a config.json; give the folder that holds the model's")
     folder, file = (path.parent, path) if path.suffix == ".json" else (path, path / "config.json")
-    if path.name == "adapter_config.json" or not exists(file):
+    if path.name == "adapter_config.json" or not _exists(file):
         _check_contents(folder)
     return file
-
-
-def check_hub_id(name: str) -> None:
-    """Raise ConfigError for the id of weights in GGUF, by the end that their ids have."""
-    if name.lower().endswith("gguf"):
-        raise ConfigError(f"model {shown(name)} is {OTHERS['*.gguf'][0]}; {BF16_MODEL}")
 
 
 def _of_url(text: str) -> str:
@@ -116,11 +109,11 @@ def _of_url(text: str) -> str:
 
 
 def _check_contents(folder: Path) -> None:
-    """Raise ConfigError with what a folder without config.json holds, if it is something known."""
-    if not exists(folder):
+    """Raise ConfigError if a folder without config.json has known contents."""
+    if not _exists(folder):
         return
     adapter = folder / "adapter_config.json"
-    if exists(adapter):
+    if _exists(adapter):
         base = _base_of(adapter)
         raise ConfigError(
             f"{folder}: holds a LoRA adapter (adapter_config.json); fp8plan plans the model that it is merged into; "
@@ -137,7 +130,7 @@ def _check_contents(folder: Path) -> None:
 
 
 def _base_of(adapter: Path) -> str:
-    """The model that a LoRA adapter was trained on; "" if its file does not say."""
+    """The base model of a LoRA adapter; "" if its file does not say."""
     try:
         fields: Any = json.loads(adapter.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -146,7 +139,7 @@ def _base_of(adapter: Path) -> str:
     return base if isinstance(base, str) and base.isprintable() else ""
 
 
-QUANT_FILE: Final = "hf_quant_config.json"  # beside config.json, where ModelOpt up to 0.29 says how weights are stored
+QUANT_FILE: Final = "hf_quant_config.json"  # beside config.json, with the quantisation by ModelOpt up to 0.29
 
 
 @cache
@@ -165,17 +158,16 @@ def bundled_configs() -> dict[str, dict[str, Any]]:
 
 
 def find_config(name_or_path: str | Path) -> tuple[dict[str, Any], str, str]:
-    """The config, the model's name and the source of a bundled model, a local folder or file, or a hub id, looked for
-    in this order.
+    """The config, name and source of a bundled model, a local folder or file, or a hub id, tried in this order.
 
-    Raises ConfigError when nothing is found or the file cannot be read.
+    Raises ConfigError if none of them exists or the file cannot be read.
     """
-    text = spelt(str(name_or_path))
+    text = _spelt(str(name_or_path))
     for name, config in bundled_configs().items():
         if text.lower() in (name.lower(), name.rpartition("/")[2].lower()):
             return config, name, f"bundled {name} ({config['_source']})"
-    if is_path(text):
-        file = config_file(text)
+    if _is_path(text):
+        file = _config_file(text)
         beside = file.with_name(QUANT_FILE)
         config = _with_quant_file(_read_json(file), lambda: beside if beside.is_file() else None)
         return config, file.resolve().parent.name, str(file)
@@ -184,9 +176,7 @@ def find_config(name_or_path: str | Path) -> tuple[dict[str, Any], str, str]:
 
 
 def _with_quant_file(config: dict[str, Any], find: Callable[[], Path | None]) -> dict[str, Any]:
-    """A config with the fields of QUANT_FILE under its name, which counts where quantization_config is null (vLLM's
-    get_config).
-    """
+    """The config, with the fields of QUANT_FILE if quantization_config is null (vLLM's get_config)."""
     file = find() if config.get("quantization_config") is None else None
     return config if file is None else config | {QUANT_FILE: _read_json(file)}
 
@@ -207,14 +197,13 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _download(name: str) -> Path:
-    """The cached or downloaded config.json of a hub id. Raises ConfigError with the nearest bundled names if there is
-    none.
-    """
+    """The cached or downloaded config.json of a hub id. Raises ConfigError, with the nearest bundled names, if none."""
     names = {n.rpartition("/")[2].lower(): n for n in bundled_configs()} | {n.lower(): n for n in bundled_configs()}
     near = list(dict.fromkeys(names[match] for match in get_close_matches(name.lower(), names, n=4, cutoff=0.5)))
     hint = f"nearest bundled: {', '.join(near)}; " if near else ""
     advice = f"{hint}all bundled: fp8plan models; otherwise give a folder with a config.json or a hub id (owner/name)"
-    check_hub_id(name)
+    if name.lower().endswith("gguf"):
+        raise ConfigError(f"model {shown(name)} is {OTHERS['*.gguf'][0]}; {BF16_MODEL}")
     if name.count("/") != 1:
         raise ConfigError(f"unknown model {shown(name)}; {advice}")
     try:
@@ -222,9 +211,9 @@ def _download(name: str) -> Path:
     except ImportError as error:
         missing = "is not bundled and huggingface_hub is not installed (pip install huggingface_hub)"
         raise ConfigError(f"model {shown(name)} {missing}; {advice}") from error
-    except (OSError, ValueError) as error:  # every hub error is one of the two: not found, gated, offline, malformed id
+    except (OSError, ValueError) as error:  # every error of the hub: not found, gated, offline, malformed id
         reason = str(error).strip().partition("\n")[0]
-        missing = f"is neither bundled nor to be had from the hub ({reason})"
+        missing = f"is neither bundled nor available from the hub ({reason})"
         raise ConfigError(f"model {shown(name)} {missing}; {advice}") from error
 
 
@@ -248,8 +237,9 @@ def _knock(endpoint: str) -> None:
 
 
 def _fetch_quant_file(name: str) -> Path | None:
-    """QUANT_FILE of a hub id, from the local cache or the network; None if there is none. Where the hub cannot be asked
-    there is none, as in vLLM (file_or_path_exists).
+    """QUANT_FILE of a hub id, from the local cache or the network.
+
+    None if it does not exist or the hub cannot be reached, as in vLLM (file_or_path_exists).
     """
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 

@@ -1,10 +1,9 @@
-"""The typed reader of a config.json: every value of it that is used passes a check here.
+"""The typed reader of a config.json, and the context length: the longest max_model_len that vLLM allows for a model.
 
-The context length: the longest max_model_len that vLLM takes of a model, by its config.json.
-
-Source: _get_and_verify_max_len in vllm/config/model.py, and derive_max_model_len_and_key in vllm/transformers_utils/
-model_arch_config_convertor.py. The `model_max_length` of a tokenizer_config.json does not count: vLLM 0.26 to 0.30 look
-at it for pooling models with absolute positions alone (ModelConfig.get_and_verify_max_len).
+Every value of a config passes a check here before use. Sources of the context length: _get_and_verify_max_len in
+vllm/config/model.py, and derive_max_model_len_and_key in vllm/transformers_utils/model_arch_config_convertor.py. The
+`model_max_length` of a tokenizer_config.json does not count. vLLM 0.26 to 0.30 read it only for pooling models with
+absolute positions (ModelConfig.get_and_verify_max_len).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.version import at_least
 
-# What the field of the key is called in other families. The first that a config has counts.
+# Names of a field in several families. The first that a config has counts.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "num_hidden_layers": ("num_layers", "num_hidden_layers"),  # LongCat has both, and the latter is twice the former
     "num_experts": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
@@ -29,23 +28,23 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 }
 _SHORT: Final = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
-# Where a multimodal config keeps that of its text model. Of Qwen's Omni that is the thinker's; llm_config is InternVL's
-# word (vLLM's _CONFIG_ATTRS_MAPPING), language_config DeepSeek-VL2's.
+# Fields of a multimodal config for that of its text model: of Qwen's Omni, of most, of InternVL (vLLM's
+# _CONFIG_ATTRS_MAPPING), and of DeepSeek-VL2.
 NESTED: Final = ("thinker_config", "text_config", "llm_config", "language_config")
-MOST: Final = 10**12  # a size beyond it is a slip, and would not fit a float
+MOST: Final = 10**12  # a larger size is a typo, and would not fit a float
 
 
 class Fields:
     """Typed access to a config, with errors that name the file and the field.
 
-    Every reader takes None for a field that is absent or null, and raises ConfigError for a value of another kind.
+    Every reader treats null as absent, and raises ConfigError for a value of another kind.
     """
 
     def __init__(self, config: Mapping[str, Any], source: str, path: str = "") -> None:
         self.config, self.source, self._path = config, source, path
 
     def value(self, name: str) -> Any:
-        """The unchecked value of a field, whatever its family calls it; None if it is absent or null."""
+        """The unchecked value of a field under any of its names; None if it is absent or null."""
         return self.config.get(self._spelt(name))
 
     def error(self, name: str, value: object, allowed: str) -> ConfigError:
@@ -79,7 +78,7 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false; 0 and 1 stand for them."""
+        """True or false, or 1 or 0."""
         value = self.value(name)
         if value is None:
             return default
@@ -88,7 +87,7 @@ class Fields:
         return bool(value)
 
     def word(self, name: str, choices: Sequence[str] = (), such_as: str = "") -> str | None:
-        """A word, one of `choices` if there are any. such_as: a word that the error gives as an example"""
+        """A word, one of `choices` if there are any. such_as: an example for the error"""
         value = self.value(name)
         if value is not None and (not isinstance(value, str) or (choices and value not in choices)):
             example = f"a word, such as {such_as!r}" if such_as else "a word"
@@ -112,7 +111,7 @@ class Fields:
         return None if value is None else [x == 1 for x in value]
 
     def indices(self, name: str, layers: int, first: int = 0) -> frozenset[int] | None:
-        """The numbers of some of a model's layers, counted from `first`."""
+        """A list of layer numbers, counted from `first`."""
         value = self.value(name)
         last = first + layers - 1
         if value is not None and not _numbers(value):
@@ -130,7 +129,7 @@ class Fields:
         return value
 
     def by_layer(self, name: str, layers: int) -> dict[int, Fields] | None:
-        """The fields of each layer that a mapping names by its number, counted from 0."""
+        """The fields of single layers, in a mapping by their number from 0."""
         whole = self.inside(name)
         if whole is None:
             return None
@@ -161,9 +160,9 @@ class Fields:
 
 
 def check_numbers(config: Mapping[str, Any], source: str) -> None:
-    """Raise ConfigError naming the field if a number of the config is NaN, which Python reads and JSON does not have.
+    """Raise ConfigError naming the field if a number of the config is NaN, which Python reads although JSON has none.
 
-    Infinity is refused only where it is read: Mamba's published configs have it as a limit (time_step_limit).
+    Infinity is refused only when a field is read, as Mamba's published configs have it as a limit (time_step_limit).
     """
     waiting: list[tuple[str, Any]] = [("", config)]
     while waiting:
@@ -177,15 +176,15 @@ def check_numbers(config: Mapping[str, Any], source: str) -> None:
 
 
 def shown(value: object) -> str:
-    """A value in a few words, however long it is or deep."""
+    """A value in a few words, even if it is long or deep."""
     try:
         return _SHORT.repr(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
+    except ValueError:  # Python prints no number of more than 4,300 digits
         return "a number of thousands of digits"
 
 
 def worded(word: str) -> str:
-    """A word of a config inside of a sentence: as it is, or quoted and short if it is no name."""
+    """A word of a config for a sentence: unchanged, or short and quoted if it is no identifier."""
     return word if word.isidentifier() and len(word) < 60 else shown(word)
 
 
@@ -194,11 +193,11 @@ def _whole(value: object) -> bool:
 
 
 def _numbers(value: object) -> bool:
-    """Tell whether a value is a list of whole numbers."""
+    """True for a list of whole numbers."""
     return isinstance(value, list) and all(map(_whole, value))
 
 
-# Fields that bound the positions. The smallest counts, but a model_max_length alone where there is one.
+# Fields that bound the positions. The smallest counts, but model_max_length goes before them.
 LENGTHS: Final = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
@@ -208,7 +207,7 @@ LENGTHS: Final = (
 LENGTHENING: Final = ("default", "linear", "dynamic", "ntk", "mrope", "proportional", "mllama4", "openpangu", "xdrope")
 YARN: Final = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 LONGROPE: Final = ("longrope", "su")
-NEEDS_FACTOR: Final = ("linear", "dynamic", "yarn")  # transformers reads no config without it (validate_rope)
+NEEDS_FACTOR: Final = ("linear", "dynamic", "yarn")  # required by transformers (validate_rope)
 TYPES: Final = (*LENGTHENING, *YARN, *LONGROPE, "llama3")
 
 
@@ -231,9 +230,9 @@ class Context:
     """The context length of a model.
 
     positions: tokens, without scaling
-    field:     the field that says so
-    scalings:  of rotary positions, one or one for each kind of layer
-    default:   max_model_len in tokens where nobody gives one; 0: the longest
+    field:     the config's field for them
+    scalings:  of rotary positions: one, or one for each kind of layer
+    default:   max_model_len in tokens of an engine without a limit; 0: the longest
     """
 
     positions: int
@@ -242,11 +241,11 @@ class Context:
     default: int = 0
 
     def longest(self, engine_version: str) -> tuple[int, str]:
-        """The longest max_model_len in tokens that a version of vLLM takes, and what says so."""
+        """The longest max_model_len in tokens that a version of vLLM allows, and the fields that it comes from."""
         tokens, origin, factor, kind = self.positions, self.field, 1.0, ""
         for scaling in self.scalings:
             if scaling.kind in YARN and at_least(engine_version, (0, 30)):
-                continue  # max_position_embeddings is the length after it
+                continue  # max_position_embeddings includes the scaling
             if scaling.kind in (*LENGTHENING, *YARN):
                 factor, kind = factor if scaling.factor is None else scaling.factor, scaling.kind
             if scaling.kind == "yarn":
@@ -256,28 +255,28 @@ class Context:
         return int(tokens * factor), origin
 
     def derived(self, engine_version: str = "0.26.0") -> int:
-        """The max_model_len in tokens of an engine that is given none."""
+        """The max_model_len in tokens of an engine without a limit."""
         return self.default or self.longest(engine_version)[0]
 
 
 def context_of(config: Fields) -> Context:
-    """Read the context length of a model. Raises ConfigError for fields that are broken or missing."""
+    """The context length of a model. Raises ConfigError for broken or missing fields."""
     lengths = {name: config.integer(name) for name in LENGTHS if config.value(name) is not None}
     if config.value("model_max_length"):
         lengths = {"model_max_length": config.integer("model_max_length")}
     if not lengths:
-        config.integer("max_position_embeddings")  # raises that it is missing
+        config.integer("max_position_embeddings")  # raises ConfigError
     field = min(lengths, key=lambda name: lengths[name])
     scalings = tuple(_scalings(config, lengths[field]))
     long = any(scaling.kind in LONGROPE for scaling in scalings)
     default = config.integer("original_max_position_embeddings", lengths[field]) if long else 0
     if "gemma3" in (config.word("model_type") or ""):
-        scalings = ()  # its positions are those after the scaling
+        scalings = ()  # its positions include the scaling
     return Context(lengths[field], field, scalings, default)
 
 
 def _scalings(config: Fields, positions: int) -> Iterator[Scaling]:
-    """Yield the scalings of a config, under either of their names, for all layers or for each kind of them."""
+    """Yield the scalings of a config, under either of their names, for all layers or for each kind of layer."""
     for name in ("rope_scaling", "rope_parameters"):
         whole = config.inside(name)
         if whole is None or not whole.config:
@@ -296,6 +295,6 @@ def _scaling(fields: Fields, config: Fields, positions: int) -> Scaling:
         raise fields.error("factor", None, f"a number of at least 1, which a scaling of type {kind} needs")
     if factor is not None and factor < 1:
         raise fields.error("factor", factor, "a number of at least 1")
-    # Where the config has the field outside of the scaling, too, that one counts (standardize_rope_params).
+    # A field outside of the scaling goes before one inside it (standardize_rope_params).
     original = fields.integer("original_max_position_embeddings", positions)
     return Scaling(kind, factor, config.integer("original_max_position_embeddings", original))

@@ -6,25 +6,18 @@
               tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds) (+ wide heads)
     seconds = launch + decode + prefill
 
-Decode: an SM takes one KV head of one request, or a part of it, at a time (`parts_of`). Without rounds the model missed
-that a step of Qwen3-1.7B on an H200 takes 2.72, 2.58, 3.03, 2.91 and 3.35 ms with 6, 8, 10, 15 and 17 requests
-(benchmarks/steps_by_batch.py). How other backends cut is not known; their parts fill the SMs evenly.
-An SM computes whole key blocks (`key_block`), half a block more than is read on average, and half another one where
-attention has a window, which begins anywhere in a block.
-Why limits of an SM: FP8 KV does not halve the time, on no Hopper GPU. Converting E4M3 in the inner loop costs an SM its
-time, per byte and per token: heads of 64 are slower per byte. `tile` is the fixed work of a part, which decides short
-contexts. A backend without such limits has no `decode_sm_bandwidth` and no `decode_token_seconds`. On Ampere, where
-nobody timed FP8 KV, the datasheet's `decode_sm_bandwidth` is a guess (its source says from what) with a wide band.
-Wide heads: beyond 128 elements FlashAttention 3 has kernels of their own, which take longer for a token than its bytes
-say, above all with FP8 KV. Gemma 3 12B (256) on an H200 decodes 256 requests in 25 ms with BF16 KV, and in 27 with FP8.
-Prefill: a tile is TILE_ROWS query rows of one KV head, all query heads of its group packed together. The softmax of a
-pair takes time that does not depend on the head's size (`pair_seconds`).
-A window or a chunk leaves less to read (`windows.seen`); what is read takes as long as elsewhere.
-Not modelled: imbalance between long and short requests within a batch. With lognormal contexts (sigma 0.8) decode
-attention takes 6% longer with BF16 KV and 12% with FP8 than with equal ones (medians of profiles/h200_sxm's rows; 15
-and 29% with 32 to 128 requests). Nor the logits' soft cap and sinks.
-
-The KV tokens that attention reads of a step where it sees the last tokens only, or those of a chunk.
+Decode: an SM takes one KV head of one request, or a part of it, at a time, in rounds (`parts_of`;
+benchmarks/steps_by_batch.py shows them). Parts of other backends than FlashAttention 3 are assumed to fill the SMs.
+An SM computes whole key blocks (`key_block`): on average half a block more than it reads, and another half if attention
+has a window, which begins anywhere in a block.
+Limits of an SM: converting E4M3 in the inner loop takes time per byte and per token, so FP8 KV does not halve the time
+on Hopper. `tile` is the fixed work of a part, which decides short contexts. A backend without such limits has no
+`decode_sm_bandwidth` and no `decode_token_seconds`. On Ampere the datasheet's `decode_sm_bandwidth` is a guess.
+Wide heads: beyond 128 elements FlashAttention 3 has other kernels, whose tokens take longer than their bytes suggest.
+Prefill: a tile is TILE_ROWS query rows of one KV head, with all query heads of its group packed together. The softmax
+of a pair takes the same time for any size of head (`pair_seconds`).
+A window or a chunk leaves fewer tokens to read (`seen`).
+Not modelled: imbalance between long and short requests of a batch (profiles/README.md), the soft cap, and sinks.
 """
 
 from __future__ import annotations
@@ -33,7 +26,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fp8plan.model.architecture.linear import kv_heads_of_rank
+from fp8plan.model.architecture.mixers import kv_heads_of_rank
 from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.cost.base import (
     READS,
@@ -54,7 +47,7 @@ from fp8plan.model.profile.profile import Profile
 
 
 def seen(batch: StepBatch, attention: Attention) -> StepBatch:
-    """The steps with what the attention's window or chunk leaves of their KV tokens and pairs."""
+    """The steps with the KV tokens and pairs that the attention's window or chunk leaves."""
     if attention.window:
         return _left(batch, "sliding", attention.window)
     if attention.chunk:
@@ -63,7 +56,7 @@ def seen(batch: StepBatch, attention: Attention) -> StepBatch:
 
 
 def last_tokens(batch: StepBatch, number: int) -> StepBatch:
-    """The steps where each query reads `number` tokens at most, as if the requests of a step were equally long."""
+    """The steps if each query reads at most `number` tokens and the requests of a step are equally long."""
     return _with(batch, _of_equal_requests(batch, "sliding", number))
 
 
@@ -77,13 +70,13 @@ def _with(batch: StepBatch, reads: WindowReads) -> StepBatch:
 
 
 def _of_equal_requests(batch: StepBatch, kind: str, window: int) -> WindowReads:
-    """The reads that a window leaves if all decoding requests of a step are equally long, and all its chunks."""
+    """The reads that a window leaves if all decoding requests of a step are equally long, and all chunks too."""
     requests, chunks = np.maximum(batch.decode_requests, 1), np.maximum(batch.prefill_requests, 1)
     context, after = batch.decode_kv_tokens / requests, batch.prefill_kv_tokens / chunks
     before = after - batch.prefill_tokens / chunks
     if kind == "sliding":
         decode, read = np.minimum(context, window), after - np.maximum(before - window + 1, 0)
-    else:  # a token of a long request stands anywhere in its chunk
+    else:  # a token of a long request is anywhere in its chunk
         decode = np.where(context > window, (window + 1) / 2, context)
         read = after - before // window * window
     pairs = _pairs_below(kind, window, after) - _pairs_below(kind, window, before)
@@ -100,16 +93,16 @@ def _pairs_below(kind: str, window: int, position: Array) -> Array:
 
 
 FLASH_ATTENTION_3 = "flash_attn_3"
-SHARE, KV_BLOCK = 1.1, 128  # of an SM's share, and tokens: how FlashAttention 3 cuts the KV of a request
+SHARE, KV_BLOCK = 1.1, 128  # FlashAttention 3 cuts a request's KV at this share of an SM's work, in blocks of tokens
 MOST_CUTS = 32  # flash_attn_max_num_splits_for_cuda_graph of vLLM 0.26
 TILE_ROWS = 128
-TAIL = 0.12  # of the longest tile, for which the other SMs wait at the end: fitted to profiles/h200_sxm
-NARROW, WIDE = 128, 256  # elements of a head: of FlashAttention 3's common kernels at most, and of its widest
-UNEVEN_GROUP = 1.06  # a group that does not divide a tile is loaded row by row: 4% (BF16) and 7% (FP8) there too
+TAIL = 0.12  # share of the longest tile that other SMs wait for at the end: fitted to profiles/h200_sxm
+NARROW, WIDE = 128, 256  # elements of a head: the most in FlashAttention 3's common kernels, and in its widest
+UNEVEN_GROUP = 1.06  # a group that does not divide a tile is loaded row by row: 4% (BF16) and 7% (FP8)
 
 
 def heads_per_rank(attention: Attention, tensor_parallel: int) -> tuple[int, int]:
-    """Query and KV heads of one rank; KV heads are replicated when there are fewer of them than ranks."""
+    """Query and KV heads of one rank; KV heads are replicated if there are fewer than ranks."""
     return attention.heads // tensor_parallel, kv_heads_of_rank(attention.kv_heads, tensor_parallel)
 
 
@@ -127,8 +120,7 @@ def flops_per_pair(attention: Attention, tensor_parallel: int) -> int:
 def key_block(head_dim: int) -> int:
     """Keys that FlashAttention 3 computes at once on paged KV (tile_size_fwd_sm90, hopper/tile_size.h).
 
-    That file has 160 for FP8. But with 160 the timings of profiles/h200_sxm fit worse (2.6% instead of 2.0%), so it is
-    taken to be as in BF16.
+    The file has 160 for FP8, but the timings of profiles/h200_sxm fit better with the sizes of BF16.
     """
     return 128 if head_dim <= 128 else 96 if head_dim <= 192 else 80
 
@@ -144,24 +136,23 @@ def attention_cost(
 ) -> Cost:
     """Seconds of attention in one layer of each step, shape (steps,).
 
-    edge: tokens of each decoding request's key blocks beyond those read, where that is known, shape (steps,); None: as
-          for contexts of any length
+    edge: computed tokens of each decoding request beyond those read, shape (steps,); None: the mean over any lengths
     """
-    name = f"attention.{precision.kv}.launch_seconds"
-    working = (batch.decode_requests + batch.prefill_tokens) > 0
-    read = seen(batch, attention)
-    total = times(np.where(working, 1.0, 0.0), *profile.named(name))
+    working, read = (batch.decode_requests + batch.prefill_tokens) > 0, seen(batch, attention)
+    total = times(np.where(working, 1.0, 0.0), *profile.named(f"attention.{precision.kv}.launch_seconds"))
     if edge is None:
         edge = np.full(working.shape, key_block(attention.head_dim) * (1.0 if attention.window else 0.5))
     total = total + _decode(read, edge, attention, precision, tensor_parallel, gpu, profile)
-    if not batch.prefill_tokens.any():
-        return total
-    return total + prefill_cost(read, attention, precision, tensor_parallel, gpu, profile)
+    if batch.prefill_tokens.any():
+        total = total + prefill_cost(read, attention, precision, tensor_parallel, gpu, profile)
+    return total
 
 
 def cache_cost(tokens: Array, attention: Attention, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of writing K and V of `tokens` to one layer's cache and, for FP8 KV, quantising their Q, (steps,). On a
-    GPU without FP8 tensor cores Q stays in BF16."""
+    """Seconds of writing K and V of `tokens` to one layer's cache, (steps,).
+
+    For FP8 KV their Q is quantised too, except on a GPU without FP8 tensor cores.
+    """
     query, kv_heads = heads_per_rank(attention, tp)
     width = 0 if attention.shares_kv else kv_heads * (attention.head_dim + attention.value_dim)
     cost = kv_write_cost(tokens, width, precision, gpu, profile) if width else Cost(np.zeros(tokens.shape), {})
@@ -171,19 +162,14 @@ def cache_cost(tokens: Array, attention: Attention, precision: Precision, tp: in
 
 
 def kv_write_cost(tokens: Array, width: int, precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of writing keys and values, of `width` elements together, in one layer; they come in BF16."""
+    """Seconds of writing K and V, read in BF16, in one layer. width: elements of both together"""
     bytes_per_token = width * (BF16_BYTES + precision.kv_element_bytes)
-    return _streaming(f"kv_write.{precision.kv}", tokens, bytes_per_token, gpu, profile)
+    return streaming_cost(f"kv_write.{precision.kv}", tokens, bytes_per_token, gpu, profile)
 
 
 def quantise_query_cost(tokens: Array, width: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of quantising Q of `width` elements to E4M3, in one layer."""
-    return _streaming("quantise_query", tokens, width * (BF16_BYTES + FP8_BYTES), gpu, profile)
-
-
-def _streaming(name: str, tokens: Array, bytes_per_token: float, gpu: Gpu, profile: Profile) -> Cost:
-    names = f"{name}.launch_seconds", f"{name}.bandwidth_efficiency"
-    return streaming_cost(tokens, bytes_per_token, names, gpu, profile)
+    return streaming_cost("quantise_query", tokens, width * (BF16_BYTES + FP8_BYTES), gpu, profile)
 
 
 def _decode(
@@ -217,9 +203,9 @@ def _decode(
 def parts_of(b: StepBatch, heads: Array, sm_count: int) -> Array:
     """The number of parts that the KV is cut into, shape (steps,).
 
-    A part is one KV head of one request. While they are few, FlashAttention 3 cuts each so that none has more than
-    1.1 times an SM's share of the whole (prepare_varlen_num_blocks, hopper/flash_prepare_scheduler.cu), in whole
-    blocks. Hence 6 requests take longer than 8, and 17 much longer than 16, on a model of 8 KV heads.
+    A part is one KV head of one request. If these are few, FlashAttention 3 cuts each in whole blocks, so that none has
+    more than 1.1 times an SM's share (prepare_varlen_num_blocks, hopper/flash_prepare_scheduler.cu). So 6 requests take
+    longer than 8 on a model of 8 KV heads.
     """
     context = b.decode_kv_tokens / np.maximum(b.decode_requests, 1)
     cuts = np.minimum(np.ceil(sm_count / np.maximum(SHARE * heads, 1)), np.ceil(context / KV_BLOCK))
@@ -237,11 +223,11 @@ def prefill_cost(b: StepBatch, attention: Attention, precision: Precision, tp: i
     tiles = b.prefill_requests * kv_heads * np.ceil(tokens / chunks * group / TILE_ROWS)
     depth = b.prefill_pairs / tokens + (KV_BLOCK + TILE_ROWS / group) / 2  # the causal edge is computed in whole tiles
     longest = b.prefill_kv_tokens / chunks + KV_BLOCK / 2
-    if attention.window:  # a tile reads what its first row sees, up to its last row
+    if attention.window:  # a tile reads from the first token of its first row to its last row
         longest = np.minimum(longest, attention.window + TILE_ROWS / group + KV_BLOCK / 2)
     pairs = TILE_ROWS * (tiles / gpu.sm_count * depth + np.where(tiles > 0, TAIL * longest, 0.0))
     pairs = pairs * (1.0 if TILE_ROWS % group == 0 else UNEVEN_GROUP)
-    # The efficiency is of the BF16 peak for FP8 KV too: FA3's FP8 prefill is measured no faster than its BF16 one.
+    # The BF16 peak for FP8 KV too, as FlashAttention 3's FP8 prefill is no faster.
     peak = gpu.bf16_flops / gpu.sm_count
     cost = traffic(pairs * 2 * (attention.head_dim + attention.value_dim), peak, profile.named(efficiency))
     beyond = (attention.head_dim - NARROW) / (WIDE - NARROW)
@@ -250,15 +236,12 @@ def prefill_cost(b: StepBatch, attention: Attention, precision: Precision, tp: i
 
 
 def _wide_cost(count: Array, part: str, attention: Attention, precision: Precision, profile: Profile) -> Cost:
-    """Extra seconds of FlashAttention 3's kernels for wide heads; zero for other heads, and where the profile has no
-    such coefficient.
+    """Extra seconds of FlashAttention 3's kernels for wide heads; zero for other heads or without the coefficient.
 
-    count: tokens or pairs, each as a share of one of a head of WIDE elements
+    count: tokens or pairs, each as a share of one with a head of WIDE elements
 
-    In AIConfigurator's tables of an H200 (vLLM 0.24) a token of a head of 64, 128, 192 and 256 takes an SM 7.7, 11.9,
-    23.0 and 29.2 ns in BF16, 6.6, 11.0, 27.2 and 33.4 ns in FP8. Without this it would be 16.2 and 20.4, 14.4 and 18.1:
-    the difference grows as the head. FP8 prefill takes 1.2 and 1.5 times as long as without, which grows as what is
-    beyond NARROW. BF16 prefill, also that of MLA, takes as long as without, and has no such coefficient.
+    In AIConfigurator's tables of an H200 (vLLM 0.24) the extra time of a decoded token grows as the head. That of FP8
+    prefill grows as the elements beyond NARROW. BF16 prefill, also of MLA, has none.
     """
     name = f"{wide_kernel(precision)}.{part}_seconds"
     if attention.head_dim <= NARROW or name not in profile.coefficients:

@@ -1,12 +1,8 @@
-"""The arguments and results of every cost function: engine steps, and seconds with their derivatives by each
-coefficient of the profile.
+"""The arguments and results of every cost function: engine steps, and seconds with their derivatives.
 
-The partial derivatives come with the value because they cost almost nothing there (each term is a product of
-powers of coefficients), while finite differences would evaluate the whole model once per coefficient.
-
-The lines of a step's breakdown: costs at distinct token counts, gathered into steps only where that is asked.
-
-The cost of a small kernel that streams: its launch, and its bytes at a fraction of the memory's bandwidth.
+Derivatives by each coefficient come with the value, because they cost almost nothing there (each term is a product of
+powers of coefficients). Finite differences would evaluate the whole model once per coefficient. Components hold costs
+at distinct token counts, and gather them into steps only on request.
 """
 
 from __future__ import annotations
@@ -28,9 +24,9 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class WindowReads:
-    """The reads of attention over one window in engine steps, as the fields of StepBatch of these names: (steps,).
+    """The reads of attention over one window, in the same fields and shapes as in StepBatch.
 
-    kind: "sliding": the last `window` tokens; "chunked": those of the current chunk of `window`
+    kind: "sliding": the last `window` tokens; "chunked": the current chunk of `window`
     """
 
     kind: str
@@ -44,7 +40,7 @@ class WindowReads:
 class StepBatch:
     """The work of engine steps. Every field but `windows` is a float64 or int64 array of shape (steps,).
 
-    follows: bool, whether each step comes right after the one before it in these arrays; None: none of them does
+    follows: bool, True for a step that comes right after the one before it in these arrays; None: all False
     """
 
     decode_requests: Array  # requests that get one token each
@@ -65,19 +61,19 @@ READS = tuple(field.name for field in fields(WindowReads) if field.name not in (
 def joined(batches: Sequence[StepBatch]) -> StepBatch:
     """The steps of several batches of one model, one after the other."""
 
-    def together(rows: Sequence[object], names: Sequence[str]) -> dict[str, Array]:
+    def concatenated(rows: Sequence[object], names: Sequence[str]) -> dict[str, Array]:
         return {name: np.concatenate([getattr(row, name) for row in rows]) for name in names}
 
     windows = tuple(
-        WindowReads(same[0].kind, same[0].window, **together(same, READS))
+        WindowReads(same[0].kind, same[0].window, **concatenated(same, READS))
         for same in zip(*(batch.windows for batch in batches), strict=True)
     )
     follows = np.concatenate([following(batch) for batch in batches])
-    return StepBatch(**together(batches, QUANTITIES), windows=windows, follows=follows)
+    return StepBatch(**concatenated(batches, QUANTITIES), windows=windows, follows=follows)
 
 
 def following(batch: StepBatch) -> Array:
-    """Whether each step comes right after the one before it, bool of shape (steps,). The first follows none."""
+    """True for each step that comes right after the one before it, bool of shape (steps,)."""
     steps = np.arange(batch.decode_requests.size)
     return (steps > 0) & (False if batch.follows is None else batch.follows)
 
@@ -141,7 +137,7 @@ def traffic(bytes_: Array, bandwidth: float, efficiency: tuple[str, float]) -> C
 
 
 def norm2(*terms: Cost) -> Cost:
-    """The root of the sum of squares, for limits that overlap: at least the largest term, at most the sum."""
+    """The root of the sum of squares, for limits that overlap: between the largest term and the sum."""
     return _norm(2, terms)
 
 
@@ -157,7 +153,7 @@ def norm8(*terms: Cost) -> Cost:
 
 def _norm(power: int, terms: Sequence[Cost]) -> Cost:
     largest = np.maximum.reduce([term.seconds for term in terms])
-    scale = np.where(largest > 0, largest, 1.0)  # while a fit searches, an eighth power would overflow
+    scale = np.where(largest > 0, largest, 1.0)  # an eighth power would overflow in a fit
     total = np.sum([_power(term.seconds / scale, power) for term in terms], axis=0)
     for _ in range(power.bit_length() - 1):  # powers of two
         total = np.sqrt(total)
@@ -170,11 +166,11 @@ def _norm(power: int, terms: Sequence[Cost]) -> Cost:
 
 
 def _power(x: Array, exponent: int) -> Array:
-    """Compute x^exponent by multiplications, because numpy's power is twenty times slower."""
-    found = x
+    """x^exponent by multiplications; numpy's power is twenty times slower."""
+    product = x
     for _ in range(exponent - 1):
-        found = found * x
-    return found
+        product = product * x
+    return product
 
 
 def together(costs: Sequence[Cost]) -> Cost:
@@ -213,7 +209,7 @@ class Component(NamedTuple):
         """Sum over steps of weights x partials, per coefficient."""
         if self.inverse is not None:
             weights = np.bincount(self.inverse, weights=weights, minlength=self.cost.seconds.size)
-        # Not weights @ values: BLAS wakes its threads for that, and waits for them where others have the cores.
+        # Not weights @ values: BLAS would wake its threads, and wait for them on a busy machine.
         return {name: float((weights * values).sum()) for name, values in self.cost.partials.items()}
 
 
@@ -223,7 +219,7 @@ def where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Componen
 
 
 def gradient_of(components: Sequence[Component], weights: Array) -> dict[str, float]:
-    """The derivatives d sum(weights * seconds) / d log(coefficient), for every coefficient that `components` use."""
+    """d sum(weights * seconds) / d log(coefficient), for every coefficient that `components` use."""
     gradient: dict[str, float] = {}
     for component in components:
         for name, value in component.gradient(weights).items():
@@ -239,11 +235,14 @@ def total_of(components: Sequence[Component]) -> Array:
     return total
 
 
-def streaming_cost(rows: Array, bytes_per_row: float, names: tuple[str, str], gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of one call with `rows` rows, shape of `rows`; none without rows.
+def streaming_cost(
+    name: str, rows: Array, bytes_per_row: float, gpu: Gpu, profile: Profile, bandwidth: str = ""
+) -> Cost:
+    """Seconds of one call of a small kernel that streams `rows` rows, shape of `rows`; 0 without rows.
 
-    names: the coefficients of its launch (seconds) and of its bandwidth (a share of the GPU's)
+    name:      prefix of its coefficients
+    bandwidth: prefix of its bandwidth_efficiency, if it has none of its own
     """
-    launch, efficiency = names
-    moved = traffic(rows * bytes_per_row, gpu.memory_bandwidth, profile.named(efficiency))
-    return moved + times(np.where(rows > 0, 1.0, 0.0), *profile.named(launch))
+    efficiency = profile.named(f"{bandwidth or name}.bandwidth_efficiency")
+    moved = traffic(rows * bytes_per_row, gpu.memory_bandwidth, efficiency)
+    return moved + times(np.where(rows > 0, 1.0, 0.0), *profile.named(f"{name}.launch_seconds"))

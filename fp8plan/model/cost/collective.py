@@ -2,11 +2,11 @@
 
     seconds = latency + 2 (p - 1) / p * bytes / (link bandwidth * efficiency)
 
-The ring's traffic; a one-shot kernel for small messages moves more but is bounded by the latency anyway. Without NVLink
+This is the ring's traffic. A one-shot kernel for small messages moves more, but its latency dominates. Without NVLink
 the link is PCIe, with its own efficiency (every GPU shares the host's switch).
 
-Ranks on several nodes reduce inside each, then each GPU exchanges its share of the message over a network adapter of
-its own. Nobody measured that here: the two coefficients are assumed, and wide.
+Ranks on several nodes reduce inside each node. Then each GPU exchanges its share of the message over its own network
+adapter. The two coefficients of this are assumed, with wide intervals.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fp8plan.model.profile.profile import Profile
 
 # bytes/s of one GPU in one direction: an adapter of 400 Gb/s each, as in DGX H100, H200 and B200.
 NETWORK_BANDWIDTH: Final = 50e9
-# Coefficient -> (value, sd of its log), unless a profile has its own. A small NCCL all-reduce between two hosts is some
-# tens of microseconds in public logs of nccl-tests, where vLLM's own kernel inside a host takes five.
+# Coefficient -> (value, sd of its log), for profiles that lack it. In public logs of nccl-tests a small all-reduce
+# between two hosts takes tens of microseconds; vLLM's own kernel inside a host takes five.
 NETWORK: Final = {
     "collective.network.latency_seconds": (4e-5, 0.7),
     "collective.network.bandwidth_efficiency": (0.6, 0.4),
@@ -30,7 +30,7 @@ NETWORK: Final = {
 
 
 def with_network(profile: Profile) -> Profile:
-    """A copy of `profile` with the assumed coefficients of the network that it lacks."""
+    """A copy of `profile` with assumed values for the network coefficients that it lacks."""
     missing = {name: fact for name, fact in NETWORK.items() if name not in profile.coefficients}
     return replace(
         profile,
@@ -42,7 +42,7 @@ def with_network(profile: Profile) -> Profile:
 def all_reduce_cost(message_bytes: Array, ranks: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of one all-reduce of `message_bytes` over `ranks` GPUs, shape (steps,).
 
-    Raises ProfileError if they are on several nodes and `profile` has no coefficients of the network (`with_network`).
+    Raises ProfileError if the GPUs are on several nodes and `profile` has no network coefficients (`with_network`).
     """
     inside = min(ranks, gpu.gpus_per_node)
     cost = _inside(message_bytes, inside, gpu, profile) if inside > 1 else zero(message_bytes)

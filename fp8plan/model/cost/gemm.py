@@ -1,38 +1,25 @@
-"""Dense linear layers: a wave-quantised roofline, and the kernel that quantises FP8 activations.
+"""Dense linear layers: a wave-quantised roofline over each kernel's tiles, and the quantisation of FP8 activations.
 
     a = math of one SM over its waves / (peak / SMs * compute_efficiency)
     b = bytes / (bandwidth * bandwidth_efficiency)
     c = bytes of one SM over its waves, into and out of shared memory / sm_bandwidth
     seconds = launch + (a^4 + b^4 + c^4)^(1/4) + waves * wave_seconds + split_seconds where K is split,
-              the cheapest of the backend's tiles (fp8plan.model.cost.gemm)
+              the cheapest of the backend's tiles
 
-Form: wave quantisation as in the fit to pipeweave's 10k FP8 GEMMs per GPU (held-out error 4.4% on H200 against 17%
-without waves). The exponent is 4 rather than 2: tiled kernels overlap loads and math almost fully; 2 over-predicts the
-ridge by 20% in AIConfigurator 0.12's tables. cuBLAS splits K of a grid smaller than the GPU and adds the parts up in
-another kernel: without its time, narrow layers are 10 to 30% too fast on an H200. DeepGEMM on Hopper does not split, so
-that few tiles leave SMs idle and each SM's own bandwidth decides (c, where a profile has sm_bandwidth; with 16 thread
-blocks 2048 x 8192 takes as long as 6144 x 4096).
-Not modelled: L2 hits of weights (a layer's weights are evicted before its next use). Clock and card:
-fp8plan.model.cost.power.
+A tile is one thread block's part of the output. The SMs run tiles in waves, as in the fit to pipeweave's FP8 GEMMs. The
+choice of a tile is a property of the kernel, so the profile's backend names it.
+The exponent is 4, because tiled kernels overlap loads and math almost fully. cuBLAS splits K of a grid smaller than the
+GPU and adds up the parts in another kernel. DeepGEMM on Hopper does not split, so few tiles leave SMs idle and each
+SM's own bandwidth decides (c, if a profile has sm_bandwidth).
+DeepGEMM compiles a kernel for the tile with the best estimate of cache traffic (deepseek-ai/DeepGEMM, which vLLM 0.26
+bundles: csrc/jit_kernels/heuristics/sm90.hpp). The rule has cliffs that no smooth formula has.
+tests/data/deep_gemm_kernels.txt lists the kernels that were compiled on an H200; the rule below gives the same.
 
-The tiles into which a GEMM kernel cuts its output, one thread block each, and the waves of them that the SMs run.
-
-Which tile is taken is a property of the kernel, not of the GPU, so it is named by the profile's backend.
-
-Shared experts: an MLP for every token, beside the routed experts.
-
-Up to STREAM_TOKENS tokens vLLM runs it on a stream of its own, while the router and the routed experts run
-(VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD; fused_moe/runner/shared_experts.py, 0.26). Routed experts then wait for
-memory and leave SMs free, so that only the reading of its weights adds to the step: Qwen3.5-35B-A3B, which no fit has
-seen, is predicted 0.5% too slow so on an H200 with 256 requests, and 3.9% with one after the other. With more tokens it
-runs before them, as it does in families that vLLM builds without this (`Experts.shared_stream`).
-
-The tiles that DeepGEMM takes on Hopper, by its own rule for given sizes.
-
-DeepGEMM compiles a kernel for the tile that its estimate of cache traffic likes best (deepseek-ai/DeepGEMM, which vLLM
-0.26 bundles: csrc/jit_kernels/heuristics/sm90.hpp). The rule has cliffs that no smooth formula has: 4096 x 12288 takes
-36, 56, 41 and 74 us with 256, 288, 384 and 448 rows on an H200. tests/data/deep_gemm_kernels.txt lists the kernels
-that were compiled there while profiles/h200_sxm was measured; the rule below names the same.
+Shared experts are an MLP for every token. Up to STREAM_TOKENS tokens vLLM runs it on its own stream beside the routed
+experts (VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD; fused_moe/runner/shared_experts.py, 0.26). Routed experts wait for
+memory and leave SMs free, so only the reading of the shared weights adds to the step. With more tokens, and in families
+without this (`Experts.shared_stream`), the MLP runs before them.
+Not modelled: L2 hits of weights (a layer's weights are evicted before its next use). Clock: fp8plan.model.cost.power.
 """
 
 from __future__ import annotations
@@ -53,6 +40,7 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
 
+STREAM_TOKENS = 256  # most tokens for which shared experts run on their own stream
 SHARED_MEMORY = 232448  # bytes of an SM that a kernel may use
 BLOCK_K = 128
 MOST_STAGES = 16
@@ -60,9 +48,7 @@ L1_BYTES, L2_BYTES, L2_TOTAL = 128, 64, 8e6 / 1.3e3  # per cycle: of an SM, of a
 
 
 class Layout(NamedTuple):
-    """The tile of one thread block. Layouts are in the order in which DeepGEMM tries them: the first of equals is
-    taken.
-    """
+    """The tile of one thread block. LAYOUTS has them in DeepGEMM's order, in which the first of equals wins."""
 
     cluster_m: int
     cluster_n: int
@@ -71,13 +57,13 @@ class Layout(NamedTuple):
 
 
 def _fits_registers(layout: Layout) -> bool:
-    over = layout.block_n - BLOCK_K  # the columns that need a second scale of the weights
+    over = layout.block_n - BLOCK_K  # columns that need a second scale of the weights
     scales = over <= 0 or layout.block_n % over == 0 or BLOCK_K % over == 0
     return scales and not (layout.block_m > 128 and layout.block_n > 128)
 
 
-AT_ONCE = 256  # numbers of rows for which all layouts are compared in one go, in arrays that a CPU's cache holds
-ArrayKey = tuple[bytes, tuple[int, ...]]  # values and shape of an int64 array: as a cache can hold them
+AT_ONCE = 256  # numbers of rows compared at once, in arrays that fit a CPU's cache
+ArrayKey = tuple[bytes, tuple[int, ...]]  # values and shape of an int64 array, as the key of a cache
 LAYOUTS = tuple(
     layout
     for layout in (
@@ -89,9 +75,7 @@ LAYOUTS = tuple(
 
 
 class Chosen(NamedTuple):
-    """The kernel of each GEMM: tile sizes, cluster size and waves of thread blocks. Every field has the shape that was
-    asked for.
-    """
+    """The kernel of each GEMM: tile sizes, cluster size and waves of thread blocks, of the broadcast sizes' shape."""
 
     block_m: IntArray
     block_n: IntArray
@@ -100,16 +84,16 @@ class Chosen(NamedTuple):
 
 
 def choose(m: IntArray, n: IntArray, k: IntArray, sm_count: int) -> Chosen:
-    """The layouts DeepGEMM takes for blockwise FP8 GEMMs of m rows, n columns and depth k, which broadcast together."""
+    """DeepGEMM's layouts for blockwise FP8 GEMMs of m rows, n columns and depth k, which broadcast together."""
     sizes = tuple(np.ascontiguousarray(x, dtype=np.int64) for x in np.atleast_1d(m, n, k))
     chosen = _choose(*((x.tobytes(), x.shape) for x in sizes), sm_count)
     return Chosen(*(x.reshape(np.broadcast(m, n, k).shape) for x in chosen))
 
 
 def rows_of_every_kernel(shapes: Iterable[tuple[int, int]], most_rows: int, sm_count: int) -> list[int]:
-    """The numbers of rows that run every kernel there is for `shapes` (n, k) and at most `most_rows` rows.
+    """Numbers of rows that together use every kernel for `shapes` (n, k) and at most `most_rows` rows.
 
-    DeepGEMM compiles a kernel for seconds when it first needs it. Once these are run, it compiles none later.
+    DeepGEMM takes seconds to compile a kernel at its first use. After these rows it compiles none.
     """
     rows, first = np.arange(1, most_rows + 1), set()
     for n, k in shapes:
@@ -135,7 +119,7 @@ def _choose(m_key: ArrayKey, n_key: ArrayKey, k_key: ArrayKey, sm_count: int) ->
 
 def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
     m, n, k = sizes
-    # Arrays below: layouts, and as many axes as the sizes have together. What depends on a few sizes stays small.
+    # Arrays below have an axis of layouts before those of the sizes.
     axes = np.broadcast(m, n, k).ndim
     cluster_m, cluster_n, block_m, block_n = np.array(LAYOUTS, dtype=np.int64).T.reshape(4, -1, *[1] * axes)
     blocks = -(-m // block_m) * -(-n // block_n)
@@ -147,9 +131,8 @@ def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
     l1_cycles = through_l1 * blocks // (L1_BYTES * sm_count)
     full = blocks.astype(np.float32) / (waves * sm_count).astype(np.float32)
     cycles = np.trunc(np.maximum(l1_cycles, l2_cycles).astype(np.float32) / full)
-    forbidden = ~_pipelined(block_m, block_n, k) | (
-        (block_m < 64) & (m > block_m)
-    )  # tiles of 16 and 32 are for few rows
+    few_rows = (block_m < 64) & (m > block_m)  # tiles of 16 and 32 are for few rows
+    forbidden = ~_pipelined(block_m, block_n, k) | few_rows
     cycles[forbidden | ((cluster_m * cluster_n > 1) & (waves <= 1))] = np.inf
     best = np.argmin(cycles, axis=0)
     waves = np.take_along_axis(waves, best[None], axis=0)[0]
@@ -157,7 +140,7 @@ def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
 
 
 def _pipelined(block_m: IntArray, block_n: IntArray, k: IntArray) -> IntArray:
-    """True where shared memory holds enough stages of K to hide their loading, shape (layouts, sizes)."""
+    """True if shared memory holds enough stages of K to hide their loading, shape (layouts, sizes)."""
     scales = np.where(BLOCK_K % block_n == 0, 1, 2) * 4 * -(-k // BLOCK_K)
     fixed = _aligned(2 * block_m * block_n, 1024) + 16 * MOST_STAGES + _aligned(scales, 8)
     stage = BLOCK_K * (block_m + block_n) + _aligned(4 * block_m, 128)
@@ -170,18 +153,16 @@ def _aligned(size: IntArray, to: int) -> IntArray:
 
 
 class TilePolicy(NamedTuple):
-    """The output tiles (rows of m, columns of n) that a kernel backend chooses from, and the least K of one split."""
+    """The output tiles (rows, columns) that a kernel backend chooses from, and the least K of one split."""
 
     tiles: tuple[tuple[int, int], ...]
     split_k: int
 
 
-# nvjet: cuBLAS's kernels for Hopper, named after their tiles (nvjet_sm90_tst_176x128_...). With 96 rows and more these
-# are mostly 64 or 128 rows high, and as wide as fills the SMs: 64 to 320 columns in families/step_kernels.jsonl of
-# profiles/h200_sxm, multiples of 8, of which those of 16 are here. 21 timings with 96 to 1,024 rows that no fit has
-# seen are 3.2% off (median); by the five tiles of cublas, fitted to the same others (7283815), 6.0%.
-# cublas: CTA tiles that NVIDIA documents. onednn: a CPU's cores share rows and vectors of 16, too finely for waves to
-# matter. deep_gemm: block_m candidates on other GPUs than Hopper, with block_n 128.
+# nvjet: cuBLAS's kernels for Hopper, named after their tiles (nvjet_sm90_tst_176x128_...). From 96 rows on most tiles
+# are 64 or 128 rows high, and as wide as fills the SMs (families/step_kernels.jsonl of profiles/h200_sxm). cublas: CTA
+# tiles that NVIDIA documents. onednn: a CPU's cores share rows and vectors of 16, too finely for waves. deep_gemm:
+# block_m candidates on GPUs other than Hopper, with block_n 128.
 TILE_POLICIES: dict[str, TilePolicy] = {
     "nvjet": TilePolicy(tuple(product((64, 128), range(64, 321, 16))), 1024),
     "cublas": TilePolicy(((64, 64), (64, 128), (128, 128), (128, 256), (256, 128)), 1024),
@@ -190,16 +171,14 @@ TILE_POLICIES: dict[str, TilePolicy] = {
     "triton": TilePolicy(((16, 128), (32, 128), (64, 128), (128, 128)), 512),
     "onednn": TilePolicy(((1, 16),), 512),
 }
-# On Hopper: below SWAPPED_ROWS rows FlashInfer's, which swaps A and B; then DeepGEMM.
+# On Hopper: FlashInfer's kernel below SWAPPED_ROWS rows, which swaps A and B; else DeepGEMM.
 FLASHINFER_DEEP_GEMM = "flashinfer_deep_gemm"
 SWAPPED_ROWS = 32
 LEAST_ROWS = 64  # of one tensor core instruction; smaller tiles cost as much
-# Tiles wider than 128 need two scales of the weights in the inner loop, and widths of odd 16s store in short rows:
-# fitted to the FP8 rows of profiles/h200_sxm.
+# Factors fitted to the FP8 rows of profiles/h200_sxm. Tiles wider than 128 need two scales of the weights in the inner
+# loop, and widths that are no multiple of 32 store in short rows.
 UNEVEN, EVEN = 1.3, 32
-# So much more in the wave whose last tile holds no more than half its rows: in tiles of 64 x 64, 4096 x 12288 takes
-# 18.4 us with 112 rows and 25.7 with 80. Fitted to the same rows; why it is so is not known.
-SPARSE = 1.2
+SPARSE = 1.2  # of a wave whose last tile is at most half full; the reason is not known
 
 
 class Tiling(NamedTuple):
@@ -218,7 +197,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(backend: str, m: FloatArray, n: FloatArray, k: FloatArray, sm_count: int) -> Tiling:
-    """The tiles among which `backend` chooses for GEMMs of `m` rows, `n` columns and depth `k`, which broadcast."""
+    """The tiles that `backend` chooses from for GEMMs of `m` rows, `n` columns and depth `k`, which broadcast."""
     if backend == FLASHINFER_DEEP_GEMM:
         return _flashinfer_deep_gemm(m.astype(np.int64), n.astype(np.int64), k.astype(np.int64), sm_count)
     policy = TILE_POLICIES[backend]
@@ -243,12 +222,12 @@ def _flashinfer_deep_gemm(m: IntArray, n: IntArray, k: IntArray, sm_count: int) 
     last = m % chosen.block_m
     sparse = np.where(~swapped & (last > 0) & (2 * last <= chosen.block_m), waves - 1 + SPARSE, waves)
     uneven = np.where(~swapped & ((columns > 128) | (columns % EVEN > 0)), UNEVEN, 1.0)
-    found = (waves * math_rows * columns, sparse * loads * uneven, waves, np.ones_like(waves))
-    return Tiling(*(np.asarray(x, dtype=float)[None] for x in found))
+    tiles = (waves * math_rows * columns, sparse * loads * uneven, waves, np.ones_like(waves))
+    return Tiling(*(np.asarray(x, dtype=float)[None] for x in tiles))
 
 
 def gemm_backend(profile: Profile, dtype: str) -> str:
-    """The GEMM backend of `profile`. Raises ProfileError for one whose tiles are not known."""
+    """The GEMM backend of `profile`. Raises ProfileError if its tiles are not known."""
     backend = profile.backend(f"gemm.{dtype}")
     known = (*TILE_POLICIES, FLASHINFER_DEEP_GEMM)
     if backend not in known:
@@ -260,9 +239,9 @@ def gemm_backend(profile: Profile, dtype: str) -> str:
 
 
 def peak_flops(gpu: Gpu, dtype: str) -> float:
-    """Dense FLOP/s for a weight or KV dtype. Raises ConfigError when the GPU has no FP8.
+    """Dense FLOP/s for a weight or KV dtype. Raises ConfigError for FP8 on a GPU without it.
 
-    A CPU computes in BF16 whatever its KV cache is stored in.
+    A CPU computes in BF16 for every dtype of its KV cache.
     """
     if dtype == "bf16" or gpu.is_cpu:
         return gpu.bf16_flops
@@ -275,7 +254,7 @@ def peak_flops(gpu: Gpu, dtype: str) -> float:
 
 
 def gemm_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of all `linears` (each times its layer count) at `m` rows, shape (steps,), without quantisation."""
+    """Seconds of all `linears`, each times its layers, at `m` rows without quantisation, shape (steps,)."""
     total = zero(m)
     for dtype in ("bf16", "fp8_block", "fp8"):
         chosen = [linear for linear in linears if linear_dtype(linear, precision) == dtype]
@@ -316,9 +295,7 @@ def _same_dtype(
 
 
 def _cheapest(each: Cost, layers: Array) -> Cost:
-    """The cost of the best of the tiles on axis 0, times `layers` (linears, steps), summed over the linears: shape
-    (steps,).
-    """
+    """The cost of the best tiles on axis 0, times `layers` (linears, steps), summed over linears, shape (steps,)."""
     best = np.argmin(each.seconds, axis=0)[None]
 
     def chosen(x: Array) -> Array:
@@ -332,12 +309,12 @@ def _element_bytes(dtype: str) -> float:
 
 
 def _activation_bytes(dtype: str) -> float:
-    """Bytes of one input element as the GEMM reads it; FP8 in blocks has one FP32 scale per 128 elements of a row."""
+    """Bytes of one input element; FP8 in blocks has one FP32 scale per 128 elements of a row."""
     return _element_bytes(dtype) + (FP32_BYTES / 128 if dtype == "fp8_block" else 0)
 
 
 def quantise_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds to quantise the inputs of the FP8 linears: each reads BF16 and writes E4M3 and scales."""
+    """Seconds to quantise the inputs of FP8 linears: read in BF16, written in E4M3 with scales."""
     chosen = [linear for linear in linears if linear_dtype(linear, precision) != "bf16"]
     if not chosen:
         return zero(m)
@@ -346,9 +323,6 @@ def quantise_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu
     moved = m * elements * (BF16_BYTES + _activation_bytes(precision.gemm_dtype))
     fixed = constant(name, profile.coefficient(name) * sum(linear.layers for linear in chosen), m)
     return fixed + traffic(moved, gpu.memory_bandwidth, profile.named(efficiency))
-
-
-STREAM_TOKENS = 256
 
 
 def overlapped(linears: Sequence[Linear], gpu: Gpu, experts: Sequence[Experts]) -> list[Linear]:

@@ -1,10 +1,9 @@
 """The parts of a step that are neither a GEMM nor attention: small kernels, sampling, and the host.
 
-On the GPU, per layer: norms with the residual's addition, rotary embedding, activation, and the gaps between kernels
-(`layer_cost`); per step: input preparation and sampling (`sampling_cost`). On the host: scheduling, and launching what
-is not in one CUDA graph (`host_cost`, `launch_cost`). With async scheduling the host prepares step t + 1 while the GPU
-runs step t, so a step lasts about as long as the slower of them (`fp8plan.model.cost.step`). Once per rollout the
-requests have to reach the engine (`start_cost`).
+GPU, per layer: norms with the residual's addition, rotary embedding, activation, and gaps between kernels
+(`layer_cost`). GPU, per step: input preparation and sampling (`sampling_cost`). Host: scheduling, and launches outside
+of a CUDA graph (`host_cost`, `launch_cost`). With async scheduling the host prepares step t + 1 while the GPU runs step
+t (`fp8plan.model.cost.step`). Once per rollout the requests reach the engine (`start_cost`).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def layer_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, prof
 
 
 def layers_of_two_parts(shape: ModelShape) -> float:
-    """The number of layers if each had a mixer and an MLP: gaps between kernels and launches go by parts."""
+    """Half the number of parts, which decides gaps between kernels and launches: the layers, if each has two parts."""
     return sum(number for _, number in shape.counted) / 2
 
 
@@ -51,15 +50,14 @@ def norm_cost(m: Array, hidden: int, gpu: Gpu, profile: Profile) -> Cost:
 
 
 def rotary_cost(m: Array, attention: Attention, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of one layer's rotary embedding, with the norms of Q and K where there are any: in and out."""
+    """Seconds of one layer's rotary embedding, with the norms of Q and K if there are any: in and out."""
     query, key_value = heads_per_rank(attention, tensor_parallel)
     width = query * attention.head_dim + key_value * (attention.head_dim + attention.value_dim)
     return _elementwise("rotary", m, 2 * width, gpu, profile)
 
 
 def latent_rotary_cost(m: Array, latent: LatentAttention, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of one layer's rotary embedding of a part of each query and of the one key, in and out, and of the norms
-    of the latents."""
+    """Seconds of one layer's rotary embedding of a part of each query and the key, and of the norms of the latents."""
     rotated = (latent.heads // tensor_parallel + 1) * latent.qk_rope_head_dim
     return _elementwise("rotary", m, 2 * (rotated + latent.kv_lora_rank + latent.q_lora_rank), gpu, profile)
 
@@ -70,30 +68,31 @@ def activation_cost(m: Array, inner: int, gpu: Gpu, profile: Profile) -> Cost:
 
 
 def _elementwise(name: str, m: Array, elements: int, gpu: Gpu, profile: Profile) -> Cost:
-    names = f"{name}.launch_seconds", "overhead.bandwidth_efficiency"
-    return streaming_cost(m, elements * BF16_BYTES, names, gpu, profile)
+    return streaming_cost(name, m, elements * BF16_BYTES, gpu, profile, "overhead")
 
 
 def _activations(shape: ModelShape, tensor_parallel: int, gpu: Gpu) -> dict[int, int]:
-    """The activations: elements of a row in and out -> layers. The routed experts' own are part of the grouped GEMM,
-    those of shared experts beside them of fp8plan.model.cost.gemm."""
-    found: Counter[int] = Counter()
+    """The activations as elements of a row, in and out -> layers.
+
+    Those of routed experts belong to the grouped GEMM, and those of shared experts beside them to `shared_cost`.
+    """
+    numbers: Counter[int] = Counter()
     for part, number in shape.counted:
         if isinstance(part, Mlp):
-            found[(2 + part.gated) * (part.inner // tensor_parallel)] += number
+            numbers[(2 + part.gated) * (part.inner // tensor_parallel)] += number
         elif isinstance(part, Experts) and part.shared_intermediate_size and not runs_beside(part, gpu):
-            found[(2 + part.gated) * (part.shared_intermediate_size // tensor_parallel)] += number
-        elif isinstance(part, LayerInput):  # the gate of each layer; of all at once the look-up, the norm and the sum
-            found[3 * part.width] += number
+            numbers[(2 + part.gated) * (part.shared_intermediate_size // tensor_parallel)] += number
+        elif isinstance(part, LayerInput):  # each layer's gate; look-up, norm and sum for all layers
+            numbers[3 * part.width] += number
             if part.all_widths:
-                found[6 * part.all_widths] += number
+                numbers[6 * part.all_widths] += number
         elif isinstance(part, Attention) and part.gated:  # the gate of its output
-            found[3 * (part.heads // tensor_parallel) * part.value_dim] += number
-    return dict(found)
+            numbers[3 * (part.heads // tensor_parallel) * part.value_dim] += number
+    return dict(numbers)
 
 
 def runs_beside(experts: Experts, gpu: Gpu) -> bool:
-    """Tell whether shared experts can run beside the routed ones: on GPUs, in the families that vLLM builds so."""
+    """True if shared experts can run beside the routed ones: on GPUs, in families that vLLM builds so."""
     return experts.shared_stream and not gpu.is_cpu
 
 
@@ -105,8 +104,10 @@ def sampling_cost(batch: StepBatch, shape: ModelShape, gpu: Gpu, profile: Profil
 
 
 def sampler_cost(rows: Array, vocabulary: int, runner: str, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of log-softmax, sampling and gathering of `rows` of logits: passes over them, as fast as memory feeds all
-    rows or one SM takes one."""
+    """Seconds of log-softmax, sampling and gathering of `rows` of logits.
+
+    These are passes over the logits, limited by memory for all rows, and by an SM for one row.
+    """
     prefix = f"sampling.{runner}"
     passes, launch, sm = (f"{prefix}.{part}" for part in ("passes", "launch_seconds", "sm_bandwidth"))
     row = float(vocabulary * FP32_BYTES)
@@ -115,12 +116,12 @@ def sampler_cost(rows: Array, vocabulary: int, runner: str, gpu: Gpu, profile: P
         alone = np.where(rows > 0, row, 0.0)
         once = norm4(once, traffic(alone, 1.0, profile.named(sm)))
     all_passes = once.scaled(profile.coefficient(passes))
-    found = all_passes.plus_partials({passes: all_passes.seconds})
-    return found + times(np.where(rows > 0, 1.0, 0.0), *profile.named(launch))
+    sampled = all_passes.plus_partials({passes: all_passes.seconds})
+    return sampled + times(np.where(rows > 0, 1.0, 0.0), *profile.named(launch))
 
 
 def host_cost(batch: StepBatch, cache_groups: int, profile: Profile) -> Cost:
-    """Seconds the host needs per step to schedule its requests and to keep their books, shape (steps,).
+    """Seconds of the host per step to schedule its requests and track them, shape (steps,).
 
     cache_groups: as in StepModel; vLLM keeps a block table for each request and group
     """
@@ -132,7 +133,7 @@ def host_cost(batch: StepBatch, cache_groups: int, profile: Profile) -> Cost:
 
 
 def launch_cost(launched: Mapping[str, Array], profile: Profile) -> Cost:
-    """Seconds the host needs per step to launch what is not in one CUDA graph. launched: the result of `launches`"""
+    """Seconds of the host per step for launches outside of a CUDA graph. launched: the result of `launches`"""
     used = [times(number, *profile.named(name)) for name, number in launched.items() if number.any()]
     return sum(used, zero(next(iter(launched.values()))))
 
@@ -140,16 +141,14 @@ def launch_cost(launched: Mapping[str, Array], profile: Profile) -> Cost:
 def launches(
     graphed: Array, prefills: Array, shape: ModelShape, layers: Sequence[Linear], precision: Precision
 ) -> dict[str, Array]:
-    """The host's launches in each step, as coefficient -> how often, shape (steps,).
+    """The host's launches in each step: coefficient -> number, shape (steps,).
 
-    graphed, prefills: (bool, (steps,)) whether a step is small enough for the CUDA graphs, and whether it fills prompts
-    layers:            the linear layers of the model, lm_head left out
+    graphed, prefills: bool (steps,), True if a step is small enough for the CUDA graphs, and if it fills prompts
+    layers:            the linear layers of the model, without lm_head
 
-    vLLM captures decode steps as one graph. A small step that also fills a prompt runs in pieces, a graph for what
-    lies between two mixers; a larger one is launched kernel by kernel from Python. With 128 requests of
-    Qwen3-1.7B on an H200 steps take 4.8 ms, 9.4 with a prompt of 60 tokens, and 21.3 instead of 5.8 with one of 800
-    (`refill` in its profile's steps/). Decode steps larger than the largest graph, and enforce_eager, which does not
-    compile either, are taken to cost what those do: not measured.
+    vLLM captures decode steps as one graph. A small step that also fills a prompt runs in pieces, with a graph between
+    two mixers. A larger one is launched kernel by kernel from Python. Decode steps beyond the largest graph, and
+    enforce_eager, are assumed to cost the same: not measured.
     """
     eager, in_parts = np.where(graphed, 0.0, 1.0), np.where(graphed & ~prefills, 0.0, 1.0)
     mixers = sum(number for _, number in mixers_of(shape))
@@ -167,21 +166,21 @@ def launches(
 
 
 def host_kernels(shape: ModelShape) -> dict[str, int]:
-    """The mixers that take the host longer than attention -> how many layers have them.
+    """Mixers that take the host longer than attention -> the number of their layers.
 
-    They are a dozen kernels each, which Python launches one by one, and they come between two CUDA graphs as well.
+    Each is a dozen kernels that Python launches one by one, also between two CUDA graphs.
     """
-    found: Counter[str] = Counter()
+    layers: Counter[str] = Counter()
     for mixer, number in mixers_of(shape):
         if not isinstance(mixer, Attention):
-            found["host.mla" if isinstance(mixer, LatentAttention) else f"host.{KERNELS[type(mixer)]}"] += number
-    return dict(found)
+            layers["host.mla" if isinstance(mixer, LatentAttention) else f"host.{KERNELS[type(mixer)]}"] += number
+    return dict(layers)
 
 
 def start_cost(requests: int, prompt_tokens: int, profile: Profile) -> Cost:
-    """Seconds a rollout of `requests` with `prompt_tokens` in all takes beside its steps: shape (1,).
+    """Seconds of a rollout of `requests` with `prompt_tokens` in all beside its steps, shape (1,).
 
-    vLLM's front end checks all prompts before it sends the first to the engine, which hashes each for its prefix cache.
+    vLLM's front end checks all prompts before the first reaches the engine, which hashes each for its prefix cache.
     """
     fixed, each, token = ("host.start_seconds", "host.arrival_seconds", "host.prompt_token_seconds")
     arrivals = np.array([requests * profile.coefficient(each)])

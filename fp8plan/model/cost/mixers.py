@@ -1,31 +1,30 @@
-"""The mixers of a model together: which function prices which, and the sum over all layers.
+"""The mixers of a model: the sum over all layers, latent attention, and mixers that keep a state.
 
-Multi-head latent attention (MLA) of one layer.
+Multi-head latent attention (MLA) of one layer:
 
     part    = FLOPs of its key blocks / (BF16 peak / SMs * eff) + tile_seconds
     decode  = |latent bytes / (bandwidth * eff), rounds of parts * part|_8
               + absorbed_passes * queries' bytes / bandwidth
-    prefill = attention of as many KV heads as query heads, + the projection of the latents that were computed earlier,
+    prefill = attention with as many KV heads as query heads, + the projection of the latents computed earlier,
               + rows of heads * prefill_row_seconds
     seconds = launch + decode + prefill
 
-A decoding request reads each token's latent once for all heads, which makes as many FLOPs a byte as a GEMM: with 128
-heads the tensor cores are the limit. Kernels compute rows of at least TILE_HEADS heads. An SM takes a tile of them of
-one request, or a part of it. FlashAttention 3 cuts requests as it does elsewhere. FlashMLA, which reads FP8, cuts them
-so that all SMs have the same to do. Decode multiplies by the halves of kv_b_proj where prefill multiplies by the whole.
-Both read it once, so that it is counted among the linears for all tokens alike (layers/attention/mla_attention.py).
-Around decode, queries and outputs of a latent's width are written, joined and read for every head: with 20 heads and
-256 requests that is 7% of a step of GLM-4.7-Flash. Around prefill, keys and values of every head are.
-Sparse attention (a token indexer) reads `top_k` latents at most. Its indexer is counted as the product of its heads'
-queries with all keys, in FP8. That is modelled; nothing was measured.
+A decoding request reads each token's latent once for all heads, so with 128 heads the tensor cores are the limit. An SM
+takes a tile of at least TILE_HEADS heads of one request, or a part of it. FlashAttention 3 cuts requests as elsewhere.
+FlashMLA, which reads FP8, gives all SMs the same work. Decode multiplies by the halves of kv_b_proj, prefill by the
+whole. Both read it once, so it counts among the linears for all tokens (layers/attention/mla_attention.py).
+Around decode, queries and outputs of a latent's width are written, joined and read for every head. Around prefill, keys
+and values of every head are.
+Sparse attention (a token indexer) reads at most `top_k` latents. Its indexer is modelled as the product of its heads'
+queries with all keys, in FP8: not measured.
 
-Mixers that keep a state for each request: gated delta nets, Mamba 2, short convolutions; one layer.
+Mixers that keep a state for each request (gated delta nets, Mamba 2, short convolutions), one layer:
 
     decode  = bytes of the states, read and written / (bandwidth * eff)
     prefill = FLOPs of the scan / (BF16 peak * eff)
     seconds = launch + decode + prefill
 
-A decode step is bound by its states, whatever the context. Prefill works on chunks of tokens with matrices of a chunk's
+A decode step is bound by its states, for any context. Prefill works on chunks of tokens with matrices of a chunk's
 size, far below the tensor cores' peak.
 """
 
@@ -75,7 +74,7 @@ MAMBA_CHUNK = 256  # tokens: the default of mamba_chunk_size in configs
 
 
 def recurrent_cost(batch: StepBatch, mixer: Recurrent, tp: int, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of one such layer of each step, shape (steps,)."""
+    """Seconds of one layer with a state in each step, shape (steps,)."""
     kernel = KERNELS[type(mixer)]
     working = (batch.decode_requests + batch.prefill_tokens) > 0
     total = times(np.where(working, 1.0, 0.0), *profile.named(f"{kernel}.launch_seconds"))
@@ -96,7 +95,7 @@ def state_bytes(mixer: Recurrent, tp: int) -> int:
 
 
 def scan_flops(mixer: DeltaNet | KimiDelta | Mamba2, tp: int) -> int:
-    """FLOPs of one prefilled token in one layer on one rank: those of the state, and of the chunk that it stands in."""
+    """FLOPs of one prefilled token in one layer on one rank: those of the state, and those of its chunk."""
     if isinstance(mixer, Mamba2):
         heads, groups = mixer.heads // tp, max(1, mixer.groups // tp)
         inner = heads * mixer.head_dim
@@ -110,7 +109,7 @@ def scan_flops(mixer: DeltaNet | KimiDelta | Mamba2, tp: int) -> int:
 
 TILE_HEADS = 64  # query rows of a tile in FlashMLA and FlashAttention 3 (csrc/flashmla; hopper/tile_size.h)
 KEY_BLOCK = 64  # tokens
-DEFAULT_TOP_K = 2048  # of DeepSeek-V3.2 and GLM-5, for layers that use another layer's choice
+DEFAULT_TOP_K = 2048  # as in DeepSeek-V3.2 and GLM-5, for layers that use another layer's choice
 
 
 def latent_cost(
@@ -126,8 +125,8 @@ def latent_cost(
     decode = _decode(read, latent, precision, tp, gpu, profile)
     if not batch.prefill_tokens.any():
         return total + decode
-    # Prefill is computed in BF16 whatever the cache holds. (mla/prefill)
-    attention = Attention(latent.heads, latent.heads, qk_width(latent), latent.v_head_dim)
+    # Prefill computes in BF16 for any dtype of the cache (mla/prefill).
+    attention = Attention(latent.heads, latent.heads, latent.query_width, latent.v_head_dim)
     earlier = (batch.prefill_kv_tokens - batch.prefill_tokens) * float(2 * latent.dequantised_elements(tp))
     projected = traffic(earlier, gpu.bf16_flops, profile.named("gemm.bf16.compute_efficiency"))
     rows = batch.prefill_tokens * float(latent.heads // tp)
@@ -151,7 +150,7 @@ def _decode(
     part = traffic(flops, gpu.bf16_flops / gpu.sm_count, profile.named(f"{prefix}_compute_efficiency"))
     part = part + times(np.ones_like(flops), *profile.named(f"{prefix}_tile_seconds"))
     memory = traffic(bytes_, gpu.memory_bandwidth, profile.named(f"{prefix}_bandwidth_efficiency"))
-    queries = read.decode_requests * float(latent.heads // tp * _latent_width(latent) * BF16_BYTES)
+    queries = read.decode_requests * float(latent.heads // tp * latent.latent_width * BF16_BYTES)
     absorbed = times(queries / gpu.memory_bandwidth, *profile.named(f"mla.{precision.kv}.absorbed_passes"))
     return norm8(memory, part.scaled(rounds)) + absorbed
 
@@ -159,11 +158,6 @@ def _decode(
 def _tiles(latent: LatentAttention, tp: int) -> int:
     """Tiles of one rank's heads."""
     return -(-(latent.heads // tp) // TILE_HEADS)
-
-
-def latent_cache_cost(tokens: Array, latent: LatentAttention, precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of writing the latents of `tokens` in one layer, (steps,)."""
-    return kv_write_cost(tokens, _latent_width(latent), precision, gpu, profile)
 
 
 def read_by(batch: StepBatch, latent: LatentAttention) -> StepBatch:
@@ -175,76 +169,67 @@ def read_by(batch: StepBatch, latent: LatentAttention) -> StepBatch:
 
 def latent_bytes(latent: LatentAttention, precision: Precision) -> int:
     """Bytes of one token's latent on each rank."""
-    return _latent_width(latent) * precision.kv_element_bytes
-
-
-def _latent_width(latent: LatentAttention) -> int:
-    """Elements of one token's latent, and of one head's query in decode."""
-    return latent.kv_lora_rank + latent.qk_rope_head_dim
+    return latent.latent_width * precision.kv_element_bytes
 
 
 def decode_flops(latent: LatentAttention, tp: int) -> int:
     """FLOPs of one decoded token on one latent, on one rank: q k^T over all of it, p v over its first part."""
-    return 2 * _tiles(latent, tp) * TILE_HEADS * (2 * latent.kv_lora_rank + latent.qk_rope_head_dim)
-
-
-def qk_width(latent: LatentAttention) -> int:
-    """Elements of one head's query in prefill."""
-    return latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    return 2 * _tiles(latent, tp) * TILE_HEADS * (latent.kv_lora_rank + latent.latent_width)
 
 
 def _index_cost(batch: StepBatch, indexer: Indexer, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of choosing the tokens; every rank does all of it."""
+    """Seconds of the choice of tokens, all of which every rank makes."""
     pairs = batch.decode_kv_tokens + batch.prefill_pairs
     flops = pairs * float(2 * indexer.heads * indexer.head_dim)
     keys = (batch.decode_kv_tokens + batch.prefill_kv_tokens) * float(indexer.head_dim)
-    found = norm2(
+    product = norm2(
         traffic(flops, gpu.fp8_flops or gpu.bf16_flops, profile.named("mla.index.compute_efficiency")),
         traffic(keys, gpu.memory_bandwidth, profile.named("memory.sustained_efficiency")),
     )
-    # The scores are written in float32, and read by the choice of the top k.
+    # Scores are written in float32, and read to choose the top k.
     scores = traffic(
         pairs * float(2 * FP32_BYTES), gpu.memory_bandwidth, profile.named("overhead.bandwidth_efficiency")
     )
-    return found + scores + times(np.where(pairs > 0, 1.0, 0.0), *profile.named("mla.index.launch_seconds"))
+    return product + scores + times(np.where(pairs > 0, 1.0, 0.0), *profile.named("mla.index.launch_seconds"))
 
 
 SCHEDULE = "attention_schedule"
 
 
 def mixers_of(shape: ModelShape) -> Iterator[tuple[Mixer, int]]:
-    """The distinct mixers of a model and how often they occur."""
+    """The distinct mixers of a model and their numbers."""
     return ((part, number) for part, number in shape.counted if not isinstance(part, TokenPart))
 
 
 def mixer_costs(
     batch: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile
 ) -> dict[str, Cost]:
-    """Seconds of the mixers of all layers of each step, without their linears: "attention" looks back at tokens,
-    "recurrent" keeps a state. Each of shape (steps,).
+    """Seconds of the mixers of all layers in each step, without their linears, each of shape (steps,).
+
+    "attention" looks back at tokens, "recurrent" keeps a state.
     """
-    found: dict[str, Cost] = {}
+    costs: dict[str, Cost] = {}
     for mixer, number in mixers_of(shape):
         if isinstance(mixer, Attention):
-            name, one = "attention", attention_cost(batch, mixer, precision, tp, gpu, profile)
+            name, cost = "attention", attention_cost(batch, mixer, precision, tp, gpu, profile)
         elif isinstance(mixer, LatentAttention):
-            name, one = "attention", latent_cost(batch, mixer, precision, tp, gpu, profile)
+            name, cost = "attention", latent_cost(batch, mixer, precision, tp, gpu, profile)
         else:
-            name, one = "recurrent", recurrent_cost(batch, mixer, tp, gpu, profile)
-        one = one.scaled(number)
-        found[name] = found[name] + one if name in found else one
+            name, cost = "recurrent", recurrent_cost(batch, mixer, tp, gpu, profile)
+        cost = cost.scaled(number)
+        costs[name] = costs[name] + cost if name in costs else cost
     if number := unscheduled_layers(shape, precision, profile):
         working = (batch.decode_requests + batch.prefill_tokens) > 0
         planned = times(np.where(working, float(number), 0.0), *profile.named(f"{SCHEDULE}.launch_seconds"))
-        found["attention"] = found["attention"] + planned
-    return found
+        costs["attention"] = costs["attention"] + planned
+    return costs
 
 
 def unscheduled_layers(shape: ModelShape, precision: Precision, profile: Profile) -> int:
-    """The layers whose attention plans its own parts, in a kernel before it.
+    """The number of layers whose attention plans its own parts, in a kernel before it.
 
-    vLLM plans FlashAttention 3 once a step where all layers have the same window, and else leaves it to each layer
-    (aot_schedule in v1/attention/backends/flash_attn.py). 24 layers of gpt-oss on an H200: 2.4 us each.
+    vLLM plans FlashAttention 3 once a step if all layers have the same window, and else in each layer (aot_schedule in
+    v1/attention/backends/flash_attn.py).
     """
     parts = shape.parts_of(Attention)
     if len({attention.window for attention, _ in parts}) < 2:
@@ -259,23 +244,23 @@ def caches_cost(m: Array, shape: ModelShape, precision: Precision, tp: int, gpu:
     for attention, number in shape.parts_of(Attention):
         total = total + cache_cost(m, attention, precision, tp, gpu, profile).scaled(number)
     for latent, number in shape.parts_of(LatentAttention):
-        total = total + latent_cache_cost(m, latent, precision, gpu, profile).scaled(number)
+        total = total + kv_write_cost(m, latent.latent_width, precision, gpu, profile).scaled(number)
     return total
 
 
 def kernels_of(shape: ModelShape, precision: Precision) -> set[str]:
-    """The kernels of a model's mixers, as coefficients begin."""
-    found = set()
+    """The kernels of a model's mixers, as prefixes of coefficients."""
+    kernels = set()
     for mixer, _ in mixers_of(shape):
         if isinstance(mixer, Attention):
-            found.add(f"attention.{precision.kv}")
+            kernels.add(f"attention.{precision.kv}")
             if mixer.head_dim > NARROW:
-                found.add(wide_kernel(precision))
+                kernels.add(wide_kernel(precision))
         elif isinstance(mixer, LatentAttention):
-            found |= {f"mla.{precision.kv}"} | ({"mla.index"} if mixer.indexer else set())
+            kernels |= {f"mla.{precision.kv}"} | ({"mla.index"} if mixer.indexer else set())
         else:
-            found.add(KERNELS[type(mixer)])
-    return found
+            kernels.add(KERNELS[type(mixer)])
+    return kernels
 
 
 def bytes_read(batch: StepBatch, mixer: Mixer, precision: Precision, tp: int) -> Array:
@@ -296,12 +281,6 @@ def flops(batch: StepBatch, mixer: Mixer, tp: int) -> Array:
         return (read.decode_kv_tokens + read.prefill_pairs) * float(flops_per_pair(mixer, tp))
     if isinstance(mixer, LatentAttention):
         read, heads = read_by(batch, mixer), mixer.heads // tp
-        prefill = read.prefill_pairs * float(2 * heads * (qk_width(mixer) + mixer.v_head_dim))
+        prefill = read.prefill_pairs * float(2 * heads * (mixer.query_width + mixer.v_head_dim))
         return prefill + read.decode_kv_tokens * float(decode_flops(mixer, tp))
-    return _scanned(batch, mixer, tp)
-
-
-def _scanned(batch: StepBatch, mixer: Recurrent, tp: int) -> Array:
-    if isinstance(mixer, ShortConv):
-        return np.zeros(batch.prefill_tokens.shape)
-    return batch.prefill_tokens * float(scan_flops(mixer, tp))
+    return batch.prefill_tokens * (0.0 if isinstance(mixer, ShortConv) else float(scan_flops(mixer, tp)))

@@ -1,42 +1,23 @@
-"""The time that a GPU's power limit leaves a step: at least as long as its energy takes at the limit.
+"""The limits of a step: the datasheet's bounds, sustained clock and memory, and the GPU's power limit.
+
+With the power limit, a step lasts at least as long as its energy takes at the limit:
 
     joules  = sum of watts * seconds over what the step uses
     least   = joules / (LIMIT_SHARE * limit - idle)
     seconds = (seconds^16 + least^16)^(1/16)
 
-Uses, with a coefficient each: the seconds in which kernels run, for GEMMs and small kernels together, attention over
-each KV dtype, experts of each dtype, and layers that keep a state; the bytes of weights and caches, and the FLOPs of
-GEMMs and attention and of experts in each dtype, in seconds at the datasheet's peak (fp8plan.model.cost.power). What a
-kernel is launched for draws nothing beside `idle`.
+Uses, with a coefficient each: seconds of running kernels (GEMMs and small kernels, attention over each KV dtype,
+experts of each dtype, layers with a state), bytes of weights and caches, and FLOPs of each dtype, in seconds at the
+datasheet's peak. Launches draw only `idle`.
 
-Why: of 41 kernels that ran alone for seconds on an H200 (profiles/h200_sxm/vllm-0.26.0/kernels/power.jsonl), 31 reached
-the limit, GEMMs of 64 rows, which read weights, as well as those of 16,384. Kernels of a few microseconds, quantisation
-and FP8 attention over short contexts draw 450 to 640 W. Decode attention of 512 requests over 256 tokens draws 692 W
-with a BF16 cache and 521 W with an FP8 one, in the same time; over 2,048 tokens both reach the limit. The limit has two
-parts (clock_course.jsonl beside it). One holds within the first 2 ms: GEMMs of 512 rows and more then run at 1,500 to
-1,650 MHz, small kernels at 1,980. So timings of single kernels include it. The other holds the mean power, after 30 ms
-to a second: those GEMMs then take 1.17 to 1.19 times as long. That is the one modelled here. Energy decides and not the
-clock, as at a lower clock a kernel draws less for longer. The form before (7283815) had watts of bytes and FLOPs alone,
-and math that slows with the clock that NVML reads. It missed readings near the limit that no fit had seen by 39 W
-(RMS), this one misses them by 26 W (tests/model/cost/test_power.py).
-The coefficients have no covariance; what they miss is a part of the profile's model error.
-A profile without these coefficients has one clock for all steps: fp8plan.model.cost.power.
-
-The seconds below which no step can be, by the datasheet: its bytes read once, and its FLOPs.
-
-The share of the GPU that an engine running for seconds gets, against kernels timed alone: SM clock and memory.
-
-The clock: the power cap holds it below that of a short burst. An H200 multiplies BF16 matrices at 800 to 825 TFLOP/s
-for the first tens of milliseconds and at 700 from then on (rows of gemm.bf16 in profiles/h200_sxm/vllm-0.26.0/kernels
-below 1 ms and above 6 ms), so that in engines what is bound by SMs is slower by `clock.sustained_efficiency`. What is
-bound by launches is not, nor the fixed part of a GEMM's wave. One factor for all loads, unless a profile knows what
-kernels draw: then the power limit is that of each step (fp8plan.model.cost.power), and this factor is only that of
-kernels timed for long.
-
-The memory: engine steps find `memory.sustained_efficiency` of the bandwidth that kernels found, 2.5% less on H200s.
-Hot memory refreshes more often, and cards of one model differ by as much (one cell on five cards: 2.96 to 3.06 s);
-kernels and steps were measured on different cards, so that the two cannot be told apart. With it, engines that the fit
-has not seen are predicted within 3.3% instead of 3.5%.
+The limit has two parts (kernels/power.jsonl and clock_course.jsonl of profiles/h200_sxm; profiles/README.md). One holds
+within the first 2 ms, so timings of single kernels include it. The other holds the mean power, after 30 ms to a second,
+and is modelled here. Energy decides instead of the clock, as a kernel at a lower clock draws less power for longer. The
+coefficients have no covariance; their error is a part of the profile's model error.
+Without these coefficients a profile has one factor for all steps, `clock.sustained_efficiency`: work bound by SMs is
+slower than in a short burst. Launches and the fixed part of a GEMM's wave are not.
+Steps of engines get `memory.sustained_efficiency` of the bandwidth of single kernels. Hot memory refreshes more often,
+and cards of one model differ.
 """
 
 from __future__ import annotations
@@ -53,7 +34,7 @@ from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention
 from fp8plan.model.cost.base import Array, Component, Cost, StepBatch, tokens_of
 from fp8plan.model.cost.gemm import linear_dtype, peak_flops
 from fp8plan.model.cost.mixers import bytes_read, flops, mixers_of
-from fp8plan.model.cost.moe import distinct_experts, expert_bytes, expert_flops
+from fp8plan.model.cost.moe import distinct_experts, expert_flops
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16_BYTES, Precision
@@ -61,7 +42,7 @@ from fp8plan.model.profile.profile import Profile
 
 
 class Engine(Protocol):
-    """An engine replica, as fp8plan.model.cost.step.StepModel has it: `layers` and `head` are those of one rank."""
+    """The fields of fp8plan.model.cost.step.StepModel that are used here."""
 
     @property
     def shape(self) -> ModelShape: ...
@@ -87,8 +68,8 @@ def bytes_bound(model: Engine, batch: StepBatch) -> Array:
     for mixer, number in mixers_of(shape):
         read = read + bytes_read(batch, mixer, precision, tp) * number
     for experts, number in shape.parts_of(Experts):
-        one = expert_bytes(experts, shape.hidden_size, precision, model.limits.expert_slices) * number
-        read = read + distinct_experts(tokens, experts) * (one / model.limits.expert_ranks)
+        each = experts.stored_bytes(shape.hidden_size, precision, model.limits.expert_slices) * number
+        read = read + distinct_experts(tokens, experts) * (each / model.limits.expert_ranks)
     return np.asarray(read / model.gpu.memory_bandwidth)
 
 
@@ -98,8 +79,9 @@ def flops_bound(model: Engine, batch: StepBatch) -> Array:
 
 
 def flops_by_kind(model: Engine, batch: StepBatch) -> dict[str, Array]:
-    """ "bf16", "fp8", "bf16_experts" and "fp8_experts" -> seconds of the FLOPs in that dtype at the datasheet's peak,
-    those of routed experts apart and without padding, shape (steps,).
+    """Seconds of the FLOPs at the datasheet's peak by dtype, with routed experts apart and unpadded, shape (steps,).
+
+    The keys are "bf16", "fp8", "bf16_experts" and "fp8_experts".
     """
     tp, precision, shape, gpu = model.limits.tensor_parallel_size, model.precision, model.shape, model.gpu
     tokens = tokens_of(batch)
@@ -108,9 +90,8 @@ def flops_by_kind(model: Engine, batch: StepBatch) -> dict[str, Array]:
         dtype = linear_dtype(x, precision)
         per_token[dtype.partition("_")[0]] += 2 * x.n * x.k * x.layers / peak_flops(gpu, dtype)
     for experts, number in shape.parts_of(Experts):
-        routed = (
-            experts.experts_per_token * number * expert_flops(experts, shape.hidden_size, model.limits.expert_slices)
-        )
+        each = expert_flops(experts, shape.hidden_size, model.limits.expert_slices)
+        routed = experts.experts_per_token * number * each
         peak = peak_flops(gpu, precision.gemm_dtype) * model.limits.expert_ranks
         per_token[f"{precision.gemm_dtype.partition('_')[0]}_experts"] += routed / peak
     seconds = {kind: tokens * each for kind, each in per_token.items()}
@@ -123,15 +104,15 @@ def flops_by_kind(model: Engine, batch: StepBatch) -> dict[str, Array]:
 
 
 CLOCK, MEMORY = "clock.sustained_efficiency", "memory.sustained_efficiency"
-POWER = "power.running.kernel_watts"  # a profile that has it knows fp8plan.model.cost.power
+POWER = "power.running.kernel_watts"  # a profile that has it has all of the power limit's coefficients
 SM_RATES = ("compute_efficiency", "sm_bandwidth")
 SM_TIMES = ("decode_tile_seconds", "decode_token_seconds", "prefill_tile_seconds", "prefill_pair_seconds")
 
 
 def sustained(profile: Profile, only: str | None = None) -> Profile:
-    """A copy of `profile` with the coefficients of an engine that has run for a while. Its covariance is left out.
+    """A copy of `profile` with the coefficients of an engine that has run for a while, without the covariance.
 
-    only: the one factor that counts, where it is not an engine that runs
+    only: the single factor to apply, for kernels outside of an engine
     """
     factors = _factors(profile, only)
     if not factors:  # a CPU
@@ -139,32 +120,32 @@ def sustained(profile: Profile, only: str | None = None) -> Profile:
     scaled = dict(profile.coefficients)
     for factor, power in factors.items():
         scaled = {name: value * profile.coefficients[factor] ** power(name) for name, value in scaled.items()}
-    found = copy(profile)  # not dataclasses.replace, which would check thousands of values again that are the same
-    object.__setattr__(found, "coefficients", scaled)
-    object.__setattr__(found, "log_covariance", {})
-    return found
+    changed = copy(profile)  # not dataclasses.replace, which would check thousands of equal values again
+    object.__setattr__(changed, "coefficients", scaled)
+    object.__setattr__(changed, "log_covariance", {})
+    return changed
 
 
 def with_sustained(cost: Cost, profile: Profile, only: str | None = None) -> Cost:
-    """The cost by the `sustained` profile, with its derivatives by the logs of the clock and of the memory."""
-    found = {}
+    """A cost by the `sustained` profile, with its derivatives by the logs of clock and memory."""
+    partials = {}
     for factor, power in _factors(profile, only).items():
         moved = [power(name) * partial for name, partial in cost.partials.items() if power(name)]
         if moved:
-            found[factor] = np.sum(moved, axis=0)
-    return cost.plus_partials(found)
+            partials[factor] = np.sum(moved, axis=0)
+    return cost.plus_partials(partials)
 
 
 def _factors(profile: Profile, only: str | None) -> dict[str, Callable[[str], int]]:
-    """The power of each factor in the coefficient called `name`, for the factors that the profile has."""
+    """The profile's factors -> a function from a coefficient's name to the power of the factor in it."""
     powers = {CLOCK: _of_clock, MEMORY: _of_memory}
-    if only is None and knows_power(profile):  # by which each step at the power limit is as long as its energy takes
+    if only is None and knows_power(profile):  # the power limit of each step replaces the clock
         del powers[CLOCK]
     return {name: power for name, power in powers.items() if name in profile.coefficients and only in (None, name)}
 
 
 def knows_power(profile: Profile) -> bool:
-    """Return True if the profile has the coefficients of fp8plan.model.cost.power."""
+    """True if the profile has the coefficients of the power limit."""
     return POWER in profile.coefficients
 
 
@@ -182,8 +163,8 @@ def _of_memory(name: str) -> int:
 
 
 LIMIT_SHARE = 0.99  # single kernels at the limit of 700 W read 690 to 699 W
-# The sixteenth power is chosen by hand: a step near the limit is slower than either, as its kernels draw now more, now
-# less. Below this share of the limit's seconds it makes less than a thousandth.
+# The sixteenth power is chosen by hand: a step near the limit is slower than either bound, as the power of its kernels
+# varies. Below this share of the limit's seconds the effect is less than a thousandth.
 NEAR = 0.7
 
 IDLE, MEMORY_WATTS = "power.idle_watts", "power.memory_watts"
@@ -197,17 +178,17 @@ RUNNING = {
     "experts_fp8": "power.running.experts_fp8_watts",
     "recurrent": "power.running.recurrent_watts",
 }
-# What counts for a coefficient that a profile does not have.
+# Coefficients in place of those that a profile lacks.
 INSTEAD = {name: MATH[kind.removesuffix("_experts")] for kind, name in EXPERTS.items()}
 INSTEAD |= dict.fromkeys(RUNNING.values(), RUNNING["kernels"])
-LAUNCHES = ("launch_seconds", "layer_seconds", "step_seconds")  # coefficients of launches end so
+LAUNCHES = ("launch_seconds", "layer_seconds", "step_seconds")  # ends of the coefficients of launches
 
 
 class Load(NamedTuple):
     """Seconds of steps on the GPU without a limit, each of shape (steps,).
 
-    seconds: of all kernels
-    running: kind of RUNNING -> of those, without their launches
+    seconds: all kernels
+    running: kind of RUNNING -> its kernels without their launches
     """
 
     seconds: Array
@@ -218,8 +199,8 @@ class PowerLimit(NamedTuple):
     """The effect of the power limit on steps, each of shape (steps,).
 
     stretch: seconds with the limit over seconds without it, at least 1
-    free:    d seconds / d seconds without it, of launches
-    slopes:  kind of RUNNING -> the same of what those kernels run
+    free:    d seconds / d seconds without it, for launches
+    slopes:  kind of RUNNING -> the same for the running of those kernels
     watts:   power coefficient -> d seconds / d log(coefficient)
     """
 
@@ -229,28 +210,28 @@ class PowerLimit(NamedTuple):
     watts: dict[str, Array]
 
     def cost(self, cost: Cost, kind: str) -> Cost:
-        """What a cost of kernels of this kind, per step, comes to."""
+        """The cost of kernels of this kind per step, with the limit."""
         slopes = {True: self.free, False: self.slopes[kind]}
         partials = {name: partial * slopes[of_launches(name)] for name, partial in cost.partials.items()}
         return Cost(cost.seconds * self.stretch, partials)
 
     def gradient(self, component: Component, kind: str, weights: Array) -> dict[str, float]:
-        """d sum(weights * seconds) / d log(coefficient), of what `component` takes."""
+        """d sum(weights * seconds) / d log(coefficient) of a component with the limit."""
         launches, others = (component.gradient(weights * slope) for slope in (self.free, self.slopes[kind]))
         return {name: (launches if of_launches(name) else others)[name] for name in others}
 
     def rows(self, rows: slice) -> PowerLimit:
-        cut = ({name: x[rows] for name, x in found.items()} for found in (self.slopes, self.watts))
-        return PowerLimit(self.stretch[rows], self.free[rows], *cut)
+        slopes, watts = ({name: x[rows] for name, x in arrays.items()} for arrays in (self.slopes, self.watts))
+        return PowerLimit(self.stretch[rows], self.free[rows], slopes, watts)
 
 
 def of_launches(name: str) -> bool:
-    """Tell whether a coefficient is the seconds of launches."""
+    """True for a coefficient of launches."""
     return name.endswith(LAUNCHES)
 
 
 def kind_of(component: str, precision: Precision) -> str:
-    """The kind of RUNNING of a line of the breakdown."""
+    """The kind of RUNNING of a component."""
     if component == "attention":
         return f"attention_{precision.kv}"
     if component == "moe":
@@ -265,7 +246,7 @@ def running_seconds(cost: Cost) -> Array:
 
 
 def load_of(components: Sequence[Component], precision: Precision) -> Load:
-    """The load of steps with these lines of the breakdown."""
+    """The load of steps with these components."""
     running: dict[str, Array] = {}
     for component in components:
         kind, seconds = kind_of(component.name, precision), component.gathered(running_seconds(component.cost))
@@ -274,14 +255,15 @@ def load_of(components: Sequence[Component], precision: Precision) -> Load:
 
 
 def uses(engine: Engine, batch: StepBatch, load: Load) -> dict[str, Array]:
-    """Coefficient -> seconds of what draws it, each of shape (steps,)."""
+    """Coefficient of watts -> seconds for which it counts, shape (steps,)."""
     math = {(MATH | EXPERTS)[kind]: seconds for kind, seconds in flops_by_kind(engine, batch).items()}
     return {MEMORY_WATTS: bytes_bound(engine, batch)} | math | {RUNNING[kind]: x for kind, x in load.running.items()}
 
 
 def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) -> PowerLimit | None:
-    """The effect of the power limit on steps with this load. None where no step comes near the limit, or where GPU or
-    profile do not know the power.
+    """The effect of the power limit on steps with this load.
+
+    None if no step comes near the limit, or GPU or profile have no data on power.
     """
     limit = engine.gpu.power_limit_watts
     if limit is None or not knows_power(profile):
@@ -306,16 +288,16 @@ def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) 
 
 
 def joules_by_coefficient(used: Mapping[str, Array], profile: Profile) -> dict[str, Array]:
-    """The energy of these uses beside that of an idle GPU, by the coefficient that counts for each."""
-    found: dict[str, Array] = {}
+    """The energy of these uses beyond that of an idle GPU, by coefficient."""
+    joules: dict[str, Array] = {}
     for use, seconds in used.items():
         name, watts = _watts(use, profile)
         if name is not None:
-            found[name] = found.get(name, np.zeros(1)) + watts * seconds
-    return found
+            joules[name] = joules.get(name, np.zeros(1)) + watts * seconds
+    return joules
 
 
 def _watts(use: str, profile: Profile) -> tuple[str | None, float]:
-    """The coefficient that counts for a use, and its value; (None, 0) where the profile has none."""
+    """The coefficient for a use, and its value; (None, 0) if the profile has none."""
     name = use if use in profile.coefficients else INSTEAD.get(use, use)
     return (name, profile.coefficient(name)) if name in profile.coefficients else (None, 0.0)

@@ -1,7 +1,7 @@
 """Seconds of engine steps: kernels of every layer, lm_head, sampling, and the host.
 
-A step's linear layers depend on its padded token count only, so they are evaluated once per distinct count and
-gathered; attention and sampling are evaluated per step. No loop runs over steps.
+A step's linear layers depend on its padded token count only, so they are evaluated once per distinct count. Attention
+and sampling are evaluated per step. No loop runs over steps.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from fp8plan.model.cost.power import (
 )
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import cudagraph_capture_sizes
+from fp8plan.model.memory.plan import cudagraph_capture_sizes
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.library import rare_parts, with_kernels
 from fp8plan.model.profile.profile import Profile
 
-NEXT = " of next"  # marks the derivatives of the next step's seconds
+NEXT = " of next"  # suffix of the derivatives of the next step's seconds
 
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """A model of one engine replica: a model in a precision on tensor_parallel_size GPUs, with its profile.
+    """The cost model of one engine replica: a model in a precision on tensor_parallel_size GPUs, with its profile.
 
     layers, head: the linears of one rank, and lm_head
-    cache_groups: groups of layers with a block table of their own (fp8plan.model.kv_cache)
-    experts_hit:  distinct experts of a layer that a step's tokens go to, where that is known; None: even routing
+    cache_groups: groups of layers with their own block table (fp8plan.model.memory.kv_plan)
+    experts_hit:  distinct experts of a layer that a step's tokens go to; None: as under even routing
     """
 
     shape: ModelShape
@@ -88,7 +88,7 @@ class StepModel:
         object.__setattr__(self, "_sustained", sustained(self.profile))
 
     def timed(self, batch: StepBatch) -> TimedSteps:
-        """The steps with the cost of each part, for callers that ask several questions about them."""
+        """The steps with the cost of each part, for several evaluations."""
         components = self._gpu_components(batch)
         scheduling, launching = self._host(batch)
         limit = self._power_limit(batch, components)
@@ -99,9 +99,7 @@ class StepModel:
         return self.timed(batch).seconds()
 
     def cost(self, batch: StepBatch) -> Cost:
-        """Seconds of each step with their partial derivatives by the log of every coefficient, each of
-        shape (steps,).
-        """
+        """Seconds of each step and their derivatives by the log of every coefficient, each of shape (steps,)."""
         components = self._gpu_components(batch)
         limit = self._power_limit(batch, components)
         gpu = zero(batch.decode_requests)
@@ -122,47 +120,34 @@ class StepModel:
 
         ahead: the result of `lead`
 
-        Overlapped, a step lasts as long as the slower of the two. Where both need as long, now one is late, now the
-        other: at 350 requests Qwen3-1.7B on an H200 takes 10% longer than either. The host has `ahead` more for it: it
-        begins while the GPU still runs the step before. Without async scheduling the GPU waits for the schedule, but
-        not for the launches of its next kernels. A CPU computes where it is called.
+        Overlapped, a step lasts as long as the slower of the two, and up to 9% longer if both take as long. The host
+        has `ahead` more time, as it begins while the GPU still runs the step before. Without async scheduling the GPU
+        waits for the schedule, but not for the launches of its next kernels. A CPU does all in turn.
         """
         if self.limits.async_scheduling:
             return norm8(ahead + gpu, scheduling + launching) + ahead.scaled(-1.0)
         return scheduling + (gpu + launching if self.gpu.is_cpu else norm8(gpu, launching))
 
-    def breakdown(self, batch: StepBatch) -> dict[str, Array]:
-        """Component -> seconds of each step, shape (steps,); they add up to `seconds`. "host" is what the GPU waits."""
-        return self.timed(batch).breakdown()
-
-    def interval(self, batch: StepBatch, weights: Array, z: float) -> tuple[float, float]:
-        """(low, high) of sum(weights * seconds), z standard deviations of its log away on either side.
-
-        weights: how many times each step runs, shape (steps,).
-        """
-        return self.timed(batch).interval(weights, z)
-
     def outside_hull(self, batch: StepBatch) -> list[str]:
-        """The reasons why these steps are outside of what the profile measured; empty if they are inside. The
-        layout is left to `Profile.layout_error`.
+        """The reasons why these steps are outside of the profile's measurements; empty if they are inside.
 
-        Layers may be larger or smaller than any that was timed. Of requests and tokens only more than that counts: with
-        fewer a step goes towards its fixed costs, which are known.
+        `Profile.layout_error` covers the layout. Layers count if they are larger or smaller than any that was timed,
+        requests and tokens only if they are more: with fewer a step nears its fixed costs, which are known.
         """
         hull, reasons = self.profile.hull, []
         if hull is None:
             return [f"nothing was measured on {self.gpu.name}: {self.profile.kind} profile"]
         linears = [x for x in self.layers if x.quantised] or self.layers
-        asked: dict[str, Array] = {name: getattr(batch, name) for name in QUANTITIES}
-        asked |= {"m": self._padded(tokens_of(batch)), "n": np.array([x.n for x in linears])}
-        asked["k"] = np.array([x.k for x in linears])
+        quantities: dict[str, Array] = {name: getattr(batch, name) for name in QUANTITIES}
+        quantities |= {"m": self._padded(tokens_of(batch))}
+        quantities |= {"n": np.array([x.n for x in linears]), "k": np.array([x.k for x in linears])}
         for kernel, ranges in hull.items():
             dtype = kernel.partition(".")[2]
             if dtype and dtype != (self.precision.kv if kernel.startswith("attention") else self.precision.gemm_dtype):
                 continue  # another precision's
             for quantity, (low, high) in ranges.items():
-                values = asked.get(quantity, np.zeros(0))
-                used = values[values > 0]  # zero is "nothing of it in this step", not a small amount
+                values = quantities.get(quantity, np.zeros(0))
+                used = values[values > 0]  # 0 means none in this step, not a small amount
                 if used.size and (used.max() > high or (quantity in ("n", "k") and used.min() < low)):
                     span = f"{used.min():g} to {used.max():g}"
                     reasons.append(f"{kernel}: {quantity} {span}, measured {low:g} to {high:g}")
@@ -173,7 +158,7 @@ class StepModel:
         return reasons
 
     def _kernels(self) -> set[str]:
-        """The kernels of mixers and linears, as coefficients begin."""
+        """The kernels of mixers and linears, as prefixes of coefficients."""
         return kernels_of(self.shape, self.precision) | {f"gemm.{self.precision.gemm_dtype}"}
 
     @property
@@ -181,10 +166,10 @@ class StepModel:
         return self.limits.tensor_parallel_size > self.gpu.gpus_per_node
 
     def _padded(self, tokens: Array) -> Array:
-        """The tokens that the engine runs: rounded up to a captured CUDA graph if there is one."""
+        """The tokens that the engine runs, rounded up to a captured CUDA graph if there is one."""
         sizes = np.array((0, *cudagraph_capture_sizes(self.limits)), dtype=np.int64)
         largest = sizes[-1]
-        rounded = sizes[np.searchsorted(sizes, np.arange(largest + 1))]  # for every count that has a graph
+        rounded = sizes[np.searchsorted(sizes, np.arange(largest + 1))]  # for every count with a graph
         return np.where(tokens <= largest, rounded[np.minimum(tokens, largest)], tokens)
 
     def _host(self, batch: StepBatch) -> tuple[Cost, Cost]:
@@ -194,20 +179,19 @@ class StepModel:
         return host_cost(batch, self.cache_groups, self.profile), launch_cost(launched, self.profile)
 
     def _led(self, batch: StepBatch, launching: Cost) -> Array:
-        """Whether the host launches each step part by part and begins while the GPU runs the one before, (steps,).
+        """True for each step that the host launches in parts, beginning while the GPU runs the one before, (steps,).
 
-        Not in models with recurrent layers. vLLM 0.26 asks the GPU whether the prompts of Mamba 2 have a state already
-        (mamba2_attn.py), and waits for the answer; 0.30 knows it. Of gated delta nets no such question is known, but
-        with a lead for both kinds a fit describes the H200's families/rollouts.jsonl by 2.4% (MAPE) instead of 2.2%.
+        Not in models with recurrent layers. For Mamba 2, vLLM 0.26 asks the GPU if prompts have a state already
+        (mamba2_attn.py), and waits for the answer; 0.30 knows it. For gated delta nets the fit is better without a
+        lead.
         """
         ahead = self.limits.async_scheduling and not self.shape.recurrent
         return following(batch) & (launching.seconds > 0) & ahead
 
     def _power_limit(self, batch: StepBatch, components: Sequence[Component]) -> PowerLimit | None:
-        """The effect of the power limit on the steps, without asking for their load where nothing knows the power."""
-        if not knows_power(self.profile):
-            return None
-        return power_limit(self, batch, load_of(components, self.precision), self.profile)
+        """The effect of the power limit. The load is computed only for a profile with data on power."""
+        known = knows_power(self.profile)
+        return power_limit(self, batch, load_of(components, self.precision), self.profile) if known else None
 
     def _gpu_components(self, batch: StepBatch) -> list[Component]:
         tp, tokens, profile = self.limits.tensor_parallel_size, tokens_of(batch), self._sustained
@@ -233,14 +217,12 @@ class StepModel:
             "overhead": layer_cost(m, self.shape, tp, self.gpu, profile),
             "kv_write": caches_cost(m, self.shape, self.precision, tp, self.gpu, profile),
         }
-        # The padded count: the rows of padding hold tokens of earlier steps and are routed like any (fp8plan/moe-7b on
-        # an H200: 4.51, 4.57, 4.68 and 4.66 ms a step with 10, 12, 14 and 15 requests, all in the graph of 16).
+        # The padded count: rows of padding hold tokens of earlier steps, and are routed like others.
         for experts, number in self.shape.parts_of(Experts):
             hit = None if self.experts_hit is None else np.full(m.shape, float(self.experts_hit))
             ranks = self.limits.expert_ranks
-            one = moe_cost(m, experts, self.shape.hidden_size, self.precision, tp, self.gpu, profile, hit, ranks)
-            one = one.scaled(number)
-            costs["moe"] = costs["moe"] + one if "moe" in costs else one
+            layer = moe_cost(m, experts, self.shape.hidden_size, self.precision, tp, self.gpu, profile, hit, ranks)
+            costs["moe"] = costs.get("moe", zero(m)) + layer.scaled(number)
         if shared:
             costs["moe"] = costs["moe"] + shared_cost(m, shared, self.precision, self.gpu, profile)
         if self.precision.weights != "bf16":
@@ -251,7 +233,7 @@ class StepModel:
             message = m * float(self.shape.hidden_size * BF16_BYTES)
             costs["collective"] = all_reduce_cost(message, tp, self.gpu, profile).scaled(reduced)
             for part, _ in self.shape.parts_of(LayerInput):
-                if part.all_widths:  # the table's rows are added up, and the projections gathered: half as much
+                if part.all_widths:  # the table's rows are added up; projections are gathered, for half as much
                     message = m * float(part.all_widths * BF16_BYTES)
                     inputs = all_reduce_cost(message, tp, self.gpu, profile).scaled(1.5)
                     costs["collective"] = costs["collective"] + inputs
@@ -267,7 +249,7 @@ class TimedSteps:
     scheduling: Cost
     launching: Cost
     limit: PowerLimit | None
-    led: Array  # whether the host begins each step while the one before it runs
+    led: Array  # True for each step that the host begins while the one before it runs
 
     def rows(self, rows: slice) -> TimedSteps:
         """The steps selected by `rows`. The first of them follows none."""
@@ -281,13 +263,19 @@ class TimedSteps:
         return self._joined(1.0, 1.0)
 
     def breakdown(self) -> dict[str, Array]:
+        """Component -> seconds of each step, which add up to `seconds`. "host": seconds for which the GPU waits."""
         parts = {component.name: self._limited(component) for component in self.components}
         parts["host"] = self.seconds() - sum(parts.values(), np.zeros(1))
         return parts
 
     def interval(self, weights: Array, z: float) -> tuple[float, float]:
-        """GPU and host have errors of their own, and a step lasts about as long as the slower of them, so each moves to
-        its own end before they meet: a fast GPU cannot hide an uncertain host."""
+        """(low, high) of sum(weights * seconds), z standard deviations of its log away on either side.
+
+        GPU and host have separate errors, and a step lasts about as long as the slower of them. So each moves to its
+        own end before they meet: a fast GPU cannot hide an uncertain host.
+
+        weights: the number of times that each step runs, shape (steps,)
+        """
         host = Component("host", self.scheduling + self.launching, None)
         gpu_total = float((weights * self._gpu_seconds()).sum())
         gpu_sigma = self._sigma(self._gpu_gradient(weights), gpu_total)
@@ -303,19 +291,19 @@ class TimedSteps:
         scheduling, launching = Component("", self.scheduling, None), Component("", self.launching, None)
         groups = {"gpu": self.components, "scheduling": [scheduling], "launching": [launching]}
         totals = {name: total_of(parts) for name, parts in groups.items()} | {"gpu": self._gpu_seconds()}
-        own, given = (
+        own, ahead_of = (
             [Cost(seconds, {name + whose: seconds}) for name, seconds in totals.items()] for whose in ("", NEXT)
         )
-        ahead = lead(given[0], given[1] + given[2], self.led)
+        ahead = lead(ahead_of[0], ahead_of[1] + ahead_of[2], self.led)
         joined = self.model.joined(own[0], own[1], own[2], ahead)
         gradient: dict[str, float] = {}
         for name, parts in groups.items():
             moved = weights * joined.partials[name]  # d all steps / d log(seconds of each step)
-            if name + NEXT in joined.partials:  # what a step takes is time for the next one's launches
+            if name + NEXT in joined.partials:  # seconds of a step are time for the next one's launches
                 moved[:-1] += (weights * joined.partials[name + NEXT])[1:]
             slope = moved / np.where(totals[name] > 0, totals[name], 1.0)
-            found = self._gpu_gradient(slope) if name == "gpu" else gradient_of(parts, slope)
-            for coefficient, value in found.items():
+            partials = self._gpu_gradient(slope) if name == "gpu" else gradient_of(parts, slope)
+            for coefficient, value in partials.items():
                 gradient[coefficient] = gradient.get(coefficient, 0.0) + value
         return gradient
 
@@ -323,12 +311,12 @@ class TimedSteps:
         """d sum(weights * seconds of the GPU) / d log(coefficient)"""
         if self.limit is None:
             return gradient_of(self.components, weights)
-        found = {name: float((weights * x).sum()) for name, x in self.limit.watts.items()}
+        gradient = {name: float((weights * x).sum()) for name, x in self.limit.watts.items()}
         for component in self.components:
             kind = kind_of(component.name, self.model.precision)
             for name, value in self.limit.gradient(component, kind, weights).items():
-                found[name] = found.get(name, 0.0) + value
-        return found
+                gradient[name] = gradient.get(name, 0.0) + value
+        return gradient
 
     def _limited(self, component: Component) -> Array:
         """Seconds of a component in each step, with the power limit."""
@@ -338,16 +326,14 @@ class TimedSteps:
         return sum(map(self._limited, self.components), np.zeros(1))
 
     def _joined(self, gpu: float, host: float) -> Array:
-        """Seconds of each step if the GPU and the host took so many times as long, shape (steps,)."""
+        """Seconds of each step if GPU and host took `gpu` and `host` times as long, shape (steps,)."""
         parts = (self._gpu_seconds() * gpu, self.scheduling.seconds * host, self.launching.seconds * host)
         on_gpu, scheduling, launching = (Cost(seconds, {}) for seconds in parts)
         ahead = lead(on_gpu, scheduling + launching, self.led)
         return self.model.joined(on_gpu, scheduling, launching, ahead).seconds
 
     def _sigma(self, gradient: dict[str, float], total: float) -> float:
-        """Standard deviation of the log of a `total` with this gradient: the coefficients' covariance, the model error,
-        and what a layout adds that was not measured.
-        """
+        """Standard deviation of log(total), from covariance, model error, and the error of an unmeasured layout."""
         profile, g = self.model.profile, np.array(list(gradient.values())) / total
         variance = float(g @ profile.covariance(list(gradient)) @ g)
         unmeasured = profile.layout_error(*self.model.limits.cut)
@@ -355,22 +341,20 @@ class TimedSteps:
 
 
 def lead(gpu: Cost, host: Cost, led: Array) -> Cost:
-    """Seconds that the GPU still runs the step before each step when the host is done with it; 0 where not `led`.
+    """Seconds that the GPU still runs the step before each step when the host is done with that; 0 if not `led`.
 
-    gpu, host: of all steps in order
+    gpu, host: costs of all steps in order
     led:       bool, the result of StepModel._led
 
     vLLM schedules and launches a step as soon as the one before it runs. So a host that needs long for a step also has
-    the time that it had to spare in the step before. When a prompt of 654 tokens joins 234 requests of Qwen3-30B-A3B on
-    an H200, steps of 25 ms are followed by 64, 7 and 24: 64 in which the host launches the step with the prompt, and
-    the GPU has 25 + 30 to run, and 7 until the next step is launched.
+    the time to spare of the step before.
     """
     spare = norm8(gpu, host) + host.scaled(-1.0)
     return spare.rows(np.arange(led.size) - 1).scaled(np.where(led, 1.0, 0.0))
 
 
 def _distinct(values: Array) -> tuple[Array, Array]:
-    """The result of np.unique with the inverse, for small non-negative integers and without the sort."""
+    """np.unique with the inverse, for small non-negative integers and without a sort."""
     seen = np.zeros(int(values.max(initial=0)) + 1, dtype=bool)
     seen[values] = True
     return np.flatnonzero(seen), (np.cumsum(seen) - 1)[values]

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.vllm import Job, measured_notes, model_name, refuse_for, replicas_note, shared_gpu_note
+from fp8plan.model.limits import VERLS
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _CORRECTION: Final = "algorithm.rollout_correction"
@@ -61,15 +62,9 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "name": "fp8plan",
         "n": job.tokens("samples"),
-        "tensor_model_parallel_size": limits.tensor_parallel_size,
+        **{word: getattr(limits, name) for word, name in VERLS.items()},
         # verl's replicas are the GPUs divided by the tensor-parallel size; this key is vLLM's own data parallelism.
         "data_parallel_size": 1,
-        "gpu_memory_utilization": limits.gpu_memory_utilization,
-        "max_model_len": limits.max_model_len,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "enable_prefix_caching": limits.enable_prefix_caching,
-        "enforce_eager": limits.enforce_eager,
     }
     if limits.expert_ranks > 1:
         # Any number above 1 is vLLM's enable_expert_parallel (vllm_async_server.py), and RolloutConfig wants this one.

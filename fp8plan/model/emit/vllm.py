@@ -22,9 +22,9 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.held import MODULES
 from fp8plan.model.architecture.parts import parts
-from fp8plan.model.configs.stored import Stored
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import CPU_KV_CACHE_GIB
+from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
+from fp8plan.model.precision import Stored
 from fp8plan.model.risk.expected import Level, RiskBudget
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
@@ -149,36 +149,26 @@ def measured_scales(setup: EngineSetup, kv_scales: str) -> str:
 
 def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for one replica. Data-parallel replicas are separate engines that the trainer starts."""
-    limits, preset, stored = setup.limits.settled(), setup.precision, stored_as(setup)
+    limits, preset, stored = setup.limits, setup.precision, stored_as(setup)
+    arguments = limits.vllm_arguments()
+    left_out = ["data_parallel_size", *([] if limits.enable_expert_parallel else ["enable_expert_parallel"])]
+    if setup.gpu.is_cpu:
+        left_out.append("gpu_memory_utilization")  # VLLM_CPU_KVCACHE_SPACE takes its place
+    # vLLM enlarges its default block size by itself: to 64 for FP8 MLA (given 16, it would take a slower kernel), and
+    # to the size that holds a state.
+    if limits.block_size == EngineLimits.for_gpu(setup.gpu).block_size:
+        left_out.append("block_size")
     kwargs: dict[str, Any] = {
         "model": setup.path,
         "dtype": "bfloat16",
         "kv_cache_dtype": "fp8" if preset.kv == "fp8" else "bfloat16" if stored and stored.kv_fp8 else "auto",
-        "tensor_parallel_size": limits.tensor_parallel_size,
-        "gpu_memory_utilization": limits.gpu_memory_utilization,
-        "max_model_len": limits.max_model_len,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        **given_block_size(setup),
-        "enable_prefix_caching": limits.enable_prefix_caching,
-        "enforce_eager": limits.enforce_eager,
-        "async_scheduling": limits.async_scheduling,
-        "scheduler_reserve_full_isl": limits.scheduler_reserve_full_isl,
+        **{name: value for name, value in arguments.items() if name not in left_out},
         # Log-probs as sampled, temperature included: the ratio to the trainer's needs these.
         "logprobs_mode": "processed_logprobs",
+        **attention_kernel(setup),
     }
-    if limits.enable_expert_parallel:
-        kwargs["enable_expert_parallel"] = True
-    if limits.max_model_len is None:
-        del kwargs["max_model_len"]  # vLLM takes the model's own
-    if setup.gpu.is_cpu:
-        del kwargs["gpu_memory_utilization"]  # VLLM_CPU_KVCACHE_SPACE takes its place
-    kwargs |= attention_kernel(setup)
     if preset.in_blocks:
         kwargs |= (online_quantisation(setup) if stored is None else {}) | expert_kernels(setup)
-    if limits.num_gpu_blocks is not None:
-        # One block of vLLM's pool is its null block, which no request can use (vllm/v1/core/block_pool.py).
-        kwargs["num_gpu_blocks_override"] = limits.num_gpu_blocks + 1
     return kwargs
 
 
@@ -228,14 +218,6 @@ def _left_in_bf16(setup: EngineSetup) -> list[str]:
     shape = _known_shape(setup)
     what = shape and left_in_bf16(shape, setup.precision, setup.limits.tensor_parallel_size)
     return [what] if what else []
-
-
-def given_block_size(setup: EngineSetup) -> dict[str, int]:
-    """The block size, unless it is vLLM's default, which vLLM enlarges by itself: to 64 for FP8 MLA (told 16, it would
-    take a slower kernel), and to what holds a state.
-    """
-    size = setup.limits.block_size
-    return {} if size == EngineLimits.for_gpu(setup.gpu).block_size else {"block_size": size}
 
 
 def vllm_env(setup: EngineSetup) -> dict[str, str]:

@@ -23,11 +23,9 @@ KEEPS_ROUTER_INPUTS: Final = ("glm4_moe", "glm4v_moe", "mimo_v2_flash")
 def activation_peak_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> int:
     """Peak of PyTorch's allocations in profile_run: a forward pass of max_num_batched_tokens, then the sampler.
 
-    The expert workspace persists (vllm/v1/worker/workspace.py), so it counts in both, and in all layers from the first
-    with experts on; so does cuBLAS's, from its first BF16 GEMM on: where all others are FP8 that is lm_head's, after
-    the forward pass. Measured against this: 60 MiB (4%) more for Qwen3-8B and OLMo-3-7B, whose peak is the forward
-    pass, in every precision; 2 MiB more for Qwen3-30B-A3B (the sampler); nothing more for DeepSeek-V2-Lite (MLA),
-    Nemotron-H and Qwen3.5 (the sampler); 320 MiB (15%) more for Gemma 3.
+    The expert workspace persists (vllm/v1/worker/workspace.py), so it counts in both, from the first layer with experts
+    on. cuBLAS's workspace counts from the first BF16 GEMM on, which is lm_head's if all others are FP8. Engines took
+    0 to 60 MiB (4%) more, and 320 MiB (15%) more for Gemma 3.
     """
     tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
     forward = max(_mixers_bytes(shape, tokens, tp), _latent_bytes(shape, limits))
@@ -49,9 +47,9 @@ def _mixers_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
 
 
 def _mlps_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
-    """Bytes alive in the widest dense MLP: residual, first matrix's output, the activation's, and what is held.
+    """Bytes alive in the widest dense MLP: residual, outputs of first matrix and activation, and `_held`.
 
-    FP8 copies of a layer's input are made when a wider BF16 buffer has gone, so they do not raise the peak.
+    FP8 copies of a layer's input are made after a wider BF16 buffer is free, so they do not raise the peak.
     """
     hidden = shape.hidden_size
     wide = [_mlp_width(mlp.linears(hidden, tp)) for mlp, _ in shape.parts_of(Mlp)]
@@ -59,8 +57,11 @@ def _mlps_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
 
 
 def _experts_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits) -> int:
-    """Bytes alive in the widest experts, without their workspace: residual, input, output, in FP8 the quantised inputs
-    of the two GEMMs, and what is held; or the shared experts as a dense MLP."""
+    """Bytes alive in the widest experts, without their workspace.
+
+    These are residual, input, output, the quantised inputs of both GEMMs in FP8, and `_held`; or the shared experts' as
+    in a dense MLP.
+    """
     hidden, widths, tp = shape.hidden_size, [0], limits.tensor_parallel_size
     for experts, _ in shape.parts_of(Experts):
         w13, w2 = experts.expert_linears(hidden, limits.expert_slices)
@@ -71,9 +72,10 @@ def _experts_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits
 
 
 def _held(shape: ModelShape, tp: int) -> int:
-    """Elements of a token that stay alive during an MLP: the compiled graph is split at attention
-    (compilation/backends.py), and what calls a piece holds its inputs until it returns, the mixer's output and the old
-    residual. In a layer of one part the mixer is an earlier layer's."""
+    """Elements of a token that stay alive during an MLP: the mixer's output and the old residual.
+
+    The compiled graph is split at attention (compilation/backends.py), and the caller of a piece holds its inputs.
+    """
     return shape.hidden_size + max(map(_output, _mixer_linears(shape, tp)), default=0)
 
 
@@ -82,50 +84,50 @@ def _mixer_linears(shape: ModelShape, tp: int) -> list[tuple[Linear, ...]]:
 
 
 def _output(linears: tuple[Linear, ...]) -> int:
-    """Elements that a mixer hands to its last matrix, the one that is cut by columns."""
+    """Inputs of a mixer's last matrix, which is cut by columns."""
     return next(w.k for w in linears if w.all_reduce)
 
 
 def _dense_layers_come_first(shape: ModelShape) -> bool:
-    """Tell whether every dense MLP stands in a layer before the first experts."""
+    """True if every dense MLP is in a layer before the first experts."""
     kinds = [{type(part) for part in parts(layer)} for layer in shape.layers]
     first = next((i for i, kind in enumerate(kinds) if Experts in kind), len(kinds))
     return not any(Mlp in kind for kind in kinds[first:])
 
 
 def _mlp_width(linears: Sequence[Linear]) -> int:
-    """Elements that an MLP's first matrix and its activation give; of experts, the shared ones'; 0 without those."""
+    """Outputs of an MLP's first matrix and activation; for experts those of shared ones; 0 without them."""
     rows = {w.name.removeprefix("shared_"): w for w in linears}
     first = rows.get("gate_up_proj", rows.get("up_proj"))
     return first.n + rows["down_proj"].k if first else 0
 
 
 def _latent_bytes(shape: ModelShape, limits: EngineLimits) -> int:
-    """Bytes alive in MLA: residual, queries, latent and output of all tokens, and room for the keys and values of the
-    context that prefill expands at once (determine_chunked_prefill_workspace_size in mla_attention.py)."""
+    """Bytes alive in MLA: residual, queries, latent and output of all tokens, and prefill's expanded keys and values.
+
+    Source of the latter: determine_chunked_prefill_workspace_size in mla_attention.py.
+    """
     tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
     pages = limits.max_num_seqs * limits.block_size
     longest = limits.max_model_len or shape.context.derived()
     context = max(min(max(8 * longest, 4 * pages), MOST_MLA_CONTEXT), pages)
     most = 0
     for part, _ in shape.parts_of(LatentAttention):
-        heads, latent = part.heads // tp, part.kv_lora_rank + part.qk_rope_head_dim
-        query = part.qk_nope_head_dim + part.qk_rope_head_dim
-        row = shape.hidden_size + latent + heads * (query + part.v_head_dim)
+        heads = part.heads // tp
+        row = shape.hidden_size + part.latent_width + heads * (part.query_width + part.v_head_dim)
         most = max(most, tokens * row + context * heads * (part.qk_nope_head_dim + part.v_head_dim))
     return most * BF16_BYTES
 
 
 def _layer_inputs_bytes(shape: ModelShape, tokens: int) -> int:
-    """Bytes of the inputs of all layers, which are made before the first and stay alive to the last. Not measured."""
+    """Bytes of the inputs of all layers, alive from the first to the last. Not measured."""
     return tokens * sum(part.all_widths for part, _ in shape.parts_of(LayerInput)) * BF16_BYTES
 
 
 def _router_inputs_bytes(shape: ModelShape, tokens: int) -> int:
-    """Bytes of what float32 routers read and give, which stay until the sampler is done.
+    """Bytes of inputs and outputs of float32 routers, which stay alive until the sampler is done.
 
-    GLM-4.5-Air took 2.9 GiB more than the other terms say: within 18 MiB those of all its layers. That autograd keeps
-    them, because a torch.nn.Linear has a weight that requires a gradient, is a guess; so is MiMo-V2, not measured.
+    Probably autograd keeps them, as the weight of a torch.nn.Linear requires a gradient. Measured for GLM-4.5-Air only.
     """
     if shape.model_type not in KEEPS_ROUTER_INPUTS:
         return 0
@@ -134,8 +136,9 @@ def _router_inputs_bytes(shape: ModelShape, tokens: int) -> int:
 
 
 def _expert_workspace_bytes(shape: ModelShape, limits: EngineLimits) -> int:
-    """Buffers of the Triton experts (fused_moe/experts/triton_moe.py, workspace_shapes), vLLM's default on Hopper. With
-    expert parallelism they hold the rows of all tokens, too, at the experts' whole width.
+    """Buffers of the Triton experts (fused_moe/experts/triton_moe.py, workspace_shapes), vLLM's default on Hopper.
+
+    With expert parallelism they also hold the rows of all tokens, at the experts' whole width.
     """
     most = 0
     for experts, _ in shape.parts_of(Experts):
@@ -145,9 +148,9 @@ def _expert_workspace_bytes(shape: ModelShape, limits: EngineLimits) -> int:
 
 
 def _sampler_bytes(shape: ModelShape, gpu: Gpu, limits: EngineLimits) -> int:
-    """Hidden states of all tokens, those of the sampled rows, logits, and what the sampler makes of the logits.
+    """Hidden states of all tokens and of the sampled rows, logits, and the sampler's buffers.
 
-    vLLM's V2 model runner has a sampler that works on the BF16 logits in place (v1/worker/gpu/sample). V1's warm-up
+    The sampler of vLLM's V2 model runner works on the BF16 logits in place (v1/worker/gpu/sample). V1's warm-up
     holds BF16 logits, FP32 logits, log-probabilities (processed_logprobs), probabilities and noise at once
     (v1/sample/ops/topk_topp_sampler.py), random hidden states for the sampled rows (_dummy_sampler_run), and the top-k
     kernel's FP32 row per multiprocessor (topk_topp_triton.py).
@@ -156,7 +159,7 @@ def _sampler_bytes(shape: ModelShape, gpu: Gpu, limits: EngineLimits) -> int:
     rows, vocab = min(tokens, limits.max_num_seqs), shape.padded_vocab_size
     row = shape.hidden_size * BF16_BYTES
     before_gather = rows * vocab // tp * BF16_BYTES if tp > 1 else 0
-    taken = (tokens + rows) * row + before_gather + rows * vocab * BF16_BYTES
+    peak = (tokens + rows) * row + before_gather + rows * vocab * BF16_BYTES
     if model_runner(shape, gpu) == "v1":
-        taken += rows * row + 4 * rows * vocab * FP32_BYTES + min(gpu.sm_count, rows) * vocab * FP32_BYTES
-    return taken
+        peak += rows * row + 4 * rows * vocab * FP32_BYTES + min(gpu.sm_count, rows) * vocab * FP32_BYTES
+    return peak

@@ -1,7 +1,6 @@
-"""Blocks and tokens of the KV cache, and whether one request fits: get_kv_cache_configs in
-vllm/v1/core/kv_cache_utils.py.
+"""vLLM's plan of the KV cache: groups of layers that share a block table, and the blocks and tokens of the pool.
 
-Groups of layers that share a block table: get_kv_cache_groups in vllm/v1/core/kv_cache_utils.py.
+Source: get_kv_cache_groups and get_kv_cache_configs in vllm/v1/core/kv_cache_utils.py.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from math import ceil
 
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture.linear import CacheKind
+from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.memory.kv_specs import KvRules, LayerCache, Spec, block_sizes, blocks_of, specs
 
-# Up to this ratio between kinds of layers, the rarer kind is padded to as many layers as the more frequent one.
+# Up to this ratio of their numbers, the rarer kind of layer is padded to the number of the more frequent one.
 MOST_PADDED_RATIO = 1.5
 
 
@@ -56,7 +55,7 @@ class CacheGroup:
 
 
 def group_layers(specs: Sequence[Spec], rules: KvRules) -> tuple[CacheGroup, ...]:
-    """The groups of a model's layers. Raises ConfigError where vLLM does not start."""
+    """The groups of a model's layers. Raises ConfigError if vLLM would not start."""
     if not rules.hybrid_manager and not _one_type(specs, rules):
         specs = _keep_all(specs, rules)
         if not _one_type(specs, rules):
@@ -71,9 +70,9 @@ def group_layers(specs: Sequence[Spec], rules: KvRules) -> tuple[CacheGroup, ...
 
 
 def _one_type(specs: Sequence[Spec], rules: KvRules) -> bool:
-    """Tell whether all layers need the same blocks (is_kv_cache_spec_uniform, UniformTypeKVCacheSpecs.is_uniform_type).
+    """True if all layers need the same blocks (is_kv_cache_spec_uniform, UniformTypeKVCacheSpecs.is_uniform_type).
 
-    States of several sizes do by 0.26 only.
+    States of several sizes count as the same in 0.26 only.
     """
     types = {
         (
@@ -88,11 +87,11 @@ def _one_type(specs: Sequence[Spec], rules: KvRules) -> bool:
 
 
 def _keep_all(specs: Sequence[Spec], rules: KvRules) -> list[Spec]:
-    """Windows kept as if they were full attention, if there is any (_promote_local_kv_cache_specs in 0.30)."""
+    """Specs with windows kept like full attention, if there is any (_promote_local_kv_cache_specs in 0.30)."""
     full = {spec.block_size for spec in specs if spec.keeps_all}
     if not full:
         return list(specs)
-    common = full.pop() if len(full) == 1 and rules.vllm == "0.30" else 0  # 0.26 leaves every block size as it is
+    common = full.pop() if len(full) == 1 and rules.vllm == "0.30" else 0  # 0.26 keeps every block size
     kept = [
         spec._replace(kind="full", block_size=common or spec.block_size, window=0)
         if spec.kind in ("sliding", "chunked")
@@ -111,25 +110,24 @@ class _Unalike(Exception):
 
 
 def _one_page_size(specs: Sequence[Spec], rules: KvRules) -> list[Spec]:
-    """Specs with the page of the largest, by more tokens in a block where that fits and by padding where not
-    (unify_kv_cache_spec_page_size)."""
+    """Specs whose pages are as large as the largest (unify_kv_cache_spec_page_size)."""
     largest = max(spec.page_bytes for spec in specs)
     return [_with_page(spec, largest, rules) for spec in specs]
 
 
 def _with_page(spec: Spec, page: int, rules: KvRules) -> Spec:
+    """The spec with pages of `page` bytes, by more tokens in a block if that fits, else by padding."""
     if spec.page_bytes == page:
         return spec
     if spec.kind != "state" and page % spec.page_bytes == 0:
         return spec._replace(block_size=spec.block_size * (page // spec.page_bytes))
-    if spec.kind == "latent" and rules.vllm == "0.30":  # 0.26 asks the backend, and all of Hopper's dense ones agree
+    if spec.kind == "latent" and rules.vllm == "0.30":  # 0.26 asks the backend; all dense ones on Hopper agree
         raise _Unalike(f"a page of {spec.page_bytes} bytes beside one of {page}")
     return spec._replace(padded=page)
 
 
 def _all_kept(specs: Sequence[Spec], rules: KvRules, unalike: _Unalike) -> CacheGroup:
-    """All layers in one group, windows kept whole: 0.30's way out for latents beside windows
-    (_try_get_full_allocation_fallback_groups)."""
+    """All layers in one group with windows kept whole (_try_get_full_allocation_fallback_groups in 0.30)."""
     kept = _keep_all(specs, rules)
     kinds = {spec.kind for spec in specs}
     if "chunked" in kinds or "sliding" not in kinds or not _one_type(kept, rules):
@@ -138,15 +136,16 @@ def _all_kept(specs: Sequence[Spec], rules: KvRules, unalike: _Unalike) -> Cache
 
 
 def _equal_groups(specs: Sequence[Spec]) -> tuple[CacheGroup, ...]:
-    """Groups of as many layers each, the last of a kind less (_get_kv_cache_groups_uniform_page_size).
+    """Groups of equally many layers, fewer in the last of a kind (_get_kv_cache_groups_uniform_page_size).
 
-    Layers of a kind are dealt out in turn. vLLM tells kinds apart by heads and head size, this by bytes per token, so
-    two kinds that differ in the former only would be one group too few here. No family has such.
+    Layers of a kind are dealt out in turn. vLLM tells kinds apart by heads and head size, this function by bytes per
+    token. No family has kinds that differ in the former only.
     """
     alike: dict[Spec, list[int]] = {}
     for place, spec in enumerate(specs):
         alike.setdefault(spec, []).append(place)
-    fewest, most = (pick(len(places) for places in alike.values()) for pick in (min, max))
+    numbers = list(map(len, alike.values()))
+    fewest, most = min(numbers), max(numbers)
     size = most if most < fewest * MOST_PADDED_RATIO else fewest
     groups = []
     for spec, places in alike.items():
@@ -164,7 +163,7 @@ class KvPlan:
     groups:     layers that share a block table
     block_size: tokens in a block of attention layers, as vLLM's log says; 0 without such layers
     num_blocks: as the engine reports it; the scheduler has one fewer (the null block)
-    rules:      the settings it was made with
+    rules:      settings of the engine
     """
 
     groups: tuple[CacheGroup, ...]
@@ -174,8 +173,8 @@ class KvPlan:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block takes from the pool, whichever group holds it."""
-        return block_bytes(self.groups)
+        """Bytes of a block of the pool, in any group."""
+        return _block_bytes(self.groups)
 
     @property
     def usable_blocks(self) -> int:
@@ -184,13 +183,15 @@ class KvPlan:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """The scheduler's view of each group: how its tokens fall into blocks, and not their bytes."""
+        """The scheduler's view of each group: tokens per block, without bytes."""
         return tuple(Spec(group.kind, group.block_size, group.window) for group in self.groups)
 
     @property
     def retains_all(self) -> bool:
-        """Tell whether the prefix cache finds all full blocks of windows and states, as by 0.26, and not only those
-        where a prompt ends (prefix_cache_retention_interval, which is 0 in 0.30)."""
+        """True if the prefix cache retains all full blocks of windows and states, as in 0.26.
+
+        0.30 retains only those at the end of a prompt (prefix_cache_retention_interval is 0).
+        """
         return self.rules.vllm == "0.26"
 
     @property
@@ -203,33 +204,15 @@ class KvPlan:
         return sum(group.blocks(self.rules, tokens) for group in self.groups)
 
     @property
-    def request_bytes(self) -> int:
-        """Memory that one request of max_model_len needs ("GiB KV cache is needed" in vLLM's error)."""
-        return self.request_blocks * self.block_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Tell whether the engine starts: one request of max_model_len fits.
-
-        0.30 takes the null block off before it asks, 0.26 does not.
-        """
-        free = self.num_blocks - (self.rules.vllm == "0.30")
-        return free > 0 and self.request_blocks <= free
-
-    @property
-    def max_concurrency(self) -> float:
-        """Requests of max_model_len that the pool holds ("Maximum concurrency")."""
-        return self.num_blocks / self.request_blocks
-
-    @property
     def tokens(self) -> int:
         """The engine's "GPU KV cache size": tokens in requests of max_model_len."""
-        return int(self.max_concurrency * self.rules.max_model_len)
+        return int(self.num_blocks / self.request_blocks * self.rules.max_model_len)
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that one token more takes in a long request: what padding wastes counts, full windows do not."""
-        return self.block_bytes * sum(1 / group.block_size for group in self.groups if _grows(group, self.rules))
+        """Bytes of one more token in a long request, including padding and excluding full windows."""
+        growing = ("full", "latent", *(["state"] if self.rules.kept_states == "all" else []))
+        return self.block_bytes * sum(1 / group.block_size for group in self.groups if group.kind in growing)
 
 
 def plan_kv_cache(
@@ -237,7 +220,7 @@ def plan_kv_cache(
 ) -> KvPlan:
     """The plan for layers that keep `caches`, in memory of `available_bytes` or with a pool of `num_blocks`.
 
-    num_blocks: with the null block. Raises ConfigError where vLLM has no plan for these layers.
+    num_blocks: including the null block. Raises ConfigError if vLLM has no plan for these layers.
     """
     if (available_bytes is None) == (num_blocks is None):
         raise ConfigError(
@@ -248,15 +231,11 @@ def plan_kv_cache(
     groups = group_layers(specs(caches, rules), rules)
     attends = any(cache.kind != "state" for cache in caches)
     if num_blocks is None:
-        num_blocks = whole("available_bytes", available_bytes, least=0) // block_bytes(groups)
+        num_blocks = whole("available_bytes", available_bytes, least=0) // _block_bytes(groups)
     block_size = block_sizes(caches, rules)[0] if attends else 0
     return KvPlan(groups, block_size, whole("num_blocks", num_blocks, least=0), rules)
 
 
-def block_bytes(groups: Sequence[CacheGroup]) -> int:
+def _block_bytes(groups: Sequence[CacheGroup]) -> int:
     """Bytes of a block: those of the largest group."""
     return max(group.page_bytes for group in groups)
-
-
-def _grows(group: CacheGroup, rules: KvRules) -> bool:
-    return group.kind in ("full", "latent") or (group.kind == "state" and rules.kept_states == "all")

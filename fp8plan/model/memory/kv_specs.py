@@ -1,40 +1,26 @@
-"""One layer's cache as vLLM specifies it, and the settings of the engine that its plan depends on.
+"""The caches of a model's layers as vLLM specifies them, in bytes of a precision, and the settings they depend on.
 
-The functions here and in `groups` and `plan` follow vllm/v1/kv_cache_interface.py, vllm/v1/core/kv_cache_utils.py and
-vllm/platforms/interface.py (_align_hybrid_block_size), 0.26 and 0.30; comments say where these differ. They hold for
-one pipeline stage, no context parallelism, no speculative decoding and no KV connector, and for layouts of the cache
-that put layers outermost: vLLM's choice on Hopper and on a CPU for every family but DeepSeek-V4.
+The functions here and in `kv_plan` follow vllm/v1/kv_cache_interface.py, vllm/v1/core/kv_cache_utils.py and
+vllm/platforms/interface.py (_align_hybrid_block_size), 0.26 and 0.30; comments name the differences. They hold for one
+pipeline stage, no context parallelism, no speculative decoding and no KV connector, and for layouts of the cache with
+layers outermost: vLLM's choice on Hopper and on a CPU for every family except DeepSeek-V4.
 
-Precisions that a cache can have in vLLM, read in the source of 0.26 and 0.30 (vllm/v1/attention/backends).
+`kv_cache_dtype="fp8"` (E4M3) on Hopper, by kind of cache (vllm/v1/attention/backends, read, not run):
+full, sliding, chunked: FlashAttention 3 reads FP8, with sinks too, up to a head size of 256 (flash_attn.py:
+    supports_kv_cache_dtype; fa_utils.py: get_flash_attn_version). For larger heads vLLM takes FlashInfer (no sinks on
+    Hopper) or Triton. If a model has one head size only, 0.26 chooses FlashAttention 4, which has FP8 on Blackwell
+    only.
+latent: FlashMLA reads FP8, in blocks of 64 tokens (mla/flashmla.py). With another block size, Triton does
+    (triton_mla.py). FlashAttention does not (flashattn_mla.py).
+latent with an indexer: "fp8" means the layout fp8_ds_mla of FlashMLA's sparse kernel, in blocks of 64
+    (flashmla_sparse.py; _canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py). The indexer's keys are always
+    FP8.
+state: never FP8; it has its own option (MambaDType in vllm/config/cache.py).
 
-What `kv_cache_dtype="fp8"`, which is E4M3, does on Hopper, by kind of cache:
-
-full, sliding, chunked: FlashAttention 3 reads FP8, with attention sinks too, up to a head size of 256 (flash_attn.py:
-    supports_kv_cache_dtype; fa_utils.py: get_flash_attn_version). Larger heads need FlashAttention 4, which vLLM gives
-    FP8 on Blackwell only. It then takes FlashInfer (head sizes 64, 128, 256 and 512, no sinks on Hopper), or else
-    Triton (any head size, and sinks). So it is for Gemma 4, which has two head sizes (Gemma4Config in
-    vllm/model_executor/models/config.py). 0.26 asks without the head size where there is one only, so it chooses
-    FlashAttention 4 all the same. Windows get FP8 like all others; kv_cache_dtype_skip_layers can except them.
-latent: FlashMLA reads FP8, in blocks of 64 tokens; FlashAttention, which reads BF16, does not (mla/flashmla.py,
-    flashattn_mla.py). With another block size given, Triton reads it (triton_mla.py).
-latent with an indexer: FlashMLA's sparse kernel reads the layout fp8_ds_mla, in blocks of 64, and "fp8" means that one
-    (flashmla_sparse.py; _canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py). The indexer's own keys are FP8 in
-    any case.
-state: never. Its options are auto, float32, float16 and bfloat16 (MambaDType in vllm/config/cache.py), apart from
-    kv_cache_dtype. The convolution's part has the model's dtype. So has the recurrent part, but for Nemotron-H and
-    Qwen3.5, whose configs say (float32 if Nemotron-H's does not), and for KDA (float32).
-
-On compute capability 8.0 to 8.8 (Ampere) FlashInfer is the only kernel that reads E4M3, and vLLM takes it by itself.
-FlashAttention 2 refuses (flash_attn_supports_kv_cache_dtype asks for FlashAttention 3 or 4). So do Triton and Triton's
-MLA: their constructors ask for 8.9, as Triton has no E4M3 ("fp8e4nv") below. FlashInfer widens E4M3 to BF16 by integer
-instructions (fast_dequant_f8f16x4 in its vec_dtypes.cuh) and keeps Q in BF16 (get_q_data_type in flashinfer.py). It
-takes heads of 64, 128 and 256, no sinks below 9.0, and no MLA below 10.0. Its kernels for heads of 512 came to Ampere
-with flashinfer pull request 5044 (September 2026), after vLLM 0.26. It was run on A100s: vllm issue 42058 (0.26,
-389,872 tokens of KV become 779,760) and pull request 24577.
-
-Read, not run: which kernels are right or fast in FP8 is for a probe to say.
-
-The caches that the layers of a model keep, in bytes of a precision: what `plan_kv_cache` plans.
+On compute capability 8.0 to 8.8 (Ampere) FlashInfer is the only kernel that reads E4M3, and vLLM's own choice (run on
+A100s: vllm issue 42058, pull request 24577). FlashAttention 2 refuses (flash_attn_supports_kv_cache_dtype), and Triton
+has no E4M3 ("fp8e4nv") below 8.9. FlashInfer widens E4M3 to BF16 and keeps Q in BF16 (get_q_data_type in
+flashinfer.py). It takes heads of 64, 128 and 256, no sinks below 9.0, and no MLA below 10.0.
 """
 
 from __future__ import annotations
@@ -47,13 +33,13 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.architecture.linear import Cache, CacheKind
+from fp8plan.model.architecture.mixers import Cache, CacheKind
 from fp8plan.model.architecture.parts import Attention, LatentAttention, Mamba2, Mixer, mixers
 from fp8plan.model.hardware import FIRST_FP8_CAPABILITY
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import Precision
 
-# A token's latent in FP8 where an indexer picks tokens: 512 numbers, four scales, and 64 numbers of BF16 (fp8_ds_mla:
+# A token's latent in FP8 if an indexer picks tokens: 512 numbers, four scales, and 64 numbers of BF16 (fp8_ds_mla:
 # vllm/v1/attention/backends/mla/flashmla_sparse.py, 0.26 and 0.30). In BF16 it is the plain latent.
 SPARSE_FP8_LATENT_BYTES: Final = 656
 INDEXER_SCALE_BLOCK: Final = 128  # a scale of four bytes for each (DeepseekV32IndexerCache in deepseek_v2.py)
@@ -65,7 +51,7 @@ StateMode: TypeAlias = Literal["none", "align", "all"]
 
 
 class LayerCache(NamedTuple):
-    """The cache of one layer on one rank, in bytes. A layer that reads another's KV keeps nothing and has none."""
+    """The cache of one layer on one rank, in bytes. A layer that reads another's KV has none."""
 
     kind: CacheKind
     token_bytes: int = 0
@@ -74,11 +60,9 @@ class LayerCache(NamedTuple):
 
 
 def in_bytes(cache: Cache, kv_bytes: int, sparse: bool = False) -> LayerCache:
-    """A cache whose elements take `kv_bytes` each.
+    """The cache with `kv_bytes` per element; a state has its own dtype.
 
-    The KV dtype is that of full, sliding and chunked attention and of a latent. A state keeps its own.
-
-    sparse: an indexer picks the tokens of this latent, which has a layout of its own in FP8
+    sparse: an indexer picks the tokens of this latent, which then has its own layout in FP8
     """
     token_bytes = cache.elements_per_token * kv_bytes
     if sparse and cache.kind == "latent" and kv_bytes == 1:
@@ -87,7 +71,7 @@ def in_bytes(cache: Cache, kv_bytes: int, sparse: bool = False) -> LayerCache:
 
 
 def indexer_cache(head_dim: int) -> LayerCache:
-    """The cache of an indexer's keys: FP8 with scales, whatever the KV dtype, and the same on every rank."""
+    """The cache of an indexer's keys: FP8 with scales for any KV dtype, and the same on every rank."""
     return LayerCache("latent", head_dim + head_dim // INDEXER_SCALE_BLOCK * 4)
 
 
@@ -96,12 +80,12 @@ class KvRules:
     """The engine's settings that the KV cache depends on.
 
     max_model_len, max_num_batched_tokens, block_size, enable_prefix_caching, async_scheduling: as in EngineLimits
-    hybrid_manager: whether layers of several kinds get groups of their own; vLLM turns this off by itself only for KV
-                    connectors and for chunked attention with EAGLE (VllmConfig.__post_init__ in vllm/config/vllm.py)
+    hybrid_manager: layers of several kinds get groups of their own; vLLM turns this off only for KV connectors and for
+                    chunked attention with EAGLE (VllmConfig.__post_init__ in vllm/config/vllm.py)
     kernel_block:   tokens; the attention kernel's smallest block (get_supported_kernel_block_sizes)
-    state_mode:     which states of a request are kept; None: vLLM's choice (see `kept_states`)
-    state_chunk:    tokens; of mode "all", the config's mamba_chunk_size or chunk_size
-    vllm:           whose rules
+    state_mode:     the states of a request that are kept; None: vLLM's choice (see `kept_states`)
+    state_chunk:    tokens; for mode "all", the config's mamba_chunk_size or chunk_size
+    vllm:           the version whose rules apply
     """
 
     max_model_len: int
@@ -124,7 +108,7 @@ class KvRules:
         state_chunk: int = 0,
         vllm: VllmVersion = "0.26",
     ) -> KvRules:
-        """Those of an engine with `limits`. longest_request: tokens, where max_model_len is None"""
+        """The rules of an engine with `limits`. longest_request: tokens, used if max_model_len is None"""
         return cls(
             max_model_len=limits.max_model_len or longest_request,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -138,16 +122,16 @@ class KvRules:
 
     @property
     def in_flight_tokens(self) -> int:
-        """Tokens scheduled but not yet settled (VllmConfig.max_in_flight_tokens)."""
+        """Tokens that are scheduled and not yet settled (VllmConfig.max_in_flight_tokens)."""
         return (2 if self.async_scheduling else 1) * self.max_num_batched_tokens
 
     @property
     def kept_states(self) -> StateMode:
         """none: one state per request; align: two, at multiples of the block size; all: one per block of tokens.
 
-        With prefix caching 0.26 chooses "all" for the families whose model class says SupportsMambaPrefixCaching
-        (Nemotron-H, Granite-4-H, Falcon-H1, Bamba, Jamba, Zamba2), which state_chunk stands for, and "align" for the
-        others; 0.30 always chooses "align" (MambaModelConfig in vllm/model_executor/models/config.py).
+        With prefix caching 0.30 always chooses "align" (MambaModelConfig in vllm/model_executor/models/config.py). 0.26
+        chooses "all" for model classes with SupportsMambaPrefixCaching (Nemotron-H, Granite-4-H, Falcon-H1, Bamba,
+        Jamba, Zamba2), which a state_chunk stands for, and "align" for others.
         """
         if not self.enable_prefix_caching:
             return "none"
@@ -159,11 +143,11 @@ class KvRules:
 class Spec(NamedTuple):
     """vLLM's KVCacheSpec of a layer, and of a group of layers that share a block table.
 
-    kind:       full, latent: every token is kept; sliding: the last `window` tokens; chunked: those of the current
-                chunk of `window` tokens; state: one recurrent state per request
-    block_size: tokens in a page; of a state, tokens between two kept states
-    window:     tokens, of sliding and chunked; 0 for the others
-    padded:     bytes the page is padded to, or 0
+    kind:       full, latent: every token is kept; sliding: the last `window` tokens; chunked: the current chunk of
+                `window` tokens; state: one recurrent state per request
+    block_size: tokens in a page; for a state, tokens between two kept states
+    window:     tokens, for sliding and chunked; else 0
+    padded:     bytes that the page is padded to, or 0
     """
 
     kind: CacheKind
@@ -192,15 +176,15 @@ def blocks_of(spec: Spec, rules: KvRules, tokens: int) -> int:
 
 
 def blocks_of_window(spec: Spec, in_flight_tokens: int, tokens: int | None = None) -> int:
-    """The most blocks that one request holds in a window or a chunk. tokens: its length, None: any"""
+    """The most blocks that one request holds in a window or a chunk. tokens: its length; None: any"""
     sliding = spec.kind == "sliding"
     held = spec.window - sliding + in_flight_tokens
-    # One block more, as a window need not start at a block.
+    # One block more, as a window may start inside a block.
     return ceil((held if tokens is None else min(held, tokens)) / spec.block_size) + sliding
 
 
 def specs(caches: Sequence[LayerCache], rules: KvRules) -> list[Spec]:
-    """The spec of each layer, before layers of different kinds are made to fit each other."""
+    """The spec of each layer, before kinds of layers are made to fit each other."""
     block_size, state_block, padded = block_sizes(caches, rules)
     return [_spec(cache, rules, block_size, state_block, padded) for cache in caches]
 
@@ -218,8 +202,8 @@ def _spec(cache: LayerCache, rules: KvRules, block_size: int, state_block: int, 
 def block_sizes(caches: Iterable[LayerCache], rules: KvRules) -> tuple[int, int, int]:
     """Tokens in a block of attention, tokens between two kept states, and the bytes a state is padded to (or 0).
 
-    A model of both has its attention blocks enlarged until a page of them holds a state, and its states padded to that
-    page (_align_hybrid_block_size).
+    If a model has both, attention blocks grow until a page holds a state, and states are padded to that page
+    (_align_hybrid_block_size).
     """
     caches = list(caches)
     state = max((cache.state_bytes for cache in caches), default=0)
@@ -240,7 +224,7 @@ def block_sizes(caches: Iterable[LayerCache], rules: KvRules) -> tuple[int, int,
         if not rules.state_chunk:
             raise ConfigError(
                 "state_mode is 'all' and state_chunk is 0; allowed: the config's mamba_chunk_size or chunk_size (2048 "
-                "where it has none)"
+                "if it has none)"
             )
         step = lcm(step, rules.state_chunk)
     enlarged = step * ceil(state / (step * token_bytes))
@@ -254,7 +238,7 @@ FLASHMLA_BLOCK: Final = 64  # tokens
 SMALLEST_BLOCK: Final = 16  # of FlashAttention and Triton: tokens
 CPU_BLOCK: Final = 32  # tokens; vllm/v1/attention/backends/cpu_attn.py
 MOST_FA3_HEAD_DIM: Final = 256
-FLASHINFER_HEAD_DIMS: Final = (64, 128, 256)  # that have an FP8 kernel on Ampere
+FLASHINFER_HEAD_DIMS: Final = (64, 128, 256)  # heads with an FP8 kernel on Ampere
 
 
 def why_no_fp8_kv(
@@ -265,9 +249,9 @@ def why_no_fp8_kv(
     sinks: bool = False,
     capability: tuple[int, int] | None = None,
 ) -> str | None:
-    """Say why vLLM cannot run these caches with kv_cache_dtype="fp8", or None if it can.
+    """The reason why vLLM cannot run these caches with kv_cache_dtype="fp8"; None if it can.
 
-    head_dims:  those of the attention layers that are no MLA
+    head_dims:  of the attention layers except MLA
     sinks:      attention has sinks
     capability: compute capability of the GPU; None: Hopper's
     """
@@ -297,7 +281,7 @@ def why_no_fp8_kv(
 def _why_not_by_flashinfer(
     latent: bool, head_dims: Collection[int], sinks: bool, capability: tuple[int, int]
 ) -> str | None:
-    """Say why FlashInfer cannot read an FP8 cache where it is vLLM's only kernel that could, or None if it can."""
+    """The reason why FlashInfer, vLLM's only kernel that could, cannot read an FP8 cache; None if it can."""
     wrong = sorted(set(head_dims) - set(FLASHINFER_HEAD_DIMS))
     lacks = [
         "no latent attention" if latent else "",
@@ -313,7 +297,7 @@ def _why_not_by_flashinfer(
 
 
 def kernel_block(caches: Iterable[Cache | LayerCache], kv_bytes: int, sparse: bool = False) -> int:
-    """Tokens in the smallest block of the attention kernel that vLLM takes on Hopper, if block_size is not given.
+    """Tokens in the smallest block of vLLM's attention kernel on Hopper, without a given block_size.
 
     sparse: an indexer picks the tokens of latents
     """
@@ -322,7 +306,7 @@ def kernel_block(caches: Iterable[Cache | LayerCache], kv_bytes: int, sparse: bo
 
 
 class ModelCaches(NamedTuple):
-    """The caches of one rank, and the rules by which vLLM plans them."""
+    """The caches of one rank, and vLLM's rules for their plan."""
 
     layers: tuple[LayerCache, ...]
     rules: KvRules
@@ -336,12 +320,12 @@ def model_caches(
     on_cpu: bool = False,
     capability: tuple[int, int] | None = None,
 ) -> ModelCaches:
-    """The caches of a model under `limits`: by vLLM 0.26 on a GPU, by 0.30 on a CPU, as their profiles are measured.
+    """The caches of a model under `limits`: in vLLM 0.26 on a GPU, and in 0.30 on a CPU, as in their profiles.
 
-    longest_request: tokens, where limits.max_model_len is None
+    longest_request: tokens, used if limits.max_model_len is None
     capability:      compute capability of the GPU; None: Hopper's
 
-    Raises ConfigError where vLLM cannot keep them in this precision, or in a way that is not modelled.
+    Raises ConfigError if vLLM cannot keep them in this precision, or in a way that is not modelled.
     """
     layers = layer_caches(shape, precision, limits.tensor_parallel_size)
     if not layers:
@@ -353,7 +337,7 @@ def model_caches(
         return ModelCaches(layers, KvRules.of(limits, longest_request, CPU_BLOCK, vllm="0.30"))
     sparse = any(_sparse(attention) for attention, _ in shape.parts_of(LatentAttention))
     block = kernel_block(layers, precision.kv_element_bytes, sparse)
-    # vLLM takes the kernel's block where none is given, and so is a smaller one understood here.
+    # vLLM takes the kernel's block if none is given. Here a smaller one means the same.
     limits = replace(limits, block_size=max(limits.block_size, block))
     return ModelCaches(layers, KvRules.of(limits, longest_request, block))
 
@@ -361,7 +345,7 @@ def model_caches(
 def why_not_kept(
     shape: ModelShape, precision: Precision, on_cpu: bool = False, capability: tuple[int, int] | None = None
 ) -> str | None:
-    """Say why vLLM cannot keep the caches of this model in this precision (0.26 on a GPU), or None if it can.
+    """The reason why vLLM (0.26 on a GPU) cannot keep this model's caches in this precision; None if it can.
 
     capability: compute capability of the GPU; None: Hopper's
     """
@@ -375,30 +359,31 @@ def why_not_kept(
 
 
 def layer_caches(shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1) -> tuple[LayerCache, ...]:
-    """The caches of each layer on one rank, in the order of the layers. A layer that keeps nothing has no entry, one
-    with an indexer has two."""
-    tp = tensor_parallel_size
-    found = (mixer for layer in shape.layers for mixer in mixers(layer))
-    return tuple(cache for mixer in found for cache in _of_mixer(mixer, precision.kv_element_bytes, tp))
+    """The caches of all layers on one rank, in order. A layer without a cache has no entry, one with an indexer two."""
+    every = (mixer for layer in shape.layers for mixer in mixers(layer))
+    of_mixer = (_of_mixer(mixer, precision.kv_element_bytes, tensor_parallel_size) for mixer in every)
+    return tuple(cache for caches in of_mixer for cache in caches)
 
 
 @lru_cache
 def _of_mixer(mixer: Mixer, kv_bytes: int, tp: int) -> tuple[LayerCache, ...]:
-    """The caches of one mixer. Most layers of a model are equal, and a search plans memory thousands of times."""
-    found = tuple(in_bytes(cache, kv_bytes, _sparse(mixer)) for cache in mixer.caches(tp))
+    """The caches of one mixer. Cached: most layers are equal, and a search plans memory thousands of times."""
+    caches = tuple(in_bytes(cache, kv_bytes, _sparse(mixer)) for cache in mixer.caches(tp))
     if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
-        return *found, indexer_cache(mixer.indexer.head_dim)
-    return found
+        return *caches, indexer_cache(mixer.indexer.head_dim)
+    return caches
 
 
 def _sparse(mixer: Mixer) -> bool:
-    """Tell whether an indexer picks the tokens that it attends to."""
+    """True if an indexer picks the tokens that it attends to."""
     return isinstance(mixer, LatentAttention) and (mixer.indexer is not None or mixer.shares_index)
 
 
 def _check_states(shape: ModelShape, limits: EngineLimits, on_cpu: bool) -> None:
-    """Raise ConfigError where vLLM 0.26 would keep a state for every block of tokens (mamba_cache_mode "all"): with
-    prefix caching, for the models whose class says SupportsMambaPrefixCaching, which all have Mamba 2."""
+    """Raise ConfigError if vLLM 0.26 would keep a state for every block of tokens (mamba_cache_mode "all").
+
+    With prefix caching it does for model classes with SupportsMambaPrefixCaching, which all have Mamba 2.
+    """
     if limits.enable_prefix_caching and not on_cpu and shape.parts_of(Mamba2):
         raise ConfigError(
             f"{shape.name}: enable_prefix_caching is True, with which vLLM 0.26 keeps a state of its Mamba layers for "

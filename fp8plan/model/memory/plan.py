@@ -1,8 +1,18 @@
-"""The memory plan of one rank: how much its engine takes for what, and the KV pool that is left.
+"""GPU memory of one vLLM 0.26 rank: weights, activation peak, CUDA graphs, and the KV blocks that are left.
 
-Bytes that loading a model allocates on one rank.
+The formula is the engine's own (determine_available_memory in vllm/v1/worker/gpu_worker.py, get_kv_cache_configs in
+vllm/v1/core/kv_cache_utils.py):
 
-The batch sizes that vLLM captures as CUDA graphs, and the memory it sets aside for them.
+    available = ceil(total memory * gpu_memory_utilization) - weights - activation peak - non-torch - CUDA graphs
+    num_gpu_blocks = available // bytes of a block
+
+The engine measures the terms on the GPU. Here they are modelled from the shapes:
+- weights: every tensor, with the allocator's rounding, and DeepGEMM's workspace;
+- activation peak: the buffers alive at the two peaks of profile_run, from the source;
+- non-torch and CUDA graphs: constants measured on one H200 with vLLM 0.26.0 (profiles/h200_sxm/vllm-0.26.0: first_look
+  and families), and from public logs for several ranks.
+The CUDA context, NCCL, and allocations after profiling (a dense model's graphs, block tables) are not counted. They
+live in the share that gpu_memory_utilization leaves.
 """
 
 from __future__ import annotations
@@ -22,13 +32,12 @@ from fp8plan.model.memory.kv_specs import model_caches
 from fp8plan.model.precision import BF16_BYTES, FP8_BLOCK, FP8_BYTES, Precision
 from fp8plan.model.shards import why_not_shardable
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
-# vLLM's estimate of CUDA graph memory, V1 model runner only: the larger first capture, then the second graph of each
-# kind times how many more there are (gpu_model_runner.py, profile_cudagraph_memory). Measured for 51 + 51 graphs of
-# Qwen3-30B-A3B: 658 MiB in BF16, 758 in FP8. The split is chosen to agree with a public log too: 0.52 GiB for the
-# 51 + 35 graphs of Qwen3-8B. That FP8's 100 MiB more belong to the full graphs is a guess. Other families took 556
-# (Nemotron-H), 560 (Qwen3.5) and 918 MiB (12 layers of GLM-4.5-Air); why is not known.
+# vLLM's estimate of CUDA graph memory, V1 model runner only: the larger first capture, and the second graph of each
+# kind times the number of further ones (gpu_model_runner.py, profile_cudagraph_memory). The sizes agree with 51 + 51
+# graphs of Qwen3-30B-A3B (658 MiB in BF16, 758 in FP8) and a public log of Qwen3-8B. Other families took 556 to 918
+# MiB. That FP8 adds to full graphs only is a guess.
 CUDAGRAPH_FIRST_BYTES = 58 * MIB
 CUDAGRAPH_PIECEWISE_BYTES = 4 * MIB
 CUDAGRAPH_FULL_BYTES = 8 * MIB
@@ -36,7 +45,7 @@ CUDAGRAPH_FP8_BYTES = 2 * MIB
 
 
 def cudagraph_capture_sizes(limits: EngineLimits) -> tuple[int, ...]:
-    """Batch sizes vLLM 0.26 captures by default, ascending; () with enforce_eager.
+    """Batch sizes that vLLM 0.26 captures as CUDA graphs, ascending; () with enforce_eager.
 
     Source: vllm/config/vllm.py, _set_cudagraph_sizes.
     """
@@ -44,16 +53,15 @@ def cudagraph_capture_sizes(limits: EngineLimits) -> tuple[int, ...]:
         return ()
     largest = min(2 * limits.max_num_seqs, 512, limits.max_num_batched_tokens)
     sizes = {*(1, 2, 4), *range(8, 256, 8), *range(256, 513, 16)}
-    sizes.add(limits.max_num_batched_tokens)  # the full budget is captured even off the grid, if it is not too large
+    sizes.add(limits.max_num_batched_tokens)  # the full budget is captured too, if it is not too large
     return tuple(sorted(size for size in sizes if size <= largest))
 
 
 def cudagraph_reserve_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> int:
-    """Bytes that vLLM sets aside for CUDA graphs before it sizes the KV pool
-    (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=1).
+    """Bytes set aside for CUDA graphs before the KV pool is sized (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=1).
 
-    0 with the V2 model runner, whose profile_cudagraph_memory returns 0. V1 captures every size piecewise and those up
-    to max_num_seqs in full as well.
+    0 with the V2 model runner, whose profile_cudagraph_memory returns 0. V1 captures every size piecewise, and sizes up
+    to max_num_seqs also in full.
     """
     sizes = cudagraph_capture_sizes(limits)
     if model_runner(shape, gpu) == "v2" or not sizes:
@@ -63,14 +71,12 @@ def cudagraph_reserve_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, l
     return CUDAGRAPH_FIRST_BYTES + (len(sizes) - 1) * CUDAGRAPH_PIECEWISE_BYTES + more_full * full
 
 
-# FP8, of weights or of KV alone, makes vLLM load DeepGEMM with the model; its cuBLASLt workspace (DeepGEMM's
-# csrc/jit/device_runtime.hpp) then counts as weights. Measured: 32 MiB over the tensors in all FP8 engines, and none in
-# BF16. With MLA there is no such step: DeepSeek-V2-Lite's two engines loaded as much as each other, and 36 MiB more
-# than their tensors. (MLAAttention has an FP8 quantiser in any case.)
+# With FP8 weights or KV, vLLM loads DeepGEMM with the model, whose cuBLASLt workspace (csrc/jit/device_runtime.hpp)
+# counts as weights. MLA has it in BF16 too, as MLAAttention always has an FP8 quantiser.
 DEEPGEMM_WORKSPACE_BYTES = 32 * MIB
 
-# PyTorch's caching allocator (c10/cuda/CUDACachingAllocator): tensors of 10 MiB or more get blocks of whole 2 MiB, and
-# a tail of up to 1 MiB is not split off. vLLM loads with max_split_size_mb=20: from there on no tail is.
+# PyTorch's caching allocator (c10/cuda/CUDACachingAllocator): tensors of 10 MiB or more get blocks of whole 2 MiB. A
+# tail of up to 1 MiB is not split off, and none is from 20 MiB on, as vLLM loads with max_split_size_mb=20.
 ALLOCATOR_LARGE_BYTES = 10 * MIB
 ALLOCATOR_ROUND_BYTES = 2 * MIB
 ALLOCATOR_TAIL_BYTES = 1 * MIB
@@ -84,16 +90,13 @@ def loaded_weight_bytes(
     expert_ranks: int = 1,
     has_deep_gemm: bool = True,
 ) -> int:
-    """Bytes that loading the model allocates on one rank: weights, rotary table, the allocator's rounding, and
-    DeepGEMM's workspace.
+    """Bytes that loading the model allocates on one rank.
+
+    These are weights, the rotary table, the allocator's rounding, and DeepGEMM's workspace. Engines took 2 MiB less to
+    16 MiB more, and 534 MiB more for Gemma 3 (see `_rotary_bytes`).
 
     expert_ranks:  as in `ModelShape.weight_bytes`
-    has_deep_gemm: DeepGEMM supports the GPU. It does not support an A100, where an FP8 KV cache was seen to hold
-                   779,760 tokens instead of 389,872 (vllm issue 42058), which leaves no room for a workspace
-
-    Measured against it: 0.1 MB more in BF16 (the scales of the attention layers, each rounded up to 512 bytes), 12.7 MB
-    more for Qwen3-8B in FP8; 2 MiB less to 16 MiB more for five other families, and 534 MiB more for Gemma 3 (see
-    `_rotary_bytes`).
+    has_deep_gemm: DeepGEMM supports the GPU; not so on an A100 (vllm issue 42058 leaves no room for a workspace)
     """
     total = shape.weight_bytes(precision, tensor_parallel_size, expert_ranks) + _rotary_bytes(shape)
     tensors = _tensors(shape, precision, tensor_parallel_size, expert_ranks)
@@ -105,8 +108,8 @@ def loaded_weight_bytes(
 def _rotary_bytes(shape: ModelShape) -> int:
     """Bytes of one table of rotary embeddings, as wide as the widest head.
 
-    Not known here: tables of half heads (GLM), of four positions a token (Qwen3.5), a second one for windows (OLMo 3,
-    Gemma 3), and linear scaling, whose table is longer by its factor (8 of Gemma 3: 512 MiB).
+    Not modelled: tables of half heads (GLM), of four positions a token (Qwen3.5), a second one for windows (OLMo 3,
+    Gemma 3), and the factor by which linear scaling lengthens a table (8 in Gemma 3: 512 MiB).
     """
     widths = [attention.head_dim for attention, _ in shape.parts_of(Attention)]
     widths += [latent.qk_rope_head_dim for latent, _ in shape.parts_of(LatentAttention)]
@@ -114,7 +117,7 @@ def _rotary_bytes(shape: ModelShape) -> int:
 
 
 def _tensors(shape: ModelShape, precision: Precision, tp: int, expert_ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield the pairs (bytes, how many) of one rank's matrices, without scales. A layer's experts are one tensor."""
+    """Yield (bytes, number) of one rank's matrices, without scales. A layer's experts are one tensor."""
     online = precision.weights != "bf16"
     table = shape.padded_vocab_size // tp * shape.hidden_size * BF16_BYTES
     yield table, 1 if shape.tie_word_embeddings else 2
@@ -122,12 +125,12 @@ def _tensors(shape: ModelShape, precision: Precision, tp: int, expert_ranks: int
         if w.name != "lm_head":
             yield w.elements * (FP8_BYTES if online and w.quantised else BF16_BYTES), w.layers
     for experts, layers in shape.parts_of(Experts):
-        for w in shape.stored_expert(experts, precision, tp // expert_ranks):
+        for w in experts.stored_linears(shape.hidden_size, precision, tp // expert_ranks):
             yield experts.most_on_a_rank(expert_ranks) * w.elements * (FP8_BYTES if online else BF16_BYTES), layers
 
 
 def _unused_tail_bytes(size: int) -> int:
-    """Bytes at the end of the allocator's block that a tensor of `size` bytes keeps from others."""
+    """Bytes at the end of the allocator's block that a tensor of `size` bytes leaves unused."""
     tail = -size % ALLOCATOR_ROUND_BYTES
     if size < ALLOCATOR_LARGE_BYTES or (size < ALLOCATOR_SPLIT_BYTES and tail > ALLOCATOR_TAIL_BYTES):
         return 0
@@ -136,24 +139,18 @@ def _unused_tail_bytes(size: int) -> int:
 
 MOST_UTILIZATION = 0.97  # the driver, the CUDA context and captured graphs need the rest
 
-GIB = 1 << 30
-
-# What the CUDA context takes of an idle GPU before vLLM looks at its free memory. The least that engines' logs show:
-# 0.41 GiB on an A100, 0.45 on an RTX 4090, 0.51 on an RTX 3090 (public logs) and on an H200 (112 engines under
-# profiles/h200_sxm, "Free memory on device"). There two ranks had 1.53 to 2.00 GiB less, because NCCL comes first, and
-# graphs took 0.15 to 2.7 GiB ("Graph capturing finished").
+# Memory of the CUDA context on an idle GPU, which vLLM does not see as free: the least in logs of engines ("Free memory
+# on device"; 0.41 GiB on an A100, 0.51 on an H200). With several ranks NCCL takes 1.5 to 2 GiB more.
 CONTEXT_BYTES = 410 * MIB
 
-# A CPU's KV pool is given to the engine (VLLM_CPU_KVCACHE_SPACE), not derived from the memory there is, which fp8plan
-# does not know. As much as vLLM took up to 0.12 where nobody said; 0.30 would take 92% of the machine.
+# A CPU's KV pool is given to the engine (VLLM_CPU_KVCACHE_SPACE), as fp8plan does not know the machine's memory. This
+# is the default of vLLM up to 0.12; 0.30 would take 92% of the machine.
 CPU_KV_CACHE_GIB = 4
 
-# No host has more memory; how much this one has, a plan made elsewhere cannot know.
-MOST_HOST_BYTES = 32 << 40
+MOST_HOST_BYTES = 32 << 40  # no host has more memory
 
-# Growth of non-torch memory while profiling (kernel modules, handles). Measured: 230 MiB with the V2 model runner, 234
-# to 248 with V1. Two ranks add what public logs show: 0.30 GiB with two (vllm-project/vllm issue 15815) against 0.16
-# with one (PR 12126). From elsewhere and from older versions.
+# Growth of non-torch memory while profiling (kernel modules, handles): 230 MiB with the V2 model runner, 234 to 248
+# with V1. For two ranks public logs show 0.30 GiB (vllm issue 15815) against 0.16 with one (PR 12126).
 NON_TORCH_BYTES = 230 * MIB
 NON_TORCH_V1_BYTES = 247 * MIB
 NON_TORCH_PARALLEL_BYTES = 143 * MIB
@@ -163,13 +160,13 @@ NON_TORCH_PARALLEL_BYTES = 143 * MIB
 class MemoryPlan:
     """The memory of one rank, in bytes by use, and the KV pool that is left.
 
-    requested_bytes:    what gpu_memory_utilization allows the engine; on a CPU what it takes, weights and KV pool
+    requested_bytes:    bytes that gpu_memory_utilization allows the engine; on a CPU the weights and the KV pool
     weights_bytes:      "Model loading took" in the engine's log
     activation_bytes:   "peak activation"
     non_torch_bytes:    growth outside the allocator while profiling
-    cudagraph_bytes:    what the engine sets aside for CUDA graphs (nothing with the V2 model runner)
+    cudagraph_bytes:    set aside for CUDA graphs (0 with the V2 model runner)
     kv:                 the KV cache's blocks, and the groups of layers that share them
-    imposed:            the pool was given by EngineLimits.num_gpu_blocks instead of predicted
+    imposed:            the pool is that of EngineLimits.num_gpu_blocks instead of predicted
     """
 
     requested_bytes: int
@@ -183,23 +180,13 @@ class MemoryPlan:
     @property
     def available_bytes(self) -> int:
         """The engine's "Available KV cache memory"; negative if not even the weights fit."""
-        taken = self.weights_bytes + self.activation_bytes + self.non_torch_bytes + self.cudagraph_bytes
-        return self.requested_bytes - taken
+        used = self.weights_bytes + self.activation_bytes + self.non_torch_bytes + self.cudagraph_bytes
+        return self.requested_bytes - used
 
     @property
     def kv_bytes(self) -> int:
         """The size of the KV pool in bytes."""
         return self.num_gpu_blocks * self.kv.block_bytes
-
-    @property
-    def kv_bytes_per_token(self) -> float:
-        """Bytes that one token more takes in a long request."""
-        return self.kv.bytes_per_token
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block of attention layers: EngineLimits.block_size, or more where the layers need it."""
-        return self.kv.block_size
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -214,12 +201,11 @@ class MemoryPlan:
     @property
     def pool_tokens(self) -> int:
         """`num_gpu_blocks * block_size`, which records call measured_kv_cache_tokens."""
-        return self.num_gpu_blocks * self.block_size
+        return self.num_gpu_blocks * self.kv.block_size
 
     @property
     def kv_cache_tokens(self) -> int:
-        """The engine's "GPU KV cache size": tokens in requests of max_model_len. (With one group that keeps all tokens
-        it is `pool_tokens`, which the engine rounds down when block_size does not divide max_model_len.)"""
+        """The engine's "GPU KV cache size": tokens in requests of max_model_len; `pool_tokens` for one full group."""
         simple = len(self.kv.groups) == 1 and self.kv.specs[0].keeps_all
         return self.pool_tokens if simple else self.kv.tokens
 
@@ -229,10 +215,10 @@ def memory_plan(
 ) -> MemoryPlan:
     """The memory of one rank, and its KV pool.
 
-    longest_request: prompt + response in tokens; stands in for limits.max_model_len where that is None.
-    Raises ConfigError if tensor_parallel_size does not divide the model, the model has no experts to share out, or vLLM
-    cannot keep its caches in this precision; CapacityError if the KV pool holds less than one request of max_model_len
-    (the engine then refuses to start).
+    longest_request: prompt + response in tokens, in place of limits.max_model_len if that is None
+
+    Raises ConfigError if vLLM cannot cut the model so, or keep its caches in this precision. Raises CapacityError if
+    the KV pool holds less than one request of max_model_len (the engine would refuse to start).
     """
     plan = _unchecked_plan(shape, precision, gpu, limits, longest_request)
     tokens = limits.max_model_len or longest_request or 1
@@ -242,10 +228,10 @@ def memory_plan(
 
 
 def check_share(gpu: Gpu, limits: EngineLimits) -> list[str]:
-    """Warn of a gpu_memory_utilization with which vLLM may fail to start. Raises ConfigError for one with which it must
-    fail: it refuses to ask for more than is free (request_memory in vllm/v1/worker/utils.py).
+    """Warnings about a gpu_memory_utilization with which vLLM may fail to start.
 
-    Not a part of `memory_plan`: a record is of an engine that did start.
+    Raises ConfigError for one that exceeds the free memory (request_memory in vllm/v1/worker/utils.py). `memory_plan`
+    does not check this, because it also serves records of engines that did start.
     """
     share, total = limits.gpu_memory_utilization, gpu.memory_bytes
     if gpu.is_cpu or share <= MOST_UTILIZATION:
@@ -268,7 +254,7 @@ def check_share(gpu: Gpu, limits: EngineLimits) -> list[str]:
 def check_pool(plan: MemoryPlan, gpu: Gpu, limits: EngineLimits) -> None:
     """Raise CapacityError if an imposed KV pool is larger than the GPU's memory.
 
-    Not a part of `memory_plan`: the guard asks what a pool would save that no GPU has.
+    `memory_plan` does not check this, because the guard asks about pools that no GPU has.
     """
     memory_bytes = MOST_HOST_BYTES if gpu.is_cpu else gpu.memory_bytes
     if not plan.imposed or plan.weights_bytes + plan.kv_bytes <= memory_bytes:
@@ -291,7 +277,6 @@ def _unchecked_plan(
     longest = limits.max_model_len or longest_request or shape.context.derived()
     caches, rules = model_caches(shape, precision, limits, longest, gpu.is_cpu, gpu.compute_capability)
     empty = plan_kv_cache(caches, rules, num_blocks=0)
-    # What the engine runs with, once it knows its layers.
     limits = replace(limits, max_model_len=longest, block_size=rules.block_size)
     terms = _cpu_terms(shape, precision) if gpu.is_cpu else _gpu_terms(shape, precision, gpu, limits)
     plan = MemoryPlan(**terms, kv=empty, imposed=limits.num_gpu_blocks is not None)
@@ -304,25 +289,21 @@ def _unchecked_plan(
 
 def _gpu_terms(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> dict[str, int]:
     tp = limits.tensor_parallel_size
+    alone = NON_TORCH_BYTES if model_runner(shape, gpu) == "v2" else NON_TORCH_V1_BYTES
     return {
         "requested_bytes": ceil(gpu.memory_bytes * limits.gpu_memory_utilization),
         "weights_bytes": loaded_weight_bytes(shape, precision, tp, limits.expert_ranks, not gpu.stores_fp8_only),
         "activation_bytes": activation_peak_bytes(shape, precision, gpu, limits),
-        "non_torch_bytes": _non_torch_bytes(shape, gpu, tp),
+        "non_torch_bytes": alone + (NON_TORCH_PARALLEL_BYTES if tp > 1 else 0),
         "cudagraph_bytes": cudagraph_reserve_bytes(shape, precision, gpu, limits),
     }
 
 
 def _cpu_terms(shape: ModelShape, precision: Precision) -> dict[str, int]:
-    """Terms of `MemoryPlan` on a CPU. The KV pool has a given size there, so the weights take nothing from it."""
+    """Terms of `MemoryPlan` on a CPU, where the KV pool has a fixed size."""
     weights = shape.weight_bytes(precision)
     nothing = dict.fromkeys(("activation_bytes", "non_torch_bytes", "cudagraph_bytes"), 0)
     return {"requested_bytes": weights + CPU_KV_CACHE_GIB * GIB, "weights_bytes": weights} | nothing
-
-
-def _non_torch_bytes(shape: ModelShape, gpu: Gpu, tp: int) -> int:
-    alone = NON_TORCH_BYTES if model_runner(shape, gpu) == "v2" else NON_TORCH_V1_BYTES
-    return alone if tp == 1 else alone + NON_TORCH_PARALLEL_BYTES
 
 
 def _holds(plan: MemoryPlan, tokens: int) -> bool:
@@ -336,9 +317,9 @@ def _does_not_fit(
     if plan.imposed:
         several = len(kv.groups) > 1
         many = f"{len(kv.groups)} groups of layers share num_gpu_blocks {limits.num_gpu_blocks}"
-        one = f"num_gpu_blocks {limits.num_gpu_blocks} holds {kv.usable_blocks * kv.block_size} tokens"
+        single = f"num_gpu_blocks {limits.num_gpu_blocks} holds {kv.usable_blocks * kv.block_size} tokens"
         return (
-            f"{many if several else one}, but one request of {tokens} tokens needs {blocks} blocks"
+            f"{many if several else single}, but one request of {tokens} tokens needs {blocks} blocks"
             f"{'' if several else f' of {kv.block_size}'}; raise num_gpu_blocks or lower max_model_len"
         )
     needed, available = (blocks + 1) * kv.block_bytes, plan.available_bytes
@@ -356,7 +337,7 @@ def _does_not_fit(
 def _ways_out(
     shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, plan: MemoryPlan, tokens: int
 ) -> str:
-    """The changes that would make the model fit, each tried out by itself."""
+    """The single changes that make the model fit, in words."""
 
     def fits(changed: EngineLimits, wanted: Precision = precision) -> bool:
         return _holds(_unchecked_plan(shape, wanted, gpu, changed, tokens), tokens)

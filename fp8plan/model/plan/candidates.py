@@ -17,8 +17,8 @@ from fp8plan.errors import CapacityError, ConfigError, Fp8PlanError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import MemoryPlan, check_pool
 from fp8plan.model.memory.kv_specs import why_not_kept
+from fp8plan.model.memory.plan import MemoryPlan, check_pool
 from fp8plan.model.precision import PRESETS, Precision, presets_of
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import cast
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.configs.stored import Stored
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.plan.choice import Choice, SpeedUp, several_layouts, speed_up, timed
+from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget, ThresholdAdvice
 from fp8plan.model.rollout import TAIL_SHARE, Rollout

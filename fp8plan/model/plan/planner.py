@@ -14,7 +14,7 @@ from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import check_share
+from fp8plan.model.memory.plan import check_share
 from fp8plan.model.plan.candidates import Problem, Progress, candidates, evaluated
 from fp8plan.model.plan.choice import as_choices, choose
 from fp8plan.model.plan.explain import explain

@@ -26,9 +26,8 @@ from numpy.typing import ArrayLike
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.configs.stored import Stored
 from fp8plan.model.cost.base import FloatArray
-from fp8plan.model.precision import Precision
+from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk.fit import (
     FIT,
     Z90,

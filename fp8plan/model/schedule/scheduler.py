@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fp8plan.errors import CapacityError
-from fp8plan.model.architecture.linear import CacheKind
+from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.cost.base import FloatArray, IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.jsonl import TORN, left_out, lines, read
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch, Trace, Workload
-from fp8plan.schemas import LENGTHS, LIMITS, REQUIRED, RolloutRecord, check_version, checked
+from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, checked
 
 NO_ROLLOUT: Final = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
 
@@ -108,7 +108,7 @@ def _tokens(fields: Mapping[str, Any], name: str) -> NDArray[np.int64]:
 
 
 # An engine that differs from the one before in one of these was started anew.
-OF_ENGINE: Final = ("model", "engine_version", "precision", "tensor_parallel", "data_parallel", "gpu", *LIMITS)
+OF_ENGINE: Final = ("model", "engine_version", "precision", "gpu", *RECORDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +269,8 @@ def check_fields(fields: dict[str, Any], where: str) -> None:
 def recorded_limits(fields: Mapping[str, Any]) -> EngineLimits:
     """The limits of the engine of a record. Raises ConfigError if the KV cache has fewer than two blocks."""
     card = find_gpu(fields["gpu"])
-    given = {name: fields[name] for name in LIMITS if fields.get(name) is not None}
-    for name in ("tensor_parallel", "data_parallel"):
-        if fields.get(name) is not None:
-            given[f"{name}_size"] = fields[name]
-    if fields.get("expert_parallel"):
-        given["enable_expert_parallel"] = True
-    limits, imposed = EngineLimits.for_gpu(card, **given), fields.get("kv_cache_tokens")
+    recorded: dict[str, Any] = {limit: fields.get(name) for name, limit in RECORDED.items()}
+    limits, imposed = EngineLimits.for_gpu(card, **recorded), fields.get("kv_cache_tokens")
     if imposed is None:
         return limits
     if imposed < 2 * limits.block_size:
@@ -294,7 +289,7 @@ def _seconds(fields: dict[str, Any]) -> float:
 def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
     gpu = find_gpu(fields["gpu"]).name
     same = [fields["model"], gpu, fields["engine_version"], *(column.tolist() for column in batch)]
-    same += [getattr(limits, name) for name in LIMITS]
+    same += [getattr(limits, limit) for name, limit in RECORDED.items() if name == limit]
     same += [limits.tensor_parallel_size, limits.data_parallel_size]
     same += ["expert_parallel"] if limits.enable_expert_parallel else []
     name = f"{fields['model']} on {gpu}, {len(batch.responses)} responses"

@@ -17,10 +17,9 @@ from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs import find_config
-from fp8plan.model.configs.stored import quantisation
 from fp8plan.model.emit.vllm import vllm_env, vllm_kwargs
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.options import not_predicted, refuse_unknown, remarks
 from fp8plan.runtime.monitor.sinks import warn

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.memory import memory_plan
+from fp8plan.model.memory.plan import memory_plan
 from fp8plan.model.precision import Precision, precision
 from fp8plan.model.setup import default_limits
 

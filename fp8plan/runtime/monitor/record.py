@@ -20,7 +20,7 @@ from fp8plan import schemas
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import BROKEN, now, parse, plain, uncompressed
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.validate.records import check_fields
 from fp8plan.runtime.correction.correct import weighted_mean
@@ -241,10 +241,7 @@ def engine_fields(facts: EngineFacts) -> dict[str, Any]:
         "engine": ENGINE,
         "engine_version": facts.engine_version,
         "precision": facts.precision,
-        "tensor_parallel": limits.tensor_parallel_size,
-        "data_parallel": limits.data_parallel_size,
-        "expert_parallel": limits.enable_expert_parallel,
-        **{name: getattr(limits, name) for name in schemas.LIMITS},
+        **{name: getattr(limits, limit) for name, limit in RECORDED.items()},
         "kv_cache_tokens": imposed,
         "kernel_backends": dict(facts.kernel_backends),
         "e8m0": facts.e8m0,

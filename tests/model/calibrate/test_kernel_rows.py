@@ -42,7 +42,7 @@ def step(name: str, part: str, **work: float) -> float:
     none = dict.fromkeys(QUANTITIES, 0.0)
     batch = StepBatch(**{field: np.array([value]) for field, value in (none | work).items()})
     limits = EngineLimits.for_gpu(H200)
-    return float(StepModel(SHAPE, H200, precision(name), limits, PROFILE).breakdown(batch)[part][0])
+    return float(StepModel(SHAPE, H200, precision(name), limits, PROFILE).timed(batch).breakdown()[part][0])
 
 
 @pytest.mark.parametrize(("kv", "name"), [("bf16", "bf16"), ("fp8", "fp8_kv")])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture import Experts
-from fp8plan.model.cost.moe import distinct_experts, expert_bytes, moe_cost, padded_rows, tile_rows
+from fp8plan.model.cost.moe import distinct_experts, moe_cost, padded_rows, tile_rows
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK
 from fp8plan.model.profile.library import load_profile
@@ -85,7 +85,7 @@ def test_one_token_reads_k_experts_and_many_read_all(num_experts: int, data: st.
 def test_monotone_and_above_bytes(precision: object, tp: int) -> None:
     seconds = moe_cost(M, EXPERTS, HIDDEN, precision, tp, H200, PROFILE).seconds  # type: ignore[arg-type]
     assert (np.diff(seconds) > 0).all()
-    one = expert_bytes(EXPERTS, HIDDEN, precision, tp)  # type: ignore[arg-type]
+    one = EXPERTS.stored_bytes(HIDDEN, precision, tp)  # type: ignore[arg-type]
     read = distinct_experts(M, EXPERTS) * one
     assert (seconds > read / H200.memory_bandwidth).all()
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.model.architecture import Experts
-from fp8plan.model.cost.moe import busiest_experts, busiest_rows, distinct_experts, expert_bytes, largest_normal
+from fp8plan.model.cost.moe import busiest_experts, busiest_rows, distinct_experts, largest_normal
 from fp8plan.model.precision import BF16
 
 A3B, HIDDEN = Experts(128, 8, 768), 2048  # of Qwen3-30B-A3B
@@ -55,8 +55,8 @@ def test_the_busiest_rank_has_its_share_at_least_and_all_of_its_own_at_most(
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_many_tokens_read_as_many_bytes_of_whole_experts_as_of_slices(ranks: int) -> None:
     m = np.array([100_000])
-    whole = busiest_experts(m, A3B, ranks) * expert_bytes(A3B, HIDDEN, BF16, 1)
-    sliced = distinct_experts(m, A3B) * expert_bytes(A3B, HIDDEN, BF16, ranks)
+    whole = busiest_experts(m, A3B, ranks) * A3B.stored_bytes(HIDDEN, BF16, 1)
+    sliced = distinct_experts(m, A3B) * A3B.stored_bytes(HIDDEN, BF16, ranks)
     np.testing.assert_allclose(whole, sliced)
     assert busiest_rows(m, A3B, ranks).item() == pytest.approx(8 * m.item() / ranks, rel=0.02)
 

@@ -99,7 +99,7 @@ def test_never_below_the_datasheet(step: StepModel, batch: StepBatch) -> None:
 
 @given(models(), batches)
 def test_breakdown_adds_up(step: StepModel, batch: StepBatch) -> None:
-    parts = step.breakdown(batch)
+    parts = step.timed(batch).breakdown()
     assert all((part >= 0).all() for part in parts.values())
     np.testing.assert_allclose(sum(parts.values()), step.seconds(batch), rtol=1e-12)
 
@@ -129,7 +129,7 @@ def test_more_work_never_costs_less(step: StepModel, batch: StepBatch, more: int
     )
     # More requests may fill the SMs of FlashAttention 3 better, at best twice as well (test_attention.py).
     cut = step.profile.backend(f"attention.{step.precision.kv}") == FLASH_ATTENTION_3
-    better = step.breakdown(batch)["attention"] / 2 if cut else 0.0
+    better = step.timed(batch).breakdown()["attention"] / 2 if cut else 0.0
     # cuBLAS splits K of fewer rows only. (DeepGEMM's cliffs are in test_gemm.py; here another kernel stands in.)
     split = step.profile.coefficients.get("gemm.bf16.split_seconds", 0.0) * (5 * step.shape.num_layers + 1)
     for larger, gain in ((kv, better), (request, better + split), (prefill, split)):
@@ -184,7 +184,7 @@ def test_a_fast_gpu_does_not_hide_an_uncertain_host() -> None:
         step = model(name, precision=precision, tensor_parallel_size=8)
         scheduling, launching = step._host(batch)
         host = Component("host", scheduling + launching, None)
-        low, high = step.interval(batch, weights, 1.645)
+        low, high = step.timed(batch).interval(weights, 1.645)
         assert low < weights @ step.seconds(batch) < high
         total = weights @ host.seconds()
         assert high >= 0.999 * total * np.exp(1.645 * step.timed(batch)._sigma(gradient_of([host], weights), total))
@@ -196,17 +196,17 @@ def test_the_interval_widens_with_the_model_error() -> None:
     nothing = {name: {name: 0.0} for name in step.profile.coefficients}
     exact = replace(step, profile=replace(step.profile, model_error=0.0, log_covariance=nothing))
     seconds = weights @ step.seconds(batch)
-    assert exact.interval(batch, weights, 1.645) == pytest.approx((seconds, seconds))
-    low, high = step.interval(batch, weights, 1.645)
+    assert exact.timed(batch).interval(weights, 1.645) == pytest.approx((seconds, seconds))
+    low, high = step.timed(batch).interval(weights, 1.645)
     assert np.log(high / seconds) == pytest.approx(np.log(seconds / low), rel=1e-3)  # but for a trace of the host
     assert np.log(high / seconds) > 1.645 * step.profile.model_error
 
 
 def test_decode_is_padded_to_captured_graphs_and_not_beyond() -> None:
     batch = batch_of([(500, 1, 0, 0), (511, 1, 0, 0)])
-    gemm = model().breakdown(batch)["gemm"]
+    gemm = model().timed(batch).breakdown()["gemm"]
     assert gemm[0] == gemm[1]
-    eager = model(enforce_eager=True).breakdown(batch)["gemm"]
+    eager = model(enforce_eager=True).timed(batch).breakdown()["gemm"]
     assert eager[0] < eager[1] <= gemm[1]
 
 
@@ -255,7 +255,7 @@ def test_launches_overlap_the_gpu_even_where_the_schedule_does_not() -> None:
     batch = batch_of([(0, 1, 16000, 0), (2, 100, 0, 0)])
     step = model(async_scheduling=False, enforce_eager=True)
     scheduling, launching = (x.seconds for x in step._host(batch))
-    gpu_s = sum(part for name, part in step.breakdown(batch).items() if name != "host")
+    gpu_s = sum(part for name, part in step.timed(batch).breakdown().items() if name != "host")
     seconds = step.seconds(batch)
     assert seconds[0] == pytest.approx(scheduling[0] + gpu_s[0], rel=1e-4)
     assert seconds[1] == pytest.approx(scheduling[1] + launching[1], rel=0.02)
@@ -356,7 +356,7 @@ def test_small_batches_gain_less_than_their_bytes() -> None:
     times = []
     for precision, measured in ((BF16, 5.8e-3), (FP8_BLOCK_KV, 4.3e-3)):
         step = model(precision=precision)
-        low, high = step.interval(batch, np.ones(1), 1.645)
+        low, high = step.timed(batch).interval(np.ones(1), 1.645)
         assert low < measured < high
         times.append(step.seconds(batch).item())
     assert 1.0 < times[0] / times[1] < 1.6
@@ -365,11 +365,11 @@ def test_small_batches_gain_less_than_their_bytes() -> None:
 def test_tensor_parallel_is_faster_but_pays_for_its_all_reduces() -> None:
     batch = batch_of([(64, 4000, 0, 0)])
     one, four = (model(tensor_parallel_size=tp) for tp in (1, 4))
-    assert "collective" not in one.breakdown(batch)
-    assert four.breakdown(batch)["collective"].item() > 0
+    assert "collective" not in one.timed(batch).breakdown()
+    assert four.timed(batch).breakdown()["collective"].item() > 0
     assert one.seconds(batch) / 4 < four.seconds(batch) < one.seconds(batch)
     nvlink, pcie = (model(card=find_gpu(name), tensor_parallel_size=4) for name in ("h100", "l40s"))
-    assert pcie.breakdown(batch)["collective"].item() > 5 * nvlink.breakdown(batch)["collective"].item()
+    assert pcie.timed(batch).breakdown()["collective"].item() > 5 * nvlink.timed(batch).breakdown()["collective"].item()
     for step, link in ((nvlink, "nvlink"), (pcie, "pcie")):
         gradient = gradient_of(step._gpu_components(batch), np.ones(1))
         used = {name for name in gradient if name.startswith("collective")}
@@ -382,11 +382,11 @@ def test_beyond_a_node_all_reduces_cross_the_network() -> None:
     inside, across = (
         model(card=replace(h100, gpus_per_node=node), tensor_parallel_size=16, name="Qwen/Qwen3-8B") for node in (16, 8)
     )
-    fast, slow = (step.breakdown(batch)["collective"].item() for step in (inside, across))
+    fast, slow = (step.timed(batch).breakdown()["collective"].item() for step in (inside, across))
     assert slow > 3 * fast
     used = {x for x in gradient_of(across._gpu_components(batch), weights) if x.startswith("collective")}
     assert {x.split(".")[1] for x in used} == {"nvlink", "network"}
-    wide, narrow = (np.log(np.divide(*step.interval(batch, weights, 1.645)[::-1])) for step in (across, inside))
+    wide, narrow = (np.log(np.divide(*step.timed(batch).interval(weights, 1.645)[::-1])) for step in (across, inside))
     assert wide > narrow + 0.1
     one_each = model(card=replace(h100, gpus_per_node=1), tensor_parallel_size=2)
     used = {x for x in gradient_of(one_each._gpu_components(batch), weights) if x.startswith("collective")}
@@ -409,13 +409,13 @@ def test_a_layout_that_nobody_measured_is_named_and_wider() -> None:
     widths = []
     for size in (1, 2, 4, 8):
         step = model(card=find_gpu("h200"), tensor_parallel_size=size, profile=calibrated)
-        low, high = step.interval(batch, weights, 1.645)
+        low, high = step.timed(batch).interval(weights, 1.645)
         widths.append(np.log(high / low) / 2)
         assert (calibrated.layout_doubt(size) == 0) == (size == 1)
         seen = replace(calibrated, tensor_parallel=[1, size])
         assert seen.layout_doubt(size) == 0
         assert replace(calibrated, kind="imported").layout_doubt(size) == 0  # none is better known than another
-        low, high = replace(step, profile=seen).interval(batch, weights, 1.645)
+        low, high = replace(step, profile=seen).timed(batch).interval(weights, 1.645)
         assert np.log(high / low) / 2 <= widths[0] * 1.6  # all-reduces are not measured either
     assert widths[0] < 0.08
     assert 0.12 < widths[1] < 0.16
@@ -465,7 +465,7 @@ def test_a_hundred_times_the_steps_take_a_few_times_as_long() -> None:
         return min(many for _, many in pairs) / min(few for few, _ in pairs)
 
     assert ratio(step.seconds) < 8  # about 2 (1 and 2 ms); a loop over steps would take 100 times as long
-    assert ratio(lambda batch: step.interval(batch, np.ones(len(batch.decode_requests)), 1.645)) < 8
+    assert ratio(lambda batch: step.timed(batch).interval(np.ones(len(batch.decode_requests)), 1.645)) < 8
 
 
 def batch_of_steps(count: int) -> StepBatch:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import activation_peak_bytes
+from fp8plan.model.memory.activations import activation_peak_bytes
 from fp8plan.model.precision import BF16, PRESETS
 
 H200 = find_gpu("h200")

@@ -7,7 +7,7 @@ import pytest
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import cudagraph_capture_sizes, cudagraph_reserve_bytes
+from fp8plan.model.memory.plan import cudagraph_capture_sizes, cudagraph_reserve_bytes
 from fp8plan.model.precision import BF16
 
 GIB = 1 << 30

@@ -9,9 +9,9 @@ from measured_families import NATIVE_MXFP4, engine_name, engines, shape_of
 
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits, model_runner
-from fp8plan.model.memory import MemoryPlan, memory_plan
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import model_caches
+from fp8plan.model.memory.plan import MemoryPlan, memory_plan
 from fp8plan.model.precision import PRESETS
 
 H200 = find_gpu("h200")
@@ -62,8 +62,8 @@ def test_the_kv_cache_is_the_engines_own(record: dict[str, Any]) -> None:
     plan = kv_plan_of(record)
     assert plan.num_blocks == record["num_gpu_blocks"]
     assert plan.tokens == record["vllm_kv_cache_size_tokens"]
-    assert plan.block_size == record["block_size"]
-    assert plan.num_blocks * plan.block_size == record["measured_kv_cache_tokens"]
+    assert plan.kv.block_size == record["block_size"]
+    assert plan.num_blocks * plan.kv.block_size == record["measured_kv_cache_tokens"]
 
 
 @pytest.mark.parametrize("record", [x for x in engines() if "parts" in x], ids=engine_name)

@@ -7,7 +7,7 @@ import pytest
 from kv_families import FAMILIES, KIMI_FULL, NEMOTRON, built
 from kv_oracle import VLLM, Shape, of_ours, plan, specs
 
-from fp8plan.model.architecture.linear import Cache
+from fp8plan.model.architecture.mixers import Cache
 from fp8plan.model.memory.kv_plan import plan_kv_cache
 from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, indexer_cache
 

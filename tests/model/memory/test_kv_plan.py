@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_oracle import VLLM, Shape, of_ours, plan, specs, token_bytes
+from kv_oracle import VLLM, Shape, fits, of_ours, plan, specs, token_bytes
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture.linear import Cache
+from fp8plan.model.architecture.mixers import Cache
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import plan_kv_cache
 from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, indexer_cache
@@ -112,7 +112,7 @@ def test_without_the_hybrid_manager_windows_cost_as_much_as_full_attention() -> 
     plan_ = plan_kv_cache(WINDOWED, KvRules(131072, 8192, hybrid_manager=False), 1 << 30)
     assert len(plan_.groups) == 1
     assert plan_.bytes_per_token == 24 * 2048
-    assert plan_.request_bytes == 131072 * 24 * 2048
+    assert plan_.request_blocks * plan_.block_bytes == 131072 * 24 * 2048
 
 
 def test_blocks_grow_until_one_holds_a_state() -> None:
@@ -138,10 +138,10 @@ def test_0_26_keeps_a_state_for_every_block_of_some_families() -> None:
 def test_0_30_takes_the_null_block_off_and_0_26_does_not() -> None:
     caches = [LayerCache("full", 4096)] * 36
     rules = KvRules(16 * 100, 8192)
-    assert plan_kv_cache(caches, rules, num_blocks=100).fits
-    assert not plan_kv_cache(caches, rules, num_blocks=99).fits
-    assert not plan_kv_cache(caches, replace(rules, vllm="0.30"), num_blocks=100).fits
-    assert plan_kv_cache(caches, replace(rules, vllm="0.30"), num_blocks=101).fits
+    assert fits(plan_kv_cache(caches, rules, num_blocks=100))
+    assert not fits(plan_kv_cache(caches, rules, num_blocks=99))
+    assert not fits(plan_kv_cache(caches, replace(rules, vllm="0.30"), num_blocks=100))
+    assert fits(plan_kv_cache(caches, replace(rules, vllm="0.30"), num_blocks=101))
     assert plan_kv_cache(caches, rules, num_blocks=100).tokens == 1600
 
 

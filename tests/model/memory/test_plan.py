@@ -14,11 +14,7 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.hardware import find_gpu, gpus
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory import (
-    MemoryPlan,
-    check_pool,
-    memory_plan,
-)
+from fp8plan.model.memory.plan import MemoryPlan, check_pool, memory_plan
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS
 
 GIB = 1 << 30
@@ -87,8 +83,8 @@ def test_every_byte_is_accounted_for_and_none_is_promised_twice(shape, precision
         plan = memory_plan(shape, precision, g, limits)
     except CapacityError:
         return
-    pool = plan.num_gpu_blocks * plan.block_size * plan.kv_bytes_per_token
-    assert 0 <= plan.available_bytes - pool < plan.block_size * plan.kv_bytes_per_token
+    pool = plan.num_gpu_blocks * plan.kv.block_size * plan.kv.bytes_per_token
+    assert 0 <= plan.available_bytes - pool < plan.kv.block_size * plan.kv.bytes_per_token
     assert pool + plan.weights_bytes + plan.activation_bytes < g.memory_bytes
     assert plan.usable_blocks == plan.num_gpu_blocks - 1 > 0
 
@@ -136,7 +132,7 @@ def test_an_imposed_pool_is_shared_by_all_groups() -> None:
     shape = shape_of("nvidia/Nemotron-H-8B-Base-8K")
     limits = EngineLimits(num_gpu_blocks=14, max_model_len=8192, enable_prefix_caching=False)
     plan = memory_plan(shape, BF16, H200, limits)  # a state of each of six groups, and 8192 tokens in blocks of 1040
-    assert (plan.usable_blocks, plan.num_gpu_blocks, plan.block_size) == (14, 15, 1040)
+    assert (plan.usable_blocks, plan.num_gpu_blocks, plan.kv.block_size) == (14, 15, 1040)
     assert plan.kv_bytes == 15 * 4 * 1040 * 4096
     with pytest.raises(CapacityError, match=r"7 groups of layers share num_gpu_blocks 13, .* needs 14 blocks; raise"):
         memory_plan(shape, BF16, H200, replace(limits, num_gpu_blocks=13))
@@ -147,7 +143,7 @@ def test_tokens_of_a_windowed_pool_are_those_of_whole_requests() -> None:
     plan = memory_plan(shape_of("allenai/Olmo-3-1025-7B"), BF16, H200, limits)
     assert plan.kv_cache_tokens == plan.num_gpu_blocks * 8192 // (4 * 512 + 3)  # a window may begin within a block
     assert plan.pool_tokens == plan.num_gpu_blocks * 16
-    assert plan.kv_bytes_per_token == 8 * 2 * 32 * 128 * 2  # of the layers without a window
+    assert plan.kv.bytes_per_token == 8 * 2 * 32 * 128 * 2  # of the layers without a window
 
 
 def test_longest_request_stands_in_for_max_model_len() -> None:

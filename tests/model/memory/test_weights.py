@@ -4,7 +4,7 @@ import pytest
 from measured_families import shape_of
 
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.memory import loaded_weight_bytes
+from fp8plan.model.memory.plan import loaded_weight_bytes
 from fp8plan.model.precision import BF16, FP8_KV
 
 GIB = 1 << 30

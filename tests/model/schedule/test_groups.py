@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runs_of_steps import assert_runs_add_up, total
 
 from fp8plan.errors import CapacityError, ConfigError
-from fp8plan.model.architecture.linear import CacheKind
+from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.schedule.group_pool import WindowMeter, admission_cap, next_drop, pairs_read, tokens_read

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from fp8plan.jsonl import write
 from fp8plan.model.hardware import find_gpu
+from fp8plan.model.limits import LIMITS
 from fp8plan.model.precision import precision
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import recorded_limits
@@ -223,17 +224,15 @@ def log_of(job: Mapping[str, Any]) -> str:
 def engine_facts(llm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     """The limits the engine really runs with, its KV pool, kernels and memory, under the record's names."""
     config = llm.llm_engine.vllm_config
-    cache, scheduler, compilation = config.cache_config, config.scheduler_config, config.compilation_config
+    cache, compilation = config.cache_config, config.compilation_config
     log = log_of(job)
     preset = precision(job["fields"]["precision"])
     return {
-        "block_size": cache.block_size,
-        "enable_prefix_caching": bool(cache.enable_prefix_caching),
-        "max_model_len": config.model_config.max_model_len,
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-        "async_scheduling": bool(scheduler.async_scheduling),
-        "enforce_eager": bool(config.model_config.enforce_eager),
+        **{
+            limit.record: getattr(getattr(config, limit.part), limit.argument)
+            for limit in LIMITS
+            if limit.record == limit.field
+        },
         "num_gpu_blocks": cache.num_gpu_blocks,
         "measured_kv_cache_tokens": cache.num_gpu_blocks * cache.block_size,
         "vllm_kv_cache_size_tokens": getattr(cache, "kv_cache_size_tokens", None),
