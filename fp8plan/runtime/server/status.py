@@ -30,18 +30,18 @@ def status_of(
     """Return a server's status as JSON holds it.
 
     backend, fp8plan_version, model
-    precision:   preset of fp8plan that runs; None for another quantisation
+    precision:   running preset of fp8plan; None for another quantisation
     facts:       as runtime.worker.facts reads them
     kv_cache_tokens: size of the pool; None: not known
     serving, refusal: whether the weights may be used, and why not
-    weights:     "version": number of the update that serves (0: the checkpoint); "name": a client's own for it
-    kv_scales:   None with a BF16 KV cache; "source", and "scales": layer -> {"q", "k", "v", and on the host "q_host"}
-    last_update: what the last complete one wrote and checked (runtime.server.updates), and the seconds of each phase
-    last_failure: of an update since then; None if there was none
+    weights:     "version": number of the serving update (0: the checkpoint); "name": the client's name of it
+    kv_scales:   "source", and "scales": layer -> {"q", "k", "v", and on the host "q_host"}; None with a BF16 KV cache
+    last_update: the last complete update, as the worker reports it (runtime.worker.updates), with seconds of each phase
+    last_failure: error of an update since then; None without one
     sampling:    fp8plan.Sampling of the requests since the weights serve, field by field; None without any
-    under_way:   calls that keep the workers, such as "update_weights"; what they know is as of before these
+    under_way:   calls that block the workers, such as "update_weights"; all else is older than these
 
-    facts, worker: what a worker answers to fp8plan_attach and fp8plan_status; named: the client's name of the weights
+    facts, worker: a worker's answers to fp8plan_attach and fp8plan_status; named: the client's name of the weights
     """
     refusal = state.refusal or worker["refusal"]
     update = worker["last_update"]
@@ -67,12 +67,10 @@ def status_of(
 
 
 def report_of(status: Mapping[str, Any], seconds: float) -> SyncReport:
-    """The report of a sync, from what the server says of it. seconds: that it took, seen from here"""
-    update = status["last_update"]
-    scales = status["kv_scales"]
-    parts = {
-        layer: [float(found[part]) for part in PARTS] for layer, found in (scales or {"scales": {}})["scales"].items()
-    }
+    """The report of a sync, from the server's status. seconds: duration, as the client saw it"""
+    update, scales = status["last_update"], status["kv_scales"]
+    layers = scales["scales"] if scales else {}
+    parts = {layer: [float(values[part]) for part in PARTS] for layer, values in layers.items()}
     known = {field.name for field in fields(SyncReport)}
     return SyncReport(
         **{name: value for name, value in update.items() if name in known and name != "seconds"},
