@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import fields
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
@@ -26,12 +27,13 @@ from fp8plan.runtime.guard.fallback import DEPTH, Action, stepped_down
 from fp8plan.runtime.monitor.sinks import JsonLines
 from fp8plan.runtime.monitor.witness import constant
 from fp8plan.runtime.vllm_versions import check_vllm_version
+from fp8plan.runtime.weight_sync.kv_scales import PARTS
+from fp8plan.runtime.weight_sync.state import SyncReport
 
 if TYPE_CHECKING:
     from fp8plan.model.precision import Precision
     from fp8plan.runtime.monitor.monitor import Monitor
     from fp8plan.runtime.monitor.record import Step
-    from fp8plan.runtime.weight_sync.state import SyncReport
 
 # ------------------------------------------------------------------------------------------------------ settings
 
@@ -194,7 +196,7 @@ def dropped(thresholds: Mapping[str, Any]) -> tuple[Rejection, ...]:
 
 # ----------------------------------------------------------------------------------------------------------- log
 
-# Figures of a Monitor's step that go into a trainer's log, by their names in a run file; there they lose verl's prefix.
+# Figures of a Monitor's step for a trainer's log, by their names in a run file; in the log all begin with "fp8plan/".
 LOGGED: Final = (
     "rollout_corr/kl", "rollout_corr/k3_kl", "fp8plan/k3_robust", "fp8plan/ess_raw", schemas.ESS,
     schemas.CLIP_FRACTION, schemas.CLIPPED_MASS, schemas.LOST_TOKENS, schemas.LOST_SEQUENCES, schemas.TIS,
@@ -209,23 +211,15 @@ def metrics_of(step: Step, preset: Precision, report: SyncReport | None) -> dict
     """
     figures = {f"fp8plan/{name.partition('/')[2]}": step.metrics.get(name) for name in LOGGED}
     figures |= {"fp8plan/fp8_weights": float(preset.weights != "bf16"), "fp8plan/fp8_kv": float(preset.kv == "fp8")}
-    figures |= dict(_judged(step)) | dict(_synced(report))
-    return {name: value for name, value in figures.items() if value is not None}
-
-
-def _judged(step: Step) -> Iterator[tuple[str, float]]:
-    """Yield the guard's verdict: speed against the prediction, and the depth of its advice on the ladder (0: none)."""
     if step.verdict is not None:
-        yield "fp8plan/speed_ratio", step.verdict.ratio
-        yield "fp8plan/as_fast_as_predicted", float(step.verdict.as_fast)
-        yield "fp8plan/advice", float(DEPTH[step.verdict.action])
-
-
-def _synced(report: SyncReport | None) -> Iterator[tuple[str, float | None]]:
+        figures["fp8plan/speed_ratio"] = step.verdict.ratio
+        figures["fp8plan/as_fast_as_predicted"] = float(step.verdict.as_fast)
+        figures["fp8plan/advice"] = float(DEPTH[step.verdict.action])  # steps down the ladder; 0: none
     if report is not None:
-        yield "fp8plan/sync_s", report.seconds["total"]
-        yield "fp8plan/sync_compared", float(report.compared)
-        yield "fp8plan/weight_error", report.weight_error
+        figures["fp8plan/sync_s"] = report.seconds["total"]
+        figures["fp8plan/sync_compared"] = float(report.compared)
+        figures["fp8plan/weight_error"] = report.weight_error
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def safer_than(running: str, action: Action, escalate: Escalation | None) -> str | None:
@@ -238,6 +232,21 @@ def safer_than(running: str, action: Action, escalate: Escalation | None) -> str
     if action not in (Action.NONE, Action.RECALIBRATE_KV):
         return stepped_down(running, action)
     return "bf16" if escalate == Escalation.STEP_DOWN and running != "bf16" else None
+
+
+def report_of(status: Mapping[str, Any], seconds: float) -> SyncReport:
+    """The report of a sync with a server. status: as Front.status; seconds: duration, as the client saw it"""
+    update, scales = status["last_update"], status["kv_scales"]
+    layers = scales["scales"] if scales else {}
+    parts = {layer: [float(values[part]) for part in PARTS] for layer, values in layers.items()}
+    known = {field.name for field in fields(SyncReport)}
+    return SyncReport(
+        **{name: value for name, value in update.items() if name in known and name != "seconds"},
+        seconds=update["seconds"] | {"total": seconds},
+        kv_scales=parts if scales else None,
+        kv_source=scales and scales["source"],
+        scored_k3=None,
+    )
 
 
 # --------------------------------------------------------------------------------------------------- checkpoints

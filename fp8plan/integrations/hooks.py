@@ -3,24 +3,21 @@
     batches = running(settings_at())
     correction = batches.correct(train_logprobs, rollout_logprobs, mask)
 
-A process has one for each HookSettings. A step ends when an optimiser of this process has stepped
-(torch.optim.optimizer.register_optimizer_step_post_hook). Optimisers that step with no micro-batch in between count
-once. All micro-batches of a step get the same thresholds, which follow from the steps before: one step later than with
-`Monitor.step`. The controller's limits (max_clipped, min_kept) hold in the batch that it saw. A loss that is computed
-twice (recomputation) counts twice, which leaves every mean as it is.
+A process has one for each HookSettings. A step ends when an optimiser of this process has stepped (a post hook of
+torch's). Optimisers that step with no micro-batch in between count once. All micro-batches of a step get the same
+thresholds, which follow from the steps before: one step later than with `Monitor.step`. The controller's limits
+(max_clipped, min_kept) hold in the batch that it saw. A loss that is computed twice (recomputation) counts twice, which
+leaves every mean as it is. Nothing is saved with the trainer's checkpoints.
 
 Ranks that share add up their sums when their optimisers step, so all have the same thresholds and rank 0 writes the
 run file of all. With Megatron these are the ranks of its data-parallel group, elsewhere all ranks. Each must have
 called the function before its first optimiser step, and step equally often, or the others wait for ever. Ranks that do
 not share have thresholds of their own shard, and the run file has rank 0's shard only.
 
-Nothing is saved with the trainer's checkpoints: a resumed run begins with the initial thresholds.
-
-The settings are one JSON file, named by FP8PLAN_MONITOR or in the trainer's own configuration.
+The settings are one JSON file, named by FP8PLAN_MONITOR or in the trainer's own configuration. Without a file all have
+their defaults: token TIS that begins at C = 2.
 
     {"tis": 2.0, "plan": "plan.json", "run_file": "run.jsonl"}
-
-Without a file all settings have their defaults: token TIS that begins at C = 2.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ def correct(
 
     batches = running(settings_at(), sampling=sampling_in(args))
     lengths = total_lengths, response_lengths
-    train, rollout = (torch.cat(_whole(parts, *lengths)).detach() for parts in (train_log_probs, rollout_log_probs))
+    logprobs = train_log_probs, rollout_log_probs
+    train, rollout = (torch.cat(_across_ranks(parts, *lengths, gather=True)).detach() for parts in logprobs)
     correction = batches.correct(train, rollout, torch.cat(loss_masks), lengths=response_lengths)
     weights, mask = torch.as_tensor(correction.weights), torch.as_tensor(correction.mask)
     log_ratio = (train - rollout).float()
@@ -62,7 +63,8 @@ def correct(
     }
     thresholds = {name: bound for name, bound in batches.figures(correction).items() if "threshold" in name}
     figures |= {name: torch.full_like(log_ratio, bound) for name, bound in thresholds.items()}
-    local = {name: torch.cat(_own(whole.split(response_lengths), *lengths)) for name, whole in figures.items()}
+    responses = {name: figure.split(response_lengths) for name, figure in figures.items()}
+    local = {name: torch.cat(_across_ranks(whole, *lengths, gather=False)) for name, whole in responses.items()}
     if not args.use_tis:
         return pg_loss, loss_masks, local
     return pg_loss * local["fp8plan/weight"], list(mask.split(response_lengths)), local
@@ -87,25 +89,12 @@ def sampling_in(args: Any) -> Sampling | None:
     )
 
 
-def _whole(parts: Any, total_lengths: list[int], response_lengths: list[int]) -> list[torch.Tensor]:
-    """Whole responses, gathered from the parts of all context-parallel ranks."""
-    if not _divided():
-        return list(parts)
-    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
-
-    return [all_gather_with_cp(*part) for part in zip(parts, total_lengths, response_lengths, strict=True)]
-
-
-def _own(whole: Any, total_lengths: list[int], response_lengths: list[int]) -> list[torch.Tensor]:
-    """This context-parallel rank's parts of whole responses."""
-    if not _divided():
-        return list(whole)
-    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
-
-    return [slice_log_prob_with_cp(*response) for response in zip(whole, total_lengths, response_lengths, strict=True)]
-
-
-def _divided() -> bool:
-    """True if responses are divided over context-parallel ranks."""
+def _across_ranks(parts: Any, total_lengths: list[int], response_lengths: list[int], gather: bool) -> list[Any]:
+    """Whole responses from this context-parallel rank's parts, or with gather=False its parts of whole responses."""
     state = megatron()
-    return state is not None and state.get_context_parallel_world_size() > 1
+    if state is None or state.get_context_parallel_world_size() == 1:
+        return list(parts)
+    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
+
+    convert = all_gather_with_cp if gather else slice_log_prob_with_cp
+    return [convert(*response) for response in zip(parts, total_lengths, response_lengths, strict=True)]

@@ -34,7 +34,7 @@ class Served:
 
     url:    its address
     config: its VllmConfig as a JSON tree
-    status: its status of fp8plan (runtime.server.status); None if it has none
+    status: its status of fp8plan (runtime.server.front.Front.status); None if it has none
     """
 
     url: str

@@ -12,11 +12,10 @@ from typing import Any, Final
 from accelerate.utils import broadcast_object_list
 
 from fp8plan.errors import ConfigError, Fp8PlanError, SyncError
-from fp8plan.integrations.common import safer_than
+from fp8plan.integrations.common import report_of, safer_than
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.colocated import PolicyTensors
 from fp8plan.model.emit.trl import server_command
-from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.judge import Judge
@@ -26,7 +25,6 @@ from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.guard import Guard, Verdict
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, facts_of
 from fp8plan.runtime.monitor.sinks import warn
-from fp8plan.runtime.server.status import report_of
 from fp8plan.runtime.weight_sync.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -60,11 +58,6 @@ def limits_of(config: Mapping[str, Any], on_cpu: bool) -> EngineLimits:
         "enable_expert_parallel": parallel.get("enable_expert_parallel"),
     }
     return EngineLimits(**{name: value for name, value in limits.items() if value is not None})
-
-
-def gpu_of(served: Served) -> str:
-    """The name of the server's GPU; "auto" if the server has no status of fp8plan."""
-    return find_gpu(served.status["facts"]["device"]).name if served.status else "auto"
 
 
 def check_server(served: Served, launched: Launch) -> None:

@@ -36,7 +36,7 @@ from fp8plan.integrations.common import (
 from fp8plan.integrations.trl import settings as planning
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.colocated import PlannedGeneration
-from fp8plan.integrations.trl.server import PlannedServer, ServerEngine, check_server, gpu_of, limits_of
+from fp8plan.integrations.trl.server import PlannedServer, ServerEngine, check_server, limits_of
 from fp8plan.integrations.trl.settings import check_trl, generating_with
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -196,7 +196,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _connect(self, generation: PlannedServer, served: Served, client: PlannedClient | None) -> ServerEngine:
         """Check the server; with plan="auto", plan for it first."""
         model = generation.model.name_or_path
-        gpu = "cpu" if served.status is None and self.accelerator.device.type == "cpu" else gpu_of(served)
+        fallback = "cpu" if self.accelerator.device.type == "cpu" else "auto"
+        gpu = find_gpu(served.status["facts"]["device"]).name if served.status else fallback
         on_cpu = find_gpu(gpu).is_cpu
         if self.plan is None:
             self._plan_for(model, gpu, limits_of(served.config, on_cpu), self.args.generation_batch_size)

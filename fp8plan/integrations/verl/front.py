@@ -16,13 +16,6 @@ from fp8plan.runtime.server.front import Front
 from fp8plan.runtime.server.rollout import enough
 
 
-def of_verl(sampling_params: Any) -> bool:
-    """True for verl's own request, with vLLM's default of cumulative outputs; requests over HTTP name another kind."""
-    from vllm.sampling_params import RequestOutputKind
-
-    return bool(sampling_params.output_kind is RequestOutputKind.CUMULATIVE)
-
-
 async def two_outputs(
     engine: Any, prompt: Any, sampling_params: Any, request_id: str, **more: Any
 ) -> AsyncGenerator[Any]:
@@ -56,7 +49,7 @@ class VerlFront(Front):
     verl sends weights while the KV cache is asleep. They serve once nothing sleeps, as the scales of an FP8 cache are
     measured by running prompts.
 
-    seen: the status (runtime.server.status) when weights last began to serve; a sleeping worker cannot answer
+    seen: the status when weights last began to serve; a sleeping worker cannot answer
     """
 
     def __init__(self, engine: Any) -> None:
@@ -102,8 +95,13 @@ class VerlFront(Front):
         await self._serve_new()
 
     def _outputs(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
-        """Return the outputs of a request: two for verl's own, vLLM's for one over HTTP."""
-        if of_verl(sampling_params):
+        """Return the outputs of a request: two for verl's own, vLLM's for one over HTTP.
+
+        verl leaves the kind of outputs at vLLM's default, cumulative; requests over HTTP name another.
+        """
+        from vllm.sampling_params import RequestOutputKind
+
+        if sampling_params.output_kind is RequestOutputKind.CUMULATIVE:
             return two_outputs(self.engine, prompt, sampling_params, request_id, **more)
         return super()._outputs(prompt, sampling_params, request_id, **more)
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainer, trainer_base
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.integrations.common import announce, load_state, metrics_of, safer_than, save_state, settings_of
+from fp8plan.integrations.common import announce, load_state, metrics_of, report_of, safer_than, save_state, settings_of
 from fp8plan.integrations.verl.settings import (
     CORRECTION,
     TRAINER,
@@ -35,11 +36,10 @@ from fp8plan.runtime.correction.verl import from_verl
 from fp8plan.runtime.engine.options import remarks
 from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.guard.guard import Guard
-from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.guard.observation import Observation
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.record import Step
-from fp8plan.runtime.server.status import report_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class PlannedTrainer:
         refuse(config)
         self._correction, self.plan = started_with(plan_of(config, self._settings), config, self._settings)
         self._planned, self._sampling = self.plan.setup(), sampling_in(config.actor_rollout_ref.rollout)
-        self._settings.controller(self._correction)  # bad settings are refused before engines start
+        self._controller = self._settings.controller(self._correction)  # bad settings raise before engines start
         announce(self.plan, self._settings.plan or "auto", self._settings.choice)
         for text in (*self.plan.reasons, *self.plan.warnings):
             logger.info("fp8plan: %s", text)
@@ -82,7 +82,14 @@ class PlannedTrainer:
     def init(self) -> None:
         """Start and sync the engines, as verl does, and then the Monitor."""
         super().init()  # type: ignore[misc]
-        self.monitor = monitor_for(self.plan, self._correction, self._settings, self._seen()[0]["facts"], self._timed)
+        facts, guard = self._seen()[0]["facts"], None
+        if self._timed:
+            try:
+                guard = Guard(facts)
+            except Fp8PlanError as error:  # a GPU without a profile
+                logger.warning("fp8plan does not compare rollouts with a prediction: %s", error)
+        sinks = self._settings.sinks()
+        self.monitor = Monitor(self._correction, self._controller, sinks, plan=self.plan, guard=guard, facts=facts)
         if self.global_steps:
             self._load_state()
 
@@ -101,8 +108,7 @@ class PlannedTrainer:
 
         def correct(data: Any, _: Any) -> tuple[Any, dict[str, float]]:
             corrected.append(True)
-            step, figures = self._step(data)
-            return corrected_by(step, data), figures
+            return data, self._step(data)
 
         with correcting_with(correct):
             computed = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
@@ -113,8 +119,8 @@ class PlannedTrainer:
             )
         return computed
 
-    def _step(self, data: Any) -> tuple[Step, dict[str, float]]:
-        """Let the Monitor see a batch. Return its step, and the figures for verl's log."""
+    def _step(self, data: Any) -> dict[str, float]:
+        """Let the Monitor see a batch, and write its mask and weights there. Return the figures for verl's log."""
         seen = self._seen()
         rollouts = [server["rollout"] for server in seen if server["rollout"] is not None] if self._timed else []
         slowest = max(rollouts, key=lambda rollout: rollout["seconds"], default=None)  # the rollout ends with it
@@ -126,12 +132,15 @@ class PlannedTrainer:
             rollout=None if slowest is None else Observation(**slowest),
             sampling=Sampling.mixed(rollout["sampling"] for rollout in rollouts) or self._sampling,
         )
+        batch["response_mask"] = torch.as_tensor(step.mask).to(batch["response_mask"].dtype)
+        if step.weights is not None:
+            batch["rollout_is_weights"] = torch.as_tensor(step.weights)
         status = seen[0]["status"]
         report = None if status["last_update"] is None else report_of(status, status["last_update"]["seconds"]["total"])
         metrics = {name: figure for name, figure in step.metrics.items() if figure is not None}
         of_verl = {name: figure for name, figure in metrics.items() if name.startswith("rollout_corr/")}
         self._advise(step)
-        return step, of_verl | metrics_of(step, self._planned.precision, report)
+        return of_verl | metrics_of(step, self._planned.precision, report)
 
     def _advise(self, step: Step) -> None:
         """Log what the guard, or else the controller, advises: verl's engines are not started again in a run."""
@@ -182,32 +191,3 @@ def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[Correctio
     if of_verl.get("rollout_is") is None and of_verl.get("rollout_rs") is None:
         return settings_of(plan.thresholds), plan
     return from_verl(OmegaConf.to_container(of_verl, resolve=True)), replace(plan, thresholds={})
-
-
-def monitor_for(
-    plan: Plan, correction: CorrectionSettings, settings: Settings, facts: EngineFacts, timed: bool
-) -> Monitor:
-    """The Monitor of a run.
-
-    facts: of one of its engines
-    timed: whether rollouts are timed; without that, or without a profile of the GPU, there is no guard
-    """
-    guard = None
-    if timed:
-        try:
-            guard = Guard(facts)
-        except Fp8PlanError as error:
-            logger.warning("fp8plan does not compare rollouts with a prediction: %s", error)
-    controller = settings.controller(correction)
-    return Monitor(correction, controller, settings.sinks(), plan=plan, guard=guard, facts=facts)
-
-
-def corrected_by(step: Step, data: Any) -> Any:
-    """verl's batch with a step's mask, and its weights if it has any, in the dtypes of verl's own."""
-    import torch
-
-    batch = data.batch
-    batch["response_mask"] = torch.as_tensor(step.mask).to(batch["response_mask"].dtype)
-    if step.weights is not None:
-        batch["rollout_is_weights"] = torch.as_tensor(step.weights)
-    return data

@@ -30,7 +30,6 @@ from fp8plan.runtime.engine.options import refuse_prompts
 from fp8plan.runtime.mismatch.sampling import RAW, Sampling
 from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.rollout import finished
-from fp8plan.runtime.server.status import status_of
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,
@@ -41,6 +40,8 @@ from fp8plan.runtime.weight_sync.kv_calibration import (
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.weight_sync.procedure import clean
 from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncSettings, SyncState, rpc
+from fp8plan.runtime.worker.facts import preset_of
+from fp8plan.version import __version__
 
 LAST_SEQUENCES: Final = "the last sequences that were generated"
 # Hundredths of a second in which a request that vLLM does not count yet shows tokens, or ends if it was aborted.
@@ -107,8 +108,20 @@ class Front:
         return front
 
     async def status(self) -> dict[str, Any]:
-        """Return the status (runtime.server.status). While a call blocks the workers, as one that waits for a trainer
-        does, their last answer counts."""
+        """Return the server's status as JSON holds it, as GET /fp8plan/status answers it.
+
+        backend, fp8plan_version, model
+        precision:   running preset of fp8plan; None for another quantisation
+        facts:       as runtime.worker.facts reads them
+        kv_cache_tokens: size of the pool; None: not known
+        serving, refusal: whether the weights may be used, and why not
+        weights:     "version": number of the serving update (0: the checkpoint); "name": the client's name of it
+        kv_scales:   "source", and "scales": layer -> {"q", "k", "v", on the host "q_host"}; None with a BF16 KV cache
+        last_update: the last complete update (runtime.worker.updates), with the seconds of each phase
+        last_failure: error of an update since then; None without one
+        sampling:    fp8plan.Sampling of the requests since the weights serve, field by field; None without any
+        under_way:   calls that block the workers, such as "update_weights"; the workers' last answer counts meanwhile
+        """
         if not self._under_way:
             asking, kept = asyncio.create_task(self._ask()), asyncio.create_task(self._kept.wait())
             try:
@@ -118,19 +131,27 @@ class Front:
             finally:
                 asking.cancel()
                 kept.cancel()
-        cache = self.engine.vllm_config.cache_config
-        return status_of(
-            self.state,
-            self.facts,
-            **self._answered,
-            model=self.engine.vllm_config.model_config.model,
-            kv_cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size or None,
-            kv_source=self.kv_source,
-            serve_s=self.serve_s,
-            failure=self.failure,
-            sampling=self.sampling,
-            under_way=tuple(self._under_way),
-        )
+        config, worker = self.engine.vllm_config, self._answered["worker"]
+        cache, update, refusal = config.cache_config, worker["last_update"], self.state.refusal or worker["refusal"]
+        if update is not None:
+            update = update | {"seconds": update["seconds"] | {"kv_scales": self.serve_s}}
+        scales = {"source": self.kv_source, "scales": worker["kv_scales"]} if self.state.fp8_kv else None
+        return {
+            "backend": "fp8plan",
+            "fp8plan_version": __version__,
+            "model": config.model_config.model,
+            "precision": preset_of(self.facts),
+            "facts": dict(self.facts),
+            "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size or None,
+            "serving": refusal is None,
+            "refusal": refusal,
+            "weights": {"version": worker["version"], "name": self._answered["named"]},
+            "kv_scales": scales,
+            "last_update": update,
+            "last_failure": self.failure,
+            "sampling": None if self.sampling is None else self.sampling.to_dict(),
+            "under_way": list(self._under_way),
+        }
 
     # ------------------------------------------------------------------------------------ in place of vLLM's calls
 

@@ -121,9 +121,10 @@ class LifecycleFront(Front):
                 await self._called("finish_weight_update")
 
 
-ANOTHER: Final = "this server has another weight-transfer backend; type: "
+ANOTHER: Final = (
+    'this server has another weight-transfer backend; type: --weight-transfer-config \'{"backend": "fp8plan"}\''
+)
 RESUME: Final = "/resume"
-TYPE: Final = """--weight-transfer-config '{"backend": "fp8plan"}'"""
 
 router = APIRouter()
 
@@ -137,9 +138,9 @@ class Rollout(BaseModel, extra="forbid"):
 
 @router.get(STATUS)
 async def status(request: Request) -> JSONResponse:
-    """Answer the status (runtime.server.status); 404 on a server with another backend."""
+    """Answer the status (Front.status); 404 on a server with another backend."""
     front = _front(request)
-    return _refused(404, ANOTHER + TYPE) if front is None else JSONResponse(await front.status())
+    return _refused(404, ANOTHER) if front is None else JSONResponse(await front.status())
 
 
 @router.post(ROLLOUT)
@@ -149,7 +150,7 @@ async def rollout(wanted: Rollout, raw_request: Request) -> Response:
     """Answer tokens and log-probs of responses to many prompts; 400 for a request that is refused."""
     front = _front(raw_request)
     if front is None:
-        return _refused(404, ANOTHER + TYPE)
+        return _refused(404, ANOTHER)
     try:
         config = front.engine.vllm_config.model_config
         responses = await rolled_out(front.generate, config, wanted.prompts, wanted.sampling)

@@ -67,16 +67,9 @@ def _layers(models: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Point]:
         shape = ModelShape.from_hf(name)
         yield Point("norm", {"m": m, "hidden": shape.hidden_size})
         yield from (Point("activation", {"m": m, "inner": mlp.inner}) for mlp, _ in shape.parts_of(Mlp))
-        yield from (Point("rotary", {"m": m} | heads_of(part)) for part, _ in shape.parts_of(Attention))
-
-
-def heads_of(attention: Attention) -> dict[str, Any]:
-    return {
-        "heads": attention.heads,
-        "kv_heads": attention.kv_heads,
-        "head_dim": attention.head_dim,
-        "qk_norm": attention.qk_norm != "none",
-    }
+        for part, _ in shape.parts_of(Attention):
+            heads = {"heads": part.heads, "kv_heads": part.kv_heads, "head_dim": part.head_dim}
+            yield Point("rotary", {"m": m} | heads | {"qk_norm": part.qk_norm != "none"})
 
 
 def _sampling(rows: tuple[int, ...], vocabularies: tuple[int, ...]) -> Iterator[Point]:
@@ -112,15 +105,6 @@ def compiled(kernel: str, **shape: Any) -> Callable[..., Any]:
         torch._dynamo.mark_dynamic(tensor, 0)
     function(*rows, *fixed)
     return function
-
-
-def norm_inputs(m: int, hidden: int) -> tuple[list[Any], list[Any]]:
-    """Inputs of native_ops.norm: (tensors with m rows, the rest). The next two functions return the same pair."""
-    return [random_normal(m, hidden), random_normal(m, hidden)], [random_normal(hidden)]
-
-
-def activation_inputs(m: int, inner: int) -> tuple[list[Any], list[Any]]:
-    return [random_normal(m, 2 * inner)], []
 
 
 def rotary_inputs(m: int, heads: int, kv_heads: int, head_dim: int, qk_norm: bool) -> tuple[list[Any], list[Any]]:
@@ -193,9 +177,10 @@ def _sampler_v2(vocabulary: int) -> Any:
     return sampler
 
 
+# Inputs of each function in native_ops: (tensors with m rows, the rest).
 INPUTS: dict[str, Callable[..., tuple[list[Any], list[Any]]]] = {
-    "norm": norm_inputs,
-    "activation": activation_inputs,
+    "norm": lambda m, hidden: ([random_normal(m, hidden), random_normal(m, hidden)], [random_normal(hidden)]),
+    "activation": lambda m, inner: ([random_normal(m, 2 * inner)], []),
     "rotary": rotary_inputs,
 }
 SAMPLERS = {"sampling.v1": sampler_v1, "sampling.v2": sampler_v2}

@@ -181,19 +181,18 @@ class Bench:
 
     def _layers(self, kernel: Any, n: int, k: int) -> list[Any]:
         """Layers with weights and scales in the kernel's layout, as after loading a model."""
-        return [self._layer(kernel, weight) for weight in self._weights("fp8", n, k)]
-
-    def _layer(self, kernel: Any, weight: torch.Tensor) -> Any:
         import torch
 
-        n, k = weight.shape
-        scales = torch.rand(-(-n // BLOCK), -(-k // BLOCK), device="cuda").add_(0.5).mul_(2e-4)
-        layer: Any = torch.nn.Module()
-        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        layer.weight_scale_inv = torch.nn.Parameter(scales, requires_grad=False)
-        layer.input_scale, layer.weight_block_size = None, [BLOCK, BLOCK]
-        kernel.process_weights_after_loading(layer)
-        return layer
+        layers: list[Any] = []
+        for weight in self._weights("fp8", n, k):
+            scales = torch.rand(-(-n // BLOCK), -(-k // BLOCK), device="cuda").add_(0.5).mul_(2e-4)
+            layer: Any = torch.nn.Module()
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            layer.weight_scale_inv = torch.nn.Parameter(scales, requires_grad=False)
+            layer.input_scale, layer.weight_block_size = None, [BLOCK, BLOCK]
+            kernel.process_weights_after_loading(layer)
+            layers.append(layer)
+        return layers
 
 
 @cache

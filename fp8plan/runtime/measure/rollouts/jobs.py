@@ -87,8 +87,8 @@ def jobs(cells: Path, options: Options) -> list[dict[str, Any]]:
             continue
         if options.gpu is not None:
             setting = setting | {"gpu": options.gpu}
-        if "config" in setting:
-            setting = setting | {"config": str((cells.parent / setting["config"]).resolve())}
+        folder = (cells.parent / setting["config"]).resolve() if "config" in setting else setting["model"]
+        setting = setting | {"source": str(folder)}  # the place of the model's config
         for name in setting["precisions"]:
             if not options.precisions or name in options.precisions:
                 every.append(_job(setting, number, precision(name).name, release, done, options))
@@ -112,23 +112,22 @@ def _job(
 ) -> dict[str, Any]:
     workloads = [_workload(row, f"workload {i} of setting {number}") for i, row in enumerate(setting["workloads"])]
     limits = _limits(setting, workloads)
-    shape, source, gpu = _shape(setting), _source(setting), setting["gpu"]
+    shape, source, gpu = _shape(setting), setting["source"], setting["gpu"]
     planned = workloads if shape else []
     plans = [plan(source, gpu, w, limits=limits, precisions=[name], engine_version=release) for w in planned]
     setup = plans[0].setup() if plans else EngineSetup(source, gpu, name, limits)
     routed = shape is None or bool(shape.parts_of(Experts))
     same = _same_in_all_runs(setting, name, limits, release, options, routed)
+    choices = [each.select() for each in plans]
+    texts = [f"predicted {choice.makespan_s:.1f} s, {choice.preemptions} preemptions" for choice in choices]
+    predictions = texts or ["without a prediction"] * len(workloads)
     work = []
-    for number_of_row, (row, workload) in enumerate(zip(setting["workloads"], workloads, strict=True)):
+    for row, workload, predicted in zip(setting["workloads"], workloads, predictions, strict=True):
         repeats = row.get("repeats", setting.get("repeats", 1))
         cell = _cell(row, workload, same, repeats) | {"warmup": row.get("warmup", options.warmup)}
         cell["runs"] = [run for run in cell["runs"] if run["key"] not in done]
         if cell["runs"] and (not options.workloads or cell["workload"] in options.workloads):
-            expected = "without a prediction"
-            if plans:
-                choice = plans[number_of_row].select()
-                expected = f"predicted {choice.makespan_s:.1f} s, {choice.preemptions} preemptions"
-            note(f"to do: {setting['model']} {name}: {cell['workload']} x {len(cell['runs'])}, {expected} each")
+            note(f"to do: {setting['model']} {name}: {cell['workload']} x {len(cell['runs'])}, {predicted} each")
             work.append(cell)
     label = f"{setting['model'].rstrip('/').rpartition('/')[2]}.{name}" + (f".{number}" if number else "")
     return {
@@ -147,16 +146,11 @@ def _job(
     }
 
 
-def _source(setting: dict[str, Any]) -> str:
-    """The place of the model's config."""
-    return str(setting.get("config", setting["model"]))
-
-
 def _shape(setting: dict[str, Any]) -> ModelShape | None:
     """The model's shape; None, with a note, if its config is found and fp8plan cannot read it."""
-    find_config(_source(setting))
+    find_config(setting["source"])
     try:
-        return ModelShape.from_hf(_source(setting))
+        return ModelShape.from_hf(setting["source"])
     except ConfigError as error:
         note(f"{setting['model']} is measured without a prediction: {error}")
         return None
@@ -173,7 +167,7 @@ def _workload(row: Any, where: str) -> Workload:
 def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
     """Limits of one engine for all workloads. By default max_model_len holds the longest request of all."""
     imposed = {name: setting[name] for name in LIMITS & setting.keys()}
-    limits = default_limits(find_gpu(setting["gpu"]), _source(setting), **imposed)
+    limits = default_limits(find_gpu(setting["gpu"]), setting["source"], **imposed)
     if (tokens := setting.get("kv_cache_tokens")) is not None:
         limits = replace(limits, num_gpu_blocks=tokens // limits.block_size - 1)  # as `validate` reads the record
     return limits.holding(max(w.prompt_lengths.longest + w.response_lengths.longest for w in workloads))
@@ -184,7 +178,7 @@ def _kwargs(setup: EngineSetup, setting: dict[str, Any], readable: bool, options
 
     readable: fp8plan knows the model; else vLLM picks the limits in BY_LAYERS, unless the setting does
     """
-    config = {name: value for name, value in find_config(_source(setting))[0].items() if not name.startswith("_")}
+    config = {name: value for name, value in find_config(setting["source"])[0].items() if not name.startswith("_")}
     folder = options.beside("configs").resolve() / setting["model"].strip("./").replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")

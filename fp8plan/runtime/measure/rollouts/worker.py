@@ -122,15 +122,14 @@ class StepKernels:
         steps, durations = self.steps - self.left, defaultdict(list)
         if not steps:
             return Recorded([], 0.0, 0.0)
-        begun, ended = [], []
+        times = []
         results: Any = self.profile.profiler
         for event in results.kineto_results.events():
             if event.device_type().name == "CUDA" and not event.name().startswith(ANNOTATIONS):
                 durations[event.name()[:LONGEST_NAME]].append(event.duration_ns() / 1e3)
-                begun.append(event.start_ns())
-                ended.append(event.start_ns() + event.duration_ns())
+                times += [event.start_ns(), event.start_ns() + event.duration_ns()]
         rows = [(name, round(len(us) / steps, 2), round(sum(us) / steps, 2)) for name, us in durations.items()]
-        span = (max(ended, default=0) - min(begun, default=0)) / 1e3
+        span = (max(times, default=0) - min(times, default=0)) / 1e3
         return Recorded(sorted(rows, key=lambda row: -row[2]), self.tokens / steps, round(span / steps, 2))
 
 
