@@ -9,10 +9,10 @@ thresholds, which follow from the steps before: one step later than with `Monito
 (max_clipped, min_kept) hold in the batch that it saw. A loss that is computed twice (recomputation) counts twice, which
 leaves every mean as it is. Nothing is saved with the trainer's checkpoints.
 
-Ranks that share add up their sums when their optimisers step, so all have the same thresholds and rank 0 writes the
-run file of all. With Megatron these are the ranks of its data-parallel group, elsewhere all ranks. Each must have
-called the function before its first optimiser step, and step equally often, or the others wait for ever. Ranks that do
-not share have thresholds of their own shard, and the run file has rank 0's shard only.
+Ranks that share add up their sums when their optimisers step. All have the same thresholds, and rank 0 writes the run
+file of all. With Megatron these are the ranks of its data-parallel group, elsewhere all ranks. Each must have called
+the function before its first optimiser step, and step equally often, or the others wait for ever. Ranks that do not
+share have thresholds of their own shard, and the run file has rank 0's shard only.
 
 The settings are one JSON file, named by FP8PLAN_MONITOR or in the trainer's own configuration. Without a file all have
 their defaults: token TIS that begins at C = 2.

@@ -13,8 +13,8 @@ weights correct FP8 and staleness together. It does not see how the orchestrator
 settings, as {"top_p": 0.95}.
 
 Ranks share only with `"share": true` in the settings. Leave it out if a rank's first step may have no token of the rl
-component (mixed with ce or ref_kl), or if the optimiser steps in the backward pass (CPU offload). The other ranks would
-wait for ever.
+component (mixed with ce or ref_kl): the other ranks would wait for ever. Leave it out also with an optimiser that steps
+in the backward pass (CPU offload).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Seconds of GPU kernels, and the random data and the vLLM configuration that they run with.
 
-Many calls on cold weights are captured in one CUDA graph, as a step of the engine is a graph replay, without launch
+Many calls on cold weights are captured in one CUDA graph: a step of the engine is a graph replay, too, without launch
 gaps from Python. `graph_seconds` is too short for the power limit to matter. `sustained_seconds` runs until clock and
 power have settled, and reads them (fp8plan.model.cost.power).
 """

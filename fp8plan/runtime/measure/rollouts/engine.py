@@ -1,7 +1,7 @@
 """One engine, all its workloads: the child process of `fp8plan.runtime.measure.rollouts.run`.
 
-It reads a job (JSON, made by `rollouts.jobs`), starts `vllm.LLM` with random weights, warms up so that timed runs
-compile no kernel, and appends one rollout record for each timed run to the job's output. A run that a slow host or a
+It reads a job (JSON, made by `rollouts.jobs`), starts `vllm.LLM` with random weights, and warms up so that timed runs
+compile no kernel. It appends a rollout record for each timed run to the job's output. A run that a slow host or a
 compiled kernel disturbed is timed again.
 """
 

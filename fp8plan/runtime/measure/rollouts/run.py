@@ -10,7 +10,7 @@ CELLS.json is a list of engine settings:
                      "response_lengths": "lognormal:mean=1000,sigma=0.8,max=6000", "seed": 0, "repeats": 3,
                      "warmup": "short"}]}]
 
-Each precision of a setting is one engine in a process of its own, with random weights of the model's shape and the
+Each precision of a setting is one engine in a process of its own. It has random weights of the model's shape, and the
 arguments and environment that a Plan emits. Each record is written at once; runs with a record in the output are
 skipped. A run in which a kernel was compiled or the host was slow (rollouts.host) is repeated a few times. The least
 disturbed attempt is the record. Beside the output lie

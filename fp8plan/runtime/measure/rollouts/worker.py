@@ -136,7 +136,7 @@ class StepKernels:
 def spread_routers(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
     """Give routers weights of standard deviation 1 / sqrt(hidden), norms the weight 1, and all biases 0.
 
-    With vLLM's dummy weights, all within 0.001 of zero, a router's scores differ by less than BF16 resolves or than a
+    vLLM's dummy weights are within 0.001 of zero. A router's scores then differ by less than BF16 resolves or than a
     learned bias, and every token goes to the same experts. The biases of linears are as large as the embeddings, and
     decide the routing after some layers. Weights are changed in place, as captured CUDA graphs use them. Without
     routers nothing is changed. Return the number of routers.
