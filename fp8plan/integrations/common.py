@@ -1,19 +1,18 @@
-"""A plan for a trainer that starts: the one that it was given, or one made from the trainer's own settings.
-
-A plan's thresholds as the correction of a trainer's batches, and a Monitor's step as figures for a trainer's log.
-
-A Monitor's state in the checkpoints of a trainer: the thresholds, and the guard's memory.
-"""
+"""The shared part of all trainers' integrations: settings, plan, correction, log and checkpoints."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import fields
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+
+import msgspec
 
 from fp8plan import schemas
+from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import parse
 from fp8plan.model.hardware import find_gpu
@@ -21,53 +20,112 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as make_plan
 from fp8plan.model.workload import Fixed, Lengths, LogNormal, Workload
+from fp8plan.runtime.controller.laws import AdaptiveThresholds, Controller
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode, Rejection, Thresholds
 from fp8plan.runtime.guard.fallback import DEPTH, Action, stepped_down
+from fp8plan.runtime.monitor.sinks import JsonLines
+from fp8plan.runtime.monitor.witness import constant
 from fp8plan.runtime.vllm_versions import check_vllm_version
+from fp8plan.runtime.weight_sync.kv_scales import PARTS
+from fp8plan.runtime.weight_sync.state import SyncReport
 
 if TYPE_CHECKING:
     from fp8plan.model.precision import Precision
     from fp8plan.runtime.monitor.monitor import Monitor
     from fp8plan.runtime.monitor.record import Step
-    from fp8plan.runtime.weight_sync.state import SyncReport
+
+# ------------------------------------------------------------------------------------------------------ settings
+
+
+class TrainerSettings(msgspec.Struct, frozen=True):
+    """The settings that users write in any trainer's configuration. Every key may be left out.
+
+    plan:       path of a plan's JSON
+    thresholds: "constant", or "adaptive" (AdaptiveThresholds)
+    target_kl:  KL in nats per token up to which adaptive thresholds stay; null: as the plan expects, or the law's own
+    limit_kl:   KL in nats per token above which the alarm sounds; null: likewise
+    run_file:   path of a file for `fp8plan monitor`; null: none is written
+    """
+
+    plan: str | None = None
+    thresholds: Literal["constant", "adaptive"] = "constant"
+    target_kl: float | None = None
+    limit_kl: float | None = None
+    run_file: str | None = None
+
+    def controller(self, correction: CorrectionSettings, plan: Plan | None = None) -> Controller:
+        """The law of a correction's thresholds. The plan's thresholds go before the correction's.
+
+        Raises ConfigError for settings that the law or the correction does not go with.
+        """
+        levels = {"target_kl": self.target_kl, "limit_kl": self.limit_kl}
+        kl: dict[str, Any] = {name: level for name, level in levels.items() if level is not None}
+        if self.thresholds == "constant":
+            if "target_kl" in kl:
+                raise ConfigError('target_kl with constant thresholds, which have none; allowed: thresholds "adaptive"')
+            return constant(correction, plan, **kl)
+        if correction.level is None:
+            raise ConfigError('thresholds is "adaptive" and nothing is corrected; allowed: "constant"')
+        start = correction.thresholds
+        return AdaptiveThresholds(start.tis, start.band, correction.level, **kl)
+
+    def sinks(self) -> list[JsonLines]:
+        """The run file, if there is one. Raises ConfigError for a folder that does not exist."""
+        return [] if self.run_file is None else [JsonLines(self.run_file)]
+
+
+S = TypeVar("S", bound=TrainerSettings)
+
+
+def read_settings(data: Any, kind: type[S], where: str, example: str) -> S:
+    """Convert what a trainer's configuration holds for fp8plan to a `kind`.
+
+    Raises ConfigError, which begins with `where`, for unknown keys and values of a wrong type.
+
+    example: what to type, for the error
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where} is {data!r:.60}; allowed: an object with named keys, such as {example}")
+    refuse_names(where, data, kind.__struct_fields__)
+    return schemas.checked(dict(data), kind, where)
+
+
+# ---------------------------------------------------------------------------------------------------------- plan
 
 ALLOWED: Final = '"auto", a Plan, the path of a plan\'s JSON, or None'
 
-# Of responses before the first was seen: the default of `fp8plan plan`, as a share of the longest, and its sigma.
+# Guesses before the first rollout, as `fp8plan plan` makes them: mean response by longest response, and its sigma.
 MEAN_SHARE, SIGMA = 0.3, 0.9
-UNKNOWN_PROMPT: Final = 1024  # tokens, as `fp8plan plan` takes it
+UNKNOWN_PROMPT: Final = 1024  # tokens
 
 
-def read_plan(given: Any, allowed: str = ALLOWED) -> Plan | None:
-    """Return the Plan that was given, or that the file holds; None for "auto". Raises ConfigError for anything else.
+def read_plan(source: Any, allowed: str = ALLOWED) -> Plan | None:
+    """Return a Plan, or the one in the file that `source` names; None for "auto". Raises ConfigError for anything else.
 
-    allowed: for its text
+    allowed: end of the error
     """
-    if isinstance(given, Plan):
-        return given
-    if given == "auto":
+    if isinstance(source, Plan):
+        return source
+    if source == "auto":
         return None
-    if not isinstance(given, (str, Path)):
-        raise ConfigError(f"plan is {given!r}; allowed: {allowed}")
-    if not Path(given).is_file():
-        raise ConfigError(f"plan is {str(given)!r}, and there is no such file; allowed: {allowed}")
-    return Plan.from_json(Path(given).read_text(encoding="utf-8"))
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(f"plan is {source!r}; allowed: {allowed}")
+    if not Path(source).is_file():
+        raise ConfigError(f"plan is {str(source)!r}, and there is no such file; allowed: {allowed}")
+    return Plan.from_json(Path(source).read_text(encoding="utf-8"))
 
 
 def announce(plan: Plan, source: Any, choice: int | str | None) -> None:
-    """Print in two lines what the engines of a trainer will run, and why. The trainer's first process calls it.
+    """Print in two lines what the engines will run, and why. The trainer's first process calls it.
 
-    source: as the trainer was given the plan; choice: what it was told to take of it; None: the chosen one
+    source: the trainer's setting of the plan; choice: index or precision; None: the chosen one
     """
     named = '"auto"' if source == "auto" else "a Plan" if isinstance(source, Plan) else str(source)
-    of_choice = "" if choice is None else f", choice={choice!r}"
-    print(
-        f"fp8plan: plan={named}{of_choice}: {plan.select(choice).precision} for {plan.model} on {plan.gpu}", flush=True
-    )
+    chosen = "" if choice is None else f", choice={choice!r}"
+    print(f"fp8plan: plan={named}{chosen}: {plan.select(choice).precision} for {plan.model} on {plan.gpu}", flush=True)
     if plan.reasons:
-        advice = "" if choice is None else "without choice: "
-        print(f"fp8plan: {advice}{plan.reasons[0]}", flush=True)
+        print(f"fp8plan: {'' if choice is None else 'without choice: '}{plan.reasons[0]}", flush=True)
 
 
 def plan_for(
@@ -82,27 +140,28 @@ def plan_for(
     longest_prompt: int | None = None,
     **more: Any,
 ) -> Plan:
-    """Plan the rollouts of engines whose limits are given: only their precision is to be found.
+    """Plan the precision of rollouts whose engine limits are known.
 
     model:     hub id or folder of the checkpoint
     gpu:       as find_gpu takes it
-    responses: in one rollout of all the engines; samples: of them for each prompt
+    responses: number in one rollout of all engines; samples: number for each prompt
     longest_response: tokens
     prompt_lengths: tokens; None: UNKNOWN_PROMPT, or longest_prompt if that is less
-    longest_prompt: tokens; None: what the responses leave of the longest request
+    longest_prompt: tokens; None: max_model_len without the longest response
     more:      as `fp8plan.plan` takes it
 
-    Raises what `fp8plan.plan` raises: ConfigError for a model that is not modelled or not found, CapacityError for one
-    that does not fit.
+    Raises ConfigError for a model that is unknown or not modelled, and CapacityError for one that does not fit.
     """
     samples = min(samples, responses)
-    left = (limits.max_model_len or 0) - longest_response if longest_prompt is None else longest_prompt
-    prompts = prompt_lengths or Fixed(max(1, min(UNKNOWN_PROMPT, left)))
+    room = (limits.max_model_len or 0) - longest_response if longest_prompt is None else longest_prompt
+    prompts = prompt_lengths or Fixed(max(1, min(UNKNOWN_PROMPT, room)))
     lengths = LogNormal(max(1.0, MEAN_SHARE * longest_response), SIGMA, longest_response)
     workload = Workload(ceil(responses / samples), samples, prompts, lengths)
     installed = check_vllm_version().partition("+")[0]
     return make_plan(model, find_gpu(gpu), workload, limits=limits, engine_version=installed, **more)
 
+
+# ---------------------------------------------------------------------------------------------------- correction
 
 # A plan's thresholds that are weights, the first of which that it has is taken; and those that drop sequences beside.
 WEIGHTS: Final[dict[str, tuple[Level, Mode]]] = {
@@ -111,14 +170,6 @@ WEIGHTS: Final[dict[str, tuple[Level, Mode]]] = {
     "token_mis": ("token", "icepop"),
 }
 DROPPED: Final[dict[str, Any]] = {"sequence_mis": "seq_sum", "geometric_mis": "seq_mean"}
-
-# Figures of a Monitor's step that go into a trainer's log, by their names in a run file; there they lose verl's prefix.
-LOGGED: Final = (
-    "rollout_corr/kl", "rollout_corr/k3_kl", "fp8plan/k3_robust", "fp8plan/ess_raw", schemas.ESS,
-    schemas.CLIP_FRACTION, schemas.CLIPPED_MASS, schemas.LOST_TOKENS, schemas.LOST_SEQUENCES, schemas.TIS,
-    schemas.BAND_LOW, schemas.BAND_HIGH, "fp8plan/alarms", "fp8plan/invalid", schemas.TOKENS_PER_S, schemas.PREDICTED,
-    schemas.PREDICTED_LOW, schemas.PREDICTED_HIGH,
-)  # fmt: skip
 
 
 def settings_of(thresholds: Mapping[str, Any]) -> CorrectionSettings:
@@ -143,56 +194,77 @@ def dropped(thresholds: Mapping[str, Any]) -> tuple[Rejection, ...]:
     return tuple(Rejection(over, "k1", high, low) for over, (low, high) in bands.items())
 
 
+# ----------------------------------------------------------------------------------------------------------- log
+
+# Figures of a Monitor's step for a trainer's log, by their names in a run file; in the log all begin with "fp8plan/".
+LOGGED: Final = (
+    "rollout_corr/kl", "rollout_corr/k3_kl", "fp8plan/k3_robust", "fp8plan/ess_raw", schemas.ESS,
+    schemas.CLIP_FRACTION, schemas.CLIPPED_MASS, schemas.LOST_TOKENS, schemas.LOST_SEQUENCES, schemas.TIS,
+    schemas.BAND_LOW, schemas.BAND_HIGH, "fp8plan/alarms", "fp8plan/invalid", schemas.TOKENS_PER_S, schemas.PREDICTED,
+    schemas.PREDICTED_LOW, schemas.PREDICTED_HIGH,
+)  # fmt: skip
+
+
 def metrics_of(step: Step, preset: Precision, report: SyncReport | None) -> dict[str, float]:
-    """The findings of a step and the last sync, and the precision that runs, under the names of a trainer's log.
-
-    What is not known is left out.
+    """Figures of a step, the running precision and the last sync, by their names in a trainer's log; unknown ones are
+    left out.
     """
-    found = {f"fp8plan/{name.partition('/')[2]}": step.metrics.get(name) for name in LOGGED}
-    found |= {"fp8plan/fp8_weights": float(preset.weights != "bf16"), "fp8plan/fp8_kv": float(preset.kv == "fp8")}
-    found |= dict(_judged(step)) | dict(_synced(report))
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _judged(step: Step) -> Iterator[tuple[str, float]]:
-    """The guard's verdict: whether the gain arrives, and how far down the ladder its advice leads (0: nothing)."""
+    figures = {f"fp8plan/{name.partition('/')[2]}": step.metrics.get(name) for name in LOGGED}
+    figures |= {"fp8plan/fp8_weights": float(preset.weights != "bf16"), "fp8plan/fp8_kv": float(preset.kv == "fp8")}
     if step.verdict is not None:
-        yield "fp8plan/speed_ratio", step.verdict.ratio
-        yield "fp8plan/as_fast_as_predicted", float(step.verdict.as_fast)
-        yield "fp8plan/advice", float(DEPTH[step.verdict.action])
-
-
-def _synced(report: SyncReport | None) -> Iterator[tuple[str, float | None]]:
+        figures["fp8plan/speed_ratio"] = step.verdict.ratio
+        figures["fp8plan/as_fast_as_predicted"] = float(step.verdict.as_fast)
+        figures["fp8plan/advice"] = float(DEPTH[step.verdict.action])  # steps down the ladder; 0: none
     if report is not None:
-        yield "fp8plan/sync_s", report.seconds["total"]
-        yield "fp8plan/sync_compared", float(report.compared)
-        yield "fp8plan/weight_error", report.weight_error
+        figures["fp8plan/sync_s"] = report.seconds["total"]
+        figures["fp8plan/sync_compared"] = float(report.compared)
+        figures["fp8plan/weight_error"] = report.weight_error
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def safer_than(running: str, action: Action, escalate: Escalation | None) -> str | None:
-    """The precision that the guard, or else the controller, advises to step down to; None if that is not advised.
+    """The safer precision that the guard, or else the controller, advises; None if neither does.
 
-    running: preset of the engine. KV scales are measured at each sync, so advice to do that needs nothing
+    running: preset of the engine
+
+    Advice to recalibrate KV scales needs no action, as each sync measures them.
     """
     if action not in (Action.NONE, Action.RECALIBRATE_KV):
         return stepped_down(running, action)
     return "bf16" if escalate == Escalation.STEP_DOWN and running != "bf16" else None
 
 
+def report_of(status: Mapping[str, Any], seconds: float) -> SyncReport:
+    """The report of a sync with a server. status: as Front.status; seconds: duration, as the client saw it"""
+    update, scales = status["last_update"], status["kv_scales"]
+    layers = scales["scales"] if scales else {}
+    parts = {layer: [float(values[part]) for part in PARTS] for layer, values in layers.items()}
+    known = {field.name for field in fields(SyncReport)}
+    return SyncReport(
+        **{name: value for name, value in update.items() if name in known and name != "seconds"},
+        seconds=update["seconds"] | {"total": seconds},
+        kv_scales=parts if scales else None,
+        kv_source=scales and scales["source"],
+        scored_k3=None,
+    )
+
+
+# --------------------------------------------------------------------------------------------------- checkpoints
+
 STATE_FILE: Final = "fp8plan.json"
 
 
 def save_state(monitor: Monitor, checkpoint: Path) -> None:
-    """Write the state into the folder of a checkpoint, whole or not at all."""
+    """Write the Monitor's state, the guard's memory included, into a checkpoint's folder, whole or not at all."""
     part = checkpoint / f"{STATE_FILE}.part"
     part.write_text(json.dumps(monitor.state_dict()), encoding="utf-8")
     part.replace(checkpoint / STATE_FILE)
 
 
 def load_state(monitor: Monitor, checkpoint: Path) -> bool:
-    """Go on with the state in the folder of a checkpoint. Return False if there is none.
+    """Restore the Monitor's state from a checkpoint's folder. Return False if there is none.
 
-    Raises ConfigError for a file that cannot be read, that is not JSON, and for values that no state has.
+    Raises ConfigError for a file that is unreadable, no JSON, or no state.
     """
     file = checkpoint / STATE_FILE
     if not file.is_file():

@@ -1,28 +1,23 @@
-"""A Monitor for trainers that call a function once for every micro-batch, with no place for an object and no step.
+"""A Monitor for trainers that call a function for every micro-batch: slime, prime-rl and SkyRL.
 
     batches = running(settings_at())
     correction = batches.correct(train_logprobs, rollout_logprobs, mask)
 
-There is one for each HookSettings in a process. Every micro-batch of an optimiser step is corrected with the same
-thresholds: those that the steps before led to. So thresholds answer to a KL one step later than with `Monitor.step`,
-which sees the whole batch first, and the controller's limits (max_clipped, min_kept) hold in the batch that it saw. A
-step ends when an optimiser of this process has stepped
-(torch.optim.optimizer.register_optimizer_step_post_hook); optimisers that step with no micro-batch in between count
-once. A loss that is worked out twice (recomputation) counts twice, which leaves every mean as it is.
+A process has one for each HookSettings. A step ends when an optimiser of this process has stepped (a post hook of
+torch's). Optimisers that step with no micro-batch in between count once. All micro-batches of a step get the same
+thresholds, which follow from the steps before: one step later than with `Monitor.step`. The controller's limits
+(max_clipped, min_kept) hold in the batch that it saw. A loss that is computed twice (recomputation) counts twice, which
+leaves every mean as it is. Nothing is saved with the trainer's checkpoints.
 
-Ranks: if they share, each adds its own sums to those of the others when its optimiser steps, so all have the same
-thresholds, and rank 0 writes the run file with the figures of all. They are the ranks of Megatron's data-parallel
-group, where Megatron is up, and all ranks elsewhere. All of them must have called the function before their first
-optimiser step, and step their optimisers equally often; otherwise they wait for each other for ever. If they do not
-share, each rank's thresholds follow from its own shard, and the run file has rank 0's shard only.
+Ranks that share add up their sums when their optimisers step. All have the same thresholds, and rank 0 writes the run
+file of all. With Megatron these are the ranks of its data-parallel group, elsewhere all ranks. Each must have called
+the function before its first optimiser step, and step equally often, or the others wait for ever. Ranks that do not
+share have thresholds of their own shard, and the run file has rank 0's shard only.
 
-Nothing is saved with the trainer's checkpoints: a resumed run begins with the initial thresholds.
-
-Settings of a hook: one JSON file, named by FP8PLAN_MONITOR or in the trainer's own configuration.
+The settings are one JSON file, named by FP8PLAN_MONITOR or in the trainer's own configuration. Without a file all have
+their defaults: token TIS that begins at C = 2.
 
     {"tis": 2.0, "plan": "plan.json", "run_file": "run.jsonl"}
-
-Every key may be left out, and without a file all of them are: token TIS that begins at C = 2. HookSettings lists them.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from dataclasses import fields, replace
 from functools import cache
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -43,9 +38,9 @@ import numpy as np
 from fp8plan import schemas
 from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
+from fp8plan.integrations.common import TrainerSettings, read_settings
 from fp8plan.jsonl import parse
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.controller.laws import AdaptiveThresholds, Controller
 from fp8plan.runtime.correction.correct import Correction, correct
 from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode, Thresholds
 from fp8plan.runtime.mismatch.measure import measure, pack
@@ -53,34 +48,27 @@ from fp8plan.runtime.mismatch.metrics import MismatchSums
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.mismatch.sums import ALONE, rank, together
 from fp8plan.runtime.monitor.monitor import Monitor
-from fp8plan.runtime.monitor.sinks import JsonLines
-from fp8plan.runtime.monitor.witness import constant
-from fp8plan.schemas import checked
 
 if TYPE_CHECKING:
     from fp8plan.runtime.mismatch.measure import Array
     from fp8plan.runtime.monitor.record import Step
 
 VARIABLE: Final = "FP8PLAN_MONITOR"
+MEGATRON: Final = "megatron.core.parallel_state"
 
 
-class HookSettings(msgspec.Struct, frozen=True):
-    """Settings of the Monitor in a trainer's process.
+class HookSettings(TrainerSettings, frozen=True):
+    """Settings of the Monitor in a trainer's process, beside those of every trainer.
 
     level, mode: as in CorrectionSettings; a level is needed
     tis:         C that TIS begins with
     band:        (low, high) that MIS or IcePop begins with; null: 0.5 to 2
     veto:        as in CorrectionSettings
-    thresholds:  "constant", or "adaptive" (AdaptiveThresholds)
-    target_kl:   of adaptive ones, in nats per token; null: as the plan expects, or else its default
-    limit_kl:    of either, likewise
-    plan:        a plan's file, whose choice gives the thresholds to begin with and the KL to expect
-    run_file:    file for `fp8plan monitor`; null: none is written
-    sampling:    how rollouts are sampled, as {"top_p": 0.9} (fp8plan.Sampling); null: as the trainer's own settings
-                 say, where the hook sees them
-    share:       whether the ranks add up what they see (see micro_batches); null: as the hook says
+    sampling:    sampling of rollouts, as {"top_p": 0.9} (fp8plan.Sampling); null: read from the trainer's own settings
+                 where the hook sees them
+    share:       whether the ranks add up their sums (see the module); null: the hook decides
 
-    Paths are relative to the settings' file. As read, `plan` holds the file's text and `run_file` is absolute.
+    Paths are relative to the settings' file. Once read, `plan` holds the file's text and `run_file` is absolute.
     """
 
     level: Level = "token"
@@ -88,82 +76,51 @@ class HookSettings(msgspec.Struct, frozen=True):
     tis: float = 2.0
     band: tuple[float, float] | None = None
     veto: float | None = None
-    thresholds: Literal["constant", "adaptive"] = "constant"
-    target_kl: float | None = None
-    limit_kl: float | None = None
-    plan: str | None = None
-    run_file: str | None = None
     sampling: Sampling | None = None
     share: bool | None = None
 
     def correction(self) -> CorrectionSettings:
-        """How gradients are corrected, with the thresholds to begin with. Raises ConfigError for what cannot be."""
+        """The correction of gradients, with the thresholds to begin with. Raises ConfigError for a contradiction."""
         if self.band is not None and self.mode == "tis":
             raise ConfigError('band with mode \'tis\', which has none; allowed: "mode": "mis", or tis alone')
         start = Thresholds(self.tis) if self.mode == "tis" else Thresholds(None, self.band or (0.5, 2.0))
         return CorrectionSettings(self.level, self.mode, start, veto=self.veto)
 
-    def controller(self) -> Controller:
-        """The law of the thresholds. Raises ConfigError for what cannot be."""
-        return controller_for(self.correction(), self.thresholds, self.target_kl, self.limit_kl, self.read_plan())
-
     def read_plan(self) -> Plan | None:
-        """The plan, or None without one. Raises ConfigError for what is no plan."""
+        """The plan, or None without one. Raises ConfigError for a text that is no plan."""
         return None if self.plan is None else Plan.from_json(self.plan)
-
-
-def controller_for(
-    correction: CorrectionSettings,
-    law: str,
-    target_kl: float | None,
-    limit_kl: float | None,
-    plan: Plan | None = None,
-) -> Controller:
-    """The law of a correction's thresholds; the arguments are those of HookSettings. A plan's thresholds go before its.
-
-    Raises ConfigError for a target of constant thresholds, and for what cannot be.
-    """
-    kl: dict[str, Any] = {name: x for name, x in (("target_kl", target_kl), ("limit_kl", limit_kl)) if x is not None}
-    if law == "constant":
-        if "target_kl" in kl:
-            raise ConfigError('target_kl with constant thresholds, which have none; allowed: thresholds "adaptive"')
-        return constant(correction, plan, **kl)
-    start = correction.thresholds
-    return AdaptiveThresholds(start.tis, start.band, correction.level or "token", **kl)
 
 
 def settings_at(path: str | os.PathLike[str] | None = None) -> HookSettings:
     """The settings of a file; None: the file that FP8PLAN_MONITOR names, or the defaults if it names none.
 
-    Each file is read once in a process. Raises ConfigError, which begins with the file, for what cannot be.
+    Each file is read once in a process. Raises ConfigError, which begins with the file.
     """
     named = path or os.environ.get(VARIABLE)
-    return HookSettings() if not named else _read(str(named))
+    return _read(str(named)) if named else HookSettings()
 
 
 @cache
 def _read(path: str) -> HookSettings:
     place = Path(path).expanduser()
-    where = f"the hook's settings in {place}"
+    where = f"the hook's settings file {place}"
     data = parse(_text(place, f"give {VARIABLE} the path of a JSON file"), where)
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{where} are a {type(data).__name__}; allowed: a JSON object")
-    refuse_names(f"the file of the hook's settings, {place},", data, HookSettings.__struct_fields__)
-    if isinstance(data.get("sampling"), Mapping):
+    if isinstance(data, Mapping) and isinstance(data.get("sampling"), Mapping):
         refuse_names(f"sampling in {where}", data["sampling"], [field.name for field in fields(Sampling)])
-    found = checked(data, HookSettings, where)
+    settings = read_settings(data, HookSettings, where, '{"tis": 2.0}')
     changes: dict[str, Any] = {}
-    if found.plan is not None:
-        file = place.parent / Path(found.plan).expanduser()
+    if settings.plan is not None:
+        file = place.parent / Path(settings.plan).expanduser()
         changes["plan"] = _text(file, "make it with: fp8plan plan MODEL --gpu GPU --json plan.json")
-    if found.run_file is not None:
-        changes["run_file"] = str((place.parent / Path(found.run_file).expanduser()).absolute())
-    found = msgspec.structs.replace(found, **changes)
+    if settings.run_file is not None:
+        changes["run_file"] = str((place.parent / Path(settings.run_file).expanduser()).absolute())
+    settings = msgspec.structs.replace(settings, **changes)
     try:
-        found.controller().initial(found.read_plan())
+        plan = settings.read_plan()
+        settings.controller(settings.correction(), plan).initial(plan)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return found
+    return settings
 
 
 def _text(path: Path, hint: str) -> str:
@@ -174,13 +131,10 @@ def _text(path: Path, hint: str) -> str:
         raise ConfigError(f"cannot read {path}: {why}; {hint}") from None
 
 
-MEGATRON: Final = "megatron.core.parallel_state"
-
-
 class MicroBatches:
     """Corrects micro-batches one by one, and lets its Monitor decide when an optimiser has stepped.
 
-    last: what the Monitor found in the last whole step; None before there is one
+    last: the Monitor's last whole step; None before the first
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -200,24 +154,24 @@ class MicroBatches:
         *,
         lengths: Sequence[int] | Array | None = None,
     ) -> Correction:
-        """Weights and mask of a micro-batch, which are counted to the step that is under way.
+        """Weights and mask of a micro-batch, which is counted into the current step.
 
-        Arguments and errors are those of `pack`. Raises ConfigError, too, for log-probs that are none (above 0).
+        Arguments and errors are those of `pack`. Raises ConfigError also for log-probs above 0.
         """
         tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
         sums = measure(tokens)
         sums.check_units()
         with self._lock:
-            found = correct(tokens, self._settings(), ALONE)
+            correction = correct(tokens, self._settings(), ALONE)
             self._sums += sums
-            self._corrected = replace(self._corrected, sums=together([self._corrected.sums, found.sums]))
-        return found
+            self._corrected = replace(self._corrected, sums=together([self._corrected.sums, correction.sums]))
+        return correction
 
     def figures(self, correction: Correction) -> dict[str, float]:
-        """Shares that a micro-batch's correction cut away, and the thresholds that did it, by the names of a record.
+        """The shares that a micro-batch's correction cut away, and its thresholds, by the names of a record.
 
-        A share of no token is 0. Trainers average the figures of micro-batches, and one NaN would spoil all others.
-        Every rank has the same figures, as trainers reduce them over ranks.
+        A share of no token is 0: trainers average over micro-batches, and one NaN would spoil the mean. Every rank has
+        figures of the same names, as trainers reduce them over ranks.
         """
         thresholds = correction.settings.thresholds
         low, high = thresholds.band or (None, None)
@@ -236,7 +190,7 @@ class MicroBatches:
         return replace(self.monitor.settings, thresholds=self.monitor.thresholds)
 
     def _stepped(self, *_: Any) -> None:
-        """End the step. Ranks that share do it together, also those without tokens."""
+        """End the step. Ranks that share end it together, also those without tokens."""
         with self._lock:
             step = self.monitor.conclude(self._sums, self._corrected)
             if step is not None:
@@ -254,39 +208,40 @@ _RUNNING: dict[HookSettings, MicroBatches] = {}
 
 
 def running(settings: HookSettings, share: bool = True, sampling: Sampling | None = None) -> MicroBatches:
-    """The one of this process for `settings`, made at the first call.
+    """This process's MicroBatches for `settings`, made at the first call.
 
-    share, sampling: what the settings' own are if the settings leave them open
+    share, sampling: values for settings that leave them open
 
-    Raises ConfigError for what cannot work, such as a run file in a folder that does not exist.
+    Raises ConfigError for settings that cannot work, such as a run file in a folder that does not exist.
     """
     if settings not in _RUNNING:
         group, writes = _data_parallel()
-        wanted = share if settings.share is None else settings.share
-        sinks = [JsonLines(settings.run_file)] if settings.run_file and writes else []
+        if not (share if settings.share is None else settings.share):
+            group = ALONE
+        correction, plan = settings.correction(), settings.read_plan()
         _RUNNING[settings] = MicroBatches(
             Monitor(
-                settings.correction(), settings.controller(), sinks, plan=settings.read_plan(),
-                group=group if wanted else ALONE, sampling=settings.sampling or sampling,
+                correction, settings.controller(correction, plan), settings.sinks() if writes else [], plan=plan,
+                group=group, sampling=settings.sampling or sampling,
             )
         )  # fmt: skip
     return _RUNNING[settings]
 
 
 def stop() -> None:
-    """Close all of this process and forget them."""
+    """Close and forget all MicroBatches of this process."""
     while _RUNNING:
         _RUNNING.popitem()[1].close()
 
 
 def megatron() -> Any:
-    """Megatron's parallel state, where this process has it up; else None. Never imports it."""
+    """Megatron's parallel state if this process has initialised it, else None. Never imports Megatron."""
     state = sys.modules.get(MEGATRON)
     return state if state is not None and state.model_parallel_is_initialized() else None
 
 
 def _data_parallel() -> tuple[Any, bool]:
-    """The group of ranks that see different data (None: all), and whether this one writes.
+    """The group of ranks that see different data (None: all), and whether this rank writes.
 
     Tensor- and context-parallel ranks see the same data, and only the last pipeline stage has a loss.
     """

@@ -9,12 +9,12 @@
 
 Written for prime-rl at commit 559b44772 (v0.8.1.dev67): `setup_rl_loss_fn` in src/prime_rl/trainer/rl/loss.py.
 prime-rl calls the function once for every sequence. Its trainer does not recompute log-probs before an update, so the
-correction is for the current policy against the one that sampled: FP8 and staleness together. Nor does it see how the
-orchestrator samples: "sampling" in the settings says it, as {"top_p": 0.95}.
+weights correct FP8 and staleness together. It does not see how the orchestrator samples: give "sampling" in the
+settings, as {"top_p": 0.95}.
 
-Ranks do not share unless the settings say `"share": true`. Do not say so if a rank's first step may have no token of
-the rl component (mixed with ce or ref_kl): the others would wait for it for ever. Nor with an optimiser that steps in
-the backward pass (CPU offload).
+Ranks share only with `"share": true` in the settings. Leave it out if a rank's first step may have no token of the rl
+component (mixed with ce or ref_kl): the other ranks would wait for ever. Leave it out also with an optimiser that steps
+in the backward pass (CPU offload).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def loss(inputs: Any, settings: str | None = None) -> Any:
     settings: path of the settings; None: the file that FP8PLAN_MONITOR names
 
     Weights are fp8plan's, detached. This replaces prime-rl's default loss: there is no DPPO mask and no KL term.
-    Returns prime-rl's LossOutputs, with figures of sequences that have tokens. Adaptive thresholds move
-    from one optimiser step to the next. Raises ConfigError for settings that cannot be.
+    Returns prime-rl's LossOutputs, with figures of sequences that have tokens. Raises ConfigError for bad settings.
     """
     import torch
     from prime_rl.trainer.rl.loss import LossOutputs
 
     batches = running(settings_at(settings), share=False)
     train = inputs.trainer_logprobs
-    found = batches.correct(train, inputs.inference_logprobs, inputs.loss_mask, lengths=[len(train)])
-    weights = torch.as_tensor(found.weights) * inputs.advantages
+    correction = batches.correct(train, inputs.inference_logprobs, inputs.loss_mask, lengths=[len(train)])
+    weights = torch.as_tensor(correction.weights) * inputs.advantages
     if inputs.loss_weights is not None:
         weights = weights * inputs.loss_weights
-    keep = torch.as_tensor(found.mask).bool()
-    metrics = {name: torch.tensor(x) for name, x in batches.figures(found).items()} if found.sums["kept"].count else {}
+    keep = torch.as_tensor(correction.mask).bool()
+    figures = batches.figures(correction) if correction.sums["kept"].count else {}
+    metrics = {name: torch.tensor(figure) for name, figure in figures.items()}
     return LossOutputs(loss=-(weights[keep] * train[keep]).sum(), metrics=metrics)

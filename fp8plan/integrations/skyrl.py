@@ -8,7 +8,7 @@ and trainer.algorithm.policy_loss_type=fp8plan_regular, or fp8plan_dual_clip.
 
 Written for SkyRL at commit a9564572e (August 2026): skyrl/backends/skyrl_train/utils/ppo_utils.py. The registry sends
 the function, with its settings, to all Ray processes, where fp8plan must be installed. SkyRL calls it once for every
-micro-batch; see micro_batches for what ranks share.
+micro-batch. integrations.hooks says which ranks share.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ BASES: Final = ("regular", "dual_clip")  # losses that a factor above 0 on the a
 def register(settings: str | os.PathLike[str] | None = None, config: Any = None) -> None:
     """Register "fp8plan_regular" and "fp8plan_dual_clip" with SkyRL.
 
-    settings: path of the settings; None: the file that FP8PLAN_MONITOR names. Read here, in the driver
-    config:   SkyRL's configuration, which says how rollouts are sampled; None: not known, unless the settings say it
+    settings: path of the settings, which the driver reads here; None: the file that FP8PLAN_MONITOR names
+    config:   SkyRL's configuration, for the sampling of rollouts; None: the settings' own, if they have one
 
-    Raises ConfigError for settings that cannot be.
+    Raises ConfigError for bad settings.
     """
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
-    found = settings_at(settings)
-    if found.sampling is None and config is not None:
-        found = msgspec.structs.replace(found, sampling=sampling_in(config.generator))
+    hook = settings_at(settings)
+    if hook.sampling is None and config is not None:
+        hook = msgspec.structs.replace(hook, sampling=sampling_in(config.generator))
     for base in BASES:
-        PolicyLossRegistry.register(PREFIX + base, partial(policy_loss, settings=found, base=base))
+        PolicyLossRegistry.register(PREFIX + base, partial(policy_loss, settings=hook, base=base))
 
 
 def sampling_in(generator: Any) -> Sampling | None:
-    """The sampling of rollouts that SkyRL's `generator` configuration asks for, at whose temperature SkyRL scores.
+    """The sampling of rollouts in SkyRL's `generator` configuration. SkyRL scores at the same temperature.
 
-    SkyRL leaves logprobs_mode at vLLM's default, unless the engine's arguments name one. The min_tokens of 1 that it
-    sends is left out: it forbids an empty response, and nothing else.
+    SkyRL leaves logprobs_mode at vLLM's default, unless the engine's arguments name one. Its min_tokens of 1, which
+    only forbids an empty response, is left out.
     """
     params = generator.sampling_params
-    found = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    named = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     engine = getattr(getattr(generator, "inference_engine", None), "engine_init_kwargs", None) or {}
     more = dict(getattr(params, "additional_kwargs", None) or {})
-    return Sampling.of(more | found, engine.get("logprobs_mode", RAW), trainer_temperature=params.temperature or None)
+    return Sampling.of(more | named, engine.get("logprobs_mode", RAW), trainer_temperature=params.temperature or None)
 
 
 def policy_loss(
@@ -79,8 +79,8 @@ def policy_loss(
     settings: as `register` read them; None: those of FP8PLAN_MONITOR
     base:     SkyRL's loss, one of BASES
 
-    Weights are of old_log_probs against rollout_logprobs. Returns (loss, figures). Adaptive thresholds move
-    from one optimiser step to the next. Raises ConfigError without rollout_logprobs, and for settings that cannot be.
+    Weights are of old_log_probs against rollout_logprobs. Returns (loss, figures). Raises ConfigError without
+    rollout_logprobs, and for bad settings.
     """
     import torch
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
@@ -88,14 +88,14 @@ def policy_loss(
     if rollout_logprobs is None:
         raise ConfigError(f"SkyRL gave {PREFIX}{base} no rollout_logprobs; type generator.sampling_params.logprobs=1")
     batches = running(settings_at() if settings is None else settings)
-    found = batches.correct(old_log_probs, rollout_logprobs, loss_mask)
-    weights, mask = torch.as_tensor(found.weights), torch.as_tensor(found.mask)
+    correction = batches.correct(old_log_probs, rollout_logprobs, loss_mask)
+    weights, mask = torch.as_tensor(correction.weights), torch.as_tensor(correction.mask)
     if loss_mask is not None:
         mask = mask * loss_mask
     named = copy.copy(config)
     named.policy_loss_type = base
-    # No rollout_logprobs: with them it would correct a second time.
+    # rollout_logprobs are left out: with them SkyRL's loss would correct a second time.
     loss, metrics = PolicyLossRegistry.get(base)(
         log_probs, old_log_probs, advantages * weights, config=named, loss_mask=mask
     )
-    return loss, {**metrics, **batches.figures(found)}
+    return loss, {**metrics, **batches.figures(correction)}

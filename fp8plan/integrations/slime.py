@@ -1,11 +1,11 @@
-"""fp8plan's correction inside of slime, whose trainer is Megatron.
+"""A policy loss with fp8plan's correction for slime, whose trainer is Megatron.
 
     --use-tis --custom-tis-function-path fp8plan.integrations.slime.correct
     --train-env-vars '{"FP8PLAN_MONITOR": "/path/monitor.json"}'
 
 Written for slime at commit 624b824a8 (38 commits after v0.3.1): `policy_loss_function` in
-slime/backends/megatron_utils/loss.py. slime calls the function once for every micro-batch; see micro_batches for what
-ranks share.
+slime/backends/megatron_utils/loss.py. slime calls the function once for every micro-batch. integrations.hooks says
+which ranks share.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def correct(
     response_lengths: list[int],
     **kwargs: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
-    """The policy loss of a micro-batch times fp8plan's weights, the masks that it leaves, and figures.
+    """The policy loss of a micro-batch times fp8plan's weights, fp8plan's masks, and figures.
 
     args:            slime's; without `use_tis` (get_mismatch_metrics alone) only the figures are made
     pg_loss:         [tokens] of this context-parallel rank, all responses one after the other
-    train_log_probs, rollout_log_probs: of each response, [its tokens on this rank], in nats
-    loss_masks:      of each response, [response_length], whole also under context parallelism
-    total_lengths:   of each response with its prompt, tokens
-    response_lengths: of each response, tokens
-    kwargs:          what later versions of slime may add, which is not used
+    train_log_probs, rollout_log_probs: nats, for each response [its tokens on this rank]
+    loss_masks:      for each response [response_length], whole also under context parallelism
+    total_lengths:   tokens of each response with its prompt
+    response_lengths: tokens of each response
+    kwargs:          unused: later versions of slime may add arguments
 
-    Returns (pg_loss, masks, figures [tokens] each, which slime averages over the masks that came in). Adaptive
-    thresholds move from one optimiser step to the next. Raises ConfigError for settings that cannot be.
+    Returns (pg_loss, masks, figures). Figures have [tokens] each, and slime averages them over the masks that came in.
+    Raises ConfigError for bad settings.
     """
     import torch
 
@@ -49,9 +49,10 @@ def correct(
 
     batches = running(settings_at(), sampling=sampling_in(args))
     lengths = total_lengths, response_lengths
-    train, rollout = (torch.cat(_whole(x, *lengths)).detach() for x in (train_log_probs, rollout_log_probs))
-    found = batches.correct(train, rollout, torch.cat(loss_masks), lengths=response_lengths)
-    weights, mask = torch.as_tensor(found.weights), torch.as_tensor(found.mask)
+    logprobs = train_log_probs, rollout_log_probs
+    train, rollout = (torch.cat(_across_ranks(parts, *lengths, gather=True)).detach() for parts in logprobs)
+    correction = batches.correct(train, rollout, torch.cat(loss_masks), lengths=response_lengths)
+    weights, mask = torch.as_tensor(correction.weights), torch.as_tensor(correction.mask)
     log_ratio = (train - rollout).float()
     known = log_ratio.isfinite()
     log_ratio = torch.where(known, log_ratio, torch.zeros_like(log_ratio))
@@ -60,19 +61,20 @@ def correct(
         "fp8plan/weight": weights,
         "fp8plan/lost_tokens": (mask == 0).float(),
     }
-    moved = {name: x for name, x in batches.figures(found).items() if "threshold" in name}
-    figures |= {name: torch.full_like(log_ratio, x) for name, x in moved.items()}
-    local = {name: torch.cat(_own(x.split(response_lengths), *lengths)) for name, x in figures.items()}
+    thresholds = {name: bound for name, bound in batches.figures(correction).items() if "threshold" in name}
+    figures |= {name: torch.full_like(log_ratio, bound) for name, bound in thresholds.items()}
+    responses = {name: figure.split(response_lengths) for name, figure in figures.items()}
+    local = {name: torch.cat(_across_ranks(whole, *lengths, gather=False)) for name, whole in responses.items()}
     if not args.use_tis:
         return pg_loss, loss_masks, local
     return pg_loss * local["fp8plan/weight"], list(mask.split(response_lengths)), local
 
 
 def sampling_in(args: Any) -> Sampling | None:
-    """The sampling of rollouts that slime's arguments ask for; None where they lack it.
+    """The sampling of rollouts in slime's arguments; None where they lack it.
 
-    SGLang's log-probs are those before a cut. With rollout_top_p slime has them renormalised over what top_p and top_k
-    keep, and scores its trainer on the same tokens. It divides the trainer's logits by rollout_temperature.
+    SGLang's log-probs are those before a cut. With rollout_top_p slime renormalises them over the kept tokens, and
+    scores its trainer on the same ones. It divides the trainer's logits by rollout_temperature.
     """
     if not hasattr(args, "rollout_temperature"):
         return None
@@ -87,25 +89,12 @@ def sampling_in(args: Any) -> Sampling | None:
     )
 
 
-def _whole(parts: Any, total_lengths: list[int], response_lengths: list[int]) -> list[torch.Tensor]:
-    """Whole responses, of which this context-parallel rank has parts."""
-    if not _divided():
-        return list(parts)
-    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
-
-    return [all_gather_with_cp(*one) for one in zip(parts, total_lengths, response_lengths, strict=True)]
-
-
-def _own(whole: Any, total_lengths: list[int], response_lengths: list[int]) -> list[torch.Tensor]:
-    """The parts of whole responses that this context-parallel rank has."""
-    if not _divided():
-        return list(whole)
-    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
-
-    return [slice_log_prob_with_cp(*one) for one in zip(whole, total_lengths, response_lengths, strict=True)]
-
-
-def _divided() -> bool:
-    """True if responses are divided over context-parallel ranks."""
+def _across_ranks(parts: Any, total_lengths: list[int], response_lengths: list[int], gather: bool) -> list[Any]:
+    """Whole responses from this context-parallel rank's parts, or with gather=False its parts of whole responses."""
     state = megatron()
-    return state is not None and state.get_context_parallel_world_size() > 1
+    if state is None or state.get_context_parallel_world_size() == 1:
+        return list(parts)
+    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
+
+    convert = all_gather_with_cp if gather else slice_log_prob_with_cp
+    return [convert(*response) for response in zip(parts, total_lengths, response_lengths, strict=True)]

@@ -65,7 +65,7 @@ def test_figures_of_a_micro_batch_are_numbers_whatever_is_in_it() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"C": 2.0}, "takes no C; allowed: level, mode, tis, band"),
+        ({"C": 2.0}, "takes no C; allowed: plan, thresholds, target_kl"),
         ({"tis": "two"}, "tis is 'two'; allowed: a number"),
         ({"tis": 0.5, "thresholds": "adaptive"}, "tis begins at 0.5; allowed: above 1"),
         ({"level": "word"}, "level is 'word'; allowed: token, sequence, geometric"),
@@ -77,8 +77,8 @@ def test_figures_of_a_micro_batch_are_numbers_whatever_is_in_it() -> None:
         ({"sampling": {"topp": 0.9}}, "takes no topp (did you mean top_p?); allowed: temperature, top_p"),
         ({"sampling": {"top_p": 9}}, "top_p is 9.0; allowed: above 0, 1 at most"),
         ({"sampling": 0.9}, "sampling is 0.9; allowed: an object with named fields"),
-        ([1], "are a list; allowed: a JSON object"),
-        ("{", "hook's settings in"),
+        ([1], "is [1]; allowed: an object with named keys"),
+        ("{", "hook's settings file"),
     ],
 )
 def test_bad_settings_give_one_error(content: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +116,7 @@ import json, sys
 from datetime import timedelta
 import torch
 from torch import distributed
-from fp8plan.integrations.hooks import running, stop
-from fp8plan.integrations.hooks import HookSettings
+from fp8plan.integrations.hooks import HookSettings, running, stop
 rank, folder = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
                                timeout=timedelta(seconds=60))

@@ -19,7 +19,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import announce
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
-from fp8plan.runtime.engine.options import remarks
+from fp8plan.runtime.engine.options import options_of, remarks
 from fp8plan.runtime.mismatch.sampling import Sampling
 
 pytestmark = pytest.mark.trl
@@ -108,8 +108,6 @@ def test_what_a_plan_chose_is_printed_with_its_reason(capsys: pytest.CaptureFixt
 
 def test_a_servers_options_are_read_from_its_configuration() -> None:
     """As vLLM writes it: `GET /server_info?config_format=json`."""
-    from fp8plan.integrations.trl.server import options_of
-
     plain: dict[str, Any] = {
         "speculative_config": None,
         "lora_config": None,

@@ -59,7 +59,7 @@ def test_a_sync_of_separate_engines_measures_them_in_the_pause(served: Served) -
     served.do(server.abort_all_requests())
     served.do(server.release_kv_cache())
     served.sync(weights("dense", "a").items(), 3)
-    assert "by which their scales are measured" in server._front.state.refusal
+    assert "so its scales cannot be measured yet" in server._front.state.refusal
     served.do(server.resume_kv_cache())
     assert (server._front.seen["weights"]["version"], server._front.seen["serving"]) == (3, True)
     served.do(server.resume_generation())

@@ -95,8 +95,8 @@ def test_a_verl_without_its_registries_is_heard_and_goes_on(
 def test_another_verl_is_an_error_at_the_first_use(tmp_path: Path) -> None:
     code = (
         "import verl\n"
-        "from fp8plan.integrations.verl import internals\n"
-        "internals.version = lambda package: '0.10.0'\n"
+        "from fp8plan.integrations.verl import settings\n"
+        "settings.version = lambda package: '0.10.0'\n"
         "from verl.workers.rollout.replica import get_rollout_replica_class\n"
         "get_rollout_replica_class('fp8plan')(0, None, None)\n"
     )
@@ -139,9 +139,12 @@ def test_hydra_composes_the_settings() -> None:
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
-        ([f"+{OURS}.plam=a"], rf"{OURS} takes no plam \(did you mean plan\?\); allowed: plan, choice, accept"),
+        ([f"+{OURS}.plam=a"], rf"{OURS} takes no plam \(did you mean plan\?\); allowed: plan, thresholds, target_kl"),
         ([f"+{OURS}.target_kll=1"], rf"{OURS} takes no target_kll \(did you mean target_kl\?\)"),
-        ([f"+{OURS}=moderate"], rf"{OURS} is 'moderate'; allowed: keys, as in \+{OURS}\.accept=moderate"),
+        (
+            [f"+{OURS}=moderate"],
+            rf"{OURS} is 'moderate'; allowed: an object with named keys, such as \+{OURS}\.accept=moderate",
+        ),
         ([f"+{OURS}.accept=all"], "accept"),
         ([f"+{OURS}.accept=low", f"+{OURS}.plan=a"], "has plan and accept; allowed: one of them"),
     ],

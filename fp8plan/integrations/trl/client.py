@@ -1,5 +1,4 @@
-"""TRL's client of a vLLM server, which also asks for fp8plan's status and for rollouts without text, times them, and
-works from a CPU."""
+"""TRL's client of a vLLM server, with fp8plan's status, timed rollouts without text, and syncs from a CPU."""
 
 from __future__ import annotations
 
@@ -31,10 +30,11 @@ PREEMPTIONS: Final = "vllm:num_preemptions_total"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server as it was seen.
+    """A server.
 
-    url, config: where it is, and its VllmConfig as a JSON tree
-    status:      fp8plan's (runtime.server.status); None if it has none
+    url:    its address
+    config: its VllmConfig as a JSON tree
+    status: its status of fp8plan (runtime.server.front.Front.status); None if it has none
     """
 
     url: str
@@ -44,7 +44,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One call of `generate`: seconds, tokens of each response's prompt and of the response, preemptions, sampling."""
+    """One call of `generate`. prompt_lengths, response_lengths, prompt_ids: one number for each response"""
 
     seconds: float
     prompt_lengths: list[int]
@@ -62,44 +62,45 @@ def arguments_of(*args: Any, **how: Any) -> dict[str, Any]:
 
 
 def sampling_of(*args: Any, **how: Any) -> dict[str, Any] | None:
-    """vLLM's sampling parameters of a call of TRL's `VLLMClient.generate`; None for one that needs more than tokens
-    and their own log-probs, or prompts that are text.
+    """vLLM's sampling parameters of a call of TRL's `VLLMClient.generate`; None for a call that fp8plan's route cannot
+    serve. The route takes token ids, and returns tokens and their own log-probs only.
     """
     call = arguments_of(*args, **how)
     sampling = {name: call[name] for name in SAMPLING if name in call} | (call["generation_kwargs"] or {})
     plain = call["features"] is None and call["structured_outputs_regex"] is None and call["logprobs"] == 0
     text = any(isinstance(prompt, str) for prompt in call["prompts"])
-    # To vLLM's route a None is what its generation config says, and no limit for max_tokens.
+    # vLLM's route takes None from its generation config, or as no limit for max_tokens.
     left_open = any(value is None for value in sampling.values())
     return None if text or not plain or left_open or sampling.keys() - set(SAMPLING) else sampling
 
 
 class PlannedClient(VLLMClient):
-    """TRL's VLLMClient. It gives the server the API key in VLLM_API_KEY, if there is one.
+    """TRL's VLLMClient. It sends the API key in VLLM_API_KEY, if there is one.
 
-    rollout: the last `generate`; None before it
+    rollout: the last `generate`; None before the first
     """
 
     rollout: Rollout | None = None
-    _lacks_route = False  # of the server, once it has said so
+    _lacks_route = False  # True once the server has answered 404 to fp8plan's route
 
     def check_server(self, *args: Any, **how: Any) -> None:
-        """Wait for the server, as TRL does before it asks anything else: from then on each request has the key."""
+        """Wait for the server, as TRL does before all other requests. From then on each request has the key."""
         self.session.headers.update(authorization())
         super().check_server(*args, **how)
 
     def seen(self) -> Served:
-        """Ask the server what it is. Raises what TRL raises for a server without its development endpoints."""
+        """The server. Raises TRL's error for one without vLLM's development endpoints."""
         return Served(self.base_url, self.get_server_info(), self.status())
 
     def status(self) -> dict[str, Any] | None:
-        """fp8plan's status of the server; None if it has none."""
+        """The server's status of fp8plan; None if it has none."""
         answer = self.session.get(f"{self.base_url}{STATUS}", timeout=60)
         return answer.json() if answer.status_code == 200 else None
 
     def generate(self, prompts: Any, *args: Any, **how: Any) -> Any:
-        """Generate as TRL does. What needs no text comes by fp8plan's own route: the same tokens and log-probs, without
-        the objects and the JSON that vLLM's makes for each token in the server's one Python thread.
+        """Generate as TRL does. A call without text takes fp8plan's own route, with the same tokens and log-probs.
+
+        vLLM's route makes objects and JSON for each token in the server's one Python thread.
         """
         before, begun = self._preemptions(), time.perf_counter()
         sampling = sampling_of(prompts, *args, **how)
@@ -114,28 +115,27 @@ class PlannedClient(VLLMClient):
         lengths = [len(output["prompt_ids"][number]) for number in ids]
         call = arguments_of(prompts, *args, **how)
         call |= call["generation_kwargs"] or {}
-        known = all(call[name] is not None for name in SAMPLED)  # a None is what the server's generation config says
-        sampled = Sampling.of(call) if known else None  # check_server: its log-probs are processed
+        known = all(call[name] is not None for name in SAMPLED)  # None stands for the server's generation config
+        sampled = Sampling.of(call) if known else None  # check_server has seen that log-probs are processed
         self.rollout = Rollout(seconds, lengths, responses, ids, preempted, sampled)
         return output
 
     def _rolled_out(self, prompts: list[list[int]], sampling: dict[str, Any]) -> dict[str, Any] | None:
-        """The output of `generate` by fp8plan's route; None if the server has it not. Raises what TRL raises."""
-        asked = {"prompts": prompts, "sampling": sampling}
-        answer = self.session.post(f"{self.base_url}{ROLLOUT}", json=asked)
+        """The output of `generate` by fp8plan's route; None if the server lacks it. Raises TRL's errors."""
+        answer = self.session.post(f"{self.base_url}{ROLLOUT}", json={"prompts": prompts, "sampling": sampling})
         if answer.status_code == 404:
             self._lacks_route = True
             return None
         if answer.status_code != 200:
             raise Exception(f"Request failed: {answer.status_code}, {answer.text}")
-        found = msgspec.json.decode(answer.content)  # in a third of the time of Python's own json
-        logprobs = [[[logprob] for logprob in response] for response in found["logprobs"]]
-        tokens = found["token_ids"]
+        body = msgspec.json.decode(answer.content)  # takes a third of the time of Python's own json
+        logprobs = [[[logprob] for logprob in response] for response in body["logprobs"]]
+        tokens = body["token_ids"]
         ids = [[[token] for token in response] for response in tokens]
         return {"prompt_ids": prompts, "completion_ids": tokens, "logprobs": logprobs, "logprob_token_ids": ids}
 
     def _preemptions(self) -> int | None:
-        """Count the preemptions so far, by the server's metrics. None if it does not tell: that costs no rollout."""
+        """The preemptions so far, from the server's metrics; None if these cannot be read, which costs no rollout."""
         try:
             lines = self.session.get(f"{self.base_url}/metrics", timeout=60).text.splitlines()
         except RequestException as error:
@@ -144,7 +144,7 @@ class PlannedClient(VLLMClient):
         return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(PREEMPTIONS)))
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Meet the server's workers; from a CPU over vLLM's rendezvous alone, which TRL does not."""
+        """Meet the server's workers; from a CPU, which TRL does not support, over vLLM's rendezvous alone."""
         if torch.device(device).type != "cpu":
             super().init_communicator(device)
             return
@@ -159,7 +159,7 @@ class PlannedClient(VLLMClient):
     def update_named_params(
         self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
-        """Send tensors as TRL does. Raises SyncError with what the server says."""
+        """Send tensors as TRL does. Raises SyncError with the server's answer."""
         try:
             if isinstance(self.communicator, cpu_transfer.StoreCommunicator):
                 self._send_from_cpu(metadata, named_params)

@@ -1,6 +1,6 @@
-"""TRL's vLLM backend with fp8plan's engine in it: TRL asks for completions as ever, and each sync is fp8plan's.
+"""TRL's colocated vLLM backend with fp8plan's engine, and the policy's tensors as any engine takes them.
 
-The policy's tensors as an engine takes them: under the checkpoint's names, in its dtypes, one at a time.
+TRL generates as ever, and each sync is fp8plan's. Tensors come one at a time, in the checkpoint's names and dtypes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Sent = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor
 
 
 class PolicyTensors(VLLMGeneration):
-    """TRL's VLLMGeneration, which knows how to gather a policy, with what an engine needs beside.
+    """TRL's VLLMGeneration, which can gather a policy, with the tensors of a sync.
 
-    before_sync: called before each sync: what a verdict advises is done or said there
+    before_sync: called before each sync, to follow a verdict's advice
 
-    report: of the last sync; None before the first
+    report: report of the last sync; None before the first
     """
 
     _sent: Sent | None = None
@@ -39,32 +39,32 @@ class PolicyTensors(VLLMGeneration):
 
     @property
     def expected(self) -> Manifest | None:
-        """The tensors of the checkpoint; None where they are not known. A colocated engine and a server each know."""
+        """The tensors of the checkpoint; None if they are not known."""
         raise NotImplementedError
 
     def announced(self) -> Sent:
-        """The tensors that will be sent, which stay the same. Gathering them takes all processes."""
+        """Name, dtype and shape of the tensors of every sync. Gathering them takes all processes.
+
+        A checkpoint that mixes BF16 with others (a router's bias in FP32) keeps its dtypes; others are sent in BF16.
+        """
         if self._sent is None:
-            dtypes = self._checkpoint_dtypes()
-            self._sent = [(name, dtypes.get(name, "bfloat16"), list(x.shape)) for name, x in self.tensors()]
+            dtypes = {entry.name: entry.dtype for entry in self.expected or ()}
+            if "bfloat16" not in dtypes.values():
+                dtypes = {}
+            self._sent = [(name, dtypes.get(name, "bfloat16"), list(tensor.shape)) for name, tensor in self.tensors()]
         return self._sent
 
-    def _checkpoint_dtypes(self) -> dict[str, str]:
-        """The dtype of each of the checkpoint's tensors where it mixes BF16 with others (a router's bias in FP32)."""
-        dtypes = {entry.name: entry.dtype for entry in self.expected or ()}
-        return dtypes if "bfloat16" in dtypes.values() else {}
-
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's tensors under the checkpoint's names: parameters, and buffers that the checkpoint has.
+        """The policy's tensors under the checkpoint's names: parameters, and the checkpoint's buffers.
 
-        Transformers holds all experts of a layer in one tensor, and renames some parts; that is undone here. Raises
+        Transformers holds all experts of a layer in one tensor, and renames some parts; this is undone. Raises
         ConfigError for a quantised policy.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
         policy = self.accelerator.unwrap_model(self.model)
         known = {entry.name for entry in self.expected or ()}
-        buffers = ((name, x) for name, x in policy.named_buffers() if name in known)
+        buffers = (named for named in policy.named_buffers() if named[0] in known)
         for name, tensor in chain(self._iter_named_params(), buffers):
             if not tensor.is_floating_point():
                 raise ConfigError(
@@ -77,18 +77,14 @@ class PolicyTensors(VLLMGeneration):
                 yield name, tensor
 
     def copies(self, sent: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same as they are sent. Each is a copy, as TRL shards or unmerges one once it has handed out the next."""
+        """Copies of the tensors in the dtypes of `sent`: TRL shards or unmerges a tensor after it yields the next."""
         dtypes = {name: dtype_named(dtype) for name, dtype, _ in sent}
         for name, tensor in self.tensors():
             yield name, tensor.detach().to(dtypes[name], copy=True)
 
 
-# Starts the engine, with arguments of vllm.LLM that only TRL knows.
-Start = Callable[["PlannedGeneration", dict[str, Any]], RolloutEngine]
-
-
 class EngineAsLlm:
-    """A RolloutEngine under the names by which TRL uses a vllm.LLM. Whatever it does not have is the LLM's own."""
+    """A RolloutEngine in the place of TRL's vllm.LLM. All but three methods are the LLM's own."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -101,19 +97,20 @@ class EngineAsLlm:
 class PlannedGeneration(PolicyTensors):
     """TRL's VLLMGeneration, colocated, with a RolloutEngine for a vllm.LLM.
 
-    start: starts the engine
+    start: starts the engine, with arguments of vllm.LLM that only TRL knows
 
     engine: the RolloutEngine
     """
 
-    def __init__(self, *args: Any, start: Start, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, start: Callable[[PlannedGeneration, dict[str, Any]], RolloutEngine], **kwargs: Any
+    ) -> None:
         self._start = start
         self.engine: RolloutEngine
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
-        """Start the engine in the place where TRL starts its own."""
-        # Each process holds an engine of its own, on its own device, as TRL's do.
+        """Start the engine where TRL starts its own: one in each process, on its device."""
         accelerator = self.accelerator
         os.environ["RANK"] = str(accelerator.process_index)
         os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
@@ -134,13 +131,13 @@ class PlannedGeneration(PolicyTensors):
         accelerator.wait_for_everyone()
 
     def sync_weights(self) -> None:
-        """Make the policy's weights serve: all of them, checked, and with new KV scales if the cache is FP8.
+        """Sync all of the policy's weights. They are checked, and KV scales are measured if the cache is FP8.
 
         Raises SyncError, whose message says which weights serve.
         """
         if self.enable_sleep_mode:
             empty_cache()
-            self.engine.wake_up()  # the KV cache, too: its scales are measured in it
+            self.engine.wake_up()  # also the KV cache, in which the scales are measured
             self._llm_weights_sleeping = False
         self._before_sync()
         sent = self.announced()

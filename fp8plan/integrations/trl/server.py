@@ -1,7 +1,4 @@
-"""TRL's vLLM backend in server mode, with a plan: the server is checked, synced by TRL's client, and asked.
-
-The check of a server against a plan, and the server's engine as a Monitor and a trainer need it.
-"""
+"""TRL's vLLM backend in server mode, with a plan: the server is checked against it, synced by TRL's client, judged."""
 
 from __future__ import annotations
 
@@ -15,21 +12,19 @@ from typing import Any, Final
 from accelerate.utils import broadcast_object_list
 
 from fp8plan.errors import ConfigError, Fp8PlanError, SyncError
-from fp8plan.integrations.common import safer_than
+from fp8plan.integrations.common import report_of, safer_than
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.colocated import PolicyTensors
 from fp8plan.model.emit.trl import server_command
-from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import LIMITS, EngineLimits, fields_of
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.judge import Judge
 from fp8plan.runtime.engine.launch import Launch
-from fp8plan.runtime.engine.options import not_predicted, remarks
+from fp8plan.runtime.engine.options import not_predicted, options_of, remarks
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.guard import Guard, Verdict
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, facts_of
 from fp8plan.runtime.monitor.sinks import warn
-from fp8plan.runtime.server.status import report_of
 from fp8plan.runtime.weight_sync.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -40,17 +35,6 @@ COMPARED: Final = (
     "enable_prefix_caching", "enable_expert_parallel",
 )  # fmt: skip
 
-# Options that a VllmConfig shows by their own names: whole parts of it, and fields of its parts.
-WHOLE: Final = ("speculative_config", "kv_transfer_config", "ec_transfer_config", "watermark_config")
-WITHIN: Final[Mapping[str, tuple[str, ...]]] = {
-    "model_config": ("logits_processors", "hf_overrides", "model_impl", "override_generation_config"),
-    "parallel_config": (
-        "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size", "enable_dbo",
-        "nnodes",
-    ),
-    "scheduler_config": ("long_prefill_token_threshold", "max_num_scheduled_tokens", "enable_chunked_prefill"),
-}  # fmt: skip
-
 
 def limits_of(config: Mapping[str, Any], on_cpu: bool) -> EngineLimits:
     """The limits of a server. config: its VllmConfig as a JSON tree"""
@@ -60,20 +44,8 @@ def limits_of(config: Mapping[str, Any], on_cpu: bool) -> EngineLimits:
     return EngineLimits(**limits)
 
 
-def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a server, as far as its configuration shows them, beside limits. config: as for `limits_of`"""
-    found = {name: config.get(name) for name in WHOLE} | {"enable_lora": config.get("lora_config") is not None}
-    found["scheduling_policy"] = (config.get("scheduler_config") or {}).get("policy")
-    return found | {name: (config.get(part) or {}).get(name) for part, names in WITHIN.items() for name in names}
-
-
-def gpu_of(served: Served) -> str:
-    """The name of the server's GPU; "auto" where the server does not say it."""
-    return find_gpu(served.status["facts"]["device"]).name if served.status else "auto"
-
-
 def check_server(served: Served, launched: Launch) -> None:
-    """Raise ConfigError, with the command to type, for a server that does not run what was planned."""
+    """Raise ConfigError, with the command to type, for a server that does not run the plan."""
     fault = next(_faults(served, launched), None)
     if fault is not None:
         line = server_command(launched.setup)
@@ -107,10 +79,10 @@ def _faults(served: Served, launched: Launch) -> Iterator[str]:
 
 
 class ServerEngine:
-    """The engine of a server, under the names by which a Monitor and a trainer use a RolloutEngine.
+    """The engine of a server, with the part of RolloutEngine that a Monitor and a trainer use.
 
-    launch:    what was planned, and runs
-    guard:     compares rollouts with the prediction; None in all processes but the first, and if nothing can
+    launch:    the plan that runs
+    guard:     compares rollouts with the prediction; None in all processes but the first, or without a profile
                (`guard_off` says why)
     """
 
@@ -138,7 +110,7 @@ class ServerEngine:
         return self.launch.checkpoint()
 
     def engine_facts(self) -> EngineFacts:
-        """The facts that the guard needs about the running engine."""
+        """The running engine, as the guard needs it."""
         return facts_of(replace(self.launch.setup, limits=self._limits), self._status["facts"], self._not_predicted)
 
     def observe(self) -> None:
@@ -174,7 +146,7 @@ class ServerEngine:
         self._judge.report_kl(kl_k3)
 
     def apply(self, action: Action, escalate: Escalation | None = None) -> None:
-        """Say what to type: a server's engine is another program's. Its KV scales are measured at each sync anyway."""
+        """Log what to type for a step down: the server is another program."""
         running = self.launch.precision
         safer = safer_than(running, action, escalate)
         if safer is None:
@@ -197,28 +169,29 @@ class ServerEngine:
         self._judge.close()
 
 
-# Plans for the server and checks it, in every process; only the first has a client.
-Connect = Callable[["PlannedServer", Served, PlannedClient | None], ServerEngine]
-
-
 class PlannedServer(PolicyTensors):
     """TRL's VLLMGeneration in server mode.
 
-    connect: plans for the server that was found, and checks it
+    connect: plans for the server and checks it, in every process; only the first has a client
 
-    engine: the server's, as a Monitor needs it
+    engine: the ServerEngine
     report: stays None in all processes but the first
     """
 
-    def __init__(self, *args: Any, connect: Connect, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        connect: Callable[[PlannedServer, Served, PlannedClient | None], ServerEngine],
+        **kwargs: Any,
+    ) -> None:
         self._connect = connect
         self.engine: ServerEngine
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
-        """Connect to the server in the place where TRL does, and check it before it is given anything."""
+        """Connect to the server where TRL does, and check it before anything is sent."""
         client: PlannedClient | None = None
-        told: list[Any] = [None]
+        shared: list[Any] = [None]  # the server, or the error, for all processes
         if self.accelerator.is_main_process:
             try:
                 client = PlannedClient(
@@ -226,13 +199,13 @@ class PlannedServer(PolicyTensors):
                     group_port=self.group_port,
                     connection_timeout=self.server_timeout,
                 )
-                told = [client.seen()]
+                shared = [client.seen()]
             except Exception as error:  # the other processes must not wait for ever
-                told = [error]
-        broadcast_object_list(told, from_process=0)
-        if isinstance(told[0], Exception):
-            raise told[0]
-        self.engine = self._connect(self, told[0], client)
+                shared = [error]
+        broadcast_object_list(shared, from_process=0)
+        if isinstance(shared[0], Exception):
+            raise shared[0]
+        self.engine = self._connect(self, shared[0], client)
         if client is not None:
             self.vllm_client = client
             client.init_communicator(device=self.accelerator.device)
@@ -243,12 +216,12 @@ class PlannedServer(PolicyTensors):
         return self.engine.expected
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().generate(*args, **kwargs)
+        output = super().generate(*args, **kwargs)
         self.engine.observe()
-        return found
+        return output
 
     def sync_weights(self) -> None:
-        """Make the policy's weights serve: all of them, checked by the server, with new KV scales if its cache is FP8.
+        """Sync all of the policy's weights. The server checks them, and measures KV scales if its cache is FP8.
 
         Raises SyncError, whose message says which weights serve.
         """

@@ -1,10 +1,4 @@
-"""A plan for what a GRPOTrainer is about to do, and the check of one that was made before.
-
-The parts of TRL that the integration leans on: its versions, the names that it overrides, and the one that it swaps.
-
-TRL builds its engine with a class that it finds by name, and has no argument for another. So that name is another class
-while a trainer is made, and only then. All else is overridden.
-"""
+"""TRL's settings, as a plan needs them: versions and names of TRL, sampling, the checks, and the engine's limits."""
 
 from __future__ import annotations
 
@@ -30,28 +24,78 @@ from fp8plan.model.workload import Trace
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
-MOST_PROMPTS: Final = 256  # whose lengths are looked at, spread over the dataset
-# TRL's token budget of a step, which leaves memory to the trainer.
-BATCHED_TOKENS: Final = 4096
+# ------------------------------------------------------------------------------------------------ this TRL's inside
+
+# Minor versions of TRL that are supported, first and last. The tests run 1.16.0.
+OLDEST, NEWEST = (1, 16), (1, 16)
+
+# Methods that are overridden or called, and arguments that the engine's class takes by name.
+METHODS: Final = {
+    trl.GRPOTrainer: (
+        "_generate_and_score_completions", "_load_optimizer_and_scheduler", "_save_checkpoint", "_tokenize_prompts",
+    ),
+    VLLMClient: (
+        "_finish_weight_update", "_post", "_start_weight_update", "generate", "get_server_info", "get_world_size",
+        "init_communicator", "update_named_params",
+    ),
+    VLLMGeneration: ("_init_vllm", "_iter_named_params", "generate", "sync_weights"),
+}  # fmt: skip
+ARGUMENTS: Final = (
+    "accelerator", "enable_sleep_mode", "gpu_memory_utilization", "max_model_length", "max_num_seqs", "mode", "model",
+    "model_impl", "server_base_url", "tensor_parallel_size", "trust_remote_code",
+)  # fmt: skip
 
 
+def check_trl() -> None:
+    """Raise ConfigError for a TRL that was not tested, or that lacks a name."""
+    installed = version("trl")
+    minor = tuple(int(part) if part.isdigit() else -1 for part in installed.split(".")[:2])
+    allowed = ".".join(map(str, NEWEST))
+    if not OLDEST <= minor <= NEWEST:
+        raise ConfigError(
+            f"TRL {installed} with a plan is not supported; allowed: {allowed}; type: pip install 'trl=={allowed}.*', "
+            "or plan=None, which needs nothing of TRL's inside"
+        )
+    gone = [f"{kind.__name__}.{name}" for kind, names in METHODS.items() for name in names if not hasattr(kind, name)]
+    known = inspect.signature(VLLMGeneration).parameters
+    gone += [f"VLLMGeneration({name}=)" for name in ARGUMENTS if name not in known]
+    if getattr(grpo_trainer, "VLLMGeneration", None) is not VLLMGeneration:
+        gone.append("trl.trainer.grpo_trainer.VLLMGeneration")
+    if gone:
+        raise ConfigError(
+            f"TRL {installed} lacks what a plan needs of it: {', '.join(gone)}; type: pip install --force-reinstall "
+            f"'trl=={allowed}.*', or plan=None"
+        )
+
+
+@contextmanager
+def generating_with(made: Any) -> Iterator[None]:
+    """Let TRL call `made` to make a VLLMGeneration: it finds the class by name, and takes no other as an argument."""
+    with patch.object(grpo_trainer, "VLLMGeneration", made):
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------ settings
+
+MOST_PROMPTS: Final = 256  # rows of the dataset whose lengths are read, spread evenly
+BATCHED_TOKENS: Final = 4096  # TRL's token budget of a step, which leaves memory to the trainer
 # Settings of a rollout that GRPOConfig has under vLLM's names.
 SAMPLED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_in(args: Any) -> Sampling:
-    """The sampling of rollouts that a GRPOConfig asks for. TRL divides the trainer's logits by args.temperature."""
-    found = {name: getattr(args, name) for name in SAMPLED} | (args.generation_kwargs or {})
-    found["structured_outputs_regex"] = args.vllm_structured_outputs_regex
-    sampling = Sampling.of(found, trainer_temperature=args.temperature or None)
+    """The sampling of rollouts in a GRPOConfig. TRL divides the trainer's logits by args.temperature."""
+    params = {name: getattr(args, name) for name in SAMPLED} | (args.generation_kwargs or {})
+    params["structured_outputs_regex"] = args.vllm_structured_outputs_regex
+    sampling = Sampling.of(params, trainer_temperature=args.temperature or None)
     assert sampling is not None
     return sampling
 
 
 def check_args(args: Any, allow_biased_sampling: bool = False) -> None:
-    """Raise ConfigError for settings of TRL's that a plan does not go with, whatever it says.
+    """Raise ConfigError for settings of TRL's that no plan supports.
 
-    allow_biased_sampling: pass a sampling over that the correction's ratios do not know
+    allow_biased_sampling: allow a sampling that biases the correction's ratios
     """
     if args is None or not args.use_vllm:
         raise ConfigError("plan is given, and use_vllm is False; type: GRPOConfig(use_vllm=True, vllm_mode='colocate')")
@@ -65,8 +109,8 @@ def check_args(args: Any, allow_biased_sampling: bool = False) -> None:
 
 
 def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) -> None:
-    """Raise ConfigError for a plan of another engine than the one that TRL's settings ask for. A server's limits are
-    compared with the plan's elsewhere (served.check_server).
+    """Raise ConfigError for a plan of another engine than that of TRL's settings; server.check_server checks a
+    server's limits.
 
     on_cpu: whether the engine runs on a CPU
     """
@@ -89,10 +133,10 @@ def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) ->
             f"the plan's engine has {picked.tensor_parallel} GPUs; allowed: 1, as TRL's processes hold an engine each "
             "(plan with --tensor-parallel-size 1), or a server (vllm_mode='server')"
         )
-    told: dict[str, tuple[Any, float]] = {"vllm_max_model_length": (args.vllm_max_model_length, longest)}
+    pairs: dict[str, tuple[Any, float]] = {"vllm_max_model_length": (args.vllm_max_model_length, longest)}
     if not on_cpu:
-        told["vllm_gpu_memory_utilization"] = (args.vllm_gpu_memory_utilization, limits.gpu_memory_utilization)
-    for name, (theirs, ours) in told.items():
+        pairs["vllm_gpu_memory_utilization"] = (args.vllm_gpu_memory_utilization, limits.gpu_memory_utilization)
+    for name, (theirs, ours) in pairs.items():
         if theirs is not None and theirs != ours:
             raise ConfigError(
                 f"{name} is {theirs}, and the plan has {ours}; type: GRPOConfig({name}={ours}), or plan again"
@@ -100,7 +144,7 @@ def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) ->
 
 
 def colocated_limits(model: str, args: Any, responses: int, on_cpu: bool) -> EngineLimits:
-    """The limits of the engine that TRL would start in this process. responses: of it in one rollout"""
+    """The limits of the engine that TRL would start in this process. responses: its responses in one rollout"""
     shape, gpu = ModelShape.from_hf(model), find_gpu("cpu" if on_cpu else "auto")
     return EngineLimits.for_gpu(
         gpu,
@@ -120,61 +164,3 @@ def spread(count: int, most: int = MOST_PROMPTS) -> range:
 def lengths_of(prompts: Sequence[Sequence[int]]) -> Trace:
     """The lengths of tokenised prompts."""
     return Trace(tuple(len(prompt) for prompt in prompts), "prompts of the dataset")
-
-
-# Minor versions of TRL whose inside is known, first and last. The tests run 1.16.0.
-OLDEST, NEWEST = (1, 16), (1, 16)
-
-# Methods that are overridden or called, and arguments that the engine's class must be given by name.
-METHODS: Final = {
-    trl.GRPOTrainer: (
-        "_generate_and_score_completions",
-        "_load_optimizer_and_scheduler",
-        "_save_checkpoint",
-        "_tokenize_prompts",
-    ),
-    VLLMClient: (
-        "_finish_weight_update",
-        "_post",
-        "_start_weight_update",
-        "generate",
-        "get_server_info",
-        "get_world_size",
-        "init_communicator",
-        "update_named_params",
-    ),
-    VLLMGeneration: ("_init_vllm", "_iter_named_params", "generate", "sync_weights"),
-}
-ARGUMENTS: Final = (
-    "accelerator", "enable_sleep_mode", "gpu_memory_utilization", "max_model_length", "max_num_seqs", "mode", "model",
-    "model_impl", "server_base_url", "tensor_parallel_size", "trust_remote_code",
-)  # fmt: skip
-
-
-def check_trl() -> None:
-    """Raise ConfigError if this TRL is not one whose inside is known, or if a name in it has changed all the same."""
-    found = version("trl")
-    minor = tuple(int(part) if part.isdigit() else -1 for part in found.split(".")[:2])
-    allowed = ".".join(map(str, NEWEST))
-    if not OLDEST <= minor <= NEWEST:
-        raise ConfigError(
-            f"TRL {found} with a plan is not supported; allowed: {allowed}; type: pip install 'trl=={allowed}.*', or "
-            "plan=None, which needs nothing of TRL's inside"
-        )
-    gone = [f"{kind.__name__}.{name}" for kind, names in METHODS.items() for name in names if not hasattr(kind, name)]
-    known = inspect.signature(VLLMGeneration).parameters
-    gone += [f"VLLMGeneration({name}=)" for name in ARGUMENTS if name not in known]
-    if getattr(grpo_trainer, "VLLMGeneration", None) is not VLLMGeneration:
-        gone.append("trl.trainer.grpo_trainer.VLLMGeneration")
-    if gone:
-        raise ConfigError(
-            f"TRL {found} lacks what a plan needs of it: {', '.join(gone)}; type: pip install --force-reinstall "
-            f"'trl=={allowed}.*', or plan=None"
-        )
-
-
-@contextmanager
-def generating_with(made: Any) -> Iterator[None]:
-    """Let TRL call `made` where it would make a VLLMGeneration."""
-    with patch.object(grpo_trainer, "VLLMGeneration", made):
-        yield

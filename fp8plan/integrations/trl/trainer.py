@@ -1,7 +1,7 @@
-"""A GRPOTrainer that chooses its rollout precision, keeps it correct and watches it; without a plan it is TRL's own.
+"""A GRPOTrainer that chooses its rollout precision, corrects the mismatch and watches the gain.
 
-TRL's importance-sampling settings and a plan's thresholds as one CorrectionSettings, and a Monitor's step as TRL's
-ratio.
+Without a plan it is TRL's own. TRL's importance-sampling settings and a plan's thresholds become one
+CorrectionSettings, and a Monitor's step becomes TRL's ratio.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fp8plan.integrations.common import (
 from fp8plan.integrations.trl import settings as planning
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.colocated import PlannedGeneration
-from fp8plan.integrations.trl.server import PlannedServer, ServerEngine, check_server, gpu_of, limits_of
+from fp8plan.integrations.trl.server import PlannedServer, ServerEngine, check_server, limits_of
 from fp8plan.integrations.trl.settings import check_trl, generating_with
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -53,7 +53,13 @@ from fp8plan.runtime.monitor.sinks import Sink
 if TYPE_CHECKING:
     from fp8plan.runtime.monitor.record import Step
 
-# TRL's modes as a plan's thresholds: its ratio is pi_train / pi_rollout, too, and what it masks weighs 0.
+logger = logging.getLogger(__name__)
+
+# Fields of TRL's batch when it corrects for the mismatch, and the figure that its correction logs.
+NEEDED: Final = ("completion_mask", "importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps")
+LOGGED_RATIO: Final = "sampling/importance_sampling_ratio"
+OWN: Final = ("plan", "choice", "controller", "sinks")  # arguments of a planned trainer
+# TRL's modes as a plan's thresholds. TRL's ratio is pi_train / pi_rollout, too, and a masked token weighs 0.
 MODES: Final = {
     "token_truncate": "token_tis",
     "sequence_truncate": "sequence_tis",
@@ -64,9 +70,9 @@ FIELDS: Final = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "c
 
 
 def thresholds_for(args: Any, planned: Mapping[str, Any]) -> dict[str, Any]:
-    """The thresholds to begin with: those of TRL's settings if the user has changed one of them, else the plan's.
+    """The thresholds to begin with: TRL's if the user has changed one of its settings, else the plan's.
 
-    args: the GRPOConfig. Raises ConfigError for a truncation that has a lower bound, or none.
+    args: the GRPOConfig. Raises ConfigError for a truncation with a lower bound, or without an upper one.
     """
     defaults = {field.name: field.default for field in fields(args)}
     if all(getattr(args, name) == defaults[name] for name in FIELDS):
@@ -83,9 +89,9 @@ def thresholds_for(args: Any, planned: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_for(args: Any, thresholds: Mapping[str, Any]) -> CorrectionSettings:
-    """The correction that TRL's settings and the thresholds ask for; without thresholds, token TIS at C = 2.
+    """The correction of TRL's settings and the thresholds; without thresholds, token TIS at C = 2.
 
-    Without TRL's correction the mismatch is measured all the same, and all weights are 1. Raises ConfigError for two
+    If TRL's correction is off, the mismatch is still measured, and all weights are 1. Raises ConfigError for two
     weights.
     """
     if not args.vllm_importance_sampling_correction:
@@ -98,44 +104,36 @@ def settings_for(args: Any, thresholds: Mapping[str, Any]) -> CorrectionSettings
 
 
 def ratio_of(step: Step, mask: torch.Tensor) -> torch.Tensor:
-    """The weights of a step as TRL's importance_sampling_ratio, [batch, length] float32; what is rejected weighs 0.
+    """The weights of a step as TRL's importance_sampling_ratio, [batch, length] float32; a rejected token weighs 0.
 
-    A rejected token counts in the loss's mean all the same, as in TRL: to take it out of the completion mask would also
-    hide it from the policy's attention.
+    A rejected token still counts in the loss's mean, as in TRL: without it in the completion mask the policy would not
+    attend to it.
     """
     kept = torch.as_tensor(step.mask, device=mask.device).to(torch.float32)
     return kept if step.weights is None else torch.as_tensor(step.weights, device=mask.device) * kept
 
 
-logger = logging.getLogger(__name__)
-
-# What TRL puts out when it corrects for the mismatch, and what its correction logs.
-NEEDED: Final = ("completion_mask", "importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps")
-OWN: Final = ("plan", "choice", "controller", "sinks")  # arguments of a planned trainer
-LOGGED_RATIO: Final = "sampling/importance_sampling_ratio"
-
-
 class GRPOTrainer(trl.GRPOTrainer):
     """trl.GRPOTrainer with a plan for its engine, colocated or a server's.
 
-    plan:       "auto": made here, from the model, the GPU and TRL's own settings; or a Plan, or the path of one's JSON.
-                None: all is TRL's own
+    plan:       "auto": made from the model, the GPU and TRL's own settings; or a Plan, or the path of a plan's JSON;
+                None: TRL's own trainer
     choice:     index into the plan's choices, or one of its precisions; the chosen one unless given
     controller: decides the thresholds of the correction, as in Monitor
-    sinks:      where records go, as in Monitor, such as [fp8plan.JsonLines("run.jsonl")]
+    sinks:      destinations of records, as in Monitor, such as [fp8plan.JsonLines("run.jsonl")]
     allow_biased_sampling: train with top_p, top_k, penalties and the like, which bias the correction's ratios; False:
                 they are refused, unless TRL's correction is off
 
-    All other arguments are TRL's. `plan`, `rollout_engine` and `monitor` are then the Plan, the RolloutEngine and the
-    Monitor; None without a plan. `rollout_engine.shutdown()` frees the engine's memory, `monitor.close()` the sinks.
-    With a server `rollout_engine` is a ServerEngine, which tells what the server runs and does not end it.
+    All other arguments are TRL's. With a plan the attributes `plan`, `rollout_engine` and `monitor` are the Plan, the
+    RolloutEngine and the Monitor, else None. `rollout_engine.shutdown()` frees the engine's memory, `monitor.close()`
+    closes the sinks. With a server `rollout_engine` is a ServerEngine, which does not end the server.
 
     In each step the engine gets the policy's weights, checked, with new KV scales for an FP8 cache. The Monitor's
-    weights take the place of TRL's importance-sampling ratio. What the guard advises is done before the next sync; in
+    weights take the place of TRL's importance-sampling ratio. The guard's advice is followed before the next sync. In
     several processes, and with a server, a step down is only logged, with what to type.
 
-    Raises ConfigError for a TRL whose inside is not known, for settings that a plan does not go with, for a plan of
-    another engine, for a server that runs something else, and as `fp8plan.plan` and `RolloutEngine.from_plan` do.
+    Raises ConfigError for an unsupported TRL or setting, a plan of another engine, and a server that runs something
+    else. Also raises the errors of `fp8plan.plan` and `RolloutEngine.from_plan`.
     """
 
     def __init__(
@@ -179,13 +177,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.vllm_importance_sampling_correction = True
 
     def _generation(self, *args: Any, **settings: Any) -> PlannedGeneration | PlannedServer:
-        """Make what TRL generates with. settings: of its VLLMGeneration"""
+        """Make TRL's generation backend. settings: arguments of TRL's VLLMGeneration"""
         if settings["mode"] == "server":
             return PlannedServer(*args, connect=self._connect, before_sync=self._follow_advice, **settings)
         return PlannedGeneration(*args, start=self._start, before_sync=self._follow_advice, **settings)
 
     def _start(self, generation: PlannedGeneration, of_trl: dict[str, Any]) -> RolloutEngine:
-        """Start the planned engine; plan first, if that was asked for."""
+        """Start the planned engine; with plan="auto", plan first."""
         on_cpu, model = self.accelerator.device.type == "cpu", generation.model.name_or_path
         if self.plan is None:
             responses = generation.max_num_seqs
@@ -195,17 +193,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.rollout_engine = RolloutEngine.from_plan(plan, model, choice=self._choice, **of_trl)
         return self.rollout_engine
 
-    def _connect(self, generation: PlannedServer, found: Served, client: PlannedClient | None) -> ServerEngine:
-        """Check the server that was found; plan for it first, if that was asked for."""
+    def _connect(self, generation: PlannedServer, served: Served, client: PlannedClient | None) -> ServerEngine:
+        """Check the server; with plan="auto", plan for it first."""
         model = generation.model.name_or_path
-        gpu = "cpu" if found.status is None and self.accelerator.device.type == "cpu" else gpu_of(found)
+        fallback = "cpu" if self.accelerator.device.type == "cpu" else "auto"
+        gpu = find_gpu(served.status["facts"]["device"]).name if served.status else fallback
         on_cpu = find_gpu(gpu).is_cpu
         if self.plan is None:
-            self._plan_for(model, gpu, limits_of(found.config, on_cpu), self.args.generation_batch_size)
+            self._plan_for(model, gpu, limits_of(served.config, on_cpu), self.args.generation_batch_size)
         plan = self._planned(model, on_cpu)
         launched = launch(plan.setup(self._choice), model, precisions=plan.precisions_beside(self._choice))
-        check_server(found, launched)
-        self.rollout_engine = ServerEngine(launched, found, client)
+        check_server(served, launched)
+        self.rollout_engine = ServerEngine(launched, served, client)
         return self.rollout_engine
 
     def _plan_for(self, model: str, gpu: str, limits: EngineLimits, responses: int) -> None:
@@ -220,7 +219,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
 
     def _planned(self, model: str, on_cpu: bool) -> Plan:
-        """The plan, checked, with the thresholds to begin with. model: that is trained"""
+        """The checked plan, with the thresholds to begin with. model: the trained model"""
         assert self.plan is not None
         planning.check_plan(self.plan, self._choice, self.args, on_cpu)
         self.plan.setup(self._choice).check_model(model)
@@ -238,7 +237,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return planning.lengths_of(self._tokenize_prompts(prompts)[0])
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """Let the Monitor correct what TRL has generated and scored. An evaluation stays as it is."""
+        """Let the Monitor correct the batch that TRL has generated and scored. Evaluations are left alone."""
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self.monitor is None or not self.model.training:
             return output
@@ -258,13 +257,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._log_step(metrics_of(step, preset, self.vllm_generation.report), ratio[mask.bool()])
         return output
 
-    def _log_step(self, found: dict[str, float], ratio: torch.Tensor) -> None:
-        """Add figures to TRL's own, and put those of the ratio that the loss gets in the place of TRL's.
+    def _log_step(self, figures: dict[str, float], ratio: torch.Tensor) -> None:
+        """Add figures to TRL's own, and replace TRL's figures of the ratio by those of the loss's ratio.
 
-        ratio: of this process's tokens
+        ratio: ratios of this process's tokens
         """
         metrics = self._metrics["train"]
-        for name, value in found.items():
+        for name, value in figures.items():
             metrics[name].append(value)
         known = ratio if ratio.numel() else torch.zeros(1, device=ratio.device)
         for name in ("min", "mean", "max"):
@@ -276,13 +275,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self.rollout_engine
 
     def _follow_advice(self) -> None:
-        """Do what the guard, or else the controller, advised after the last step."""
+        """Follow the advice of the guard, or else of the controller, on the last step."""
         (action, escalate), self._advice = self._advice, (Action.NONE, None)
         self._apply(action, escalate)
 
     def _apply(self, action: Action, escalate: Escalation | None = None) -> None:
-        """Do it in one process. Engines of several stay what they are, as vLLM ends the trainer's process group with an
-        engine; they say what to type instead."""
+        """Apply advice in a single process. With several, log what to type: vLLM would end the trainer's process group
+        with an engine."""
         engine = self._engine()
         if self.accelerator.num_processes == 1 or isinstance(engine, ServerEngine):
             engine.apply(action, escalate)
@@ -301,7 +300,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             save_state(self.monitor, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Go on with the thresholds, the guard's memory and the precision of a checkpoint, too."""
+        """Also restore the checkpoint's thresholds, guard's memory and precision."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.monitor is None or checkpoint is None or not load_state(self.monitor, Path(checkpoint)):
             return

@@ -1,8 +1,5 @@
-"""fp8plan inside of verl: with `actor_rollout_ref.rollout.name=fp8plan` its rollouts are planned, synced, corrected.
-
-verl loads `plugin` at every `import verl` (entry point group verl.plugins); all else is imported where it is used.
-"""
+"""fp8plan in verl: with `actor_rollout_ref.rollout.name=fp8plan` rollouts are planned, synced and corrected."""
 
 from typing import Final
 
-NAME: Final = "fp8plan"  # of the rollout
+NAME: Final = "fp8plan"  # name of the rollout

@@ -1,11 +1,9 @@
-"""fp8plan's part of a server of verl's: when its new weights may serve.
+"""The Front of verl's server: two outputs for each request, and the moment when new weights serve.
 
-The outputs of a request of verl's: that the engine has it, and the finished one.
-
-verl asks an AsyncLLM for cumulative outputs, one for each token, and needs two of them. The first one tells it that the
-engine has the request: a pause waits for that, and then aborts the request. The last one is the answer. What vLLM does
-for those between (text that verl never reads, an object, a wake-up of a task) costs the server's one Python thread
-more than all else that it does for a token: benchmarks/verl_outputs.py.
+verl asks an AsyncLLM for cumulative outputs, one for each token, and needs two of them. The first tells it that the
+engine has the request: a pause waits for that, and then aborts the request. The last is the answer. The others (text,
+an object, a wake-up of a task) cost the server's one Python thread more than all else for a token:
+benchmarks/verl_outputs.py.
 """
 
 from __future__ import annotations
@@ -18,20 +16,11 @@ from fp8plan.runtime.server.front import Front
 from fp8plan.runtime.server.rollout import enough
 
 
-def of_verl(sampling_params: Any) -> bool:
-    """True for a request of verl's own, which leaves the kind of its outputs at vLLM's default, cumulative; those over
-    HTTP name another.
-    """
-    from vllm.sampling_params import RequestOutputKind
-
-    return bool(sampling_params.output_kind is RequestOutputKind.CUMULATIVE)
-
-
 async def two_outputs(
     engine: Any, prompt: Any, sampling_params: Any, request_id: str, **more: Any
 ) -> AsyncGenerator[Any]:
-    """Generate one request as an AsyncLLM's `generate` does; yield an output without tokens once the engine has it,
-    and the finished one, which after an abort holds the tokens so far.
+    """Generate one request as an AsyncLLM's `generate` does. Yield an output without tokens once the engine has the
+    request, and then the finished output; after an abort it holds the tokens so far.
 
     more: other arguments of the AsyncLLM's add_request
     """
@@ -44,31 +33,30 @@ async def two_outputs(
         finished = await answer.get()
     except EngineDeadError:
         raise
-    except BaseException:  # nobody waits for it any more, if it was cancelled
+    except BaseException:  # after a cancellation nobody waits for the request
         await engine.abort(answer.request_id, internal=True)
         raise
     yield finished
 
 
-ALL: Final = frozenset(("weights", "kv_cache"))  # vLLM's tags of what sleeps
-UNMEASURED: Final = "new weights are there, and the KV cache is not, by which their scales are measured"
+ALL: Final = frozenset(("weights", "kv_cache"))  # vLLM's tags of parts that sleep
+UNMEASURED: Final = "new weights have arrived, but the KV cache is still asleep, so its scales cannot be measured yet"
 
 
 class VerlFront(Front):
     """A Front before an AsyncLLM that verl puts to sleep, gives weights, and wakes up part by part.
 
-    New weights serve once nothing sleeps: verl gives them while the KV cache is away, and the scales of an FP8 cache
-    are measured by running prompts.
+    verl sends weights while the KV cache is asleep. They serve once nothing sleeps, as the scales of an FP8 cache are
+    measured by running prompts.
 
-    seen: what runs and what its weights are (runtime.server.status), as of the last time that weights began to serve:
-          a worker that sleeps cannot be asked
+    seen: the status when weights last began to serve; a sleeping worker cannot answer
     """
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self.seen: dict[str, Any] = {}
         self._asleep: frozenset[str] = frozenset()
-        self._waiting = False  # new weights, for what still sleeps
+        self._waiting = False  # True: new weights wait for parts that sleep
 
     @classmethod
     async def opened(cls, engine: Any) -> Self:
@@ -77,9 +65,9 @@ class VerlFront(Front):
         return front
 
     async def update(self, call: Callable[[], Awaitable[list[dict[str, Any]]]]) -> None:
-        """Take an update of the weights. call: has the workers take it, and returns their answers
+        """Take an update of the weights. call: sends it to the workers, and returns their answers
 
-        Raises UpdateError, which says which weights serve, for one that a worker refuses.
+        Raises UpdateError, which says which weights serve, if a worker refuses it.
         """
         await self._refuse_running("abort them before (verl: abort_all_requests)")
         self._updating = True
@@ -101,14 +89,19 @@ class VerlFront(Front):
         self._asleep = ALL
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wake up what the tags name; once that is all, weights that have come meanwhile serve."""
+        """Wake up the parts that the tags name. Once all are awake, new weights serve."""
         await super().wake_up(tags)
         self._asleep -= ALL if tags is None else frozenset(tags)
         await self._serve_new()
 
     def _outputs(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
-        """Return the outputs of a request: two for one of verl's own, and for one over HTTP what vLLM gives."""
-        if of_verl(sampling_params):
+        """Return the outputs of a request: two for verl's own, vLLM's for one over HTTP.
+
+        verl leaves the kind of outputs at vLLM's default, cumulative; requests over HTTP name another.
+        """
+        from vllm.sampling_params import RequestOutputKind
+
+        if sampling_params.output_kind is RequestOutputKind.CUMULATIVE:
             return two_outputs(self.engine, prompt, sampling_params, request_id, **more)
         return super()._outputs(prompt, sampling_params, request_id, **more)
 

@@ -1,9 +1,8 @@
 """The entry point of group verl.plugins: puts fp8plan's names where verl looks for a rollout and for a trainer.
 
-verl loads this module at every `import verl`, in all its processes, also where nobody uses fp8plan. So importing it
-imports nothing of verl: a name is registered when verl itself has imported the registry. What a name stands for is
-imported when verl takes it, and what is wrong then (another verl, say) is raised there: verl logs what a plugin raises
-while it loads at level DEBUG only.
+verl loads this module at every `import verl`, in all its processes, also for users without fp8plan. So importing it
+imports nothing of verl. A name is registered once verl itself has imported the registry, and its class is imported
+when verl takes it. Errors, as of another verl, are raised then: verl logs those of a loading plugin at level DEBUG.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Register with the registries that verl has imported, and with the others once it does."""
+    """Register with the registries that verl has imported, and with the others as soon as it imports them."""
     for name, register in REGISTRIES.items():
         if name in sys.modules:
             _registered(register, sys.modules[name])
@@ -32,7 +31,7 @@ def install() -> None:
 
 
 class AfterImport(MetaPathFinder):
-    """Registers with each of REGISTRIES as soon as it was imported."""
+    """Registers with each of REGISTRIES as soon as it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -52,7 +51,7 @@ class AfterImport(MetaPathFinder):
 
 
 def _registered(register: Callable[[Any], None], module: ModuleType) -> None:
-    """Register with a module. Must not break a verl that does without fp8plan, and is heard where one does not."""
+    """Register with a module. A failure is a warning: it must not break a verl that runs without fp8plan."""
     try:
         register(module)
     except Exception as error:
@@ -66,7 +65,7 @@ def _registered(register: Callable[[Any], None], module: ModuleType) -> None:
 
 
 def _client(module: Any) -> None:
-    """Let verl's own client of a vLLM server, in each of the trainer's workers, speak to fp8plan's."""
+    """Let verl's own client of a vLLM server, in each of the trainer's workers, use fp8plan's server."""
     module._ROLLOUT_REGISTRY[NAME, "async"] = module._ROLLOUT_REGISTRY["vllm", "async"]
 
 

@@ -1,7 +1,4 @@
-"""verl's vLLM server with a planned engine, and the replica that starts it.
-
-The requests of one rollout, as a server has seen them.
-"""
+"""verl's vLLM server with a planned engine, its log of a rollout's requests, and the replica that starts it."""
 
 from __future__ import annotations
 
@@ -22,11 +19,18 @@ from fp8plan.runtime.engine.launch import launch
 from fp8plan.runtime.guard.observation import facts_of
 from fp8plan.runtime.mismatch.sampling import Sampling
 
+WORKER: Final = "fp8plan.integrations.verl.worker.PlannedWorker"
+UPDATE: Final = "update_weights_from_ipc"
+OF_VERL: Final = ("model", "worker_extension_cls", "skip_tokenizer_init")  # arguments of vLLM's that stay verl's
+
 
 @dataclass(slots=True)
 class RolloutLog:
-    """The requests since the last `clear`: rows of (begun, ended) in seconds, tokens of prompt and response, prompt;
-    and their samplings.
+    """The requests since the last `clear`.
+
+    rows:      begin and end in seconds, tokens of prompt and response, a number for the prompt
+    before:    vLLM's counts at the last `clear`
+    samplings: samplings of the requests
     """
 
     rows: list[tuple[float, float, int, int, int]] = field(default_factory=list)
@@ -37,13 +41,13 @@ class RolloutLog:
         self.rows, self.before, self.samplings = [], counts(), set()
 
     def add(self, begun: float, ended: float, prompt: list[int], response: int, sampling: Sampling) -> None:
-        """Count a request in. response: tokens"""
+        """Count one request. response: tokens"""
         if response:
             self.samplings.add(sampling)
             self.rows.append((begun, ended, len(prompt), response, hash(tuple(prompt))))
 
     def observed(self) -> dict[str, Any] | None:
-        """The fields of an Observation: from the first request's start to the last one's end. None without requests."""
+        """The fields of an Observation, from the first request's start to the last end; None without requests."""
         if not self.rows:
             return None
         begun, ended, prompts, responses, ids = zip(*self.rows, strict=True)
@@ -60,15 +64,10 @@ class RolloutLog:
         }
 
 
-WORKER: Final = "fp8plan.integrations.verl.worker.PlannedWorker"
-UPDATE: Final = "update_weights_from_ipc"
-OF_VERL: Final = ("model", "worker_extension_cls", "skip_tokenizer_init")  # arguments of vLLM's that stay verl's
-
-
 class PlannedServer(vLLMHttpServer):
-    """verl's server of one replica. Its engine's precision and limits are the plan's; all else is verl's.
+    """verl's server of one replica, with the plan's precision and limits.
 
-    Raises ConfigError for what vLLM, the GPU or the settings do not allow, and where no trainer has handed on a plan.
+    Raises ConfigError if vLLM, the GPU or the settings do not allow the plan, and if no trainer has handed one on.
     """
 
     def _validate_configs(self) -> None:
@@ -98,17 +97,16 @@ class PlannedServer(vLLMHttpServer):
         return WORKER
 
     async def run_server(self, args: Any) -> None:
-        """Start the engine, and check that what runs is what was planned."""
+        """Start the engine, and check that the plan runs."""
         await super().run_server(args)
         self._front = await VerlFront.opened(self.engine)
         self._launch = self._launch.holding(self.engine.model_config.max_model_len)
         self._launch.refuse_other(self._front.facts)
 
     async def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a method of every worker, as verl's own does, and return their answers.
+        """Call a method of every worker, as verl does, and return the answers.
 
-        An update of the weights is checked, and serves when nothing sleeps any more; raises UpdateError if it is
-        refused.
+        An update of the weights is checked, and serves once nothing sleeps. Raises UpdateError if it is refused.
         """
         call = partial(self.engine.collective_rpc, method=method, timeout=timeout, args=args, kwargs=kwargs)
         if method == UPDATE:
@@ -116,19 +114,18 @@ class PlannedServer(vLLMHttpServer):
         return await call()
 
     async def generate(self, prompt_ids: Any, sampling_params: Any, request_id: str, *args: Any, **more: Any) -> Any:
-        """Generate one request as verl's own does, and count it in."""
-        begun, sampling = time.perf_counter(), scored(sampling_params, self.config)  # which verl takes parts out of
-        found = await super().generate(prompt_ids, sampling_params, request_id, *args, **more)
-        self._requests.add(begun, time.perf_counter(), list(prompt_ids), len(found.token_ids), sampling)
-        return found
+        """Generate one request as verl does, and count it."""
+        begun, sampling = time.perf_counter(), scored(sampling_params, self.config)  # before verl removes some params
+        output = await super().generate(prompt_ids, sampling_params, request_id, *args, **more)
+        self._requests.add(begun, time.perf_counter(), list(prompt_ids), len(output.token_ids), sampling)
+        return output
 
     async def fp8plan_begin(self) -> None:
         """Begin to count the requests of a rollout."""
         self._requests.clear()
 
     async def fp8plan_seen(self) -> dict[str, Any]:
-        """Return {"status", "facts", "rollout"}: what serves (VerlFront.seen), the EngineFacts of the engine, and the
-        fields of the rollout's Observation, or None without requests."""
+        """Return {"status": VerlFront.seen, "facts": EngineFacts, "rollout": fields of an Observation, or None}."""
         observed = self._requests.observed()
         if observed is not None:
             observed["kv_cache_tokens"] = self._front.seen["kv_cache_tokens"]
@@ -148,5 +145,5 @@ class PlannedReplica(vLLMReplica):
         self.server_class = ray.remote(PlannedServer)
 
     def _get_server_name_prefix(self) -> str:
-        """Return the prefix by which verl's client looks for the server: the rollout's name."""
+        """Return the prefix of the server's name for verl's client: the rollout's name."""
         return f"{NAME}_"

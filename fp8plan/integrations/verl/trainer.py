@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainer, trainer_base
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.integrations.common import announce, load_state, metrics_of, safer_than, save_state, settings_of
-from fp8plan.integrations.hooks import controller_for
+from fp8plan.integrations.common import announce, load_state, metrics_of, report_of, safer_than, save_state, settings_of
 from fp8plan.integrations.verl.settings import (
     CORRECTION,
     TRAINER,
@@ -31,18 +31,15 @@ from fp8plan.integrations.verl.settings import (
     settings_in,
 )
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.controller.laws import Controller
 from fp8plan.runtime.correction.settings import CorrectionSettings
 from fp8plan.runtime.correction.verl import from_verl
 from fp8plan.runtime.engine.options import remarks
 from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.guard.guard import Guard
-from fp8plan.runtime.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.guard.observation import Observation
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.record import Step
-from fp8plan.runtime.monitor.sinks import JsonLines
-from fp8plan.runtime.server.status import report_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +51,12 @@ def planned_class(stock: type[Any]) -> type[Any]:
 
 
 class PlannedTrainer:
-    """The methods of a planned trainer that stand before verl's: each is verl's, with fp8plan's part.
+    """Methods that extend those of verl's trainer.
 
-    plan:    what its engines run
-    monitor: measures, decides and records each batch; there once the engines run
+    plan:    the plan that its engines run
+    monitor: measures, decides and records each batch; set once the engines run
 
-    Raises ConfigError, before anything is started, for a verl whose inside is not known, and for settings that cannot
-    be.
+    Raises ConfigError, before anything is started, for another verl than the tested one, and for bad settings.
     """
 
     config: Any
@@ -73,7 +69,7 @@ class PlannedTrainer:
         refuse(config)
         self._correction, self.plan = started_with(plan_of(config, self._settings), config, self._settings)
         self._planned, self._sampling = self.plan.setup(), sampling_in(config.actor_rollout_ref.rollout)
-        law_of(self._correction, self._settings)  # which refuses what cannot be, before engines start
+        self._controller = self._settings.controller(self._correction)  # bad settings raise before engines start
         announce(self.plan, self._settings.plan or "auto", self._settings.choice)
         for text in (*self.plan.reasons, *self.plan.warnings):
             logger.info("fp8plan: %s", text)
@@ -84,15 +80,22 @@ class PlannedTrainer:
         super().__init__(config=config)  # type: ignore[call-arg]
 
     def init(self) -> None:
-        """Start the engines and sync them, as verl does, and then what watches them."""
+        """Start and sync the engines, as verl does, and then the Monitor."""
         super().init()  # type: ignore[misc]
-        self.monitor = monitor_for(self.plan, self._correction, self._settings, self._seen()[0]["facts"], self._timed)
+        facts, guard = self._seen()[0]["facts"], None
+        if self._timed:
+            try:
+                guard = Guard(facts)
+            except Fp8PlanError as error:  # a GPU without a profile
+                logger.warning("fp8plan does not compare rollouts with a prediction: %s", error)
+        sinks = self._settings.sinks()
+        self.monitor = Monitor(self._correction, self._controller, sinks, plan=self.plan, guard=guard, facts=facts)
         if self.global_steps:
             self._load_state()
 
     @property
     def _timed(self) -> bool:
-        """True if a rollout is one batch, which begins and ends between two syncs."""
+        """True if a rollout is one batch that begins and ends between two syncs."""
         return self.trainer_mode == "sync"
 
     def on_sample_begin(self) -> None:
@@ -100,41 +103,44 @@ class PlannedTrainer:
         ray.get([server.fp8plan_begin.remote() for server in self._servers()])
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Compute advantages as verl does, where it corrects for the mismatch with the Monitor's weights and mask."""
+        """Compute advantages as verl does, with the Monitor's weights and mask in the place of verl's correction."""
         corrected = []
 
         def correct(data: Any, _: Any) -> tuple[Any, dict[str, float]]:
             corrected.append(True)
-            step, figures = self._step(data)
-            return corrected_by(step, data), figures
+            return data, self._step(data)
 
         with correcting_with(correct):
-            found = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+            computed = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
         if not corrected:
             raise ConfigError(
                 "verl's batch has no rollout_log_probs, so nothing was corrected; allowed: an agent loop that returns "
                 "the log-probs of what it sampled, or actor_rollout_ref.rollout.name=vllm"
             )
-        return found
+        return computed
 
-    def _step(self, data: Any) -> tuple[Step, dict[str, float]]:
-        """Let the Monitor see a batch. Return its findings, and the figures for verl's log."""
+    def _step(self, data: Any) -> dict[str, float]:
+        """Let the Monitor see a batch, and write its mask and weights there. Return the figures for verl's log."""
         seen = self._seen()
-        rollouts = [x["rollout"] for x in seen if x["rollout"] is not None] if self._timed else []
-        slowest = max(rollouts, key=lambda x: x["seconds"], default=None)  # it decides when the rollout ends
+        rollouts = [server["rollout"] for server in seen if server["rollout"] is not None] if self._timed else []
+        slowest = max(rollouts, key=lambda rollout: rollout["seconds"], default=None)  # the rollout ends with it
         batch = data.batch
         step = self.monitor.step(
             batch["old_log_probs"],
             batch["rollout_log_probs"],
             batch["response_mask"].bool(),
             rollout=None if slowest is None else Observation(**slowest),
-            sampling=Sampling.mixed(x["sampling"] for x in rollouts) or self._sampling,
+            sampling=Sampling.mixed(rollout["sampling"] for rollout in rollouts) or self._sampling,
         )
+        batch["response_mask"] = torch.as_tensor(step.mask).to(batch["response_mask"].dtype)
+        if step.weights is not None:
+            batch["rollout_is_weights"] = torch.as_tensor(step.weights)
         status = seen[0]["status"]
         report = None if status["last_update"] is None else report_of(status, status["last_update"]["seconds"]["total"])
-        of_verl = {name: x for name, x in step.metrics.items() if name.startswith("rollout_corr/") and x is not None}
+        metrics = {name: figure for name, figure in step.metrics.items() if figure is not None}
+        of_verl = {name: figure for name, figure in metrics.items() if name.startswith("rollout_corr/")}
         self._advise(step)
-        return step, of_verl | metrics_of(step, self._planned.precision, report)
+        return of_verl | metrics_of(step, self._planned.precision, report)
 
     def _advise(self, step: Step) -> None:
         """Log what the guard, or else the controller, advises: verl's engines are not started again in a run."""
@@ -149,15 +155,15 @@ class PlannedTrainer:
             )  # fmt: skip
 
     def _servers(self) -> list[Any]:
-        """The servers that are asked: with engines on their own GPUs, those, as the others come and go."""
+        """The servers that sample. If engines have GPUs of their own, only those: the others come and go."""
         managers = self._rollout_server_managers()  # type: ignore[attr-defined]
-        asked = managers[-1:] if separate(self.config) else managers
-        return [replica.servers[0] for manager in asked for replica in manager.get_replicas()]
+        lasting = managers[-1:] if separate(self.config) else managers
+        return [replica.servers[0] for manager in lasting for replica in manager.get_replicas()]
 
     def _seen(self) -> list[dict[str, Any]]:
-        """Ask each server what it has seen (PlannedServer.fp8plan_seen)."""
-        found: list[dict[str, Any]] = ray.get([server.fp8plan_seen.remote() for server in self._servers()])
-        return found
+        """Return the status, facts and last rollout of each server (PlannedServer.fp8plan_seen)."""
+        seen: list[dict[str, Any]] = ray.get([server.fp8plan_seen.remote() for server in self._servers()])
+        return seen
 
     def _save_checkpoint(self) -> None:
         super()._save_checkpoint()  # type: ignore[misc]
@@ -165,7 +171,7 @@ class PlannedTrainer:
         save_state(self.monitor, folder)
 
     def _load_state(self) -> None:
-        """Go on with the thresholds and the guard's memory of the checkpoint that verl has resumed from."""
+        """Restore thresholds and the guard's memory from the checkpoint that verl has resumed from."""
         trainer = self.config.trainer
         resumed = trainer.resume_mode == "resume_path"
         step = f"global_step_{self.global_steps}"
@@ -174,10 +180,10 @@ class PlannedTrainer:
 
 
 def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[CorrectionSettings, Plan]:
-    """The correction to begin with, and the plan with its thresholds: those of verl's rollout_correction if the user
-    has asked for one there, else the plan's.
+    """The correction to begin with, and the plan without the thresholds that it replaces.
 
-    Raises ConfigError for what cannot be corrected so.
+    verl's rollout_correction goes before the plan's thresholds if the user has set one. Raises ConfigError for a
+    rollout_correction that fp8plan does not have.
     """
     if not settings.correct:
         return CorrectionSettings(level=None), replace(plan, thresholds={})
@@ -185,39 +191,3 @@ def started_with(plan: Plan, config: Any, settings: Settings) -> tuple[Correctio
     if of_verl.get("rollout_is") is None and of_verl.get("rollout_rs") is None:
         return settings_of(plan.thresholds), plan
     return from_verl(OmegaConf.to_container(of_verl, resolve=True)), replace(plan, thresholds={})
-
-
-def monitor_for(
-    plan: Plan, correction: CorrectionSettings, settings: Settings, facts: EngineFacts, timed: bool
-) -> Monitor:
-    """The Monitor of a run.
-
-    facts: of one of its engines
-    timed: whether rollouts can be timed, and so judged. Without a profile of the GPU nothing can
-    """
-    guard = None
-    if timed:
-        try:
-            guard = Guard(facts)
-        except Fp8PlanError as error:
-            logger.warning("fp8plan does not compare rollouts with a prediction: %s", error)
-    sinks = [] if settings.run_file is None else [JsonLines(settings.run_file)]
-    return Monitor(correction, law_of(correction, settings), sinks, plan=plan, guard=guard, facts=facts)
-
-
-def law_of(correction: CorrectionSettings, settings: Settings) -> Controller:
-    """The law of the thresholds. Raises ConfigError for what cannot be, such as adaptive ones of no correction."""
-    if correction.level is None and settings.thresholds == "adaptive":
-        raise ConfigError(f'{WHERE}.thresholds is "adaptive" and nothing is corrected; allowed: "constant"')
-    return controller_for(correction, settings.thresholds, settings.target_kl, settings.limit_kl)
-
-
-def corrected_by(step: Step, data: Any) -> Any:
-    """verl's batch with a step's mask, and its weights if it has any, in the dtypes of verl's own."""
-    import torch
-
-    batch = data.batch
-    batch["response_mask"] = torch.as_tensor(step.mask).to(batch["response_mask"].dtype)
-    if step.weights is not None:
-        batch["rollout_is_weights"] = torch.as_tensor(step.weights)
-    return data

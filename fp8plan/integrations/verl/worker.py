@@ -1,10 +1,10 @@
-"""fp8plan's methods in the workers of verl's vLLM server: weights come over verl's own transport, and are checked."""
+"""fp8plan's methods in the workers of verl's vLLM server: they check weights that come over verl's own transport."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits, vLLMColocateWorkerExtension
@@ -14,16 +14,13 @@ from fp8plan.runtime.weight_sync.manifest import entry_of
 from fp8plan.runtime.worker.extension import Fp8PlanWorker, answering
 from fp8plan.runtime.worker.updates import Updates, over_ranks
 
-if TYPE_CHECKING:
-    Pairs = Sequence[tuple[str, torch.Tensor]]
-
 
 class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
-    """The mixin of both. The trainer's processes send to it as to verl's own."""
+    """The mixin of fp8plan and verl. The trainer's processes send to it as to verl's own."""
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
-        """Keep tokens out of the sampling that verl's tokenizer does not know. verl's patch of experts' loaders is for
-        its own loading of weights."""
+        """Keep tokens that verl's tokenizer does not know out of the sampling. verl's patch of the experts' loaders is
+        left out: only verl's own loading needs it."""
         for model in self._iter_all_models():
             monkey_patch_compute_logits(model, vocab_size, banned_token_ids)
 
@@ -31,8 +28,7 @@ class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Take an update from the trainer's process on this GPU: all of it, also if it is refused, as that process
-        waits until all is taken.
+        """Take a whole update from the trainer's process on this GPU, also if it is refused: that process waits.
 
         peft_config, base_sync_done, use_shm: as verl's worker takes them
         """
@@ -57,11 +53,12 @@ class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
 
 
 class Buckets:
-    """The buckets of an update, which the first one opens. After a failure, which is kept, the rest is ignored.
+    """The buckets of one update; the first opens it.
 
-    updates: of the worker
+    updates: returns the worker's Updates
 
-    count: of the buckets that have come
+    failure: the first error, after which buckets are ignored; None without one
+    count:   buckets so far
     """
 
     def __init__(self, updates: Callable[[], Updates]) -> None:
@@ -69,8 +66,8 @@ class Buckets:
         self.count = 0
         self._updates = updates
 
-    def take(self, pairs: Pairs) -> None:
-        """Check what a bucket holds, and write it. Raises nothing: the process that sends waits for an answer."""
+    def take(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Check a bucket, and write it. Raises nothing: the sending process waits for an answer."""
         self.count += 1
         if self.failure is not None:
             return
@@ -82,8 +79,8 @@ class Buckets:
         except Exception as error:
             self.failure = text_of(error)
 
-    def _write(self, pairs: Pairs) -> None:
-        """Write copies: verl uses a bucket's memory again, and vLLM's reload keeps tensors until a layer is whole."""
+    def _write(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Write copies: verl reuses a bucket's memory, and vLLM's reload keeps tensors until a layer is complete."""
         sink = self._updates().announce(tuple(entry_of(name, tensor) for name, tensor in pairs))
         numbers = {entry.name: number for number, entry in enumerate(sink.manifest)}
         sink.load([numbers[name] for name, _ in pairs], [tensor.clone() for _, tensor in pairs])

@@ -70,6 +70,26 @@ NEUTRAL: Final = dict(
     ).split()
 )
 
+# Options that a server's VllmConfig shows by their own names: the part of it that has them ("": itself) -> the options.
+SHOWN: Final[Mapping[str, str]] = {
+    "": "speculative_config kv_transfer_config ec_transfer_config watermark_config",
+    "model_config": "logits_processors hf_overrides model_impl override_generation_config",
+    "parallel_config": "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size enable_dbo "
+    "nnodes",
+    "scheduler_config": "long_prefill_token_threshold max_num_scheduled_tokens enable_chunked_prefill",
+}
+
+
+def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a server's options other than limits, as far as its configuration shows them.
+
+    config: its VllmConfig as a JSON tree
+    """
+    parts = {part: config if not part else config.get(part) or {} for part in SHOWN}
+    options = {name: parts[part].get(name) for part, names in SHOWN.items() for name in names.split()}
+    options["enable_lora"] = config.get("lora_config") is not None
+    return options | {"scheduling_policy": parts["scheduler_config"].get("policy")}
+
 
 def not_predicted(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a text for each kind of option that the cost model does not know, with names and values."""

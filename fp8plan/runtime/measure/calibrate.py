@@ -1,9 +1,7 @@
-"""All that a profile is fitted to, measured one after the other: what `fp8plan calibrate` runs before the fit.
+"""The measurements of `fp8plan calibrate`, one after the other, before the fit.
 
-Each measurement is a process of its own, which goes on where it was when it is started again: a kill loses the point
-or the rollout in flight, and nothing else. FOLDER/kernels and FOLDER/steps hold what model.calibrate.profile_of reads.
-
-Messages of a measurement to whoever waits for it.
+Each is a process of its own. Started again, it goes on: a kill loses only the point or rollout in flight.
+model.calibrate.profile_of reads the results in FOLDER/kernels and FOLDER/steps.
 """
 
 from __future__ import annotations
@@ -26,24 +24,23 @@ from fp8plan.model.memory.plan import memory_plan
 from fp8plan.model.precision import Precision, precision
 from fp8plan.model.setup import default_limits
 
-
-def note(text: str) -> None:
-    """Print a line on stderr with the time of day, past a progress bar where there is one."""
-    tqdm.write(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr)
-
-
 PACKAGE = __spec__.parent
 KERNELS = ("gemm", "attention", "moe", "elementwise", "power")
 CELLS = {"quick": "quick.json", "full": "fit.json"}
-CPU_CELLS = "cpu.json"  # whatever the grid: kernels are timed on GPUs only, so steps must say it all
+CPU_CELLS = "cpu.json"  # for both grids: kernels are timed on GPUs only
 LONGEST_ENGINE_S = 900
 COMPILERS = min(6, (os.cpu_count() or 1) // 2)  # processes that compile kernels first; each takes some GB of the GPU
 
 
-def measure(folder: Path, card: Gpu, grid: str) -> None:
-    """Measure what `folder` does not have yet, on the first visible GPU or on the CPU. grid: "quick" or "full".
+def note(text: str) -> None:
+    """Print a line with the time of day on stderr, above a progress bar."""
+    tqdm.write(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr)
 
-    Raises ConfigError when a measurement cannot be made here at all; single points that fail are noted and left out.
+
+def measure(folder: Path, card: Gpu, grid: str) -> None:
+    """Make the measurements that `folder` lacks, on the first visible GPU or on the CPU. grid: "quick" or "full"
+
+    Raises ConfigError if a measurement cannot be made here at all. Single points that fail are noted and left out.
     """
     for name in () if card.is_cpu else KERNELS:
         words = "--output", str(folder / "kernels"), "--grid", grid, "--gpu", card.name, "--compile-in", str(COMPILERS)
@@ -58,26 +55,24 @@ def measure(folder: Path, card: Gpu, grid: str) -> None:
 
 
 def _only(name: str, card: Gpu, grid: str) -> list[str]:
-    """The option --only with the kernels of BF16, if the card has no FP8; else nothing."""
+    """The option --only with the BF16 kernels for a card without FP8; else nothing."""
     if card.has_fp8:
         return []
     kernels = {point.kernel for point in import_module(f"{PACKAGE}.kernels.{name}").points(grid)}
-    return ["--only", *sorted(x for x in kernels if "fp8" not in x and x != "quantise")]
+    return ["--only", *sorted(kernel for kernel in kernels if "fp8" not in kernel and kernel != "quantise")]
 
 
 def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The settings for `card`: only precisions it has, only models that fit it; what is left out is noted.
+    """The settings for `card`, with the precisions that it has and the models that fit it; the rest is noted.
 
     Raises ConfigError if nothing fits.
     """
     kept = []
     for setting in settings:
-        names = [x for x in setting["precisions"] if _timed(card, precision(x))]
-        fitting = [x for x in names if _fits(card, setting, x)]
+        fitting = [name for name in setting["precisions"] if _fits(card, setting, precision(name))]
         if fitting:
             kept.append(setting | {"gpu": card.name, "precisions": fitting})
-        if len(fitting) < len(setting["precisions"]):
-            left = sorted(set(setting["precisions"]) - set(fitting))
+        if left := sorted(set(setting["precisions"]) - set(fitting)):
             note(f"{setting['model']}: {', '.join(left)} left out on {card.name}")
     if not kept:
         raise ConfigError(
@@ -86,17 +81,18 @@ def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]
     return kept
 
 
-def _timed(card: Gpu, preset: Precision) -> bool:
-    """Tell whether the kernels of a precision are timed. FlashInfer's, which reads an FP8 KV cache on a GPU without FP8
-    tensor cores, is not: measured rollouts alone cannot tell its coefficients."""
-    return card.why_not(preset) is None and not (card.stores_fp8_only and preset.uses_fp8)
+def _fits(card: Gpu, setting: dict[str, Any], preset: Precision) -> bool:
+    """Tell whether the card has the precision's kernels, all of them timed, and memory for the model.
 
-
-def _fits(card: Gpu, setting: dict[str, Any], name: str) -> bool:
-    given = {key: setting[key] for key in ("gpu_memory_utilization", "max_model_len") if key in setting}
-    limits = default_limits(card, setting["model"], **given)
+    FlashInfer's kernel for an FP8 KV cache on a GPU without FP8 tensor cores is not timed: rollouts alone cannot tell
+    its coefficients.
+    """
+    if card.why_not(preset) is not None or (card.stores_fp8_only and preset.uses_fp8):
+        return False
+    imposed = {key: setting[key] for key in ("gpu_memory_utilization", "max_model_len") if key in setting}
+    limits = default_limits(card, setting["model"], **imposed)
     try:
-        memory_plan(ModelShape.from_hf(setting["model"]), precision(name), card, limits, setting["max_model_len"])
+        memory_plan(ModelShape.from_hf(setting["model"]), preset, card, limits, setting["max_model_len"])
     except Fp8PlanError:
         return False
     return True

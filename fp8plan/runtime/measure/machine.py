@@ -1,4 +1,4 @@
-"""The card, driver and boot that a measurement was made on: cards of one model differ by some percent."""
+"""The machine of a measurement: card, driver, boot, packages. Cards of one model differ by some percent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def installed(*packages: str) -> str | None:
 
 
 def wait_for_memory() -> None:
-    """Wait until a killed engine's GPU memory is back: vLLM's profiling goes wrong if it comes back meanwhile."""
+    """Wait until a killed engine's GPU memory is free: vLLM's profiling goes wrong if it is freed meanwhile."""
     until = time.monotonic() + FREE_WAIT_S
     while (gpu_facts()["gpu_memory_used_bytes"] or 0) > FREED_BYTES and time.monotonic() < until:
         time.sleep(0.5)
@@ -59,36 +59,33 @@ def wait_for_memory() -> None:
 
 def gpu_facts() -> dict[str, Any]:
     """Facts from NVML about the first visible GPU; all None without a driver or a visible GPU."""
+    return _ask(_gpu_facts) or NOTHING
+
+
+def _gpu_facts(nvml: Any) -> dict[str, Any]:
+    nvml.nvmlInit()
     try:
-        import pynvml
-    except ImportError:
-        return NOTHING
-    try:
-        pynvml.nvmlInit()
-        try:
-            card = _first_visible(pynvml)
-            found = pynvml.nvmlDeviceGetUUID(card), pynvml.nvmlDeviceGetName(card), pynvml.nvmlSystemGetDriverVersion()
-            used = pynvml.nvmlDeviceGetMemoryInfo(card).used
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return NOTHING
-    uuid, product, driver = (text.decode() if isinstance(text, bytes) else text for text in found)
-    return {"gpu_uuid": uuid, "gpu_product": product, "driver": driver, "gpu_memory_used_bytes": used}
+        card = _first_visible(nvml)
+        names = nvml.nvmlDeviceGetUUID(card), nvml.nvmlDeviceGetName(card), nvml.nvmlSystemGetDriverVersion()
+        used = nvml.nvmlDeviceGetMemoryInfo(card).used
+    finally:
+        nvml.nvmlShutdown()
+    texts = (name.decode() if isinstance(name, bytes) else name for name in names)
+    return dict(zip(NOTHING, (*texts, used), strict=True))
 
 
 def sm_clock_mhz() -> int | None:
-    """Clock of the first visible GPU's SMs at this moment; None where NVML does not say."""
+    """Present clock of the first visible GPU's SMs; None if NVML does not know."""
     return _ask(lambda nvml: int(nvml.nvmlDeviceGetClockInfo(_card(), nvml.NVML_CLOCK_SM)))
 
 
 def gpu_power_w() -> float | None:
-    """Power of the first visible GPU at this moment; None where NVML does not say."""
+    """Present power of the first visible GPU; None if NVML does not know."""
     return _ask(lambda nvml: float(nvml.nvmlDeviceGetPowerUsage(_card())) / 1e3)
 
 
 def gpu_energy_j() -> float | None:
-    """Joules that the first visible GPU has used since its driver was loaded; None where NVML does not say."""
+    """Joules of the first visible GPU since its driver was loaded; None if NVML does not know."""
     return _ask(lambda nvml: float(nvml.nvmlDeviceGetTotalEnergyConsumption(_card())) / 1e3)
 
 
@@ -105,7 +102,7 @@ def _ask(question: Callable[[Any], Answer]) -> Answer | None:
 
 @cache
 def _card() -> Any:
-    """A handle that stays open, so that asking takes microseconds."""
+    """A handle that stays open, so that a reading takes microseconds."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -113,9 +110,9 @@ def _card() -> Any:
 
 
 def _first_visible(nvml: Any) -> Any:
-    """The device that CUDA calls 0: CUDA_VISIBLE_DEVICES names it by its number or its UUID.
+    """The device that CUDA calls 0, by the number or UUID in CUDA_VISIBLE_DEVICES.
 
-    Raises NVMLError where it hides all of them, being empty or -1.
+    Raises NVMLError if that hides all devices, being empty or -1.
     """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     if first in ("", "-1"):

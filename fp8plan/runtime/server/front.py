@@ -1,17 +1,15 @@
-"""fp8plan's part of a server's front end: who may generate when, KV scales, and the status.
+"""fp8plan's part of a server's front end: permission to generate, KV scales, and the status.
 
-All requests pass through one object, the AsyncLLM, and so do the calls that concern weights. Front stands before these,
-on that one object:
+All requests and all calls about weights pass through one object, the AsyncLLM. Front wraps its methods:
 
-- while weights are updated nothing generates: requests wait in a pause, and are refused else;
-- what fails after the first write makes the server refuse to generate, until an update is complete;
-- what would end the engine, or leave a request that nobody reads, is refused or taken back before it counts;
-- what would run a half-written model, or take its memory away, is refused: to resume, to sleep and to wake up;
-- after an update the KV scales are measured, by the last sequences that were generated, and the prefix cache is
-  emptied. Requests that a pause keeps would read their KV cache with scales that it was not written with: while there
-  are any, the scales stay what they are.
+- During an update nothing generates: requests wait if generation is paused, and are refused otherwise.
+- After a failed write the server refuses to generate until an update is complete.
+- Input that would end the engine is refused.
+- To resume, sleep or wake up is refused while the model may be half written.
+- After an update the KV scales are measured on the last generated sequences, and the prefix cache is emptied. While a
+  pause keeps requests, the scales stay: their KV cache was written with these.
 
-By which calls an update comes, a kind of Front knows: vLLM's own (runtime.server.lifecycle), or a trainer's.
+Subclasses know the calls of an update: vLLM's own (runtime.server.routes), or a trainer's.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from fp8plan.runtime.engine.options import refuse_prompts
 from fp8plan.runtime.mismatch.sampling import RAW, Sampling
 from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.rollout import finished
-from fp8plan.runtime.server.status import status_of
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,
@@ -43,17 +40,18 @@ from fp8plan.runtime.weight_sync.kv_calibration import (
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.weight_sync.procedure import clean
 from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncSettings, SyncState, rpc
+from fp8plan.runtime.worker.facts import preset_of
+from fp8plan.version import __version__
 
 LAST_SEQUENCES: Final = "the last sequences that were generated"
-# Hundredths of a second in which a request that vLLM does not count becomes tokens, or, if it was aborted, ends.
+# Hundredths of a second in which a request that vLLM does not count yet shows tokens, or ends if it was aborted.
 SETTLES: Final = 100
 
 
 class UpdateError(SyncError, ValueError):
     """An update that failed, or a request that would meet such weights.
 
-    A ValueError, so that vLLM answers with status 400 and this text: TRL's client tries again after a 500, and loses
-    what was said.
+    A ValueError, so that vLLM answers with status 400 and this text: TRL's client retries after a 500 and loses it.
     """
 
 
@@ -61,10 +59,10 @@ class Front:
     """The front end of one server; `opened` makes it.
 
     engine: vLLM's AsyncLLM
-    state:  of the weights, as a RolloutEngine keeps it
-    facts:  what runs (runtime.worker.facts)
+    state:  state of the weights, as in a RolloutEngine
+    facts:  facts of the running engine (runtime.worker.facts)
 
-    wrapped: names of the AsyncLLM's methods that its own stand before
+    wrapped: names of the AsyncLLM's methods that Front replaces by its own
     """
 
     wrapped: ClassVar[tuple[str, ...]] = ("generate", "resume_generation", "sleep", "wake_up")
@@ -76,26 +74,26 @@ class Front:
         self.state = SyncState(SyncSettings(), None, str(config.cache_config.cache_dtype).startswith("fp8"))
         self.state.longest_prompt = config.model_config.max_model_len - 1
         self.state.vocabulary = config.model_config.get_vocab_size()
-        # Beside images the ids of placeholders may lie beyond the vocabulary.
+        # Ids of placeholders for images may lie beyond the vocabulary.
         self._prompt_ids = None if config.model_config.is_multimodal_model else self.state.vocabulary
         self.facts: dict[str, Any] = {}
-        self.failure: str | None = None  # of the last update that was not complete
+        self.failure: str | None = None  # why the last update failed
         self.kv_source: str | None = None
-        self.sampling: Sampling | None = None  # of the requests to the weights that serve
-        self.serve_s = 0.0  # that KV scales and the prefix cache have taken, the last time
+        self.sampling: Sampling | None = None  # sampling of the requests since the weights serve
+        self.serve_s = 0.0  # seconds of the last measurement of KV scales, with the reset of the prefix cache
         self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in self.wrapped}
         self._updating = False
-        self._changed = asyncio.Condition()  # of who may generate
+        self._changed = asyncio.Condition()  # permission to generate has changed
         self._measuring = False
-        self._entering = 0  # requests that may generate, of which vLLM has not shown an output yet
-        self._under_way: list[str] = []  # calls that keep the workers, which answer nothing else meanwhile
-        self._kept = asyncio.Event()  # there are such calls
-        self._answered: dict[str, Any] = {}  # the last that they have answered
+        self._entering = 0  # requests that may generate, without an output so far
+        self._under_way: list[str] = []  # calls that block the workers
+        self._kept = asyncio.Event()  # set while there are such calls
+        self._answered: dict[str, Any] = {}  # the workers' last answer
         self._sequences: deque[list[int]] = deque(maxlen=CALIBRATION_SEQUENCES)
 
     @classmethod
     async def opened(cls, engine: Any) -> Self:
-        """Stand before an AsyncLLM that has just started. Raises ConfigError for one whose KV scales are fixed."""
+        """Wrap an AsyncLLM that has just started. Raises ConfigError if its KV scales are fixed."""
         front = cls(engine)
         front.facts = (await front._drive(rpc(cls.asks_facts)))[0]
         if front.state.fp8_kv:
@@ -110,8 +108,20 @@ class Front:
         return front
 
     async def status(self) -> dict[str, Any]:
-        """Return what runs and what its weights are (runtime.server.status). While the workers are kept by a call, such
-        as one that waits for a trainer, it is what they have answered before."""
+        """Return the server's status as JSON holds it, as GET /fp8plan/status answers it.
+
+        backend, fp8plan_version, model
+        precision:   running preset of fp8plan; None for another quantisation
+        facts:       as runtime.worker.facts reads them
+        kv_cache_tokens: size of the pool; None: not known
+        serving, refusal: whether the weights may be used, and why not
+        weights:     "version": number of the serving update (0: the checkpoint); "name": the client's name of it
+        kv_scales:   "source", and "scales": layer -> {"q", "k", "v", on the host "q_host"}; None with a BF16 KV cache
+        last_update: the last complete update (runtime.worker.updates), with the seconds of each phase
+        last_failure: error of an update since then; None without one
+        sampling:    fp8plan.Sampling of the requests since the weights serve, field by field; None without any
+        under_way:   calls that block the workers, such as "update_weights"; the workers' last answer counts meanwhile
+        """
         if not self._under_way:
             asking, kept = asyncio.create_task(self._ask()), asyncio.create_task(self._kept.wait())
             try:
@@ -121,25 +131,33 @@ class Front:
             finally:
                 asking.cancel()
                 kept.cancel()
-        cache = self.engine.vllm_config.cache_config
-        return status_of(
-            self.state,
-            self.facts,
-            **self._answered,
-            model=self.engine.vllm_config.model_config.model,
-            kv_cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size or None,
-            kv_source=self.kv_source,
-            serve_s=self.serve_s,
-            failure=self.failure,
-            sampling=self.sampling,
-            under_way=tuple(self._under_way),
-        )
+        config, worker = self.engine.vllm_config, self._answered["worker"]
+        cache, update, refusal = config.cache_config, worker["last_update"], self.state.refusal or worker["refusal"]
+        if update is not None:
+            update = update | {"seconds": update["seconds"] | {"kv_scales": self.serve_s}}
+        scales = {"source": self.kv_source, "scales": worker["kv_scales"]} if self.state.fp8_kv else None
+        return {
+            "backend": "fp8plan",
+            "fp8plan_version": __version__,
+            "model": config.model_config.model,
+            "precision": preset_of(self.facts),
+            "facts": dict(self.facts),
+            "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size or None,
+            "serving": refusal is None,
+            "refusal": refusal,
+            "weights": {"version": worker["version"], "name": self._answered["named"]},
+            "kv_scales": scales,
+            "last_update": update,
+            "last_failure": self.failure,
+            "sampling": None if self.sampling is None else self.sampling.to_dict(),
+            "under_way": list(self._under_way),
+        }
 
-    # ------------------------------------------------------------------------------------ before vLLM's own calls
+    # ------------------------------------------------------------------------------------ in place of vLLM's calls
 
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
-        """Generate one request, once the weights may be used. Raises UpdateError if they must not be, and ConfigError
-        for token ids that would end the engine and numbers that cannot be sent to it."""
+        """Generate one request, once the weights may be used. Raises UpdateError if they must not be used, and
+        ConfigError for token ids and numbers that the engine cannot take."""
         refuse_prompts([prompt], self._prompt_ids)
         await self._admitted()
         last = None
@@ -160,8 +178,8 @@ class Front:
             self._sequences.append(tokens[: min(CALIBRATION_TOKENS, self.state.longest_prompt or 1)])
 
     async def resume_generation(self) -> None:
-        """Resume after a pause. Raises UpdateError while an update is open, and while requests that a pause keeps would
-        go on with weights that must not be used."""
+        """Resume after a pause. Raises UpdateError while an update is open, and if kept requests would go on with
+        weights that must not be used."""
         self._refuse_open("resume")
         if self.state.refusal is not None and self._unfinished():
             raise UpdateError(
@@ -171,16 +189,16 @@ class Front:
         await self._own["resume_generation"]()
 
     async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
-        """Sleep; at level 2 the weights are dropped, and an update must follow the wake-up. Raises UpdateError while an
-        update is open."""
+        """Sleep. Level 2 drops the weights, so an update must follow the wake-up. Raises UpdateError while an update is
+        open."""
         self._refuse_open("sleep")
         if level > 1:
             self.state.refusal = "the engine slept at level 2, which drops its weights"
         await self._own["sleep"](level, *args, **kwargs)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wake up, and mend what that leaves: a KV cache of whatever lay in that memory, and KV scales of 1.0. Raises
-        UpdateError while an update is open: vLLM goes on with requests then."""
+        """Wake up, clean the KV cache and set the KV scales again. Raises UpdateError while an update is open, as vLLM
+        would go on with requests."""
         self._refuse_open("wake up")
         await self._own["wake_up"](tags)
         if tags is None or "kv_cache" in tags:
@@ -189,10 +207,10 @@ class Front:
         if self.state.kv_scales is not None:
             await self._drive(rpc("fp8plan_set_kv_scales", self.state.kv_scales))
 
-    # ------------------------------------------------------------------------------------ how
+    # ------------------------------------------------------------------------------------ helpers
 
     async def _ask(self) -> dict[str, Any]:
-        """Return what the workers say of their weights, and the client's name of these."""
+        """Return the workers' status of their weights, and the client's name of these."""
         name_of = getattr(self.engine, "get_weight_version", None)
         worker = (await self._drive(rpc("fp8plan_status")))[0]
         return {"worker": worker, "named": await name_of() if name_of else None}
@@ -203,16 +221,16 @@ class Front:
         return outputs
 
     def _count(self, sampling_params: Any = None, **_: Any) -> None:
-        """Count a request's sampling in; none where the engine gives logits in the place of log-probs."""
+        """Add a request's sampling; none if the engine gives logits in the place of log-probs."""
         with suppress(ConfigError):
-            found = Sampling.of(sampling_params, self.facts.get("logprobs_mode", RAW))
-            self.sampling = found if self.sampling is None else Sampling.mixed((self.sampling, found))
+            sampling = Sampling.of(sampling_params, self.facts.get("logprobs_mode", RAW))
+            self.sampling = sampling if self.sampling is None else Sampling.mixed((self.sampling, sampling))
 
     def _entered(self) -> None:
         self._entering -= 1
 
     async def _admitted(self) -> None:
-        """Wait while scales are measured, and while an update runs in a pause, as vLLM itself would."""
+        """Wait while scales are measured, and during an update in a pause, as vLLM itself would."""
         async with self._changed:
             while self._measuring or (self._updating and await self.engine.is_paused()):
                 await self._changed.wait()
@@ -222,9 +240,9 @@ class Front:
             raise UpdateError(f"{self.state.refusal}; the server generates again after a complete update")
 
     async def _refuse_running(self, how: str) -> None:
-        """Raise UpdateError while requests run, unless generation is paused.
+        """Raise UpdateError while requests run, unless generation is paused. how: advice for the error
 
-        Requests that vLLM does not count get a second to show whether they run. how: what to do about those that do
+        Requests that vLLM does not count yet get a second to show tokens or end.
         """
         if self._unfinished() and await self.engine.is_paused():
             return
@@ -246,7 +264,7 @@ class Front:
             )
 
     async def _let(self, **flags: bool) -> None:
-        """Set flags of who may generate, and tell those that wait."""
+        """Set flags of the permission to generate, and wake up the requests that wait."""
         async with self._changed:
             for name, value in flags.items():
                 setattr(self, f"_{name}", value)
@@ -256,13 +274,12 @@ class Front:
         return max(self._entering, self._counted())
 
     def _counted(self) -> int:
-        """The requests that vLLM counts: not those whose text it still turns into tokens."""
-        found: int = self.engine.output_processor.get_num_unfinished_requests()
-        return found
+        """The requests that vLLM counts: all but those that are still being tokenised."""
+        return int(self.engine.output_processor.get_num_unfinished_requests())
 
     async def _serve(self) -> None:
-        """Make the weights that the workers hold serve: measure KV scales, empty the prefix cache. While a pause keeps
-        requests, neither is done: their keys and values are there, or may come at any moment.
+        """Let the workers' weights serve: measure KV scales, empty the prefix cache. While a pause keeps requests,
+        neither is done, as their keys and values are or will be in the cache.
         """
         self.serve_s = 0.0
         if self._unfinished():
@@ -284,7 +301,7 @@ class Front:
     def _measured(self) -> Procedure:
         state = self.state
         yield from clean(state)
-        state.soiled = True  # until the new weights have shown that they are sound
+        state.soiled = True  # until the new weights have run without NaN
         prompts, source = list(self._sequences), LAST_SEQUENCES
         if not prompts:
             prompts, source = random_prompts(state.vocabulary, state.longest_prompt or 1), RANDOM
@@ -297,7 +314,7 @@ class Front:
         state.soiled, state.refusal, self.sampling = False, None, None
 
     async def _failed(self, error: Exception) -> UpdateError:
-        """Note an update that failed; return the error to raise, which says what serves."""
+        """Note a failed update; return the error to raise, which says which weights serve."""
         text = str(error)
         with suppress(Exception):
             for answer in await self._drive(rpc("fp8plan_status")):

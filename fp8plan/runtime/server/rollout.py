@@ -1,8 +1,7 @@
-"""A rollout of many prompts in one request: tokens and their log-probs, and nothing else.
+"""A rollout of many prompts in one request, which returns tokens and their log-probs only.
 
-A trainer needs no text, no top log-probs and no object for each token. vLLM's route for completions makes them all, in
-the server's one Python thread, and those of a whole batch at its end (docs/evidence/speed.md, "Outputs of TRL's
-server").
+A trainer needs no text, no top log-probs and no object for each token. vLLM's route for completions makes them all in
+the server's one Python thread (docs/evidence/speed.md, "Outputs of TRL's server").
 """
 
 from __future__ import annotations
@@ -16,36 +15,36 @@ from uuid import uuid4
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.runtime.engine.base import has_nan
 
-Generate = Callable[[Any, Any, str], AsyncGenerator[Any, None]]  # an AsyncLLM's, or what stands before it
+Generate = Callable[[Any, Any, str], AsyncGenerator[Any, None]]  # `generate` of an AsyncLLM or of a Front
 
 # Sampling parameters that mean the same to vLLM's engine as to its route for completions.
 SAMPLING: Final = (
     "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "frequency_penalty",
     "presence_penalty", "ignore_eos", "min_tokens", "stop", "stop_token_ids",
 )  # fmt: skip
-BROKEN_OFF: Final = ("abort", "error")  # finish reasons of responses that are not complete
-LOWEST: Final = -9999.0  # log-prob that vLLM's own routes give in the place of a lower one
+BROKEN_OFF: Final = ("abort", "error")  # finish reasons of incomplete responses
+LOWEST: Final = -9999.0  # lowest log-prob that vLLM's own routes return
 
 
 class ResponseError(Fp8PlanError, ValueError):
     """A response that nobody must train on.
 
-    A ValueError, so that the route answers with status 400: TRL's client would send the whole batch again after a 500.
+    A ValueError, so that the route answers with status 400: TRL's client resends the whole batch after a 500.
     """
 
 
 async def rolled_out(
     generate: Generate, config: Any, prompts: Sequence[list[int]], sampling: dict[str, Any]
 ) -> dict[str, Any]:
-    """Generate for all prompts; return "token_ids", "logprobs" and "finish_reasons" of each response, those of a prompt
-    together.
+    """Generate for all prompts; return "token_ids", "logprobs" and "finish_reasons" of each response, in the prompts'
+    order.
 
     config:   vLLM's ModelConfig
     prompts:  token ids
-    sampling: of SAMPLING; "n" is the number of responses to each prompt
+    sampling: names in SAMPLING; "n" is the number of responses to each prompt
 
-    Raises ConfigError, or an error of vLLM's own, for what cannot be sampled. For the first prompt that fails, after
-    which no other runs on, it raises what `generate` raises, and ResponseError if nobody must train on a response.
+    Raises ConfigError, or an error of vLLM's own, for a bad sampling. The first prompt that fails ends all others and
+    raises the error of `generate`, or ResponseError if nobody must train on its response.
     """
     from vllm.inputs.engine import tokens_input
 
@@ -58,10 +57,10 @@ async def rolled_out(
         )
 
     async def responses_to(number: int, tokens: list[int]) -> list[Any]:
-        found: list[Any] = (await finished(generate, tokens_input(tokens), params)).outputs
-        for response in found:
+        responses: list[Any] = (await finished(generate, tokens_input(tokens), params)).outputs
+        for response in responses:
             refuse_broken(response, number)
-        return found
+        return responses
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -77,7 +76,7 @@ async def rolled_out(
 
 
 def refuse_broken(response: Any, number: int) -> None:
-    """Raise ResponseError for a response that nobody must train on. number: of its prompt"""
+    """Raise ResponseError for a response that nobody must train on. number: its prompt's"""
     if response.finish_reason in BROKEN_OFF:
         raise ResponseError(
             f"a response to prompts[{number}] ended by {response.finish_reason!r}: it was aborted, as POST /pause does "
@@ -91,11 +90,11 @@ def refuse_broken(response: Any, number: int) -> None:
 
 
 def sampling_params(sampling: dict[str, Any], most: int | None) -> Any:
-    """The vllm.SamplingParams of a rollout. most: tokens of a response at most; None: as many as are asked for
+    """The vllm.SamplingParams of a rollout. most: limit of a response's tokens; None: no limit
 
-    Types are converted as in vLLM's route, 5.0 to 5: the engine's process would take a wrong one and end for it.
+    Types are converted as in vLLM's route, 5.0 to 5: a wrong type would end the engine's process.
 
-    Raises ConfigError for another name than those of SAMPLING, and for a value that vLLM does not take.
+    Raises ConfigError for a name that is not in SAMPLING, and for a value that vLLM does not take.
     """
     import msgspec
     from vllm import SamplingParams
@@ -104,21 +103,21 @@ def sampling_params(sampling: dict[str, Any], most: int | None) -> Any:
     if unknown := sorted(sampling.keys() - set(SAMPLING)):
         raise ConfigError(f"sampling has {', '.join(unknown)}; {allowed}")
     try:
-        found = msgspec.convert(sampling | {"logprobs": 0}, SamplingParams, strict=False)
+        params = msgspec.convert(sampling | {"logprobs": 0}, SamplingParams, strict=False)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise ConfigError(f"sampling is {sampling}: {error}; {allowed}, as vllm.SamplingParams takes them") from error
-    if found.max_tokens is None:  # also of the text "null"
+    if params.max_tokens is None:  # also from the text "null"
         raise ConfigError(f"max_tokens is {sampling['max_tokens']!r}; allowed: a number")
     if most is not None:
-        found.max_tokens = min(found.max_tokens, most)
-    return enough(found)
+        params.max_tokens = min(params.max_tokens, most)
+    return enough(params)
 
 
 def most_tokens(config: Any) -> int | None:
-    """The tokens that the server's generation config lets a response have, as vLLM's routes read it; None: no limit."""
+    """The most tokens of a response by the server's generation config, as vLLM's routes read it; None: no limit."""
     if config.generation_config not in ("auto", "vllm"):
-        found: int | None = config.get_diff_sampling_param().get("max_tokens")
-        return found
+        most: int | None = config.get_diff_sampling_param().get("max_tokens")
+        return most
     return (config.override_generation_config or {}).get("max_new_tokens")
 
 
@@ -132,21 +131,22 @@ async def finished(generate: Generate, prompt: Any, params: Any) -> Any:
 
 
 def enough(sampling_params: Any) -> Any:
-    """The same vllm.SamplingParams, but for the finished output alone, text only where stop strings are looked for in
-    it, and log-probs in lists instead of an object for each, which Python's garbage collector would visit.
+    """A copy of vllm.SamplingParams that asks for the finished output only, and for text only with stop strings.
+
+    Log-probs come in flat lists: Python's garbage collector would visit an object for each.
     """
     from vllm.sampling_params import RequestOutputKind
 
-    found = sampling_params.clone()
-    found.output_kind = RequestOutputKind.FINAL_ONLY
-    found.detokenize = bool(found.stop)
-    found.flat_logprobs = found.prompt_logprobs is None  # vLLM 0.26 has no slice of flat ones for a prompt of one token
-    return found
+    params = sampling_params.clone()
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.detokenize = bool(params.stop)
+    params.flat_logprobs = params.prompt_logprobs is None  # vLLM 0.26 cannot slice flat ones of a prompt of one token
+    return params
 
 
 def sampled_logprobs(response: Any) -> list[float]:
-    """The log-probs of a response's own tokens. response: a CompletionOutput of `enough` with log-probs of 0 others"""
-    found = response.logprobs
-    if len(found.logprobs) == len(response.token_ids):
-        return [max(logprob, LOWEST) for logprob in found.logprobs]
-    return [max(found[at][token].logprob, LOWEST) for at, token in enumerate(response.token_ids)]
+    """The log-probs of a response's own tokens. response: a CompletionOutput by `enough`, with logprobs=0"""
+    flat = response.logprobs
+    if len(flat.logprobs) == len(response.token_ids):
+        return [max(logprob, LOWEST) for logprob in flat.logprobs]
+    return [max(flat[position][token].logprob, LOWEST) for position, token in enumerate(response.token_ids)]

@@ -1,11 +1,8 @@
-"""The HTTP routes of a server with the backend, as a vLLM endpoint plugin (vllm/plugins/endpoint_plugins).
+"""A vLLM endpoint plugin (vllm/plugins/endpoint_plugins) for servers with fp8plan's weight-transfer backend.
 
-The front end of a server that is synced by vLLM's own weight-transfer lifecycle: start, parts, finish.
-
-The check of the server's API key, before every route.
-
-vLLM asks for the key below /v1 alone. Its routes for weights, which VLLM_SERVER_DEV_MODE opens, and its calls into the
-workers are elsewhere.
+It adds the routes, the Front for updates by vLLM's own lifecycle (start, parts, finish), and a check of the API key
+before every route. vLLM itself asks for the key only below /v1, and its routes for weights, which VLLM_SERVER_DEV_MODE
+opens, are elsewhere.
 """
 
 from __future__ import annotations
@@ -29,18 +26,18 @@ from fp8plan.runtime.plugin import API_KEY, BACKEND, ROLLOUT, STATUS, logger
 from fp8plan.runtime.server.front import Front
 from fp8plan.runtime.server.rollout import rolled_out
 
-READS: Final = ("GET", "HEAD", "OPTIONS")  # methods by which nothing is changed; vLLM decides who may read
+READS: Final = ("GET", "HEAD", "OPTIONS")  # methods that change nothing; vLLM decides who may read
 Scope = MutableMapping[str, Any]
 
 
 def keys_of(args: Any) -> tuple[bytes, ...]:
-    """Return the keys that a server was started with, as vLLM reads them; none for a server that asks for none."""
+    """Return the server's API keys, as vLLM reads them."""
     keys = getattr(args, "api_key", None) or [os.environ.get(API_KEY)]
     return tuple(key.encode() for key in keys if key)
 
 
 class Gate:
-    """ASGI middleware: a request that does more than read needs one of `app.state.fp8plan_keys`, if there are any."""
+    """ASGI middleware: a request that may change something needs one of `app.state.fp8plan_keys`, if there are any."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
@@ -49,7 +46,9 @@ class Gate:
         if scope["type"] in ("http", "websocket") and scope.get("method") not in READS:
             keys = getattr(scope["app"].state, "fp8plan_keys", ())
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            if keys and not (scheme.lower() == "bearer" and matches(key, keys)):
+            # compare_digest takes equally long wherever the keys differ.
+            known = any(secrets.compare_digest(key.encode(), allowed) for allowed in keys)
+            if keys and not (scheme.lower() == "bearer" and known):
                 logger.warning(
                     "fp8plan refused %s %s from %s: it lacks the API key of the server",
                     scope.get("method", scope["type"]),
@@ -62,17 +61,8 @@ class Gate:
         await self.app(scope, receive, send)
 
 
-def matches(key: str, keys: tuple[bytes, ...]) -> bool:
-    """Return whether a key is one of those allowed; how long that takes does not say which part of it is wrong."""
-    return any(secrets.compare_digest(key.encode(), allowed) for allowed in keys)
-
-
 class LifecycleFront(Front):
-    """A Front before the lifecycle's calls.
-
-    `start_weight_update` is refused while requests run, unless generation is paused. At the end of
-    `finish_weight_update` the new weights serve.
-    """
+    """A Front that also wraps the lifecycle's calls. New weights serve at the end of `finish_weight_update`."""
 
     wrapped: ClassVar = (
         *Front.wrapped, "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"
@@ -84,7 +74,8 @@ class LifecycleFront(Front):
         await self._called("init_weight_transfer_engine", *args, **kwargs)
 
     async def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Open an update. One that a trainer has left open is ended first."""
+        """Open an update, after closing one that a trainer has left open. Raises UpdateError while requests run, unless
+        generation is paused."""
         await self._refuse_running("pause generation before (POST /pause?mode=keep)")
         if self._updating:
             await self._release()
@@ -102,7 +93,7 @@ class LifecycleFront(Front):
             raise await self._failed(error) from error
 
     async def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Close an update: what the workers check, then KV scales and prefix cache. Then the new weights serve."""
+        """Close an update: the workers check it, then KV scales are measured, and the new weights serve."""
         try:
             await self._called("finish_weight_update", *args, **kwargs)
             await self._serve()
@@ -113,7 +104,7 @@ class LifecycleFront(Front):
         await self._let(updating=False)
 
     async def _called(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Call vLLM's own. The status says so meanwhile, as the workers do not."""
+        """Call vLLM's own method. The status names it meanwhile, as the workers cannot answer."""
         self._under_way.append(name)
         self._kept.set()
         try:
@@ -124,21 +115,22 @@ class LifecycleFront(Front):
                 self._kept.clear()
 
     async def _release(self) -> None:
-        """End what vLLM's workers still count as an open update."""
-        for _ in range(2):  # the first fails where the backend has an update open, too
+        """Close an update that vLLM's workers still count as open."""
+        for _ in range(2):  # the first call fails if the backend has an update open, too
             with suppress(Exception):
                 await self._called("finish_weight_update")
 
 
-ANOTHER: Final = "this server has another weight-transfer backend; type: "
+ANOTHER: Final = (
+    'this server has another weight-transfer backend; type: --weight-transfer-config \'{"backend": "fp8plan"}\''
+)
 RESUME: Final = "/resume"
-TYPE: Final = """--weight-transfer-config '{"backend": "fp8plan"}'"""
 
 router = APIRouter()
 
 
 class Rollout(BaseModel, extra="forbid"):
-    """What is to be generated: runtime.server.rollout.rolled_out says what the fields are."""
+    """Arguments of runtime.server.rollout.rolled_out."""
 
     prompts: list[list[Annotated[int, Field(ge=0)]]]
     sampling: dict[str, Any] = {}
@@ -146,31 +138,30 @@ class Rollout(BaseModel, extra="forbid"):
 
 @router.get(STATUS)
 async def status(request: Request) -> JSONResponse:
-    """Answer what serves (runtime.server.status); 404 on a server with another backend."""
+    """Answer the status (Front.status); 404 on a server with another backend."""
     front = _front(request)
-    return _refused(404, ANOTHER + TYPE) if front is None else JSONResponse(await front.status())
+    return _refused(404, ANOTHER) if front is None else JSONResponse(await front.status())
 
 
 @router.post(ROLLOUT)
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
-async def rollout(asked: Rollout, raw_request: Request) -> Response:
-    """Answer tokens and log-probs of responses to many prompts; 400 for what must not or cannot be generated."""
+async def rollout(wanted: Rollout, raw_request: Request) -> Response:
+    """Answer tokens and log-probs of responses to many prompts; 400 for a request that is refused."""
     front = _front(raw_request)
     if front is None:
-        return _refused(404, ANOTHER + TYPE)
+        return _refused(404, ANOTHER)
     try:
         config = front.engine.vllm_config.model_config
-        found = await rolled_out(front.generate, config, asked.prompts, asked.sampling)
+        responses = await rolled_out(front.generate, config, wanted.prompts, wanted.sampling)
     except ValueError as error:
         return _refused(400, str(error))
-    # A million tokens keep the event loop for 0.04 s; Python's own json would for 0.7 s.
-    return Response(msgspec.json.encode(found), media_type="application/json")
+    # A million tokens block the event loop for 0.04 s, with Python's own json for 0.7 s.
+    return Response(msgspec.json.encode(responses), media_type="application/json")
 
 
 async def resume(request: Request) -> JSONResponse:
-    """Resume generation as vLLM's own route does, which answers 500 for whatever it must not; 400 while an update is
-    open."""
+    """Resume generation as vLLM's own route does, but with 400 in the place of 500 if it is refused."""
     try:
         await request.app.state.engine_client.resume_generation()
     except ValueError as error:
@@ -179,8 +170,8 @@ async def resume(request: Request) -> JSONResponse:
 
 
 def _front(request: Request) -> LifecycleFront | None:
-    found: LifecycleFront | None = getattr(request.app.state, "fp8plan", None)
-    return found
+    front: LifecycleFront | None = getattr(request.app.state, "fp8plan", None)
+    return front
 
 
 def _refused(code: int, why: str) -> JSONResponse:
@@ -194,14 +185,14 @@ class Routes:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes, one of them before vLLM's own if that is there, and the check of the API key before all."""
+        """Add the routes, /resume before vLLM's own, and the check of the API key before all."""
         app.include_router(router)
         if any(getattr(route, "path", None) == RESUME for route in app.routes):
             app.router.routes.insert(0, APIRoute(RESUME, resume, methods=["POST"]))
         app.add_middleware(Gate)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Stand before the engine. Raises ConfigError for a server that this cannot work for, which then ends."""
+        """Wrap the engine. Raises ConfigError, which ends the server, if several processes take requests."""
         config = getattr(getattr(engine_client, "vllm_config", None), "weight_transfer_config", None)
         if config is None or config.backend != BACKEND:
             return

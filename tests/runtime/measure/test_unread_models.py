@@ -58,7 +58,7 @@ def test_a_setting_decides_itself(tmp_path: Path) -> None:
 
 def test_a_model_that_is_read_keeps_its_plan_and_its_key(tmp_path: Path) -> None:
     """The key is that of a rollout in steps/ of the H200's profile, of the same setting."""
-    setting = json.loads((Path(cell_files.__file__).parent / "fit.json").read_text())[0]
+    setting = json.loads((Path(cell_files.__file__).parents[1] / "cells" / "fit.json").read_text())[0]
     changes = setting | {"precisions": ["bf16"]}
     file = cells(tmp_path)
     file.write_text(json.dumps([changes]))

@@ -101,7 +101,7 @@ class Served(Struct):
 
 
 class Status(Struct):
-    """The answer of /fp8plan/status (runtime.server.status)."""
+    """The answer of /fp8plan/status (runtime.server.front.Front.status)."""
 
     precision: str | None = None
     facts: Facts = msgspec.field(default_factory=Facts)

@@ -7,17 +7,15 @@ Kernels, each .bf16 or .fp8 by the KV cache (a row of FOLDER/attention.jsonl say
     attention_prefill   `chunks` requests with `chunk` query tokens each, after `context` tokens of KV
     attention_mixed     both in one call, as when a prompt enters a running batch
     kv_write            `tokens` keys and values into their blocks
-    quantise_query      `tokens` queries to E4M3 (fp8 only), by vLLM's CUDA kernel. The engine uses that kernel beside
-                        FP8_BLOCK weights; otherwise torch.compile fuses it into the rotary embedding, where it is free
+    quantise_query      `tokens` queries to E4M3 (fp8 only), by vLLM's CUDA kernel, as beside FP8_BLOCK weights;
+                        otherwise torch.compile fuses it into the rotary embedding at no cost
 
-vLLM's own FlashAttentionImpl is called, so the kernel and its arguments are the engine's: max_num_splits, the
-schedule made ahead of time and, for FP8, quantised queries with descales. That schedule is made once per step, for
-all layers, and is not timed. Inputs are cold in L2; in the engine queries and new KV may still be warm there.
+vLLM's own FlashAttentionImpl runs, so the kernel and its arguments are the engine's: max_num_splits, the schedule made
+ahead of time and, for FP8, quantised queries with descales. The schedule, made once per step for all layers, is not
+timed. Inputs are cold in L2; in the engine queries and new KV may still be warm.
 
-The attention calls that are measured, and the lengths and blocks of one call. Pure: numpy only.
-
-A point's shape holds what the cost model needs: requests, tokens and heads. `num_splits` is the bound that vLLM 0.26
-hands to FlashAttention: 32 where CUDA graphs are captured (up to 512 tokens), 0 (the kernel decides) beyond.
+A point's shape holds the requests, tokens and heads that the cost model needs. `num_splits` is vLLM 0.26's bound for
+FlashAttention: 32 with CUDA graphs (up to 512 tokens), 0 (the kernel decides) beyond.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.calibrate.profile_of import ATTENTION, UNEQUAL
 from fp8plan.runtime.measure.kernels import timing
-from fp8plan.runtime.measure.kernels.sweep import Point, command
+from fp8plan.runtime.measure.kernels.sweep import Point, command, shuffled
 from fp8plan.runtime.measure.kernels.timing import engine_config, l2_bytes, random_normal, random_pool
 
 if TYPE_CHECKING:
@@ -43,23 +41,19 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 
-# (query heads, KV heads, head size) come from these, and from those that are held out.
+# Models of (query heads, KV heads, head size), beside those that are held out.
 REFERENCE = "Qwen/Qwen3-8B"
 MODELS = (
-    REFERENCE,
-    "Qwen/Qwen3-30B-A3B",
-    "Qwen/Qwen3-0.6B",
-    "Qwen/Qwen3-32B",
-    "Qwen/Qwen2.5-1.5B",
-    "fp8plan/dense-50m",
-)
+    REFERENCE, "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-32B", "Qwen/Qwen2.5-1.5B", "fp8plan/dense-50m",
+)  # fmt: skip
 WIDE_MODELS = ("Qwen/Qwen3.5-9B", "fp8plan/qwen3-next-16-layers")  # of 256 elements, with 4 and 2 KV heads
 
 KV_DTYPES = {"bf16": 2, "fp8": 1}  # bytes per element
 BLOCK_SIZE = 16  # tokens; vLLM's default on this backend
 MAX_GRAPH_TOKENS, MAX_GRAPH_SPLITS = 512, 32  # max_cudagraph_capture_size, flash_attn_max_num_splits_for_cuda_graph
-MAX_MODEL_LEN = 8192  # tokens: the width of the engine's block table, where no request is longer
+MAX_MODEL_LEN = 8192  # tokens: least width of the engine's block table
 MAX_KV_BYTES = 40e9  # of one layer in one call
+SHARE_OF_MEMORY = 0.4  # of the free GPU memory, for the first of two pools
 MAX_PREFILL_TOKENS = 16384  # max_num_batched_tokens
 
 BATCHES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -68,23 +62,21 @@ FEW_BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
 FEW_CONTEXTS = (256, 1024, 2048, 4096, 8192)
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-SIGMA = 0.8  # of ln(context) where contexts are skewed
+SIGMA = 0.8  # of ln(context), for skewed contexts
+
+Key = tuple[str, tuple[tuple[str, int | str], ...]]  # a point, hashable
 
 
 def heads_of(model: str) -> dict[str, int]:
-    """The heads of a model whose attention layers are all alike."""
+    """The heads of a model whose attention layers are all the same."""
     [(attention, _)] = ModelShape.from_hf(model).parts_of(Attention)
     return {"heads": attention.heads, "kv_heads": attention.kv_heads, "head_dim": attention.head_dim}
 
 
 def points(grid: str) -> list[Point]:
-    """All points of the "quick" or the "full" grid, in an order that can be cut anywhere: neighbours are unrelated."""
-    found = list(dict.fromkeys(_quick() if grid == "quick" else _full()))
-    order = np.random.default_rng(0).permutation(len(found))
-    return [Point(kernel, dict(shape)) for kernel, shape in (found[i] for i in order)]
-
-
-Key = tuple[str, tuple[tuple[str, int | str], ...]]  # hashable, so that doubles are easily dropped
+    """All points of the "quick" or the "full" grid, shuffled."""
+    keys = shuffled(dict.fromkeys(_quick() if grid == "quick" else _full()))
+    return [Point(kernel, dict(shape)) for kernel, shape in keys]
 
 
 def _quick() -> Iterator[Key]:
@@ -128,7 +120,7 @@ def _prefill(model: str, lengths: tuple[int, ...], counts: tuple[int, ...], cont
 
 
 def _mixed(model: str, batches: tuple[int, ...], contexts: tuple[int, ...], lengths: tuple[int, ...]) -> Iterator[Key]:
-    """Decoding requests beside one prefill chunk: one call, as vLLM makes it."""
+    """Yield decoding requests beside one prefill chunk, in one call as in vLLM."""
     for batch, context, length, kv in product(batches, contexts, lengths, KV_DTYPES):
         shape = {"batch": batch, "context": context, "chunks": 1, "chunk": length}
         yield _point(f"attention_mixed.{kv}", model, batch + length, **shape)
@@ -165,7 +157,7 @@ def lengths(point: Point) -> tuple[Ints, Ints]:
 
 
 def lognormal(batch: int, mean: int) -> Ints:
-    """Lognormal lengths whose sum is exactly batch * mean: rounded running sums, so no error piles up."""
+    """Lognormal lengths whose sum is exactly batch * mean, from rounded running sums."""
     draws = np.exp(SIGMA * np.random.default_rng(batch).standard_normal(batch))
     sums = np.rint(np.cumsum(draws) / draws.sum() * batch * mean).astype(np.int64)
     return np.diff(sums, prepend=0)
@@ -176,7 +168,7 @@ def needed_blocks(kv_tokens: Ints) -> int:
 
 
 def block_tables(kv_tokens: Ints, copies: int, blocks: int) -> NDArray[np.int32]:
-    """Block numbers of every request, shape (copies, requests, width): scattered, and no two entries share a block.
+    """Scattered block numbers of every request, shape (copies, requests, width); no block is used twice.
 
     Entries behind a request's last block are 0, as in the engine. Raises ValueError if `blocks` are too few.
     """
@@ -195,11 +187,8 @@ def _shuffled(blocks: int) -> NDArray[np.int32]:
     return np.random.default_rng(1).permutation(blocks).astype(np.int32)
 
 
-SHARE_OF_MEMORY = 0.4  # of the free GPU memory, for the first pool; there are two
-
-
 class Bench:
-    """Everything the calls of a sweep share. Use within `engine_config()`."""
+    """The data that all calls of a sweep share. Use within `engine_config()`."""
 
     def __init__(self) -> None:
         import torch
@@ -210,7 +199,7 @@ class Bench:
         self.layer = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
 
     def calls(self, point: Point) -> Sequence[Callable[[], object]]:
-        """The same work several times, each on its own KV blocks."""
+        """The same work several times, each call on its own KV blocks."""
         name, _, kv = point.kernel.partition(".")
         if name == "quantise_query":
             return self._quantise_query(point)
@@ -227,28 +216,28 @@ class Bench:
         fit = max(len(cache) // needed_blocks(kv_tokens), 1)
         tables = block_tables(kv_tokens, min(timing.copies(needed, self.l2_bytes), fit), len(cache))
         metadata = _metadata(point, kv, queries, kv_tokens, impl.vllm_flash_attn_version)
-        found = []
+        calls = []
         for table in torch.from_numpy(tables).cuda():
             query = random_normal(int(queries.sum()), heads, head_dim, dtype=kv)
             output = torch.empty(query.shape, dtype=torch.bfloat16, device="cuda")
-            found.append(partial(impl.forward, self.layer, query, query, query, cache, metadata(table), output))
-        return found
+            calls.append(partial(impl.forward, self.layer, query, query, query, cache, metadata(table), output))
+        return calls
 
     def _kv_write(self, point: Point, kv: str) -> Sequence[Callable[[], object]]:
         import torch
 
-        tokens, kv_heads, head_dim = (point.shape[x] for x in ("tokens", "kv_heads", "head_dim"))
+        tokens, kv_heads, head_dim = (point.shape[name] for name in ("tokens", "kv_heads", "head_dim"))
         cache, impl = self._cache(point, kv), _impl(point, kv)
         queries = point.shape["heads"]
-        found = []
+        calls = []
         for _ in range(timing.copies(tokens * kv_bytes(point.shape, 2 + KV_DTYPES[kv]), self.l2_bytes)):
             # Views into the output of qkv_proj; every token goes into another block, as in decode.
             qkv = random_normal(tokens, queries + 2 * kv_heads, head_dim)
             _, key, value = qkv.split([queries, kv_heads, kv_heads], dim=1)
             slots = torch.randperm(len(cache), device="cuda")[:tokens] * BLOCK_SIZE
             slots += torch.randint(BLOCK_SIZE, (tokens,), device="cuda")
-            found.append(partial(impl.do_kv_cache_update, self.layer, key, value, cache, slots))
-        return found
+            calls.append(partial(impl.do_kv_cache_update, self.layer, key, value, cache, slots))
+        return calls
 
     def _quantise_query(self, point: Point) -> Sequence[Callable[[], object]]:
         from vllm._custom_ops import scaled_fp8_quant
@@ -262,12 +251,12 @@ class Bench:
         ]
 
     def _cache(self, point: Point, kv: str) -> torch.Tensor:
-        """The KV cache of one layer in the engine's shape and strides, as many blocks as the pool holds."""
+        """The KV cache of one layer, the whole pool, in the engine's shape and strides."""
         import torch
         from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
         if kv not in self.pools:
-            size = int(1.02 * MAX_KV_BYTES) // KV_DTYPES[kv]  # requests do not end where blocks do
+            size = int(1.02 * MAX_KV_BYTES) // KV_DTYPES[kv]  # 2% for last blocks that are not full
             self.pools[kv] = random_pool(size, kv, SHARE_OF_MEMORY)
             if kv == "fp8":
                 self.pools[kv] = self.pools[kv].view(torch.uint8)  # as vLLM's cache holds it
@@ -296,7 +285,7 @@ def _impl(point: Point, kv: str) -> Any:
 
 
 def _metadata(point: Point, kv: str, queries: Ints, kv_tokens: Ints, version: int) -> Callable[[torch.Tensor], Any]:
-    """block table -> what the engine's metadata builder would hand to every layer of this step."""
+    """Block table -> the step's metadata for every layer, as the engine's builder makes it."""
     import torch
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, get_scheduler_metadata
 
@@ -343,5 +332,5 @@ def _metadata(point: Point, kv: str, queries: Ints, kv_tokens: Ints, version: in
 
 
 if __name__ == "__main__":
-    nothing = ()  # is compiled at first use: vLLM's wheel has these kernels
-    raise SystemExit(command("attention", __doc__, points, lambda: Bench().calls, engine_config, compiled=nothing))
+    none = ()  # vLLM's wheel has these kernels compiled
+    raise SystemExit(command("attention", __doc__, points, lambda: Bench().calls, engine_config, compiled=none))

@@ -7,14 +7,12 @@ Kernels, a row of FOLDER/elementwise.jsonl each:
     activation        SiLU and product of the halves of [m, 2 inner]
     rotary            rotary embedding of q and k, with `qk_norm` their RMSNorms as well
     sampling.v1, .v2  logits [m, vocabulary] -> tokens at temperature 1 and their log-probs (logprobs=0), by the sampler
-                      of that model runner. mode "eager" is how the engine calls it, bound by launches where m is small;
-                      "graph" is the GPU's time alone
+                      of that model runner. mode "eager": as the engine calls it, bound by launches for small m;
+                      "graph": the GPU's time alone
 
-At vLLM's default level the first three are native PyTorch that Inductor fuses. So are they here, with vLLM's options
-for Inductor and one kernel for all m, tuned at MOST_ROWS. Inputs are as warm in L2 as their size allows: in the engine
-the operation before has just written them.
-
-The small kernels that are measured: norm, activation, rotary embedding, sampling.
+The first three are native PyTorch that Inductor fuses, as at vLLM's default level: with vLLM's options for Inductor,
+one kernel for all m, tuned at MOST_ROWS. Inputs are as warm in L2 as their size allows, as in the engine, where the
+operation before has just written them.
 """
 
 from __future__ import annotations
@@ -27,12 +25,10 @@ from itertools import product
 from types import FunctionType
 from typing import Any
 
-import numpy as np
-
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention, Mlp
 from fp8plan.runtime.measure.kernels import timing
-from fp8plan.runtime.measure.kernels.sweep import Point, Work, command
+from fp8plan.runtime.measure.kernels.sweep import Point, Work, command, shuffled
 from fp8plan.runtime.measure.kernels.timing import engine_config, random_normal
 
 QUICK = ("Qwen/Qwen3-8B",)
@@ -50,17 +46,20 @@ SAMPLED_ROWS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # at most MAX
 MAX_SAMPLED_ROWS = 1024
 VOCABULARIES = (32000, 128256, 151936)
 RUNNERS = ("v1", "v2")  # vLLM 0.26: v2 runs dense models, v1 the others
-MODES = ("graph", "eager")  # the GPU's time alone; launched from Python one by one, as the engine samples
+MOST_ROWS = 16384  # Inductor tunes for what it sees first: in the engine, max_num_batched_tokens
+POSITIONS = 8192
+LOGPROBS_MODE = "processed_logprobs"  # as fp8plan's plans have it
+TIMERS = {"graph": timing.graph_seconds, "eager": timing.eager_seconds}
+EAGER_CALLS = 10  # of one timed pass
 
 
 def points(grid: str) -> list[Point]:
-    """All points of the "quick" or the "full" grid, in an order that can be cut anywhere: neighbours are unrelated."""
+    """All points of the "quick" or the "full" grid, shuffled."""
     if grid == "quick":
         every = [*_layers(QUICK, ROWS[1::2]), *_sampling(SAMPLED_ROWS[::5], VOCABULARIES[1:])]
     else:
         every = [*_layers(MODELS, ROWS), *_sampling(SAMPLED_ROWS, VOCABULARIES)]
-    found = list({point.key: point for point in every}.values())
-    return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
+    return shuffled({point.key: point for point in every}.values())
 
 
 def _layers(models: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Point]:
@@ -68,28 +67,14 @@ def _layers(models: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Point]:
         shape = ModelShape.from_hf(name)
         yield Point("norm", {"m": m, "hidden": shape.hidden_size})
         yield from (Point("activation", {"m": m, "inner": mlp.inner}) for mlp, _ in shape.parts_of(Mlp))
-        yield from (Point("rotary", {"m": m} | heads_of(part)) for part, _ in shape.parts_of(Attention))
-
-
-def heads_of(attention: Attention) -> dict[str, Any]:
-    return {
-        "heads": attention.heads,
-        "kv_heads": attention.kv_heads,
-        "head_dim": attention.head_dim,
-        "qk_norm": attention.qk_norm != "none",
-    }
+        for part, _ in shape.parts_of(Attention):
+            heads = {"heads": part.heads, "kv_heads": part.kv_heads, "head_dim": part.head_dim}
+            yield Point("rotary", {"m": m} | heads | {"qk_norm": part.qk_norm != "none"})
 
 
 def _sampling(rows: tuple[int, ...], vocabularies: tuple[int, ...]) -> Iterator[Point]:
-    for runner, mode, m, vocabulary in product(RUNNERS, MODES, rows, vocabularies):
+    for runner, mode, m, vocabulary in product(RUNNERS, TIMERS, rows, vocabularies):
         yield Point(f"sampling.{runner}", {"m": m, "vocabulary": vocabulary, "mode": mode})
-
-
-MOST_ROWS = 16384  # Inductor tunes for what it sees first: in the engine, max_num_batched_tokens
-POSITIONS = 8192
-LOGPROBS_MODE = "processed_logprobs"  # as fp8plan's plans have it
-TIMERS = {"graph": timing.graph_seconds, "eager": timing.eager_seconds}
-EAGER_CALLS = 10  # of one timed pass
 
 
 def work(point: Point) -> Work:
@@ -104,7 +89,7 @@ def work(point: Point) -> Work:
 
 @cache
 def compiled(kernel: str, **shape: Any) -> Callable[..., Any]:
-    """The kernel of one shape for any m, in vLLM's way: m is symbolic, and no guard looks at anything."""
+    """The kernel of one shape for any m, compiled as in vLLM: m is symbolic, and there are no guards."""
     import torch
     from vllm.config import get_current_vllm_config
 
@@ -120,15 +105,6 @@ def compiled(kernel: str, **shape: Any) -> Callable[..., Any]:
         torch._dynamo.mark_dynamic(tensor, 0)
     function(*rows, *fixed)
     return function
-
-
-def norm_inputs(m: int, hidden: int) -> tuple[list[Any], list[Any]]:
-    """Inputs of native_ops.norm: (tensors with m rows, the rest). The next two are alike."""
-    return [random_normal(m, hidden), random_normal(m, hidden)], [random_normal(hidden)]
-
-
-def activation_inputs(m: int, inner: int) -> tuple[list[Any], list[Any]]:
-    return [random_normal(m, 2 * inner)], []
 
 
 def rotary_inputs(m: int, heads: int, kv_heads: int, head_dim: int, qk_norm: bool) -> tuple[list[Any], list[Any]]:
@@ -178,7 +154,7 @@ def sampler_v2(m: int, vocabulary: int) -> Callable[[], object]:
 
 @cache
 def _sampler_v2(vocabulary: int) -> Any:
-    """A sampler that has the sampling parameters of a rollout for MAX_SAMPLED_ROWS requests."""
+    """A sampler with a rollout's sampling parameters for MAX_SAMPLED_ROWS requests."""
     import torch
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -201,9 +177,10 @@ def _sampler_v2(vocabulary: int) -> Any:
     return sampler
 
 
+# Inputs of each function in native_ops: (tensors with m rows, the rest).
 INPUTS: dict[str, Callable[..., tuple[list[Any], list[Any]]]] = {
-    "norm": norm_inputs,
-    "activation": activation_inputs,
+    "norm": lambda m, hidden: ([random_normal(m, hidden), random_normal(m, hidden)], [random_normal(hidden)]),
+    "activation": lambda m, inner: ([random_normal(m, 2 * inner)], []),
     "rotary": rotary_inputs,
 }
 SAMPLERS = {"sampling.v1": sampler_v1, "sampling.v2": sampler_v2}

@@ -1,18 +1,16 @@
-"""Time dense linear layers as vLLM 0.26 runs them on one GPU.
+"""Time dense linear layers, y[m, n] = x[m, k] @ W[n, k]^T, as vLLM 0.26 runs those of real models on one GPU.
 
     python -m fp8plan.runtime.measure.kernels.gemm --output FOLDER [--grid quick|full] [--seconds N] [--compile-in 12]
 
 Kernels, a row of FOLDER/gemm.jsonl each:
     gemm.bf16         torch.nn.functional.linear, which is vLLM's unquantised linear on CUDA: cuBLAS
-    linear.fp8_block  the whole FP8_BLOCK linear: BF16 in, 1x128 quantisation, GEMM, BF16 out; `backend` is the kernel
-                      class that vLLM selects. On Hopper that is FlashInfer's swapAB below 32 rows, else DeepGEMM
+    linear.fp8_block  the whole FP8_BLOCK linear: BF16 in, 1x128 quantisation, GEMM, BF16 out. `backend` is the kernel
+                      class that vLLM selects: on Hopper FlashInfer's swapAB below 32 rows, else DeepGEMM
     gemm.fp8_block    its GEMM alone, from 32 rows on
     quantise          its quantisation alone, [m, k]
 
-Weights are cold in L2: calls rotate over copies. Activations are warm: in the engine the operation before has just
-written them. DeepGEMM compiles a kernel per (n, k) and tile; --compile-in does that in parallel.
-
-The dense linear layers that are measured: y[m, n] = x[m, k] @ W[n, k]^T, the (n, k) of real models on one GPU.
+Weights are cold in L2: calls rotate over copies. Activations are warm, as in the engine, where the operation before has
+just written them. DeepGEMM compiles a kernel per (n, k) and tile; --compile-in does that in parallel.
 """
 
 from __future__ import annotations
@@ -24,20 +22,18 @@ from itertools import product
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.calibrate.profile_of import LINEARS
 from fp8plan.runtime.measure.kernels import timing
-from fp8plan.runtime.measure.kernels.sweep import Point, Work, command
+from fp8plan.runtime.measure.kernels.sweep import Point, Work, command, shuffled
 from fp8plan.runtime.measure.kernels.timing import engine_config, l2_bytes, random_normal, random_pool
 
 if TYPE_CHECKING:
     import torch
 
-# DeepGEMM compiles a kernel for each (n, k) and tile, some ten for all m together and a few seconds each. So FP8 is
-# measured on these layers, at every m, and BF16 on them and, at some m, on those of all models.
+# DeepGEMM compiles some ten kernels for each (n, k), a few seconds each. So FP8 is measured on these layers only, at
+# every m, and BF16 also on those of all models, at some m.
 CORE = {
     "Qwen/Qwen3-8B": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "Qwen/Qwen3-1.7B": ("qkv_proj", "gate_up_proj"),
@@ -47,7 +43,9 @@ CORE = {
 }
 QUICK = {"Qwen/Qwen3-8B": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}
 
-SWAP_AB_BELOW = 32  # rows; vLLM on Hopper: FlashInfer quantises inside its GEMM, DeepGEMM's input is quantised before
+SWAP_AB_BELOW = (
+    32  # rows; below it FlashInfer on Hopper quantises inside its GEMM, DeepGEMM's input is quantised before
+)
 
 DECODE = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
 PREFILL = (1024, 2048, 4096, 8192, 16384)
@@ -56,19 +54,19 @@ FEW_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 LOGITS_ROWS = (1, 4, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # lm_head: one row for each sampled token
 STRIDE = 8  # of ROWS, for layers that are not in CORE
 
+BLOCK = 128  # FP8_BLOCK scales
+# Elements of a pool of weights, its share of the free GPU memory, standard deviation: FP8_BLOCK weights fill the range
+# of E4M3. BF16: three copies of the largest lm_head.
+POOLS = {"bf16": (3 * 152064 * 8192, 0.3, 0.02), "fp8": (10**9, 0.3, 100.0)}
+
 Weight = tuple[int, int]  # n, k
 Key = tuple[str, int, int, int]  # kernel, m, n, k
 
 
 def points(grid: str) -> list[Point]:
-    """All points of the "quick" or the "full" grid, in an order that can be cut anywhere: neighbours are unrelated."""
-    found = list(dict.fromkeys(_quick() if grid == "quick" else _full()))
-    order = np.random.default_rng(0).permutation(len(found))
-    return [_point(*found[i]) for i in order]
-
-
-def _point(kernel: str, m: int, n: int, k: int) -> Point:
-    return Point(kernel, {"m": m, "k": k} if kernel == "quantise" else {"m": m, "n": n, "k": k})
+    """All points of the "quick" or the "full" grid, shuffled."""
+    keys = shuffled(dict.fromkeys(_quick() if grid == "quick" else _full()))
+    return [Point(kernel, {"m": m, "n": n, "k": k} if n else {"m": m, "k": k}) for kernel, m, n, k in keys]
 
 
 def _quick() -> Iterator[Key]:
@@ -104,12 +102,12 @@ def _quantise(rows: Iterable[int], weights: Iterable[Weight]) -> Iterator[Key]:
 
 
 def weights_of(layers: Mapping[str, tuple[str, ...]]) -> list[Weight]:
-    """(n, k) of the named linear layers of models. Raises KeyError for one that a model has not."""
-    found = []
+    """(n, k) of the named linear layers of models. Raises KeyError for a layer that a model lacks."""
+    weights: dict[Weight, None] = {}
     for model, names in layers.items():
         shapes = {linear.name: (linear.n, linear.k) for linear in ModelShape.from_hf(model).linears()}
-        found += [shapes[name] for name in names]
-    return list(dict.fromkeys(found))
+        weights |= dict.fromkeys(shapes[name] for name in names)
+    return list(weights)
 
 
 @cache
@@ -120,7 +118,7 @@ def linears() -> list[Weight]:
 
 @cache
 def lm_heads() -> list[Weight]:
-    """(n, k) of all bundled models' lm_head; routers, which FP8_BLOCK leaves in BF16 too, are below 1024 rows."""
+    """(n, k) of all bundled models' lm_head. Routers, also BF16 in FP8_BLOCK, have fewer than 1024 rows."""
     return [weight for weight in _all(quantised=False) if weight[0] >= 1024]
 
 
@@ -129,14 +127,8 @@ def _all(quantised: bool) -> list[Weight]:
     return sorted({(w.n, w.k) for shape in shapes for w in shape.linears() if w.quantised == quantised})
 
 
-BLOCK = 128  # FP8_BLOCK scales
-# Elements of the pool of weights, the share of the free GPU memory they may take, their standard deviation: FP8_BLOCK
-# weights fill the range of E4M3. BF16: three copies of the largest lm_head.
-POOLS = {"bf16": (3 * 152064 * 8192, 0.3, 0.02), "fp8": (10**9, 0.3, 100.0)}
-
-
 class Bench:
-    """Everything the calls of a sweep share. Use within `model_config()`."""
+    """The data that all calls of a sweep share. Use within `model_config()`."""
 
     def __init__(self) -> None:
         self.pools: dict[str, torch.Tensor] = {}
@@ -177,7 +169,7 @@ class Bench:
         return Work([partial(quantiser(kernel), random_normal(m, k))], {"backend": type(kernel).__name__})
 
     def _weights(self, dtype: str, n: int, k: int) -> Sequence[torch.Tensor]:
-        """Windows [n, k] of one pool, enough to find each cold. Raises ConfigError if the pool has no room for two."""
+        """Windows [n, k] of one pool, enough to find each cold. Raises ConfigError if the pool is too small for two."""
         if dtype not in self.pools:
             elements, share, deviation = POOLS[dtype]
             self.pools[dtype] = random_pool(elements, dtype, share, deviation)
@@ -188,20 +180,19 @@ class Bench:
         return pool[: number * n * k].view(number, n, k).unbind()
 
     def _layers(self, kernel: Any, n: int, k: int) -> list[Any]:
-        """Layers with weights and scales in the layout that the kernel wants, as after loading a model."""
-        return [self._layer(kernel, weight) for weight in self._weights("fp8", n, k)]
-
-    def _layer(self, kernel: Any, weight: torch.Tensor) -> Any:
+        """Layers with weights and scales in the kernel's layout, as after loading a model."""
         import torch
 
-        n, k = weight.shape
-        scales = torch.rand(-(-n // BLOCK), -(-k // BLOCK), device="cuda").add_(0.5).mul_(2e-4)
-        layer: Any = torch.nn.Module()
-        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        layer.weight_scale_inv = torch.nn.Parameter(scales, requires_grad=False)
-        layer.input_scale, layer.weight_block_size = None, [BLOCK, BLOCK]
-        kernel.process_weights_after_loading(layer)
-        return layer
+        layers: list[Any] = []
+        for weight in self._weights("fp8", n, k):
+            scales = torch.rand(-(-n // BLOCK), -(-k // BLOCK), device="cuda").add_(0.5).mul_(2e-4)
+            layer: Any = torch.nn.Module()
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            layer.weight_scale_inv = torch.nn.Parameter(scales, requires_grad=False)
+            layer.input_scale, layer.weight_block_size = None, [BLOCK, BLOCK]
+            kernel.process_weights_after_loading(layer)
+            layers.append(layer)
+        return layers
 
 
 @cache
@@ -235,20 +226,17 @@ def quantiser(kernel: Any) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch
 
 @contextmanager
 def model_config() -> Iterator[None]:
-    """vLLM's default configuration, with what a kernel's selection asks of the model."""
+    """vLLM's default configuration, with the model's facts that decide about a kernel."""
     with engine_config():
         import torch
         from vllm.config import get_current_vllm_config
 
-        text = SimpleNamespace(model_type="qwen3")  # on Blackwell some types are kept from DeepGEMM; this is not one
+        text = SimpleNamespace(model_type="qwen3")  # a type that may use DeepGEMM also on Blackwell
         model = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=text, is_diffusion=False)
         get_current_vllm_config().model_config = model
         yield
 
 
 if __name__ == "__main__":
-    raise SystemExit(
-        command(
-            "gemm", __doc__, points, lambda: Bench().work, model_config, compiled=("linear.fp8_block", "gemm.fp8_block")
-        )
-    )
+    compiled = ("linear.fp8_block", "gemm.fp8_block")
+    raise SystemExit(command("gemm", __doc__, points, lambda: Bench().work, model_config, compiled=compiled))

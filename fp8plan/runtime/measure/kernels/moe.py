@@ -6,10 +6,8 @@ Kernels moe.bf16 and moe.fp8_block: top-k softmax, assignment of tokens to exper
 both activation quantisations) and the weighted sum. vLLM's oracle selects the backend, as for a model; on an H200
 that is Triton for both. The router's GEMM is not included. Calls rotate over layers, so that weights are cold.
 
-Columns beside the shape: `hit`, how many experts the tokens of a call really hit; `busiest`, the tokens of the
-busiest one; `backend`, the class that ran them; `tuned`, whether vLLM ships a Triton configuration tuned for them.
-
-The routed-expert calls that are measured, and where their tokens go. Pure: numpy only.
+Columns beside the shape: `hit`, the experts that a call's tokens go to; `busiest`, the tokens of the busiest one;
+`backend`, the class that ran them; `tuned`, whether vLLM ships a Triton configuration tuned for them.
 """
 
 from __future__ import annotations
@@ -29,17 +27,17 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape, parts
 from fp8plan.model.calibrate.profile_of import MOE
 from fp8plan.runtime.measure.kernels import timing
-from fp8plan.runtime.measure.kernels.sweep import Point, Work, command
+from fp8plan.runtime.measure.kernels.sweep import Point, Work, command, shuffled
 from fp8plan.runtime.measure.kernels.timing import engine_config, l2_bytes, random_normal, random_pool
 
 if TYPE_CHECKING:
     import torch
 
-# Of one layer: number of experts, experts per token, hidden size, inner size of an expert.
+# One layer: number of experts, experts per token, hidden size, inner size of an expert.
 Experts = tuple[int, int, int, int]
 TINY: Experts = (16, 2, 512, 256)
 MODELS = ("Qwen/Qwen3-30B-A3B", *MOE, "mistralai/Mixtral-8x7B-v0.1", "fp8plan/moe-7b")
-# Other proportions: wide models with few experts, and narrow experts in hundreds.
+# Other proportions: wide models with few experts, and hundreds of narrow experts.
 OTHER_MODELS = ("deepseek-ai/DeepSeek-V2-Lite", "zai-org/GLM-4.7-Flash", "fp8plan/qwen3-next-16-layers")
 FEW_WIDE: tuple[Experts, ...] = ((32, 4, 3072, 3072), (16, 2, 4096, 6400))
 
@@ -49,21 +47,25 @@ TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 204
 FEW_TOKENS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
 DRAWS = 2  # routings of one point; layers take them in turn
 
+LEAST_LAYERS, MOST_LAYERS = 2, 32
+POOL_ELEMENTS = 5 * 10**9  # two layers of Qwen3-235B-A22B
+# A pool's element, its share of the free GPU memory, standard deviation: FP8_BLOCK weights fill the range of E4M3.
+WEIGHTS = {"bf16": ("bf16", 0.3, 0.02), "fp8_block": ("fp8", 0.3, 100.0)}
+BLOCK = 128  # FP8_BLOCK scales
+
 
 def experts_of(model: str) -> Experts:
-    """The experts of a model whose layers have alike ones, or none."""
+    """The experts of a model whose layers have the same ones, or none. Raises ValueError for a model without any."""
     shape = ModelShape.from_hf(model)
-    if not (found := shape.parts_of(parts.Experts)):
+    if not (kinds := shape.parts_of(parts.Experts)):
         raise ValueError(f"{model} has no routed experts")
-    [(experts, _)] = found
+    [(experts, _)] = kinds
     return experts.num_experts, experts.experts_per_token, shape.hidden_size, experts.intermediate_size
 
 
 def points(grid: str) -> list[Point]:
-    """All points of the "quick" or the "full" grid, in an order that can be cut anywhere: neighbours are unrelated."""
-    found = list(dict.fromkeys(_quick() if grid == "quick" else _full()))
-    order = np.random.default_rng(0).permutation(len(found))
-    return [_point(*found[i]) for i in order]
+    """All points of the "quick" or the "full" grid, shuffled."""
+    return [_point(*key) for key in shuffled(dict.fromkeys(_quick() if grid == "quick" else _full()))]
 
 
 Key = tuple[str, Experts, str, int]  # dtype, layer, skew, tokens
@@ -97,8 +99,8 @@ def _point(dtype: str, layer: Experts, skew: str, tokens: int) -> Point:
 def popularity(experts: int, skew: str) -> NDArray[np.float64]:
     """Relative popularity of each expert, busiest last, as quantiles of a law.
 
-    "power_law_A" has density x^-A on [1, experts], after AIConfigurator, which draws loads so with A of 1.01 and 1.2
-    (on this range the two differ little). "lognormal_S" is milder: ln x has standard deviation S.
+    "power_law_A" has density x^-A on [1, experts], after AIConfigurator, which uses A of 1.01 and 1.2. "lognormal_S" is
+    milder: ln x has standard deviation S.
     """
     if skew == "even":
         return np.ones(experts)
@@ -111,9 +113,9 @@ def popularity(experts: int, skew: str) -> NDArray[np.float64]:
 
 
 def route(tokens: int, experts: int, top_k: int, skew: str, seed: int) -> NDArray[np.bool_]:
-    """The experts that each token goes to, bool of shape (tokens, experts): top_k distinct ones by popularity.
+    """The experts of each token, bool of shape (tokens, experts): top_k distinct ones by popularity.
 
-    The top k of popularity plus Gumbel noise are draws without replacement (Plackett-Luce).
+    The top k of log popularity plus Gumbel noise are draws without replacement (Plackett-Luce).
     """
     rng = np.random.default_rng(seed)
     weights = rng.permutation(popularity(experts, skew))
@@ -125,11 +127,8 @@ def route(tokens: int, experts: int, top_k: int, skew: str, seed: int) -> NDArra
 
 def load(routings: Sequence[NDArray[np.bool_]]) -> dict[str, float]:
     """The number of experts that a routing hits, and the tokens of the busiest one: means over `routings`."""
-    loads = [routing.sum(axis=0) for routing in routings]
-    return {
-        "hit": float(np.mean([np.count_nonzero(x) for x in loads])),
-        "busiest": float(np.mean([x.max() for x in loads])),
-    }
+    loads = np.array([routing.sum(axis=0) for routing in routings])
+    return {"hit": float((loads > 0).sum(axis=1).mean()), "busiest": float(loads.max(axis=1).mean())}
 
 
 def expert_elements(layer: Experts) -> int:
@@ -137,15 +136,8 @@ def expert_elements(layer: Experts) -> int:
     return 3 * layer[2] * layer[3]
 
 
-LEAST_LAYERS, MOST_LAYERS = 2, 32
-POOL_ELEMENTS = 5 * 10**9  # two layers of Qwen3-235B-A22B
-# Element, share of the free GPU memory for the pool, standard deviation: FP8_BLOCK weights fill the range of E4M3.
-WEIGHTS = {"bf16": ("bf16", 0.3, 0.02), "fp8_block": ("fp8", 0.3, 100.0)}
-BLOCK = 128  # FP8_BLOCK scales
-
-
 class Bench:
-    """Everything the calls of a sweep share. Use within `engine_config()`."""
+    """The data that all calls of a sweep share. Use within `engine_config()`."""
 
     def __init__(self) -> None:
         self.pools: dict[str, torch.Tensor] = {}
@@ -161,7 +153,7 @@ class Bench:
         columns = load(routings)
         calls = []
         for i, (w13, w2) in enumerate(self._layers(dtype, layer, columns["hit"])):
-            # One where a token goes, zero elsewhere: the top k are exactly those, in BF16 too.
+            # Logits of 1 for a token's experts and 0 elsewhere: the top k are exactly those, in BF16 too.
             logits = torch.from_numpy(routings[i % DRAWS]).cuda().to(torch.bfloat16)
             tokens = random_normal(shape["tokens"], shape["hidden"])
             kernel, w13, w2 = _bf16(layer, w13, w2) if dtype == "bf16" else _fp8_block(layer, w13, w2)
@@ -170,7 +162,7 @@ class Bench:
         return Work(calls, columns | {"tuned": _tuned(dtype, layer), "backend": backend, "layers": len(calls)})
 
     def _layers(self, dtype: str, layer: Experts, hit: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(w13, w2) of enough layers, each a window of one pool of random weights. ConfigError if two do not fit."""
+        """(w13, w2) of enough layers, windows of one pool of random weights. Raises ConfigError if two do not fit."""
         if dtype not in self.pools:
             self.pools[dtype] = random_pool(POOL_ELEMENTS, *WEIGHTS[dtype])
         pool, (experts, _, hidden, inner) = self.pools[dtype], layer
@@ -179,15 +171,15 @@ class Bench:
         number = min(wanted, MOST_LAYERS, len(pool) // size)
         if number < LEAST_LAYERS:
             raise ConfigError(f"{LEAST_LAYERS} layers of {size:,} weights do not fit in the pool of {len(pool):,}")
-        found = []
+        layers = []
         for window in pool[: number * size].view(number, size):
             w13, w2 = window.split([size // 3 * 2, size // 3])
-            found.append((w13.view(experts, 2 * inner, hidden), w2.view(experts, hidden, inner)))
-        return found
+            layers.append((w13.view(experts, 2 * inner, hidden), w2.view(experts, hidden, inner)))
+        return layers
 
 
 def _tuned(dtype: str, layer: Experts) -> bool:
-    """Return True if vLLM has a Triton configuration that was tuned for such experts on this GPU."""
+    """Return True if vLLM has a Triton configuration tuned for such experts on this GPU."""
     from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
 
     quantised = () if dtype == "bf16" else (BLOCK, BLOCK)
@@ -197,11 +189,7 @@ def _tuned(dtype: str, layer: Experts) -> bool:
 def _config(layer: Experts) -> Any:
     import torch
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import (
-        FusedMoEConfig,
-        FusedMoEParallelConfig,
-        RoutingMethodType,
-    )
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
     experts, top_k, hidden, inner = layer
     return FusedMoEConfig(
@@ -220,7 +208,7 @@ def _config(layer: Experts) -> Any:
 
 
 def _bf16(layer: Experts, w13: torch.Tensor, w2: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """vLLM's kernel for unquantised experts, and the weights in the layout it wants."""
+    """vLLM's kernel for unquantised experts, and the weights in its layout."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
     from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle
 
@@ -234,10 +222,7 @@ def _fp8_block(layer: Experts, w13: torch.Tensor, w2: torch.Tensor) -> tuple[Any
     """The same for experts with 128x128 scales, as online quantisation leaves them."""
     import torch
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
-    from vllm.model_executor.layers.quantization.utils.quant_utils import (
-        kFp8Dynamic128Sym,
-        kFp8Static128BlockSym,
-    )
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
     config, block = _config(layer), [BLOCK, BLOCK]
     backend, experts = oracle.select_fp8_moe_backend(config, kFp8Static128BlockSym, kFp8Dynamic128Sym)

@@ -15,12 +15,13 @@ activation = SiluAndMul.forward_native  # [m, 2 inner] -> [m, inner]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """RMSNorm over the last dimension, in FP32."""
     wide = x.float()
     return (wide * (wide.square().mean(-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype) * weight
 
 
 def norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The input of the next layer and the new residual, [m, hidden] both."""
+    """The input of the next layer and the new residual, both [m, hidden]."""
     total = x.float() + residual.float()
     return rms_norm(total, weight).to(x.dtype), total.to(x.dtype)
 

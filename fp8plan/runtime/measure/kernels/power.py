@@ -1,15 +1,13 @@
-"""Run kernels for seconds, each by itself, and read the GPU's power and clock meanwhile.
+"""Run kernels for seconds, each by itself, and read the GPU's power and clock.
 
     python -m fp8plan.runtime.measure.kernels.power --output FOLDER [--grid quick|full] [--seconds N] [--compile-in 12]
 
-A row of FOLDER/power.jsonl each: the kernels and sizes of gemm, attention, moe and elementwise beside this file, called
-as there. `seconds` is of one call while the power limit holds, so it is no timing for a fit of kernels; `power_w` is
-what fp8plan.model.calibrate.power is fitted to. Three seconds a point.
-
-The kernels whose power is measured: each kind of work of a step, with few rows and with many.
+Kernels of gemm, attention, moe and elementwise beside this file, a row of FOLDER/power.jsonl each, three seconds a
+point. `seconds` is the time of one call under the power limit, no timing for a fit of kernels.
+fp8plan.model.calibrate.power is fitted to `power_w`.
 
 Layers are those of Qwen3-8B, experts those of Qwen3-30B-A3B. With few rows a kernel moves bytes, with many it
-multiplies, so that both kinds of watts can be told apart.
+multiplies, so both kinds of watts can be told apart.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ FILES |= {"moe": "moe", "norm": "elementwise", "activation": "elementwise"}
 
 
 def work(point: Point) -> Work:
-    """The work of the script that times this kernel, timed for seconds."""
+    """The work of the kernel's own script, timed for seconds."""
     bench = BENCHES[FILES[point.kernel.partition(".")[0]]]()
     return replace(prepared(point, bench), timer=sustained_seconds)
 

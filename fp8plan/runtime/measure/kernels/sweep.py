@@ -1,10 +1,8 @@
-"""A sweep: time many points, one JSON line each, resumable. And the command line of every script that makes one.
+"""A sweep: time many points, one JSON line each, resumable; and the command line of every script that makes one.
 
 FOLDER/<name>.jsonl         {"kernel": ..., the shape, "seconds", "spread", "replays", "sm_mhz", "key", "run"}
 FOLDER/<name>.failed.jsonl  {"kernel": ..., the shape, "error", "key", "run"}; tried again, after all others
 FOLDER/machines.jsonl       the machine of each run, by "run"
-
-The arguments that all sweeps take, and what they choose.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
+import numpy as np
 from tqdm import tqdm
 
 from fp8plan import jsonl
@@ -34,7 +33,120 @@ from fp8plan.runtime.measure.calibrate import note
 from fp8plan.runtime.measure.kernels.timing import Call, Timing, graph_seconds
 from fp8plan.runtime.measure.machine import engine_facts, gpu_facts, machine_facts
 
-P = TypeVar("P", bound=Any)  # has a kernel
+
+@dataclass(frozen=True)
+class Point:
+    """A kernel ("gemm.bf16") and the sizes of one call of it, JSON scalars."""
+
+    kernel: str
+    shape: dict[str, Any]
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return {"kernel": self.kernel, **self.shape}
+
+    @property
+    def key(self) -> str:
+        """A key that is the same for the same kernel and sizes, in whatever order they are named."""
+        return sha256(json.dumps(self.row, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The timed work of a point. calls: the same work on different data; columns: more columns of its row"""
+
+    calls: Sequence[Call]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    timer: Callable[[Sequence[Call]], Timing] = graph_seconds
+
+
+Prepare = Callable[[Point], Sequence[Call] | Work]
+T = TypeVar("T")
+
+
+def shuffled(points: Iterable[T]) -> list[T]:
+    """The points in an order that can be cut anywhere: neighbours are unrelated."""
+    ordered = list(points)
+    return [ordered[i] for i in np.random.default_rng(0).permutation(len(ordered))]
+
+
+def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: float | None = None) -> list[str]:
+    """Time the points that `output` lacks, in their order, for as long as `seconds` allow. Return the failures.
+
+    A point that fails is noted and passed over. Raises Fp8PlanError if a failure has broken this process's GPU context.
+    """
+    begun, run, noted = time.monotonic(), uuid4().hex[:8], set()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    todo = remaining(points, output)
+    if todo:
+        date = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        jsonl.write(output.with_name("machines.jsonl"), {"run": run} | date | machine_facts() | engine_facts())
+    failures = []
+    for number, point in enumerate(tqdm(todo, desc=output.stem, unit="point", file=sys.stderr)):
+        if seconds is not None and time.monotonic() - begun > seconds:
+            note(f"{output.stem}: time is up, {len(todo) - number} points are left for another time")
+            break
+        row = point.row | _attempt(point, prepare) | {"key": point.key, "run": run}
+        jsonl.write(failed_file(output) if "error" in row else output, row)
+        if "error" in row:
+            failures.append(f"{point.kernel} {point.shape}: {row['error']}")
+            alike = point.kernel, row["error"].partition(":")[0]
+            if alike not in noted:  # a kernel that this GPU lacks fails at a hundred points
+                noted.add(alike)
+                note(f"{failures[-1]}; more of the kind would be in {failed_file(output)} alone")
+            _clean_up()
+    return failures
+
+
+def remaining(points: Sequence[Point], output: Path) -> list[Point]:
+    """The points that `output` lacks, earlier failures last. A torn last line is cut off."""
+    for file in (output, failed_file(output)):
+        if lost := file.exists() and jsonl.repair(file).cut:
+            note(f"{file}: the last line was torn ({lost} bytes) and is cut off")
+    done, failed = ({row["key"] for row in jsonl.rows(file)} for file in (output, failed_file(output)))
+    return sorted((point for point in points if point.key not in done), key=lambda point: point.key in failed)
+
+
+def failed_file(output: Path) -> Path:
+    return output.with_suffix(".failed.jsonl")
+
+
+def _attempt(point: Point, prepare: Prepare) -> dict[str, Any]:
+    """Columns of the timing, or "error". Returns before cleaning up, so that no traceback holds on to tensors."""
+    try:
+        work = prepared(point, prepare)
+        return asdict(work.timer(work.calls)) | dict(work.columns)
+    except Exception as error:
+        return {"error": _message(error)}
+
+
+def _message(error: BaseException) -> str:
+    """The first error of a chain: if a call fails during a graph's capture, the end of the capture fails too."""
+    before = None if error.__suppress_context__ else error.__context__
+    return _message(before) if before else f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+
+
+def prepared(point: Point, prepare: Prepare) -> Work:
+    work = prepare(point)
+    return work if isinstance(work, Work) else Work(work)
+
+
+def _clean_up() -> None:
+    """Free memory after a failure. Raises Fp8PlanError if it broke the GPU context or the generator of random numbers,
+    as a failed graph capture can."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    gc.collect()
+    try:
+        torch.rand(1, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except Exception as error:
+        raise Fp8PlanError(f"the GPU context is broken; type the same command to go on ({error})") from None
+
+
+# ------------------------------------------------------------------------------------------------ command line
 
 
 def arguments(name: str, doc: str | None, words: Sequence[str] | None) -> argparse.Namespace:
@@ -44,20 +156,16 @@ def arguments(name: str, doc: str | None, words: Sequence[str] | None) -> argpar
     parser.add_argument("--seconds", type=float, help="stop after so many; the same command goes on")
     parser.add_argument("--gpu", default="auto", help="refuse to measure another one than this")
     parser.add_argument("--only", nargs="+", default=[], metavar="KERNEL", help="kernels as the rows name them")
-    parser.add_argument(
-        "--part", default="1/1", metavar="I/N", help="every N-th point from the I-th, to share the work"
-    )
+    part = "every N-th point from the I-th, to share the work"
+    parser.add_argument("--part", default="1/1", metavar="I/N", help=part)
     parser.add_argument("--compile-in", type=int, default=0, metavar="N", help="first compile kernels, in N processes")
     parser.add_argument("--compile-only", action="store_true", help="run every point once, time and write nothing")
     parser.add_argument("--list", action="store_true", help="print the points that are left, and stop")
     return parser.parse_args(words)
 
 
-def select(points: Sequence[P], only: Sequence[str], part: str) -> list[P]:
-    """The points of some kernels (none named: all), and of those the part "I/N".
-
-    Raises ConfigError for an unknown kernel or part.
-    """
+def select(points: Sequence[Point], only: Sequence[str], part: str) -> list[Point]:
+    """The part "I/N" of the points of some kernels; none named: all. Raises ConfigError for unknown ones."""
     known = sorted({point.kernel for point in points})
     if unknown := sorted(set(only) - set(known)):
         raise ConfigError(f"--only is {unknown[0]!r}; allowed: {', '.join(known)}")
@@ -85,9 +193,8 @@ def check_gpu(name: str) -> None:
 def compile_first(name: str, given: argparse.Namespace) -> None:
     """Run this command with --compile-only in `given.compile_in` processes, each on a share of the points.
 
-    Compilers write to caches on the disk, which the timing process finds. What fails here fails again, and is noted,
-    there. Each process takes the memory of a CUDA context, of the pools and of one point. Ends after half of
-    --seconds, compiled or not.
+    The timing process finds the compilers' caches on the disk; it notes failures. Each process takes the memory of a
+    CUDA context, the pools and one point. Ends after half of --seconds, compiled or not.
     """
     same = [sys.executable, "-m", f"{__package__}.{name}", "--compile-only"]
     same += ["--output", str(given.output), "--grid", given.grid, *(["--only", *given.only] if given.only else [])]
@@ -112,115 +219,6 @@ def shares(part: str, number: int) -> list[str]:
     return [f"{first + i * step}/{step * number}" for i in range(number)]
 
 
-@dataclass(frozen=True)
-class Point:
-    """A kernel ("gemm.bf16") and the sizes of one call of it, JSON scalars."""
-
-    kernel: str
-    shape: dict[str, Any]
-
-    @property
-    def row(self) -> dict[str, Any]:
-        return {"kernel": self.kernel, **self.shape}
-
-    @property
-    def key(self) -> str:
-        """A key that is the same for the same kernel and sizes, in whatever order they are named."""
-        return sha256(json.dumps(self.row, sort_keys=True).encode()).hexdigest()[:12]
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work that times a point. calls: the same work on different data; columns: other columns of its row."""
-
-    calls: Sequence[Call]
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    timer: Callable[[Sequence[Call]], Timing] = graph_seconds
-
-
-Prepare = Callable[[Point], Sequence[Call] | Work]
-
-
-def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: float | None = None) -> list[str]:
-    """Time the points that `output` has not, in the given order, for as long as `seconds` allow. Returns what failed.
-
-    A point that fails is noted and passed over. Raises Fp8PlanError when a failure has broken the GPU context, with
-    which nothing more can be measured in this process.
-    """
-    begun, run, noted = time.monotonic(), uuid4().hex[:8], set()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    todo = remaining(points, output)
-    if todo:
-        jsonl.write(output.with_name("machines.jsonl"), {"run": run} | now() | machine_facts() | engine_facts())
-    failures = []
-    for number, point in enumerate(tqdm(todo, desc=output.stem, unit="point", file=sys.stderr)):
-        if seconds is not None and time.monotonic() - begun > seconds:
-            note(f"{output.stem}: time is up, {len(todo) - number} points are left for another time")
-            break
-        row = point.row | _attempt(point, prepare) | {"key": point.key, "run": run}
-        jsonl.write(failed_file(output) if "error" in row else output, row)
-        if "error" in row:
-            failures.append(f"{point.kernel} {point.shape}: {row['error']}")
-            alike = point.kernel, row["error"].partition(":")[0]
-            if alike not in noted:  # a kernel that this GPU lacks fails in a hundred points
-                noted.add(alike)
-                note(f"{failures[-1]}; more of the kind would be in {failed_file(output)} alone")
-            _clean_up()
-    return failures
-
-
-def remaining(points: Sequence[Point], output: Path) -> list[Point]:
-    """The points that `output` does not have, those last that failed before. A torn last line is cut off."""
-    for file in (output, failed_file(output)):
-        if lost := file.exists() and jsonl.repair(file).cut:
-            note(f"{file}: the last line was torn ({lost} bytes) and is cut off")
-    done, failed = ({row["key"] for row in jsonl.rows(file)} for file in (output, failed_file(output)))
-    return sorted((point for point in points if point.key not in done), key=lambda point: point.key in failed)
-
-
-def failed_file(output: Path) -> Path:
-    return output.with_suffix(".failed.jsonl")
-
-
-def now() -> dict[str, str]:
-    return {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-
-
-def _attempt(point: Point, prepare: Prepare) -> dict[str, Any]:
-    """Columns of the timing, or "error". Returns before cleaning up, so that no traceback holds on to tensors."""
-    try:
-        work = prepared(point, prepare)
-        return asdict(work.timer(work.calls)) | dict(work.columns)
-    except Exception as error:
-        return {"error": _message(error)}
-
-
-def _message(error: BaseException) -> str:
-    """The first error of a chain: if a call fails while a graph is captured, the end of the capture fails too."""
-    before = None if error.__suppress_context__ else error.__context__
-    return _message(before) if before else f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-
-
-def prepared(point: Point, prepare: Prepare) -> Work:
-    found = prepare(point)
-    return found if isinstance(found, Work) else Work(found)
-
-
-def _clean_up() -> None:
-    """Give memory back after a failure. Raises Fp8PlanError if the GPU context is broken, or the random numbers of
-    all later points, as a failed graph capture can leave them."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return
-    gc.collect()
-    try:
-        torch.rand(1, device="cuda")
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    except Exception as error:
-        raise Fp8PlanError(f"the GPU context is broken; type the same command to go on ({error})") from None
-
-
 def command(
     name: str,
     doc: str | None,
@@ -230,10 +228,12 @@ def command(
     compiled: Container[str] | None = None,
     words: Sequence[str] | None = None,
 ) -> int:
-    """The exit status of a script: 0, 1 if a point failed, 2 if it could not go on.
+    """Run a script. Return its exit status: 0, 1 if a point failed, 2 if it could not go on.
 
-    points: "quick" or "full" -> points; bench: made within `context`, and only if there is something to measure;
-    compiled: the kernels that are compiled at first use, None for all."""
+    points:   "quick" or "full" -> points
+    bench:    made within `context`, and only if there is something to measure
+    compiled: kernels that are compiled at first use; None for all
+    """
     given, begun = arguments(name, doc, words), time.monotonic()
     output = given.output / f"{name}.jsonl"
     try:
@@ -260,7 +260,7 @@ def command(
 
 
 def _compile(points: Sequence[Point], prepare: Prepare) -> int:
-    """Call every point once. What fails is left to the timing, which notes it."""
+    """Call every point once. Failures are left to the timing, which notes them."""
     for point in tqdm(points, unit="point", file=sys.stderr):
         with suppress(Exception):
             prepared(point, prepare).calls[0]()

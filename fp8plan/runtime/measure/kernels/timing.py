@@ -1,10 +1,8 @@
-"""Seconds of one GPU kernel, or of a few: many calls in one CUDA graph, on cold weights, the median of its replays.
+"""Seconds of GPU kernels, and the random data and the vLLM configuration that they run with.
 
-A step of the engine is a graph replay, so kernels are timed inside one: no launch gaps from Python, as in decoding.
-`graph_seconds` is short, so that the limit of the mean power hardly matters; `sustained_seconds` runs until clock and
+Many calls on cold weights are captured in one CUDA graph: a step of the engine is a graph replay, too, without launch
+gaps from Python. `graph_seconds` is too short for the power limit to matter. `sustained_seconds` runs until clock and
 power have settled, and reads them (fp8plan.model.cost.power).
-
-Pools of random data on the GPU and vLLM's default configuration, for the sweeps of attention and MoE.
 """
 
 from __future__ import annotations
@@ -31,11 +29,12 @@ Call = Callable[[], object]
 
 LEAST_COPIES, MOST_COPIES, TIMES_L2 = 3, 256, 4
 LEAST_REPLAYS, MOST_REPLAYS = 5, 40
-CALLS_PER_REPLAY = 64  # where they are short, so that a replay is long against the resolution of events (0.5 us)
-AHEAD_CYCLES = 2_000_000  # about 1 ms in which the GPU waits, while Python queues what is timed
-SETTLE_S = 1.0  # NVML's watts are means over a second: until they are of this kernel
+CALLS_PER_REPLAY = 64  # of short calls, so that a replay is long against the resolution of events (0.5 us)
+AHEAD_CYCLES = 2_000_000  # about 1 ms in which the GPU waits while Python queues the timed work
+SETTLE_S = 1.0  # NVML's watts are means over a second
 SUSTAINED_S = 2.0
-QUEUED_S = 0.05  # of work that the GPU has ahead meanwhile
+QUEUED_S = 0.05  # work that the GPU has queued meanwhile
+FILLED_AT_ONCE = 2**28  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +52,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class SustainedTiming(Timing):
-    """One timing of a kernel that runs for seconds. replays: batches of QUEUED_S that were timed
+    """One timing of a kernel that runs for seconds. replays: timed batches of QUEUED_S
 
-    sm_mhz:   mean of the readings meanwhile
-    power_w:  mean of NVML's readings meanwhile, which a rollout's record has, too; None where NVML does not say
-    energy_w: the same by NVML's counter of energy, over the same seconds: up to 31 W from it on an H200
+    sm_mhz:   mean of NVML's readings
+    power_w:  mean of NVML's readings, as in a rollout's record; None if NVML does not know
+    energy_w: mean power by NVML's counter of energy, over the same seconds; up to 31 W from power_w on an H200
     """
 
     power_w: float | None = None
@@ -65,20 +64,20 @@ class SustainedTiming(Timing):
 
 
 def copies(bytes_per_call: int, l2_bytes: int) -> int:
-    """The number of copies of a call's data that make a working set of TIMES_L2 times the L2 cache.
+    """The copies of a call's data that make a working set of TIMES_L2 times the L2 cache, so each call's are evicted.
 
-    Each call then finds its own data evicted. At least LEAST_COPIES, at most MOST_COPIES. At the cap, with calls below
-    1 MiB on an H200, data are partly warm; an engine whose layers are that small finds them so too.
+    At least LEAST_COPIES, at most MOST_COPIES. At the cap, with calls below 1 MiB on an H200, data are partly warm, as
+    in an engine with layers that small.
     """
     wanted = -(-TIMES_L2 * l2_bytes // max(1, bytes_per_call))
     return min(max(wanted, LEAST_COPIES), MOST_COPIES)
 
 
 def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
-    """Time one call of `calls` (the same work on different data), all of them captured in one CUDA graph.
+    """Time one call of `calls` (the same work on different data), all captured in one CUDA graph.
 
-    Called eagerly first, on the stream that captures, so that kernels are compiled and workspaces allocated. The
-    replays take about `budget_s` together, more where LEAST_REPLAYS need more. Raises what the calls raise.
+    They run eagerly first, on the capturing stream, to compile kernels and allocate workspaces. The replays take about
+    `budget_s` together, more if LEAST_REPLAYS need more. Raises the calls' errors.
     """
     import torch
 
@@ -89,9 +88,9 @@ def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
 
 
 def sustained_seconds(calls: Sequence[Call], settle_s: float = SETTLE_S, run_s: float = SUSTAINED_S) -> SustainedTiming:
-    """Time one call of `calls` (the same work on different data) while the GPU does nothing else, and its power.
+    """Time one call of `calls` (the same work on different data), and the GPU's power meanwhile.
 
-    They are repeated for `settle_s` seconds untimed and for `run_s` seconds timed. Raises what the calls raise.
+    They are repeated for `settle_s` seconds untimed and for `run_s` seconds timed. Raises the calls' errors.
     """
     import torch
 
@@ -114,9 +113,9 @@ def sustained_seconds(calls: Sequence[Call], settle_s: float = SETTLE_S, run_s: 
 
 
 def _repeated(replay: Callable[[], Any], batch: int, seconds: float) -> tuple[list[float], list[int], list[float]]:
-    """Seconds of each batch of replays, for `seconds` together, with the clocks and watts that NVML reads meanwhile.
+    """Seconds of each batch of replays, for `seconds` in all, with NVML's clocks and watts.
 
-    The GPU always runs a batch while NVML is asked.
+    The GPU always runs a batch during a reading.
     """
     import torch
 
@@ -131,13 +130,14 @@ def _repeated(replay: Callable[[], Any], batch: int, seconds: float) -> tuple[li
         readings.append((sm_clock_mhz(), gpu_power_w()))
     events[-1].synchronize()
     each = [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
-    return each, [x for x, _ in readings if x is not None], [x for _, x in readings if x is not None]
+    clocks, powers = zip(*readings, strict=True)
+    return each, [mhz for mhz in clocks if mhz is not None], [watts for watts in powers if watts is not None]
 
 
 def captured(calls: Sequence[Call], budget_s: float) -> tuple[Any, int]:
-    """A CUDA graph of the calls, and how many it has: LEAST_REPLAYS of it take `budget_s`, or it has each call once.
+    """A CUDA graph of the calls, and their number: LEAST_REPLAYS take `budget_s`, or each call is there once.
 
-    To be called on the stream that captures.
+    To be called on the capturing stream.
     """
     import torch
 
@@ -155,7 +155,7 @@ def captured(calls: Sequence[Call], budget_s: float) -> tuple[Any, int]:
 
 
 def eager_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
-    """Time one call of `calls`, launched from Python one by one: short kernels are bound by their launches."""
+    """Time one call of `calls`, launched from Python one by one. Launches bound short kernels."""
     import torch
 
     _run(calls)
@@ -166,7 +166,7 @@ def eager_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
 
 @cache
 def stream() -> Any:
-    """The stream that all captures share, because cuBLAS keeps a workspace for each stream."""
+    """The stream of all captures: cuBLAS keeps a workspace for each stream."""
     import torch
 
     return torch.cuda.Stream()
@@ -174,10 +174,8 @@ def stream() -> Any:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Switch Python's garbage collector off inside.
-
-    If it destroys an older graph, a capture fails (pytorch pull request 161037), and with it the generator of random
-    numbers.
+    """Switch Python's garbage collector off. If it destroys an older graph, a capture fails (pytorch pull request
+    161037), and breaks the generator of random numbers.
     """
     gc.disable()
     try:
@@ -207,7 +205,7 @@ def elapsed(
     ahead: int = AHEAD_CYCLES,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Seconds of each of `number` replays, back to back, the first `ahead` GPU cycles after Python starts to launch."""
+    """Seconds of each of `number` replays, back to back, from `ahead` GPU cycles after Python's first launch."""
     import torch
 
     events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
@@ -219,9 +217,6 @@ def elapsed(
     meanwhile()
     events[-1].synchronize()
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
-
-
-FILLED_AT_ONCE = 2**28  # elements
 
 
 def l2_bytes() -> int:
@@ -239,10 +234,9 @@ def random_normal(*shape: int, dtype: str = "bf16") -> torch.Tensor:
 
 
 def random_pool(elements: int, dtype: str, share: float, deviation: float = 1.0) -> torch.Tensor:
-    """`elements` normal values of "bf16" or "fp8", fewer where they would take more than `share` of the free memory.
+    """`elements` normal values of "bf16" or "fp8", fewer if they would take more than `share` of the free memory.
 
-    Made once and read in many shapes: to allocate and fill tens of gigabytes for each point would take longer than
-    to time it.
+    A pool is read in many shapes: to fill tens of gigabytes for each point would take longer than to time it.
     """
     import torch
 
@@ -256,7 +250,7 @@ def random_pool(elements: int, dtype: str, share: float, deviation: float = 1.0)
 
 @contextmanager
 def engine_config() -> Iterator[None]:
-    """vLLM's default configuration and workspace, which its classes ask for. No E8M0 scales: as in fp8plan's plans."""
+    """vLLM's default configuration and workspace, which its classes need, without E8M0 scales, as in plans."""
     os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")  # read when vLLM is imported
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config

@@ -1,11 +1,8 @@
 """One engine, all its workloads: the child process of `fp8plan.runtime.measure.rollouts.run`.
 
-It reads a job (JSON, made by `rollouts.jobs`), starts `vllm.LLM` with random weights, and appends one rollout record
-per timed run to the job's output, as soon as the run need not be repeated: if the machine goes away, that run is lost.
-
-The warm-up before an engine is timed: no kernel is compiled inside a timed run.
-
-A rollout is timed again while something disturbed it that is not the engine's: a slow host, a kernel compiled.
+It reads a job (JSON, made by `rollouts.jobs`), starts `vllm.LLM` with random weights, and warms up so that timed runs
+compile no kernel. It appends a rollout record for each timed run to the job's output. A run that a slow host or a
+compiled kernel disturbed is timed again.
 """
 
 from __future__ import annotations
@@ -49,12 +46,13 @@ from fp8plan.runtime.measure.rollouts.timed import (
 )
 from fp8plan.schemas import VERSIONS
 
-# So many attempts, and none once the first have taken so long.
-TRIES, AGAIN_S = 4, 4.0
+TRIES, AGAIN_S = 4, 4.0  # most attempts at a run; no further one after so many seconds
+SHORT_RESPONSE, RAMP_STEPS = 64, 128  # of a short warm-up: enough to fill the batch, short enough for a few seconds
+FIRST_STALL_S, STALL_S = 0.5, 1.0  # longer steps are noted: a kernel was compiled, probably
 
 
 class Attempt(NamedTuple):
-    """One timed run: what its record says of it, the rows of its trace, and when it ended."""
+    """One timed run: fields of its record, rows of its trace, and the time of its end."""
 
     facts: dict[str, Any]
     steps: list[Row]
@@ -64,7 +62,7 @@ class Attempt(NamedTuple):
 def attempts(
     llm: Any, prompts: Sequence[Any], responses: Sequence[int], trace: Trace, host: Host | None
 ) -> list[Attempt]:
-    """Time the run, and again as long as the last was disturbed, TRIES times and AGAIN_S seconds at most."""
+    """Time the run, and repeat it while the last attempt was disturbed, within TRIES and AGAIN_S."""
     tries: list[Attempt] = []
     begun = time.perf_counter()
     while not tries or (any(disturbance(tries[-1])) and len(tries) < TRIES and time.perf_counter() - begun < AGAIN_S):
@@ -81,8 +79,7 @@ def attempts(
 def disturbance(attempt: Attempt) -> tuple[int, float]:
     """Disturbances of a run that are not the engine's: (files compiled, excess of the host's slowdown).
 
-    (0, 0) is clean. The pair decides what is repeated and which attempt is kept; it does not depend on how long the run
-    took.
+    (0, 0) is clean. The pair decides about repetition and the kept attempt, whatever their seconds.
     """
     slowdown = attempt.facts["host_slowdown"] or 1.0
     return attempt.facts["compiled_files"], max(slowdown - QUIET, 0.0)
@@ -90,16 +87,13 @@ def disturbance(attempt: Attempt) -> tuple[int, float]:
 
 def listed(tries: Sequence[Attempt]) -> str:
     """The attempts, for a note; empty for a single one."""
-    times = ", ".join(f"{x.facts['seconds']:.2f} s (host {x.facts['host_slowdown'] or 1:.2f})" for x in tries)
+    facts = [attempt.facts for attempt in tries]
+    times = ", ".join(f"{fact['seconds']:.2f} s (host {fact['host_slowdown'] or 1:.2f})" for fact in facts)
     return f"; of {len(tries)} attempts: {times}" if len(tries) > 1 else ""
 
 
-# A short warm-up clips responses here: long enough to fill the batch, short enough to cost a few seconds.
-SHORT_RESPONSE, RAMP_STEPS = 64, 128
-
-
 def warm_up(llm: Any, prompts: Sequence[Any], responses: Sequence[int], kind: str) -> float:
-    """Run what the timed run will run, so that no kernel is compiled inside it. Return the seconds that it took.
+    """Run the workload untimed, so that the timed run compiles no kernel. Return the seconds that it took.
 
     full:  the whole workload
     short: its prompts with clipped responses, then a decode ramp through every batch size down to 1
@@ -113,7 +107,7 @@ def warm_up(llm: Any, prompts: Sequence[Any], responses: Sequence[int], kind: st
 
 
 def prefill_ladder(llm: Any, fields: Mapping[str, Any]) -> list[int]:
-    """Run the batches of prompts that meet every kernel of the model in a record's fields. Return their tokens."""
+    """Run batches of prompts that use every kernel of a record's model. Return the tokens of each batch."""
     from vllm import SamplingParams
 
     setup = EngineSetup(fields["model"], fields["gpu"], fields["precision"], recorded_limits(fields))
@@ -124,10 +118,6 @@ def prefill_ladder(llm: Any, fields: Mapping[str, Any]) -> list[int]:
     return [sum(map(len, prompts)) for prompts in batches]
 
 
-# Longer ones are taken for stalls, in which a kernel was compiled, and noted. Seen on an H200 (first look of its
-# profile): first steps of 0.9 to 11.5 s with and at most 0.15 s without; later ones of 3.5 s and more, against pauses
-# of up to 0.8 s that are the front end's own.
-FIRST_STALL_S, STALL_S = 0.5, 1.0
 PROFILED = ((16, 512), (256, 320), (512, 192))  # requests, prompt tokens of each
 TURN = "FP8PLAN_MEASURE_TURN"
 
@@ -141,7 +131,10 @@ def main() -> None:
 
 
 def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
-    """Start the engine and append a record for every run of the job. Raises Fp8PlanError if vLLM does otherwise."""
+    """Start the engine, in its turn, and append a record for every run of the job.
+
+    Raises Fp8PlanError if vLLM's responses have other lengths.
+    """
     from vllm import LLM
 
     with wait_for_turn():
@@ -173,37 +166,29 @@ def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> N
             tries = attempts(llm, prompts, work["response_lengths"], trace, host)
             best = min(tries, key=disturbance)
             for number, attempt in enumerate(tries):
-                record = (
-                    {"schema_version": VERSIONS["record"]}
-                    | cell
-                    | run
-                    | {"attempt": number}
-                    | attempt.facts
-                    | {"date": attempt.date}
-                )
+                record = cell | run | {"attempt": number} | attempt.facts | {"date": attempt.date}
                 write(job["output"] if attempt is best else job["set_aside"], record)
-            what = f"{work['workload']} run {run['repeat']}"
-            found = best.facts
-            note(f"{what}: {found['seconds']:.2f} s, {found['preemptions']} preemptions{listed(tries)}")
-            if found["first_step_s"] > FIRST_STALL_S or found["longest_step_s"] > STALL_S:
-                note(f"{what}: a step took {found['longest_step_s']:.1f} s, as if a kernel was compiled in it")
+            name, timing = f"{work['workload']} run {run['repeat']}", best.facts
+            note(f"{name}: {timing['seconds']:.2f} s, {timing['preemptions']} preemptions{listed(tries)}")
+            if timing["first_step_s"] > FIRST_STALL_S or timing["longest_step_s"] > STALL_S:
+                note(f"{name}: a step took {timing['longest_step_s']:.1f} s, as if a kernel was compiled in it")
             if job["trace"]:
                 write_trace(job["trace"], run["key"], best.steps)
-    if job["kernels"]:  # last, as a profiler may leave an engine slower than it found it
+    if job["kernels"]:  # last, as a profiler may leave the engine slower
         for batch, context in PROFILED:
-            found = decode_kernels(llm, batch, context)
-            write(job["kernels"], facts | {"batch": batch, "context": context} | found)
-            note(f"kernels of {batch} requests at {context} tokens: {found['kernels_us']:.0f} us a decode step")
-        found = prefill_kernels(llm)
-        write(job["kernels"], facts | found)
-        note(f"kernels of {found['prefill_tokens']:.0f} prompt tokens: {found['kernels_us']:.0f} us a step")
+            kernels = decode_kernels(llm, batch, context)
+            write(job["kernels"], facts | {"batch": batch, "context": context} | kernels)
+            note(f"kernels of {batch} requests at {context} tokens: {kernels['kernels_us']:.0f} us a decode step")
+        kernels = prefill_kernels(llm)
+        write(job["kernels"], facts | kernels)
+        note(f"kernels of {kernels['prefill_tokens']:.0f} prompt tokens: {kernels['kernels_us']:.0f} us a step")
 
 
 @contextmanager
 def wait_for_turn() -> Iterator[None]:
     """Hold the lock of the file that TURN names, if it is set.
 
-    So two commands share a GPU: one has its engine there, while the next imports vLLM.
+    So commands share a GPU: one runs its engine while the next imports vLLM.
     """
     if TURN not in os.environ:
         yield
@@ -222,7 +207,7 @@ def log_of(job: Mapping[str, Any]) -> str:
 
 
 def engine_facts(llm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
-    """The limits the engine really runs with, its KV pool, kernels and memory, under the record's names."""
+    """The running engine's limits, KV pool, kernels and memory, under the record's names."""
     config = llm.llm_engine.vllm_config
     cache, compilation = config.cache_config, config.compilation_config
     log = log_of(job)

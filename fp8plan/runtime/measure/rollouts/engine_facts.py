@@ -1,12 +1,9 @@
-"""Facts from the log of a vLLM engine: memory, start-up times and the kernels it picked.
+"""Facts about a started vLLM engine: from its log, and from its parts inside the worker.
 
-The patterns are those of vLLM 0.26 (vllm/v1/worker/gpu_worker.py, vllm/v1/core/kv_cache_utils.py,
-vllm/platforms/cuda.py, vllm/model_executor/kernels/linear/__init__.py); a line that is not there is left out.
-
-The parts of a started engine: its KV cache groups, the classes of its layers, its weights.
-
-Read inside vLLM's worker, from attributes of vLLM 0.26 and 0.30 (v1/worker/gpu_model_runner.py and
-v1/worker/gpu/model_runner.py, v1/kv_cache_interface.py); what a version does not have is None or empty.
+The log's patterns are those of vLLM 0.26 (vllm/v1/worker/gpu_worker.py, vllm/v1/core/kv_cache_utils.py,
+vllm/platforms/cuda.py, vllm/model_executor/kernels/linear/__init__.py). The parts (KV cache groups, classes of layers,
+weights) are attributes of vLLM 0.26 and 0.30 (v1/worker/gpu_model_runner.py, v1/worker/gpu/model_runner.py,
+v1/kv_cache_interface.py). Facts that a version lacks are left out, None or empty.
 """
 
 from __future__ import annotations
@@ -45,38 +42,7 @@ ATTENTION: Final = r"Using (\w+) attention backend"
 MOE: Final = r"Using (.+?) (?:Fp8 |Unquantized )?MoE backend"
 E8M0: Final = r"DeepGEMM E8M0 (enabled|disabled)"
 
-
-def engine_numbers(log: str) -> dict[str, float]:
-    """NUMBERS found in a log: field -> number; of several, the last."""
-    found = {name: re.findall(pattern, log) for name, pattern in NUMBERS.items()}
-    return {name: float(values[-1].replace(",", "")) for name, values in found.items() if values}
-
-
-def kernel_backends(log: str, preset: Precision) -> dict[str, str]:
-    """Kernel, as a Profile names it -> implementation, as vLLM names it. vLLM does not name its BF16 GEMM."""
-    attention = f"attention.{preset.kv}"
-    wanted = {f"gemm.{preset.gemm_dtype}": LINEAR, attention: ATTENTION, f"moe.{preset.gemm_dtype}": MOE}
-    found = {kernel: re.findall(pattern, log) for kernel, pattern in wanted.items()}
-    return {kernel: names[-1] for kernel, names in found.items() if names}
-
-
-def model_runner(log: str) -> str:
-    """The model runner that a log tells of: only the newer one names itself (vllm/v1/worker/gpu_worker.py).
-
-    The two have different costs per step.
-    """
-    return "V2" if "Using V2 Model Runner" in log else "V1"
-
-
-def uses_e8m0(log: str, preset: Precision) -> bool | None:
-    """Return True if DeepGEMM ran with power-of-two scales; None if the log does not say or no weight is FP8."""
-    said = re.findall(E8M0, log)
-    return said[-1] == "enabled" if said and preset.weights != "bf16" else None
-
-
-NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
-PLAIN: Final = (bool, int, float, str, type(None))
-# Lines of the engine's log that say what vLLM chose, and what it found of the memory.
+# Lines of the log about vLLM's choices and the memory, and the time and process before their text.
 TELLING: Final = re.compile(
     r"Using |Selected |[Bb]ackend|block size|page size|KV cache|[Mm]amba|GDN|[Pp]refix caching|chunked|GiB|"
     r"[Qq]uantiz|DeepGEMM|[Cc]udagraph|CUDAGraph|Setting |[Ff]all(ing|s|en) back|not support|took |default"
@@ -84,19 +50,54 @@ TELLING: Final = re.compile(
 PREFIX: Final = re.compile(r"^(\([^)]*\) )?(INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d (\[\S+\] )?")
 MOST_LINES, LONGEST_LINE = 150, 400
 
+NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in the name of a parameter
+
+
+def engine_numbers(log: str) -> dict[str, float]:
+    """NUMBERS in a log: field -> its last number."""
+    matches = {name: re.findall(pattern, log) for name, pattern in NUMBERS.items()}
+    return {name: float(values[-1].replace(",", "")) for name, values in matches.items() if values}
+
+
+def kernel_backends(log: str, preset: Precision) -> dict[str, str]:
+    """Kernel, as a Profile names it -> implementation, as vLLM names it. vLLM does not name its BF16 GEMM."""
+    dtype = preset.gemm_dtype
+    patterns = {f"gemm.{dtype}": LINEAR, f"attention.{preset.kv}": ATTENTION, f"moe.{dtype}": MOE}
+    matches = {kernel: re.findall(pattern, log) for kernel, pattern in patterns.items()}
+    return {kernel: names[-1] for kernel, names in matches.items() if names}
+
+
+def model_runner(log: str) -> str:
+    """The model runner, V1 or V2, which differ in their costs per step. Only V2 names itself
+    (vllm/v1/worker/gpu_worker.py).
+    """
+    return "V2" if "Using V2 Model Runner" in log else "V1"
+
+
+def uses_e8m0(log: str, preset: Precision) -> bool | None:
+    """Return True if DeepGEMM ran with power-of-two scales; None if the log has no such line or no weight is FP8."""
+    states = re.findall(E8M0, log)
+    return states[-1] == "enabled" if states and preset.weights != "bf16" else None
+
+
+def telling_lines(log: str) -> list[str]:
+    """Lines of a log about vLLM's choices, without time and process, each once."""
+    lines = (PREFIX.sub("", line.strip()) for line in log.split("\n") if TELLING.search(line))
+    return list(dict.fromkeys(line[:LONGEST_LINE] for line in lines))[:MOST_LINES]
+
 
 def engine_parts(runner: Any) -> dict[str, Any]:
-    """Facts about the worker's model runner, as plain data; a part that this vLLM keeps elsewhere is its error."""
+    """Facts about the worker's model runner, as plain data; a part that this vLLM lacks is the error's text."""
     config = getattr(runner, "kv_cache_config", None)
     parts: dict[str, Callable[[], Any]] = {
-        "cache_groups": lambda: cache_groups(config, getattr(runner, "attn_groups", None) or []),
+        "cache_groups": lambda: _cache_groups(config, getattr(runner, "attn_groups", None) or []),
         "cache_blocks": lambda: getattr(config, "num_blocks", None),
-        "cache_tensors": lambda: tensors(getattr(config, "kv_cache_tensors", None) or []),
-        "kernel_block_sizes": lambda: plain(
+        "cache_tensors": lambda: _tensors(getattr(config, "kv_cache_tensors", None) or []),
+        "kernel_block_sizes": lambda: _plain(
             getattr(runner, "kernel_block_sizes", None) or getattr(runner, "_kernel_block_sizes", None)
         ),
-        "modules": lambda: dict(Counter(map(described, runner.get_model().modules()))),
-        "parameters": lambda: parameters(runner.get_model().named_parameters()),
+        "modules": lambda: dict(Counter(map(_described, runner.get_model().modules()))),
+        "parameters": lambda: _parameters(runner.get_model().named_parameters()),
     }
     return {name: _or_error(find) for name, find in parts.items()}
 
@@ -108,7 +109,7 @@ def _or_error(find: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def cache_groups(config: Any, attention: Iterable[Iterable[Any]]) -> list[dict[str, Any]]:
+def _cache_groups(config: Any, attention: Iterable[Iterable[Any]]) -> list[dict[str, Any]]:
     """KV cache groups: how many layers share one, the spec of a layer, and the attention backends of each."""
     groups = getattr(config, "kv_cache_groups", None) or []
     backends = [sorted({str(part.backend.get_name()) for part in group}) for group in attention]
@@ -116,63 +117,57 @@ def cache_groups(config: Any, attention: Iterable[Iterable[Any]]) -> list[dict[s
         {
             "layers": len(group.layer_names),
             "first_layers": list(group.layer_names[:3]),
-            "spec": spec(group.kv_cache_spec),
+            "spec": _spec(group.kv_cache_spec),
             "backends": backends[number] if number < len(backends) else None,
         }
         for number, group in enumerate(groups)
     ]
 
 
-def spec(found: Any) -> dict[str, Any]:
+def _spec(layer: Any) -> dict[str, Any]:
     """A KVCacheSpec: its class, its fields, its page. Specs of several layers in one are listed once each."""
-    facts: dict[str, Any] = {"kind": type(found).__name__, "page_size_bytes": found.page_size_bytes}
-    for field in fields(found) if is_dataclass(found) else ():
-        value = getattr(found, field.name)
+    facts: dict[str, Any] = {"kind": type(layer).__name__, "page_size_bytes": layer.page_size_bytes}
+    for field in fields(layer) if is_dataclass(layer) else ():
+        value = getattr(layer, field.name)
         if isinstance(value, Mapping):
-            each = Counter(repr(sorted(spec(x).items())) for x in value.values())
+            each = Counter(repr(sorted(_spec(part).items())) for part in value.values())
             facts[field.name] = [{"layers": count, "spec": text} for text, count in each.items()]
         else:
-            facts[field.name] = plain(value)
+            facts[field.name] = _plain(value)
     return facts
 
 
-def tensors(found: Iterable[Any]) -> list[dict[str, int]]:
+def _tensors(cache: Iterable[Any]) -> list[dict[str, int]]:
     """The cache's tensors by size and by the number of layers that share one."""
-    each = Counter((tensor.size, len(getattr(tensor, "shared_by", ()))) for tensor in found)
+    each = Counter((tensor.size, len(getattr(tensor, "shared_by", ()))) for tensor in cache)
     return [{"bytes": size, "shared_by": shared, "tensors": count} for (size, shared), count in each.items()]
 
 
-def described(module: Any) -> str:
+def _described(module: Any) -> str:
     """A module's class, with that of its attention or of its quantisation method."""
     behind = getattr(module, "impl", None) or getattr(module, "quant_method", None)
     name = type(module).__name__
     if behind is None:
         return name
     expert_kernel = getattr(getattr(behind, "moe_kernel", None), "fused_experts", None)
-    words = [name, type(behind).__name__, *([type(expert_kernel).__name__] if expert_kernel is not None else [])]
-    return " / ".join(words)
+    kernel = [] if expert_kernel is None else [type(expert_kernel).__name__]
+    return " / ".join([name, type(behind).__name__, *kernel])
 
 
-def parameters(named: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """Parameters by name, with layer numbers left out: dtype, shape, how many there are, bytes of all."""
-    found: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+def _parameters(named: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """Parameters by name without layer numbers: dtype, shape, their count and the bytes of all."""
+    sizes_of: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for name, value in named:
         key = NUMBER.sub(".N", name), str(value.dtype).removeprefix("torch."), tuple(value.shape)
-        found.setdefault(key, []).append(value.numel() * value.element_size())
+        sizes_of.setdefault(key, []).append(value.numel() * value.element_size())
     return [
         {"name": name, "dtype": dtype, "shape": list(shape), "count": len(sizes), "bytes": sum(sizes)}
-        for (name, dtype, shape), sizes in found.items()
+        for (name, dtype, shape), sizes in sizes_of.items()
     ]
 
 
-def telling_lines(log: str) -> list[str]:
-    """Lines of a log that say what vLLM chose, without time and process, each once."""
-    lines = (PREFIX.sub("", line.strip()) for line in log.split("\n") if TELLING.search(line))
-    return list(dict.fromkeys(line[:LONGEST_LINE] for line in lines))[:MOST_LINES]
-
-
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """The value as JSON can hold it."""
     if isinstance(value, (list, tuple)):
-        return [plain(x) for x in value]
-    return value if isinstance(value, PLAIN) else str(value)
+        return [_plain(entry) for entry in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)

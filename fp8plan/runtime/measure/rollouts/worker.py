@@ -24,7 +24,7 @@ class MeasuredWorker:
     """Mixed into vLLM's worker (worker_extension_cls)."""
 
     def fp8plan_memory_facts(self) -> dict[str, int | None]:
-        """The exact bytes behind vLLM's log lines; None where this worker does not know, as on a CPU."""
+        """The exact bytes behind vLLM's log lines; None for those that this worker lacks, as on a CPU."""
         snapshot, runner = getattr(self, "init_snapshot", None), getattr(self, "model_runner", None)
         facts = {
             "total_bytes": getattr(snapshot, "total_memory", None),
@@ -43,27 +43,27 @@ class MeasuredWorker:
         return engine_parts(getattr(self, "model_runner", None))
 
     def fp8plan_spread_routers(self) -> int:
-        """Make the routers' scores differ, as a trained model's do. Return how many routers there are."""
+        """Make the routers' scores differ, as a trained model's do. Return the number of routers."""
         return spread_routers(self.model_runner.get_model().named_parameters())  # type: ignore[attr-defined]
 
     def fp8plan_kernels_begin(self, steps: int, requests: int = 0, tokens: int = 0) -> None:
-        """Record the kernels of so many steps, as soon as they come: decode steps of exactly so many requests, or
-        steps that fill at least so many tokens of prompts."""
+        """Record the kernels of the next `steps` steps that decode exactly `requests` requests, or fill at least
+        `tokens` tokens of prompts."""
         wanted = fills(tokens) if tokens else decodes(requests)
         self._fp8plan_kernels = StepKernels(self.model_runner, wanted, steps)  # type: ignore[attr-defined]
 
     def fp8plan_kernels_end(self) -> Recorded:
-        """A recorded step, a mean."""
+        """The mean of the recorded steps."""
         return self._fp8plan_kernels.end()
 
 
 def decodes(requests: int) -> Callable[[Sequence[int]], bool]:
-    """Tell whether each of exactly so many requests gets one token."""
+    """Tell whether each of exactly `requests` requests gets one token."""
     return lambda tokens: len(tokens) == requests == sum(tokens)
 
 
 def fills(prompt_tokens: int) -> Callable[[Sequence[int]], bool]:
-    """Tell whether at least so many tokens of prompts are filled and nothing else."""
+    """Tell whether a step fills at least `prompt_tokens` tokens of prompts and does nothing else."""
     return lambda tokens: min(tokens, default=0) > 1 and sum(tokens) >= prompt_tokens
 
 
@@ -71,9 +71,9 @@ class Recorded(NamedTuple):
     """A mean of recorded steps.
 
     kernels: (name, launches, microseconds), the longest first
-    tokens:  of all requests
-    span_us: microseconds of the GPU from the first kernel's begin to the last one's end, over the steps. More than the
-             kernels have: it waited for its host; less: they ran beside each other
+    tokens:  tokens of all requests
+    span_us: microseconds from the first kernel's begin to the last one's end, by step. A sum of kernels below it: the
+             GPU waited for its host; above it: kernels ran in parallel
     """
 
     kernels: list[tuple[str, float, float]]
@@ -84,8 +84,8 @@ class Recorded(NamedTuple):
 class StepKernels:
     """The kernels of `steps` steps in a row, by torch's profiler. Wraps the model runner's execute_model.
 
-    wanted: the tokens of each request in a step -> whether it is one of them
-    tokens: of all requests in the recorded steps
+    wanted: tokens of each request in a step -> whether to record it
+    tokens: tokens of all requests in the recorded steps
     """
 
     def __init__(self, runner: Any, wanted: Callable[[Sequence[int]], bool], steps: int) -> None:
@@ -119,28 +119,27 @@ class StepKernels:
         if self.running:
             self._at_rest(self.profile.stop)
         self.runner.execute_model = self.execute
-        steps, found = self.steps - self.left, defaultdict(list)
+        steps, durations = self.steps - self.left, defaultdict(list)
         if not steps:
             return Recorded([], 0.0, 0.0)
-        begun, ended = [], []
+        times = []
         results: Any = self.profile.profiler
         for event in results.kineto_results.events():
             if event.device_type().name == "CUDA" and not event.name().startswith(ANNOTATIONS):
-                found[event.name()[:LONGEST_NAME]].append(event.duration_ns() / 1e3)
-                begun.append(event.start_ns())
-                ended.append(event.start_ns() + event.duration_ns())
-        rows = [(name, round(len(x) / steps, 2), round(sum(x) / steps, 2)) for name, x in found.items()]
-        span = (max(ended, default=0) - min(begun, default=0)) / 1e3
+                durations[event.name()[:LONGEST_NAME]].append(event.duration_ns() / 1e3)
+                times += [event.start_ns(), event.start_ns() + event.duration_ns()]
+        rows = [(name, round(len(us) / steps, 2), round(sum(us) / steps, 2)) for name, us in durations.items()]
+        span = (max(times, default=0) - min(times, default=0)) / 1e3
         return Recorded(sorted(rows, key=lambda row: -row[2]), self.tokens / steps, round(span / steps, 2))
 
 
 def spread_routers(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
     """Give routers weights of standard deviation 1 / sqrt(hidden), norms the weight 1, and all biases 0.
 
-    vLLM's dummy weights are within 0.001 of zero, a norm's too. Scores of a router are then closer to each other than
-    BF16 tells apart, or less than a learned bias, and every token goes to the same experts. The biases of linears, the
-    same for all tokens, are as large as the embeddings, and after some layers they decide the routing. Changed in
-    place: captured CUDA graphs go on to use them. Without routers nothing is changed. Return the number of routers.
+    vLLM's dummy weights are within 0.001 of zero. A router's scores then differ by less than BF16 resolves or than a
+    learned bias, and every token goes to the same experts. The biases of linears are as large as the embeddings, and
+    decide the routing after some layers. Weights are changed in place, as captured CUDA graphs use them. Without
+    routers nothing is changed. Return the number of routers.
     """
     import torch
 
