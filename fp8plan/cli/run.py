@@ -84,7 +84,7 @@ def validate_command(
 
     run = read_run(file, include_first)
     result = validate(run.records, strict, progress=progress("predicting"))
-    print_notes([*run.left_out, *result.warnings])
+    print_notes([*run.notes, *result.warnings])
     if as_json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:

@@ -13,7 +13,6 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from itertools import islice
@@ -22,6 +21,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, url2pathname
 
+from fp8plan.checks import nearest_hint
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs.fields import shown
 
@@ -211,8 +211,7 @@ def _download(name: str) -> Path:
     none.
     """
     names = {n.rpartition("/")[2].lower(): n for n in bundled_configs()} | {n.lower(): n for n in bundled_configs()}
-    near = list(dict.fromkeys(names[match] for match in get_close_matches(name.lower(), names, n=4, cutoff=0.5)))
-    hint = f"nearest bundled: {', '.join(near)}; " if near else ""
+    hint = nearest_hint(name.lower(), names, 4, 0.5, "nearest bundled")
     advice = f"{hint}all bundled: fp8plan models; otherwise give a folder with a config.json or a hub id (owner/name)"
     check_hub_id(name)
     if name.count("/") != 1:
