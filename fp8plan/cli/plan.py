@@ -136,8 +136,7 @@ def plan_command(
     engine_version: Annotated[str, option(ENGINE, "of vLLM")] = "0.26.0",
     strict: Annotated[bool, option(ENGINE, "only a profile of this very version", flag="--strict")] = False,
     precision: Annotated[
-        list[str] | None,
-        option(None, "bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", "all", metavar="NAME"),
+        list[str] | None, option(None, "bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", "all", metavar="NAME")
     ] = None,
     accept: Annotated[str, typer.Option(help="highest risk to choose: low, moderate, high")] = "moderate",
     kv_scales: Annotated[
@@ -156,8 +155,7 @@ def plan_command(
         float | None, option(TRAINER, "10^9 bytes/s at which new weights reach an engine GPU", "50")
     ] = None,
     as_json: Annotated[
-        str | None,
-        option(OUTPUT, "the plan, to a file or, alone, to stdout", flag="--json", metavar="[FILE.json]"),
+        str | None, option(OUTPUT, "the plan, to a file or, alone, to stdout", flag="--json", metavar="[FILE.json]")
     ] = None,
     emit: Annotated[
         list[str] | None,

@@ -201,8 +201,7 @@ def doctor_command(
         str | None, typer.Option(help="that was planned: bf16, fp8_block, fp8_kv or fp8_block+fp8_kv")
     ] = None,
     api_key: Annotated[
-        str | None,
-        option(None, "of the server", "VLLM_API_KEY or OPENAI_API_KEY of the environment", metavar="KEY"),
+        str | None, option(None, "of the server", "VLLM_API_KEY or OPENAI_API_KEY of the environment", metavar="KEY")
     ] = None,
     timeout: Annotated[float | None, option(None, "for all that a server is asked", "120", metavar="SECONDS")] = None,
     as_json: Annotated[bool, option(OUTPUT, flag="--json")] = False,

@@ -93,10 +93,7 @@ def _title(plan: Plan, several: bool) -> list[str]:
     upto = "" if work.get("prompt_lengths", {}).get("kind") == "fixed" else "up to "
     responses = f"{work['response_tokens']:,} response tokens: mean {work['mean_response_tokens']:,.0f}, {spread}"
     batch = f"{counted(work['prompts'], 'prompt')} x {counted(work['samples'], 'sample')}"
-    return [
-        f"{plan.model} on {where}",
-        f"{batch}; prompts of {upto}{work['max_prompt_tokens']:,} tokens; {responses}",
-    ]
+    return [f"{plan.model} on {where}", f"{batch}; prompts of {upto}{work['max_prompt_tokens']:,} tokens; {responses}"]
 
 
 def _replicas(choice: Choice) -> str:

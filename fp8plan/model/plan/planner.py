@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from inspect import signature
 from types import NoneType
 from typing import Any, ParamSpec
@@ -86,6 +87,8 @@ def predict(
     progress:       wraps the candidates while they are predicted, as tqdm does
     workers:        processes for the layouts of a large batch. They are forked: leave it at 1 beside threads
 
+    `plan` returns the Plan, `predict` a Prediction, which also has the rollouts behind it.
+
     Raises ConfigError for bad or contradictory input, CapacityError if no choice fits the GPU, ProfileError if there
     is no profile that may be used.
     """
@@ -147,10 +150,11 @@ def predict(
 def _without_rollouts(predict: Callable[P, Prediction]) -> Callable[P, Plan]:
     """`predict` with the same parameters and documentation, which returns the Plan alone."""
 
+    @wraps(predict, assigned=("__module__", "__doc__"))
     def plan(*args: P.args, **kwargs: P.kwargs) -> Plan:
         return predict(*args, **kwargs).plan
 
-    plan.__doc__, plan.__qualname__ = predict.__doc__, "plan"
+    plan.__qualname__ = "plan"
     plan.__signature__ = signature(predict).replace(return_annotation="Plan")  # type: ignore[attr-defined]
     return plan
 

@@ -164,9 +164,7 @@ class Validation:
 
 
 def validate(
-    records: Sequence[Record],
-    strict: bool = False,
-    progress: Callable[[Iterable[Record]], Iterable[Record]] = iter,
+    records: Sequence[Record], strict: bool = False, progress: Callable[[Iterable[Record]], Iterable[Record]] = iter
 ) -> Validation:
     """Predict every record and compare. Raises the errors of the parts, with the record's line."""
     warnings: dict[str, None] = {}
