@@ -38,6 +38,12 @@ app = typer.Typer(
 )
 
 WORKLOAD, ENGINE, TRAINER, OUTPUT = "Workload", "Engine (vLLM's names)", "RL step", "Output"
+STDOUT: Final = "-"
+READER_GONE: Final = 141  # exit code: 128 + SIGPIPE, as of any other program whose reader left
+# ASCII for the other characters that fp8plan writes, for a stream that cannot take them. A bar stays one character.
+PLAIN: Final = dict(zip("▁▂▃▄▅▆▇█×–—−µ", "._-=+*%#x---u", strict=True)) | {
+    "≤": "<=", "≥": ">=", "±": "+-", "…": "...", "→": "->",
+}  # fmt: skip
 
 
 class GroupedCommand(TyperCommand):
@@ -119,9 +125,6 @@ def show(report: RenderableType) -> None:
     if not console.is_terminal:  # a pipe or a file has no width: keep every row on one line
         console = Console(width=200)
     console.print(report)
-
-
-STDOUT: Final = "-"
 
 
 def check(outputs: Sequence[tuple[str, str]]) -> None:
@@ -237,13 +240,6 @@ def print_written(files: Iterable[str]) -> None:
     """Say on stderr which files were written."""
     for file in files:
         print(f"written: {file}", file=sys.stderr)
-
-
-READER_GONE: Final = 141  # exit code: 128 + SIGPIPE, as of any other program whose reader left
-# ASCII for the other characters that fp8plan writes, for a stream that cannot take them. A bar stays one character.
-PLAIN: Final = dict(zip("▁▂▃▄▅▆▇█×–—−µ", "._-=+*%#x---u", strict=True)) | {
-    "≤": "<=", "≥": ">=", "±": "+-", "…": "...", "→": "->",
-}  # fmt: skip
 
 
 def plain(error: UnicodeError) -> tuple[str, int]:

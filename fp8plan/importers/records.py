@@ -24,6 +24,9 @@ from fp8plan.model.precision import precision
 from fp8plan.schemas import REQUIRED, VERSIONS
 from fp8plan.version import __version__
 
+SOURCES: Final[dict[str, Source]] = {"verl": verl.SOURCE, "trl": trl.SOURCE, "skyrl": skyrl.SOURCE}
+NEAR: Final = 0.02  # relative gap between the mean of counted tokens and the trainer's that needs no note
+Progress = Callable[[int, int], object]  # called with the bytes that are read, and with all there are to read
 BATCH: Final = 1 << 20  # characters that the tokenizer is given at once: it needs 50 times as many bytes
 NO_TOOLS: Final = (
     "responses call tools, whose definitions are in every prompt and not in the log: prompts are counted without them; "
@@ -171,12 +174,6 @@ def _bare(value: Any) -> str:
     if isinstance(value, dict):
         return "".join(_bare(part) for key, part in value.items() if key not in ("role", "type"))
     return "".join(map(_bare, value)) if isinstance(value, list) else str(value)
-
-
-SOURCES: Final[dict[str, Source]] = {"verl": verl.SOURCE, "trl": trl.SOURCE, "skyrl": skyrl.SOURCE}
-NEAR: Final = 0.02  # how far the mean of counted tokens may be from the trainer's before it is said
-
-Progress = Callable[[int, int], object]  # called with the bytes that are read, and with all there are to read
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def page(prediction: Prediction, kv_scales: str = "unit") -> str:
     settings = "".join(_settings(plan, target, kv_scales) for target in TARGETS)
     step = f"<h2>RL step</h2>{_table(text.step, text.picked[0])}" if text.step else ""
     body = (
-        f"{paragraphs(text.title[1:])}{paragraphs(prediction.warnings, 'dim')}"
+        f"{paragraphs(text.title[1:])}{paragraphs(plan.warnings, 'dim')}"
         f"<h2>Speed</h2>{_table(text.speed, text.picked[0])}{paragraphs([text.speed_legend], 'dim')}{step}"
         f"<h2>Mismatch</h2>{_table(text.mismatch, text.picked[1])}{paragraphs([MISMATCH_LEGEND], 'dim')}"
         f"{paragraphs(text.absent)}<h2>Why {escape(plan.select().precision)}</h2><ul>{reasons}</ul>"

@@ -43,6 +43,13 @@ LINEARS = {"Qwen/Qwen3-14B": ("qkv_proj", "gate_up_proj", "down_proj"), "meta-ll
 ATTENTION = ("Qwen/Qwen3-14B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.2-1B")
 UNEQUAL = "lognormal"
 MOE = ("Qwen/Qwen3-235B-A22B",)
+STEPS = "engine steps"
+POWER_ROWS, COURSE_ROWS = "power.jsonl", "clock_course.jsonl"  # of kernels that ran for seconds, which are no timings
+# sd of one cell between cards of one GPU model, which no calibration of one card can improve on. From Qwen3-8B with 8
+# requests on four H200s (validation/anchor.jsonl and first_look of the H200's profile).
+BETWEEN_CARDS = 0.017
+# sd of a rare part's coefficient between models, assumed: each was measured in one model.
+BETWEEN_MODELS = 0.1
 
 
 def is_held_out(rows: pd.DataFrame) -> Array:
@@ -67,15 +74,6 @@ def _shapes() -> dict[tuple[str, ...], list[tuple[int, ...]]]:
             (e.num_experts, e.experts_per_token, shape.hidden_size, e.intermediate_size) for shape, e in experts
         ],
     }
-
-
-STEPS = "engine steps"
-POWER_ROWS, COURSE_ROWS = "power.jsonl", "clock_course.jsonl"  # of kernels that ran for seconds, which are no timings
-# sd of one cell between cards of one GPU model, which no calibration of one card can improve on. From Qwen3-8B with 8
-# requests on four H200s (validation/anchor.jsonl and first_look of the H200's profile).
-BETWEEN_CARDS = 0.017
-# sd of a rare part's coefficient between models, assumed: each was measured in one model.
-BETWEEN_MODELS = 0.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,11 @@ from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import why_not_shardable
 from fp8plan.model.workload import Batch
 
+Progress = Callable[[Iterable[Any]], Iterable[Any]]
+
+# Responses, over all candidates, from which on processes of their own pay off: half a second of work.
+WORTH_PROCESSES = 40_000
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -165,12 +170,6 @@ def _idle(limits: EngineLimits, requests: int) -> str | None:
         f"{replicas} replicas for {requests} requests leave {replicas - requests} without any; allowed: at most "
         f"{requests} replicas (data_parallel_size; of --gpus what tensor parallelism leaves)"
     )
-
-
-Progress = Callable[[Iterable[Any]], Iterable[Any]]
-
-# Responses, over all candidates, from which on processes of their own pay off: half a second of work.
-WORTH_PROCESSES = 40_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from fp8plan.model.shards import left_in_bf16
 
 NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
 SLOWER = 0.01  # losses from which on they are
+STEP_SHARES = (0.5, 0.8)  # of a rollout in an RL step
 
 COMPONENTS = {
     "attention": "attention over the KV cache",
@@ -142,9 +143,6 @@ def seconds(value: float | None) -> str:
     """A number of seconds with at least three digits, such as 1,234 or 98.7 or 0.0123."""
     assert value is not None
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
-
-
-STEP_SHARES = (0.5, 0.8)  # of a rollout in an RL step
 
 
 def explain(

@@ -42,11 +42,6 @@ class Prediction:
     rollouts: tuple[Rollout | None, ...]
     pools: tuple[int | None, ...]  # KV blocks the scheduler can hand out
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """The warnings of the plan."""
-        return self.plan.warnings
-
 
 def predict(
     model: ModelShape | str,
@@ -149,13 +144,18 @@ def predict(
 
 def _without_rollouts(predict: Callable[P, Prediction]) -> Callable[P, Plan]:
     """`predict` with the same parameters and documentation, which returns the Plan alone."""
+    parameters = signature(predict)
 
     @wraps(predict, assigned=("__module__", "__doc__"))
     def plan(*args: P.args, **kwargs: P.kwargs) -> Plan:
+        try:
+            parameters.bind(*args, **kwargs)
+        except TypeError as error:  # else it would name `predict`
+            raise TypeError(f"plan() {error}") from None
         return predict(*args, **kwargs).plan
 
     plan.__qualname__ = "plan"
-    plan.__signature__ = signature(predict).replace(return_annotation="Plan")  # type: ignore[attr-defined]
+    plan.__signature__ = parameters.replace(return_annotation="Plan")  # type: ignore[attr-defined]
     return plan
 
 

@@ -4,8 +4,7 @@ It has three steps. Rounding: the relative RMS error of E4M3 blocks, computed by
 the sum of those errors as the variance of a token's log-ratio. Statistics: the importance weights of a log-ratio of
 that variance. Nothing here is fitted; fp8plan.model.risk.fit scales the propagation step to published observations.
 
-`setting_of` gives the properties of a model on which the mismatch depends, `unmeasured_parts` those without
-observations.
+`setting_of` gives the model's properties that matter, and `unmeasured_parts` those without observations.
 """
 
 from __future__ import annotations
@@ -40,6 +39,22 @@ ATTENTION_LOGIT_VARIANCE: Final = {True: 3.0, False: 12.0}
 # E[x^2] / E[|x|]^2 is 4.7; MoE runs have 5.7 to 14. Dense: from that ratio alone, 2.8 in a BF16 run with replayed
 # routes.
 TOKEN_SPREAD: Final = {False: 1.5, True: 2.25}
+
+LATENT: Final = "latent attention"
+ONE_SCALE: Final = "FP8 weights without blocks"
+STATE_SPACE: Final = "state-space layers"
+SMALL: Final = "models below 0.5B parameters"
+SMALLEST_FITTED: Final = 0.49e9  # parameters: Qwen2.5-0.5B
+
+# Extra standard deviation of log KL for mixers that no fitted observation has: a factor of two, assumed. State-space
+# layers have more: the two published runs with some (Nemotron 3, in the table but not fitted) are at ten times the
+# theory.
+UNMEASURED_SD: Final = log(2.0)
+STATE_SPACE_SD: Final = log(4.0)
+
+# The same for small models. Three were measured (profiles/.../probe, benchmarks/learning/h200 and
+# benchmarks/learning/cpu/smollm2_probe.json). Their mean log errors have an RMS of 1.8, of which the fit knows 0.5.
+SMALL_SD: Final = log(5.5)
 
 
 def round_e4m3(values: ArrayLike) -> FloatArray:
@@ -213,23 +228,6 @@ def normal_cdf(x: FloatArray) -> FloatArray:
     powers = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
     upper = np.exp(-(x**2) / 2) / sqrt(2 * np.pi) * powers
     return np.where(x > 0, 1 - upper, upper)
-
-
-LATENT: Final = "latent attention"
-ONE_SCALE: Final = "FP8 weights without blocks"
-STATE_SPACE: Final = "state-space layers"
-SMALL: Final = "models below 0.5B parameters"
-SMALLEST_FITTED: Final = 0.49e9  # parameters: Qwen2.5-0.5B
-
-# Extra standard deviation of log KL for mixers that no fitted observation has: a factor of two, assumed. State-space
-# layers have more: the two published runs with some (Nemotron 3, in the table but not fitted) are at ten times the
-# theory.
-UNMEASURED_SD: Final = log(2.0)
-STATE_SPACE_SD: Final = log(4.0)
-
-# The same for small models. Three were measured (profiles/.../probe, benchmarks/learning/h200 and
-# benchmarks/learning/cpu/smollm2_probe.json). Their mean log errors have an RMS of 1.8, of which the fit knows 0.5.
-SMALL_SD: Final = log(5.5)
 
 
 def setting_of(shape: ModelShape, precision: Precision, e8m0: bool = True, tensor_parallel_size: int = 1) -> Setting:
