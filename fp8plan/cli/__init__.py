@@ -50,8 +50,8 @@ def _typed(error: Any, words: list[str]) -> str:
     return f" (given: {values[-1]!r})" if values else ""
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(shown: bool) -> None:
+    if shown:
         from fp8plan.version import __version__
 
         print(f"fp8plan {__version__}")

@@ -219,10 +219,10 @@ def _speed_bars(steps: Steps) -> FloatArray:
 
 def _state(steps: Steps) -> list[RenderableType]:
     """The decision and the alarms of the last step, and the last verdict of the guard, which needs a rollout."""
-    said = steps.said[-1]
-    rows = [("decision", f"{said.decision or 'none'}: {said.reason or ''}".rstrip(": "), "")]
+    last = steps.said[-1]
+    rows = [("decision", f"{last.decision or 'none'}: {last.reason or ''}".rstrip(": "), "")]
     rows += [("causes", sentence(steps.attribution), "")] if steps.attribution else []
-    rows += [("alarm", f"{x}: {runs.meaning(x)}".rstrip(": "), WORST) for x in said.alarms]
+    rows += [("alarm", f"{x}: {runs.meaning(x)}".rstrip(": "), WORST) for x in last.alarms]
     guards = (x.guard for x in reversed(steps.said) if x.guard)
     guard = next((x for x in guards if x.verdict or x.off), None)
     if guard and (verdict := guard.verdict):
@@ -233,8 +233,8 @@ def _state(steps: Steps) -> list[RenderableType]:
         rows += [("  cause", cause.sentence or "", BAD) for cause in verdict.causes or () if not fine]
     if guard and guard.off:
         rows.append(("guard", f"off: {guard.off}", BAD))
-    if said.guard and said.guard.state and (said.guard.state.rung or "none") != "none":
-        rows.append(("guard", f"stepped down: {said.guard.state.rung}", BAD))
+    if last.guard and last.guard.state and (last.guard.state.rung or "none") != "none":
+        rows.append(("guard", f"stepped down: {last.guard.state.rung}", BAD))
     return [Paragraph(f"{label:<{INDENT}}{text}", indent=INDENT, style=style) for label, text, style in rows]
 
 

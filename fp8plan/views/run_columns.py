@@ -92,15 +92,15 @@ def last_events(steps: Steps, count: int) -> list[Event]:
 
 
 def _events_of(steps: Steps, index: int) -> list[Event]:
-    said, step, notable = steps.said[index], steps.numbers[index], list[Event]()
-    if said.decision not in QUIET:
-        notable.append(Event(step, "decision", str(said.decision), said.reason or ""))
-    if said.alarms:
+    record, step, notable = steps.said[index], steps.numbers[index], list[Event]()
+    if record.decision not in QUIET:
+        notable.append(Event(step, "decision", str(record.decision), record.reason or ""))
+    if record.alarms:
         before = steps.said[index - 1].alarms if index else ()
-        if begun := [x for x in said.alarms if x not in before]:
+        if begun := [x for x in record.alarms if x not in before]:
             why = "; ".join(filter(None, map(meaning, begun)))
             notable.append(Event(step, "alarm", ", ".join(begun), why))
-    verdict = said.guard.verdict if said.guard else None
+    verdict = record.guard.verdict if record.guard else None
     if verdict and (verdict.action or "none") != "none":
         notable.append(Event(step, "guard", str(verdict.action), verdict.reason or ""))
     return notable
