@@ -9,6 +9,7 @@ import argparse
 import re
 import sys
 from contextlib import redirect_stdout
+from inspect import unwrap
 from io import StringIO
 from pathlib import Path
 
@@ -75,13 +76,12 @@ def help_text(command: str) -> str:
 
 
 def public_names() -> str:
-    """A directive of mkdocstrings for each public name, at the place where it is defined. Aliases come once."""
-    found = {name: getattr(fp8plan, name) for name in fp8plan.__all__}
-    homes = {f"{thing.__module__}.{thing.__qualname__}": None for thing in found.values()}
-    names = {home: home.rsplit(".", 1)[1] for home in homes}
+    """A directive of mkdocstrings for each public name, at the place where it, or the function it wraps, is defined."""
+    things = {name: unwrap(getattr(fp8plan, name)) for name in fp8plan.__all__}
+    names = {f"{thing.__module__}.{thing.__qualname__}": name for name, thing in things.items()}
     return "\n\n".join(
         f"::: {home}\n    options:\n      heading: fp8plan.{names[home]}\n      toc_label: {names[home]}"
-        for home in sorted(homes, key=lambda home: names[home].lower())
+        for home in sorted(names, key=lambda home: names[home].lower())
     )
 
 

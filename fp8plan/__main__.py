@@ -1,4 +1,4 @@
-"""`python -m fp8plan`, where the command is not on PATH."""
+"""`python -m fp8plan`, for when the command is not on PATH."""
 
 from fp8plan.cli import main
 

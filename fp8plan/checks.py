@@ -1,4 +1,4 @@
-"""Checks of arguments: each returns the value, or raises a ConfigError with what was given and what is allowed."""
+"""Checks of arguments. A ConfigError has the value that was given, and the allowed ones."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Range = tuple[Callable[[float], bool], str]  # True for an allowed number, and t
 
 
 def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
-    """Return `value` as an int, or raise a ConfigError if it is not a whole number of at least `least`. numpy's
-    integers are allowed; booleans, floats and text are not.
+    """`value` as an int. Raises ConfigError unless it is a whole number of at least `least`. numpy's integers are
+    allowed; booleans, floats and text are not.
 
-    otherwise: what else is allowed, to end the error with
+    otherwise: the end of the error, which names another allowed value
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -30,9 +30,7 @@ def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
 
 
 def is_number(value: Any, finite: bool = True, nan: bool = False) -> bool:
-    """True if `value` is a number, numpy's included. Infinity counts only if `finite` is false, NaN only if `nan` is
-    true, text never.
-    """
+    """True if `value` is a number, numpy's included, and no text. finite: not infinite; nan: NaN counts too"""
     try:
         number = None if isinstance(value, (bool, str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -55,16 +53,16 @@ def in_range(owner: object, ranges: Mapping[str, Range], where: str = "") -> Non
 
 
 def instance(name: str, value: Any, kind: type[Any], example: str) -> None:
-    """Raise ConfigError if `value` is not a `kind`. example: what to type instead"""
+    """Raise ConfigError if `value` is not a `kind`. example: a value of this kind, as one types it"""
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise ConfigError(f"{name} is {value!r}; allowed: {article} {kind.__name__}, such as {example}")
 
 
 def refuse_names(where: str, names: Iterable[str], allowed: Collection[str], beside: Collection[str] = ()) -> None:
-    """Raise ConfigError for names that are not allowed, each with the nearest that is.
+    """Raise ConfigError for names that are not allowed, each with the nearest allowed one.
 
-    where:  what has no such names, for the error
+    where:  the subject of the error
     beside: names of another place, which may have been meant
     """
     unknown = [name for name in map(str, names) if name not in allowed]
@@ -76,6 +74,22 @@ def refuse_names(where: str, names: Iterable[str], allowed: Collection[str], bes
 
 
 def with_nearest(names: Iterable[str], known: Collection[str]) -> list[str]:
-    """Names that are not known, each with the nearest that is, where there is one."""
-    nearest = ((name, get_close_matches(name, known, 1)) for name in names)
-    return [name + (f" (did you mean {near[0]}?)" if near else "") for name, near in nearest]
+    """Unknown names, each with the nearest known one, if there is any."""
+    near = ((name, nearest(name, known)) for name in names)
+    return [name + (f" (did you mean {other}?)" if other else "") for name, other in near]
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that is spelt most like `name`, if any is near."""
+    return next(iter(get_close_matches(name, list(known), 1, cutoff)), None)
+
+
+def nearest_hint(
+    name: str, known: Mapping[str, Any], most: int = 1, cutoff: float = 0.6, label: str = "nearest"
+) -> str:
+    """The start of an advice, such as "nearest: h100_sxm, h200_sxm; "; "" if no spelling is near.
+
+    known: spelling -> name
+    """
+    near = dict.fromkeys(known[match] for match in get_close_matches(name, known, most, cutoff))
+    return f"{label}: {', '.join(map(str, near))}; " if near else ""

@@ -1,8 +1,8 @@
-"""Errors of fp8plan. Every message says what was given, what is allowed and what to type.
+"""The errors of fp8plan. Every message has the value that was given, the allowed ones, and the words to type.
 
 Fp8PlanError                     catch this one
 ├── ConfigError (ValueError)     an argument, file or combination that cannot be used
-├── ProfileError (LookupError)   no calibrated number for what was asked
+├── ProfileError (LookupError)   a profile, or its number for a kernel, is missing
 ├── CapacityError (ValueError)   the model or a request does not fit the GPU
 └── SyncError (RuntimeError)     new weights did not arrive; says which weights serve now
     ├── NotServingError          the engine refuses to generate until a complete sync
@@ -27,7 +27,7 @@ class CapacityError(Fp8PlanError, ValueError):
 
 
 class SyncError(Fp8PlanError, RuntimeError):
-    """New weights did not arrive. The message says what happened and which weights serve now."""
+    """New weights did not arrive. The message names the cause, and the weights that serve now."""
 
 
 class NotServingError(SyncError):

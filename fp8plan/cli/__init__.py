@@ -27,31 +27,31 @@ def _run(words: list[str]) -> Any:
         code = app(words, prog_name="fp8plan", standalone_mode=False)
         sys.stdout.flush()  # a full disk shows here at the latest
     except Fp8PlanError as error:
-        return _told(str(error), BAD_INPUT)
+        return _failed(str(error), BAD_INPUT)
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "fp8plan"
-        told = f"{error.format_message().rstrip('.')}{_typed(error, words)}"
-        return _told(f"{told}; for what is allowed, type: {command} --help", BAD_INPUT)
+        problem = f"{error.format_message().rstrip('.')}{_typed(error, words)}"
+        return _failed(f"{problem}; for help, type: {command} --help", BAD_INPUT)
     except typer.Abort:
         code = INTERRUPTED
-    return _told("interrupted", code) if code == INTERRUPTED else code  # typer gives it for ctrl-c
+    return _failed("interrupted", code) if code == INTERRUPTED else code  # typer gives it for ctrl-c
 
 
-def _told(message: str, code: int) -> int:
+def _failed(message: str, code: int) -> int:
     print(f"fp8plan: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
 def _typed(error: Any, words: list[str]) -> str:
-    """The value that was typed for the option which an error of usage is about; typer does not always say it."""
+    """The typed value of the option in an error of usage, which typer does not always name."""
     names = getattr(getattr(error, "param", None), "opts", ())
     pairs = [(*word.partition("="), after) for word, after in pairwise([*words, ""])]
     values = [value if equals else after for name, equals, value, after in pairs if name in names]
     return f" (given: {values[-1]!r})" if values else ""
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(shown: bool) -> None:
+    if shown:
         from fp8plan.version import __version__
 
         print(f"fp8plan {__version__}")
@@ -64,4 +64,4 @@ def fp8plan_command(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version and exit")
     ] = False,
 ) -> None:
-    """Options of the program itself; `app` says what it is for."""
+    """Options of the program itself."""

@@ -1,8 +1,7 @@
-"""The program that the commands belong to, the groups of their help, and how they print.
+"""The program, the options and help of its commands, and their output.
 
-Output of a command's results: at most one to stdout, the others to files, all of them or none.
-
-stdout and stderr of the command line: they may be full, closed, a pipe whose reader left, or ASCII only.
+A command prints at most one result to stdout. Other results go to files, all of them or none. stdout and stderr may be
+full, closed, a pipe whose reader left, or ASCII only.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import io
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -26,7 +25,7 @@ from fp8plan.errors import ConfigError
 
 T = TypeVar("T")
 
-# typer's errors of usage. Which package they come from depends on its version: click, or a copy inside typer.
+# typer's errors of usage. They come from click, or in other versions from a copy inside typer.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 # Help is plain text: rich's boxes break long option names at 80 columns, and rich takes [aic] for markup.
@@ -39,6 +38,12 @@ app = typer.Typer(
 )
 
 WORKLOAD, ENGINE, TRAINER, OUTPUT = "Workload", "Engine (vLLM's names)", "RL step", "Output"
+STDOUT: Final = "-"
+READER_GONE: Final = 141  # exit code: 128 + SIGPIPE, as of any other program whose reader left
+# ASCII for the other characters that fp8plan writes, for a stream that cannot take them. A bar stays one character.
+PLAIN: Final = dict(zip("▁▂▃▄▅▆▇█×–—−µ", "._-=+*%#x---u", strict=True)) | {
+    "≤": "<=", "≥": ">=", "±": "+-", "…": "...", "→": "->",
+}  # fmt: skip
 
 
 class GroupedCommand(TyperCommand):
@@ -55,13 +60,32 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
-def given(**options: Any) -> dict[str, Any]:
+def option(
+    panel: str | None, text: str | None = None, default: str | None = None, flag: str = "", metavar: str | None = None
+) -> Any:
+    """An option of a command.
+
+    panel:   its group in the help
+    text:    its help
+    default: the words for its default in the help; None: the value itself
+    flag:    its name, if that is not its parameter's
+    """
+    names = (flag,) if flag else ()
+    return typer.Option(*names, help=text, show_default=default or True, metavar=metavar, rich_help_panel=panel)
+
+
+EXPERTS: Final = "expert parallelism: each GPU holds whole experts"  # help
+PREFIX_CACHING: Final = "--prefix-caching/--no-prefix-caching"
+
+
+def not_none(**options: Any) -> dict[str, Any]:
+    """The options that were set on the command line."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def print_notes(warnings: Iterable[str]) -> None:
-    for warning in warnings:
-        print(f"note: {warning}", file=sys.stderr)
+def print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def progress(what: str) -> Callable[[Iterable[T]], Iterable[T]]:
@@ -79,7 +103,7 @@ def progress(what: str) -> Callable[[Iterable[T]], Iterable[T]]:
 
 
 def byte_progress(what: str) -> Callable[[int, int], None]:
-    """A progress bar of bytes on a terminal, which is given those that are done and all of them."""
+    """A progress bar of bytes on a terminal. It is called with the bytes that are done, and with all of them."""
     bars: list[Any] = []
 
     def show_bytes(done: int, total: int) -> None:
@@ -103,24 +127,20 @@ def show(report: RenderableType) -> None:
     console.print(report)
 
 
-STDOUT: Final = "-"
+def check(outputs: Sequence[tuple[str, str]]) -> None:
+    """Raise ConfigError if the outputs, each (option, file or STDOUT), cannot all be written.
 
-
-def check(asked: Iterable[tuple[str, str]]) -> None:
-    """Raise ConfigError for outputs, (option, file or STDOUT) each, that cannot all be written.
-
-    Call it before the work, so that a slip costs no time; `write` may still fail, on a full disk.
+    Call it before the work, so that a slip costs no time. `write` may still fail, on a full disk.
     """
-    asked = list(asked)
-    printed = [option for option, file in asked if file == STDOUT]
+    printed = [name for name, file in outputs if file == STDOUT]
     if len(printed) > 1:
         raise ConfigError(
             f"{' and '.join(printed)} would both be printed; give all but one a file: --json FILE.json, "
             "--emit TARGET=FILE"
         )
-    if unnamed := [option for option, file in asked if not file]:
+    if unnamed := [name for name, file in outputs if not file]:
         raise ConfigError(f"{unnamed[0]} names no file; give one, or leave = out")
-    files = [Path(file) for _, file in asked if file != STDOUT]
+    files = [Path(file) for _, file in outputs if file != STDOUT]
     for real, times in Counter(os.path.realpath(file) for file in files).items():
         if times > 1:
             raise ConfigError(f"{real} is asked for {times} times; give each output a file of its own")
@@ -142,17 +162,16 @@ def _check_file(path: Path) -> None:
     except OSError as error:  # a name that is too long
         raise ConfigError(f"cannot write {path}: {error.strerror}; give a file that can be written") from None
     touched = [target] if os.path.exists(target) else []
-    if not _is_stream(target):
-        touched.append(target.parent)  # a draft is written there
+    touched += [] if _is_stream(target) else [target.parent]  # a draft is written there
     if denied := [place for place in touched if not os.access(place, os.W_OK)]:
         what = "permission denied" if denied[0] == target else f"permission denied in {denied[0]}"
         raise ConfigError(f"cannot write {path}: {what}; give a file that can be written")
 
 
 def write(writers: Mapping[str, Callable[[Path], None]]) -> None:
-    """Write each file by its writer, which is given a path. No file is there, or changed, until all are written.
+    """Write each file by its writer, which takes a path. No file appears or changes until all are written.
 
-    Raises ConfigError for a file that cannot be written, and what the writers raise.
+    Raises ConfigError for a file that cannot be written, and the errors of the writers.
     """
     targets = {name: _target(Path(name)) for name in writers}
     streams = [name for name, target in targets.items() if _is_stream(target)]
@@ -185,20 +204,20 @@ def _target(path: Path) -> Path:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return True for a pipe or a device, which is written to and not replaced."""
+    """True for a pipe or a device, which is written to and not replaced."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def _draft(target: Path, number: int) -> Path:
-    """Path of a draft beside the target, so that a rename is one step.
+    """The path of a draft beside the target, which one rename puts in place.
 
-    It keeps the suffix, which says what to write. The name is short however long the target's is.
+    It keeps the target's suffix, by which writers choose a format. The rest of the name is short.
     """
     return target.with_name(f".fp8plan.{os.getpid()}.{number}{target.suffix[:8]}")
 
 
 def read(file: str) -> str:
-    """The text of a file, or of stdin for "-". Raises ConfigError for what cannot be read."""
+    """The text of a file, or of stdin for "-". Raises ConfigError if it cannot be read."""
     if file == STDOUT and sys.stdin is None:
         raise ConfigError("cannot read -: stdin is closed; give a file that can be read")
     try:
@@ -209,7 +228,7 @@ def read(file: str) -> str:
 
 
 def text(content: str) -> Callable[[Path], None]:
-    """A writer of text, which ends with a line feed."""
+    """A writer of text that ends with a line feed."""
 
     def writer(path: Path) -> None:
         path.write_text(content.rstrip("\n") + "\n", encoding="utf-8")
@@ -223,35 +242,19 @@ def print_written(files: Iterable[str]) -> None:
         print(f"written: {file}", file=sys.stderr)
 
 
-READER_GONE: Final = 141  # exit code: 128 + SIGPIPE, as of any other program whose reader left
-# What fp8plan writes beyond ASCII, and what stands for it where that cannot be. A bar stays one character.
-PLAIN: Final = dict(zip("▁▂▃▄▅▆▇█", "._-=+*%#", strict=True)) | {
-    "≤": "<=",
-    "≥": ">=",
-    "±": "+-",
-    "…": "...",
-    "→": "->",
-    "×": "x",
-    "–": "-",
-    "—": "-",
-    "−": "-",
-    "µ": "u",
-}
-
-
 def plain(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs: PLAIN, and an escape for any other character, so that none is lost unseen."""
+    """An error handler of codecs: PLAIN, and an escape for any other character, so that none is lost."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    text = error.object[error.start : error.end]
-    return "".join(PLAIN.get(x) or x.encode("ascii", "backslashreplace").decode() for x in text), error.end
+    lost = error.object[error.start : error.end]
+    return "".join(PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode() for c in lost), error.end
 
 
 codecs.register_error("fp8plan.plain", plain)
 
 
 class Results(io.TextIOWrapper):
-    """stdout. A result that cannot be written is an error; a reader that left has what it wanted."""
+    """stdout. A result that cannot be written is an error, unless the reader left."""
 
     def write(self, text: str) -> int:
         try:
@@ -266,7 +269,7 @@ class Results(io.TextIOWrapper):
             raise self._lost(error) from None
 
     def _lost(self, error: OSError) -> BaseException:
-        """The exception to raise. What is left in the buffer goes nowhere, lest it fails once more at exit."""
+        """The exception to raise. The rest of the buffer is thrown away, or it would fail once more at exit."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
@@ -291,8 +294,7 @@ class Notes(io.TextIOWrapper):
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """sys.stdout as Results and sys.stderr as Notes, in the encoding they have. Streams that a program put in their
-    place stay."""
+    """sys.stdout as Results and sys.stderr as Notes, in their own encoding. A program's replacements of them stay."""
     before = sys.stdout, sys.stderr
     if before[0] is sys.__stdout__:
         sys.stdout = _stream(Results, sys.__stdout__)
@@ -307,12 +309,12 @@ def standard_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _stream(kind: type[io.TextIOWrapper], given: Any) -> io.TextIOWrapper:
-    if given is None:  # closed: to write there fails, and no file that is opened later gets its number
+def _stream(kind: type[io.TextIOWrapper], stream: Any) -> io.TextIOWrapper:
+    if stream is None:  # closed: writing to it fails, and no file that is opened later gets its number
         file, encoding = os.open(os.devnull, os.O_RDONLY), "utf-8"
     else:
-        given.flush()
-        file, encoding = given.fileno(), given.encoding
+        stream.flush()
+        file, encoding = stream.fileno(), stream.encoding
     raw: Any = io.FileIO(file, "wb", closefd=False)
     lines = kind is Notes or os.isatty(file)
     return kind(io.BufferedWriter(raw), encoding, "fp8plan.plain", line_buffering=lines)

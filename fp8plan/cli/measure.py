@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from fp8plan.cli.console import ENGINE, OUTPUT, GroupedCommand, app, print_notes, progress, show
+from fp8plan.cli.console import ENGINE, OUTPUT, GroupedCommand, app, option, print_notes, progress, show
 from fp8plan.errors import ConfigError
 
 
@@ -24,8 +24,7 @@ class Grid(StrEnum):
 def probe_command(
     model: Annotated[str, typer.Argument(help="hub id or folder of the BF16 checkpoint")],
     precision: Annotated[
-        list[str] | None,
-        typer.Option(help="bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", metavar="NAME", show_default="all"),
+        list[str] | None, option(None, "bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", "all", metavar="NAME")
     ] = None,
     gpu: Annotated[str, typer.Option(help="of this machine; auto asks the driver; cpu: slow, for a try")] = "auto",
     prompts: Annotated[
@@ -37,15 +36,13 @@ def probe_command(
     temperature: Annotated[float, typer.Option(help="of the run's rollouts")] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     kv_scales: Annotated[str, typer.Option(help="of FP8 KV: calibrated, or unit (1.0)")] = "calibrated",
-    gpu_memory_utilization: Annotated[float | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 1,
-    max_num_seqs: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    num_gpu_blocks: Annotated[int | None, typer.Option(help="impose the KV pool", rich_help_panel=ENGINE)] = None,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", rich_help_panel=ENGINE)] = False,
-    as_json: Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT)] = False,
-    observations: Annotated[
-        Path | None, typer.Option(help="append rows to this CSV of observations", rich_help_panel=OUTPUT)
-    ] = None,
+    gpu_memory_utilization: Annotated[float | None, option(ENGINE)] = None,
+    tensor_parallel_size: Annotated[int, option(ENGINE)] = 1,
+    max_num_seqs: Annotated[int | None, option(ENGINE)] = None,
+    num_gpu_blocks: Annotated[int | None, option(ENGINE, "impose the KV pool")] = None,
+    enforce_eager: Annotated[bool, option(ENGINE, flag="--enforce-eager")] = False,
+    as_json: Annotated[bool, option(OUTPUT, flag="--json")] = False,
+    observations: Annotated[Path | None, option(OUTPUT, "append rows to this CSV of observations")] = None,
 ) -> None:
     """Measure the mismatch of each precision.
 
@@ -60,8 +57,8 @@ def probe_command(
     from fp8plan.runtime.probe.sampling import SampleSettings, read_prompts
     from fp8plan.views.findings import probe_report
 
-    # vLLM writes its log to stdout unless told otherwise, and reads this when it is imported. What it writes while an
-    # engine runs is held back; errors at the end of the process are not.
+    # vLLM logs to stdout by default, and reads this variable on import. Its log is held back while an engine runs, but
+    # errors at the end of the process are not.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     card = find_gpu(gpu)
     settings = SampleSettings(max_tokens, samples, temperature, seed, cast("Any", kv_scales))  # checked there
@@ -74,11 +71,11 @@ def probe_command(
         max_num_seqs=max_num_seqs,
         num_gpu_blocks=num_gpu_blocks,
     )
-    if observations is not None:  # what cannot be written must not be found out after the measurement
+    if observations is not None:  # a file that cannot be written must show before the measurement
         ModelShape.from_hf(model)
         append_observations(observations, [])
     try:
-        found = probe(
+        measured = probe(
             model,
             precision,
             None if prompts is None else read_prompts(prompts),
@@ -89,15 +86,15 @@ def probe_command(
             progress=lambda text: print(text, file=sys.stderr),
         )
     except KeyboardInterrupt as end:
-        print_notes(getattr(end, "__notes__", []))  # where the log of an engine that did not start is
+        print_notes(getattr(end, "__notes__", []))  # the place of the log of an engine that did not start
         raise
     if observations is not None:
-        append_observations(observations, rows_of(found))
+        append_observations(observations, rows_of(measured))
     if as_json:
-        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+        print(json.dumps(measured.to_dict(), indent=2, allow_nan=False))
     else:
-        show(probe_report(found))
-    if all(one.error for one in found.precisions.values()):
+        show(probe_report(measured))
+    if all(probed.error for probed in measured.precisions.values()):
         raise typer.Exit(1)
 
 
@@ -108,7 +105,7 @@ def calibrate_command(
         Path | None, typer.Option(help="folder of measurements and profile.json; default: where plans look for it")
     ] = None,
     grid: Annotated[Grid, typer.Option(help="quick: about 15 minutes; full: about forty")] = Grid.quick,
-    fit_only: Annotated[bool, typer.Option("--fit-only", help="fit what is measured already")] = False,
+    fit_only: Annotated[bool, typer.Option("--fit-only", help="fit the measurements that are there")] = False,
 ) -> None:
     """Measure this GPU, and fit its profile.
 
@@ -132,9 +129,9 @@ def calibrate_command(
         folder = output or profile_path(own_profiles_path(), card.name, version).parent
         measure(folder, card, grid.value)
     print(f"fitting what {folder} holds, about a minute", file=sys.stderr)
-    found = calibrate(folder, card, version)
-    (folder / "profile.json").write_text(found.profile.to_json(), encoding="utf-8")
-    show(calibration_report(found))
+    calibration = calibrate(folder, card, version)
+    (folder / "profile.json").write_text(calibration.profile.to_json(), encoding="utf-8")
+    show(calibration_report(calibration))
     print(f"written: {folder / 'profile.json'}", file=sys.stderr)
 
 
@@ -162,18 +159,13 @@ def profiles_command(context: typer.Context, as_json: Annotated[bool, typer.Opti
 @profiles_app.command("import-aic")
 def import_aic_command(
     gpu: Annotated[
-        list[str] | None,
-        typer.Option(help="h100, b200, ...; repeat", metavar="NAME", show_default="all that the tables have"),
+        list[str] | None, option(None, "h100, b200, ...; repeat", "all that the tables have", metavar="NAME")
     ] = None,
     rollouts: Annotated[
-        list[Path] | None, typer.Option(help="records of an H200, to test its import with; repeat", metavar="FILE")
+        list[Path] | None, option(None, "records of an H200, to test its import with; repeat", metavar="FILE")
     ] = None,
-    kernels: Annotated[
-        list[Path] | None, typer.Option(help="timings of kernels on an H200; repeat", metavar="FILE")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="folder of profiles", metavar="FOLDER", show_default="fp8plan's own")
-    ] = None,
+    kernels: Annotated[list[Path] | None, option(None, "timings of kernels on an H200; repeat", metavar="FILE")] = None,
+    output: Annotated[Path | None, option(None, "folder of profiles", "fp8plan's own", metavar="FOLDER")] = None,
 ) -> None:
     """Import profiles of GPUs that nobody measured here.
 

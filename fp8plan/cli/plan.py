@@ -1,7 +1,4 @@
-"""Before the run: plan, and the settings of a saved plan.
-
-The workload that the options of `fp8plan plan` ask for.
-"""
+"""Before the run: `fp8plan plan`, and `fp8plan emit` for the settings of a saved plan."""
 
 from __future__ import annotations
 
@@ -15,14 +12,17 @@ import typer
 from fp8plan.cli import console as outputs
 from fp8plan.cli.console import (
     ENGINE,
+    EXPERTS,
     OUTPUT,
+    PREFIX_CACHING,
     STDOUT,
     TRAINER,
     WORKLOAD,
     GroupedCommand,
     UsageError,
     app,
-    given,
+    not_none,
+    option,
     print_notes,
     progress,
     show,
@@ -37,9 +37,13 @@ if TYPE_CHECKING:
 PROMPTS: Final = 32
 SAMPLES: Final = 16
 RESPONSES: Final = "lognormal:mean=6000,sigma=0.9,max=20480"
+LENGTHS: Final = (
+    "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace"
+)
+VLLM_S: Final = "vLLM's for this GPU"  # a default
 
 
-def asked_for(
+def _workload(
     recorded: Path | None,
     prompts: int | None,
     samples: int | None,
@@ -47,7 +51,7 @@ def asked_for(
     response_lengths: str | None,
     seed: int | None,
 ) -> tuple[Workload, list[str]]:
-    """The workload of the options, each None where it was not given, and notes.
+    """The workload of the options, each None if it is not set, and notes.
 
     Raises ConfigError for a recorded rollout beside any other option, and as the workload's own readers do.
     """
@@ -55,15 +59,9 @@ def asked_for(
     from fp8plan.model.workload import Workload, parse_both_lengths
 
     if recorded is not None:
-        others = given(
-            prompts=prompts,
-            samples=samples,
-            prompt_lengths=prompt_lengths,
-            response_lengths=response_lengths,
-            seed=seed,
-        )
-        if others:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        others = {"prompts": prompts, "samples": samples, "prompt-lengths": prompt_lengths}
+        others |= {"response-lengths": response_lengths, "seed": seed}
+        if names := ", ".join(f"--{name}" for name in not_none(**others)):
             raise ConfigError(f"both --workload and {names} are given; --workload {recorded} says all of them")
         return recorded_workload(recorded)
     prompt_tokens, response_tokens, notes = parse_both_lengths(
@@ -73,14 +71,10 @@ def asked_for(
     return Workload(*counts, prompt_tokens, response_tokens, seed or 0), notes
 
 
-LENGTHS = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace"
-VLLM_S = "vLLM's for this GPU"  # a default
-
-
 class PlanCommand(GroupedCommand):
-    """A command whose `--json` may stand alone, and then prints: typer wants a value always, or never.
+    """A command whose `--json` may stand alone, and then prints. typer allows a value always, or never.
 
-    A word behind it is its file only if it ends in .json; else it may be the model.
+    The next word is its file only if it ends in .json; else it may be the model.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -106,118 +100,76 @@ def plan_command(
     ],
     workload: Annotated[
         Path | None,
-        typer.Option(
-            help="the last rollout in a file of rollout records (`import`, a Monitor's run file); goes alone",
+        option(
+            WORKLOAD,
+            "the last rollout in a file of rollout records (`import`, a Monitor's run file); goes alone",
             metavar="FILE.jsonl",
-            rich_help_panel=WORKLOAD,
         ),
     ] = None,
-    prompts: Annotated[int | None, typer.Option(show_default="32", rich_help_panel=WORKLOAD)] = None,
-    samples: Annotated[
-        int | None, typer.Option(help="responses per prompt", show_default="16", rich_help_panel=WORKLOAD)
-    ] = None,
+    prompts: Annotated[int | None, option(WORKLOAD, default="32")] = None,
+    samples: Annotated[int | None, option(WORKLOAD, "responses per prompt", "16")] = None,
     prompt_lengths: Annotated[
-        str | None,
-        typer.Option(
-            help=LENGTHS, show_default="those of the responses' trace, else fixed:1024", rich_help_panel=WORKLOAD
-        ),
+        str | None, option(WORKLOAD, LENGTHS, "those of the responses' trace, else fixed:1024")
     ] = None,
-    response_lengths: Annotated[
-        str | None, typer.Option(help="the same", show_default=RESPONSES, rich_help_panel=WORKLOAD)
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="of lengths that are drawn", show_default="0", rich_help_panel=WORKLOAD)
-    ] = None,
+    response_lengths: Annotated[str | None, option(WORKLOAD, "the same", RESPONSES)] = None,
+    seed: Annotated[int | None, option(WORKLOAD, "of lengths that are drawn", "0")] = None,
     gpus: Annotated[
-        int | None,
-        typer.Option(help="try every layout of so many GPUs: TP x DP, and with experts EP", rich_help_panel=ENGINE),
+        int | None, option(ENGINE, "try every layout of so many GPUs: TP x DP, and with experts EP")
     ] = None,
     gpus_per_node: Annotated[
-        int | None,
-        typer.Option(
-            help="that reach each other without the network",
-            show_default="8, or the NVLink domain",
-            rich_help_panel=ENGINE,
-        ),
+        int | None, option(ENGINE, "that reach each other without the network", "8, or the NVLink domain")
     ] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 1,
-    data_parallel_size: Annotated[int, typer.Option(help="replicas", rich_help_panel=ENGINE)] = 1,
-    expert_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--expert-parallel",
-            help="whole experts on each GPU of a replica, not slices of all",
-            rich_help_panel=ENGINE,
-        ),
-    ] = False,
-    gpu_memory_utilization: Annotated[float | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(show_default="the longest prompt + response", rich_help_panel=ENGINE)
-    ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
-    block_size: Annotated[int | None, typer.Option(show_default=VLLM_S, rich_help_panel=ENGINE)] = None,
-    num_gpu_blocks: Annotated[
-        int | None,
-        typer.Option(help="impose the KV pool", show_default="what the memory holds", rich_help_panel=ENGINE),
-    ] = None,
+    tensor_parallel_size: Annotated[int, option(ENGINE)] = 1,
+    data_parallel_size: Annotated[int, option(ENGINE, "replicas")] = 1,
+    expert_parallel: Annotated[bool, option(ENGINE, EXPERTS, flag="--expert-parallel")] = False,
+    gpu_memory_utilization: Annotated[float | None, option(ENGINE, default=VLLM_S)] = None,
+    max_model_len: Annotated[int | None, option(ENGINE, default="the longest prompt + response")] = None,
+    max_num_seqs: Annotated[int | None, option(ENGINE, default=VLLM_S)] = None,
+    max_num_batched_tokens: Annotated[int | None, option(ENGINE, default=VLLM_S)] = None,
+    block_size: Annotated[int | None, option(ENGINE, default=VLLM_S)] = None,
+    num_gpu_blocks: Annotated[int | None, option(ENGINE, "impose the KV pool", "what the memory holds")] = None,
     prefix_caching: Annotated[
-        bool | None,
-        typer.Option(
-            "--prefix-caching/--no-prefix-caching",
-            show_default="on, off for recurrent layers",
-            rich_help_panel=ENGINE,
-        ),
+        bool | None, option(ENGINE, default="on, off for recurrent layers", flag=PREFIX_CACHING)
     ] = None,
-    async_scheduling: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", rich_help_panel=ENGINE)] = False,
-    engine_version: Annotated[str, typer.Option(help="of vLLM", rich_help_panel=ENGINE)] = "0.26.0",
-    strict: Annotated[
-        bool, typer.Option("--strict", help="only a profile of this very version", rich_help_panel=ENGINE)
-    ] = False,
+    async_scheduling: Annotated[bool, option(ENGINE)] = True,
+    enforce_eager: Annotated[bool, option(ENGINE, flag="--enforce-eager")] = False,
+    engine_version: Annotated[str, option(ENGINE, "of vLLM")] = "0.26.0",
+    strict: Annotated[bool, option(ENGINE, "only a profile of this very version", flag="--strict")] = False,
     precision: Annotated[
-        list[str] | None,
-        typer.Option(help="bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", metavar="NAME", show_default="all"),
+        list[str] | None, option(None, "bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", "all", metavar="NAME")
     ] = None,
     accept: Annotated[str, typer.Option(help="highest risk to choose: low, moderate, high")] = "moderate",
     kv_scales: Annotated[
         str | None,
-        typer.Option(
-            help="of FP8 KV: calibrated after each weight sync, as fp8plan does, or unit: 1.0, as vLLM leaves them",
-            show_default="unit with --emit vllm, else calibrated",
+        option(
+            None,
+            "of FP8 KV: calibrated after each weight sync, as fp8plan does, or unit: 1.0, as vLLM leaves them",
+            "unit with --emit vllm, else calibrated",
         ),
     ] = None,
-    train_s: Annotated[float | None, typer.Option(help="training, seconds a step", rich_help_panel=TRAINER)] = None,
-    logprob_s: Annotated[float | None, typer.Option(help="log-probs, seconds a step", rich_help_panel=TRAINER)] = None,
-    train_tokens_per_s: Annotated[float | None, typer.Option(rich_help_panel=TRAINER)] = None,
-    logprob_tokens_per_s: Annotated[float | None, typer.Option(rich_help_panel=TRAINER)] = None,
+    train_s: Annotated[float | None, option(TRAINER, "training, seconds a step")] = None,
+    logprob_s: Annotated[float | None, option(TRAINER, "log-probs, seconds a step")] = None,
+    train_tokens_per_s: Annotated[float | None, option(TRAINER)] = None,
+    logprob_tokens_per_s: Annotated[float | None, option(TRAINER)] = None,
     sync_gb_per_s: Annotated[
-        float | None,
-        typer.Option(
-            help="10^9 bytes/s at which new weights reach an engine GPU", show_default="50", rich_help_panel=TRAINER
-        ),
+        float | None, option(TRAINER, "10^9 bytes/s at which new weights reach an engine GPU", "50")
     ] = None,
     as_json: Annotated[
-        str | None,
-        typer.Option(
-            "--json", metavar="[FILE.json]", help="the plan, to a file or, alone, to stdout", rich_help_panel=OUTPUT
-        ),
+        str | None, option(OUTPUT, "the plan, to a file or, alone, to stdout", flag="--json", metavar="[FILE.json]")
     ] = None,
     emit: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            OUTPUT,
+            "settings for vllm, verl or trl (Python; JSON in a FILE.json), to a file or stdout; repeat",
             metavar="TARGET[=FILE]",
-            help="settings for vllm, verl or trl (Python; JSON in a FILE.json), to a file or stdout; repeat",
-            rich_help_panel=OUTPUT,
         ),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="a picture: FILE.png or FILE.html", rich_help_panel=OUTPUT)
-    ] = None,
+    plot: Annotated[Path | None, option(OUTPUT, "a picture: FILE.png or FILE.html", metavar="FILE")] = None,
 ) -> None:
     """Predict every rollout precision, and choose one.
 
-    Files are written all or none. Stdout has what is asked for without a file, else the table; notes go to stderr.
+    Files are written all or none. An output without a file goes to stdout, else the table does. Notes go to stderr.
     """
     from dataclasses import replace
 
@@ -231,9 +183,9 @@ def plan_command(
     from fp8plan.model.shards import strictest
 
     card = find_gpu(gpu)
-    wanted = _emissions(emit or [])
-    asked = [("--json", as_json)] if as_json is not None else []
-    outputs.check([*asked, *((f"--emit {target}", file) for target, file in wanted), *_plot_file(plot)])
+    emissions = _emissions(emit or [])
+    in_json = [("--json", as_json)] if as_json is not None else []
+    outputs.check([*in_json, *((f"--emit {target}", file) for target, file in emissions), *_plot_file(plot)])
     if kv_scales not in (None, *KV_SCALES):
         raise ConfigError(f"--kv-scales is {kv_scales!r}; allowed: {', '.join(KV_SCALES)}")
     if accept not in LEVELS:
@@ -262,24 +214,24 @@ def plan_command(
         block_size=block_size,
         num_gpu_blocks=num_gpu_blocks,
     )
-    trainer = given(
+    trainer = not_none(
         train_s=train_s,
         logprob_s=logprob_s,
         train_tokens_per_s=train_tokens_per_s,
         logprob_tokens_per_s=logprob_tokens_per_s,
         sync_bandwidth=None if sync_gb_per_s is None else sync_gb_per_s * 1e9,
     )
-    at_one = kv_scales is None and any(target == "vllm" for target, _ in wanted)
+    at_one = kv_scales is None and any(target == "vllm" for target, _ in emissions)
     scales = kv_scales or ("unit" if at_one else "calibrated")
-    asked_workload, notes = asked_for(workload, prompts, samples, prompt_lengths, response_lengths, seed)
+    rollout, notes = _workload(workload, prompts, samples, prompt_lengths, response_lengths, seed)
     prediction = predict(
         shape,
         card,
-        asked_workload,
+        rollout,
         limits=limits,
         gpus=gpus,
         gpus_per_node=gpus_per_node,
-        target=strictest(target for target, _ in wanted),
+        target=strictest(target for target, _ in emissions),
         precisions=precision,
         trainer=StepTimes(**trainer) if trainer else None,
         budget=RiskBudget(accept=accept),
@@ -294,23 +246,23 @@ def plan_command(
     plan = replace(prediction.plan, warnings=(*prediction.plan.warnings, *notes))
     prediction = replace(prediction, plan=plan)
     plan_file = None if as_json in (None, STDOUT) else os.path.abspath(as_json)
-    made = {
+    texts = {
         file: plan.emit(target, kv_scales=scales, plan_file=plan_file, python=_as_python(file))
-        for target, file in wanted
+        for target, file in emissions
     }
     if as_json is not None:
-        made[as_json] = plan.to_json()
-    printed = made.pop(STDOUT, None)
-    writers = {file: outputs.text(content) for file, content in made.items()}
+        texts[as_json] = plan.to_json()
+    printed = texts.pop(STDOUT, None)
+    writers = {file: outputs.text(content) for file, content in texts.items()}
     if plot is not None:
         from fp8plan.views.plan_page import draw
 
         writers[str(plot)] = lambda path: draw(prediction, path, kv_scales or "unit")  # as `emit` does
     outputs.write(writers)
-    print_notes(plan.warnings)  # after all that may fail, so that an error stands alone
+    print_notes(plan.warnings)  # after every step that may fail, so that an error stands alone
     outputs.print_written(writers)
     if printed is not None:
-        _print_choice(plan)  # the table, which names it, gives way to the settings
+        _print_choice(plan)  # the table would name it
         print(printed)
     else:
         from fp8plan.views.report import plan_report
@@ -320,14 +272,13 @@ def plan_command(
 
 @app.command("emit")
 def emit_command(
-    plan: Annotated[str, typer.Argument(metavar="PLAN.json", help="what `plan --json` wrote; - reads stdin")],
+    plan: Annotated[str, typer.Argument(metavar="PLAN.json", help="the file of `plan --json`; - reads stdin")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="vllm, verl or trl")],
     choice: Annotated[
-        str | None, typer.Option(help="another precision of the plan, or its number", show_default="the chosen one")
+        str | None, option(None, "another precision of the plan, or its number", "the chosen one")
     ] = None,
     kv_scales: Annotated[
-        str,
-        typer.Option(help="for vllm, of FP8 KV: unit (1.0, as vLLM leaves them), or calibrated if you calibrate them"),
+        str, option(None, "for vllm, of FP8 KV: unit (1.0, as vLLM leaves them), or calibrated if you calibrate them")
     ] = "unit",
     output: Annotated[
         str,
@@ -353,10 +304,10 @@ def emit_command(
         raise ConfigError(f"--output {output} is the plan itself; give the settings a file of their own")
     is_number = choice is not None and choice.isdecimal() and len(choice) < 10  # int() refuses thousands of digits
     plan_file = None if plan == STDOUT else os.path.abspath(plan)
-    asked: int | str | None = int(choice or 0) if is_number else choice
-    settings = saved.emit(target, asked, kv_scales, plan_file, _as_python(output))
+    name: int | str | None = int(choice or 0) if is_number else choice
+    settings = saved.emit(target, name, kv_scales, plan_file, _as_python(output))
     if output == STDOUT:
-        _print_choice(saved, asked)
+        _print_choice(saved, name)
         print(settings)
     else:
         outputs.write({output: outputs.text(settings)})
@@ -364,13 +315,13 @@ def emit_command(
 
 
 def _as_python(file: str) -> bool:
-    """Tell whether settings for TRL go there as Python: to stdout, and to any file that is not JSON by its name."""
+    """True if settings for TRL go there as Python: to stdout, and to any file whose name does not end in .json."""
     return not file.endswith(".json")
 
 
-def _print_choice(plan: Plan, asked: int | str | None = None) -> None:
-    """Say on stderr what was chosen, and why; where another choice was asked for, say so first."""
-    notes, index = list(plan.reasons[:1]), plan.index(asked)
+def _print_choice(plan: Plan, name: int | str | None = None) -> None:
+    """Print the choice and its reason on stderr. If `name` is another choice, say so first."""
+    notes, index = list(plan.reasons[:1]), plan.index(name)
     if index != plan.chosen:
         other = plan.choices[index]
         where = f" on {other.data_parallel} x {other.replica_label}" if plan.several_layouts else ""
@@ -382,12 +333,10 @@ def _emissions(words: list[str]) -> list[tuple[str, str]]:
     """The target, and the file or STDOUT, of each `--emit TARGET[=FILE]`."""
     from fp8plan.model.shards import check_target
 
-    found = []
-    for word in words:
-        target, equals, file = word.partition("=")
+    parts = [word.partition("=") for word in words]
+    for target, *_ in parts:
         check_target(target)
-        found.append((target, file if equals else STDOUT))
-    return found
+    return [(target, file if equals else STDOUT) for target, equals, file in parts]
 
 
 def _plot_file(plot: Path | None) -> list[tuple[str, str]]:

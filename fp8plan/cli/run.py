@@ -1,9 +1,4 @@
-"""During the run and after it: monitor, report, validate.
-
-`fp8plan import`: a trainer's logged rollouts become rollout records.
-
-`fp8plan doctor`: what a server, or a run by its files, really runs.
-"""
+"""During the run and after it: monitor, report, validate, import and doctor."""
 
 from __future__ import annotations
 
@@ -20,11 +15,13 @@ from fp8plan.cli import console as outputs
 from fp8plan.cli.console import (
     ENGINE,
     OUTPUT,
+    PREFIX_CACHING,
     STDOUT,
     GroupedCommand,
     app,
     byte_progress,
-    given,
+    not_none,
+    option,
     print_notes,
     progress,
     show,
@@ -63,7 +60,7 @@ def report_command(
 ) -> None:
     """Write the page of a run.
 
-    It is what `monitor` shows, as interactive plots. A plan's page: plan --plot FILE.html.
+    It shows the same as `monitor`, as interactive plots. A plan's page: plan --plot FILE.html.
     """
     from fp8plan.views.run_page import write_report
 
@@ -87,7 +84,7 @@ def validate_command(
 
     run = read_run(file, include_first)
     result = validate(run.records, strict, progress=progress("predicting"))
-    print_notes([*run.left_out, *result.warnings])
+    print_notes([*run.notes, *result.warnings])
     if as_json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
@@ -115,36 +112,31 @@ def import_command(
     ] = None,
     tools: Annotated[
         Path | None,
-        typer.Option(
-            help="definitions of the run's tools, a JSON list; trl logs the prompts without them", metavar="FILE"
-        ),
+        option(None, "definitions of the run's tools, a JSON list; trl logs the prompts without them", metavar="FILE"),
     ] = None,
     log: Annotated[
         Path | None,
-        typer.Option(
-            help="the trainer's figures, for the seconds: a TensorBoard folder, trainer_state.json, JSON lines, or "
-            "verl's console output",
+        option(
+            None,
+            "the trainer's figures, for the seconds: a TensorBoard folder, trainer_state.json, JSON lines, or verl's "
+            "console output",
             metavar="LOG",
         ),
     ] = None,
     last: Annotated[int | None, typer.Option(min=1, help="only so many rollouts", show_default="all")] = None,
-    model: Annotated[str | None, typer.Option(help="hub id or folder with config.json", rich_help_panel=RUN)] = None,
-    gpu: Annotated[str | None, typer.Option(help="h200, h100, b200, ...", rich_help_panel=RUN)] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="bf16, fp8_block, fp8_kv or fp8_block+fp8_kv", rich_help_panel=RUN)
-    ] = None,
-    engine_version: Annotated[str | None, typer.Option(help="of vLLM", rich_help_panel=RUN)] = None,
-    tensor_parallel_size: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    data_parallel_size: Annotated[int | None, typer.Option(help="replicas", rich_help_panel=ENGINE)] = None,
-    expert_parallel: Annotated[bool, typer.Option("--expert-parallel", rich_help_panel=ENGINE)] = False,
-    gpu_memory_utilization: Annotated[float | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    max_model_len: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    prefix_caching: Annotated[
-        bool | None, typer.Option("--prefix-caching/--no-prefix-caching", rich_help_panel=ENGINE)
-    ] = None,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", rich_help_panel=ENGINE)] = False,
+    model: Annotated[str | None, option(RUN, "hub id or folder with config.json")] = None,
+    gpu: Annotated[str | None, option(RUN, "h200, h100, b200, ...")] = None,
+    precision: Annotated[str | None, option(RUN, "bf16, fp8_block, fp8_kv or fp8_block+fp8_kv")] = None,
+    engine_version: Annotated[str | None, option(RUN, "of vLLM")] = None,
+    tensor_parallel_size: Annotated[int | None, option(ENGINE)] = None,
+    data_parallel_size: Annotated[int | None, option(ENGINE, "replicas")] = None,
+    expert_parallel: Annotated[bool, option(ENGINE, flag="--expert-parallel")] = False,
+    gpu_memory_utilization: Annotated[float | None, option(ENGINE)] = None,
+    max_model_len: Annotated[int | None, option(ENGINE)] = None,
+    max_num_seqs: Annotated[int | None, option(ENGINE)] = None,
+    max_num_batched_tokens: Annotated[int | None, option(ENGINE)] = None,
+    prefix_caching: Annotated[bool | None, option(ENGINE, flag=PREFIX_CACHING)] = None,
+    enforce_eager: Annotated[bool, option(ENGINE, flag="--enforce-eager")] = False,
     output: Annotated[
         str,
         typer.Option(
@@ -160,7 +152,7 @@ def import_command(
     from fp8plan.importers.records import RolloutStream
 
     outputs.check([("the records", output)])
-    engine = given(
+    engine = not_none(
         model=model,
         gpu=gpu,
         precision=precision,
@@ -204,37 +196,30 @@ def doctor_command(
             "prefix cache holds"
         ),
     ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="that it runs on", show_default="what it tells, else the driver")
-    ] = None,
+    gpu: Annotated[str | None, option(None, "that it runs on", "what it tells, else the driver")] = None,
     precision: Annotated[
         str | None, typer.Option(help="that was planned: bf16, fp8_block, fp8_kv or fp8_block+fp8_kv")
     ] = None,
     api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY", help="of the server", show_default="VLLM_API_KEY or OPENAI_API_KEY of the environment"
-        ),
+        str | None, option(None, "of the server", "VLLM_API_KEY or OPENAI_API_KEY of the environment", metavar="KEY")
     ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="for all that a server is asked", show_default="120")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT)] = False,
+    timeout: Annotated[float | None, option(None, "for all that a server is asked", "120", metavar="SECONDS")] = None,
+    as_json: Annotated[bool, option(OUTPUT, flag="--json")] = False,
 ) -> None:
-    """Say what really runs, and what to type where it is wrong.
+    """Say what really runs, and what to type if it is wrong.
 
-    Exits with 1 if there is a fault, and with 2 for a server that cannot be looked at. In the engine's own process
+    Exits with 1 if there is a fault, and with 2 for a server that cannot be checked. In the engine's own process
     fp8plan.doctor(engine) sees more: weights, kernels, KV scales.
     """
     from fp8plan.runtime.doctor.doctor import doctor
 
-    for_a_server = given(prompts=prompts, api_key=api_key, timeout_s=timeout)
-    found = doctor(target, gpu=gpu, precision=precision, **for_a_server)
+    for_a_server = not_none(prompts=prompts, api_key=api_key, timeout_s=timeout)
+    diagnosis = doctor(target, gpu=gpu, precision=precision, **for_a_server)
     if as_json:
-        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+        print(json.dumps(diagnosis.to_dict(), indent=2, allow_nan=False))
     else:
         from fp8plan.views.findings import doctor_report
 
-        show(doctor_report(found))
-    if found.faults:
+        show(doctor_report(diagnosis))
+    if diagnosis.faults:
         raise typer.Exit(1)

@@ -18,7 +18,7 @@ from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Note
-from fp8plan.jsonl import TORN, left_out, lines
+from fp8plan.jsonl import TORN, lines, torn_note
 
 Figures = dict[int, dict[str, float]]  # step -> name -> value
 STEP = re.compile(r"\bstep:(\S+) - (.*)")
@@ -89,7 +89,7 @@ def _trainer_state(path: Path) -> Iterable[tuple[Any, dict[str, Any]]]:
 def _objects(path: Path, note: Note) -> Iterable[tuple[Any, Any]]:
     for number, row in lines(path, "log"):
         if row is TORN:
-            note(left_out(number, path))
+            note(torn_note(number, path))
         elif isinstance(row, dict):
             yield row.get("step", row.get("_step")), row.get("data", row)
 
@@ -105,7 +105,7 @@ def _console(path: Path, note: Note) -> Iterable[tuple[str, dict[str, str]]]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a figure as a number, with thousands separators or without; NaN for null, None for what is no number."""
+    """A figure as a number, with thousands separators or without; NaN for null, None if it is no number."""
     try:
         if value is None:
             return nan

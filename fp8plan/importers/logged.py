@@ -39,7 +39,7 @@ class Logged:
 
     step:   the training step
     path:   its file
-    before: the file of the step before, which it may only repeat: one that is trained on again; None: there is none
+    before: the file of the step before, of which it may be a repetition; None: there is none
     """
 
     step: int
@@ -70,14 +70,14 @@ class Source:
     """One trainer's log.
 
     name:     of the file of a rollout, with its step
-    folder:   they may be in this folder of the one that is given
-    switch:   what makes the trainer write them
-    requests: reads one file, request by request: it may be larger than the memory
+    folder:   the files may be in this subfolder
+    switch:   the trainer's setting that writes them
+    requests: reads one file, request by request, as it may be larger than the memory
     of_text:  requests are text, which needs a tokenizer
     special_tokens: the trainer's tokenizer adds its special tokens (BOS) to plain prompts
-    repeats:  tells whether a rollout is the one in the file before; None: it never is
+    repeats:  true if a rollout is the one in the file before; None: it never is
     seconds, mean_response: names of its figures: seconds of generation, mean tokens of a response; None: not logged
-    overwritten: a figure of the steps whose logged rollout is not the training's; None: there are none
+    overwritten: a figure of the steps whose logged rollout is an evaluation's; None: there are none
     """
 
     name: re.Pattern[str]
@@ -106,15 +106,12 @@ class Source:
 
 
 def name_of(prompt: bytes) -> bytes:
-    """Return a short name, the same for the same prompt: a large rollout's prompts need not stay in memory."""
+    """A short name of a prompt, so that a large rollout's prompts need not stay in memory."""
     return blake2b(prompt, digest_size=16).digest()
 
 
 def counted(step: int, requests: Iterable[Measured]) -> Counted:
-    """Sort requests by prompt, in order of first appearance.
-
-    A response has a token at least, its end: of an empty text one is counted.
-    """
+    """Sort requests by prompt, in order of first appearance. An empty text counts as one token, its end."""
     ids: dict[bytes, int] = {}
     rows = [(ids.setdefault(x.prompt, len(ids)), max(1, x.prompt_tokens), max(1, x.response_tokens)) for x in requests]
     rows.sort(key=lambda row: row[0])

@@ -1,9 +1,7 @@
 """Rollout records from a trainer's log: lengths from its dumps, seconds from its figures, the engine from its user.
 
-The tokens of logged text, counted by the run's own tokenizer.
-
-A count is near, not exact. Special tokens are not in plain text, and text that is tokenised anew need not fall into the
-tokens that were sampled. `records` compares the mean with what the trainer logged.
+The run's own tokenizer counts the tokens of logged text. A count is near, not exact: plain text has no special tokens,
+and tokenising it again may give other tokens than were sampled. A note compares the mean with the trainer's own figure.
 """
 
 from __future__ import annotations
@@ -26,6 +24,9 @@ from fp8plan.model.precision import precision
 from fp8plan.schemas import REQUIRED, VERSIONS
 from fp8plan.version import __version__
 
+SOURCES: Final[dict[str, Source]] = {"verl": verl.SOURCE, "trl": trl.SOURCE, "skyrl": skyrl.SOURCE}
+NEAR: Final = 0.02  # relative gap between the mean of counted tokens and the trainer's that needs no note
+Progress = Callable[[int, int], object]  # called with the bytes that are read, and with all there are to read
 BATCH: Final = 1 << 20  # characters that the tokenizer is given at once: it needs 50 times as many bytes
 NO_TOOLS: Final = (
     "responses call tools, whose definitions are in every prompt and not in the log: prompts are counted without them; "
@@ -51,9 +52,9 @@ def load_tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of the hub, the file system, or the tokenizer's own format
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"there is no tokenizer {name!r}: {told}; give the hub id or the folder of the run's model"
+            f"there is no tokenizer {name!r}: {problem}; give the hub id or the folder of the run's model"
         ) from None
 
 
@@ -108,7 +109,7 @@ class Counter:
         return self._tokens([self._rendered(_messages(prompt)) for prompt in prompts])
 
     def _turns(self, request: Request) -> list[str]:
-        """Return the texts that the model generated for one response, one for each of its turns."""
+        """The texts that the model generated for one response, one for each of its turns."""
         if isinstance(request.response, str):
             return [request.response]
         turns = [message for message in request.response if message.get("role") == "assistant"]
@@ -119,10 +120,10 @@ class Counter:
         return [self._turn(message) for message in turns]
 
     def _turn(self, message: dict[str, Any]) -> str:
-        """Return what the chat template writes for a message of the assistant, behind the prompt that asks for it.
+        """The chat template's text for a message of the assistant, behind the prompt that asks for it.
 
-        The message stands behind a short question, as templates leave the reasoning out of earlier turns. One that
-        leaves it out of the last turn, too, as DeepSeek-R1's does, writes less than the bare text, which then counts.
+        The message stands behind a short question, as templates drop the reasoning of earlier turns. DeepSeek-R1's
+        drops it from the last turn too; then the bare text is longer, and counts.
         """
         try:
             begun, whole = self._rendered(QUESTION), self._rendered([*QUESTION, message], False)
@@ -133,7 +134,7 @@ class Counter:
         return max(whole[shared:].rstrip(), _bare(message), key=len)
 
     def _rendered(self, messages: list[dict[str, Any]], prompt: bool = True) -> str:
-        """Return a conversation as its template writes it. prompt: a turn of the assistant follows"""
+        """A conversation as its template writes it. prompt: a turn of the assistant follows"""
         self.rendered = True
         try:
             text: str = self.tokenizer.apply_chat_template(
@@ -147,9 +148,9 @@ class Counter:
         return text
 
     def _tokens(self, texts: Sequence[Any], special_tokens: bool = False) -> list[int]:
-        return (
-            [len(ids) for ids in self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"]] if texts else []
-        )
+        if not texts:
+            return []
+        return [len(ids) for ids in self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"]]
 
 
 def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
@@ -169,16 +170,10 @@ def _messages(prompt: Text) -> list[dict[str, Any]]:
 
 
 def _bare(value: Any) -> str:
-    """Return the text of a message: its content, reasoning and calls of tools, without any markers."""
+    """The text of a message: its content, reasoning and calls of tools, without any markers."""
     if isinstance(value, dict):
-        return "".join(_bare(x) for key, x in value.items() if key not in ("role", "type"))
+        return "".join(_bare(part) for key, part in value.items() if key not in ("role", "type"))
     return "".join(map(_bare, value)) if isinstance(value, list) else str(value)
-
-
-SOURCES: Final[dict[str, Source]] = {"verl": verl.SOURCE, "trl": trl.SOURCE, "skyrl": skyrl.SOURCE}
-NEAR: Final = 0.02  # how far the mean of counted tokens may be from the trainer's before it is said
-
-Progress = Callable[[int, int], object]  # called with the bytes that are read, and with all there are to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,18 +198,18 @@ def import_rollouts(
     """Turn the rollouts that a trainer logged into rollout records.
 
     trainer:   verl, trl or skyrl
-    folder:    where it wrote them
+    folder:    the folder that it wrote them to
     tokenizer: hub id or folder of the run's tokenizer, for logs that hold text
     log:       the trainer's figures (see fp8plan.importers.figures), for the seconds
     last:      take only so many rollouts, the last ones; no other file is read
-    engine:    fields of a rollout record that say what ran: model, gpu, engine_version, precision, ...
+    engine:    fields of a rollout record on the engine: model, gpu, engine_version, precision, ...
     progress:  called as the files are read, with the bytes that are done and all of them
     tools:     JSON file with the definitions of the run's tools, for logs of conversations
 
-    A newest file without a whole request is left out, with a note: its writer was killed, or is at work. So is a last
-    line that breaks off.
+    A newest file without a whole request is left out, with a note, and so is a last line that breaks off: the writer
+    was killed, or is at work.
 
-    Raises ConfigError for what cannot be read, and for a log of text without a tokenizer.
+    Raises ConfigError for files that cannot be read, and for a log of text without a tokenizer.
     """
     stream = RolloutStream(trainer, folder, tokenizer, log, last, engine or {}, progress, tools)
     records = list(stream)
@@ -222,7 +217,7 @@ def import_rollouts(
 
 
 class RolloutStream:
-    """The records of `import_rollouts`, one at a time: all of a long run's may be more than the memory holds.
+    """The records of `import_rollouts`, one at a time, as those of a long run may not fit in memory.
 
     notes: remarks, complete after the last record
     """
@@ -241,7 +236,7 @@ class RolloutStream:
         if trainer not in SOURCES:
             raise ConfigError(f"unknown trainer {trainer!r}; allowed: {', '.join(SOURCES)}")
         self._trainer, self._source, self._log, self._progress = trainer, SOURCES[trainer], log, progress
-        said = _checked(engine)
+        facts = _checked(engine)
         if not Path(folder).is_dir():
             raise ConfigError(f"there is no folder {folder}; give the one that {trainer} wrote its rollouts to")
         self.notes = list[str]()
@@ -254,13 +249,13 @@ class RolloutStream:
         if self._source.of_text:
             if tokenizer is None:
                 for logged in self._chosen[:1]:
-                    self._begin(logged)  # a file that is none of the trainer's is said first
+                    self._begin(logged)  # first an error for a file of another kind
                 raise ConfigError(
                     "the log holds text, not tokens; give --tokenizer, the hub id or folder of the run's model"
                 )
             self._counter = Counter(load_tokenizer(tokenizer), self._source.special_tokens, self._tools, self._note)
         version = {"schema_version": VERSIONS["record"], "fp8plan_version": __version__}
-        self._facts = version | {"imported_from": f"{trainer} {folder}"} | said
+        self._facts = version | {"imported_from": f"{trainer} {folder}"} | facts
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         sizes = [logged.path.stat().st_size for logged in self._chosen]
@@ -286,21 +281,21 @@ class RolloutStream:
             self.notes.append(text)
 
     def _choose(self, every: Sequence[Logged], last: int | None) -> list[Logged]:
-        """Return the rollouts to read, all or the last ones; notes say which are left out."""
+        """The rollouts to read, all or the last ones; notes name the others."""
         figure = self._source.overwritten
         lost = {step for step, values in self._known.items() if figure in values}
-        kept = [x for x in every if x.step not in lost]
+        kept = [logged for logged in every if logged.step not in lost]
         if not kept:
             raise ConfigError("every logged rollout is an evaluation's; evaluate less often than every logging step")
-        if left := sorted({x.step for x in every} & lost):
-            self._note(f"left out, as an evaluation wrote over them: steps {', '.join(map(str, left))}")
+        if steps := ", ".join(map(str, sorted({logged.step for logged in every} & lost))):
+            self._note(f"left out, as an evaluation wrote over them: steps {steps}")
         try:
             self._begin(kept[-1])
         except ConfigError as error:
             if len(kept) == 1:
                 raise
             self._note(f"step {kept.pop().step}, the last one, is left out: {error}")
-        new = (x for x in reversed(kept) if not self._again(x))
+        new = (logged for logged in reversed(kept) if not self._again(logged))
         return list(islice(new, last))[::-1]
 
     def _begin(self, logged: Logged) -> None:
@@ -309,7 +304,7 @@ class RolloutStream:
             raise ConfigError(f"{logged.path} holds no whole response; delete it")
 
     def _again(self, logged: Logged) -> bool:
-        """Tell whether a rollout is the one before, which is trained on again. One that cannot be read is not."""
+        """True if a rollout repeats the one before, which is trained on again. An unreadable one does not."""
         if self._source.repeats is None or logged.before is None:
             return False
         try:
@@ -330,7 +325,7 @@ class RolloutStream:
         return rollout
 
     def _watched(self, requests: Iterator[Request], done: int, size: int, total: int) -> Iterator[Request]:
-        """The requests of a file of `size` bytes; their text says about how far it is read."""
+        """The requests of a file of `size` bytes. The length of their text is the progress."""
         read = 0
         for request in requests:
             yield request
@@ -348,7 +343,7 @@ class RolloutStream:
 
 
 def _checked(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's fields; a slip is found now and not when the records are used."""
+    """The engine's fields, checked before the records are made."""
     fields = dict(engine)
     if "gpu" in fields:
         fields["gpu"] = find_gpu(fields["gpu"]).name
@@ -365,9 +360,9 @@ def _seconds(known: Mapping[str, float], source: Source) -> dict[str, float]:
 
 
 class _Means:
-    """Mean lengths as they were counted, against the trainer's own figures.
+    """Counted mean lengths, compared with the trainer's own figures.
 
-    notes: on the rollout whose mean is farthest from it, if that is far
+    notes: on the rollout with the largest gap, if that is large
     """
 
     def __init__(self, known: Figures, source: Source) -> None:
@@ -387,7 +382,7 @@ class _Means:
 def _absent(
     missing: Sequence[str], trainer: str, source: Source, log: str | Path | None, timed: int, records: int
 ) -> str:
-    """Name what `validate` needs and the records do not have, and say how to give it."""
+    """A note on the fields that `validate` needs and the records lack, and how to give them."""
     options = ", ".join(f"--{name.replace('_', '-')}" for name in missing if name != "seconds")
     ways = [f"give {options}"] if options else []
     if "seconds" in missing:

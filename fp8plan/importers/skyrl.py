@@ -46,7 +46,7 @@ def requests(file: Path, note: Note) -> Iterator[Measured]:
 
 
 class _State(dict[str, Any]):
-    """Stands for any class of the pickle: nothing of it runs, and what it holds is passed over."""
+    """A stand-in for any class of the pickle. No code of the class runs, and its content is skipped."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _State(dict[str, Any]):
 
 
 def _rebuilt(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """SkyRL's `_rebuild_tensor_batch`, which is given the class and the state."""
+    """SkyRL's `_rebuild_tensor_batch`, which takes the class and the state."""
     return state
 
 
@@ -68,7 +68,7 @@ class _Held(NamedTuple):
 
 
 class _Content:
-    """A file of which large parts stay where they are: it may be larger than the memory."""
+    """A file whose large parts are not read, as it may be larger than the memory."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.readline = file, file.readline
@@ -82,7 +82,7 @@ class _Content:
 
 
 class _Reader(pickle._Unpickler):  # the one in Python: the one in C wants bytes
-    """Reads the data of a pickle without its code: a log is no program, and SkyRL need not be installed."""
+    """A reader of the data of a pickle that runs none of its code. SkyRL need not be installed."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _rebuilt if (module, name) == (WRITER, "_rebuild_tensor_batch") else _State

@@ -32,7 +32,7 @@ def requests(file: Path, note: Note) -> Iterator[Request]:
 
 
 def repeats(file: Path, before: Path) -> bool:
-    """Tell whether a file has the requests of the one before it."""
+    """True if a file has the requests of the one before it."""
     pairs = zip_longest(requests(file, str), requests(before, str))
     return all(request == other for request, other in pairs)
 
@@ -49,7 +49,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _text(value: Any, name: str, file: Path) -> Text:
-    """Return a column's value: text, or messages whose contents are text."""
+    """A column's value: text, or messages whose contents are text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
@@ -68,10 +68,10 @@ def _text(value: Any, name: str, file: Path) -> Text:
 
 
 def _without_null(value: Any) -> Any:
-    """Take the keys without a value out again: Parquet gives every object all keys that any in its column has."""
+    """The value without keys that have none: Parquet gives every object all the keys of its column."""
     if isinstance(value, dict):
-        return {key: _without_null(x) for key, x in value.items() if x is not None}
-    return [_without_null(x) for x in value] if isinstance(value, list) else value
+        return {key: _without_null(part) for key, part in value.items() if part is not None}
+    return [_without_null(part) for part in value] if isinstance(value, list) else value
 
 
 SOURCE = Source(

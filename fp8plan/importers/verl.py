@@ -17,7 +17,7 @@ import msgspec
 
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Note, Request, Source
-from fp8plan.jsonl import breaks_off, left_out, parsed, texts
+from fp8plan.jsonl import breaks_off, parsed, texts, torn_note
 
 
 class _Line(msgspec.Struct):
@@ -35,7 +35,7 @@ def requests(file: Path, note: Note) -> Iterator[Request]:
     """
     for number, text in texts(file, "rollout dump"):
         if breaks_off(text):
-            note(left_out(number, file))
+            note(torn_note(number, file))
             return
         try:
             line = LINE.decode(text)

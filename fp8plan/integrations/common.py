@@ -19,10 +19,11 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as make_plan
+from fp8plan.model.risk.expected import THRESHOLDS, rejections_in, weights_in
 from fp8plan.model.workload import Fixed, Lengths, LogNormal, Workload
 from fp8plan.runtime.controller.laws import AdaptiveThresholds, Controller
 from fp8plan.runtime.controller.state import Escalation
-from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode, Rejection, Thresholds
+from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.guard.fallback import DEPTH, Action, stepped_down
 from fp8plan.runtime.monitor.sinks import JsonLines
 from fp8plan.runtime.monitor.witness import constant
@@ -163,35 +164,26 @@ def plan_for(
 
 # ---------------------------------------------------------------------------------------------------- correction
 
-# A plan's thresholds that are weights, the first of which that it has is taken; and those that drop sequences beside.
-WEIGHTS: Final[dict[str, tuple[Level, Mode]]] = {
-    "token_tis": ("token", "tis"),
-    "sequence_tis": ("sequence", "tis"),
-    "token_mis": ("token", "icepop"),
-}
-DROPPED: Final[dict[str, Any]] = {"sequence_mis": "seq_sum", "geometric_mis": "seq_mean"}
-
 
 def settings_of(thresholds: Mapping[str, Any]) -> CorrectionSettings:
     """The correction that a plan's thresholds ask for; without any, token TIS at C = 2.
 
     Raises ConfigError for two weights.
     """
-    weights = [name for name in WEIGHTS if name in thresholds]
+    weights = weights_in(thresholds)
     if len(weights) > 1:
         raise ConfigError(f"the plan asks for {' and '.join(weights)}; allowed: one importance weight")
-    if not weights:
-        return CorrectionSettings(reject=dropped(thresholds))
-    level, mode = WEIGHTS[weights[0]]
-    bound = thresholds[weights[0]]
-    bounds = Thresholds(tis=bound) if mode == "tis" else Thresholds(tis=None, band=(*bound,))
-    return CorrectionSettings(level, mode, bounds, dropped(thresholds))
+    for name in weights:
+        level, mode = THRESHOLDS[name].weight or ("token", "tis")
+        bound = thresholds[name]
+        bounds = Thresholds(tis=None, band=(*bound,)) if THRESHOLDS[name].is_band else Thresholds(tis=bound)
+        return CorrectionSettings(level, mode, bounds, dropped(thresholds))
+    return CorrectionSettings(reject=dropped(thresholds))
 
 
 def dropped(thresholds: Mapping[str, Any]) -> tuple[Rejection, ...]:
     """The rejections of sequences that a plan's thresholds ask for."""
-    bands = {over: thresholds[name] for name, over in DROPPED.items() if name in thresholds}
-    return tuple(Rejection(over, "k1", high, low) for over, (low, high) in bands.items())
+    return tuple(Rejection(over, "k1", high, low) for over, (low, high) in rejections_in(thresholds).items())
 
 
 # ----------------------------------------------------------------------------------------------------------- log

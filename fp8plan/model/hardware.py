@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
+from fp8plan.checks import nearest_hint
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import Precision
 
@@ -17,6 +17,11 @@ from fp8plan.model.precision import Precision
 # BF16 with Ampere (8.0).
 FIRST_FP8_CAPABILITY = (8, 9)
 FIRST_BF16_CAPABILITY = (8, 0)
+
+
+def dotted(capability: tuple[int, int]) -> str:
+    """A compute capability as text, such as "9.0"."""
+    return ".".join(map(str, capability))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +80,8 @@ class Gpu:
 
     @property
     def architecture(self) -> str:
-        """The compute capability as text, such as "9.0", or "cpu"."""
-        return "cpu" if self.compute_capability is None else ".".join(map(str, self.compute_capability))
+        """The compute capability as text, such as "9.0", or "cpu". It decides which kernels there are."""
+        return "cpu" if self.compute_capability is None else dotted(self.compute_capability)
 
     @property
     def has_fp8(self) -> bool:
@@ -105,10 +110,9 @@ class Gpu:
         if self.is_cpu:
             return None if precision.weights == "bf16" else _NO_BLOCK_FP8_ON_CPU
         if self.compute_capability is not None and self.compute_capability < FIRST_BF16_CAPABILITY:
-            least = ".".join(map(str, FIRST_BF16_CAPABILITY))
             return (
-                f"vLLM runs BF16 from compute capability {least} on ({self.product} has {self.architecture}), and "
-                "fp8plan plans no FP16"
+                f"vLLM runs BF16 from compute capability {dotted(FIRST_BF16_CAPABILITY)} on ({self.product} has "
+                f"{self.architecture}), and fp8plan plans no FP16"
             )
         if self.has_fp8 or precision.weights == "bf16":
             return None
@@ -117,7 +121,7 @@ class Gpu:
         return (
             f"fp8plan does not model FP8 weights on {self.product} (compute capability {self.architecture}): vLLM "
             f"widens them to BF16 inside of Marlin's GEMM there (W8A16), and fp8plan knows W8A8 alone, which starts at "
-            f"{'.'.join(map(str, FIRST_FP8_CAPABILITY))}"
+            f"{dotted(FIRST_FP8_CAPABILITY)}"
         )
 
     def why_fixed_kv_scales(self, precision: Precision) -> str | None:
@@ -213,9 +217,7 @@ def find_gpu(name: str) -> Gpu:
     card = _named(name)
     if card is not None:
         return card
-    known = {written: device for device in _DEVICES for written in _spellings(device)}
-    near = dict.fromkeys(known[match].name for match in get_close_matches(key, known, n=3, cutoff=0.65))
-    hint = f"nearest: {', '.join(near)}; " if near else ""
+    hint = nearest_hint(key, {written: d.name for d in _DEVICES for written in _spellings(d)}, 3, 0.65)
     raise ConfigError(
         f"unknown GPU {name[:80]!r}; {hint}known: {', '.join(g.name for g in _DEVICES)}, or auto to ask the driver; "
         f"for any other card give its numbers: --gpu {EXAMPLE}"
@@ -330,10 +332,9 @@ def datasheet(text: str) -> Gpu:
     major, minor = divmod(round(10 * numbers["compute_capability"]), 10)
     fp8 = (major, minor) >= FIRST_FP8_CAPABILITY
     if not fp8 and "fp8_tflops" in numbers:
-        first = ".".join(map(str, FIRST_FP8_CAPABILITY))
         raise ConfigError(
             f"--gpu datasheet: fp8_tflops is given, and GPUs of compute capability {major}.{minor} have no FP8 tensor "
-            f"cores; they start at {first}; leave fp8_tflops out"
+            f"cores; they start at {dotted(FIRST_FP8_CAPABILITY)}; leave fp8_tflops out"
         )
     values: dict[str, Any] = {"nvlink_bandwidth": None, "pcie_bandwidth": 32e9, "l2_bytes": 0}
     values["fp8_flops"] = 2e12 * numbers["bf16_tflops"] if fp8 else None
@@ -355,8 +356,7 @@ def _number_named(word: str) -> str:
     fitting = [name for name in _NUMBERS if name.startswith(written)] if len(written) > 2 else []
     name = written if written in _NUMBERS else _OTHER_WORDS.get(written, fitting[0] if len(fitting) == 1 else None)
     if name is None:
-        near = get_close_matches(written, _NUMBERS, n=1)
-        hint = f"nearest: {near[0]}; " if near else ""
+        hint = nearest_hint(written, {number: number for number in _NUMBERS})
         raise ConfigError(
             f"--gpu datasheet: {word[:40]!r} is no number of a GPU; {hint}allowed: {', '.join(_NUMBERS)}; for example: "
             f"--gpu {EXAMPLE}"

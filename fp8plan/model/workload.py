@@ -6,14 +6,13 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.checks import is_number, whole
+from fp8plan.checks import is_number, nearest, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import read
 
@@ -220,9 +219,9 @@ def parse_both_lengths(prompts: str | None, responses: str) -> tuple[Lengths, Le
         return parse_lengths(prompts, PROMPT), known, [note] if unread else []
     if has_prompts:
         return parse_lengths(responses, PROMPT), known, [f"prompt lengths are those of {responses}, too"]
-    if meant := get_close_matches(PROMPT, columns, 1, LIKE):
+    if meant := nearest(PROMPT, columns, LIKE):
         raise ConfigError(
-            f"the trace {responses} has {meant[0]!r}, which is not read; call it {PROMPT!r}, or give --prompt-lengths"
+            f"the trace {responses} has {meant!r}, which is not read; call it {PROMPT!r}, or give --prompt-lengths"
         )
     return parse_lengths(DEFAULT_PROMPTS, PROMPT), known, []
 
@@ -298,8 +297,8 @@ def _rows(path: Path, column: str) -> list[tuple[int, Any]]:
 
 def _has(names: list[str], column: str) -> str:
     """The end of an error: the columns of the file, and the one that was probably meant."""
-    meant = get_close_matches(column, names, 1, LIKE)
-    advice = f"call {meant[0]!r} {column!r}" if meant else "add it"
+    meant = nearest(column, names, LIKE)
+    advice = f"call {meant!r} {column!r}" if meant else "add it"
     return f"it has {', '.join(map(str, names)) or 'nothing'}: {advice}"
 
 

@@ -1,4 +1,4 @@
-"""Axes and points of a picture: ranges that show something, ticks that differ, and few enough points of long curves."""
+"""Axes and points of pictures: sensible ranges, ticks that differ, and few points for long curves."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MOST: Final = 4 * SPANS  # points of a curve that is not thinned
 
 
 def linear(curves: Sequence[FloatArray], low: float, high: float, least: float) -> tuple[float, float]:
-    """Both ends of an axis for some curves, whose values can only be between `low` and `high`; nan is no value.
+    """Both ends of an axis for curves whose values lie between `low` and `high`; nan is no value.
 
-    A curve that hardly moves, by less than `least` of its largest value, gets room beside it where values can be.
+    A curve that moves by less than `least` of its largest value gets room on both sides, within these limits.
     """
     known = _known(curves)
     bottom, top = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
@@ -45,7 +45,7 @@ def _known(curves: Sequence[FloatArray]) -> FloatArray:
 
 
 def decimals(span: float) -> int:
-    """Decimals that tell neighbouring ticks of an axis apart, which has at most TICKS of them."""
+    """The decimals that tell the at most TICKS ticks of an axis apart."""
     return max(0, -floor(log10(span / TICKS)))
 
 
@@ -65,9 +65,9 @@ def share_axis(curves: Sequence[FloatArray], high: float = 1.0) -> dict[str, Any
 
 
 def log_axis(curves: Sequence[FloatArray]) -> dict[str, Any]:
-    """Range and ticks of plotly's logarithmic axis; a linear one where no value is above 0.
+    """Range and ticks of plotly's logarithmic axis; a linear one if no value is above 0.
 
-    Ticks stand at powers of 10; over less than two of them, at 2 and 5 times those too.
+    Ticks stand at powers of 10, and for an axis of less than two at 2 and 5 times those too.
     """
     known = _known(curves)
     known = known[known > 0]
@@ -80,10 +80,10 @@ def log_axis(curves: Sequence[FloatArray]) -> dict[str, Any]:
 
 
 def thinned(values: FloatArray) -> NDArray[np.int64]:
-    """Indices of the values to draw: all, or of a long curve the first, least, greatest and last known value of each of
-    SPANS equal spans. So no spike is lost, and at that width the line is the same. A span without a value keeps a gap.
+    """Indices of the values to draw: all, or for a long curve four of each of SPANS equal spans.
 
-    From "M4: A Visualization-Oriented Time Series Data Aggregation" (Jugel et al., VLDB 2014).
+    They are the first, least, greatest and last value, so no spike is lost, and the line looks the same. A span without
+    values keeps a gap. From "M4: A Visualization-Oriented Time Series Data Aggregation" (Jugel et al., VLDB 2014).
     """
     if len(values) <= MOST:
         return np.arange(len(values))
@@ -99,7 +99,7 @@ def thinned(values: FloatArray) -> NDArray[np.int64]:
 
 
 def rounded(values: FloatArray) -> list[float | None]:
-    """Values as JSON has them, in five digits, or as many as show how they differ: it keeps the page small."""
+    """Values as JSON has them, in five digits, or as many as tell them apart: it keeps the page small."""
     known = values[np.isfinite(values)]
     span, largest = (float(np.ptp(known)), float(np.abs(known).max())) if known.size else (0.0, 0.0)
     digits = min(15, 5 + max(0, floor(log10(largest / span)))) if span else 5

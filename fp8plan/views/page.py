@@ -1,4 +1,4 @@
-"""Common parts of the pages of a plan and of a run. Each page is one file that needs no network."""
+"""The common parts of the pages of a plan and of a run. Each page is one file that needs no network."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ def document(name: str, title: str, body: str) -> str:
 
 def figures(made: Iterable[Any]) -> str:
     """Plotly's figures as HTML, with its program once before the first."""
-    return "".join(
-        x.to_html(full_html=False, include_plotlyjs=not number, config={"displaylogo": False})
-        for number, x in enumerate(made)
-    )
+    options = {"full_html": False, "config": {"displaylogo": False}}
+    return "".join(figure.to_html(include_plotlyjs=not number, **options) for number, figure in enumerate(made))
 
 
 def paragraphs(lines: Iterable[str], style: str = "") -> str:

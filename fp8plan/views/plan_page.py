@@ -1,6 +1,6 @@
-"""The page of a plan: `fp8plan plan ... --plot FILE.html`. Pictures by plotly, tables, reasons and settings.
+"""The file of a plan's pictures: `fp8plan plan ... --plot FILE`.
 
-The file of a plan's pictures: .png or .html, as its name says.
+A .png has the pictures by matplotlib. A .html has them by plotly, with tables, reasons and settings.
 """
 
 from __future__ import annotations
@@ -32,12 +32,6 @@ HEIGHT: Final = 250  # pixels of a panel over time
 SHADE: Final = 0.13  # opacity of a band
 
 
-def write_page(prediction: Prediction, path: Path, kv_scales: str = "unit") -> None:
-    """Write the page of a plan. Raises ImportError without plotly, OSError as writing does."""
-    text = page(prediction, kv_scales)
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # a model's folder may be no text
-
-
 def page(prediction: Prediction, kv_scales: str = "unit") -> str:
     """The whole page as HTML. kv_scales: for its settings, as in `emit`."""
     plan = prediction.plan
@@ -47,7 +41,7 @@ def page(prediction: Prediction, kv_scales: str = "unit") -> str:
     settings = "".join(_settings(plan, target, kv_scales) for target in TARGETS)
     step = f"<h2>RL step</h2>{_table(text.step, text.picked[0])}" if text.step else ""
     body = (
-        f"{paragraphs(text.title[1:])}{paragraphs(prediction.warnings, 'dim')}"
+        f"{paragraphs(text.title[1:])}{paragraphs(plan.warnings, 'dim')}"
         f"<h2>Speed</h2>{_table(text.speed, text.picked[0])}{paragraphs([text.speed_legend], 'dim')}{step}"
         f"<h2>Mismatch</h2>{_table(text.mismatch, text.picked[1])}{paragraphs([MISMATCH_LEGEND], 'dim')}"
         f"{paragraphs(text.absent)}<h2>Why {escape(plan.select().precision)}</h2><ul>{reasons}</ul>"
@@ -59,9 +53,8 @@ def page(prediction: Prediction, kv_scales: str = "unit") -> str:
 
 def _table(columns: list[Column], bold: int) -> str:
     rows = list(zip(*(column.cells for column in columns), strict=True))
-    return table(
-        [column.name for column in columns], rows, bold, "".join("l" if column.left else "r" for column in columns)
-    )
+    kinds = "".join("l" if column.left else "r" for column in columns)
+    return table([column.name for column in columns], rows, bold, kinds)
 
 
 def _settings(plan: Plan, target: str, kv_scales: str) -> str:
@@ -111,11 +104,11 @@ def tradeoff(plan: Plan) -> Any:
     """Speed against KL, as a plotly figure."""
     from plotly.graph_objects import Figure
 
-    figure, found, several = Figure(), plots.points(plan), plan.several_layouts
-    best = plots.front(found)
+    figure, drawn, several = Figure(), plots.points(plan), plan.several_layouts
+    best = plots.front(drawn)
     style = {"mode": "lines", "line": {"color": "#999", "dash": "dash", "width": 1.5}, "hoverinfo": "skip"}
     figure.add_scatter(x=[p.kl[0] for p in best], y=[p.speed[0] for p in best], name="Pareto front", **style)
-    for point in found:
+    for point in drawn:
         _add_point(figure, point, several)
     for level, limit in plots.risk_limits(plan).items():
         figure.add_vline(x=limit, line={"color": LIMIT_COLOURS[level], "dash": "dot", "width": 2})
@@ -168,9 +161,7 @@ def _short(values: Any) -> list[float]:
 
 
 def plot(prediction: Prediction, path: str | Path, kv_scales: str = "unit") -> None:
-    """Write the picture: .png by matplotlib, .html by plotly with the plan's tables, reasons and settings.
-
-    kv_scales: for the settings on the page, as in `emit`
+    """Write the picture. kv_scales: for the settings on the page, as in `emit`
 
     Raises ConfigError for another suffix, a file that cannot be written, or a plotting package that is not installed.
     """
@@ -191,13 +182,14 @@ def check_suffix(target: Path) -> None:
 
 
 def draw(prediction: Prediction, target: Path, kv_scales: str = "unit") -> None:
-    """`plot`, but a file that cannot be written is an OSError: it may be a draft, whose name nobody should read."""
+    """`plot`, which raises OSError for a file that cannot be written: it may be a draft, whose name means nothing."""
     check_suffix(target)
     check_kv_scales(kv_scales)
     try:
         if target.suffix == ".png":
             write_png(prediction, target)
         else:
-            write_page(prediction, target, kv_scales)
+            text = page(prediction, kv_scales)
+            target.write_text(text, encoding="utf-8", errors="backslashreplace")  # a model's folder may be no text
     except ImportError as error:
         raise ConfigError(f"plotting needs {error.name}; type: pip install 'fp8plan[report]'") from None

@@ -1,9 +1,8 @@
-"""Pictures of a plan: the rollout over time, and speed against mismatch. What they show is here; png and page draw it.
+"""The pictures of a plan: the rollout over time, and speed against mismatch. Their data, and their drawing by
+matplotlib.
 
-Each line over time is one precision. The band around it is the same rollout slowed down and sped up to both ends of its
-90% interval: at every moment it spans what any pace between them gives.
-
-The picture of a plan as a file of pixels, by matplotlib.
+Each line over time is one precision. Its band spans, at every moment, the same rollout at every pace within its 90%
+interval.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fp8plan.views.axes import decimals
 from fp8plan.views.text import counted
 
 if TYPE_CHECKING:
-    from fp8plan.model.plan.choice import Choice, SpeedUp
+    from fp8plan.model.plan.choice import SpeedUp
     from fp8plan.model.plan.plan import Plan
     from fp8plan.model.plan.planner import Prediction
 
@@ -33,6 +32,7 @@ LIMIT_COLOURS = {"low": "#56B4E9", "moderate": "#D55E00"}  # of the same palette
 BINS = 160
 PACES = 25  # between both ends of an interval
 TIME_LABEL = "seconds since the rollout began"
+WIDTH, PANEL, TRADEOFF = 9.0, 2.3, 4.6  # inches
 KL_LABEL = "KL k3, nats per token (lower is safer)"
 SPEED_LABEL = "output tokens/s (higher is faster)"
 SPEEDUP_LABEL = "with the speed-up (90%) over bf16 on the same layout"
@@ -73,8 +73,7 @@ class Point(NamedTuple):
 def curves(prediction: Prediction) -> list[Curve]:
     """The chosen choice and the fastest one of each other precision, each by its slowest replica."""
     choices, chosen = prediction.plan.choices, prediction.plan.select()
-    several = prediction.plan.several_layouts
-    found = []
+    several, lines = prediction.plan.several_layouts, []
     for index in _drawn(prediction.plan):
         choice, rollout, pool = choices[index], prediction.rollouts[index], prediction.pools[index]
         if rollout is not None and pool is not None:
@@ -82,22 +81,18 @@ def curves(prediction: Prediction) -> list[Curve]:
             where = f", {choice.replica_label} x DP {choice.data_parallel}" if several else ""
             name = f"{choice.precision} ({seconds(choice.makespan_s)} s{where}){mark}"
             paces = rollout.makespan_low_s / rollout.makespan_s, rollout.makespan_high_s / rollout.makespan_s
-            found.append(Curve(name, choice.precision, *binned(rollout.timeline, pool, BINS), paces))
-    return found
+            lines.append(Curve(name, choice.precision, *binned(rollout.timeline, pool, BINS), paces))
+    return lines
 
 
 def _drawn(plan: Plan) -> list[int]:
     best: dict[str, int] = {}
     for index, choice in enumerate(plan.choices):
-        if choice.available and (choice.precision not in best or _faster(choice, plan.choices[best[choice.precision]])):
-            best[choice.precision] = index
+        if choice.makespan_s is not None:
+            other = plan.choices[best.get(choice.precision, index)].makespan_s
+            if choice.precision not in best or (other is not None and choice.makespan_s < other):
+                best[choice.precision] = index
     return list((best | {plan.select().precision: plan.chosen}).values())
-
-
-def _faster(one: Choice, other: Choice) -> bool:
-    assert one.makespan_s is not None
-    assert other.makespan_s is not None
-    return one.makespan_s < other.makespan_s
 
 
 def closed(curve: Curve, column: str) -> tuple[FloatArray, FloatArray]:
@@ -122,7 +117,7 @@ def band(curve: Curve, column: str) -> tuple[FloatArray, FloatArray, FloatArray]
 
 def points(plan: Plan) -> list[Point]:
     """Every available choice, on every layout."""
-    drawn, found = _drawn(plan), []
+    drawn, every = _drawn(plan), list[Point]()
     for index, choice in enumerate(plan.choices):
         if not choice.available:
             continue
@@ -130,28 +125,19 @@ def points(plan: Plan) -> list[Point]:
         times: Any = choice.makespan_s, choice.makespan_high_s, choice.makespan_low_s
         kl: Any = choice.kl_k3, choice.kl_k3_low, choice.kl_k3_high
         speed, low, high = (tokens / time for time in times)
-        point = Point(
-            precision=choice.precision,
-            layout=choice.layout_label,
-            kl=kl,
-            speed=(speed, low, high),
-            gain=choice.gain,
-            chosen=index == plan.chosen,
-            main=index in drawn,
-            on_front=False,
-        )
-        found.append(point)
-    return [point._replace(on_front=not any(_beats(other, point) for other in found)) for point in found]
+        name, chosen, main = (choice.precision, choice.layout_label), index == plan.chosen, index in drawn
+        every.append(Point(*name, kl, (speed, low, high), choice.gain, chosen, main, on_front=False))
+    return [point._replace(on_front=not any(_beats(other, point) for other in every)) for point in every]
 
 
-def _beats(one: Point, other: Point) -> bool:
-    safe, fast = one.kl[0] - other.kl[0], other.speed[0] - one.speed[0]
+def _beats(point: Point, other: Point) -> bool:
+    safe, fast = point.kl[0] - other.kl[0], other.speed[0] - point.speed[0]
     return safe <= 0 and fast <= 0 and (safe < 0 or fast < 0)
 
 
-def front(found: Sequence[Point]) -> list[Point]:
+def front(every: Sequence[Point]) -> list[Point]:
     """The Pareto front, the safest first."""
-    return sorted((x for x in found if x.on_front), key=lambda x: x.kl[0])
+    return sorted((point for point in every if point.on_front), key=lambda point: point.kl[0])
 
 
 def risk_limits(plan: Plan) -> dict[str, float]:
@@ -164,12 +150,11 @@ def limit_label(level: str) -> str:
 
 
 def binned(line: Timeline, pool: int, bins: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    """(seconds, output tokens/s, share of the pool in use, running requests, waiting requests) at the middle of equal
-    time bins. Tokens are spread evenly over the row that makes them, so their sum is kept."""
+    """The columns of a Curve from `seconds` to `waiting`, at the middle of equal time bins. Tokens are spread evenly
+    over the row that makes them, so their sum is kept.
+    """
     edges = np.linspace(0, line.seconds[-1], bins + 1)
-    made = np.interp(
-        edges, np.concatenate([[0.0], line.seconds]), np.concatenate([[0.0], np.cumsum(line.output_tokens)])
-    )
+    made = np.interp(edges, np.append(0.0, line.seconds), np.append(0.0, np.cumsum(line.output_tokens)))
     middle = (edges[:-1] + edges[1:]) / 2
     row = np.minimum(np.searchsorted(line.seconds, middle), len(line.seconds) - 1)
     used = np.interp(middle, line.seconds, line.used_blocks)  # `used_blocks` holds at the end of a row, and grows in it
@@ -178,7 +163,7 @@ def binned(line: Timeline, pool: int, bins: int) -> tuple[FloatArray, FloatArray
 
 
 def title(plan: Plan) -> list[str]:
-    """Lines of the title: what is rolled out on what, and what is drawn of it."""
+    """Lines of the title: the rollout, and the part of it that is drawn."""
     work, chosen = plan.workload, plan.select()
     layout = ""
     if plan.several_layouts:
@@ -196,7 +181,7 @@ def title(plan: Plan) -> list[str]:
 
 
 def tradeoff_title(plan: Plan) -> str:
-    """Title of the chart beside the lines over time."""
+    """The title of the picture of speed against mismatch."""
     layouts = ", marked TPxDP" if plan.several_layouts else ""
     return (
         f"speed against mismatch: every choice with its 90% intervals{layouts}; dashed: the Pareto front; a KL limit "
@@ -215,9 +200,6 @@ def label(point: Point, several: bool) -> str:
     name = f"{point.precision} {point.layout}" if several else point.precision
     gain = [] if point.gain is None or point.precision == "bf16" else [point.gain.cell]
     return ", ".join([name, *gain, *(["chosen"] if point.chosen else [])])
-
-
-WIDTH, PANEL, TRADEOFF = 9.0, 2.3, 4.6  # inches
 
 
 def write_png(prediction: Prediction, path: Path) -> None:
@@ -267,23 +249,16 @@ def _number_ticks(axis: Any) -> None:
 
 
 def _tradeoff(axis: Any, plan: Plan) -> None:
-    found, several = points(plan), plan.several_layouts
-    best = front(found)
-    axis.plot([x.kl[0] for x in best], [x.speed[0] for x in best], "--", color="0.55", linewidth=1.2, zorder=1)
-    for point in found:
+    every, several = points(plan), plan.several_layouts
+    best = front(every)
+    axis.plot([p.kl[0] for p in best], [p.speed[0] for p in best], "--", color="0.55", linewidth=1.2, zorder=1)
+    for point in every:
         _point(axis, point, several)
+    above: dict[str, Any] = {"xytext": (0, 2), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
     for level, limit in risk_limits(plan).items():
-        axis.axvline(limit, color=LIMIT_COLOURS[level], linestyle=":", linewidth=1.6)
-        axis.annotate(
-            limit_label(level),
-            (limit, 1),
-            xytext=(0, 2),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-            color=LIMIT_COLOURS[level],
-        )
+        colour = LIMIT_COLOURS[level]
+        axis.axvline(limit, color=colour, linestyle=":", linewidth=1.6)
+        axis.annotate(limit_label(level), (limit, 1), **above, ha="center", fontsize=8, color=colour)
     axis.set_xscale("log")
     axis.set_xlabel(KL_LABEL)
     axis.set_ylabel(SPEED_LABEL)

@@ -1,4 +1,4 @@
-"""Reports for people: the contents of the tables, and the lines around them."""
+"""The reports of commands: the contents of the tables, and the lines around them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ MISMATCH_LEGEND = (
 
 
 class PlanText(NamedTuple):
-    """All that is said of a plan, for a terminal or a page. The tables have one row for each choice that can run, and
-    one for each precision; `picked` are the rows of the chosen one."""
+    """The text on a plan, for a terminal or a page."""
 
     title: list[str]
-    speed: list[Column]
+    speed: list[Column]  # a row for each choice that can run
     speed_legend: str
-    step: list[Column]  # empty if the RL step's times are not known
-    mismatch: list[Column]
+    step: list[Column]  # the same; empty if the RL step's times are not known
+    mismatch: list[Column]  # a row for each precision
     absent: list[str]
     settings: str
-    picked: tuple[int, int]
+    picked: tuple[int, int]  # the rows of the chosen one in `speed` and `mismatch`
 
 
 def plan_text(plan: Plan) -> PlanText:
-    """Text of how fast every choice is, what each precision risks, and what cannot run."""
+    """The text on the speed of every choice, the risk of each precision, and the choices that cannot run."""
     rows, picked = [c for c in plan.choices if c.available], plan.select()
     several = plan.several_layouts
     # A mismatch is the same on every layout, unless other linears stay in BF16: then the chosen layout's is shown.
@@ -65,7 +64,7 @@ def plan_text(plan: Plan) -> PlanText:
 
 
 def plan_report(plan: Plan) -> RenderableType:
-    """The tables, what cannot run, and the reasons for the chosen one."""
+    """The tables, the choices that cannot run, and the reasons for the chosen one."""
     text = plan_text(plan)
     step: list[RenderableType] = ["", "RL step", Fitted(text.step, bold=text.picked[0])] if text.step else []
     return Group(
@@ -94,10 +93,7 @@ def _title(plan: Plan, several: bool) -> list[str]:
     upto = "" if work.get("prompt_lengths", {}).get("kind") == "fixed" else "up to "
     responses = f"{work['response_tokens']:,} response tokens: mean {work['mean_response_tokens']:,.0f}, {spread}"
     batch = f"{counted(work['prompts'], 'prompt')} x {counted(work['samples'], 'sample')}"
-    return [
-        f"{plan.model} on {where}",
-        f"{batch}; prompts of {upto}{work['max_prompt_tokens']:,} tokens; {responses}",
-    ]
+    return [f"{plan.model} on {where}", f"{batch}; prompts of {upto}{work['max_prompt_tokens']:,} tokens; {responses}"]
 
 
 def _replicas(choice: Choice) -> str:
@@ -125,14 +121,11 @@ def _compared(rows: Sequence[Choice], picked: Choice, several: bool) -> list[Col
 
 
 def _speed_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> list[Column]:
-    columns = [
+    replicas = any(c.data_parallel > 1 for c in rows)
+    return [
         *_compared(rows, picked, several),
         Column("rollout s\n(90%)", [_spread(c.makespan_s, c.makespan_low_s, c.makespan_high_s) for c in rows]),
         *_gains([c.gain for c in rows]),
-    ]
-    replicas = any(c.data_parallel > 1 for c in rows)
-    return [
-        *columns,
         Column("tokens\n/s", [f"{c.output_tokens_per_s:,.0f}" for c in rows], rank=4),
         Column("KV tok./\nreplica" if replicas else "KV\ntok.", [_short(c.kv_cache_tokens) for c in rows], rank=1),
         Column("pre-\nemp-\ntions", [f"{c.preemptions:,}" for c in rows], rank=2),
@@ -153,7 +146,7 @@ def _spread(value: float | None, low: float | None, high: float | None) -> str:
 
 
 def _gains(gains: Sequence[SpeedUp | None]) -> list[Column]:
-    """The column of speed-ups; none where no row has one, as without BF16."""
+    """The column of speed-ups; none if no row has one, as without BF16."""
     cells = ["-" if gain is None else gain.cell for gain in gains]
     return [Column("speed-up\n(90%)", cells)] if any(gains) else []
 
@@ -188,20 +181,20 @@ def _in_doubt(choice: Choice) -> bool:
 def _absent(choices: Sequence[Choice], several: bool) -> list[str]:
     """The choices that cannot run, each reason once.
 
-    Reasons that differ only in their numbers are one, told for the largest tensor_parallel_size, which is nearest to
-    fitting.
+    Reasons that differ only in their numbers count as one. It is given for the largest tensor_parallel_size, which is
+    nearest to fitting.
     """
     groups: dict[str, list[Choice]] = {}
     for choice in choices:
         if choice.reason is not None:
             kind = choice.reason.replace(choice.precision, "").partition(":")[0]
             groups.setdefault(re.sub(r"\d[\d.,]*", "#", kind), []).append(choice)
-    told = []
+    sentences = []
     for members in groups.values():
         nearest = max(members, key=lambda c: c.tensor_parallel)
         example = "for instance, " if len({c.reason for c in members}) > 1 else ""
-        told.append(f"Not available: {_named(members, several)}: {example}{nearest.reason}")
-    return told
+        sentences.append(f"Not available: {_named(members, several)}: {example}{nearest.reason}")
+    return sentences
 
 
 def _named(members: Sequence[Choice], several: bool) -> str:
@@ -315,12 +308,12 @@ def models_report(shapes: Sequence[ModelShape]) -> RenderableType:
 
 
 def _distinct(sizes: Sequence[int]) -> str:
-    """The different ones of a size that may differ from layer to layer, such as 8, 2."""
+    """The distinct values of a size that may differ from layer to layer, such as 8, 2."""
     return ", ".join(f"{size:,}" for size in sorted(set(sizes), reverse=True)) or "-"
 
 
 def _ids(names: Sequence[str]) -> str:
-    """The shortest id, then the others below it, without their owner and as its endings where they are."""
+    """The shortest id, then the others below it without their owner, or as endings of the first."""
     first = min(names, key=len)
     others = [name for name in names if name != first]
     endings = [name.removeprefix(first) if name.startswith(first) else name.rpartition("/")[2] for name in others]
@@ -328,28 +321,25 @@ def _ids(names: Sequence[str]) -> str:
     return "\n".join([first, *also])
 
 
-def calibration_report(found: Calibration) -> RenderableType:
-    """Errors of every kernel before and after the fit, and what the profile says of itself."""
+def calibration_report(result: Calibration) -> RenderableType:
+    """Errors of every kernel before and after the fit, and the source of the profile."""
+    errors, profile = result.errors, result.profile
+    shares = {"before": "before", "after": "fitted", "held out": "held_out", "worst": "worst"}
     rows = [
-        Column("kernel", [x.kernel for x in found.errors], left=True),
-        Column("rows", [f"{x.rows:,}" for x in found.errors]),
-        Column("unseen", [f"{x.unseen:,}" for x in found.errors]),
-        Column("before", [f"{x.before:.1%}" for x in found.errors]),
-        Column("after", [f"{x.fitted:.1%}" for x in found.errors]),
-        Column("held out", [f"{x.held_out:.1%}" for x in found.errors]),
-        Column("worst", [f"{x.worst:.1%}" for x in found.errors]),
+        Column("kernel", [kernel.kernel for kernel in errors], left=True),
+        *(Column(name, [f"{getattr(kernel, name):,}" for kernel in errors]) for name in ("rows", "unseen")),
+        *(Column(name, [f"{getattr(kernel, field):.1%}" for kernel in errors]) for name, field in shares.items()),
     ]
     text = (
-        f"{found.profile.label}: {found.profile.source}. Median errors by the datasheet profile (before) and by the "
-        "fit (after), of rows that no fit sees or, without any, by fits that have not seen the weight shape, head "
-        "layout or engine (held out; worst). Model error, beyond what the coefficients' covariance says: "
-        f"{found.profile.model_error:.1%}."
+        f"{profile.label}: {profile.source}. Median errors by the datasheet profile (before) and by the fit (after), "
+        "of rows that no fit sees or, without any, by fits that have not seen the weight shape, head layout or engine "
+        f"(held out; worst). Model error, beyond the coefficients' covariance: {profile.model_error:.1%}."
     )
     return Group(Fitted(rows), "", Paragraph(text))
 
 
 def profiles_report(entries: Sequence[ProfileEntry]) -> RenderableType:
-    """One row per profile, then the source of each, and once what several were tested by."""
+    """One row per profile, then each source and each test once."""
     gpus = ["any GPU" if entry.gpu == "*" else entry.gpu for entry in entries]
     sources: dict[str, list[str]] = {}
     tests: dict[str, list[str]] = {}
@@ -364,5 +354,5 @@ def profiles_report(entries: Sequence[ProfileEntry]) -> RenderableType:
         Column("engine", engines, left=True),
         Column("kind", [entry.kind for entry in entries], left=True),
     ]
-    told = [f"{', '.join(of)}: {text}" for group in (sources, tests) for text, of in group.items()]
-    return Group(Fitted(columns), "", *(Paragraph(text, indent=2) for text in told))
+    lines = [f"{', '.join(of)}: {text}" for group in (sources, tests) for text, of in group.items()]
+    return Group(Fitted(columns), "", *(Paragraph(line, indent=2) for line in lines))

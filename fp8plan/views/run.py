@@ -29,15 +29,13 @@ GAP: Final = 1  # on either side of a rule between two columns
 INDENT: Final = 13  # of what the decision, the alarms and the guard say
 GOOD, BAD, WORST = "green", "yellow", "red"
 LOW_ESS: Final = 0.3, 0.5  # verl's documentation: below 0.5 is doubtful, below 0.3 a warning
-
-
 KL_SCALE: Final = Scale(span=10.0, log=True)
 SHARE: Final = Scale(low=0.0, high=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the view: a figure now, what it is held against, and its last steps."""
+    """One line of the view: a figure now, its standard of comparison, and its last steps."""
 
     label: str
     now: str
@@ -49,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Everything there is to see of a run, as wide as the console."""
+    """The view of a run, as wide as the console."""
 
     reader: RunReader
     steps: int | None = None
@@ -66,14 +64,14 @@ class RunView:
 
 
 def begin(reader: RunReader) -> None:
-    """Read a run for the first time. Raises ConfigError for what cannot be read, or is no run file."""
+    """Read a run for the first time. Raises ConfigError for a file that cannot be read, or is no run file."""
     reader.read()
     if reader.foreign:
         raise ConfigError(f"{reader.path} has no record of a Monitor; give the run file of one (fp8plan.JsonLines)")
 
 
 def watch(reader: RunReader, every_s: float, steps: int | None, console: Console) -> None:
-    """Show a run and what it gains, until ctrl-c; wait for a file that is not there yet. Raises as `begin` does."""
+    """Show a run and its new steps until ctrl-c. Waits for a file that is not there yet. Raises as `begin` does."""
     seen: RenderableType = ""
     try:
         if not reader.path.exists():
@@ -92,7 +90,7 @@ def watch(reader: RunReader, every_s: float, steps: int | None, console: Console
 
 
 def look(reader: RunReader) -> str:
-    """Read what is new, and return what stands in the way, if anything: a file that was moved away may come back."""
+    """Read the new steps. Returns the problem of a file that cannot be read, or "": it may come back."""
     try:
         reader.read()
     except ConfigError as error:
@@ -109,14 +107,14 @@ def _heading(reader: RunReader) -> list[RenderableType]:
     if title := runs.title(steps):
         lines.append(Paragraph(title))
     if reader.replaced:
-        lines.append(Paragraph(runs.left_out(reader), style=BAD if runs.most_hidden(reader) else "dim"))
+        lines.append(Paragraph(runs.hidden(reader), style=BAD if runs.most_hidden(reader) else "dim"))
     if reader.skipped:
         lines.append(Paragraph(f"{runs.unread(reader.skipped)} of a Monitor", style=BAD))
     return lines
 
 
 def _table(steps: Steps, width: int, count: int | None) -> Table:
-    """A row for each figure, with a bar for each of the last steps that there is room for, or for `count` of them."""
+    """A row for each figure, with a bar for each of the last `count` steps, or as many as there is room for."""
     figures = lines(steps.last(count or width))
     cells = [[line.label for line in figures], [line.now for line in figures], [line.against for line in figures]]
     sizes = [max(map(len, [*column, name])) for column, name in zip(cells, ("", "now", "against"), strict=True)]
@@ -200,14 +198,14 @@ def _speed(steps: Steps) -> Line:
     timed = np.flatnonzero(np.isfinite(steps.column(schemas.TOKENS_PER_S)))
     at = int(timed[-1]) if timed.size else -1  # where there is none, the last step has none either
     names = schemas.TOKENS_PER_S, schemas.PREDICTED, schemas.PREDICTED_LOW, schemas.PREDICTED_HIGH
-    now, said, low, high = (steps.value(name, at) for name in names)
+    now, predicted, low, high = (steps.value(name, at) for name in names)
     style, against = "", ""
-    if now is not None and said:
+    if now is not None and predicted:
         guard = steps.said[at].guard
         judged = runs.as_fast(guard.verdict) if guard and guard.verdict else None  # it allows for noise
         fine = (low is None or now >= low) if judged is None else judged
         style = GOOD if fine else "" if steps.said[at].cold else BAD
-        against = f"predicted {said:,.0f} ({_times(now / said)})"
+        against = f"predicted {predicted:,.0f} ({_times(now / predicted)})"
         if style == BAD:
             against = f"predicted {low:,.0f}-{high:,.0f}" if high is not None else against
     return Line("tokens/s", _number(now, ",.0f"), against, bars, style, Scale(low=0.0, high=1.0))
@@ -220,11 +218,11 @@ def _speed_bars(steps: Steps) -> FloatArray:
 
 
 def _state(steps: Steps) -> list[RenderableType]:
-    """The decision and the alarms of the last step, and what the guard said last: not every step has a rollout."""
-    said = steps.said[-1]
-    rows = [("decision", f"{said.decision or 'none'}: {said.reason or ''}".rstrip(": "), "")]
+    """The decision and the alarms of the last step, and the last verdict of the guard, which needs a rollout."""
+    last = steps.said[-1]
+    rows = [("decision", f"{last.decision or 'none'}: {last.reason or ''}".rstrip(": "), "")]
     rows += [("causes", sentence(steps.attribution), "")] if steps.attribution else []
-    rows += [("alarm", f"{x}: {runs.meaning(x)}".rstrip(": "), WORST) for x in said.alarms]
+    rows += [("alarm", f"{x}: {runs.meaning(x)}".rstrip(": "), WORST) for x in last.alarms]
     guards = (x.guard for x in reversed(steps.said) if x.guard)
     guard = next((x for x in guards if x.verdict or x.off), None)
     if guard and (verdict := guard.verdict):
@@ -235,8 +233,8 @@ def _state(steps: Steps) -> list[RenderableType]:
         rows += [("  cause", cause.sentence or "", BAD) for cause in verdict.causes or () if not fine]
     if guard and guard.off:
         rows.append(("guard", f"off: {guard.off}", BAD))
-    if said.guard and said.guard.state and (said.guard.state.rung or "none") != "none":
-        rows.append(("guard", f"stepped down: {said.guard.state.rung}", BAD))
+    if last.guard and last.guard.state and (last.guard.state.rung or "none") != "none":
+        rows.append(("guard", f"stepped down: {last.guard.state.rung}", BAD))
     return [Paragraph(f"{label:<{INDENT}}{text}", indent=INDENT, style=style) for label, text, style in rows]
 
 

@@ -1,4 +1,4 @@
-"""A run as its Monitor recorded it, in columns: what the terminal view and the report show."""
+"""The columns and events of a Monitor's run file, for the terminal view and the report."""
 
 from __future__ import annotations
 
@@ -14,16 +14,7 @@ from fp8plan.model.cost.base import FloatArray
 from fp8plan.runtime.controller.state import MEANINGS, Alarm
 from fp8plan.runtime.monitor.record import RunReader
 from fp8plan.runtime.monitor.steps import Steps
-from fp8plan.schemas import (
-    K3,
-    K3_ROBUST,
-    KL_LIMIT,
-    PREDICTED,
-    PREDICTED_HIGH,
-    PREDICTED_LOW,
-    TOKENS_PER_S,
-    Verdict,
-)
+from fp8plan.schemas import K3, K3_ROBUST, KL_LIMIT, PREDICTED, PREDICTED_HIGH, PREDICTED_LOW, TOKENS_PER_S, Verdict
 
 SPEED, SPEED_LOW, SPEED_HIGH = "achieved/predicted", "low/predicted", "high/predicted"  # in no record
 OF_PREDICTED: Final = {SPEED: TOKENS_PER_S, SPEED_LOW: PREDICTED_LOW, SPEED_HIGH: PREDICTED_HIGH}
@@ -42,7 +33,7 @@ class Event:
 
 
 def meaning(alarm: str) -> str:
-    """The meaning of an alarm and its remedy, for who reads a run; "" for a word that this version does not know."""
+    """The meaning of an alarm and its remedy; "" for a word that this version does not know."""
     return ": ".join(MEANINGS[Alarm(alarm)]) if alarm in {*Alarm} else ""
 
 
@@ -55,10 +46,7 @@ def columns(steps: Steps, metrics: Iterable[str]) -> dict[str, FloatArray]:
 
 
 def infinite_kl(steps: Steps) -> NDArray[np.bool_]:
-    """Steps whose k3 was infinite, bool of shape (steps,).
-
-    One token is enough, whose log-prob an engine gave as -9999, vLLM's word for minus infinity.
-    """
+    """Steps whose k3 was infinite, bool of shape (steps,). One log-prob of -9999, vLLM's minus infinity, is enough."""
     return np.array(steps.infinite, dtype=np.bool_)
 
 
@@ -68,14 +56,14 @@ def warm(steps: Steps) -> NDArray[np.bool_]:
 
 
 def shown_kl(steps: Steps) -> FloatArray:
-    """k3 over the steps; where there is none the robust one, which is finite unless many tokens are to blame."""
+    """k3 over the steps. Without it the robust one, which is finite unless many tokens are infinite."""
     k3, robust = steps.column(K3), steps.column(K3_ROBUST)
     robust = np.where(np.isnan(robust) & infinite_kl(steps), np.inf, robust)
     return np.where(np.isnan(k3), robust, k3)
 
 
 def over_limit(steps: Steps) -> NDArray[np.bool_]:
-    """Steps whose KL was over its limit, of those that know both. An infinite KL is over any limit."""
+    """True for each step whose KL was over its limit, among those with both. An infinite KL is over any limit."""
     limit, infinite = steps.column(KL_LIMIT), infinite_kl(steps)
     k3 = np.where(infinite, np.inf, steps.column(K3))
     known = np.isfinite(limit) & ~np.isnan(k3)
@@ -84,8 +72,7 @@ def over_limit(steps: Steps) -> NDArray[np.bool_]:
 
 
 def as_fast(verdict: Verdict) -> bool | None:
-    """True if the guard found a rollout as fast as predicted or faster; None if it did not say. Records of schema 1.1
-    call it `within`."""
+    """True if a rollout was as fast as predicted, by the guard; None if it did not say. Schema 1.1 has `within`."""
     return verdict.within if verdict.as_fast is None else verdict.as_fast
 
 
@@ -95,7 +82,7 @@ def events(steps: Steps) -> list[Event]:
 
 
 def last_events(steps: Steps, count: int) -> list[Event]:
-    """The last events, in the order of the steps. The steps are read from their end, as far as it takes."""
+    """The last events, in the order of the steps. The steps are read from their end, as far as necessary."""
     latest: list[Event] = []
     for index in range(len(steps) - 1, -1, -1):
         latest = _events_of(steps, index) + latest
@@ -105,15 +92,15 @@ def last_events(steps: Steps, count: int) -> list[Event]:
 
 
 def _events_of(steps: Steps, index: int) -> list[Event]:
-    said, step, notable = steps.said[index], steps.numbers[index], list[Event]()
-    if said.decision not in QUIET:
-        notable.append(Event(step, "decision", str(said.decision), said.reason or ""))
-    if said.alarms:
+    record, step, notable = steps.said[index], steps.numbers[index], list[Event]()
+    if record.decision not in QUIET:
+        notable.append(Event(step, "decision", str(record.decision), record.reason or ""))
+    if record.alarms:
         before = steps.said[index - 1].alarms if index else ()
-        if begun := [x for x in said.alarms if x not in before]:
+        if begun := [x for x in record.alarms if x not in before]:
             why = "; ".join(filter(None, map(meaning, begun)))
             notable.append(Event(step, "alarm", ", ".join(begun), why))
-    verdict = said.guard.verdict if said.guard else None
+    verdict = record.guard.verdict if record.guard else None
     if verdict and (verdict.action or "none") != "none":
         notable.append(Event(step, "guard", str(verdict.action), verdict.reason or ""))
     return notable
@@ -121,14 +108,14 @@ def _events_of(steps: Steps, index: int) -> list[Event]:
 
 def title(steps: Steps) -> str:
     """The model, precision and GPU of a run, as far as a record names them."""
-    model, precision, gpu = next((x.ran for x in reversed(steps.said) if x.ran[0]), (None, None, None))
+    model, precision, gpu = next((step.ran for step in reversed(steps.said) if step.ran[0]), (None, None, None))
     return " ".join([*filter(None, (model, precision)), *(["on", gpu] if gpu else [])])
 
 
 def pace(steps: Steps) -> float | None:
     """Seconds between two records, the median of the last 20; None before there are two.
 
-    Where the clock was set back the time between two is not known.
+    Two records between which the clock was set back do not count.
     """
     passed = np.diff([steps.when(index).timestamp() for index in range(max(0, len(steps) - 21), len(steps))])
     passed = passed[passed > 0]
@@ -140,8 +127,8 @@ def age(steps: Steps) -> float:
     return max(0.0, (datetime.now(UTC) - steps.when(len(steps) - 1)).total_seconds())
 
 
-def left_out(reader: RunReader) -> str:
-    """Return a note on records whose step number came again, which a RunReader left out."""
+def hidden(reader: RunReader) -> str:
+    """A note on the records that a RunReader left out, because their step number came again."""
     are, their = ("record is", "its") if reader.replaced == 1 else ("records are", "their")
     went = "once" if reader.returns == 1 else f"{reader.returns:,} times"
     why = f"{their} step number, or a lower one, comes again later (the steps went back {went})"
@@ -150,7 +137,7 @@ def left_out(reader: RunReader) -> str:
 
 
 def most_hidden(reader: RunReader) -> bool:
-    """Tell whether no more records are shown than left out, as where two runs write to one file."""
+    """True if at least as many records are left out as shown, as when two runs write to one file."""
     return reader.replaced >= len(reader.steps)
 
 

@@ -63,13 +63,11 @@ def summary(steps: Steps) -> list[tuple[str, str]]:
         tiles.append(("steps with infinite k3, counted as the robust one", f"{infinite.sum():,}"))
     if over.size:
         tiles.append(("steps over the KL limit", percent(float(over.mean()))))
-    for label, metric, least in (
-        ("raw ESS, least", schemas.ESS_RAW, True),
-        ("tokens lost, mean", schemas.LOST_TOKENS, False),
-    ):
-        values = steps.column(metric)
-        if np.isfinite(values).any():
-            tiles.append((label, percent(float(np.nanmin(values) if least else np.nanmean(values)))))
+    ess, lost = steps.column(schemas.ESS_RAW), steps.column(schemas.LOST_TOKENS)
+    if np.isfinite(ess).any():
+        tiles.append(("raw ESS, least", percent(float(np.nanmin(ess)))))
+    if np.isfinite(lost).any():
+        tiles.append(("tokens lost, mean", percent(float(np.nanmean(lost)))))
     achieved, share = steps.column(schemas.TOKENS_PER_S), runs.columns(steps, [])[runs.SPEED][runs.warm(steps)]
     if np.isfinite(achieved).any():
         tiles.append(("tokens/s, median", f"{np.nanmedian(achieved):,.0f}"))
@@ -79,7 +77,7 @@ def summary(steps: Steps) -> list[tuple[str, str]]:
 
 
 def _rewards(steps: Steps) -> list[tuple[str, str]]:
-    """The reward of the first and of the last tenth of the steps, where the loop told it."""
+    """The reward of the first and of the last tenth of the steps, if it is recorded."""
     rewards = steps.column(schemas.REWARD)
     rewards = rewards[np.isfinite(rewards)]
     tenth = max(1, rewards.size // 10)
@@ -94,7 +92,7 @@ def _span(reader: RunReader) -> str:
     if pace := runs.pace(steps):
         text += f", one every {duration(pace)}"
     if reader.replaced:
-        text += f". {runs.left_out(reader)}"
+        text += f". {runs.hidden(reader)}"
     return text + (f". {runs.unread(reader.skipped)}" if reader.skipped else "")
 
 
@@ -112,13 +110,11 @@ def _table(events: Sequence[Event]) -> str:
 
 
 def _legend(steps: int, events: Sequence[Event]) -> list[str]:
-    """Sentences of HTML on what the pictures show."""
-    marks = sum(x.kind != "decision" for x in events)
+    """Sentences of HTML that explain the pictures."""
+    marks = sum(event.kind != "decision" for event in events)
     some = f", the last {MARKED} of {marks:,}" if marks > MARKED else ""
-    alarm, guard = (
-        '<span class="alarm">an alarm begins</span>',
-        '<span class="guard">the guard advises to step down</span>',
-    )
+    alarm = '<span class="alarm">an alarm begins</span>'
+    guard = '<span class="guard">the guard advises to step down</span>'
     sentences = [f"Dotted lines{some}: {alarm}, {guard}. Drag to zoom, double-click to go back."]
     if steps > MOST:
         sentences.append(

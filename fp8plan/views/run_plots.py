@@ -25,7 +25,7 @@ FEW: Final = 60  # steps of which each is a point
 
 
 class Trace(NamedTuple):
-    """One curve. band: the metrics of the lower and the upper end of an area that goes with it."""
+    """One curve. band: the metrics of the lower and the upper end of its area"""
 
     name: str
     metric: str
@@ -47,10 +47,8 @@ class Panel(NamedTuple):
         return [x for trace in self.traces for x in (trace.metric, *(trace.band or ()))]
 
 
-def _ratio_axis(curves: Sequence[FloatArray]) -> dict[str, Any]:
-    return share_axis(curves, high=np.inf)
-
-
+_BAND: Final = (runs.SPEED_LOW, runs.SPEED_HIGH)
+_RATIO: Final = Trace("tokens/s over the prediction, with its 90% band", runs.SPEED, BLUE, band=_BAND)
 PANELS: Final = (
     Panel("reward", (Trace("mean reward of the rollout", schemas.REWARD, BLACK),)),
     Panel(
@@ -88,30 +86,17 @@ PANELS: Final = (
         "response tokens/s",
         (Trace("achieved", schemas.TOKENS_PER_S, BLUE), Trace("predicted", schemas.PREDICTED, ORANGE, "dash")),
     ),
-    Panel(
-        "achieved / predicted",
-        (
-            Trace(
-                "tokens/s over the prediction, with its 90% band",
-                runs.SPEED,
-                BLUE,
-                band=(runs.SPEED_LOW, runs.SPEED_HIGH),
-            ),
-        ),
-        axis=_ratio_axis,
-    ),
+    Panel("achieved / predicted", (_RATIO,), axis=lambda curves: share_axis(curves, high=np.inf)),
 )
 
 
 def figure(steps: Steps, events: Sequence[Event]) -> Any:
-    """All panels that have something to show, one above the other, and the events as lines through them."""
+    """All panels with data, one above the other, and the events as lines through them."""
     from plotly.subplots import make_subplots
 
     numbers = np.array(steps.numbers)
     data = runs.columns(steps, {x for panel in PANELS for x in panel.metrics} - runs.OF_PREDICTED.keys())
-    shown = [p for p in PANELS if any(np.isfinite(data[trace.metric]).any() for trace in p.traces)]
-    if not shown:
-        shown = [PANELS[0]]
+    shown = [p for p in PANELS if any(np.isfinite(data[trace.metric]).any() for trace in p.traces)] or [PANELS[0]]
     space = GAP / HEIGHT / len(shown)
     made: Any = make_subplots(rows=len(shown), cols=1, shared_xaxes=True, vertical_spacing=space)
     for number, panel in enumerate(shown, 1):
@@ -159,7 +144,7 @@ def _draw(
 
 
 def _lonely(values: FloatArray) -> bool:
-    """Return True if any value stands alone between two gaps, where no line shows it."""
+    """True if any value stands alone between two gaps, where no line shows it."""
     known = np.concatenate([[False], np.isfinite(values), [False]])
     return bool((known[1:-1] & ~known[:-2] & ~known[2:]).any())
 
@@ -177,9 +162,9 @@ def _marks(events: Sequence[Event], panels: int) -> list[dict[str, Any]]:
 
 
 def by_position(steps: Steps) -> Any:
-    """Picture of k3 by position in the response, early and late in the run: does the mismatch grow along it?
+    """A picture of k3 by position in the response, early and late in the run.
 
-    None if no record has it, or if all responses are too short to tell.
+    None if no record has it, or if all responses are too short.
     """
     from plotly.graph_objects import Figure
 

@@ -1,7 +1,4 @@
-"""Tables and text by rich that stay readable from 80 columns on.
-
-Numbers for a narrow place: bars made of letters, shares, durations.
-"""
+"""Tables and text by rich that stay readable from 80 columns on, and numbers for a narrow place."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ STYLES = {"low": "green", "moderate": "yellow", "high": "red"}  # cells that are
 
 
 class Column(NamedTuple):
-    """One column of a table, whatever its width; of two that do not fit, the one with the smaller rank is kept."""
+    """One column of a table. If two do not fit, the one with the smaller rank is kept."""
 
     header: str
     cells: list[str]
@@ -43,13 +40,13 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A table no wider than the console: columns that do not fit are left out and named below, no cell is cut."""
+    """A table no wider than the console. Columns that do not fit are named below it; no cell is cut."""
 
     columns: Sequence[Column]
     bold: int | None = None  # row of the chosen one
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        kept, left_out = fitting(self.columns, options.max_width)
+        kept, absent = fitting(self.columns, options.max_width)
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
         for column in kept:
             table.add_column(column.header, justify="left" if column.left else "right", overflow="fold")
@@ -57,8 +54,8 @@ class Fitted:
             texts = [Text(cell, STYLES.get(cell, "")) for cell in cells]
             table.add_row(*texts, style="bold" if row == self.bold else "")
         yield table
-        if left_out:
-            yield Paragraph(f"too narrow for: {', '.join(left_out)} (--json has them)", style="dim")
+        if absent:
+            yield Paragraph(f"too narrow for: {', '.join(absent)} (--json has them)", style="dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +77,13 @@ def counted(number: int, noun: str) -> str:
 
 
 def fitting(columns: Sequence[Column], width: int) -> tuple[list[Column], list[str]]:
-    """The columns that fit side by side, and the headers of those left out, highest rank first."""
-    kept, left_out = list(columns), []
+    """The columns that fit side by side, and the headers of the others, highest rank first."""
+    kept, absent = list(columns), []
     while sum(c.width + GAP for c in kept) - GAP > width and any(c.rank for c in kept):
         least = max(kept, key=lambda c: c.rank)
         kept.remove(least)
-        left_out.append(least.name)
-    return kept, left_out
+        absent.append(least.name)
+    return kept, absent
 
 
 BARS: Final = "▁▂▃▄▅▆▇█"
@@ -110,8 +107,7 @@ FREE: Final = Scale()
 def sparkline(values: FloatArray, width: int, scale: Scale = FREE) -> str:
     """Values as bars, with a blank for a missing one.
 
-    If there are more values than columns, each bar shows the one farthest from the median, so that a spike is never
-    averaged away.
+    If there are more values than columns, a bar is the value farthest from the median, so that no spike is lost.
     """
     known = np.log(np.where(values > 0, values, np.nan)) if scale.log else values
     known = np.where(np.isfinite(known), known, np.nan)
@@ -119,12 +115,12 @@ def sparkline(values: FloatArray, width: int, scale: Scale = FREE) -> str:
         return " " * min(len(known), width)
     if len(known) > width:
         middle = np.nanmedian(known)
-        groups = [x[np.isfinite(x)] for x in np.array_split(known, width)]
-        known = np.array([x[np.argmax(abs(x - middle))] if x.size else np.nan for x in groups])
+        parts = [part[np.isfinite(part)] for part in np.array_split(known, width)]
+        known = np.array([part[np.argmax(abs(part - middle))] if part.size else np.nan for part in parts])
     low = np.nanmin(known) if scale.low is None else scale.low
     high = max(np.nanmax(known), -np.inf if scale.high is None else scale.high)
     least = np.log(scale.span) if scale.log else scale.span
-    if high - low < least or high == low:  # a free end makes room for what is missing, both ends half of it
+    if high - low < least or high == low:  # the free end makes room for the rest, or each end for half of it
         extra = max(least - (high - low), 1e-9 * max(1.0, abs(high)))
         low, high = (low - extra / 2, high + extra / 2) if scale.low is None else (low, high + extra)
     level = (known - low) / (high - low) * (len(BARS) - 1)
@@ -144,8 +140,7 @@ def percent(share: float | None) -> str:
 
 def duration(seconds: float) -> str:
     """A duration such as 12 s, 3 min, 2.5 h or 4 days."""
-    for size, unit in ((172800.0, "days"), (5400.0, "h"), (90.0, "min")):
-        if seconds >= size:
-            length = {"days": 86400.0, "h": 3600.0, "min": 60.0}[unit]
-            return f"{seconds / length:.0f} {unit}" if unit != "h" else f"{seconds / length:.1f} {unit}"
+    for least, length, form, unit in ((172800, 86400, ".0f", "days"), (5400, 3600, ".1f", "h"), (90, 60, ".0f", "min")):
+        if seconds >= least:
+            return f"{seconds / length:{form}} {unit}"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

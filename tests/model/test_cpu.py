@@ -58,7 +58,7 @@ def test_a_plan_for_a_cpu_is_calibrated_and_says_what_the_cpu_has_not(made: Plan
 
 
 def test_everyone_is_told_which_cpu_was_measured() -> None:
-    (warning,) = predict("dense-50m", "cpu", WORK, engine_version=VERSION).warnings
+    (warning,) = predict("dense-50m", "cpu", WORK, engine_version=VERSION).plan.warnings
     assert "CPUs differ by several times" in warning
     assert "EPYC" in warning
 

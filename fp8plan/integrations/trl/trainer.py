@@ -22,7 +22,6 @@ from fp8plan import schemas
 from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import (
-    WEIGHTS,
     announce,
     dropped,
     load_state,
@@ -41,6 +40,7 @@ from fp8plan.integrations.trl.settings import check_trl, generating_with
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.risk.expected import THRESHOLDS, weights_in
 from fp8plan.runtime.controller.laws import Controller
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.correction.settings import CorrectionSettings, Thresholds
@@ -59,13 +59,8 @@ logger = logging.getLogger(__name__)
 NEEDED: Final = ("completion_mask", "importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps")
 LOGGED_RATIO: Final = "sampling/importance_sampling_ratio"
 OWN: Final = ("plan", "choice", "controller", "sinks")  # arguments of a planned trainer
-# TRL's modes as a plan's thresholds. TRL's ratio is pi_train / pi_rollout, too, and a masked token weighs 0.
-MODES: Final = {
-    "token_truncate": "token_tis",
-    "sequence_truncate": "sequence_tis",
-    "token_mask": "token_mis",
-    "sequence_mask": "sequence_mis",
-}
+# TRL's modes as thresholds of a plan: its ratio is pi_train / pi_rollout, too, and a masked token weighs 0.
+MODES: Final = {threshold.trl: name for name, threshold in THRESHOLDS.items() if threshold.trl}
 FIELDS: Final = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
 
 
@@ -96,7 +91,7 @@ def settings_for(args: Any, thresholds: Mapping[str, Any]) -> CorrectionSettings
     """
     if not args.vllm_importance_sampling_correction:
         return CorrectionSettings(level=None)
-    if "sequence_mis" in thresholds and not any(name in thresholds for name in WEIGHTS):  # TRL's sequence_mask
+    if "sequence_mis" in thresholds and not weights_in(thresholds):  # TRL's sequence_mask
         band = Thresholds(tis=None, band=(*thresholds["sequence_mis"],))
         beside = {name: bound for name, bound in thresholds.items() if name != "sequence_mis"}
         return CorrectionSettings("sequence", "icepop", band, dropped(beside))

@@ -1,27 +1,22 @@
-"""Kernel timings of GPUs we cannot touch: the tables inside the package aiconfigurator-core (Apache-2.0).
+"""Profiles of GPUs that nobody measured here, fitted to the tables of aiconfigurator-core (Apache-2.0).
 
-`read_tables` gives them as our own measurements are written: a row per timing, in seconds. Left out, because they do
-not time what an engine step does:
+`read_tables` gives the tables in the form of our own measurements: a row per timing, in seconds. It leaves out rows
+that differ from a step of an engine:
 
-- fp8_block GEMMs of vLLM's table that the GPU finishes sooner than the host can launch them. They were timed without
-  CUDA graphs, so 0.06 to 0.34 ms of launching stand in their place (ai-dynamo/aiconfigurator issue 1414). SGLang's
-  table of the same GPU, timed in graphs, stands in below m = 2048; where there is none, vLLM's long rows are all.
-- GEMMs whose weights, with the copies that the timing cycles through, stay in the L2 cache, and decode attention whose
-  KV stays there: an engine reads both from memory.
-- MoE with balanced routing: it sends every token to other experts than its neighbours', which no router does.
-- What the models and engines we plan for do not run: matrices narrower than 1024 or deeper than 16384, more than 16384
-  tokens a step, attention without grouped queries, heads other than 128 wide, sliding windows, expert parallelism,
-  all-reduces outside of CUDA graphs.
+- fp8_block GEMMs of vLLM's table that the GPU finishes sooner than the host launches them. They were timed without CUDA
+  graphs, so they hold 0.06 to 0.34 ms of launching (ai-dynamo/aiconfigurator issue 1414). Below m = 2048 SGLang's
+  table of the same GPU, timed in graphs, takes their place. Without one only vLLM's long rows are left.
+- GEMMs whose weights stay in the L2 cache, and decode attention whose KV does. An engine reads both from memory.
+- MoE with balanced routing, which sends neighbouring tokens to different experts. No router does that.
+- Shapes that our models and engines do not run: matrices narrower than 1024 or deeper than 16384, more than 16384
+  tokens a step, attention without grouped queries, heads other than 128 wide, sliding windows, expert parallelism, and
+  all-reduces outside CUDA graphs.
 
 fp8_block rows include the quantisation of the activations; FP8 KV rows do not include that of the queries.
 
-Profiles of GPUs we cannot touch, fitted to the tables of `aic_tables`, and how wrong such a profile is.
-
-The tables time kernels. What they do not time keeps the datasheet profile's value and uncertainty: the host, sampling,
-small kernels, and how an fp8_block layer's time divides into quantisation and GEMM. The sustained clock is what long
-rows are slower than short ones: near 1 where tables were timed hot throughout, so that their efficiencies are a hot
-GPU's. `try_out` imports the tables of a GPU that we did measure in the same way and compares; the error found there is
-every imported profile's model error.
+Costs that the tables do not time keep the datasheet profile's value and uncertainty: the host, sampling, small kernels,
+and the split of an fp8_block layer into quantisation and GEMM. The sustained clock is the ratio of short rows to long
+ones. `try_out` imports the tables of a GPU that we measured; its error is every imported profile's model error.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from importlib import metadata, util
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -61,6 +56,13 @@ LEAST_INNER = 128  # width of an expert on one rank: a scale block
 LARGEST_MESSAGE = 1 << 28  # bytes of an all-reduce: 16k tokens of a 70B model
 
 
+TRIED_ON = "h200_sxm"  # the GPU that we measured; its import is for the trial only
+SAMPLE = 1000  # rows of each kernel: more do not move the coefficients
+UNSEEN = 4  # one weight shape or head layout in so many is kept from the fit
+FEWEST_SHAPES = 8  # of a kernel, some of which are kept from the fit
+ASSUMED = ("quantise",)  # the tables time them as a part of another kernel
+
+
 @dataclass(frozen=True, slots=True)
 class Tables:
     """The usable timings that the package holds of one GPU.
@@ -82,9 +84,7 @@ class Tables:
 
 
 def find_data() -> tuple[Path, str]:
-    """The folder of the installed package's tables, and its version. Raises ConfigError, with the command that installs
-    it, if it is missing.
-    """
+    """The folder of the installed package's tables, and its version. Raises ConfigError if it is not installed."""
     spec = util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
         raise ConfigError(f"{PACKAGE}, whose tables are imported, is not installed; type: {INSTALL}")
@@ -117,8 +117,8 @@ def _folder(data: Path, card: Gpu) -> Path:
 
 def _newest(folder: Path, pattern: str) -> Path | None:
     """The path of the table from the newest version of its framework; None if there is no table."""
-    found = folder.glob(f"{pattern}_perf.parquet")
-    return max(found, key=lambda path: [int(x) for x in re.findall(r"\d+", path.parent.name)], default=None)
+    tables = folder.glob(f"{pattern}_perf.parquet")
+    return max(tables, key=lambda path: [int(part) for part in re.findall(r"\d+", path.parent.name)], default=None)
 
 
 def _read(folder: Path, pattern: str, **columns: str) -> pd.DataFrame:
@@ -148,9 +148,7 @@ def _gemm(folder: Path, framework: str) -> pd.DataFrame:
 
 
 def _cold(weights: pd.Series, card: Gpu) -> pd.Series:
-    """True for rows that read `weights` (bytes) from memory. L40S reads beyond its bandwidth up to 1.5 times the L2
-    cache.
-    """
+    """True for rows that read `weights` (bytes) from memory. L40S caches up to 1.5 times its L2 size."""
     return GEMM_COPIES * weights > 2 * card.l2_bytes
 
 
@@ -164,9 +162,8 @@ def _fp8_block(gemm: pd.DataFrame, sglang: pd.DataFrame, card: Gpu) -> tuple[pd.
     if own.empty or card.fp8_flops is None:
         return own.iloc[:0], ""
     launch = own.seconds[own.m <= 16].median()
-    roofline = np.maximum(
-        2.0 * own.m * own.n * own.k / card.fp8_flops, own.n * own.k * FP8_BYTES / card.memory_bandwidth
-    )
+    read_s = own.n * own.k * FP8_BYTES / card.memory_bandwidth
+    roofline = np.maximum(2.0 * own.m * own.n * own.k / card.fp8_flops, read_s)
     other = other[(other.m < LONG_ROWS) & _cold(other.n * other.k * FP8_BYTES, card)]
     own = own[(roofline > launch) & ((own.m >= LONG_ROWS) | other.empty)]
     remark = f", fp8_block GEMMs below m = {LONG_ROWS} of SGLang" if len(other) else ", only long fp8_block GEMMs"
@@ -174,12 +171,11 @@ def _fp8_block(gemm: pd.DataFrame, sglang: pd.DataFrame, card: Gpu) -> tuple[pd.
 
 
 def _attention(folder: Path, phase: str, **columns: str) -> pd.DataFrame:
-    shape = {"heads": "num_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
-    found = _read(
-        folder, f"attention/vllm/*/{phase}_attention", dtype="kv_cache_dtype", window="window_size", **shape, **columns
-    )
-    grouped = (found.kv_heads <= 8) & (found.heads >= 4)
-    return found[grouped & (found.window == 0) & (found.head_dim == 128)].drop(columns="window")
+    columns |= {"heads": "num_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    columns |= {"dtype": "kv_cache_dtype", "window": "window_size"}
+    rows = _read(folder, f"attention/vllm/*/{phase}_attention", **columns)
+    grouped = (rows.kv_heads <= 8) & (rows.heads >= 4)
+    return rows[grouped & (rows.window == 0) & (rows.head_dim == 128)].drop(columns="window")
 
 
 def _decode(folder: Path, card: Gpu) -> pd.DataFrame:
@@ -200,10 +196,9 @@ def _moe(folder: Path) -> pd.DataFrame:
     split = {"inner": "inter_size", "tp": "moe_tp_size", "ep": "moe_ep_size", "skew": "distribution"}
     rows = _read(folder, "moe/vllm/*/moe", dtype="moe_dtype", **shape, **split)
     rows = rows.assign(inner=rows.inner // rows.tp, skew=rows["skew"].str.extract(r"power_law_([\d.]+)", expand=False))
-    kept = (
-        rows.dtype.isin(("bfloat16", "fp8_block")) & (rows.ep == 1) & rows["skew"].notna() & (rows.inner >= LEAST_INNER)
-    )
-    return _named("moe", rows[kept].astype({"skew": float}).drop(columns=["tp", "ep"]))
+    known = rows.dtype.isin(("bfloat16", "fp8_block")) & rows["skew"].notna()
+    kept = rows[known & (rows.ep == 1) & (rows.inner >= LEAST_INNER)]
+    return _named("moe", kept.astype({"skew": float}).drop(columns=["tp", "ep"]))
 
 
 def _all_reduce(folder: Path) -> pd.DataFrame:
@@ -212,17 +207,9 @@ def _all_reduce(folder: Path) -> pd.DataFrame:
     return rows[rows.backend.str.endswith("graph") & (rows.bytes <= LARGEST_MESSAGE)]
 
 
-TRIED_ON = "h200_sxm"  # the GPU that we measured; its import is for the trial only
-SAMPLE = 1000  # rows of each kernel: more do not move the coefficients
-UNSEEN = 4  # one weight shape or head layout in so many is kept from the fit
-FEWEST_SHAPES = 8  # of a kernel of which some are kept
-Import: TypeAlias = tuple[Gpu, Tables]
-ASSUMED = ("quantise",)  # the tables time them as a part of another kernel
-
-
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A test of the import on a measured GPU: how far it is from the measurements.
+    """A test of the import on a measured GPU: its errors against the measurements.
 
     kernels:  kernel -> median |log(predicted / measured)| of our own timings
     rollouts: log(predicted / measured) of each rollout's makespan
@@ -252,7 +239,7 @@ def import_all(
     rollouts: Sequence[Path],
     kernels: Sequence[Path],
     output: Path,
-    progress: Callable[[Iterable[Import]], Iterable[Import]] = lambda found: found,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> list[tuple[Path, Profile]]:
     """Write the profiles of the GPUs called `names` (None: all) to `output`. Returns (path, profile) of each.
 
@@ -262,20 +249,20 @@ def import_all(
     """
     named = [find_gpu(name) for name in names or []]
     data, version = find_data()
-    cards = named or [x for x in importable(data) if x.name != TRIED_ON]
+    cards = named or [card for card in importable(data) if card.name != TRIED_ON]
     if any(card.name == TRIED_ON for card in cards):
         raise ConfigError(
             f"{TRIED_ON} was measured, so its tables serve as the test of the others; leave it out of --gpu"
         )
     if kernels and not rollouts:
         raise ConfigError("--kernels is given without --rollouts, whose error is the profiles' model error; give both")
-    found = [(card, read_tables(card, data, version)) for card in cards]
+    imports = [(card, read_tables(card, data, version)) for card in cards]
     trial = None
     if rollouts:
         card, rows = find_gpu(TRIED_ON), read_all(kernels)
         records = [record for path in rollouts for record in read_records(path)]
         trial = try_out(card, read_tables(card, data, version), rows, records)
-    return [_written(import_profile(card, tables, trial), output) for card, tables in progress(found)]
+    return [_written(import_profile(card, tables, trial), output) for card, tables in progress(imports)]
 
 
 def _written(profile: Profile, folder: Path) -> tuple[Path, Profile]:
@@ -292,18 +279,17 @@ def import_profile(card: Gpu, tables: Tables, trial: Trial | None = None) -> Pro
     parts = [_split(observation) for observation in observe(rows, card)]
     used = dict.fromkeys(name for seen, _ in parts for name in seen.predict(prior).partials)
     free = [name for name in used if name.partition(".")[0] not in ASSUMED]
-    found = fit([seen for seen, _ in parts], prior, free)
-    unseen = {x.kernel: robust_sd(x.errors(found.profile)) for _, x in parts if x.seconds.size}
-    fitted = f"fitted to {tables.source}"
+    fitted = fit([seen for seen, _ in parts], prior, free)
+    unseen = {rest.kernel: robust_sd(rest.errors(fitted.profile)) for _, rest in parts if rest.seconds.size}
     return replace(
-        found.profile,
+        fitted.profile,
         kind="imported",
         source=f"{tables.source}; {trial if trial else 'not tested against measurements'}",
-        residuals=found.residuals | unseen,
+        residuals=fitted.residuals | unseen,
         model_error=trial.model_error if trial else prior.model_error,
         hull=hull(tables.rows),
         date=date.today().isoformat(),
-        notes=prior.notes | dict.fromkeys(free, fitted),
+        notes=prior.notes | dict.fromkeys(free, f"fitted to {tables.source}"),
     )
 
 
@@ -316,12 +302,9 @@ def try_out(card: Gpu, tables: Tables, rows: pd.DataFrame, records: Sequence[Rec
     if not records:
         raise ConfigError(f"the records hold no rollout on {card.name}, the GPU whose import is tested")
     profile = import_profile(card, tables)
-    kernels = {x.kernel: float(np.median(np.abs(x.errors(profile)))) for x in observe(rows, card)}
-    return Trial(card.name, kernels, tuple(_log_error(record, profile) for record in records))
-
-
-def _log_error(record: Record, profile: Profile) -> float:
-    return float(np.log(simulated(record, profile).rollout.makespan_s / record.seconds))
+    kernels = {timed.kernel: float(np.median(np.abs(timed.errors(profile)))) for timed in observe(rows, card)}
+    ratios = [simulated(record, profile).rollout.makespan_s / record.seconds for record in records]
+    return Trial(card.name, kernels, tuple(np.log(ratios).tolist()))
 
 
 def _split(observation: Observations) -> tuple[Observations, Observations]:

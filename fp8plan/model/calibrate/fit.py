@@ -4,16 +4,14 @@
             + sum over coefficients              rho((log c - log prior) / sd)
 
 The prior is the datasheet profile, so a coefficient that no measurement moves keeps its value and its wide uncertainty.
-sigma_kernel is what the fit leaves of that kernel (iterated to a fixed point), so a kernel the model describes badly
-does not drag down one that it describes well. rho is Huber's: a stalled measurement must not move a coefficient.
-Rows of one group (one engine, one weight shape) are wrong together: the held-out error leaves out whole groups, and
-the covariance says how far the fit moves when a group is left out (a jackknife), not how rows scatter.
+sigma_kernel is the residual of that kernel (iterated to a fixed point), so a badly modelled kernel does not pull on a
+well modelled one. rho is Huber's: a stalled measurement must not move a coefficient. Rows of one group (one engine, one
+weight shape) have common errors. So the held-out error leaves out whole groups, and the covariance is a jackknife: how
+far the fit moves when a group is left out.
 
-Measured engine steps: a rollout record and its trace, cut into windows of time with the steps that ran in each.
-
-Times are the engine's own clock (core_s). The front end sees the same steps with pauses of 0.3 to 1.2 s now and then,
-made up for in the next steps; where a trace has its clock only (t_s), windows must be long. A window is matched to the
-schedule by the number of tokens given so far, which both the trace and the schedule count.
+Engine steps are measured by a rollout record and its trace, cut into windows of time. Times are the engine's own clock
+(core_s). The front end's clock (t_s) has pauses of 0.3 to 1.2 s, made up for in the next steps, so its windows must be
+long. A window is matched to the schedule by the number of tokens generated so far.
 """
 
 from __future__ import annotations
@@ -39,15 +37,17 @@ HUBER = 1.5  # in units of sigma: beyond, a residual counts linearly
 LEAST_SIGMA = 0.01  # below, the timer's own spread
 ROUNDS = 6  # of sigma; the change after them is below a percent
 FOLDS = 5
+WINDOW_S, FRONT_END_WINDOW_S = 0.5, 12.0
+FEWEST_STEPS = 8  # of a window
 
 Rows: TypeAlias = tuple[Array, Array]  # log errors of a kernel's rows and their slopes: (rows,) and (rows, names)
 
 
 @dataclass(frozen=True, slots=True)
 class Observations:
-    """Measured seconds of one kernel, or of whole engine steps, and how a profile predicts them.
+    """Measured seconds of one kernel, or of whole engine steps, and their prediction by a profile.
 
-    kernel:  what was measured; the name of its residual in the profile
+    kernel:  the name of its residual in the profile
     seconds: shape (rows,)
     groups:  shape (rows,); rows of one group are left out together
     predict: profile -> seconds with partials, shape (rows,)
@@ -94,28 +94,29 @@ def fit(observations: Sequence[Observations], prior: Profile, free: Sequence[str
 
     Raises ConfigError if there is nothing to fit.
     """
-    observations = [x for x in observations if x.seconds.size]
+    observations = [observed for observed in observations if observed.seconds.size]
     if not observations:
         raise ConfigError("there are no measurements to fit; run `fp8plan calibrate` on the GPU first")
-    names = [x for x in (free or prior.coefficients) if prior.log_covariance.get(x, {}).get(x, 0) > 0]
+    names = [name for name in (free or prior.coefficients) if prior.log_covariance.get(name, {}).get(name, 0) > 0]
     theta, sigmas = _prior(prior, names)[0], np.full(len(observations), 0.2)
 
     def rows(at: Array) -> list[Rows]:
-        return _residuals(observations, with_values(prior, names, at), names)
+        return _residuals(observations, _with_values(prior, names, at), names)
 
     for _ in range(ROUNDS):
         theta = _minimise(rows, prior, names, theta, sigmas)
         sigmas = np.array([max(robust_sd(errors), LEAST_SIGMA) for errors, _ in rows(theta)])
-    covariance = _covariance([x.groups for x in observations], rows(theta), prior, names, sigmas)
+    covariance = _covariance([observed.groups for observed in observations], rows(theta), prior, names, sigmas)
     table = {a: {b: float(covariance[i, j]) for j, b in enumerate(names)} for i, a in enumerate(names)}
     kept = {
         a: {b: v for b, v in row.items() if b not in table} for a, row in prior.log_covariance.items() if a not in table
     }
-    fitted = replace(with_values(prior, names, theta), log_covariance=kept | table)
-    return Fit(fitted, {x.kernel: float(s) for x, s in zip(observations, sigmas, strict=True)}, tuple(names))
+    fitted = replace(_with_values(prior, names, theta), log_covariance=kept | table)
+    residuals = {observed.kernel: float(sigma) for observed, sigma in zip(observations, sigmas, strict=True)}
+    return Fit(fitted, residuals, tuple(names))
 
 
-def with_values(profile: Profile, names: Sequence[str], logs: Array) -> Profile:
+def _with_values(profile: Profile, names: Sequence[str], logs: Array) -> Profile:
     values = dict(zip(names, np.exp(logs).tolist(), strict=True))
     return replace(profile, coefficients=profile.coefficients | values)
 
@@ -130,7 +131,7 @@ def robust_sd(errors: Array) -> float:
 class LeavingOut:
     """Fits without some rows, approximated from the fit of all rows.
 
-    They are right to first order in the coefficients, with the same sigmas. Predicting all rows anew for each of some
+    They are exact to first order in the coefficients, with the same sigmas. Predicting all rows anew for each of some
     fifty fits would take minutes.
     """
 
@@ -141,7 +142,7 @@ class LeavingOut:
         self.sigmas = np.array([full.residuals[x.kernel] for x in observations])
 
     def without(self, kernel: str, left_out: Array) -> Array:
-        """Logs of the fitted coefficients without the rows of `kernel` where `left_out` is true, shape (names,)."""
+        """Logs of the fitted coefficients without the `left_out` rows of `kernel`, shape (names,)."""
         kept = [np.full(x.seconds.size, True) if x.kernel != kernel else ~left_out for x in self.observations]
 
         def rows(at: Array) -> list[Rows]:
@@ -152,18 +153,18 @@ class LeavingOut:
 
     def profile_without(self, kernel: str, left_out: Array) -> Profile:
         """The profile with those coefficients, and the covariance of the fit of all."""
-        return with_values(self.full.profile, self.full.names, self.without(kernel, left_out))
+        return _with_values(self.full.profile, self.full.names, self.without(kernel, left_out))
 
     def errors(self, folds: int = FOLDS) -> dict[str, Array]:
         """Kernel -> log errors of its rows, each by a fit that has not seen the row's group, shape (rows,)."""
-        found = {}
+        unseen = {}
         for target, (errors, slopes) in zip(self.observations, self.rows, strict=True):
             fold, moved = _folds(target.groups, folds), errors.copy()
             for number in np.unique(fold):
                 out = fold == number
                 moved[out] += slopes[out] @ (self.without(target.kernel, out) - self.theta)
-            found[target.kernel] = moved
-        return found
+            unseen[target.kernel] = moved
+        return unseen
 
 
 def _folds(groups: Array, folds: int) -> Array:
@@ -174,13 +175,13 @@ def _folds(groups: Array, folds: int) -> Array:
 
 def _residuals(observations: Sequence[Observations], profile: Profile, names: Sequence[str]) -> list[Rows]:
     """The (log errors, derivatives by log coefficient) of each kernel's rows, shapes (rows,) and (rows, names)."""
-    found = []
-    for x in observations:
-        cost = x.predict(profile)
+    residuals = []
+    for observed in observations:
+        cost = observed.predict(profile)
         zero = np.zeros_like(cost.seconds)
         slopes = np.stack([cost.partials.get(name, zero) / cost.seconds for name in names], axis=1)
-        found.append((np.asarray(np.log(cost.seconds / x.seconds)), slopes))
-    return found
+        residuals.append((np.asarray(np.log(cost.seconds / observed.seconds)), slopes))
+    return residuals
 
 
 def _minimise(
@@ -190,16 +191,16 @@ def _minimise(
     from scipy.optimize import least_squares
 
     start, spread = _prior(prior, names)
-    # An efficiency is a fraction of a peak, at most 1. (The solver wants its start inside of the bounds.)
-    upper = np.array([0.0 if x.endswith("_efficiency") else np.inf for x in names])
+    # An efficiency is a fraction of a peak, at most 1. (The solver's start must lie inside the bounds.)
+    upper = np.array([0.0 if name.endswith("_efficiency") else np.inf for name in names])
 
     def values(at: Array) -> Array:
-        found = [e / sigma for (e, _), sigma in zip(rows(at), sigmas, strict=True)]
-        return np.concatenate([*found, (at - start) / spread])
+        scaled = [errors / sigma for (errors, _), sigma in zip(rows(at), sigmas, strict=True)]
+        return np.concatenate([*scaled, (at - start) / spread])
 
     def slopes(at: Array) -> Array:
-        found = [j / sigma for (_, j), sigma in zip(rows(at), sigmas, strict=True)]
-        return np.concatenate([*found, np.diag(1 / spread)])
+        scaled = [slope / sigma for (_, slope), sigma in zip(rows(at), sigmas, strict=True)]
+        return np.concatenate([*scaled, np.diag(1 / spread)])
 
     bounds = (np.full(len(names), -np.inf), upper)
     return np.asarray(
@@ -209,8 +210,8 @@ def _minimise(
 
 def _prior(prior: Profile, names: Sequence[str]) -> tuple[Array, Array]:
     """The logs of the prior's values and their standard deviations, each of shape (names,)."""
-    values = np.log([prior.coefficients[x] for x in names])
-    return values, np.sqrt([prior.log_covariance[x][x] for x in names])
+    values = np.log([prior.coefficients[name] for name in names])
+    return values, np.sqrt([prior.log_covariance[name][name] for name in names])
 
 
 def _covariance(
@@ -219,7 +220,7 @@ def _covariance(
     """The covariance of the log coefficients, shape (names, names): the prior's share, and a jackknife over groups.
 
     To first order, leaving out a group moves the fit by (curvature of all the rest)^-1 (the group's pull). The usual
-    sandwich divides by the curvature of all instead, and its sds are two to three times too small for few groups.
+    sandwich divides by the curvature of all groups. For few groups its sds are two to three times too small.
     """
     pulls, curvatures = [], []
     for labels, sigma, (errors, slopes) in zip(groups, sigmas, rows, strict=True):
@@ -236,18 +237,14 @@ def _covariance(
     return np.asarray((covariance + covariance.T) / 2)
 
 
-WINDOW_S, FRONT_END_WINDOW_S = 0.5, 12.0
-FEWEST_STEPS = 8  # of a window
-
-
 @dataclass(frozen=True, slots=True)
 class Windows:
     """Consecutive windows of one rollout.
 
     seconds: measured, shape (windows,)
-    weights: how often each row of `batch` ran in each window, shape (windows, rows)
+    weights: the number of times that each row of `batch` ran in each window, shape (windows, rows)
     batch:   the rows of the rollout's schedule
-    engine:  model and precision; windows of one engine share what the model gets wrong about it
+    engine:  model and precision; windows of one engine share an error
     """
 
     record: Record
@@ -267,17 +264,14 @@ class Windows:
 
 
 def read_traces(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """The trace of each record, by the record's key, as fp8plan.runtime.measure.rollouts.run wrote it; columns per
-    step.
-    """
+    """The traces that fp8plan.runtime.measure.rollouts.run wrote, by the key of their record; columns per step."""
     return {row["key"]: row for path in paths for row in rows(path)}
 
 
 def windows(record: Record, trace: dict[str, Any]) -> Windows:
-    """Cut one rollout into windows. Its KV pool is the measured one, so that preemptions are the engine's and not the
-    model's.
+    """Cut one rollout into windows. Its KV pool is the measured one, so that preemptions are the engine's.
 
-    Raises ConfigError if the record does not say how large its pool was.
+    Raises ConfigError if the record lacks the size of its pool.
     """
     planned = schedule_with(record.batch, measured_kv(record), record.limits)
     tokens = np.cumsum(trace["generation_tokens"])
@@ -295,7 +289,7 @@ def windows(record: Record, trace: dict[str, Any]) -> Windows:
 
 
 def measured_kv(record: Record) -> KvPlan:
-    """The KV cache that a rollout ran with. Raises ConfigError if the record does not say how large its pool was."""
+    """The KV cache that a rollout ran with. Raises ConfigError if the record lacks the size of its pool."""
     fields, setup = record.fields, record.setup
     if fields.get("num_gpu_blocks") is not None:
         return setup.kv_plan(fields["num_gpu_blocks"])
@@ -322,13 +316,13 @@ def _cuts(times: FloatArray, window_s: float) -> list[int]:
 def overlap(planned: Schedule, edges: Array) -> FloatArray:
     """The number of steps of each row between token counts `edges`, shape (len(edges) - 1, rows).
 
-    A row gives its tokens evenly; one that gives none belongs to the window in which the next token comes.
+    The tokens of a row are spread evenly over it. A row without tokens belongs to the window of the next token.
     """
-    given = planned.steps * planned.sampled_requests
-    end = np.cumsum(given)
-    begin, total = end - given, end[-1]
+    made = planned.steps * planned.sampled_requests
+    end = np.cumsum(made)
+    begin, total = end - made, end[-1]
     edges = edges * (total / edges[-1])  # equal unless the trace lost its last line
     low, high = edges[:-1, None], edges[1:, None]
-    share = (np.minimum(high, end) - np.maximum(low, begin)).clip(min=0) / np.maximum(given, 1)
-    silent = (given == 0) & (low <= begin) & (begin < high)
+    share = (np.minimum(high, end) - np.maximum(low, begin)).clip(min=0) / np.maximum(made, 1)
+    silent = (made == 0) & (low <= begin) & (begin < high)
     return np.asarray((share + silent) * planned.steps, dtype=np.float64)

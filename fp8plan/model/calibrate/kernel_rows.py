@@ -1,14 +1,15 @@
 """Observations for `calibrate.fit` from timings of single kernels: the cost functions at the measured shapes.
 
-A row is a timing of one kernel in one layer; `QUANTITIES` says which columns a kernel has. Rows of one weight shape (or
-head layout, or group of GPUs) are one group: what a cost function misses of a shape it misses at every batch size.
+A row is a timing of one kernel in one layer; `QUANTITIES` lists the columns of each kernel. Rows of one weight shape,
+head layout or number of GPUs are one group, because a cost function has the same error at every batch size of a shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -45,7 +46,7 @@ QUANTITIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "all_reduce": (("gpus",), ("bytes",)),
 }
 PRECISIONS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "fp8": FP8_KV}
-# Rows of kernels bound by math whose timing lasts long enough for the power cap to lower the clock.
+# Kernels bound by math, and the seconds of a timing from which on the power cap lowers the clock.
 MATH, LONG_S = ("gemm", "linear", "moe", "attention_prefill"), 4e-3
 # Kernel of a layer -> the rows that time it; a layer timed with fewer numbers of rows is left to the coefficients.
 LAYERS = {f"gemm.{x}": f"{kind}.{x}" for x, kind in (("bf16", "gemm"), ("fp8_block", "linear"))}
@@ -62,8 +63,8 @@ def read_all(paths: Iterable[Path]) -> pd.DataFrame:
 def read_rows(path: Path) -> pd.DataFrame:
     """The timings in a file, one JSON object a line, of the kernels that have a cost function.
 
-    Rows whose mode is "eager" are left out: samplers were timed in a CUDA graph and launched one by one, and as the
-    engine launches them while the GPU is still busy with the layers, the first is what a step takes.
+    Rows whose mode is "eager" are left out. Samplers were timed in a CUDA graph, and launched one by one ("eager"). An
+    engine launches them while the GPU is still busy with the layers, so a step takes the time of the graph.
     """
     rows = pd.read_json(path, lines=True)
     missing = {"kernel", "seconds"} - set(rows.columns)
@@ -83,19 +84,17 @@ def observe(rows: pd.DataFrame, card: Gpu) -> list[Observations]:
 
 def cost_alone(kernel: str, rows: pd.DataFrame, card: Gpu, profile: Profile) -> Cost:
     """The cost of each row of `kernel` by `profile` as it is, with the layers that were timed."""
-    name, _, dtype = kernel.partition(".")
     rows = rows.reset_index(drop=True)
-    shapes = [(part.index.to_numpy(), part) for _, part in rows.groupby(list(QUANTITIES[name][0]), sort=False)]
-    return _scattered([(index, _COSTS[name](part, dtype, card, profile)) for index, part in shapes], len(rows))
+    shapes = rows.groupby(list(QUANTITIES[kernel.partition(".")[0]][0]), sort=False)
+    return _scattered([(part.index.to_numpy(), _cost(kernel, part, card, profile)) for _, part in shapes], len(rows))
 
 
 def layer_residuals(rows: pd.DataFrame, card: Gpu, profile: Profile) -> dict[str, dict[str, list[list[float]]]]:
-    """The error that the coefficients of `profile` leave on each layer in `rows`, in the form of the profile's field
-    `layers`.
+    """The error that the coefficients of `profile` leave on each layer in `rows`, as the profile's field `layers`.
 
     A linear layer's quantisation is not part of its GEMM, and experts were timed for even routing.
     """
-    found: dict[str, dict[str, list[list[float]]]] = {}
+    layers: dict[str, dict[str, list[list[float]]]] = {}
     for kernel, name in LAYERS.items():
         timed = rows[rows.kernel == name]
         if kernel.startswith("moe") and "skew" in timed:
@@ -110,27 +109,27 @@ def layer_residuals(rows: pd.DataFrame, card: Gpu, profile: Profile) -> dict[str
         groups, quantity = QUANTITIES[name.partition(".")[0]]
         table = timed.assign(missed=missed).groupby([*groups, *quantity], sort=True).missed.mean().reset_index()
         shapes = {layer_name(shape): part for shape, part in table.groupby(list(groups)) if len(part) >= FEWEST_ROWS}
-        found[kernel] = {
+        layers[kernel] = {
             shape: [part[quantity[0]].tolist(), part.missed.round(4).tolist()] for shape, part in shapes.items()
         }
-    return found
+    return layers
 
 
 def hull(rows: pd.DataFrame) -> dict[str, dict[str, tuple[float, float]]]:
-    """Kernel -> quantity -> (lowest, highest) in `rows`; quantities are named as a step's are, in StepModel.
+    """Kernel -> quantity -> (lowest, highest) in `rows`, with StepModel's names of quantities.
 
     A GEMM timed alone and one timed with the quantisation of its input are one kernel here, and so are both samplers.
     """
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+    ranges: dict[str, dict[str, tuple[float, float]]] = {}
     names = rows.kernel.astype(str).str.replace(r"^linear\.", "gemm.", regex=True)
     names = names.str.replace(r"^sampling\..*", "sampling", regex=True)
     for kernel, group in rows.groupby(names):
-        asked = _asked(str(kernel), group)
-        found[str(kernel)] = {name: (float(v.min()), float(v.max())) for name, v in asked.items()}
-    return {kernel: ranges for kernel, ranges in found.items() if ranges}
+        if quantities := _quantities(str(kernel), group):
+            ranges[str(kernel)] = {name: (float(v.min()), float(v.max())) for name, v in quantities.items()}
+    return ranges
 
 
-def _asked(kernel: str, rows: pd.DataFrame) -> dict[str, pd.Series]:
+def _quantities(kernel: str, rows: pd.DataFrame) -> dict[str, pd.Series]:
     if kernel.startswith("gemm"):
         return {name: rows[name] for name in ("m", "n", "k")}
     if kernel.startswith("attention_decode"):
@@ -138,8 +137,8 @@ def _asked(kernel: str, rows: pd.DataFrame) -> dict[str, pd.Series]:
     if kernel.startswith("attention_prefill"):
         tokens, last = rows.chunks * rows.chunk, rows.context + rows.chunk
         pairs = tokens * (rows.context + (rows.chunk + 1) / 2)
-        counted = {"prefill_tokens": tokens, "prefill_requests": rows.chunks, "prefill_kv_tokens": rows.chunks * last}
-        return counted | {"prefill_pairs": pairs}
+        counts = {"prefill_tokens": tokens, "prefill_requests": rows.chunks, "prefill_kv_tokens": rows.chunks * last}
+        return counts | {"prefill_pairs": pairs}
     if kernel == "sampling":
         return {"sampled_requests": rows.m}
     return {}
@@ -153,15 +152,14 @@ def _observe(kernel: str, rows: pd.DataFrame, card: Gpu) -> Observations:
     shapes = rows.groupby(list(QUANTITIES[name][0]), sort=False)
     long = (rows.seconds > LONG_S) & (name in MATH)
     parts = [(part.index.to_numpy(), bool(slow), part) for _, shape in shapes for slow, part in shape.groupby(long)]
-    cost = _COSTS[name]
 
     def predict(profile: Profile) -> Cost:
-        profile = replace(profile, layers={}, log_covariance={})  # rows show what the coefficients alone say
-        slowed, found = sustained(profile, CLOCK), []
+        profile = replace(profile, layers={}, log_covariance={})  # by the coefficients alone
+        slowed, costs = sustained(profile, CLOCK), []
         for index, slow, part in parts:
-            one = cost(part, dtype, card, slowed if slow else profile)
-            found.append((index, with_sustained(one, profile, CLOCK) if slow else one))
-        return _scattered(found, len(rows))
+            cost = _cost(kernel, part, card, slowed if slow else profile)
+            costs.append((index, with_sustained(cost, profile, CLOCK) if slow else cost))
+        return _scattered(costs, len(rows))
 
     return Observations(kernel, rows.seconds.to_numpy(), shapes.ngroup().to_numpy(), predict)
 
@@ -175,24 +173,6 @@ def _scattered(parts: list[tuple[Array, Cost]], size: int) -> Cost:
         for name, values in cost.partials.items():
             partials.setdefault(name, np.zeros(size))[index] = values
     return Cost(seconds, partials)
-
-
-def _linear(rows: pd.DataFrame) -> list[Linear]:
-    return [Linear("measured", int(rows.n.iloc[0]), int(rows.k.iloc[0]), 1, True, False)]
-
-
-def _gemm(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    return gemm_cost(rows.m.to_numpy(), _linear(rows), PRECISIONS[dtype], card, profile)
-
-
-def _quantised_linear(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    quantise = quantise_cost(rows.m.to_numpy(), _linear(rows), PRECISIONS[dtype], card, profile)
-    return _gemm(rows, dtype, card, profile) + quantise
-
-
-def _quantise(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    one = Linear("measured", 1, int(rows.k.iloc[0]), 1, True, False)
-    return quantise_cost(rows.m.to_numpy(), [one], FP8_BLOCK, card, profile)
 
 
 def decode_batch(rows: pd.DataFrame) -> StepBatch:
@@ -209,80 +189,62 @@ def prefill_batch(rows: pd.DataFrame) -> StepBatch:
     return StepBatch(none, none, tokens, chunks, tokens + chunks * context, pairs, chunks)
 
 
-def _decode(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    steps, attention, precision = decode_batch(rows), attention_of(rows), PRECISIONS[dtype]
-    block = key_block(attention.head_dim)
-    edge = -rows.context.to_numpy() % block  # equal contexts; the others end anywhere in a block
-    if "skew" in rows:
-        edge = np.where(rows["skew"] == "even", edge, block / 2)
-    return attention_cost(steps, attention, precision, 1, card, profile, edge)
-
-
-def _prefill(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    return attention_cost(prefill_batch(rows), attention_of(rows), PRECISIONS[dtype], 1, card, profile)
-
-
-def _moe(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    (routed, hidden), hit = experts_of(rows), None
-    if "hit" in rows and rows.hit.notna().all():  # what the routing of the timed tokens really hit
-        hit = rows.hit.to_numpy()
-    return moe_cost(rows.tokens.to_numpy(), routed, hidden, PRECISIONS[dtype], 1, card, profile, hit)
+def attention_of(rows: pd.DataFrame) -> Attention:
+    """The heads of rows of one layout."""
+    heads, kv_heads, head_dim = (_size(rows, name) for name in ("heads", "kv_heads", "head_dim"))
+    return Attention(heads, kv_heads, head_dim)
 
 
 def experts_of(rows: pd.DataFrame) -> tuple[Experts, int]:
     """The experts of rows of one layer, and the model's width."""
-    experts, top_k, hidden, inner = (int(rows[name].iloc[0]) for name in ("experts", "top_k", "hidden", "inner"))
+    experts, top_k, hidden, inner = (_size(rows, name) for name in ("experts", "top_k", "hidden", "inner"))
     return Experts(experts, top_k, inner), hidden
 
 
-def _kv_write(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    width = 2 * int(rows.kv_heads.iloc[0]) * int(rows.head_dim.iloc[0])
-    return kv_write_cost(rows.tokens.to_numpy(), width, PRECISIONS[dtype], card, profile)
+def _size(rows: pd.DataFrame, column: str) -> int:
+    """The value of a column that is the same in all rows."""
+    return int(rows[column].iloc[0])
 
 
-def _quantise_query(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    width = int(rows.heads.iloc[0]) * int(rows.head_dim.iloc[0])
-    return quantise_query_cost(rows.tokens.to_numpy(), width, card, profile)
-
-
-def _norm(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    return norm_cost(rows.m.to_numpy(), int(rows.hidden.iloc[0]), card, profile)
-
-
-def _rotary(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    return rotary_cost(rows.m.to_numpy(), attention_of(rows), 1, card, profile)
-
-
-def _activation(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    return activation_cost(rows.m.to_numpy(), int(rows.inner.iloc[0]), card, profile)
-
-
-def _sampling(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    return sampler_cost(rows.m.to_numpy(), int(rows.vocabulary.iloc[0]), dtype, card, profile)
-
-
-def _all_reduce(rows: pd.DataFrame, dtype: str, card: Gpu, profile: Profile) -> Cost:
-    return all_reduce_cost(rows.bytes.to_numpy(), int(rows.gpus.iloc[0]), card, profile)
-
-
-def attention_of(rows: pd.DataFrame) -> Attention:
-    """The heads of rows of one layout."""
-    heads, kv_heads, head_dim = (int(rows[name].iloc[0]) for name in ("heads", "kv_heads", "head_dim"))
-    return Attention(heads, kv_heads, head_dim)
-
-
-_COSTS: dict[str, Callable[[pd.DataFrame, str, Gpu, Profile], Cost]] = {
-    "gemm": _gemm,
-    "linear": _quantised_linear,
-    "quantise": _quantise,
-    "attention_decode": _decode,
-    "attention_prefill": _prefill,
-    "moe": _moe,
-    "kv_write": _kv_write,
-    "quantise_query": _quantise_query,
-    "norm": _norm,
-    "rotary": _rotary,
-    "activation": _activation,
-    "sampling": _sampling,
-    "all_reduce": _all_reduce,
-}
+def _cost(kernel: str, rows: pd.DataFrame, card: Gpu, profile: Profile) -> Cost:
+    """The cost of rows of one kernel and one shape, by the cost function of the kernel."""
+    name, _, dtype = kernel.partition(".")
+    if name == "sampling":
+        return sampler_cost(rows.m.to_numpy(), _size(rows, "vocabulary"), dtype, card, profile)
+    precision: Any = PRECISIONS.get(dtype)  # None for a kernel without a dtype
+    number = rows[QUANTITIES[name][1][0]].to_numpy()  # of rows, tokens, requests or bytes
+    match name:
+        case "gemm" | "linear" | "quantise":
+            n = 1 if name == "quantise" else _size(rows, "n")
+            linear = [Linear("measured", n, _size(rows, "k"), 1, True, False)]
+            if name == "quantise":
+                return quantise_cost(number, linear, FP8_BLOCK, card, profile)
+            gemm = gemm_cost(number, linear, precision, card, profile)
+            return gemm if name == "gemm" else gemm + quantise_cost(number, linear, precision, card, profile)
+        case "attention_decode":
+            attention = attention_of(rows)
+            block = key_block(attention.head_dim)
+            edge = -rows.context.to_numpy() % block  # equal contexts; the others end anywhere in a block
+            if "skew" in rows:
+                edge = np.where(rows["skew"] == "even", edge, block / 2)
+            return attention_cost(decode_batch(rows), attention, precision, 1, card, profile, edge)
+        case "attention_prefill":
+            return attention_cost(prefill_batch(rows), attention_of(rows), precision, 1, card, profile)
+        case "moe":
+            experts, hidden = experts_of(rows)
+            # The experts that the timed tokens really hit.
+            hit = rows.hit.to_numpy() if "hit" in rows and rows.hit.notna().all() else None
+            return moe_cost(number, experts, hidden, precision, 1, card, profile, hit)
+        case "kv_write":
+            width = 2 * _size(rows, "kv_heads") * _size(rows, "head_dim")
+            return kv_write_cost(number, width, precision, card, profile)
+        case "quantise_query":
+            return quantise_query_cost(number, _size(rows, "heads") * _size(rows, "head_dim"), card, profile)
+        case "norm":
+            return norm_cost(number, _size(rows, "hidden"), card, profile)
+        case "rotary":
+            return rotary_cost(number, attention_of(rows), 1, card, profile)
+        case "activation":
+            return activation_cost(number, _size(rows, "inner"), card, profile)
+        case _:
+            return all_reduce_cost(number, _size(rows, "gpus"), card, profile)

@@ -1,10 +1,10 @@
-"""The power coefficients that fit power readings, of rollouts and of single kernels: least squares, without any time.
+"""The power coefficients, fitted by least squares to power readings of rollouts and of single kernels.
 
-    mean watts = idle + sum of watts * seconds over what was used / seconds
+    mean watts = idle + sum over coefficients of (watts * seconds of its use) / seconds
 
-What is used: fp8plan.model.cost.power. Readings are NVML's, sampled during each rollout
+fp8plan.model.cost.power has the uses. Readings are NVML's, sampled during each rollout
 (fp8plan.runtime.measure.rollouts.host) and while single kernels ran for seconds
-(fp8plan.runtime.measure.kernels.power). They hold at the limit, too, where the seconds are longer.
+(fp8plan.runtime.measure.kernels.power). The equation also holds at the power limit, where the seconds are longer.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from fp8plan.model.cost.power import MEMORY_WATTS as MEMORY
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.profile.profile import Profile
 
-LEAST_SECONDS, MOST_SECONDS = 0.9, 4.0  # of a rollout. Shorter: the sampling misses too much; longer: no better known
+LEAST_SECONDS, MOST_SECONDS = 0.9, 4.0  # of a rollout. A shorter one has too few samples; a longer one is no better
 LEAST_READINGS = 12
 NAMES = (IDLE, MEMORY, *MATH.values(), *EXPERTS.values(), *RUNNING.values())
-# Weights, in watts: of a kernel's reading nearly as much as of a long rollout's, as little else runs at the limit. (The
-# fit leaves 36 and 59 W, RMS, the latter mostly of kernels of a few microseconds.)
+# Weights, in watts. A kernel's reading counts about as much as a long rollout's, because little else runs at the limit.
 ROLLOUT_SD, KERNEL_SD = 30.0, 25.0
-LEAST_WATTS = 0.1  # instead of none: a coefficient that is missing would be another's
-# A coefficient is about as large as the one that would count in its place, with this standard deviation, and the watts
-# of FP8 math as those of BF16: all are of one GPU, and few readings are bound by each.
+LEAST_WATTS = 0.1  # instead of 0: another coefficient would stand in for a missing one
+# Pairs of coefficients that are about equal, with a standard deviation of LIKE_SD. All are of one GPU, and few readings
+# are bound by each.
 LIKE = {MATH["fp8"]: MATH["bf16"], EXPERTS["bf16_experts"]: MATH["bf16"], EXPERTS["fp8_experts"]: MATH["fp8"]}
 LIKE |= {name: RUNNING["kernels"] for name in RUNNING.values() if name != RUNNING["kernels"]}
 LIKE_SD = 300.0
@@ -50,26 +49,26 @@ Uses = Mapping[str, Array]
 
 
 def power_coefficients(steps: Sequence[Windows], profile: Profile, kernels: pd.DataFrame) -> dict[str, float]:
-    """The coefficients of fp8plan.model.cost.power; none with fewer than LEAST_READINGS, or where the GPU's limit is
-    not known. Of experts and of recurrent layers there are some if a reading had any.
+    """The coefficients of fp8plan.model.cost.power; {} for fewer than LEAST_READINGS, or a GPU of unknown power limit.
+    Those of experts and of recurrent layers are there if a reading has any.
 
     kernels: rows of kernels/power.jsonl
     """
     if not steps or steps[0].record.setup.gpu.power_limit_watts is None:
         return {}
-    runs = [x for x in steps if x.record.fields.get("power_w") and x.record.seconds >= LEAST_SECONDS]
+    runs = [run for run in steps if run.record.fields.get("power_w") and run.record.seconds >= LEAST_SECONDS]
     if len(runs) + len(kernels) < LEAST_READINGS:
         return {}
-    equations = [_of_rollout(x, profile) for x in runs]
+    equations = [_of_rollout(run, profile) for run in runs]
     equations += _of_kernels(kernels, steps[0].record.setup.gpu, profile)
     used = pd.DataFrame([shares for shares, *_ in equations], columns=list(NAMES)).fillna(0.0)
     watts, weights = np.array([rest for _, *rest in equations]).T
     names = [name for name in NAMES if used[name].any()]
     alike = [(name, LIKE[name]) for name in names if LIKE.get(name) in names]
-    held = np.array([[(x == name) - (x == other) for x in names] for name, other in alike], dtype=float) / LIKE_SD
+    held = np.array([[(c == name) - (c == other) for c in names] for name, other in alike], dtype=float) / LIKE_SD
     matrix = np.vstack([used[names].to_numpy() * weights[:, None], held.reshape(-1, len(names))])
-    found, _ = nnls(matrix, np.append(watts * weights, np.zeros(len(alike))))
-    known = {name: max(float(value), LEAST_WATTS) for name, value in zip(names, found, strict=True)}
+    fitted, _ = nnls(matrix, np.append(watts * weights, np.zeros(len(alike))))
+    known = {name: max(float(value), LEAST_WATTS) for name, value in zip(names, fitted, strict=True)}
     return known if min(known.get(name, 0.0) for name in (IDLE, RUNNING["kernels"])) > LEAST_WATTS else {}
 
 
@@ -92,15 +91,12 @@ def _of_kernels(rows: pd.DataFrame, card: Gpu, profile: Profile) -> Iterator[tup
 
 
 def kernel_uses(kernel: str, rows: pd.DataFrame, card: Gpu, profile: Profile) -> Uses:
-    """Coefficient -> seconds of what one call draws it for, each of shape (rows,).
-
-    They run for as long as `profile` predicts, without a limit.
-    """
+    """Coefficient -> seconds for which one call draws it, each of shape (rows,), without a power limit."""
     name, _, dtype = kernel.partition(".")
     running, read, math = _KINDS.get(name, _small)(dtype, rows)
     seconds = {RUNNING[running]: running_seconds(cost_alone(kernel, rows, card, profile))}
     seconds[MEMORY] = read / card.memory_bandwidth
-    return seconds | {coefficient: x / peak_flops(card, dtype) for coefficient, x in math.items()}
+    return seconds | {coefficient: work / peak_flops(card, dtype) for coefficient, work in math.items()}
 
 
 Kind = tuple[str, Array, dict[str, Array]]  # of RUNNING, bytes read, math's coefficient -> FLOPs
@@ -108,7 +104,7 @@ Kind = tuple[str, Array, dict[str, Array]]  # of RUNNING, bytes read, math's coe
 
 def _gemm(dtype: str, rows: pd.DataFrame) -> Kind:
     m, n, k = (rows[name].to_numpy(float) for name in ("m", "n", "k"))
-    read = [PRECISIONS[dtype].linear_bytes(int(x), int(y), True) for x, y in zip(n, k, strict=True)]
+    read = [PRECISIONS[dtype].linear_bytes(*size, True) for size in zip(n.astype(int), k.astype(int), strict=True)]
     return "kernels", np.array(read, dtype=float), {MATH[_math(dtype)]: 2 * m * n * k}
 
 

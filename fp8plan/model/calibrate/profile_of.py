@@ -1,20 +1,19 @@
-"""The profile that fits a folder of measurements, and how wrong it was before and is now.
+"""The profile that fits a folder of measurements, and its errors before and after the fit.
 
     FOLDER/kernels/*.jsonl              timings of single kernels (runtime.measure.kernels.gemm, attention, moe, ...)
     FOLDER/kernels/power.jsonl          their power (runtime.measure.kernels.power)
     FOLDER/steps/rollouts.jsonl         rollouts whose steps are fitted (fp8plan.runtime.measure.rollouts.run --trace)
     FOLDER/steps/rollouts.trace.jsonl.gz
     FOLDER/families/rollouts.jsonl      rollouts of models with rare parts (MLA, states), if there are any; with a trace
-    FOLDER/profile.json                 what `fp8plan calibrate` writes
+    FOLDER/profile.json                 the fitted profile, which `fp8plan calibrate` writes
 
-Kernels say how each GEMM and attention scales with its shape; engine steps say what is between them: launches, small
-kernels, sampling, the host. Both are fitted at once, so neither has to be subtracted from the other. The coefficients
-of rare parts are fitted after that, with all others as they are, unless their kernels were timed.
+Kernels show how each GEMM and attention scales with its shape. Engine steps show the costs between them: launches,
+small kernels, sampling, the host. Both are fitted at once, so neither has to be subtracted from the other. The
+coefficients of rare parts are fitted after that, with all others fixed, unless their kernels were timed.
 
-The shapes whose kernels are measured but never fitted: on them a profile shows how far off it is elsewhere.
-
-The shapes were named before the first measurement. Other models' layers of the same size are the same shape and are
-left out as well. So are, since they were seen, decode batches of unequal contexts, whose imbalance is not modelled.
+Some measured shapes are held out of every fit: they show the error of a profile on other shapes. They were chosen
+before the first measurement. Decode batches of unequal contexts are held out too, because their imbalance is not
+modelled.
 """
 
 from __future__ import annotations
@@ -44,17 +43,24 @@ LINEARS = {"Qwen/Qwen3-14B": ("qkv_proj", "gate_up_proj", "down_proj"), "meta-ll
 ATTENTION = ("Qwen/Qwen3-14B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.2-1B")
 UNEQUAL = "lognormal"
 MOE = ("Qwen/Qwen3-235B-A22B",)
+STEPS = "engine steps"
+POWER_ROWS, COURSE_ROWS = "power.jsonl", "clock_course.jsonl"  # of kernels that ran for seconds, which are no timings
+# sd of one cell between cards of one GPU model, which no calibration of one card can improve on. From Qwen3-8B with 8
+# requests on four H200s (validation/anchor.jsonl and first_look of the H200's profile).
+BETWEEN_CARDS = 0.017
+# sd of a rare part's coefficient between models, assumed: each was measured in one model.
+BETWEEN_MODELS = 0.1
 
 
 def is_held_out(rows: pd.DataFrame) -> Array:
     """True for each timing of a held-out shape, shape (rows,)."""
-    found = np.zeros(len(rows), dtype=bool)
+    held = np.zeros(len(rows), dtype=bool)
     for columns, shapes in _shapes().items():
         if set(columns) <= set(rows.columns):
-            found |= pd.MultiIndex.from_frame(rows[list(columns)]).isin(shapes)
+            held |= pd.MultiIndex.from_frame(rows[list(columns)]).isin(shapes)
     if {"kernel", "skew"} <= set(rows.columns):
-        found |= rows.kernel.str.startswith("attention_decode").to_numpy() & (rows["skew"] == UNEQUAL).to_numpy()
-    return found
+        held |= rows.kernel.str.startswith("attention_decode").to_numpy() & (rows["skew"] == UNEQUAL).to_numpy()
+    return held
 
 
 def _shapes() -> dict[tuple[str, ...], list[tuple[int, ...]]]:
@@ -70,22 +76,13 @@ def _shapes() -> dict[tuple[str, ...], list[tuple[int, ...]]]:
     }
 
 
-STEPS = "engine steps"
-POWER_ROWS, COURSE_ROWS = "power.jsonl", "clock_course.jsonl"  # of kernels that ran for seconds, which are no timings
-# sd of one cell between cards of one GPU model: Qwen3-8B, 8 requests, on four H200s: 2.96, 2.97, 3.06 and 3.05 s
-# (validation/anchor.jsonl and first_look of the H200's profile). No calibration of one card can know better.
-BETWEEN_CARDS = 0.017
-# sd of a rare part's coefficient between models, assumed: each was measured in one model, which says nothing of others.
-BETWEEN_MODELS = 0.1
-
-
 @dataclass(frozen=True, slots=True)
 class KernelError:
     """Relative errors of one kernel's rows: medians of |predicted / measured - 1|.
 
-    rows, unseen: those that the fit has seen, and those that no fit sees (fp8plan.model.calibrate.profile_of)
+    rows, unseen: the rows of the fit, and the rows that are held out of every fit
     before:   by the prior (the datasheet profile)
-    fitted:   by the fit, of the rows it has seen
+    fitted:   by the fit, of its own rows
     held_out: of the unseen rows; without any, by fits that have not seen the row's weight shape, head layout or engine
     worst:    the largest held-out error
     """
@@ -117,23 +114,23 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     prior = without_rare_parts(sheet, timed_rare_parts(rows[kept]), rare_parts(card))
     prior = with_power(prior, [*steps, *rare], sheet, powers)
     observations = [*observe(rows[kept], card), observe_steps(steps)]
-    found = fit(observations, prior)
-    # Again: engine steps run the layers that were timed, and how much small kernels move is known by now.
-    again = replace(prior, layers=layer_residuals(rows[kept], card, found.profile))
-    known = replace(with_rare_parts(found.profile, rare, sheet), layers=again.layers)
-    again = with_power(again, [*steps, *rare], known, powers)
-    found = fit(observations, again)
-    leaving_out = LeavingOut(observations, again, found)
+    first = fit(observations, prior).profile
+    # A second fit, with the timed layers that engine steps run, and with the known sizes of small kernels.
+    layers = layer_residuals(rows[kept], card, first)
+    known = replace(with_rare_parts(first, rare, sheet), layers=layers)
+    again = with_power(replace(prior, layers=layers), [*steps, *rare], known, powers)
+    fitted = fit(observations, again)
+    leaving_out = LeavingOut(observations, again, fitted)
     unseen = leaving_out.errors()
-    never = {x.kernel: x.errors(found.profile) for x in observe(rows[~kept], card)}
+    never = {timed.kernel: timed.errors(fitted.profile) for timed in observe(rows[~kept], card)}
     errors = []
-    for x in observations:
-        elsewhere = never.get(x.kernel, unseen[x.kernel])
-        before, fitted = _median(x.errors(prior)), _median(x.errors(found.profile))
-        number, worst = never.get(x.kernel, np.zeros(0)).size, float(np.max(np.abs(np.expm1(elsewhere))))
-        errors.append(KernelError(x.kernel, x.seconds.size, number, before, fitted, _median(elsewhere), worst))
+    for timed in observations:
+        elsewhere = never.get(timed.kernel, unseen[timed.kernel])
+        number, worst = never.get(timed.kernel, np.zeros(0)).size, float(np.max(np.abs(np.expm1(elsewhere))))
+        before, after = _median(timed.errors(prior)), _median(timed.errors(fitted.profile))
+        errors.append(KernelError(timed.kernel, timed.seconds.size, number, before, after, _median(elsewhere), worst))
     profile = replace(
-        with_rare_parts(found.profile, rare, sheet),
+        with_rare_parts(fitted.profile, rare, sheet),
         kind="calibrated",
         source=_source(rows, powers, steps),
         residuals={kernel: robust_sd(values) for kernel, values in unseen.items()},
@@ -141,10 +138,8 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         hull=_hull(rows, steps),
         date=max(str(w.record.fields.get("date", ""))[:10] for w in steps) or datetime.now(UTC).date().isoformat(),
         notes={},
-        layers=layer_residuals(rows[kept], card, found.profile),
-        tensor_parallel=sorted(
-            {size for size, whole_experts in (w.record.limits.cut for w in steps) if not whole_experts}
-        ),
+        layers=layer_residuals(rows[kept], card, fitted.profile),
+        tensor_parallel=sorted({size for size, whole in (w.record.limits.cut for w in steps) if not whole}),
     )
     return Calibration(profile, tuple(errors))
 
@@ -159,8 +154,7 @@ def with_power(profile: Profile, steps: Sequence[Windows], known: Profile, kerne
 
 
 def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) -> Profile:
-    """The profile with the coefficients of the rare parts of these rollouts' models, fitted to their steps; as it is
-    without rollouts.
+    """The profile with the coefficients of rare parts fitted to the steps of these rollouts, if there are any.
 
     prior: the datasheet profile, from which they start
     """
@@ -173,20 +167,20 @@ def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) 
     )
     measured = profile.coefficients
     rare = [name for name in prior.coefficients if name.startswith(RARE_PARTS) and name not in measured]
-    used = [x.cost(started).partials.keys() & set(rare) for x in steps]
+    used = [run.cost(started).partials.keys() & set(rare) for run in steps]
     names = [name for name in rare if any(name in mine for mine in used)]
-    having = [x for x, mine in zip(steps, used, strict=True) if mine]
-    found = fit([observe_steps(having)], started, names).profile
+    having = [run for run, mine in zip(steps, used, strict=True) if mine]
+    fitted = fit([observe_steps(having)], started, names).profile
     unmeasured = set(rare) - set(names)
-    covariance = {name: row for name, row in found.log_covariance.items() if name not in unmeasured}
+    covariance = {name: row for name, row in fitted.log_covariance.items() if name not in unmeasured}
     for name in names:
         covariance[name] = covariance[name] | {name: covariance[name][name] + BETWEEN_MODELS**2}
-    kept = {name: value for name, value in found.coefficients.items() if name not in unmeasured}
-    return replace(found, coefficients=kept, log_covariance=covariance)
+    kept = {name: value for name, value in fitted.coefficients.items() if name not in unmeasured}
+    return replace(fitted, coefficients=kept, log_covariance=covariance)
 
 
 def timed_rare_parts(rows: pd.DataFrame) -> set[str]:
-    """The coefficients of rare parts that timings of kernels cover, as they begin."""
+    """The prefixes of the coefficients of rare parts that timings of kernels cover."""
     if "head_dim" not in rows:
         return set()
     kernels = rows.kernel[rows.head_dim > NARROW].str.extract(r"^attention_(decode|prefill)\.(\w+)$").dropna()
@@ -194,14 +188,16 @@ def timed_rare_parts(rows: pd.DataFrame) -> set[str]:
 
 
 def measured_version(folder: Path) -> str:
-    """The engine version of the rollouts in `folder`. Raises ConfigError where there are none, or of several."""
+    """The engine version of the rollouts in `folder`. Raises ConfigError if there are none, or several versions."""
     file = folder / "steps" / "rollouts.jsonl"
     if not file.is_file():
         raise _no_rollouts(folder)
-    found = sorted({str(x.fields["engine_version"]) for x in read_records(file)})
-    if len(found) > 1:
-        raise ConfigError(f"{file} holds rollouts of vLLM {' and '.join(found)}; a profile is of one: move the others")
-    return found[0]
+    versions = sorted({str(record.fields["engine_version"]) for record in read_records(file)})
+    if len(versions) > 1:
+        raise ConfigError(
+            f"{file} holds rollouts of vLLM {' and '.join(versions)}; a profile is of one: move the others"
+        )
+    return versions[0]
 
 
 def _no_rollouts(folder: Path) -> ConfigError:
@@ -211,24 +207,24 @@ def _no_rollouts(folder: Path) -> ConfigError:
 def kernel_rows(folder: Path) -> pd.DataFrame:
     """All timings of single kernels; empty where none was measured."""
     others = (".failed.jsonl", "machines.jsonl", POWER_ROWS, COURSE_ROWS)
-    return read_all(x for x in sorted(folder.glob("*.jsonl")) if not x.name.endswith(others))
+    return read_all(file for file in sorted(folder.glob("*.jsonl")) if not file.name.endswith(others))
 
 
 def power_rows(folder: Path) -> pd.DataFrame:
     """The power readings of single kernels; empty where none was measured."""
-    rows = read_all(x for x in [folder / POWER_ROWS] if x.is_file())
+    rows = read_all(file for file in [folder / POWER_ROWS] if file.is_file())
     return rows[rows.power_w.notna()] if len(rows) else rows
 
 
 def _check_same(steps: Sequence[Windows], card: Gpu, engine_version: str) -> None:
     """Raise ConfigError for rollouts of another GPU or engine version than the profile's."""
-    for record in (x.record for x in steps):
-        found = find_gpu(record.fields["gpu"]).name, record.fields["engine_version"]
-        if found != (card.name, engine_version):
+    for record in (run.record for run in steps):
+        gpu, version = find_gpu(record.fields["gpu"]).name, record.fields["engine_version"]
+        if (gpu, version) != (card.name, engine_version):
             raise ConfigError(
-                f"line {record.line} of the rollouts is of {found[0]} with vLLM {found[1]}, the profile of {card.name} "
-                f"with vLLM {engine_version}; a profile is of one GPU and one version: name that GPU with --gpu, or "
-                "move the others away"
+                f"line {record.line} of the rollouts is of {gpu} with vLLM {version}, the profile of {card.name} with "
+                f"vLLM {engine_version}; a profile is of one GPU and one version: name that GPU with --gpu, or move "
+                "the others away"
             )
 
 
@@ -254,8 +250,8 @@ def observe_steps(steps: Sequence[Windows]) -> Observations:
 def model_error(steps: Sequence[Windows], leaving_out: LeavingOut) -> float:
     """The sd of log(predicted / measured) of whole rollouts that the coefficients' covariance does not explain.
 
-    Each rollout is predicted by a fit that has not seen its engine, and counts by its seconds: one of a tenth of a
-    second is start-up. What the fit's covariance says of the error is taken off: the interval adds it again.
+    Each rollout is predicted by a fit that has not seen its engine, and counts by its seconds, as a short one is mostly
+    start-up. The error that the covariance explains is subtracted, because the interval adds it again.
     """
     engines = np.concatenate([np.repeat(x.engine, x.seconds.size) for x in steps])
     without = {engine: leaving_out.profile_without(STEPS, engines == engine) for engine in dict.fromkeys(engines)}
@@ -279,7 +275,7 @@ def _hull(rows: pd.DataFrame, steps: Sequence[Windows]) -> dict[str, dict[str, t
     """The measured ranges: kernels' timings give those of their own quantities, and steps those of all others."""
     ranges: dict[str, tuple[float, float]] = {}
     of_kernels = hull(rows)
-    covered = {quantity for found in of_kernels.values() for quantity in found}
+    covered = {quantity for own in of_kernels.values() for quantity in own}
     for name in set(QUANTITIES) - covered:
         values = np.concatenate([getattr(x.batch, name) for x in steps])
         used = values[values > 0]

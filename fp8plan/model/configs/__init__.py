@@ -11,7 +11,6 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from itertools import islice
@@ -20,6 +19,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, url2pathname
 
+from fp8plan.checks import nearest_hint
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs.fields import shown
 
@@ -199,8 +199,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _download(name: str) -> Path:
     """The cached or downloaded config.json of a hub id. Raises ConfigError, with the nearest bundled names, if none."""
     names = {n.rpartition("/")[2].lower(): n for n in bundled_configs()} | {n.lower(): n for n in bundled_configs()}
-    near = list(dict.fromkeys(names[match] for match in get_close_matches(name.lower(), names, n=4, cutoff=0.5)))
-    hint = f"nearest bundled: {', '.join(near)}; " if near else ""
+    hint = nearest_hint(name.lower(), names, 4, 0.5, "nearest bundled")
     advice = f"{hint}all bundled: fp8plan models; otherwise give a folder with a config.json or a hub id (owner/name)"
     if name.lower().endswith("gguf"):
         raise ConfigError(f"model {shown(name)} is {OTHERS['*.gguf'][0]}; {BF16_MODEL}")

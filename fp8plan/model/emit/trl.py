@@ -1,8 +1,8 @@
 """A planned engine as arguments of TRL 1.16's GRPOConfig, and as the line or the server that goes with them.
 
-An engine on one GPU runs inside of the trainer's process: fp8plan's own, in fp8plan.integrations.trl, which keeps every
-plan. One on several GPUs is TRL's own, colocated, where that can keep the plan; else a vLLM server beside it, with
-fp8plan's weight-transfer backend, and fp8plan's trainer.
+An engine on one GPU is fp8plan's own, inside the trainer's process (fp8plan.integrations.trl). It keeps every plan. An
+engine on several GPUs is TRL's own, colocated, if that can keep the plan. Else it is a vLLM server beside the trainer,
+with fp8plan's weight-transfer backend and fp8plan's trainer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from fp8plan.model.emit.vllm import (
     vllm_env,
     vllm_kwargs,
 )
+from fp8plan.model.risk.expected import THRESHOLDS
 from fp8plan.model.setup import EngineSetup
 
 MODES: Final = ("auto", "colocate", "server")
 
-# Fixed in TRL's colocated engine (trl/generation/vllm_generation.py, VLLMGeneration._init_vllm, 1.16): GRPOConfig has
-# no word for these, so a plan made with other values would be a plan for another engine.
+# Limits that TRL's colocated engine fixes (trl/generation/vllm_generation.py, VLLMGeneration._init_vllm, 1.16).
+# GRPOConfig has no word for them, so a plan with other values is for another engine.
 _COLOCATED: Final = {
     "max_num_batched_tokens": 4096,
     "block_size": 16,
@@ -40,23 +41,15 @@ _COLOCATED: Final = {
     "enable_expert_parallel": False,
 }
 
-# What TRL needs of a vLLM server (trl/scripts/vllm_serve.py, build_command and main), with fp8plan's backend.
+# Settings that TRL needs of a vLLM server (trl/scripts/vllm_serve.py, build_command and main), with fp8plan's backend.
 _SERVER_ENV: Final = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "fp8plan"}
 _SERVER_FLAGS: Final = ("--weight-transfer-config", '{"backend": "fp8plan"}', "--max-logprobs", "-1")
-
-_SAMPLING_MODES: Final = {
-    "token_tis": "token_truncate",
-    "sequence_tis": "sequence_truncate",
-    "token_mis": "token_mask",
-    "sequence_mis": "sequence_mask",
-}
-
 
 _IMPORT: Final = "# from fp8plan.integrations.trl import GRPOTrainer"
 
 
 def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
-    """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for what TRL cannot do."""
+    """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for anything that TRL cannot do."""
     refuse_for(job, "TRL")
     limits = job.setup.limits
     samples = job.tokens("samples")
@@ -88,17 +81,16 @@ def emit_trl(job: Job, _: str) -> str:
     """The settings as JSON {"grpo_config", "trainer", "command", "env", "notes"}.
 
     trainer: the line that runs the plan, or null if TRL's own GRPOTrainer does
-    command: of the vLLM server, or null if vLLM runs inside of the trainer
+    command: of the vLLM server, or null if vLLM runs inside the trainer
     """
     return json.dumps(_settings(job), indent=2)
 
 
 def emit_trl_python(job: Job, _: str) -> str:
-    """The same settings as Python to paste. It makes `training_args`; what is yours to fill in stands in comments."""
+    """The same settings as Python to paste, which makes `training_args`. Comments name the parts that you fill in."""
     settings = _settings(job)
     config = "".join(f"    {name}={value!r},\n" for name, value in settings["grpo_config"].items())
-    # The command of a server sets its variables itself.
-    env = {} if settings["command"] else settings["env"]
+    env = {} if settings["command"] else settings["env"]  # a server's command sets its variables itself
     lines = [f"os.environ[{name!r}] = {value!r}  # before vLLM is imported" for name, value in env.items()]
     imports = ["import os", "", *lines, ""] if lines else []
     comments = [settings["trainer"] and settings["trainer"].replace("(...,", "(..., args=training_args,", 1)]
@@ -148,7 +140,10 @@ def _resolve(job: Job, mode: str) -> str:
     """The vllm_mode that keeps the plan."""
     if mode not in MODES:
         raise ConfigError(f"unknown TRL mode {mode!r}; allowed: {', '.join(MODES)}")
-    problems = {"colocate": _colocate_problems(job), "server": _server_problems(job.setup)}
+    replicas = job.setup.limits.data_parallel_size
+    # vLLM refuses --data-parallel-size above 1 for a dense model (trl/scripts/vllm_serve.py says so too).
+    server_problems = [] if replicas == 1 else [f"it is one replica, the plan has {replicas}"]
+    problems = {"colocate": _colocate_problems(job), "server": server_problems}
     for candidate in MODES[1:] if mode == "auto" else (mode,):
         if not problems[candidate]:
             return candidate
@@ -177,26 +172,21 @@ def _colocate_problems(job: Job) -> list[str]:
     return problems
 
 
-def _server_problems(setup: EngineSetup) -> list[str]:
-    # A dense model with --data-parallel-size above 1 is refused by vLLM (trl/scripts/vllm_serve.py says so too).
-    replicas = setup.limits.data_parallel_size
-    return [] if replicas == 1 else [f"it is one replica, the plan has {replicas}"]
-
-
 def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:
     """TRL's vllm_importance_sampling_* arguments; its ratio is pi_train / pi_rollout, as ours."""
     if not thresholds:
         return {"vllm_importance_sampling_correction": False}
     name, *others = thresholds
-    if others or name not in _SAMPLING_MODES:
+    if others or THRESHOLDS[name].trl is None:
+        known = ", ".join(name for name, threshold in THRESHOLDS.items() if threshold.trl)
         raise ConfigError(
-            f"TRL applies one correction of {', '.join(_SAMPLING_MODES)}; the plan asks for "
-            f"{' and '.join(thresholds)}: keep one of them, or emit for verl"
+            f"TRL applies one correction of {known}; the plan asks for {' and '.join(thresholds)}: keep one of them, "
+            "or emit for verl"
         )
-    low, high = (None, thresholds[name]) if name.endswith("tis") else thresholds[name]
+    low, high = thresholds[name] if THRESHOLDS[name].is_band else (None, thresholds[name])
     return {
         "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": _SAMPLING_MODES[name],
+        "vllm_importance_sampling_mode": THRESHOLDS[name].trl,
         "vllm_importance_sampling_clip_min": low,
         "vllm_importance_sampling_clip_max": high,
     }

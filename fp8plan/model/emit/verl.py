@@ -1,6 +1,6 @@
 """A planned engine as Hydra overrides for verl 0.9.1 (verl/trainer/config/ppo_trainer.yaml), with fp8plan's rollouts.
 
-What the plan's file says to fp8plan.integrations.verl is not said again, but for the limits that verl has words for.
+fp8plan.integrations.verl reads the plan's file. The overrides repeat only the limits that verl has words for.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.vllm import Job, measured_notes, model_name, refuse_for, replicas_note, shared_gpu_note
 from fp8plan.model.limits import VERLS
+from fp8plan.model.risk.expected import THRESHOLDS, rejections_in, weights_in
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _CORRECTION: Final = "algorithm.rollout_correction"
-_PLAIN_TEXT: Final = re.compile(r"[A-Za-z/][\w./-]*")  # what Hydra's grammar takes without quotes
+_PLAIN_TEXT: Final = re.compile(r"[A-Za-z/][\w./-]*")  # Hydra's grammar takes it without quotes
 _RESERVED: Final = {"null", "true", "false", "inf", "nan"}
 
 
 def verl_overrides(job: Job) -> list[str]:
-    """Overrides in Hydra's own syntax, not quoted for a shell. Raises ConfigError for what verl cannot do."""
+    """Overrides in Hydra's own syntax, not quoted for a shell. Raises ConfigError for anything that verl cannot do."""
     refuse_for(job, "verl")
     settings = {**_model_settings(job), **_rollout_settings(job), **_correction(job.thresholds)}
     return [f"{key}={_hydra(value)}" for key, value in settings.items()]
@@ -33,10 +34,10 @@ def emit_verl(job: Job, _: str) -> str:
     Each but the last ends in a continuation. The comments come last: bash would drop what follows them on such a line.
     """
     setup = job.setup
-    what = f"{model_name(setup)} on {setup.gpu.name}, {setup.precision.name}"
+    engine = f"{model_name(setup)} on {setup.gpu.name}, {setup.precision.name}"
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
     notes = [
-        f"fp8plan: {what}; the end of: python -m verl.trainer.main_ppo ..., with fp8plan installed on each node",
+        f"fp8plan: {engine}; the end of: python -m verl.trainer.main_ppo ..., with fp8plan installed on each node",
         job.plan_note,
         f"{mini} is yours to set: at most {job.tokens('prompts')}, data.train_batch_size (verl's default is 256)",
         replicas_note(setup, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
@@ -76,7 +77,7 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
 
 
 def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:
-    weights = [name for name in ("token_tis", "sequence_tis", "token_mis") if name in thresholds]
+    weights, bands = weights_in(thresholds), rejections_in(thresholds)
     if len(weights) > 1:
         raise ConfigError(
             f"verl applies one importance weight, the plan asks for {' and '.join(weights)}; keep one of them"
@@ -85,11 +86,9 @@ def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:
     for name in weights:
         settings["rollout_is"] = name.split("_")[0]
         bound = thresholds[name]
-        settings["rollout_is_threshold"] = _band(*bound) if name == "token_mis" else float(bound)
-    rejections = {"seq_sum_k1": "sequence_mis", "seq_mean_k1": "geometric_mis"}
-    bands = {mode: thresholds[name] for mode, name in rejections.items() if name in thresholds}
+        settings["rollout_is_threshold"] = _band(*bound) if THRESHOLDS[name].is_band else float(bound)
     if bands:
-        settings["rollout_rs"] = ",".join(bands)
+        settings["rollout_rs"] = ",".join(f"{over}_k1" for over in bands)
         # verl's k1 is -log(ratio): its bounds are on pi_rollout / pi_train, so ours are inverted and swapped.
         settings["rollout_rs_threshold"] = ",".join(_band(1 / high, 1 / low) for low, high in bands.values())
     return {f"{_CORRECTION}.{key}": value for key, value in settings.items()}

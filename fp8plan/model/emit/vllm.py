@@ -1,11 +1,10 @@
-"""A planned engine as settings of vLLM, verl or TRL. A setting that the target does not support is an error, never a
-line it ignores.
+"""A planned engine as settings of vLLM, and the parts that vLLM's, verl's and TRL's settings share.
 
-The linears that vLLM is told to leave in BF16, as patterns of its online quantisation's `ignore` list.
+A setting that the target does not support is an error, never a line that it ignores.
 
-vLLM matches each pattern with a module's full name from its start (should_ignore_layer). A fused module is left out if
-its own name matches, and otherwise if the names of all its parts do (find_matching_patterns, 0.30). A pattern names
-both.
+Linears that stay in BF16 are patterns of the `ignore` list of vLLM's online quantisation. vLLM matches a pattern with a
+module's full name from its start (should_ignore_layer). A fused module is ignored if its own name matches, and
+otherwise if the names of all its parts do (find_matching_patterns, 0.30). A pattern names both.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ from fp8plan.model.risk.expected import Level, RiskBudget
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
-# A quantised router picks other experts, so it is left out. vLLM quantises any linear that is given the quantisation
-# config. Read in 0.30 (vllm/model_executor/models): Qwen3-MoE and LFM2-MoE give it to `gate`, and the Transformers
-# backend gives it to what it finds inside of Hunyuan's (`gate.wg`). The other families give it none, whether they call
-# their router `gate`, `router` (gpt-oss, Llama 4) or `router.proj` (Gemma 4); they are named here all the same, since
-# the next version may. So is the gate that weighs Qwen's shared expert. A dense model has no module of these names.
+# A quantised router picks other experts, so it stays in BF16. vLLM quantises any linear that gets the quantisation
+# config. In 0.30 (vllm/model_executor/models) Qwen3-MoE and LFM2-MoE give it to `gate`, and the Transformers backend to
+# Hunyuan's `gate.wg`. Other families give their routers none: `gate`, `router` (gpt-oss, Llama 4), `router.proj` (Gemma
+# 4). A later version may, so the pattern has them too, and the gate of Qwen's shared expert. Dense models have no such
+# modules.
 ROUTER_PATTERN: Final = r"re:.*\.(gate|router|shared_expert_gate)(\.(wg|proj|layer|classifier))?$"
 
 
 def is_router(module: str) -> bool:
-    """Tell whether a module of this full name is a router, or the gate of a shared expert."""
+    """True if a module of this full name is a router, or the gate of a shared expert."""
     return re.fullmatch(ROUTER_PATTERN.removeprefix("re:"), module) is not None
 
 
 def ignored(shape: ModelShape | None, tensor_parallel_size: int) -> list[str]:
     """The patterns for an engine on that many ranks: routers, and linears whose inputs on a rank are no whole blocks.
 
-    shape: None for a model that the cost model does not know: only routers are left out
+    shape: None for a model that the cost model does not know; then only routers are ignored
     """
     return [ROUTER_PATTERN, *(_without_whole_blocks(shape, tensor_parallel_size) if shape is not None else ())]
 
 
 def _without_whole_blocks(shape: ModelShape, tp: int) -> Iterable[str]:
-    """One pattern for each name of a linear. It lists the layers if other layers have one of this name in FP8."""
+    """One pattern for each name of a linear. It lists its layers if other layers have it in FP8."""
     having, left = defaultdict[str, set[int]](set), defaultdict[str, set[int]](set)
     for number, layer in enumerate(shape.layers):
         for linear in (linear for part in parts(layer) for linear in part.linears(shape.hidden_size, tp)):
@@ -64,16 +63,19 @@ def _without_whole_blocks(shape: ModelShape, tp: int) -> Iterable[str]:
         yield rf"re:.*\.{where}{MODULES.get(name, name)}$"
 
 
-# Where the scales of an FP8 KV cache come from: measured after each weight sync, as RolloutEngine does, or left at 1.0,
-# as vLLM leaves them.
+# The scales of an FP8 KV cache: measured after each weight sync, as RolloutEngine does, or left at 1.0, as by vLLM.
+# (vLLM's `calculate_kv_scales` measured them on the first batch; it is deprecated in 0.26 and gone in 0.28, and each
+# reload of weights puts 1.0 back: vllm/model_executor/layers/attention.)
 KV_SCALES: Final = ("calibrated", "unit")
+UNWRITTEN: Final = "plan.json"  # in settings of a plan that has no file yet
+MEASURED: Final = "fp8plan measures the K and V scales after each weight sync"
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The mismatch that is expected, and the budget that accepts it.
+    """The expected mismatch, and the budget that accepts it.
 
-    kl_k3, kl_k3_high, risk: None where nothing was predicted
+    kl_k3, kl_k3_high, risk: None without a prediction
     at_one:    the same, with K and V scales left at 1.0; None without an FP8 KV cache
     kv_scales: one of KV_SCALES, which kl_k3 and risk assume
     """
@@ -86,19 +88,16 @@ class Expected:
     budget: RiskBudget
 
 
-UNWRITTEN: Final = "plan.json"  # in settings of a plan that has no file yet
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The input from which a trainer's settings are made.
+    """The input of a trainer's settings.
 
-    setup:      the engine, with max_model_len filled in; data_parallel_size: how many of them the trainer starts
-    workload:   prompts, samples, max_prompt_tokens, max_response_tokens, and whatever else describes it
-    thresholds: of the correction; bounds are on pi_train / pi_rollout
-    refused:    target -> why it cannot start this engine though vLLM can, and what to do instead
-    choice:     the plan's own word for the engine: its precision, or its number where several layouts have that
+    setup:      the engine, with max_model_len filled in; data_parallel_size: the number of them that the trainer starts
+    workload:   prompts, samples, max_prompt_tokens, max_response_tokens, and other facts on the rollout
+    thresholds: of the correction, as in Plan
+    choice:     the plan's own word for the engine: its precision, or its number if several layouts have that precision
     plan_file:  full path of the plan; None: it has not been written
+    refused:    target -> the reason why it cannot start this engine though vLLM can, and the way out
     """
 
     setup: EngineSetup
@@ -116,7 +115,7 @@ class Job:
 
     @property
     def plan_note(self) -> str:
-        """What is to be done about the plan's file."""
+        """A note on the path of the plan's file."""
         if self.plan_file is None:
             return f"save the plan with --json {UNWRITTEN}, and give its full path where the trainer runs"
         return "the plan's path is this machine's; where the trainer runs elsewhere, give that of a copy there"
@@ -141,21 +140,20 @@ def workload_tokens(workload: Mapping[str, Any], key: str) -> int:
 
 
 def measured_scales(setup: EngineSetup, kv_scales: str) -> str:
-    """The K and V scales of an FP8 cache in verl and TRL: calibrated, as only fp8plan's own engines have such a cache
-    there. Else as the caller says."""
+    """The K and V scales in verl and TRL: calibrated for an FP8 cache, which only fp8plan's engines have there."""
     check_kv_scales(kv_scales)
     return "calibrated" if setup.precision.kv == "fp8" else kv_scales
 
 
 def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for one replica. Data-parallel replicas are separate engines that the trainer starts."""
-    limits, preset, stored = setup.limits, setup.precision, stored_as(setup)
+    limits, preset, stored = setup.limits, setup.precision, _stored_as(setup)
     arguments = limits.vllm_arguments()
     left_out = ["data_parallel_size", *([] if limits.enable_expert_parallel else ["enable_expert_parallel"])]
     if setup.gpu.is_cpu:
         left_out.append("gpu_memory_utilization")  # VLLM_CPU_KVCACHE_SPACE takes its place
-    # vLLM enlarges its default block size by itself: to 64 for FP8 MLA (given 16, it would take a slower kernel), and
-    # to the size that holds a state.
+    # vLLM enlarges its default block size: to 64 for FP8 MLA, where 16 would mean a slower kernel, and to the size of a
+    # recurrent state.
     if limits.block_size == EngineLimits.for_gpu(setup.gpu).block_size:
         left_out.append("block_size")
     kwargs: dict[str, Any] = {
@@ -165,73 +163,57 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
         **{name: value for name, value in arguments.items() if name not in left_out},
         # Log-probs as sampled, temperature included: the ratio to the trainer's needs these.
         "logprobs_mode": "processed_logprobs",
-        **attention_kernel(setup),
     }
+    if setup.gpu.stores_fp8_only and preset.kv == "fp8":
+        # The only kernel that reads this cache (fp8plan.model.memory.kv_specs). Without it vLLM would take Triton.
+        kwargs["attention_backend"] = "FLASHINFER"
     if preset.in_blocks:
-        kwargs |= (online_quantisation(setup) if stored is None else {}) | expert_kernels(setup)
+        kwargs |= (_online_quantisation(setup) if stored is None else {}) | _expert_kernels(setup)
     return kwargs
 
 
-def online_quantisation(setup: EngineSetup) -> dict[str, Any]:
+def _online_quantisation(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for blockwise FP8, with the linears that stay in BF16."""
-    left_out = ignored(_known_shape(setup), setup.limits.tensor_parallel_size)
-    config = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": left_out}
+    in_bf16 = ignored(_known_shape(setup), setup.limits.tensor_parallel_size)
+    config = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": in_bf16}
     return {"quantization": "online", "quantization_config": config}
 
 
-def attention_kernel(setup: EngineSetup) -> dict[str, Any]:
-    """The argument of `vllm.LLM` that names the only kernel which reads this KV cache, where there is one only.
+def _expert_kernels(setup: EngineSetup) -> dict[str, Any]:
+    """The argument of `vllm.LLM` that keeps Triton's kernels for FP8 experts, which were measured.
 
-    vLLM takes FlashInfer by itself if it is installed, and else Triton, which cannot read it there
-    (fp8plan.model.memory.kv_specs).
-    """
-    only = setup.gpu.stores_fp8_only and setup.precision.kv == "fp8"
-    return {"attention_backend": "FLASHINFER"} if only else {}
-
-
-def expert_kernels(setup: EngineSetup) -> dict[str, Any]:
-    """The argument of `vllm.LLM` that keeps Triton's kernels for FP8 experts, which are those that were measured.
-
-    With expert parallelism on Hopper vLLM 0.26 and 0.30 would take FlashInfer's CUTLASS ones (fused_moe/oracle/fp8.py).
-    An engine on two H200s was not ready with them after seven minutes, probably as FlashInfer compiles them first.
+    With expert parallelism on Hopper vLLM 0.26 and 0.30 prefer FlashInfer's CUTLASS kernels (fused_moe/oracle/fp8.py).
+    FlashInfer probably compiles them first: two H200s were not ready after seven minutes.
     """
     limits, capability = setup.limits, setup.gpu.compute_capability
     return {"moe_backend": "triton"} if limits.expert_ranks > 1 and capability == (9, 0) else {}
 
 
 def _known_shape(setup: EngineSetup) -> ModelShape | None:
-    """The model's shape; None for a model that the cost model does not know, which can be started all the same."""
+    """The model's shape; None for a model that the cost model does not know, which vLLM can start all the same."""
     try:
         return setup.shape
     except ConfigError:
         return None
 
 
-def stored_as(setup: EngineSetup) -> Stored | None:
+def _stored_as(setup: EngineSetup) -> Stored | None:
     """The format of an FP8 checkpoint, which vLLM reads from its config; None for one in BF16."""
     shape = _known_shape(setup)
     return None if shape is None else shape.stored
 
 
-def _left_in_bf16(setup: EngineSetup) -> list[str]:
-    """A note on the linears that an FP8 engine leaves in BF16, if there are any."""
-    shape = _known_shape(setup)
-    what = shape and left_in_bf16(shape, setup.precision, setup.limits.tensor_parallel_size)
-    return [what] if what else []
-
-
 def vllm_env(setup: EngineSetup) -> dict[str, str]:
     """Environment variables of the engine's processes.
 
-    VLLM_USE_DEEP_GEMM_E8M0 is on by default, on Hopper too: DeepGEMM then quantises the block-quantised weights a
-    second time, to power-of-two scales, and the weight error grows from 2.6% to 3.7% RMS (measured with vLLM's own
-    functions on Gaussian weights). Off keeps the FP32 scales end to end. Blackwell's kernels take no others, so there
-    it stays on, as for a checkpoint whose scales are powers of two. On a CPU the variable that counts is the size of
-    the KV pool.
+    VLLM_USE_DEEP_GEMM_E8M0 is on by default, on Hopper too. DeepGEMM then quantises the block-quantised weights a
+    second time, to power-of-two scales, and the weight error grows from 2.6% to 3.7% RMS on Gaussian weights. Off keeps
+    the FP32 scales. It stays on for Blackwell's kernels, which take no others, and for a checkpoint whose scales are
+    powers of two. On a CPU a variable sets the size of the KV pool.
     """
     if setup.gpu.is_cpu:
         return {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB)}
-    stored = stored_as(setup)
+    stored = _stored_as(setup)
     powers_of_two = setup.gpu.e8m0_scales or (stored is not None and stored.e8m0)
     scales_matter = setup.precision.in_blocks and not powers_of_two
     return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if scales_matter else {}
@@ -253,29 +235,19 @@ def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str,
 
 def emit_vllm(job: Job, kv_scales: str) -> str:
     """The settings as JSON {"engine_args", "env", "command", "notes"}."""
-    kwargs, env = vllm_kwargs(job.setup), vllm_env(job.setup)
-    notes = [*_left_in_bf16(job.setup), *risk_notes(job, kv_scales)]
-    if job.setup.limits.data_parallel_size > 1:
-        notes.insert(0, replicas_note(job.setup, "start this engine once per replica"))
-    return json.dumps(
-        {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}, indent=2
-    )
-
-
-MEASURED: Final = "fp8plan measures the K and V scales after each weight sync"
-
-# Why K and V scales stay at 1.0. vLLM: `calculate_kv_scales` measured them once, on the first batch; it is deprecated
-# in 0.26 and gone in 0.28, and each reload of weights puts 1.0 back (vllm/model_executor/layers/attention). What
-# fp8plan runs inside of verl and TRL measures them.
+    setup, kwargs, env = job.setup, vllm_kwargs(job.setup), vllm_env(job.setup)
+    notes = [replicas_note(setup, "start this engine once per replica")] if setup.limits.data_parallel_size > 1 else []
+    if (shape := _known_shape(setup)) is not None:
+        notes += filter(None, [left_in_bf16(shape, setup.precision, setup.limits.tensor_parallel_size)])
+    notes += _risk_notes(job, kv_scales)
+    settings = {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}
+    return json.dumps(settings, indent=2)
 
 
 def check_risk(job: Job, kv_scales: str) -> None:
-    """Raise ConfigError if a risk that the plan accepts becomes one that it does not, because vLLM leaves K and V
-    scales at 1.0.
-    """
+    """Raise ConfigError if the plan accepts the risk of calibrated K and V scales, but not that of scales of 1.0."""
     check_kv_scales(kv_scales)
-    at_one, budget = job.expected.at_one, job.expected.budget
-    risk = job.expected.risk
+    at_one, budget, risk = job.expected.at_one, job.expected.budget, job.expected.risk
     if at_one is None or risk is None or kv_scales == "calibrated":
         return
     if not budget.accepts(risk) or budget.accepts(at_one["risk"]):
@@ -288,13 +260,13 @@ def check_risk(job: Job, kv_scales: str) -> None:
     )
 
 
-def risk_notes(job: Job, kv_scales: str) -> list[str]:
+def _risk_notes(job: Job, kv_scales: str) -> list[str]:
     """Notes on the expected mismatch of vLLM's own engine, and on the K and V scales that it assumes."""
     known = job.expected
     planned = (known.kl_k3, known.kl_k3_high, known.risk)
     if job.setup.precision.kv != "fp8":
         return _risk_note("expected mismatch", *planned)
-    stored = stored_as(job.setup)
+    stored = _stored_as(job.setup)
     if stored is not None and stored.kv_fp8:
         return ["K and V scales are those of the checkpoint", *_risk_note("expected mismatch", *planned)]
     stay, counted = "vLLM leaves K and V scales at 1.0", known.kv_scales == "calibrated"
@@ -304,15 +276,14 @@ def risk_notes(job: Job, kv_scales: str) -> list[str]:
         return [f"{stay}: calibrating them after each weight sync is yours, {role}", *expected]
     fixed = job.setup.gpu.why_fixed_kv_scales(job.setup.precision)
     advice = f"{stay}: {fixed}" if fixed else f"{stay}; fp8plan.RolloutEngine measures them after each weight sync"
-    at_one = known.at_one
-    if at_one is None:
+    if (at_one := known.at_one) is None:
         return [advice]
     expected = _risk_note("expected mismatch at 1.0", at_one["kl_k3"], at_one["kl_k3_high"], at_one["risk"])
     return [advice, *expected, *(_risk_note("the plan's own, for calibrated scales", *planned) if counted else [])]
 
 
 def measured_notes(job: Job) -> list[str]:
-    """Notes on the expected mismatch where fp8plan runs, and measures the K and V scales."""
+    """Notes on the expected mismatch in verl and TRL, where fp8plan measures the K and V scales."""
     known = job.expected
     fp8, counted = job.setup.precision.kv == "fp8", known.kv_scales == "calibrated"
     what = "expected mismatch" if counted or not fp8 else "expected mismatch at 1.0"
@@ -325,12 +296,10 @@ def _risk_note(what: str, kl: float | None, kl_high: float | None, risk: str | N
 
 def refuse_for(job: Job, trainer: str) -> None:
     """Raise ConfigError for an engine that a trainer cannot start: one on a CPU, or one that `job.refused` names."""
-    setup = job.setup
+    setup, stored = job.setup, _stored_as(job.setup)
     if setup.gpu.is_cpu:
         raise ConfigError(f"{trainer} runs vLLM on GPUs, and this plan is for a CPU; allowed: --emit vllm")
-    if stored := stored_as(setup):
-        raise ConfigError(f"{trainer} cannot start {setup.precision.name} of {model_name(setup)}: {stored.not_synced}")
-    if reason := job.refused.get(trainer.lower()):
+    if reason := stored.not_synced if stored else job.refused.get(trainer.lower()):
         raise ConfigError(f"{trainer} cannot start {setup.precision.name} of {model_name(setup)}: {reason}")
 
 

@@ -35,7 +35,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.mixers import Cache, CacheKind
 from fp8plan.model.architecture.parts import Attention, LatentAttention, Mamba2, Mixer, mixers
-from fp8plan.model.hardware import FIRST_FP8_CAPABILITY
+from fp8plan.model.hardware import FIRST_FP8_CAPABILITY, dotted
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import Precision
 
@@ -266,10 +266,9 @@ def why_no_fp8_kv(
     only = set(head_dims)
     if vllm == "0.26" and len(only) == 1 and max(only) > MOST_FA3_HEAD_DIM and kinds != {"latent"}:
         if capability is not None and capability[0] != 9:
-            name = ".".join(map(str, capability))
             return (
                 f"fp8plan does not know which kernel of vLLM 0.26 reads heads of {max(only)} numbers in FP8 on compute "
-                f"capability {name}"
+                f"capability {dotted(capability)}"
             )
         return (
             f"fp8plan does not know whether vLLM 0.26 reads heads of {max(only)} numbers in FP8 on Hopper: it chooses "
@@ -291,7 +290,7 @@ def _why_not_by_flashinfer(
     if not any(lacks):
         return None
     return (
-        f"vLLM's only kernel for an FP8 KV cache on compute capability {'.'.join(map(str, capability))} is "
+        f"vLLM's only kernel for an FP8 KV cache on compute capability {dotted(capability)} is "
         f"FlashInfer's, which takes {' and '.join(filter(None, lacks))} there"
     )
 

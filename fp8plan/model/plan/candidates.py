@@ -1,6 +1,6 @@
-"""The candidates of a plan: every precision on every layout, with the reasons why some of them cannot run.
+"""The candidates of a plan: every precision on every layout, each with its time and risk, or the reason against it.
 
-The time and risk of every candidate, found in as many processes as pay.
+Large batches are predicted in several processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
-from fp8plan.errors import CapacityError, ConfigError, Fp8PlanError
+from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
@@ -29,6 +29,11 @@ from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import why_not_shardable
 from fp8plan.model.workload import Batch
+
+Progress = Callable[[Iterable[Any]], Iterable[Any]]
+
+# Responses, over all candidates, from which on processes of their own pay off: half a second of work.
+WORTH_PROCESSES = 40_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class Candidate:
 
     @property
     def cautious_s(self) -> float:
-        """`seconds`, with a rollout that is slower by what its layout is in doubt. The rest of an RL step is not."""
+        """`seconds` with the rollout lengthened by one standard deviation of the layout's uncertainty."""
         return self.seconds + math.expm1(self.layout_doubt) * self.timed.makespan_s
 
 
@@ -81,17 +86,19 @@ def candidates(
 ) -> list[Candidate]:
     """Every layout of `gpus` in every precision, each with its memory or the reason why it cannot run.
 
-    Raises ConfigError for a precision that was asked for by name and that this GPU does not have, and the first reason
-    if none of them can run.
+    Raises ConfigError if a precision in `precisions` is not possible on this GPU, and CapacityError or ConfigError with
+    the first reason if no candidate can run.
     """
-    found = [
-        _placed(EngineSetup(shape, gpu, wanted, layout), requests, target, explicit=precisions is not None)
+    tried = [
+        _placed(EngineSetup(shape, gpu, preset, layout), requests, target, explicit=precisions is not None)
         for layout in _layouts(shape, limits, gpus, gpu)
-        for wanted in _precisions(precisions, shape)
+        for preset in _precisions(precisions, shape)
     ]
-    if all(c.memory is None for c in found):
-        raise _nothing_runs([c for c in found if shape.why_not(c.setup.precision) is None] or found)
-    return found
+    if any(c.memory for c in tried):
+        return tried
+    reasons = [c for c in tried if shape.why_not(c.setup.precision) is None] or tried
+    unfit = next((c for c in reasons if c.unfit), None)
+    raise CapacityError(unfit.reason) if unfit else ConfigError(reasons[0].reason)
 
 
 def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu) -> list[EngineLimits]:
@@ -114,11 +121,11 @@ def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu
 def _precisions(names: Sequence[str] | None, shape: ModelShape) -> list[Precision]:
     if names is None:
         stored = shape.stored.precisions if shape.stored is not None else presets_of("fp8_block")
-        return [x for pair in zip(presets_of("bf16"), stored, strict=True) for x in pair]
-    found = [find_precision(name) for name in dict.fromkeys([names] if isinstance(names, str) else names)]
-    if not found:
+        return [*chain.from_iterable(zip(presets_of("bf16"), stored, strict=True))]
+    presets = [find_precision(name) for name in dict.fromkeys([names] if isinstance(names, str) else names)]
+    if not presets:
         raise ConfigError(f"precisions is []; allowed: some of {', '.join(PRESETS)}, or None for all")
-    return found
+    return presets
 
 
 def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> Candidate:
@@ -146,11 +153,12 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
 
 
 def _no_fp8_kv(setup: EngineSetup) -> str | None:
-    """The reason why vLLM has no FP8 for what this model caches; None if it has, or is not asked for it."""
-    gpu = setup.gpu
-    reason = why_not_kept(setup.shape, setup.precision, gpu.is_cpu, gpu.compute_capability)
-    known = [x for x in _precisions(None, setup.shape) if x.kv == "bf16" and setup.shape.why_not(x) is None]
-    return reason and f"{reason}; allowed: {', '.join(x.name for x in known if gpu.why_not(x) is None)}"
+    """The reason why vLLM has no FP8 format for this model's cache; None if it has one, or needs none."""
+    shape, gpu = setup.shape, setup.gpu
+    reason = why_not_kept(shape, setup.precision, gpu.is_cpu, gpu.compute_capability)
+    others = [preset for preset in _precisions(None, shape) if preset.kv == "bf16"]
+    known = [preset.name for preset in others if shape.why_not(preset) is None and gpu.why_not(preset) is None]
+    return reason and f"{reason}; allowed: {', '.join(known)}"
 
 
 def _idle(limits: EngineLimits, requests: int) -> str | None:
@@ -164,21 +172,9 @@ def _idle(limits: EngineLimits, requests: int) -> str | None:
     )
 
 
-def _nothing_runs(found: Sequence[Candidate]) -> Fp8PlanError:
-    """The error for candidates that all have a reason why not."""
-    unfit = [c for c in found if c.unfit]
-    return CapacityError(unfit[0].reason) if unfit else ConfigError(found[0].reason)
-
-
-Progress = Callable[[Iterable[Any]], Iterable[Any]]
-
-# Responses, over all candidates, from which on processes of their own pay: half a second of work.
-WORTH_PROCESSES = 40_000
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The part of the question that is the same for every candidate."""
+    """The inputs that all candidates share."""
 
     batch: Batch
     profile: Profile
@@ -188,11 +184,11 @@ class Problem:
 
 
 def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progress, workers: int) -> list[Candidate]:
-    """The candidates, each that can run with its rollout, RL step and risk filled in.
+    """The candidates. Those that can run have their rollout, RL step and risk filled in.
 
     Candidates with the same number of replicas share their schedules, unless their KV pools starve. Such groups go to
-    `workers` processes if there is enough work to pay for starting them. The group with the most replicas has the most
-    work, so it starts first.
+    `workers` processes if there is enough work for them. The group with the most replicas is the most work, and starts
+    first.
     """
     done = list(candidates)
     order = sorted(
@@ -217,9 +213,7 @@ def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progr
 
 @contextmanager
 def _mapper(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """A `map` that uses `workers` processes. They are forked, so that a caller's script needs no guard against being
-    imported.
-    """
+    """A `map` over `workers` processes. They are forked, so the caller's script needs no `__main__` guard."""
     if workers > 1:
         import multiprocessing
         from concurrent.futures import ProcessPoolExecutor
@@ -233,8 +227,8 @@ def _mapper(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
 def _apart(group: list[Candidate], batch: Batch) -> list[list[Candidate]]:
     """A group from the largest KV pool down, cut so that each candidate whose pool starves stands alone.
 
-    Schedules with preemptions hold for one pool only, so nothing is lost. A pool counts as starving if the requests
-    that run at once, each halfway through its response, need more than it holds. The guess decides speed alone.
+    A schedule with preemptions holds for one pool only, so nothing is lost. A pool counts as starving if the requests
+    that run at once, each halfway through its response, need more than it holds. The guess affects speed alone.
     """
     tokens = float((batch.prompts + batch.responses / 2).mean())
 
@@ -253,25 +247,24 @@ def _timed_list(candidates: Sequence[Candidate], problem: Problem) -> list[Candi
 
 
 def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> Iterator[Candidate]:
-    """Time candidates with the same number of replicas, from the largest KV pool down. A schedule is reused where it
-    holds for the next pool.
+    """Time candidates with the same number of replicas, from the largest KV pool down. A schedule is reused if it holds
+    for the next pool.
     """
     known: Sequence[Schedule] | None = None
     for candidate in candidates:
-        found = simulate(candidate.setup, problem.batch, problem.profile, memory=candidate.memory, known=known)
-        known = found.schedules
-        step_s = None
+        timed = simulate(candidate.setup, problem.batch, problem.profile, memory=candidate.memory, known=known)
+        known, step_s = timed.schedules, None
         if problem.times is not None:
             tokens = int((problem.batch.prompts + problem.batch.responses).sum())
-            sync = weight_sync_seconds(found.model, problem.times, problem.kv_scales_calibrated)
-            step_s = found.rollout.makespan_s + problem.times.seconds(tokens) + sum(sync.values())
-        doubt, rollout = problem.profile.layout_doubt(*candidate.setup.limits.cut), found.rollout
-        candidate = replace(candidate, rollout=rollout, extrapolated=found.extrapolated)
+            sync = weight_sync_seconds(timed.model, problem.times, problem.kv_scales_calibrated)
+            step_s = timed.rollout.makespan_s + problem.times.seconds(tokens) + sum(sync.values())
+        doubt = problem.profile.layout_doubt(*candidate.setup.limits.cut)
+        candidate = replace(candidate, rollout=timed.rollout, extrapolated=timed.extrapolated)
         yield replace(candidate, step_s=step_s, layout_doubt=doubt)
 
 
 def _risk_key(setup: EngineSetup) -> tuple[Precision, tuple[Linear, ...]]:
-    """What the risk depends on: of the layout only the linears that stay in BF16."""
+    """The inputs of the risk: the precision, and the linears that stay in BF16 on this layout."""
     kept = setup.shape.left_in_bf16(setup.limits.tensor_parallel_size) if setup.precision.weights != "bf16" else ()
     return setup.precision, kept
 

@@ -1,8 +1,6 @@
-"""One choice of a plan: a precision on a layout, and all that is predicted of it.
+"""The choices of a plan: every precision on every layout with its predicted figures, and the one that is chosen.
 
-The choice among the candidates, and the figures of each that a plan reports.
-
-Speed-ups, each with its 90% interval: how many times as fast one rollout, or RL step, is as another.
+A speed-up says how many times as fast one rollout, or RL step, is as another. It has a 90% interval.
 """
 
 from __future__ import annotations
@@ -19,18 +17,17 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.precision import Precision, precision
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.risk.expected import LEAST_GAIN, LEVELS, MismatchRisk, RiskBudget
+from fp8plan.model.risk.expected import LEAST_GAIN, LEVELS, RiskBudget
 from fp8plan.model.rollout import Z90, Rollout
 from fp8plan.model.shards import refusals
 
-# Correlation of the log errors of two precisions on one layout that the coefficients do not explain: 0.39 over the 65
-# speed-ups in profiles/h200_sxm/vllm-0.26.0/validation/rollouts.jsonl whose hosts were not slow, plus or minus 0.10;
-# the 90% interval holds 97%. A slow host is an error in common: with it, it is 0.63 over 86.
+# Correlation of the log errors of two precisions on one layout that the coefficients do not explain. From 65 speed-ups
+# in profiles/h200_sxm/vllm-0.26.0/validation/rollouts.jsonl without slow hosts: 0.39 plus or minus 0.10.
 SHARED_ERROR = 0.35
 
 
 class Timed(NamedTuple):
-    """The predicted time of one choice, and what its error is made of.
+    """The predicted time of one choice, and the parts of its error.
 
     seconds:      of the rollout, or of the whole RL step
     rollout_s:    seconds of the rollout in it; the rest of a step is taken as known
@@ -66,15 +63,14 @@ class SpeedUp(NamedTuple):
 
     @property
     def certain(self) -> bool:
-        """True for a choice beside itself, which has no interval."""
+        """True for a choice compared with itself, which has no interval."""
         return self.low == self.high
 
     @property
     def in_doubt(self) -> bool:
-        """True if the interval holds 1.00 as it is printed, so that the two may be equally fast."""
-        if self.low is None or self.high is None or self.certain:
-            return False
-        return round(self.low, 2) <= 1 <= round(self.high, 2)
+        """True if the printed interval holds 1.00, so that the two may be equally fast."""
+        known = self.low is not None and self.high is not None and not self.certain
+        return known and round(self.low or 0, 2) <= 1 <= round(self.high or 0, 2)
 
     @property
     def cell(self) -> str:
@@ -95,7 +91,7 @@ class SpeedUp(NamedTuple):
 
     def of_step(self, share: float) -> SpeedUp:
         """The speed-up of a step with this share of rollout, whose rest takes as long as before (Amdahl's law)."""
-        ratio, *ends = (None if x is None else 1 / (1 - share + share / x) for x in self)
+        ratio, *ends = (None if gain is None else 1 / (1 - share + share / gain) for gain in self)
         return SpeedUp(ratio or 1.0, *ends)
 
 
@@ -107,22 +103,23 @@ def _percent(ratio: float) -> str:
 def speed_up(baseline: Timed, other: Timed, profile: Profile) -> SpeedUp:
     """The ratio of the speed of `other` to that of `baseline`, by the same profile.
 
-    The coefficients that both use move both, so only the difference of their gradients counts. Of the rest of the error
-    both have SHARED_ERROR in common, for which they need the same layout as far as it is the layout's. In an RL step a
-    rollout's error counts by its share. What samples of a large batch leave open is taken for independent.
+    Coefficients that both use move both, so only the difference of their gradients counts. The rest of the two errors
+    correlates by SHARED_ERROR; the layout's part does so only if both have the same layout. In an RL step a rollout's
+    error counts by its share. The errors of sampling a large batch are taken as independent.
     """
     ratio = baseline.seconds / other.seconds
     if other.log_gradient is baseline.log_gradient and ratio == 1:
         return SpeedUp(1.0, 1.0, 1.0)
     names = list(dict.fromkeys((*baseline.log_gradient, *other.log_gradient)))
-    gradients = [[x.share * x.log_gradient.get(name, 0.0) for name in names] for x in (baseline, other)]
-    apart = np.array(gradients[0]) - np.array(gradients[1])
-    layout, other_layout = (x.share * profile.layout_error(*x.cut) for x in (baseline, other))
+    both = (baseline, other)
+    gradients = [np.array([time.share * time.log_gradient.get(name, 0.0) for name in names]) for time in both]
+    apart = gradients[0] - gradients[1]
+    layout, other_layout = (time.share * profile.layout_error(*time.cut) for time in both)
     common = SHARED_ERROR if baseline.cut == other.cut else 0.0
     variance = float(apart @ profile.covariance(names) @ apart)
     variance += profile.model_error**2 * _apart(baseline.share, other.share, SHARED_ERROR)
     variance += _apart(layout, other_layout, common)
-    variance += sum((x.share * x.sampling_sd) ** 2 for x in (baseline, other))
+    variance += sum((time.share * time.sampling_sd) ** 2 for time in both)
     factor = float(np.exp(Z90 * np.sqrt(variance)))
     return SpeedUp(ratio, ratio / factor, ratio * factor)
 
@@ -139,7 +136,7 @@ class Choice:
     precision:            preset name (fp8plan.model.precision)
     tensor_parallel:      GPUs per replica
     data_parallel:        replicas of the trainer, with the batch split between them before it starts
-    available, reason:    whether this GPU can run it, and why not
+    available, reason:    true if this GPU can run it; else the reason
     makespan_s:           seconds from the first prompt to the last response, with its 90% interval
     output_tokens_per_s:  response tokens of all replicas / makespan_s
     speedup:              BF16 makespan / this makespan, same workload, GPU and limits, with its 90% interval
@@ -154,8 +151,8 @@ class Choice:
     seq_reject_fraction:  part of the sequences that a sequence-level MIS would drop
     risk:                 "low", "moderate" or "high" (README states the rules)
     unit_kv_scales:       kl_k3, kl_k3_low, kl_k3_high and risk with K and V scales left at 1.0; None without FP8 KV
-    extrapolated:         whether the profile was used outside what was measured
-    refused_by:           target -> why it cannot start this layout, though vLLM can; {} if all of them can
+    extrapolated:         the profile was used outside the measured range
+    refused_by:           target -> the reason why it cannot start this layout, though vLLM can
     expert_parallel:      the GPUs of a replica share out whole experts
     """
 
@@ -238,8 +235,8 @@ class Choice:
     @property
     def step_gain(self) -> SpeedUp | None:
         """The RL step's speed-up over bf16 on the same layout. A plan of schema 1.1 does not have its interval."""
-        known = self.step_speedup, self.step_speedup_low, self.step_speedup_high
-        return None if known[0] is None else SpeedUp(known[0], *known[1:])
+        ratio = self.step_speedup
+        return None if ratio is None else SpeedUp(ratio, self.step_speedup_low, self.step_speedup_high)
 
     @property
     def rl_step_band_s(self) -> tuple[float | None, float | None]:
@@ -275,7 +272,7 @@ def plain_fields(record: Any) -> None:
 
 def _plain_dict(value: dict[str, Any], name: str) -> Any:
     try:
-        return json.loads(json.dumps(value, allow_nan=False, default=lambda x: x.item()))
+        return json.loads(json.dumps(value, allow_nan=False, default=lambda number: number.item()))
     except (ValueError, AttributeError, TypeError) as error:
         allowed = "finite numbers, text, lists, dicts"
         raise ConfigError(f"{name} cannot be written as JSON ({error}); allowed: {allowed}") from None
@@ -284,11 +281,11 @@ def _plain_dict(value: dict[str, Any], name: str) -> Any:
 def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
     """The index of the chosen candidate.
 
-    Among the candidates whose risk the budget accepts, it has the lowest KL of those that are within LEAST_GAIN of the
-    fastest. If the budget accepts none, it has the lowest KL of all.
+    Among the candidates whose risk the budget accepts and that are within LEAST_GAIN of the fastest, the lowest KL is
+    chosen. If the budget accepts none, the lowest KL of all is.
 
-    A layout that no measurement has seen stands back, unless it is faster than the fastest measured one by more than
-    one standard deviation of what its times are in doubt.
+    An unmeasured layout counts only if it is faster than the fastest measured one by more than one standard deviation
+    of its times.
     """
     runnable = [i for i, c in enumerate(candidates) if c.rollout is not None]
     accepted = [i for i in runnable if budget.accepts(candidates[i].expected.level)]
@@ -299,7 +296,7 @@ def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
 
 
 def _without_doubtful(candidates: Sequence[Candidate], compared: list[int]) -> list[int]:
-    """Those of `compared` that were measured, and those that are faster even if their doubt goes against them."""
+    """The candidates of `compared` whose layout was measured, or that are faster even at their cautious time."""
     measured = [candidates[i].seconds for i in compared if not candidates[i].layout_doubt]
     best = min(measured, default=math.inf)
     return [i for i in compared if not candidates[i].layout_doubt or candidates[i].cautious_s < best]
@@ -311,40 +308,38 @@ def as_choices(candidates: Sequence[Candidate], profile: Profile) -> tuple[Choic
     return tuple(_choice(c, bf16.get(c.setup.limits), profile) for c in candidates)
 
 
+_OF_ROLLOUT = ("makespan_s", "makespan_low_s", "makespan_high_s", "output_tokens_per_s", "preemptions", "tail_fraction")
+_OF_KL = ("kl_k3", "kl_k3_low", "kl_k3_high")
+_OF_RISK = (*_OF_KL, "ess_raw", "clip_fraction", "seq_reject_fraction")
+
+
 def _choice(candidate: Candidate, bf16: Candidate | None, profile: Profile) -> Choice:
     rollout, risk, memory, setup = candidate.rollout, candidate.risk, candidate.memory, candidate.setup
     size, whole_experts = setup.limits.cut
     figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(Choice))
-    figures |= {"precision": setup.precision.name, "reason": candidate.reason, "refused_by": {}}
+    figures |= {"precision": setup.precision.name, "reason": candidate.reason, "refused_by": {}, "available": False}
     figures |= {"tensor_parallel": size, "data_parallel": setup.limits.data_parallel_size}
     figures["expert_parallel"] = whole_experts
     if rollout is None or risk is None or memory is None:
-        return Choice(**figures | {"available": False})
-    for name in ("makespan_s", "makespan_low_s", "makespan_high_s", "output_tokens_per_s", "preemptions"):
-        figures[name] = getattr(rollout, name)
-    for name in ("kl_k3", "kl_k3_low", "kl_k3_high", "ess_raw", "clip_fraction", "seq_reject_fraction"):
-        figures[name] = getattr(risk, name)
-    figures |= {"risk": risk.level, "unit_kv_scales": _unit_kv_scales(candidate.unit_risk)}
-    figures |= {"rl_step_s": candidate.step_s, "kv_cache_tokens": memory.kv_cache_tokens}
-    figures |= {"tail_fraction": rollout.tail_fraction, "extrapolated": candidate.extrapolated}
-    if bf16 is not None:
-        figures |= _speedups(bf16, candidate, profile)
-    refused_by = refusals(setup.shape, setup.precision, size, whole_experts, setup.gpu)
-    return Choice(**figures | {"available": True, "refused_by": refused_by})
+        return Choice(**figures)
+    figures |= _named(rollout, _OF_ROLLOUT) | _named(risk, _OF_RISK)
+    if (at_one := candidate.unit_risk) is not None:
+        figures["unit_kv_scales"] = _named(at_one, _OF_KL) | {"risk": at_one.level}
+    figures |= {"available": True, "risk": risk.level, "rl_step_s": candidate.step_s}
+    figures |= {"kv_cache_tokens": memory.kv_cache_tokens, "extrapolated": candidate.extrapolated}
+    figures["refused_by"] = refusals(setup.shape, setup.precision, size, whole_experts, setup.gpu)
+    return Choice(**figures | ({} if bf16 is None else _speedups(bf16, candidate, profile)))
+
+
+def _named(record: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 def _speedups(bf16: Candidate, candidate: Candidate, profile: Profile) -> dict[str, float | None]:
     """The fields of a Choice on its speed-up over BF16 on the same layout: of the rollout, and of a known RL step."""
     pairs = {"speedup": (None, None)} | ({"step_speedup": (bf16.step_s, candidate.step_s)} if candidate.step_s else {})
-    made: dict[str, float | None] = {}
+    cut, made = candidate.setup.limits.cut, dict[str, float | None]()
     for name, (theirs, own) in pairs.items():
-        cut = candidate.setup.limits.cut
         gain = speed_up(timed(bf16.timed, cut, theirs), timed(candidate.timed, cut, own), profile)
         made |= {name: gain.ratio, f"{name}_low": gain.low, f"{name}_high": gain.high}
     return made
-
-
-def _unit_kv_scales(risk: MismatchRisk | None) -> dict[str, Any] | None:
-    if risk is None:
-        return None
-    return {"kl_k3": risk.kl_k3, "kl_k3_low": risk.kl_k3_low, "kl_k3_high": risk.kl_k3_high, "risk": risk.level}

@@ -1,7 +1,4 @@
-"""The reasons for a choice, in plain sentences.
-
-Where a plan's time goes, and what makes one choice slower than another, in plain sentences.
-"""
+"""The reasons of a plan in plain sentences: the choice and its gain, the other choices, the time, the caveats."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from fp8plan.model.shards import left_in_bf16
 
 NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
 SLOWER = 0.01  # losses from which on they are
+STEP_SHARES = (0.5, 0.8)  # of a rollout in an RL step
 
 COMPONENTS = {
     "attention": "attention over the KV cache",
@@ -38,7 +36,7 @@ COMPONENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A plan's choices and the rollouts behind them, None for a choice that cannot run."""
+    """A plan's choices and their rollouts; a choice that cannot run has None."""
 
     choices: Sequence[Choice]
     chosen: int
@@ -52,7 +50,7 @@ class Answer:
 
     @property
     def of_the_step(self) -> str:
-        """The words that name what choices are compared by, if that is not the rollout."""
+        """The words for the time by which choices are compared, if that is not the rollout's."""
         return " for the whole RL step" if self.picked.rl_step_s is not None else ""
 
     def rollout(self, choice: Choice) -> Rollout:
@@ -62,13 +60,13 @@ class Answer:
         return rollout
 
     def gain(self, choice: Choice, than: Choice) -> SpeedUp:
-        """The ratio of a choice's speed to another's, by the time that choices are compared by. Both can run."""
+        """The ratio of a choice's speed to that of `than`. Both can run."""
         other, own = (timed(self.rollout(c), c.cut, c.rl_step_s) for c in (than, choice))
         return speed_up(other, own, self.profile)
 
 
 def whole_or_sliced(answer: Answer) -> list[str]:
-    """A sentence on why the chosen layout shares out whole experts, or slices, if that is faster than the other way."""
+    """A sentence on expert parallelism or its absence, if the chosen layout is faster for it."""
     picked = answer.picked
     other = (picked.tensor_parallel, picked.data_parallel, not picked.expert_parallel)
     rest = next((c for c in answer.choices if c.precision == picked.precision and c.layout == other), None)
@@ -86,7 +84,7 @@ def whole_or_sliced(answer: Answer) -> list[str]:
 
 
 def _difference(mine: Rollout, theirs: Rollout) -> str:
-    """The words for what takes less time in the first of two rollouts, above all."""
+    """The words for the largest saving of the first of two rollouts."""
     if mine.preemptions < theirs.preemptions:
         return f"it has {mine.preemptions:,} preemptions instead of {theirs.preemptions:,}"
     part, own, other = _moved(mine, theirs)
@@ -94,15 +92,14 @@ def _difference(mine: Rollout, theirs: Rollout) -> str:
 
 
 def _moved(mine: Rollout, theirs: Rollout) -> tuple[str, float, float]:
-    """The part of whose time the first of two rollouts saves most, and the seconds that both spend on it."""
-    spent = [{name: share * x.makespan_s for name, share in x.parts.items()} for x in (mine, theirs)]
-    saved = {name: theirs_s - spent[0].get(name, 0.0) for name, theirs_s in spent[1].items()}
-    most = max(saved, key=lambda name: saved[name])
-    return COMPONENTS[most], spent[0].get(most, 0.0), spent[1][most]
+    """The part on which the first of two rollouts saves most time, and the seconds that each spends on it."""
+    own, other = ({name: share * run.makespan_s for name, share in run.parts.items()} for run in (mine, theirs))
+    most = max(other, key=lambda name: other[name] - own.get(name, 0.0))
+    return COMPONENTS[most], own.get(most, 0.0), other[most]
 
 
 def where_from(answer: Answer) -> list[str]:
-    """Sentences on preemptions that FP8 saves, and on what the time of a rollout and of its tail goes to."""
+    """Sentences on the preemptions that FP8 saves, and on the parts of the time of a rollout and of its tail."""
     sentences, picked, rollout = [], answer.picked, answer.rollout(answer.picked)
     there = [c for c in answer.choices if c.available and c.layout == picked.layout]
     baseline = next((c for c in there if c.precision == "bf16"), None)
@@ -126,7 +123,7 @@ def _largest(parts: dict[str, float]) -> str:
 
 
 def slower(answer: Answer) -> list[str]:
-    """A sentence on each precision that is slower than bf16 on the chosen layout, and on what takes longer."""
+    """A sentence on each precision that is slower than bf16 on the chosen layout, and on the part that takes longer."""
     there = [c for c in answer.choices if c.gain is not None and c.layout == answer.picked.layout]
     bf16 = next((answer.rollout(c) for c in there if c.precision == "bf16"), None)
     than = "bf16 on the chosen layout" if several_layouts(answer.choices) else "bf16"
@@ -148,9 +145,6 @@ def seconds(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
-STEP_SHARES = (0.5, 0.8)  # of a rollout in an RL step
-
-
 def explain(
     choices: Sequence[Choice],
     chosen: int,
@@ -164,31 +158,33 @@ def explain(
 ) -> tuple[str, ...]:
     """The sentences of a plan: the choice and its gain, the others, where the time goes, the risk, the caveats.
 
-    Each ratio names what it is relative to, and its 90% interval.
+    Each ratio names its baseline, and has its 90% interval.
 
     rollouts: of all choices, None for one that cannot run
     risk, advice: of the chosen choice
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
-    shape: of the model; None: nothing is said of linears that stay in BF16, and of what is left out of the model
+    shape: of the model; None: no sentence on linears that stay in BF16, or on parts that are not modelled
     """
     answer = Answer(choices, chosen, rollouts, profile)
-    stored = None if shape is None else shape.stored
-    sentences = [_headline(answer, budget, stored), *_of_the_step(answer.picked)]
-    sentences += _as_stored(stored) if stored is not None else []
-    sentences += _passed_over(answer, budget)
-    sentences += slower(answer)
-    sentences += _not_measured(answer, budget)
-    sentences += whole_or_sliced(answer)
-    sentences += where_from(answer)
-    sentences += _left_in_bf16(choices, shape) if shape is not None else []
-    sentences += [shape.note] if shape is not None and shape.note else []
-    sentences += [f"Mismatch: {reason}." for reason in risk.reasons]
-    sentences += [f"Correction: {note}." for note in advice.notes]
-    sentences += _of_a_sample(answer.rollout(answer.picked))
-    sentences += _caveats(choices, answer.rollout(answer.picked), profile)
-    sentences += _estimated(choices, profile)
-    sentences += _network(answer.picked, gpus_per_node)
-    return tuple(sentences)
+    stored, picked = None if shape is None else shape.stored, answer.picked
+    return (
+        _headline(answer, budget, stored),
+        *_of_the_step(picked),
+        *([] if stored is None else _as_stored(stored)),
+        *_passed_over(answer, budget),
+        *slower(answer),
+        *_not_measured(answer, budget),
+        *whole_or_sliced(answer),
+        *where_from(answer),
+        *([] if shape is None else _left_in_bf16(choices, shape)),
+        *([shape.note] if shape is not None and shape.note else []),
+        *(f"Mismatch: {reason}." for reason in risk.reasons),
+        *(f"Correction: {note}." for note in advice.notes),
+        *_of_a_sample(answer.rollout(picked)),
+        *_caveats(choices, answer.rollout(picked), profile),
+        *_estimated(choices, profile),
+        *_network(picked, gpus_per_node),
+    )
 
 
 def _headline(answer: Answer, budget: RiskBudget, stored: Stored | None) -> str:
@@ -207,13 +203,12 @@ def _headline(answer: Answer, budget: RiskBudget, stored: Stored | None) -> str:
 def _as_stored(stored: Stored) -> list[str]:
     """Sentences on an FP8 checkpoint: how to compare it, and the KV cache that it asks for."""
     weights, with_cache = (precision.name for precision in stored.precisions)
-    sentences = [f"vLLM loads this checkpoint as it is; to compare with BF16 weights, plan {stored.bf16_model} too."]
-    if stored.kv_fp8:
-        sentences.append(
-            f"The checkpoint asks for an FP8 KV cache, which vLLM takes unless it is told otherwise: that is "
-            f"{with_cache}, and {weights} needs kv_cache_dtype bfloat16."
-        )
-    return sentences
+    compare = f"vLLM loads this checkpoint as it is; to compare with BF16 weights, plan {stored.bf16_model} too."
+    cache = (
+        f"The checkpoint asks for an FP8 KV cache, which vLLM takes unless it is told otherwise: that is {with_cache}, "
+        f"and {weights} needs kv_cache_dtype bfloat16."
+    )
+    return [compare, *([cache] if stored.kv_fp8 else [])]
 
 
 def _gains(answer: Answer, stored: Stored | None) -> list[str]:
@@ -251,10 +246,10 @@ def _of_the_step(picked: Choice) -> list[str]:
     gain = picked.gain
     if picked.step_gain is not None or gain is None or gain.ratio < 1 + NO_FASTER:
         return []
-    (half, less), (most, more) = [(f"{share:.0%}", gain.of_step(share)) for share in STEP_SHARES]
-    becomes = f"The whole RL step becomes {less.over('with bf16')} if {half} of it is rollout there."
+    less, more = (gain.of_step(share).over("with bf16") for share in STEP_SHARES)
+    half, most = STEP_SHARES
     return [
-        f"{becomes} It becomes {more.over('with bf16')} if {most} is.",
+        f"The whole RL step becomes {less} if {half:.0%} of it is rollout there. It becomes {more} if {most:.0%} is.",
         "Give --train-s and --logprob-s to have the whole RL step worked out.",
     ]
 
@@ -284,7 +279,7 @@ def _refused(choice: Choice, budget: RiskBudget) -> bool:
 
 
 def _passed_over(answer: Answer, budget: RiskBudget) -> list[str]:
-    """The reason why each other precision was not taken, on its fastest layout among those that `_compared` gives."""
+    """The reason why each other precision was not chosen, on its fastest layout among the `_compared` ones."""
     picked, compared, sentences = answer.picked, _compared(answer), []
     for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
         choice = min((c for c in compared if c.precision == precision), key=lambda c: c.seconds)
@@ -307,9 +302,7 @@ def _compared(answer: Answer) -> list[Choice]:
 
 
 def _not_measured(answer: Answer, budget: RiskBudget) -> list[str]:
-    """A sentence on the fastest of the layouts that were passed over because nobody measured them, if it is faster than
-    the chosen one.
-    """
+    """A sentence on the fastest unmeasured layout, if it is faster than the chosen one."""
     picked, profile = answer.picked, answer.profile
     if _unmeasured(picked, profile):
         return []
@@ -329,10 +322,6 @@ def _not_measured(answer: Answer, budget: RiskBudget) -> list[str]:
 
 def _unmeasured(choice: Choice, profile: Profile) -> bool:
     return profile.layout_doubt(*choice.cut) > 0
-
-
-def _layout_extrapolated(choice: Choice, profile: Profile) -> bool:
-    return profile.layout_error(*choice.cut) > 0
 
 
 def _network(picked: Choice, gpus_per_node: int | None) -> list[str]:
@@ -360,24 +349,20 @@ def _of_a_sample(timed: Rollout) -> list[str]:
     """A sentence on a batch that was too large to be simulated whole."""
     if timed.simulated == 1:
         return []
-    share, open_by = f"{100 * timed.simulated:.2g}%", f"{timed.sampling_sd:.1%}"
-    simulated = (
-        f"A sample of {share} of the responses was simulated, from all over the batch, and the others go at its pace"
+    sentence = (
+        f"A sample of {100 * timed.simulated:.2g}% of the responses was simulated, from all over the batch, and the "
+        f"others go at its pace: that leaves the time open by {timed.sampling_sd:.1%} (one standard deviation), which "
+        "the intervals contain."
     )
-    return [
-        f"{simulated}: that leaves the time open by {open_by} (one standard deviation), which the intervals contain."
-    ]
+    return [sentence]
 
 
 def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> list[str]:
-    sentences = []
     if profile.kind == "datasheet":
-        sentences.append(
-            "Uncalibrated: times come from the GPU's datasheet and generic efficiencies, so trust the order of "
-            "magnitude and the direction."
-        )
-        return sentences
-    if timed.extrapolated or any(c.extrapolated and not _layout_extrapolated(c, profile) for c in choices):
+        source = "times come from the GPU's datasheet and generic efficiencies"
+        return [f"Uncalibrated: {source}, so trust the order of magnitude and the direction."]
+    sentences = []
+    if timed.extrapolated or any(c.extrapolated and not profile.layout_error(*c.cut) for c in choices):
         what = f" ({'; '.join(timed.extrapolated)})" if timed.extrapolated else ""
         sentences.append(
             f"Part of this workload lies outside of what the profile {profile.label} was measured for{what}."
@@ -401,17 +386,16 @@ def _estimated(choices: Sequence[Choice], profile: Profile) -> list[str]:
     """A sentence on an FP8 KV cache whose attention was not timed on this GPU."""
     if not profile.assumes("attention.fp8") or not any(c.available and c.preset.kv == "fp8" for c in choices):
         return []
-    return [
-        (
-            f"FP8 KV cache on {profile.gpu}: the tokens that it holds are certain. The time of its attention is an "
-            "estimate, wide enough for half of BF16's and for half as much again. vLLM's kernel there was not timed: "
-            "FlashInfer, which widens E4M3 to BF16 in software."
-        )
-    ]
+    sentence = (
+        f"FP8 KV cache on {profile.gpu}: the tokens that it holds are certain. The time of its attention is an "
+        "estimate, wide enough for half of BF16's and for half as much again. vLLM's kernel there was not timed: "
+        "FlashInfer, which widens E4M3 to BF16 in software."
+    )
+    return [sentence]
 
 
 def _layout(choice: Choice, choices: Sequence[Choice]) -> str:
-    """The words that name a choice's layout; empty if all choices share one."""
+    """The words for a choice's layout; empty if all choices share it."""
     if not several_layouts(choices):
         return ""
     replicas = f"{choice.data_parallel} replicas" if choice.data_parallel > 1 else "1 replica"

@@ -1,6 +1,6 @@
-"""The answer: what every rollout precision will do, which one was chosen, and how to apply it.
+"""The Plan: the prediction of every rollout precision, the chosen one, and the settings that apply it.
 
-Reading a plan's JSON: every field that this version knows is checked, and other fields are ignored.
+A plan is saved as JSON. Reading it checks every field that this version knows, and ignores other fields.
 """
 
 from __future__ import annotations
@@ -8,49 +8,33 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import msgspec
 
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import parse
-from fp8plan.model.emit.trl import emit_trl, emit_trl_python, trl_config
-from fp8plan.model.emit.verl import emit_verl, verl_overrides
-from fp8plan.model.emit.vllm import (
-    Expected,
-    Job,
-    check_kv_scales,
-    check_risk,
-    emit_vllm,
-    measured_scales,
-    vllm_env,
-    vllm_kwargs,
-    workload_tokens,
-)
+from fp8plan.model.emit import trl, verl, vllm
+from fp8plan.model.emit.vllm import Expected, Job, check_kv_scales, measured_scales
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
-from fp8plan.model.risk.expected import LEVELS, Level, RiskBudget
+from fp8plan.model.risk.expected import LEVELS, Level, RiskBudget, check_thresholds
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import check_target
 from fp8plan.schemas import VERSIONS, check_version, checked
 from fp8plan.version import __version__
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-P = TypeVar("P", bound="DataclassInstance")
-
 MAKE_ONE: Final = "fp8plan plan MODEL --gpu GPU --json plan.json"
+_EMITTERS: Final = {"vllm": vllm.emit_vllm, "verl": verl.emit_verl, "trl": trl.emit_trl}
 
-# Figures of a Choice that only one which cannot run lacks. Speed-ups need BF16 to fit, the RL step a trainer.
+# Figures that every choice has which can run. Speed-ups also need BF16 to fit, the RL step a trainer.
 PREDICTED: Final = (
     "makespan_s makespan_low_s makespan_high_s output_tokens_per_s kv_cache_tokens preemptions tail_fraction kl_k3 "
     "kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk extrapolated"
 ).split()
 
-
-# Fields that plans of schema 1.0 do not have. Their engines had what is the default.
+# Fields that plans of schema 1.0 do not have. Their engines had the default.
 SINCE_1_1: Final = ("limits.enable_expert_parallel", "expert_parallel")
 
 
@@ -63,24 +47,11 @@ class UnitScales(msgspec.Struct):
     risk: str | None
 
 
-def read(text: str, kind: type[P]) -> P:
-    """Parse the text that `Plan.to_json` wrote. `kind` is the class Plan.
-
-    Raises ConfigError naming the version, or what is missing or malformed.
-    """
-    if not isinstance(text, str | bytes):
-        raise ConfigError(f"the plan is a {type(text).__name__}; allowed: text, as Plan.to_json writes it")
-    try:
-        return _read(parse(text, "the plan"), kind)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; to make one, type: {MAKE_ONE}") from None
-
-
-def _read(data: Any, kind: type[P]) -> P:
+def _read(data: Any) -> Plan:
     if isinstance(data, dict) and data.get("schema_version") is None:
         raise ConfigError("not a plan, or one written before plans had a schema_version, a risk budget and KV scales")
     check_version(data, "plan", "the plan")
-    plan = checked(data, kind, "the plan")
+    plan = checked(data, Plan, "the plan")
     _check_complete(fields := asdict(plan), data, "")
     for number, choice in enumerate(fields["choices"]):
         _check_choice(choice, f"the plan: choices[{number}]")
@@ -88,7 +59,7 @@ def _read(data: Any, kind: type[P]) -> P:
 
 
 def _check_complete(written: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for an absent field, even if its class has a default: the default is not what was planned."""
+    """Raise ConfigError for an absent field, even if its class has a default, which may not be what was planned."""
     for name, value in written.items():
         if name not in data and f"{where}{name}" not in SINCE_1_1:
             raise ConfigError(f"the plan: field {f'{where}{name}'!r} is missing")
@@ -113,16 +84,6 @@ def _check_risk(risk: str | None, where: str, allowed: Sequence[str | None]) -> 
         raise ConfigError(f"{where} is {risk!r}; allowed: {', '.join(map(str, allowed))}")
 
 
-# What a plan may say under "thresholds". Bounds are on pi_train / pi_rollout, as everywhere in fp8plan.
-THRESHOLDS: Final[dict[str, str]] = {
-    "token_tis": "upper bound C: w = min(ratio, C)",
-    "sequence_tis": "upper bound C on the ratio of the summed log-ratios",
-    "token_mis": "[low, high]: a token outside weighs 0 (IcePop)",
-    "sequence_mis": "[low, high]: a sequence whose summed-log ratio is outside is dropped",
-    "geometric_mis": "[low, high]: a sequence whose mean-log ratio is outside is dropped",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The result of `fp8plan.plan()`, which `fp8plan plan --json` prints.
@@ -130,24 +91,23 @@ class Plan:
     model:      Hugging Face id or local folder
     gpu:        name in fp8plan.model.hardware, e.g. "h200_sxm"
     profile:    {"kind", "engine_version", "source"} of the profile behind the numbers
-    limits:     what every engine is started with; each Choice carries its own parallel sizes
-    workload:   prompts, samples (counts), max_prompt_tokens, max_response_tokens, and whatever else describes the
-                rollout
+    limits:     of every engine; each Choice has its own parallel sizes
+    workload:   prompts, samples (counts), max_prompt_tokens, max_response_tokens, and other facts on the rollout
     seed:       of the sampled response lengths
     choices:    every precision and layout that was scored
     chosen:     index into `choices`
-    thresholds: correction to start with, keys of THRESHOLDS; empty: none needed
+    thresholds: correction to start with, by names of risk.expected.THRESHOLDS; empty: none needed
     reasons:    plain sentences
-    warnings:   what whoever uses the plan should know of the profile and the workload, one line each
-    budget:     the highest risk that was accepted, and what counts as one
-    kv_scales:  one of KV_SCALES: what kl_k3 and risk assume of an FP8 KV cache
-    fp8plan_version: which made the plan
+    warnings:   caveats about the profile and the workload, one line each
+    budget:     the limits of each level of risk, and the highest level that was accepted
+    kv_scales:  one of KV_SCALES: the scales of an FP8 KV cache that kl_k3 and risk assume
+    fp8plan_version: the version that made the plan
 
-    A choice is named by its index, or by its precision: then it is that of the chosen layout, or where this cannot run,
-    the fastest that can.
-    `vllm_kwargs`, `env`, `verl_overrides` and `trl_config` translate the chosen choice, or the one that is named, and
-    raise ConfigError for what the target cannot do. vLLM leaves K and V scales at 1.0; where that is riskier than the
-    plan accepts, it is a ConfigError too, unless `kv_scales="calibrated"` says that you calibrate them.
+    A choice is named by its index or by its precision. A precision means the one on the chosen layout, or the fastest
+    if that layout cannot run it. `vllm_kwargs`, `env`, `verl_overrides` and `trl_config` translate the chosen choice,
+    or the one that is named. They raise ConfigError for anything that the target cannot do. vLLM leaves K and V scales
+    at 1.0. If that is riskier than the plan accepts, it is a ConfigError too; `kv_scales="calibrated"` says that you
+    calibrate them.
     """
 
     model: str
@@ -170,11 +130,7 @@ class Plan:
         check_kv_scales(self.kv_scales)
         if not 0 <= self.chosen < len(self.choices):
             raise ConfigError(f"chosen is {self.chosen}; allowed: 0 to {len(self.choices) - 1}, an index into choices")
-        unknown = sorted(self.thresholds.keys() - THRESHOLDS.keys())
-        if unknown:
-            raise ConfigError(f"unknown thresholds: {', '.join(unknown)}; allowed: {', '.join(THRESHOLDS)}")
-        for name, value in self.thresholds.items():
-            _check_threshold(name, value)
+        check_thresholds(self.thresholds)
         for number, choice in enumerate(self.choices):
             for size in ("tensor_parallel", "data_parallel"):
                 whole(f"choices[{number}].{size}", getattr(choice, size))
@@ -182,9 +138,9 @@ class Plan:
     def index(self, choice: int | str | None = None) -> int:
         """The index of the chosen Choice, or of the one that is named. Raises ConfigError if the plan has none."""
         if isinstance(choice, str):
-            numbers = [number for number, found in enumerate(self.choices) if found.precision == choice]
+            numbers = [number for number, c in enumerate(self.choices) if c.precision == choice]
             if not numbers:
-                known = ", ".join(dict.fromkeys(found.precision for found in self.choices))
+                known = ", ".join(dict.fromkeys(c.precision for c in self.choices))
                 raise ConfigError(f"the plan has no {choice!r}; allowed: {known}")
             return min(numbers, key=lambda number: (not self._as_chosen(number), self.choices[number].seconds))
         index = self.chosen if choice is None else choice
@@ -231,12 +187,17 @@ class Plan:
         Fields that this version does not know are ignored. Raises ConfigError naming the version, or the field that is
         missing or malformed.
         """
-        return read(text, cls)
+        if not isinstance(text, str | bytes):
+            raise ConfigError(f"the plan is a {type(text).__name__}; allowed: text, as Plan.to_json writes it")
+        try:
+            return _read(parse(text, "the plan"))
+        except ConfigError as error:
+            raise ConfigError(f"{error}; to make one, type: {MAKE_ONE}") from None
 
     def setup(self, choice: int | str | None = None) -> EngineSetup:
         """The engine of the chosen choice, or of the one that is named, with data_parallel_size replicas."""
         picked = self.select(choice)
-        longest = sum(workload_tokens(self.workload, f"max_{part}_tokens") for part in ("prompt", "response"))
+        longest = sum(vllm.workload_tokens(self.workload, f"max_{part}_tokens") for part in ("prompt", "response"))
         limits = replace(
             self.limits,
             max_model_len=self.limits.max_model_len or longest,
@@ -247,7 +208,7 @@ class Plan:
         return EngineSetup(self.model, self.gpu, picked.preset, limits)
 
     def precisions_beside(self, choice: int | str | None = None) -> tuple[str, ...]:
-        """The precisions that can run on a replica of this choice: on as many GPUs, which cut the model as here."""
+        """The precisions that can run on a replica like that of this choice: as many GPUs, and the model cut alike."""
         cut = self.select(choice).cut
         return tuple(c.precision for c in self.choices if c.available and c.cut == cut)
 
@@ -257,33 +218,32 @@ class Plan:
         kv_scales: as in `emit`. An engine made from these alone keeps K and V scales at 1.0; `RolloutEngine.from_plan`
                    measures them
 
-        Raises ConfigError where K and V scales of 1.0 are riskier than the plan accepts.
+        Raises ConfigError if K and V scales of 1.0 are riskier than the plan accepts.
         """
-        return vllm_kwargs(self._job("vllm", choice, kv_scales).setup)
+        return vllm.vllm_kwargs(self._job("vllm", choice, kv_scales).setup)
 
     def env(self, choice: int | str | None = None) -> dict[str, str]:
         """Environment variables to set before vLLM is imported."""
-        return vllm_env(self.setup(choice))
+        return vllm.vllm_env(self.setup(choice))
 
     def verl_overrides(self, choice: int | str | None = None, kv_scales: str = "unit") -> list[str]:
         """Hydra overrides for `python -m verl.trainer.main_ppo` (verl 0.9.1), with fp8plan.integrations.verl.
 
-        kv_scales: means nothing here: fp8plan measures the scales of an FP8 cache after each weight sync
+        kv_scales: without effect: fp8plan measures the scales of an FP8 cache after each weight sync
         """
-        return verl_overrides(self._job("verl", choice, measured_scales(self.setup(choice), kv_scales)))
+        return verl.verl_overrides(self._job("verl", choice, measured_scales(self.setup(choice), kv_scales)))
 
     def trl_config(
         self, choice: int | str | None = None, mode: str = "auto", kv_scales: str = "unit"
     ) -> dict[str, Any]:
         """Arguments of `trl.GRPOConfig` (TRL 1.16).
 
-        mode: "colocate" (vLLM inside the trainer's processes: of fp8plan.integrations.trl if the engine has one GPU),
-              "server" (a `vllm serve` beside it; its command is in `emit("trl")`), or "auto": colocate where that can
-              keep the plan, else server
-        kv_scales: means nothing here: fp8plan measures the scales of an FP8 cache after each weight sync, in
-              fp8plan.integrations.trl and in the server
+        mode: "colocate": vLLM in the trainer's processes, run by fp8plan.integrations.trl if the engine has one GPU;
+              "server": a `vllm serve` beside it, whose command is in `emit("trl")`;
+              "auto": colocate if that can keep the plan, else server
+        kv_scales: without effect: fp8plan measures the scales of an FP8 cache after each weight sync
         """
-        return trl_config(self._job("trl", choice, measured_scales(self.setup(choice), kv_scales)), mode)
+        return trl.trl_config(self._job("trl", choice, measured_scales(self.setup(choice), kv_scales)), mode)
 
     def emit(
         self,
@@ -298,61 +258,42 @@ class Plan:
         vllm: JSON {"engine_args", "env", "command", "notes"}
         verl: Hydra overrides to paste after `python -m verl.trainer.main_ppo \\`, comments behind them
         trl:  JSON {"grpo_config", "trainer", "command", "env", "notes"}: the line with fp8plan.integrations.trl, and
-              the command of a vLLM server; null where there is none
+              the command of a vLLM server; each null if there is none
 
         kv_scales: "unit", as vllm leaves the K and V scales of an FP8 cache, or "calibrated" if you calibrate them
         plan_file: full path of this plan's JSON, which a trainer's settings name; None: "plan.json", and a note says so
-        python:    trl: Python to paste, `training_args = GRPOConfig(...)` and comments, in the place of JSON
+        python:    trl: Python to paste instead of JSON, `training_args = GRPOConfig(...)` and comments
 
-        Raises ConfigError for an unknown target, for what the target cannot do, and where K and V scales of 1.0 are
-        riskier than the plan accepts.
+        Raises ConfigError for an unknown target, for anything that the target cannot do, and if K and V scales of 1.0
+        are riskier than the plan accepts.
         """
         check_target(target)
-        there = kv_scales if target == "vllm" else measured_scales(self.setup(choice), kv_scales)
-        emitter = emit_trl_python if python and target == "trl" else _EMITTERS[target]
-        return emitter(self._job(target, choice, there, plan_file), there)
+        scales = kv_scales if target == "vllm" else measured_scales(self.setup(choice), kv_scales)
+        emitter = trl.emit_trl_python if python and target == "trl" else _EMITTERS[target]
+        return emitter(self._job(target, choice, scales, plan_file), scales)
 
     def _job(self, target: str, choice: int | str | None, kv_scales: str, plan_file: str | None = None) -> Job:
         """The input of `target`'s settings for one choice. Raises ConfigError if its K and V scales are too risky."""
         picked = self.select(choice)
-        expected = Expected(
-            picked.kl_k3,
-            picked.kl_k3_high,
-            cast("Level | None", picked.risk),
-            picked.unit_kv_scales,
-            self.kv_scales,
-            self.budget,
-        )
+        risk = cast("Level | None", picked.risk)
+        at_one, scales, budget = picked.unit_kv_scales, self.kv_scales, self.budget
+        expected = Expected(picked.kl_k3, picked.kl_k3_high, risk, at_one, scales, budget)
         refused = {name: f"{why}; {self._way_out(picked, name)}" for name, why in picked.refused_by.items()}
         number = self.index(choice)
         word = picked.precision if self.index(picked.precision) == number else number
         job = Job(self.setup(choice), self.workload, self.thresholds, expected, word, plan_file, refused)
-        check_risk(job, kv_scales)
+        vllm.check_risk(job, kv_scales)
         return job
 
     def _way_out(self, choice: Choice, target: str) -> str:
         """Advice for a choice that `target` cannot start: the next best choice, or another plan."""
         again = f"plan again with --emit {target}"
         known = [(i, c) for i, c in enumerate(self.choices) if c.available and target not in c.refused_by]
-        safe = [x for x in known if x[1].riskiness <= choice.riskiness]
+        safe = [(i, c) for i, c in known if c.riskiness <= choice.riskiness]
         if not safe:
             return f"{again}, which looks for another layout"
-        index, best = min(safe, key=lambda x: x[1].seconds)
+        index, best = min(safe, key=lambda pair: pair[1].seconds)
         return (
             f"the next best is choice {index}, {best.precision} at {best.sizes} with "
             f"{best.data_parallel} replica(s): --choice {index} (in Python choice={index}), or {again}"
         )
-
-
-_EMITTERS: Final = {"vllm": emit_vllm, "verl": emit_verl, "trl": emit_trl}
-
-
-def _check_threshold(name: str, value: Any) -> None:
-    """Raise ConfigError for a value that is not a bound on a positive ratio, or not a band of such ratios."""
-    if name.endswith("_tis"):
-        good, allowed = is_number(value) and value > 0, "a number above 0"
-    else:
-        good = isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and 0 < value[0] < value[1]
-        allowed = "[low, high], two numbers with 0 < low < high"
-    if not good:
-        raise ConfigError(f"thresholds[{name!r}] is {value!r}; allowed: {allowed}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
+from inspect import signature
 from types import NoneType
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 
@@ -29,6 +31,8 @@ from fp8plan.model.shards import check_target
 from fp8plan.model.workload import Batch, Workload
 from fp8plan.version import version_warnings
 
+P = ParamSpec("P")
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -37,56 +41,6 @@ class Prediction:
     plan: Plan
     rollouts: tuple[Rollout | None, ...]
     pools: tuple[int | None, ...]  # KV blocks the scheduler can hand out
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """The warnings of the plan."""
-        return self.plan.warnings
-
-
-def plan(
-    model: ModelShape | str,
-    gpu: Gpu | str,
-    workload: Workload,
-    *,
-    limits: EngineLimits | None = None,
-    gpus: int | None = None,
-    gpus_per_node: int | None = None,
-    target: str = "vllm",
-    precisions: Sequence[str] | None = None,
-    trainer: StepTimes | None = None,
-    budget: RiskBudget | None = None,
-    kv_scales_calibrated: bool = True,
-    engine_version: str = "0.26.0",
-    strict: bool = False,
-    profile: Profile | None = None,
-    progress: Progress = iter,
-    workers: int = 1,
-) -> Plan:
-    """Predict every rollout precision for a workload, and choose one.
-
-    model:          a ModelShape, a hub id, or a folder with config.json
-    gpu:            a Gpu or its name; "auto" asks the driver
-    limits:         of each engine; what they leave out is vLLM's default for this GPU; None: all, for this model
-    gpus:           GPUs in all; every tensor-parallel size that divides them, a node and the model is tried, with and
-                    without expert parallelism if it has experts; the rest are replicas. None: the layout in `limits`
-    gpus_per_node:  GPUs that reach each other without the network; None: what is usual for this GPU
-    target:         who starts the engines, "vllm", "verl" or "trl": each cuts FP8 weights in its own way
-    precisions:     preset names; None: all, and those this GPU cannot run are listed as unavailable
-    trainer:        the other parts of an RL step; None: only the rollout is compared
-    budget:         the highest mismatch risk that may be chosen
-    kv_scales_calibrated: the K and V scales of FP8 KV follow the weights after each sync; False: they stay 1.0, as they
-                    do where the engine keeps those that it was started with (Gpu.why_fixed_kv_scales)
-    engine_version: of vLLM
-    strict:         refuse a profile of another engine version
-    profile:        use this one instead of the best that is found
-    progress:       wraps the candidates while they are predicted, as tqdm does
-    workers:        processes that predict the layouts of a large batch; they are forked, so leave it 1 beside threads
-
-    Raises ConfigError for bad or contradictory input, CapacityError if no choice fits the GPU, ProfileError if there
-    is no profile that may be used.
-    """
-    return predict(**locals()).plan
 
 
 def predict(
@@ -108,8 +62,30 @@ def predict(
     progress: Progress = iter,
     workers: int = 1,
 ) -> Prediction:
-    """Make the Plan that `plan` returns, together with the rollouts behind it. Takes the same arguments and raises the
-    same errors.
+    """Predict every rollout precision for a workload, and choose one.
+
+    model:          a ModelShape, a hub id, or a folder with config.json
+    gpu:            a Gpu or its name; "auto" asks the driver
+    limits:         of each engine. A limit that is not set takes vLLM's default for this GPU and model
+    gpus:           GPUs in all. Every tensor-parallel size that divides them, a node and the model is tried, for MoE
+                    models with expert parallelism too; the rest are replicas. None: the layout in `limits`
+    gpus_per_node:  GPUs that reach each other without the network; None: the usual number for this GPU
+    target:         the program that starts the engines, "vllm", "verl" or "trl". Each cuts FP8 weights in its own way
+    precisions:     preset names; None: all, and those that this GPU cannot run are listed as unavailable
+    trainer:        the other parts of an RL step; None: only the rollout is compared
+    budget:         the highest mismatch risk that may be chosen
+    kv_scales_calibrated: K and V scales of FP8 KV are measured after each sync. False: they stay at 1.0, as in engines
+                    that keep the scales they started with (Gpu.why_fixed_kv_scales)
+    engine_version: of vLLM
+    strict:         refuse a profile of another engine version
+    profile:        used instead of the best known one
+    progress:       wraps the candidates while they are predicted, as tqdm does
+    workers:        processes for the layouts of a large batch. They are forked: leave it at 1 beside threads
+
+    `plan` returns the Plan, `predict` a Prediction, which also has the rollouts behind it.
+
+    Raises ConfigError for bad or contradictory input, CapacityError if no choice fits the GPU, ProfileError if there
+    is no profile that may be used.
     """
     _check_kinds(locals())
     check_target(target)
@@ -131,11 +107,12 @@ def predict(
         warnings = [*warnings, f"K and V scales of an FP8 KV cache are taken to stay at 1.0: {fixed_scales}"]
     kv_scales_calibrated = kv_scales_calibrated and fixed_scales is None
     problem = Problem(batch, used, trainer, budget, kv_scales_calibrated)
-    found = evaluated(layouts, problem, progress, workers)
-    timed = {name.rpartition(".")[0] for c in found if c.rollout for name in c.rollout.log_gradient}
-    used = with_kernels(used, card, timed)  # what the candidates' cost models were lent
-    choices, chosen = as_choices(found, used), choose(found, budget)
-    best = found[chosen]
+    tried = evaluated(layouts, problem, progress, workers)
+    rollouts = tuple(c.rollout for c in tried)
+    timed = {name.rpartition(".")[0] for rollout in rollouts if rollout for name in rollout.log_gradient}
+    used = with_kernels(used, card, timed)  # as the candidates' cost models had them
+    choices, chosen = as_choices(tried, used), choose(tried, budget)
+    best = tried[chosen]
     advice = recommended_thresholds(best.expected, batch.responses, budget=budget)
     answer = Plan(
         model=best.setup.path,
@@ -150,7 +127,7 @@ def predict(
         reasons=explain(
             choices,
             chosen,
-            [c.rollout for c in found],
+            rollouts,
             best.expected,
             advice,
             budget,
@@ -162,11 +139,27 @@ def predict(
         budget=budget,
         kv_scales="calibrated" if kv_scales_calibrated else "unit",
     )
-    return Prediction(
-        answer,
-        tuple(c.rollout for c in found),
-        tuple(c.memory.usable_blocks if c.memory else None for c in found),
-    )
+    return Prediction(answer, rollouts, tuple(c.memory.usable_blocks if c.memory else None for c in tried))
+
+
+def _without_rollouts(predict: Callable[P, Prediction]) -> Callable[P, Plan]:
+    """`predict` with the same parameters and documentation, which returns the Plan alone."""
+    parameters = signature(predict)
+
+    @wraps(predict, assigned=("__module__", "__doc__"))
+    def plan(*args: P.args, **kwargs: P.kwargs) -> Plan:
+        try:
+            parameters.bind(*args, **kwargs)
+        except TypeError as error:  # else it would name `predict`
+            raise TypeError(f"plan() {error}") from None
+        return predict(*args, **kwargs).plan
+
+    plan.__qualname__ = "plan"
+    plan.__signature__ = parameters.replace(return_annotation="Plan")  # type: ignore[attr-defined]
+    return plan
+
+
+plan = _without_rollouts(predict)
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -198,9 +191,7 @@ def _check_kinds(arguments: Mapping[str, Any]) -> None:
 
 
 def _not_measured(shape: ModelShape, profile: Profile, strict: bool) -> list[str]:
-    """The warning of an FP8 checkpoint whose GEMMs the profile did not measure, if it is one. Raises ProfileError if
-    strict.
-    """
+    """A warning if the model is an FP8 checkpoint whose GEMMs the profile did not measure; ProfileError if strict."""
     stored = shape.stored
     if stored is None or stored.weights == "fp8_block" or any(x.startswith(NO_BLOCKS) for x in profile.coefficients):
         return []

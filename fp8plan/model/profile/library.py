@@ -1,19 +1,19 @@
-"""The folders of profiles, and the choice of the profile that serves a GPU and an engine version.
+"""The folders of profiles, and the choice of the profile for a GPU and an engine version.
 
-A profile is data: `profiles/<gpu>/<engine>-<version>/profile.json`, or `profiles/datasheet.json` for any GPU. Nothing
-falls back in silence: a near engine version comes with a warning and a doubled interval, the datasheet profile with
-the label "uncalibrated".
+A profile is data: `profiles/<gpu>/<engine>-<version>/profile.json`, or `profiles/datasheet.json` for any GPU. No
+fallback is silent: a near engine version comes with a warning and a doubled interval, the datasheet profile with the
+label "uncalibrated".
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.profile import ASSUMED, ENGINE, Profile, parsed
 
+T = TypeVar("T")
 OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
 
 # Kernels that few models have. A profile need not have measured them: the datasheet lends its own (`with_kernels`).
@@ -58,9 +59,7 @@ def own_profiles_path() -> Path:
 
 
 def _folders(profiles_dir: Path | None) -> list[Path]:
-    """The folders in which profiles are looked for, the user's own first. Raises ConfigError if $FP8PLAN_PROFILES names
-    a folder that does not exist.
-    """
+    """The folders of profiles, the user's own first. Raises ConfigError if $FP8PLAN_PROFILES names none that exists."""
     if profiles_dir:
         return [profiles_dir]
     named, own = os.environ.get(OWN_PROFILES), own_profiles_path()
@@ -89,11 +88,11 @@ def profile_path(folder: Path, gpu: str, engine_version: str) -> Path:
 
 def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
     """Every profile that exists: the user's own first, the datasheet profile (gpu "*") last."""
-    entries = []
-    for path in (path for folder in _folders(profiles_dir) for path in sorted(folder.glob("*/*/profile.json"))):
+    entries, folders = [], _folders(profiles_dir)
+    for path in (path for folder in folders for path in sorted(folder.glob("*/*/profile.json"))):
         p = _read(path)
         entries.append(ProfileEntry(p.gpu, p.engine, p.engine_version, p.kind, p.source, path))
-    sheet = _folders(profiles_dir)[-1] / "datasheet.json"
+    sheet = folders[-1] / "datasheet.json"
     if sheet.is_file():
         source = parsed(sheet.read_text(encoding="utf-8"), str(sheet), Datasheet).source
         entries.append(ProfileEntry("*", ENGINE, "*", "datasheet", source, sheet))
@@ -103,7 +102,7 @@ def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
 def load_profile(
     gpu: Gpu | str, engine_version: str = "0.26.0", strict: bool = False, profiles_dir: Path | None = None
 ) -> tuple[Profile, list[str]]:
-    """The best profile for `gpu`, a Gpu or its name, and an engine version, and the warnings that go with it.
+    """The best profile for `gpu`, a Gpu or its name, and an engine version, and its warnings.
 
     A profile of this very version comes first, the user's own (`own_profiles_path`) before a shipped one. Next is the
     nearest engine version of the same GPU, with its standard deviations doubled. Last is the datasheet profile.
@@ -119,53 +118,45 @@ def load_profile(
     unused = [] if profiles_dir else unused_folder()
     for exact in (profile_path(folder, gpu.name, engine_version) for folder in folders):
         if exact.is_file():
-            found = _read(exact)
-            return found, [*unused, *found.remarks]
-    near = _nearest([folder / gpu.name for folder in folders], engine_version)
+            profile = _read(exact)
+            return profile, [*unused, *profile.remarks]
+    near, absent = _nearest([folder / gpu.name for folder in folders], engine_version), f"no profile of {gpu.name}"
     if strict:
-        raise ProfileError(_strict_message(gpu, engine_version, near))
-    if near is not None:
-        found = _read(near)
-        warning = (
-            f"no profile of {gpu.name} for {ENGINE} {engine_version}: using the one of {found.engine} "
-            f"{found.engine_version} with its interval doubled"
+        have = f"the nearest is {near.parent.name}" if near is not None else "there is only the datasheet profile"
+        raise ProfileError(
+            f"{absent} for {ENGINE} {engine_version}, and {have}, which --strict does not allow; type "
+            "`fp8plan profiles` to see what was measured, or leave --strict out"
         )
-        return found.widened(2), [*unused, warning, *found.remarks]
-    warning = (
-        f"no measured profile of {gpu.name}: datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
-    )
-    return datasheet_profile(gpu, engine_version, profiles_dir), [*unused, warning]
-
-
-def _strict_message(gpu: Gpu, engine_version: str, near: Path | None) -> str:
-    have = f"the nearest is {near.parent.name}" if near is not None else "there is only the datasheet profile"
-    return (
-        f"no profile of {gpu.name} for {ENGINE} {engine_version}, and {have}, which --strict does not allow; "
-        "type `fp8plan profiles` to see what was measured, or leave --strict out"
-    )
+    if near is not None:
+        profile = _read(near)
+        used = f"using the one of {profile.engine} {profile.engine_version} with its interval doubled"
+        return profile.widened(2), [*unused, f"{absent} for {ENGINE} {engine_version}: {used}", *profile.remarks]
+    generic = "datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
+    warnings = [*unused, f"no measured profile of {gpu.name}: {generic}"]
+    return datasheet_profile(gpu, engine_version, profiles_dir), warnings
 
 
 def _nearest(folders: Sequence[Path], engine_version: str) -> Path | None:
-    def distance(path: Path) -> tuple[int, ...]:  # what was measured here goes before what was imported
+    def distance(path: Path) -> tuple[int, ...]:  # measured profiles go before imported ones
         other = _version(path.parent.name.removeprefix(f"{ENGINE}-"))
         apart = (abs(a - b) for a, b in zip(other, _version(engine_version), strict=True))
         return (_read(path).kind == "imported", *apart)
 
-    found = [path for folder in folders for path in sorted(folder.glob(f"{ENGINE}-*/profile.json"))]
-    return min(found, key=distance, default=None)
+    paths = [path for folder in folders for path in sorted(folder.glob(f"{ENGINE}-*/profile.json"))]
+    return min(paths, key=distance, default=None)
 
 
 def _version(text: str) -> tuple[int, int, int]:
-    numbers = [int(x) for x in re.findall(r"\d+", text)[:3]] + [0, 0, 0]
-    return numbers[0], numbers[1], numbers[2]
+    major, minor, patch, *_ = [*map(int, re.findall(r"\d+", text)[:3]), 0, 0, 0]
+    return major, minor, patch
 
 
 def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Path | None = None) -> Profile:
     """The datasheet profile of one GPU, measured or not: the common coefficients, then those of its architecture.
 
-    A kernel of another architecture is another kernel (FlashAttention 3 exists on sm90 only), so backends and the few
-    coefficients that belong to a backend are listed per architecture. One that is not listed, such as 8.6, has the
-    kernels of the nearest before it of the same generation. A CPU has nothing in common with GPUs.
+    Architectures have different kernels (FlashAttention 3 exists on sm90 only), so backends and their few coefficients
+    are listed per architecture. An unlisted one, such as 8.6, has the kernels of the nearest before it of the same
+    generation. A CPU has nothing in common with GPUs.
     """
     path = (profiles_dir or profiles_path()) / "datasheet.json"
     if not path.is_file():
@@ -192,12 +183,12 @@ def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Pa
 
 
 def _listed(gpu: Gpu, architectures: Iterable[str]) -> str:
-    """The architecture of the list whose kernels a GPU has."""
+    """The architecture of the list whose kernels a GPU has; its own if there is none."""
     if gpu.compute_capability is None:
         return gpu.architecture
     major, minor = gpu.compute_capability
-    listed = [tuple(map(int, name.split("."))) for name in architectures if name != "cpu"]
-    return ".".join(map(str, max((x for x in listed if x[0] == major and x[1] <= minor), default=(major, minor))))
+    minors = {int(name.partition(".")[2]): name for name in architectures if name.startswith(f"{major}.")}
+    return minors[max(known)] if (known := [x for x in minors if x <= minor]) else gpu.architecture
 
 
 @lru_cache(maxsize=8)
@@ -207,8 +198,8 @@ def _datasheet(path: Path, changed: int) -> Datasheet:
 
 
 def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
-    """The profile with the datasheet's coefficients of those `kernels` that it has none of, and a note on each."""
-    missing = tuple(f"{x}." for x in kernels if not any(name.startswith(f"{x}.") for name in profile.coefficients))
+    """The profile with the datasheet's coefficients for those `kernels` that it lacks, and a note on each."""
+    missing = tuple(f"{k}." for k in kernels if not any(name.startswith(f"{k}.") for name in profile.coefficients))
     if not missing:
         return profile
     sheet = datasheet_profile(gpu, profile.engine_version)
@@ -226,27 +217,22 @@ def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
 
 
 def rare_parts(gpu: Gpu) -> tuple[str, ...]:
-    """The coefficients that a profile of this GPU need not have, as they begin: RARE_PARTS, and attention over an FP8
-    KV cache where the GPU only stores FP8. AIConfigurator's tables do not time that, and neither does `calibrate`.
+    """The prefixes of coefficients that a profile of this GPU need not have. Beside RARE_PARTS that is attention over
+    an FP8 KV cache if the GPU only stores FP8: neither AIConfigurator's tables nor `calibrate` time it.
     """
     return (*RARE_PARTS, WIDENED_KV) if gpu.stores_fp8_only else RARE_PARTS
 
 
 def without_rare_parts(profile: Profile, timed: Iterable[str] = (), parts: tuple[str, ...] = RARE_PARTS) -> Profile:
-    """The profile without the coefficients of rare `parts`. timed: those that stay, as they begin"""
-    stay = tuple(timed)
-    common = {
-        name: value
-        for name, value in profile.coefficients.items()
-        if not name.startswith(parts) or name.startswith(stay)
-    }
-    covariance = {
-        name: {other: value for other, value in row.items() if other in common}
-        for name, row in profile.log_covariance.items()
-        if name in common
-    }
-    notes = {name: note for name, note in profile.notes.items() if name in common}
-    return replace(profile, coefficients=common, log_covariance=covariance, notes=notes)
+    """The profile without the coefficients of rare `parts`. timed: prefixes of those that stay"""
+    stay, every = tuple(timed), profile.coefficients
+    common = {name for name in every if not name.startswith(parts) or name.startswith(stay)}
+
+    def kept(table: Mapping[str, T]) -> dict[str, T]:
+        return {name: value for name, value in table.items() if name in common}
+
+    covariance = {name: kept(row) for name, row in kept(profile.log_covariance).items()}
+    return replace(profile, coefficients=kept(every), log_covariance=covariance, notes=kept(profile.notes))
 
 
 class Fact(msgspec.Struct):

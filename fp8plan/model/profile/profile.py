@@ -1,6 +1,6 @@
 """A profile: the coefficients that turn shapes into seconds on one GPU with one engine version.
 
-Nothing falls back in silence: a kernel that was never measured is an error that names the command that measures it.
+No fallback is silent: a kernel that was never measured is an error that names the command to measure it.
 """
 
 from __future__ import annotations
@@ -27,31 +27,30 @@ CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
 KINDS = ("datasheet", "calibrated", "imported")
 ASSUMED = "not measured on this GPU: "  # begins the note on a coefficient that the datasheet profile lends to another
 
-# sd of log step time for each doubling of tensor_parallel_size away from what was measured; the doublings are taken as
-# independent. As much as makespans by the H200's import are wrong (0.082: nobody measured its engine) beyond those by
-# its calibration (0.036).
+# sd of log step time for each doubling of tensor_parallel_size away from the measured sizes, taken as independent. It
+# is the error of makespans by the H200's import (0.082) beyond that by its calibration (0.036).
 UNMEASURED_DOUBLING_SD = 0.0735
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Coefficients of the cost functions, how well they are known, and where they may be used.
+    """Coefficients of the cost functions, their uncertainty, and the range of shapes that they hold for.
 
     gpu:             GPU name, as `Gpu.name`
-    engine, engine_version: what was measured, e.g. "vllm", "0.26.0"
+    engine, engine_version: the measured engine, e.g. "vllm", "0.26.0"
     kind:            "datasheet" (generic efficiencies), "calibrated" (measured here) or "imported" (others' tables)
-    source:          where the numbers come from
+    source:          the origin of the numbers
     kernel_backends: kernel ("gemm.fp8_block", "attention.bf16", ...) -> implementation
     coefficients:    name -> value; positive; SI units; an "..._efficiency" is a fraction of a datasheet peak, at most 1
     log_covariance:  covariance of the logs of the coefficients, as a symmetric sparse table: name -> name -> value
-    residuals:       kernel -> relative RMS error left by the fit, on held-out points where there are any
+    residuals:       kernel -> relative RMS error left by the fit, on held-out points if there are any
     model_error:     sd of log step time that the coefficients cannot explain
     hull:            kernel -> quantity -> (lowest, highest) measured; None when nothing was measured
     date:            of the measurement, ISO 8601
     notes:           coefficient -> source of its value
     tensor_parallel: the sizes whose rollouts are behind model_error
-    layers:          kernel -> shape ("NxK" of a GEMM, "EXPERTSxTOP_KxHIDDENxINNER") -> [rows, log(measured / what the
-                     coefficients say)]: layers that were timed themselves
+    layers:          kernel -> shape ("NxK" of a GEMM, "EXPERTSxTOP_KxHIDDENxINNER") -> [rows, log(measured seconds /
+                     seconds by the coefficients)]: layers that were timed themselves
     """
 
     gpu: str
@@ -71,21 +70,19 @@ class Profile:
     tensor_parallel: list[int] = field(default_factory=lambda: [1])
 
     def __post_init__(self) -> None:
-        if found := _problem(self):
-            raise ProfileError(f"profile {self.label}: {found}")
+        if problem := _problem(self):
+            raise ProfileError(f"profile {self.label}: {problem}")
 
     def layout_error(self, tensor_parallel_size: int, expert_parallel: bool = False) -> float:
         """The standard deviation of log step time that an unmeasured layout adds; 0 for a layout that was measured.
 
-        expert_parallel: its GPUs share out whole experts, which no fit has seen: it counts as a doubling of its own
+        expert_parallel: counts as a doubling of its own, as no fit has seen it
         """
         doublings = min(abs(math.log2(tensor_parallel_size / size)) for size in self.tensor_parallel)
         return UNMEASURED_DOUBLING_SD * math.sqrt(doublings + expert_parallel)
 
     def layout_doubt(self, tensor_parallel_size: int, expert_parallel: bool = False) -> float:
-        """The `layout_error` that a layout has beyond those that were measured; 0 if none was, as in an imported or
-        datasheet profile.
-        """
+        """The `layout_error` of a calibrated profile. It is 0 in the others, in which no layout was measured."""
         return self.layout_error(tensor_parallel_size, expert_parallel) if self.kind == "calibrated" else 0.0
 
     def assumes(self, kernel: str) -> bool:
@@ -100,7 +97,7 @@ class Profile:
 
     @property
     def remarks(self) -> list[str]:
-        """The warnings that every user of the profile is given."""
+        """The warnings for every use of the profile."""
         if self.gpu == "cpu" and self.kind == "calibrated":
             return [f"CPUs differ by several times, and the interval knows one: {self.source}"]
         if self.kind != "imported":
@@ -108,7 +105,7 @@ class Profile:
         return [f"the profile of {self.gpu} is imported, not measured here; `fp8plan profiles` says how far off it is"]
 
     def coefficient(self, name: str) -> float:
-        """The coefficient called `name`. Raises ProfileError, naming the missing measurement, when it has none."""
+        """The coefficient called `name`. Raises ProfileError, naming the missing measurement, if there is none."""
         try:
             return self.coefficients[name]
         except KeyError:
@@ -122,10 +119,9 @@ class Profile:
         return name, self.coefficient(name)
 
     def layer_factor(self, kernel: str, shape: Sequence[int], rows: NDArray[Any]) -> NDArray[Any]:
-        """The time of a layer relative to what the coefficients say, for each number of `rows`: shape of `rows`.
+        """The time of a layer relative to that by the coefficients, for each number of `rows`: shape of `rows`.
 
-        It is 1 where no layer of this shape was timed. Between the timed numbers of rows it is interpolated in the logs
-        of both.
+        It is 1 if no layer of this shape was timed. Between timed numbers of rows it is interpolated in both logs.
         """
         timed = self.layers.get(kernel, {}).get(layer_name(shape))
         if timed is None:
@@ -133,7 +129,7 @@ class Profile:
         return np.asarray(np.exp(np.interp(np.log(np.maximum(rows, 1)), np.log(timed[0]), timed[1])))
 
     def backend(self, kernel: str) -> str:
-        """The implementation of `kernel`. Raises ProfileError when the profile does not know it."""
+        """The implementation of `kernel`. Raises ProfileError if the profile does not know it."""
         try:
             return self.kernel_backends[kernel]
         except KeyError:
@@ -147,7 +143,7 @@ class Profile:
         return "on a CPU only dense models are" if self.gpu == "cpu" else f"run `{CALIBRATE_COMMAND}`"
 
     def covariance(self, names: Sequence[str]) -> NDArray[Any]:
-        """Covariance of the logs of the coefficients `names`, shape (names, names); zero where nothing is known."""
+        """Covariance of the logs of the coefficients `names`, shape (names, names); zero if unknown."""
         return _covariance_matrix(self.log_covariance, names)
 
     def widened(self, factor: float) -> Profile:

@@ -3,12 +3,9 @@
     risk = mismatch_risk(shape, precision, response_lengths)     risk.kl_k3, risk.level, risk.reasons
     advice = recommended_thresholds(risk, response_lengths)      advice.thresholds -> Plan.thresholds
 
-The KL is a theory of rounding errors (`theory`) scaled to published observations (`fit`,
-data/mismatch_observations.csv): modelled, taken from elsewhere, not measured here, and wide. It is the level at the
-start of a run; drift, which grows with training in some runs, is the Monitor's business. `python tools/risk_report.py`
-refits and prints every residual and the leave-one-source-out error.
-
-The levels of mismatch risk, and the highest that a plan may accept.
+The KL is a theory of rounding errors (`theory`), scaled to published observations (`fit`). It is modelled, not measured
+here, and its band is wide. It holds for the start of a run; the Monitor watches its drift. tools/risk_report.py refits,
+and prints every residual and the leave-one-source-out error.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import exp, log, sqrt
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,32 +25,15 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision, Stored
-from fp8plan.model.risk.fit import (
-    FIT,
-    Z90,
-    MismatchFit,
-    coefficient_variance,
-    from_dict,
-    log_gradient,
-    predicted_kl,
-)
-from fp8plan.model.risk.theory import (
-    LATENT,
-    ONE_SCALE,
-    Setting,
-    clipped_keys,
-    sequence_rejection,
-    setting_of,
-    token_log_ratio,
-    unmeasured_parts,
-    unmeasured_sd,
-)
+from fp8plan.model.risk import theory
+from fp8plan.model.risk.fit import FIT, Z90, MismatchFit, coefficient_variance, from_dict, log_gradient, predicted_kl
+from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
 
 Level = Literal["low", "moderate", "high"]
 LEVELS: Final[tuple[Level, ...]] = ("low", "moderate", "high")
 
-# A precision that is not at least this much faster than a less risky one is not worth its mismatch: two cards of one
-# kind differ by more than that (2-6%, from elsewhere).
+# A precision that gains less than this over a less risky one is not worth its mismatch. Two cards of one kind differ by
+# more (2-6%, from elsewhere).
 LEAST_GAIN: Final = 0.02
 
 
@@ -61,12 +41,11 @@ LEAST_GAIN: Final = 0.02
 class RiskBudget:
     """The limits of a low and of a moderate mismatch (any other is high), and the highest level a plan may accept.
 
-    Limits hold against the unfavourable end of the 90% band. Their sources: prime-rl's bar for merging a new model is a
-    KL of 0.015. verl's docs call 0.001 to 0.03 typical (and 1.0 broken), and ask for an ESS of 0.5 or more (they warn
-    below 0.3). `low_kl` stands for "no worse than good BF16 MoE runs". The clip limits are this project's choice: at
-    these shares token TIS gives up little.
+    Limits hold against the unfavourable end of the 90% band. Sources: prime-rl merges a new model below a KL of 0.015.
+    verl's docs call 0.001 to 0.03 typical and 1.0 broken. They ask for an ESS of 0.5, and warn below 0.3. `low_kl` is
+    the KL of good BF16 MoE runs. The clip limits are this project's choice: token TIS gives up little at these shares.
 
-    max_sequence_rejection: up to this share of dropped sequences, a sequence-level MIS is called usable
+    max_sequence_rejection: a sequence-level MIS that drops at most this share of the sequences is called usable
     """
 
     low_kl: float = 1e-2
@@ -97,22 +76,67 @@ class RiskBudget:
         return "moderate" if within else "high"
 
 
-__all__ = [
-    "LEVELS",
-    "Level",
-    "MismatchRisk",
-    "RiskBudget",
-    "ThresholdAdvice",
-    "committed_fit",
-    "mismatch_risk",
-    "recommended_thresholds",
-]
+Dropped = Literal["seq_sum", "seq_mean"]
 
-# Token TIS at 2 is verl's, slime's and the FP8-RL paper's choice; miles reports an FP8 MoE run that collapsed at 2
-# and not at 1.5.
+
+class Threshold(NamedTuple):
+    """One threshold of a plan: a bound C of TIS, or a band [low, high]. Bounds are on pi_train / pi_rollout.
+
+    weight: (level, mode) of the importance weight that it bounds, as in CorrectionSettings; None: it drops sequences
+    drops:  the ratio by which it drops sequences, as in Rejection; verl's mode is the same with "_k1"
+    trl:    TRL's vllm_importance_sampling_mode; None: TRL has none
+    """
+
+    weight: tuple[Literal["token", "sequence"], Literal["tis", "icepop"]] | None
+    drops: Dropped | None
+    trl: str | None
+
+    @property
+    def is_band(self) -> bool:
+        return self.weight is None or self.weight[1] != "tis"
+
+
+# The thresholds that a plan may have. seq_sum is the ratio of a sequence's summed log-ratios, seq_mean of their mean.
+THRESHOLDS: Final[Mapping[str, Threshold]] = {
+    "token_tis": Threshold(("token", "tis"), None, "token_truncate"),
+    "sequence_tis": Threshold(("sequence", "tis"), None, "sequence_truncate"),
+    "token_mis": Threshold(("token", "icepop"), None, "token_mask"),
+    "sequence_mis": Threshold(None, "seq_sum", "sequence_mask"),
+    "geometric_mis": Threshold(None, "seq_mean", None),
+}
+
+
+def check_thresholds(thresholds: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a name that is not in THRESHOLDS, and for a value that is no bound or band of ratios."""
+    if unknown := sorted(thresholds.keys() - THRESHOLDS.keys()):
+        raise ConfigError(f"unknown thresholds: {', '.join(unknown)}; allowed: {', '.join(THRESHOLDS)}")
+    for name, value in thresholds.items():
+        if THRESHOLDS[name].is_band:
+            good = (
+                isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and 0 < value[0] < value[1]
+            )
+            allowed = "[low, high], two numbers with 0 < low < high"
+        else:
+            good, allowed = is_number(value) and value > 0, "a number above 0"
+        if not good:
+            raise ConfigError(f"thresholds[{name!r}] is {value!r}; allowed: {allowed}")
+
+
+def weights_in(thresholds: Mapping[str, Any]) -> list[str]:
+    """The names of the thresholds that bound importance weights."""
+    return [name for name, threshold in THRESHOLDS.items() if threshold.weight and name in thresholds]
+
+
+def rejections_in(thresholds: Mapping[str, Any]) -> dict[Dropped, tuple[float, float]]:
+    """The bands of the thresholds that drop sequences: `Threshold.drops` -> (low, high)."""
+    return {t.drops: tuple(thresholds[name]) for name, t in THRESHOLDS.items() if t.drops and name in thresholds}
+
+
+# Token TIS at 2 is verl's, slime's and the FP8-RL paper's choice. miles reports an FP8 MoE run that collapsed at 2 and
+# not at 1.5.
 TOKEN_TIS: Final[Mapping[Level, float]] = {"low": 2.0, "moderate": 2.0, "high": 1.5}
 
-# What clip_fraction and seq_reject_fraction are shares of: C of token TIS; [low, high] of a sequence-level MIS.
+# clip_fraction and seq_reject_fraction count for these: C of token TIS, and [low, high] of a sequence-level MIS.
 COUNTED_TIS: Final = 2.0
 COUNTED_MIS: Final = (0.5, 2.0)
 
@@ -120,13 +144,13 @@ COUNTED_MIS: Final = (0.5, 2.0)
 # Qwen2-7B at scale 1.0 and with dynamic scales (vllm-project/vllm#11906).
 CLIPPED_KV_KL: Final = 0.43
 
-# Extra standard deviation of log KL for KV scales that nobody calibrated. No published KL tells: a factor of two,
-# assumed.
+# Extra standard deviation of log KL for KV scales that nobody calibrated: a factor of two, assumed. No published KL
+# tells.
 UNCALIBRATED_SD: Final = log(2.0)
 
-# Most by which the variance of a sequence's log-ratio exceeds the sum over its tokens. Tokens are uncorrelated (see
-# sequence_rejection), so only what differs between sequences can add: with a standard deviation of half the mean KL
-# from one sequence to the next, a factor of two at 8 nats per sequence. Assumed; no published number.
+# The largest ratio of the variance of a sequence's log-ratio to the sum over its tokens. Tokens are uncorrelated (see
+# sequence_rejection), so only differences between sequences add to it. If these have a standard deviation of half the
+# mean KL, it is two at 8 nats per sequence. Assumed; no published number.
 MAX_INFLATION: Final = 2.0
 
 
@@ -139,8 +163,8 @@ class MismatchRisk:
     ess_raw:             1 / mean(ratio^2) over tokens, untruncated, a fraction; *_low belongs to kl_k3_high
     clip_fraction:       share of tokens whose ratio exceeds COUNTED_TIS
     seq_reject_fraction: share of sequences whose product of ratios leaves COUNTED_MIS, over the given lengths
-    level, reasons:      by RiskBudget's rules, and why, in sentences
-    moe:                 which tail the ratios have
+    level, reasons:      by RiskBudget's rules, and the reasons for it, in sentences
+    moe:                 the ratios have the heavy tail of MoE routing
     """
 
     kl_k3: float
@@ -163,17 +187,15 @@ class MismatchRisk:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdAdvice:
-    """The thresholds to start the correction with. All bounds are on pi_train / pi_rollout.
+    """The thresholds to start the correction with.
 
-    thresholds:           what to apply, with the keys of Plan.thresholds
-    token_mis:            a band for IcePop instead of token TIS
-    sequence_mis_usable:  whether a sequence-level MIS keeps enough sequences at these lengths
+    thresholds:           name in THRESHOLDS -> bound or band
+    sequence_mis_usable:  a sequence-level MIS keeps enough sequences at these lengths
     sequence_mis_tokens:  the longest response, in tokens, at which it would
     notes:                sentences
     """
 
     thresholds: dict[str, Any]
-    token_mis: tuple[float, float]
     sequence_mis_usable: bool
     sequence_mis_tokens: int
     notes: tuple[str, ...]
@@ -200,16 +222,17 @@ def mismatch_risk(
     response_lengths:     (n,) tokens, each at least 1
     e8m0:                 FP8 GEMMs with power-of-two scales: vLLM's default on Hopper (VLLM_USE_DEEP_GEMM_E8M0)
     kv_scales_calibrated: K and V scales follow the weights; False: they are 1.0, as after an ordinary weight sync
-    tensor_parallel_size: ranks that share the linears, which decides which of them stay in BF16
+    tensor_parallel_size: ranks that share the linears; it decides which of them stay in BF16
 
-    Raises ConfigError for lengths below 1 or none.
+    Raises ConfigError for no lengths, or a length below 1.
     """
     budget = budget or RiskBudget()
     lengths = _checked(response_lengths)
-    setting = setting_of(shape, precision, e8m0, tensor_parallel_size)
-    unmeasured = (*unmeasured_parts(shape), *((ONE_SCALE,) if precision.gemm_dtype == "fp8" else ()))
+    setting = theory.setting_of(shape, precision, e8m0, tensor_parallel_size)
+    one_scale = (theory.ONE_SCALE,) if precision.gemm_dtype == "fp8" else ()
+    unmeasured = (*theory.unmeasured_parts(shape), *one_scale)
     calibrated = kv_scales_calibrated or not setting.fp8_kv
-    clipped = setting.fp8_kv and clipped_keys(shape)
+    clipped = setting.fp8_kv and theory.clipped_keys(shape)
     kl, quantisation = _kl_band(setting, calibrated, clipped, unmeasured)
     tokens = [token_log_ratio(value, setting.moe) for value in kl]
     clip = [t.fraction_above(COUNTED_TIS) for t in tokens]
@@ -247,8 +270,7 @@ def recommended_thresholds(
         f"sequence MIS [{low:g}, {high:g}] would reject {risk.seq_reject_fraction:.0%} of the sequences (mean length "
         f"{np.mean(lengths):,.0f}); it rejects at most {budget.max_sequence_rejection:.0%} up to {longest:,} tokens"
     )
-    token_mis = (0.5, 2.0) if risk.level == "high" else (0.5, 5.0)
-    return ThresholdAdvice({"token_tis": threshold}, token_mis, usable, longest, (tis_note, mis_note))
+    return ThresholdAdvice({"token_tis": threshold}, usable, longest, (tis_note, mis_note))
 
 
 def _checked(lengths: ArrayLike) -> FloatArray:
@@ -270,10 +292,10 @@ def _kl_band(
     coefficients = np.array(result.coefficients)
     kl, quantisation = predicted_kl(setting, coefficients, result.errors)
     variance = coefficient_variance(result, log_gradient(setting, coefficients, result.errors)) + result.noise_sd**2
-    factor = exp(Z90 * sqrt(variance + (0.0 if calibrated else UNCALIBRATED_SD**2) + unmeasured_sd(unmeasured) ** 2))
+    variance += 0.0 if calibrated else UNCALIBRATED_SD**2
+    factor = exp(Z90 * sqrt(variance + theory.unmeasured_sd(unmeasured) ** 2))
     damage = CLIPPED_KV_KL if clipped and not calibrated else 0.0
-    # With scales that follow the weights the failure is possible (verl#4435), not expected: it widens only the upper
-    # end.
+    # With scales that follow the weights the failure is possible (verl#4435), not expected: only the upper end has it.
     high = (kl + damage) * factor if not clipped else max((kl + damage) * factor, CLIPPED_KV_KL)
     return (kl / factor + damage / factor, kl + damage, high), quantisation + damage
 
@@ -310,7 +332,7 @@ def _level(
         level = max(level, "moderate", key=LEVELS.index)
         why = (
             "FP8 KV of latents: keys are made of them by a matrix of any size"
-            if LATENT in unmeasured
+            if theory.LATENT in unmeasured
             else "FP8 KV without QK-norm: K has outliers"
         )
         reasons.append(f"{why}; no RL run with a published KL covers it")
@@ -325,9 +347,9 @@ def _level(
 
 def _of_checkpoint(reasons: Sequence[str], stored: Stored) -> list[str]:
     """The reasons that hold for an FP8 checkpoint, which has scales of its own."""
-    others = {_ROUNDED_TWICE: stored.e8m0, _RECALIBRATED: stored.kv_fp8}
-    kept = [reason for reason in reasons if not others.get(reason)]
-    return [*kept, *([_HELD_SCALES] if _RECALIBRATED in set(reasons).difference(kept) else [])]
+    void = {_ROUNDED_TWICE: stored.e8m0, _RECALIBRATED: stored.kv_fp8}
+    kept = [reason for reason in reasons if not void.get(reason)]
+    return [*kept, *([_HELD_SCALES] if stored.kv_fp8 and _RECALIBRATED in reasons else [])]
 
 
 _RECALIBRATED: Final = "this assumes K and V scales recalibrated after every weight sync; plain vLLM leaves them at 1.0"

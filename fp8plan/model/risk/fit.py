@@ -1,14 +1,13 @@
-"""Scale the theory of `theory` to published observations, and say how wrong the result is.
+"""The theory of `theory`, scaled to published observations, and the error of the result.
 
     KL = exp(engines) * (1 [+ exp(moe)]) * (BF16 + exp(linears) * FP8 linears + exp(kv [+ kv_no_qk_norm]) * FP8 KV)
 
-where the terms of the last bracket are `theory.kl_terms`, and what is in [] is for MoE and for models without
-QK-norm. exp(moe) = 1 says that routing doubles the KL: replaying the routes removes half of it (R3, arXiv 2510.11370:
-1.535e-3 -> 7.5e-4) to two thirds (prime-rl#3543). The five exponents are fitted on log KL by Gauss-Newton steps, each
-one scikit-learn Ridge: exponents shrink to 0, that is to the theory, as far as the data leave them open. A sum of
-positive terms keeps the order BF16 <= FP8 <= both, and dense <= MoE, by construction.
+where the terms of the last bracket are `theory.kl_terms`, and [] is for MoE and for models without QK-norm. exp(moe) =
+1 means that routing doubles the KL. Replaying the routes removes half of it (R3, arXiv 2510.11370: 1.535e-3 -> 7.5e-4)
+to two thirds (prime-rl#3543). The five exponents are fitted on log KL by Gauss-Newton steps, each one scikit-learn
+Ridge, which shrinks them to 0, the theory. The positive terms keep the order BF16 <= FP8 <= both, and dense <= MoE.
 
-Run through `python tools/risk_report.py`.
+tools/risk_report.py runs the fit.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ FIT: Final = DATA / "mismatch_fit.json"
 COEFFICIENTS: Final = ("engines", "moe", "linears", "kv", "kv_no_qk_norm")
 Z90: Final = NormalDist().inv_cdf(0.95)  # half-width of a two-sided 90% interval
 
-# What the theory is trusted to before any data, as a standard deviation of log KL: a factor of two either way for
-# each term. The level that all runs share (first coefficient) is left free.
+# Standard deviations of the theory's log KL before any data: a factor of two for each term. The common level of all
+# runs (first coefficient) is free.
 PRIOR_SD: Final = (7.0, 0.7, 0.7, 0.7, 0.7)
 
 
@@ -55,9 +54,7 @@ class Observation:
     weight: float
 
     def variance(self, noise_variance: float) -> float:
-        """The variance of log KL around the model. A weight w means 1/w times the variance of a run; a range adds its
-        width.
-        """
+        """The variance of log KL around the model: 1/weight times that of a run, plus the width of a range."""
         return noise_variance / self.weight + self.spread**2
 
 
@@ -94,7 +91,10 @@ def read_observations(path: Path = OBSERVATIONS) -> list[Observation]:
 def _observation(row: dict[str, str]) -> Observation:
     layers = float(row["layers"] or REFERENCE_LAYERS)
     fp8 = row["weights"] == "fp8_block"
-    kl, spread = _centre_and_spread(row)
+    kl, spread = (float(row["kl"]) if row["kl"] else None), 0.0
+    if row["kind"] == "range":
+        low, high = float(row["kl_low"]), float(row["kl_high"])
+        kl, spread = sqrt(low * high), log(high / low) / (2 * Z90)
     setting = Setting(
         layers=layers,
         quantised_layers=layers if fp8 else 0.0,
@@ -115,13 +115,6 @@ def _observation(row: dict[str, str]) -> Observation:
         spread=spread,
         weight=float(row["weight"]),
     )
-
-
-def _centre_and_spread(row: dict[str, str]) -> tuple[float | None, float]:
-    if row["kind"] == "range":
-        low, high = float(row["kl_low"]), float(row["kl_high"])
-        return sqrt(low * high), log(high / low) / (2 * Z90)
-    return (float(row["kl"]) if row["kl"] else None), 0.0
 
 
 def predicted_kl(setting: Setting, coefficients: FloatArray, errors: RoundingErrors) -> tuple[float, float]:
@@ -167,7 +160,7 @@ def fit(observations: list[Observation], errors: RoundingErrors, steps: int = 10
         model = Ridge(alpha=1.0, fit_intercept=False, solver="cholesky")
         model.fit(jacobian * prior, residual + jacobian @ beta, sample_weight=weights)
         beta = model.coef_ * prior
-        # The spread for which the weighted squares average 1: what rows scatter beyond their own width.
+        # The spread for which the weighted squares average 1: the scatter of rows beyond their own width.
         noise *= float(np.sqrt(weights @ residual**2 / (len(rows) - len(COEFFICIENTS))))
     covariance = np.linalg.inv(jacobian.T @ (jacobian * weights[:, None]) + np.diag(prior**-2))
     return MismatchFit(_rounded(beta), tuple(_rounded(row) for row in covariance), round(noise, 6), errors)
@@ -188,11 +181,11 @@ def coefficient_variance(result: MismatchFit, gradient: FloatArray) -> float:
 
 def leave_one_source_out(observations: list[Observation], errors: RoundingErrors) -> list[LeftOut]:
     """Predict every fitted row from a fit that has seen no row of its source."""
-    left = []
+    rows = []
     for source in sorted({o.source for o in observations if o.weight > 0}):
         others = fit([o for o in observations if o.source != source], errors)
-        left += [_left_out(o, others) for o in observations if o.source == source and o.weight > 0]
-    return left
+        rows += [_left_out(o, others) for o in observations if o.source == source and o.weight > 0]
+    return rows
 
 
 def _left_out(observation: Observation, result: MismatchFit) -> LeftOut:

@@ -1,11 +1,10 @@
 """The theory of mismatch: closed forms from rounding errors to KL, ESS, clipping and rejection.
 
-Three steps lead there. Rounding: the relative RMS error of E4M3 blocks, computed by rounding Gaussian numbers.
-Propagation: how those errors add up to the variance of a token's log-ratio. Statistics: what a log-ratio of that
-variance means for importance weights. Nothing here is fitted; fp8plan.model.risk.fit scales the propagation step to
-published observations.
+It has three steps. Rounding: the relative RMS error of E4M3 blocks, computed by rounding Gaussian numbers. Propagation:
+the sum of those errors as the variance of a token's log-ratio. Statistics: the importance weights of a log-ratio of
+that variance. Nothing here is fitted; fp8plan.model.risk.fit scales the propagation step to published observations.
 
-What of a model of any parts the mismatch depends on, and what nobody has measured of it.
+`setting_of` gives the model's properties that matter, and `unmeasured_parts` those without observations.
 """
 
 from __future__ import annotations
@@ -30,25 +29,41 @@ BF16_MANTISSA_BITS: Final = 7
 # Layers of Qwen3-8B, the model with the best matched BF16 and FP8 runs: a unit, not a limit.
 REFERENCE_LAYERS: Final = 36.0
 
-# Variance of attention logits in nats^2, by which K and Q errors are multiplied. Assumed, not measured: with QK-norm
-# the value that makes FP8 KV about as bad as FP8 linears, as the FP8-RL paper orders them (arXiv 2601.18150); without
-# it, twice the spread. The fit has one coefficient for each.
+# Variance of attention logits in nats^2, with QK-norm and without, which multiplies K and Q errors. Assumed: with
+# QK-norm FP8 KV is about as bad as FP8 linears, as in the FP8-RL paper (arXiv 2601.18150); without it the spread
+# doubles. The fit has one coefficient for each.
 ATTENTION_LOGIT_VARIANCE: Final = {True: 3.0, False: 12.0}
 
-# Spread (standard deviation) of log sigma^2 over tokens: most tokens hardly move, a few move a lot. MoE: the value
-# that gives chi2_token as published beside the KL in verl#7242 and verl#7519 (five pairs, KL 0.005 to 0.03, tested;
-# the model of the second is not stated). The ratio E[x^2] / E[|x|]^2 it gives, 4.7, is a little below MoE runs (5.7 to
-# 14; one Gaussian: 1.6). Dense: from that ratio alone, 2.8 in a BF16 run with routes replayed.
+# Spread (standard deviation) of log sigma^2 over tokens: most tokens hardly move, a few move a lot. MoE: the value that
+# gives the chi2_token published beside the KL in verl#7242 and verl#7519 (five pairs, KL 0.005 to 0.03). Its ratio
+# E[x^2] / E[|x|]^2 is 4.7; MoE runs have 5.7 to 14. Dense: from that ratio alone, 2.8 in a BF16 run with replayed
+# routes.
 TOKEN_SPREAD: Final = {False: 1.5, True: 2.25}
+
+LATENT: Final = "latent attention"
+ONE_SCALE: Final = "FP8 weights without blocks"
+STATE_SPACE: Final = "state-space layers"
+SMALL: Final = "models below 0.5B parameters"
+SMALLEST_FITTED: Final = 0.49e9  # parameters: Qwen2.5-0.5B
+
+# Extra standard deviation of log KL for mixers that no fitted observation has: a factor of two, assumed. State-space
+# layers have more: the two published runs with some (Nemotron 3, in the table but not fitted) are at ten times the
+# theory.
+UNMEASURED_SD: Final = log(2.0)
+STATE_SPACE_SD: Final = log(4.0)
+
+# The same for small models. Three were measured (profiles/.../probe, benchmarks/learning/h200 and
+# benchmarks/learning/cpu/smollm2_probe.json). Their mean log errors have an RMS of 1.8, of which the fit knows 0.5.
+SMALL_SD: Final = log(5.5)
 
 
 def round_e4m3(values: ArrayLike) -> FloatArray:
     """Round to the nearest E4M3 "fn" numbers (ties to even, saturating at 448), as float64 of the same shape."""
-    x = np.asarray(values, dtype=np.float64)
-    magnitude = np.minimum(np.abs(x), E4M3_MAX)
+    exact = np.asarray(values, dtype=np.float64)
+    magnitude = np.minimum(np.abs(exact), E4M3_MAX)
     exponent = np.floor(np.log2(np.maximum(magnitude, 2.0**E4M3_MIN_EXPONENT)))
     step = 2.0 ** (exponent - E4M3_MANTISSA_BITS)
-    rounded: FloatArray = np.copysign(np.minimum(np.round(magnitude / step) * step, E4M3_MAX), x)
+    rounded: FloatArray = np.copysign(np.minimum(np.round(magnitude / step) * step, E4M3_MAX), exact)
     return rounded
 
 
@@ -59,24 +74,16 @@ def round_bf16(values: ArrayLike) -> FloatArray:
     return np.asarray(np.ldexp(np.round(mantissa * steps) / steps, exponent), dtype=np.float64)
 
 
-def power_of_two_scale(scale: FloatArray) -> FloatArray:
-    """The scale that an E8M0 kernel uses instead: the next power of two, never smaller, so nothing saturates."""
-    return np.asarray(2.0 ** np.ceil(np.log2(scale)), dtype=np.float64)
-
-
 def quantise_blocks(values: FloatArray, block: tuple[int, int], e8m0: bool = False) -> FloatArray:
-    """Round `values`, shape (rows, columns), to E4M3 with one amax/448 scale per block. The block must divide both
-    sizes.
+    """Round `values`, shape (rows, columns), to E4M3 with one amax/448 scale per block, which divides both sizes.
+
+    e8m0: the scale is the next power of two, never smaller, so that nothing saturates
     """
     rows, columns = values.shape
     tiles = values.reshape(rows // block[0], block[0], columns // block[1], block[1])
     scale = np.abs(tiles).max(axis=(1, 3), keepdims=True) / E4M3_MAX
-    scale = power_of_two_scale(scale) if e8m0 else scale
-    return (round_e4m3(tiles / scale) * scale).reshape(rows, columns)
-
-
-def relative_rms_error(exact: FloatArray, rounded: FloatArray) -> float:
-    return float(np.sqrt(np.mean((rounded - exact) ** 2) / np.mean(exact**2)))
+    scale = 2.0 ** np.ceil(np.log2(scale)) if e8m0 else scale
+    return np.asarray(round_e4m3(tiles / scale) * scale).reshape(rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +108,20 @@ class RoundingErrors:
 
 def rounding_errors(size: int = 1024) -> RoundingErrors:
     """Measure RoundingErrors on a (size, size) standard normal matrix; deterministic, about 0.2 s at 1024."""
-    x = np.random.default_rng(0).standard_normal((size, size))
+    exact = np.random.default_rng(0).standard_normal((size, size))
     square, row = (GROUP, GROUP), (1, GROUP)
-    weight = quantise_blocks(x, square)
+    weight = quantise_blocks(exact, square)
+
+    def error(rounded: FloatArray) -> float:
+        return float(np.sqrt(np.mean((rounded - exact) ** 2) / np.mean(exact**2)))
+
     return RoundingErrors(
-        weight=relative_rms_error(x, weight),
-        weight_e8m0=relative_rms_error(x, quantise_blocks(weight, square, e8m0=True)),
-        activation=relative_rms_error(x, quantise_blocks(x, row)),
-        activation_e8m0=relative_rms_error(x, quantise_blocks(x, row, e8m0=True)),
-        kv=relative_rms_error(x, quantise_blocks(x, x.shape)),
-        bf16=relative_rms_error(x, round_bf16(x)),
+        weight=error(weight),
+        weight_e8m0=error(quantise_blocks(weight, square, e8m0=True)),
+        activation=error(quantise_blocks(exact, row)),
+        activation_e8m0=error(quantise_blocks(exact, row, e8m0=True)),
+        kv=error(quantise_blocks(exact, exact.shape)),
+        bf16=error(round_bf16(exact)),
     )
 
 
@@ -140,12 +151,12 @@ def kl_terms(setting: Setting, errors: RoundingErrors) -> tuple[float, float, fl
     """KL per token from (BF16 kernels, FP8 linears, FP8 KV), if a relative error of the hidden state became a log-ratio
     one to one.
 
-    BF16: trainer and engine each round the whole residual stream after every one of 2 x layers sub-layers, at
-    different places. FP8 linears: an error is relative to one sub-layer's update, 1/(2 x layers) of the stream, and
-    two GEMMs follow each other in each: the sum is layer-free; deeper models still differ more, so the share of
-    quantised layers is counted against REFERENCE_LAYERS (an assumption; the data span 28 to 48 layers and cannot
-    tell). FP8 KV: V and the probabilities enter as they are, K and Q through the softmax; half of the sub-layers
-    are attention, or fewer where others mix by a state. Errors are independent, so variances add.
+    BF16: trainer and engine each round the whole residual stream after each of 2 x layers sub-layers, at different
+    places. FP8 linears: an error is relative to one sub-layer's update, 1/(2 x layers) of the stream, and each has two
+    GEMMs in a row. That sum does not depend on depth, yet deeper models differ more. So quantised layers are counted
+    against REFERENCE_LAYERS: assumed, as the data span 28 to 48 layers. FP8 KV: V and the probabilities enter as they
+    are, K and Q through the softmax. At most half of the sub-layers are attention. Errors are independent: variances
+    add.
     """
     kernels = 2 * 2 * setting.layers * errors.bf16**2
     weight, activation = (
@@ -158,12 +169,10 @@ def kl_terms(setting: Setting, errors: RoundingErrors) -> tuple[float, float, fl
 
 @dataclass(frozen=True, slots=True)
 class TokenLogRatio:
-    """The distribution of log pi_train / pi_rollout of one token, sampled from the rollout policy: a scale mixture of
-    normals.
+    """The distribution of log pi_train / pi_rollout of one token of the rollout policy: a scale mixture of normals.
 
-    A token of variance s^2 has mean -s^2/2, which makes E[ratio] exactly 1 for every token, as it must be: pi_train
-    sums to 1. log s^2 is normal with standard deviation TOKEN_SPREAD, cut at +-3, so the mixture is finite and its
-    moments exist.
+    A token of variance s^2 has mean -s^2/2, so that E[ratio] is exactly 1, as pi_train sums to 1. log s^2 is normal
+    with standard deviation TOKEN_SPREAD, cut at +-3, so that the moments exist.
 
     probability: (n,) weights of the components
     variance:    (n,) their variances s^2
@@ -184,12 +193,8 @@ class TokenLogRatio:
 
     def fraction_above(self, threshold: float) -> float:
         """The probability that a ratio is above `threshold`."""
-        return float(
-            sum(p * _upper_tail((log(threshold) + v / 2) / sqrt(v)) for p, v in zip(*self._components(), strict=True))
-        )
-
-    def _components(self) -> tuple[list[float], list[float]]:
-        return self.probability.tolist(), self.variance.tolist()
+        components = zip(self.probability.tolist(), self.variance.tolist(), strict=True)
+        return float(sum(p * erfc((log(threshold) + v / 2) / sqrt(v) / sqrt(2)) / 2 for p, v in components))
 
 
 def token_log_ratio(kl: float, moe: bool) -> TokenLogRatio:
@@ -204,12 +209,11 @@ def token_log_ratio(kl: float, moe: bool) -> TokenLogRatio:
 
 
 def sequence_rejection(kl: float, lengths: FloatArray, low: float, high: float, inflation: float = 1.0) -> FloatArray:
-    """The probability that the product of a sequence's ratios is outside [low, high], for each length
-    (n,) in tokens.
+    """The probability that the product of a sequence's ratios is outside [low, high], for each length (n,) in tokens.
 
-    The log-ratio less its conditional mean is a martingale under rollout sampling, so token terms are uncorrelated and
-    the sum is about N(-T kl, 2 T kl inflation); the heavy tail of the tokens hardly shows in it. `inflation`, at least
-    1, is for what differs between sequences rather than between tokens.
+    The log-ratio less its conditional mean is a martingale under rollout sampling, so token terms are uncorrelated. The
+    sum is about N(-T kl, 2 T kl inflation), and hardly shows the heavy tail of the tokens. `inflation`, at least 1,
+    stands for differences between sequences.
     """
     mean, deviation = -lengths * kl, np.sqrt(2 * lengths * kl * inflation)
     return 1 - (normal_cdf((log(high) - mean) / deviation) - normal_cdf((log(low) - mean) / deviation))
@@ -226,29 +230,6 @@ def normal_cdf(x: FloatArray) -> FloatArray:
     return np.where(x > 0, 1 - upper, upper)
 
 
-def _upper_tail(x: float) -> float:
-    return erfc(x / sqrt(2)) / 2
-
-
-LATENT: Final = "latent attention"
-ONE_SCALE: Final = "FP8 weights without blocks"
-STATE_SPACE: Final = "state-space layers"
-SMALL: Final = "models below 0.5B parameters"
-SMALLEST_FITTED: Final = 0.49e9  # parameters: Qwen2.5-0.5B
-
-# Extra standard deviation of log KL for mixers that no fitted observation has. A factor of two, assumed, but for
-# state-space layers: the two published runs that have some (Nemotron 3, in the table but not fitted) are at ten times
-# what the theory says. Runs with a gated delta net (Qwen3.5) keep to it.
-UNMEASURED_SD: Final = log(2.0)
-STATE_SPACE_SD: Final = log(4.0)
-
-# The same for small models. Of three that were measured, at the start of a run and without this, one of 126M was at
-# 0.05 to 0.2 of what the theory says (profiles/.../probe), one of 25M at 0.07 in BF16 and 0.7 in FP8
-# (benchmarks/learning/h200), and SmolLM2-135M on a CPU at 3.2 (benchmarks/learning/cpu/smollm2_probe.json). The means
-# of each model's log factors have an RMS of 1.8, of which the fit knows 0.5.
-SMALL_SD: Final = log(5.5)
-
-
 def setting_of(shape: ModelShape, precision: Precision, e8m0: bool = True, tensor_parallel_size: int = 1) -> Setting:
     """The setting of a model in a precision."""
     hidden, tp = shape.hidden_size, tensor_parallel_size
@@ -258,7 +239,7 @@ def setting_of(shape: ModelShape, precision: Precision, e8m0: bool = True, tenso
         quantised_layers=quantised,
         # Recurrent layers keep their state in BF16 or FP32 whatever the KV dtype. A layer that reads another's keys and
         # values reads them in FP8.
-        kv_layers=float(sum(any(map(_reads_kv, mixers(layer))) for layer in shape.layers)),
+        kv_layers=float(sum(any(isinstance(m, Attention | LatentAttention) for m in mixers(x)) for x in shape.layers)),
         moe=bool(shape.parts_of(Experts)),
         qk_norm=has_qk_norm(shape),
         fp8_weights=precision.weights != "bf16",
@@ -268,29 +249,29 @@ def setting_of(shape: ModelShape, precision: Precision, e8m0: bool = True, tenso
 
 
 def has_qk_norm(shape: ModelShape) -> bool:
-    """Tell whether the attention logits of every layer are those of normalised queries and keys.
+    """True if every layer normalises its queries and keys.
 
-    MLA counts as without, which is modelled and not measured: its RMSNorm (kv_a_layernorm) is on the latent, before the
-    keys of each head are made of it by a matrix of any size, and the keys' rotated part has no norm at all. So the
-    logits are not bounded. But K has no outliers: see `clipped_keys`.
+    MLA counts as without, by reasoning alone. Its RMSNorm (kv_a_layernorm) is on the latent, from which a matrix of any
+    size makes the keys of each head, and their rotated part has no norm. So the logits are not bounded. But K has no
+    outliers: see `clipped_keys`.
     """
     norms = [part.qk_norm != "none" for part, _ in shape.parts_of(Attention)]
     return all(norms) and not shape.parts_of(LatentAttention)
 
 
 def has_qkv_bias(shape: ModelShape) -> bool:
-    """Tell whether queries, keys and values of some layer have biases."""
+    """True if queries, keys and values of some layer have biases."""
     return any(part.qkv_bias for part, _ in shape.parts_of(Attention))
 
 
 def clipped_keys(shape: ModelShape) -> bool:
-    """Tell whether some layer has biased keys without a norm, which E4M3 at scale 1.0 clips."""
+    """True if some layer has biased keys without a norm, which E4M3 at scale 1.0 clips."""
     return any(part.qkv_bias and part.qk_norm == "none" for part, _ in shape.parts_of(Attention))
 
 
 def unmeasured_parts(shape: ModelShape) -> tuple[str, ...]:
-    """Names of what no fitted observation has: small models, and all mixers but attention over all tokens, whose norms,
-    if there are any, are over each head.
+    """Names of the model's properties that no fitted observation has: small size, and mixers other than plain attention
+    over all tokens with norms over each head or none.
     """
     small = [SMALL] if shape.num_parameters < SMALLEST_FITTED else []
     mixed = [name for layer in dict.fromkeys(shape.layers) for name in map(_name, mixers(layer)) if name]
@@ -298,14 +279,14 @@ def unmeasured_parts(shape: ModelShape) -> tuple[str, ...]:
 
 
 def unmeasured_sd(parts: Sequence[str]) -> float:
-    """The extra standard deviation of log KL for what was not measured, by its names."""
+    """The extra standard deviation of log KL for unmeasured parts, by their names."""
     mixed = set(parts) - {SMALL}
     sd = STATE_SPACE_SD if STATE_SPACE in mixed else UNMEASURED_SD if mixed else 0.0
     return hypot(sd, SMALL_SD) if SMALL in parts else sd
 
 
 def _name(mixer: Mixer) -> str:
-    """The name of a mixer that was not measured; "" of one that was."""
+    """The name of an unmeasured mixer; "" for a measured one."""
     if isinstance(mixer, LatentAttention):
         return LATENT
     if isinstance(mixer, Mamba2):
@@ -321,18 +302,14 @@ def _name(mixer: Mixer) -> str:
 
 
 def _sub_layers(layer: Layer) -> list[Mixer | Mlp | Experts]:
-    """The additions to the residual stream, one part for each: what stands in parallel adds with its neighbour."""
+    """The additions to the residual stream. Parallel parts are one addition."""
     return [part for part in (layer.mixer, layer.mlp) if part is not None]
 
 
 def _quantised(part: Mixer | Mlp | Experts, hidden: int, tp: int) -> float:
-    """The share of a sub-layer's linears that are in FP8, of those that vLLM hands the quantisation config. Each counts
-    alike, whatever its size: modelled, not measured.
+    """The share in FP8 of the linears of a sub-layer to which vLLM hands the quantisation config. Each counts alike,
+    whatever its size: modelled, not measured.
     """
     linears = part.linears(hidden, tp) + (part.expert_linears(hidden) if isinstance(part, Experts) else ())
-    asked = [linear.quantised for linear in linears if linear.quantisable]
-    return sum(asked) / len(asked)
-
-
-def _reads_kv(mixer: Mixer) -> bool:
-    return isinstance(mixer, Attention | LatentAttention)
+    quantised = [linear.quantised for linear in linears if linear.quantisable]
+    return sum(quantised) / len(quantised)

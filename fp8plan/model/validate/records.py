@@ -1,9 +1,7 @@
-"""Rollout records: what was run and how long it took, one JSON object a line.
+"""Rollout records, one JSON object a line: the engine, the lengths and the seconds of a rollout.
 
-The keys are those of fp8plan.schemas.RolloutRecord; the monitor and the measurement scripts write them. Unknown keys
-are kept, missing ones take vLLM's default.
-
-The workload of a rollout that was recorded: its prompts, how many responses each had, and all lengths.
+The keys are those of fp8plan.schemas.RolloutRecord; the Monitor and the measurement scripts write them. Unknown keys
+are kept, and missing ones take vLLM's default. A record is read as a workload to plan, or as a measurement to validate.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.jsonl import TORN, left_out, lines, read
+from fp8plan.jsonl import TORN, lines, read, torn_note
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
@@ -29,10 +27,14 @@ from fp8plan.model.workload import MOST_TOKENS, Batch, Trace, Workload
 from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, checked
 
 NO_ROLLOUT: Final = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
+WARMING: Final = "it compiles and fills caches, and predictions are of warm engines"
+COUNT_IT: Final = "--include-first counts it"
+# A difference in one of these from the record before means a new engine.
+OF_ENGINE: Final = ("model", "engine_version", "precision", "gpu", *RECORDED)
 
 
 def batch_of(fields: Mapping[str, Any]) -> Batch:
-    """Requests of a rollout record whose types were checked. Raises ConfigError for lengths that cannot be."""
+    """Requests of a rollout record whose types were checked. Raises ConfigError for impossible lengths."""
     prompts, responses = (_tokens(fields, name) for name in ("prompt_lengths", "response_lengths"))
     if len(prompts) != len(responses):
         raise ConfigError(f"{len(prompts)} prompt_lengths, {len(responses)} response_lengths; allowed: as many of each")
@@ -45,12 +47,12 @@ def batch_of(fields: Mapping[str, Any]) -> Batch:
 
 
 def recorded_workload(path: str | Path) -> tuple[Workload, list[str]]:
-    """Read the workload of the last rollout in a file of rollout records: a Monitor's run file, what `fp8plan import`
-    wrote, or measured records. Returns (workload, notes). Seconds, model and GPU are not needed.
+    """Read the workload of the last rollout in a file of rollout records. Returns (workload, notes).
 
-    Responses grow as a policy learns, so the last rollout says most about the next.
+    The file is a Monitor's run file, the output of `fp8plan import`, or measured records. Seconds, model and GPU are
+    not needed. Responses grow as a policy learns, so the last rollout is the best guess of the next.
 
-    Raises ConfigError for a file without a rollout, and for lengths that cannot be; it names the line.
+    Raises ConfigError, naming the line, for a file without a rollout, and for impossible lengths.
     """
     file = Path(path)
     lines, torn = read(file, "file of rollout records", whole=False)
@@ -64,26 +66,26 @@ def recorded_workload(path: str | Path) -> tuple[Workload, list[str]]:
             workload, notes = workload_of(batch_of(fields), where)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        return workload, notes + ([left_out(torn, file)] if torn else [])
+        return workload, notes + ([torn_note(torn, file)] if torn else [])
     none = f"no line of {file} has prompt_lengths and response_lengths"
     if any(is_of_monitor(fields) for _, fields in lines):
-        raise ConfigError(f"{none}: {NO_ROLLOUT}; give a run file that has them, or what `fp8plan import` wrote")
+        raise ConfigError(f"{none}: {NO_ROLLOUT}; give a run file that has them, or the output of `fp8plan import`")
     raise ConfigError(
-        f"{none}; give what `fp8plan import` wrote, or the run file of a Monitor. A trace of one length per line is "
+        f"{none}; give the output of `fp8plan import`, or the run file of a Monitor. A trace of one length per line is "
         "for --response-lengths"
     )
 
 
 def is_of_monitor(fields: Mapping[str, Any]) -> bool:
-    """Tell whether a line is a Monitor's record of a step."""
+    """True for a Monitor's record of a step."""
     return isinstance(fields.get("metrics"), Mapping)
 
 
 def workload_of(batch: Batch, source: str) -> tuple[Workload, list[str]]:
     """Turn requests into a workload in which every prompt has equally many samples. Returns (workload, notes).
 
-    Where prompts have unequally many, as when a prompt was drawn twice or a response was lost, they are taken apart
-    into as few parts of equal size as their numbers allow; the parts then share no prefix, which a note says.
+    Prompts with unequally many, as after a lost response, are split into as few parts of equal size as possible. The
+    parts share no prefix, and a note says so.
     """
     _, first, ids, counts = np.unique(batch.prompt_ids, return_index=True, return_inverse=True, return_counts=True)
     samples = math.gcd(*counts.tolist())
@@ -102,20 +104,16 @@ def _tokens(fields: Mapping[str, Any], name: str) -> NDArray[np.int64]:
     lengths = fields.get(name) or []
     wrong = [x for x in lengths if not 1 <= x <= MOST_TOKENS]
     if wrong or not lengths:
-        found = f"it has {str(wrong[0])[:60]}" if wrong else "it is empty"
-        raise ConfigError(f"{name} must be a list of whole numbers of tokens, 1 to {MOST_TOKENS:,}; {found}")
+        problem = f"it has {str(wrong[0])[:60]}" if wrong else "it is empty"
+        raise ConfigError(f"{name} must be a list of whole numbers of tokens, 1 to {MOST_TOKENS:,}; {problem}")
     return np.array(lengths, dtype=np.int64)
-
-
-# An engine that differs from the one before in one of these was started anew.
-OF_ENGINE: Final = ("model", "engine_version", "precision", "gpu", *RECORDED)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One warm `generate()` of a whole batch, as it was measured.
+    """One measured warm `generate()` of a whole batch.
 
-    batch, limits: what ran; limits.num_gpu_blocks is set where the record imposes kv_cache_tokens
+    batch, limits: the requests and the engine; limits.num_gpu_blocks is set if the record imposes kv_cache_tokens
     seconds:       measured wall time
     group:         same workload, GPU and limits, whatever the precision and KV size
     fields:        the record as read, unknown keys included
@@ -146,11 +144,9 @@ class Run(NamedTuple):
     """A file of records as read.
 
     records:         the rollouts
-    without_rollout: the number of lines of steps that had no rollout
+    without_rollout: the number of lines of steps without a rollout, which are not in `records`
     torn:            a note on a last line that breaks off, as in a run that is being written, or was killed
-    first:           lines and steps of the first rollouts of an engine, unless they were asked for
-
-    What the last three count is left out of `records`.
+    first:           lines and steps of the first rollouts of an engine that are not in `records`
     """
 
     records: list[Record]
@@ -159,7 +155,7 @@ class Run(NamedTuple):
     first: list[tuple[int, Any]]
 
     @property
-    def left_out(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Sentences on the lines that were left out."""
         lines = len(self.records) + self.without_rollout + len(self.first)
         steps = f"{self.without_rollout} of {lines} lines are left out: a Monitor's steps without a rollout"
@@ -170,31 +166,27 @@ class Run(NamedTuple):
         return [*sentences, *([self.torn] if self.torn else [])]
 
 
-WARMING: Final = "it compiles and fills caches, and predictions are of warm engines"
-COUNT_IT: Final = "--include-first counts it"
-
-
 def _steps(first: list[tuple[int, Any]]) -> str:
     names = [f"line {line}" if step is None else f"step {step}" for line, step in first]
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def read_run(path: str | Path, include_first: bool = False) -> Run:
-    """The records of a JSONL file, and what was left out of them.
+    """The records of a JSONL file, and notes on the lines that were left out.
 
-    A run's first rollouts are left out unless `include_first`: they hold the compilation and the warm-up of an engine.
-    Only the records of a run have them: those that say so (`first_rollout`: a Monitor's, and the first of a trainer's
-    log), and a Monitor's by `_begins`. Records that were measured one by one are warm, and all are kept.
+    The first rollout of an engine is left out unless `include_first`: it holds compilation and warm-up. It has the
+    field `first_rollout`, or is found by `_begins` in a Monitor's records. Records that were measured one by one are
+    warm.
 
     Raises ConfigError naming the line and the field that cannot be used, and for a run of only first rollouts.
     """
     file = Path(path)
     records, without_rollout, torn, first = list[Record](), 0, None, list[tuple[int, Any]]()
     before: dict[str, Any] | None = None  # the rollout before, of a Monitor's
-    marked = False  # a rollout said that it was the first: then each Monitor of the file has marked its own
+    marked = False  # a record has `first_rollout`: then each Monitor of the file has marked its own
     for number, fields in lines(file, "record file"):
         if fields is TORN:
-            torn = left_out(number, file)
+            torn = torn_note(number, file)
             break
         where = f"line {number} of {file}"
         check_version(fields, "record", where)
@@ -225,10 +217,10 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
 
 
 def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None, marked: bool) -> bool:
-    """Tell whether a Monitor's rollout was the first of an engine.
+    """True if a Monitor's rollout was the first of an engine.
 
-    It was if it is the first of the file, if the engine is another than before (as after a step down), or if the guard
-    calls it cold. Where first rollouts are not `marked`, it also was if the run went back to a checkpoint.
+    It is the first of the file, its engine is another than before (as after a step down), or the guard calls it cold.
+    If first rollouts are not `marked`, a run that went back to a checkpoint also has a new engine.
     """
     if before is None or any(fields.get(name) != before.get(name) for name in OF_ENGINE):
         return True
@@ -240,7 +232,7 @@ def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None, marked:
 
 
 def _without_rollout(fields: dict[str, Any]) -> bool:
-    """True for a Monitor's record of a step that trained on earlier samples: there was no rollout to time."""
+    """True for a Monitor's record of a step that trained on earlier samples, without a rollout."""
     return is_of_monitor(fields) and fields.get("seconds") is None
 
 
@@ -258,9 +250,7 @@ def _record(fields: dict[str, Any], number: int, where: str) -> Record:
 
 
 def check_fields(fields: dict[str, Any], where: str) -> None:
-    """Raise ConfigError naming the field of a rollout record that has the wrong type, or the engine if
-    it is not vLLM.
-    """
+    """Raise ConfigError naming the field of a rollout record that has the wrong type, or an engine other than vLLM."""
     engine = checked(fields, RolloutRecord, where).engine or ENGINE
     if engine != ENGINE:
         raise ConfigError(f"{where}: engine is {engine!r}; allowed: {ENGINE}, the one that is modelled")
@@ -275,7 +265,7 @@ def recorded_limits(fields: Mapping[str, Any]) -> EngineLimits:
         return limits
     if imposed < 2 * limits.block_size:
         raise ConfigError(f"kv_cache_tokens is {imposed}; allowed: at least two blocks of {limits.block_size}, or null")
-    # Less vLLM's null block. The blocks of a model with several groups of layers may be larger than was asked for.
+    # Less vLLM's null block. The blocks of a model with several groups of layers may be larger than block_size.
     return replace(limits, num_gpu_blocks=(fields.get("num_gpu_blocks") or imposed // limits.block_size) - 1)
 
 

@@ -1,9 +1,7 @@
-"""The comparison of predictions with rollout records: how wrong they are, per record and per speed-up.
-
-The accuracy of predictions: over makespans, over speed-ups, and in naming the fastest precision.
+"""The accuracy of predictions against rollout records: of makespans, of speed-ups, and in naming the fastest precision.
 
 A row is a mapping with `group` (one workload on one GPU with the same limits), `precision`, `seconds` and
-`predicted_s`, which is None if there is no prediction. Its other fields are kept.
+`predicted_s`, which is None without a prediction. Its other fields are kept.
 """
 
 from __future__ import annotations
@@ -23,10 +21,12 @@ from fp8plan.model.profile.library import load_profile
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Simulated, simulate
 from fp8plan.model.validate.records import Record
+from fp8plan.schemas import LENGTHS
 
 K = TypeVar("K")
+R = TypeVar("R")
 Row: TypeAlias = Mapping[str, Any]
-CELL = ("group", "precision", "kv_cache_tokens")  # what a prediction depends on; runs that differ in less are repeats
+CELL = ("group", "precision", "kv_cache_tokens")  # the inputs of a prediction; rows that agree in them are repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Accuracy:
 
 
 def accuracy(rows: Sequence[Row], noise: float = 0.0) -> Accuracy:
-    """Sum up `rows`. noise: relative difference of two measured times below which they count as equal"""
+    """The accuracy of `rows`. noise: relative difference of two measured times below which they count as equal"""
     answered = [row for row in rows if row["predicted_s"] is not None]
     errors = {name: [relative_error(r) for r in answered if r["precision"] == name] for name in _precisions(answered)}
     every = [error for values in errors.values() for error in values] or [np.nan]
@@ -91,13 +91,13 @@ def speedups(group: Sequence[Row]) -> list[dict[str, Any]]:
     if not bf16:
         return []
     measured, predicted = (float(np.median([row[key] for row in bf16])) for key in ("seconds", "predicted_s"))
-    found = []
+    gains = []
     for row in group:
         if row["precision"] != "bf16":
             real, expected = measured / row["seconds"], predicted / row["predicted_s"]
             gain = {"precision": row["precision"], "measured_speedup": real, "predicted_speedup": expected}
-            found.append({"line": row.get("line")} | gain | {"error_points": 100 * (expected - real)})
-    return found
+            gains.append({"line": row.get("line")} | gain | {"error_points": 100 * (expected - real)})
+    return gains
 
 
 def names_the_fastest(group: Sequence[Row], noise: float) -> bool:
@@ -109,10 +109,8 @@ def names_the_fastest(group: Sequence[Row], noise: float) -> bool:
 
 def merged(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """One row per cell: the first of its repeats, with the median `seconds` of them all."""
-    return [
-        {**runs[0], "seconds": float(np.median([r["seconds"] for r in runs]))}
-        for runs in _grouped(rows, cell_of).values()
-    ]
+    cells = _grouped(rows, cell_of).values()
+    return [{**runs[0], "seconds": float(np.median([run["seconds"] for run in runs]))} for runs in cells]
 
 
 def spreads(rows: Iterable[Row]) -> list[float]:
@@ -123,11 +121,9 @@ def spreads(rows: Iterable[Row]) -> list[float]:
 
 
 def noise_floor(rows: Iterable[Row]) -> float | None:
-    """The median spread of the repeated cells; None if no cell was repeated. (The largest would call every difference a
-    tie.)
-    """
-    found = spreads(rows)
-    return float(np.median(found)) if found else None
+    """The median spread of the repeated cells; None if no cell was repeated."""
+    repeated = spreads(rows)
+    return float(np.median(repeated)) if repeated else None
 
 
 def cell_of(row: Row) -> tuple[Any, ...]:
@@ -135,11 +131,11 @@ def cell_of(row: Row) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in CELL)
 
 
-def _grouped(rows: Iterable[Row], key: Callable[[Row], K]) -> dict[K, list[Row]]:
-    found: dict[K, list[Row]] = {}
+def _grouped(rows: Iterable[R], key: Callable[[R], K]) -> dict[K, list[R]]:
+    groups: dict[K, list[R]] = {}
     for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def _precisions(rows: Iterable[Row]) -> list[str]:
@@ -168,24 +164,22 @@ class Validation:
 
 
 def validate(
-    records: Sequence[Record],
-    strict: bool = False,
-    progress: Callable[[Iterable[Record]], Iterable[Record]] = lambda items: items,
+    records: Sequence[Record], strict: bool = False, progress: Callable[[Iterable[Record]], Iterable[Record]] = iter
 ) -> Validation:
     """Predict every record and compare. Raises the errors of the parts, with the record's line."""
     warnings: dict[str, None] = {}
     compared = [_compare(record, strict, warnings) for record in progress(records)]
-    rows = [x.row for x in compared]
-    found = accuracy(rows)
+    rows = [result.row for result in compared]
+    summary = accuracy(rows)
     half = [(row["predicted_high_s"] - row["predicted_low_s"]) / 2 / row["predicted_s"] for row in rows]
     inside = [row["predicted_low_s"] <= row["seconds"] <= row["predicted_high_s"] for row in rows]
     return Validation(
         records=rows,
-        groups=_group_results(compared),
-        makespan_mape=found.makespan_mape,
-        makespan_worst=found.makespan_worst,
-        speedup_mae_points=found.speedup_mae_points,
-        speedup_worst_points=found.speedup_worst_points,
+        groups=[_group_result(group) for group in _grouped(compared, lambda result: result.row["group"]).values()],
+        makespan_mape=summary.makespan_mape,
+        makespan_worst=summary.makespan_worst,
+        speedup_mae_points=summary.speedup_mae_points,
+        speedup_worst_points=summary.speedup_worst_points,
         coverage=float(np.mean(inside)),
         interval_median_halfwidth=float(np.median(half)),
         warnings=tuple(warnings),
@@ -193,8 +187,8 @@ def validate(
 
 
 def simulated(record: Record, profile: Profile) -> Simulated:
-    """Simulate the record's rollout by `profile`. Raises as `simulate` does, and ConfigError for a precision that its
-    GPU does not have.
+    """Simulate the record's rollout by `profile`. Raises as `simulate` does, and ConfigError if its GPU lacks its
+    precision.
     """
     setup = record.setup
     if reason := setup.gpu.why_not(setup.precision):
@@ -203,7 +197,7 @@ def simulated(record: Record, profile: Profile) -> Simulated:
 
 
 class Compared(NamedTuple):
-    """One record's row of the result, its predicted time and the profile that this is from."""
+    """One record's row of the result, its predicted time and the profile behind it."""
 
     row: dict[str, Any]
     time: Timed
@@ -214,14 +208,13 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> Compare
     """Predict one record. Warnings about its profile are added to `warnings`."""
     fields = record.fields
     try:
-        profile, said = load_profile(find_gpu(fields["gpu"]), fields["engine_version"], strict)
-        warnings.update(dict.fromkeys(said))
-        found = simulated(record, profile)
+        profile, remarks = load_profile(find_gpu(fields["gpu"]), fields["engine_version"], strict)
+        warnings.update(dict.fromkeys(remarks))
+        result = simulated(record, profile)
     except Fp8PlanError as error:
         raise type(error)(f"line {record.line}: {error}") from None
-    rollout = found.rollout
-    lists = ("prompt_lengths", "response_lengths", "prompt_ids")
-    row = {name: value for name, value in fields.items() if name not in lists} | {
+    rollout = result.rollout
+    row = {name: value for name, value in fields.items() if name not in LENGTHS} | {
         "line": record.line,
         "group": record.group,
         "seconds": record.seconds,
@@ -229,36 +222,30 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> Compare
         "predicted_low_s": rollout.makespan_low_s,
         "predicted_high_s": rollout.makespan_high_s,
         "error": relative_error({"seconds": record.seconds, "predicted_s": rollout.makespan_s}),
-        "predicted_kv_cache_tokens": found.memory.pool_tokens,
+        "predicted_kv_cache_tokens": result.memory.pool_tokens,
         "predicted_preemptions": rollout.preemptions,
-        "extrapolated": found.extrapolated,
+        "extrapolated": result.extrapolated,
     }
     return Compared(row, timed(rollout, record.setup.limits.cut), profile)
 
 
-def _group_results(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """The result of each group."""
-    known = {id(x.row): x for x in compared}
-    groups = by_group([x.row for x in compared])
-    return [_group_result(name, [known[id(row)] for row in rows]) for name, rows in groups.items()]
+def _group_result(group: Sequence[Compared]) -> dict[str, Any]:
+    """The speed-ups of one group against its median bf16 record, and its fastest precisions, predicted and measured.
 
-
-def _group_result(name: str, group: Sequence[Compared]) -> dict[str, Any]:
-    """The speed-ups against the median bf16 record, and the precisions that are predicted and measured fastest.
-
-    The interval of a predicted speed-up is that against the bf16 record nearest to the median prediction.
+    The interval of a predicted speed-up is against the bf16 record nearest to the median prediction.
     """
-    rows = [x.row for x in group]
+    rows = [result.row for result in group]
     gains = speedups(rows)
     if gains:
-        bf16, others = ([x for x in group if (x.row["precision"] == "bf16") == wanted] for wanted in (True, False))
-        middle = float(np.median([x.time.seconds for x in bf16]))
-        nearest = min(bf16, key=lambda x: abs(x.time.seconds - middle))
+        bf16 = [result for result in group if result.row["precision"] == "bf16"]
+        others = [result for result in group if result.row["precision"] != "bf16"]
+        middle = float(np.median([result.time.seconds for result in bf16]))
+        nearest = min(bf16, key=lambda result: abs(result.time.seconds - middle))
         for gain, other in zip(gains, others, strict=True):
             _, low, high = speed_up(nearest.time, other.time, other.profile)
             gain |= {"predicted_speedup_low": low, "predicted_speedup_high": high}
     return {
-        "group": name,
+        "group": rows[0]["group"],
         "records": len(rows),
         "fastest_measured": min(rows, key=lambda row: row["seconds"])["precision"],
         "fastest_predicted": min(rows, key=lambda row: row["predicted_s"])["precision"],

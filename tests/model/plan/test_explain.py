@@ -27,7 +27,7 @@ DATASHEET = datasheet_profile(find_gpu("h200"))
 MEASURED = replace(DATASHEET, kind="calibrated", source="a test")
 SENTENCES = {"reasons": ("KL up to something", "a second thing")}
 RISK = MismatchRisk(**dict.fromkeys(f.name for f in fields(MismatchRisk)) | SENTENCES)  # type: ignore[arg-type]
-ADVICE = ThresholdAdvice({"token_tis": 2.0}, (0.5, 5.0), True, 100, ("token TIS at 2", "sequence MIS"))
+ADVICE = ThresholdAdvice({"token_tis": 2.0}, True, 100, ("token TIS at 2", "sequence MIS"))
 
 
 def row(precision: str, seconds: float, risk: str = "low", **known: Any) -> Choice:
