@@ -106,13 +106,14 @@ def test_no_tightening_past_the_cap_or_the_floor_in_this_very_batch(controller, 
     seen, old = SEEN[kl], state_of(controller, reach, before)
     thresholds, state, decided = controller.update(old, seen)
     cut = 0.0 if thresholds.tis is None else seen.cut_share(thresholds.tis, controller.level)
-    if cut > controller.max_clipped:
-        assert state.reach >= old.reach
-    if thresholds.band is not None and seen.kept_fraction(*thresholds.band, controller.level) < controller.min_kept:
-        assert seen.kept_fraction(*old.start_band, controller.level) < controller.min_kept
-        assert state.reach >= old.reach
-    if state.reach > old.reach and state.kl > state.target_kl and decided.decision is Decision.AT_BOUND:
-        assert thresholds.band is not None
+    kept, kept_at_start = (
+        1.0 if band is None else seen.kept_fraction(*band, controller.level)
+        for band in (thresholds.band, old.start_band)
+    )
+    assert (cut <= controller.max_clipped and kept >= controller.min_kept) or state.reach >= old.reach
+    assert kept >= controller.min_kept or kept_at_start < controller.min_kept
+    widened = state.reach > old.reach and state.kl > state.target_kl and decided.decision is Decision.AT_BOUND
+    assert not widened or thresholds.band is not None
 
 
 @pytest.mark.parametrize("hold", [1, 15])
@@ -203,21 +204,18 @@ def test_a_state_restored_mid_run_decides_the_same(controller):
         assert after(controller, sequence[cut:], restored) == whole
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("controller", SETTINGS)
-@pytest.mark.parametrize("outlier", [-20.0, 5.0, 20.0, 50.0])
 @pytest.mark.parametrize("sigma", [0.0, 0.1, 0.4])
-def test_one_token_of_any_ratio_moves_nothing(controller, outlier, sigma):
-    plain = gaussian(sigma).reshape(50, 80)
-    spoiled = plain.copy()
-    spoiled[17, 5] = outlier
-    _, state, _ = after(controller, [mismatch_of(plain)] * 40)
-    assert controller.update(state, mismatch_of(spoiled))[0] == controller.update(state, mismatch_of(plain))[0]
-    # Nor does one in every step.
-    assert (
-        after(controller, [mismatch_of(spoiled)] * 10, state)[0]
-        == after(controller, [mismatch_of(plain)] * 10, state)[0]
-    )
+def test_one_token_of_any_ratio_moves_nothing(sigma):
+    log_ratio = gaussian(sigma).reshape(50, 80)
+    plain, spoiled = mismatch_of(log_ratio), []
+    for outlier in (-20.0, 5.0, 20.0, 50.0):
+        log_ratio[17, 5] = outlier
+        spoiled.append(mismatch_of(log_ratio))
+    for controller in SETTINGS:
+        _, state, _ = after(controller, [plain] * 40)
+        for steps in (1, 10):  # nor does one in every step
+            expected = after(controller, [plain] * steps, state)[0]
+            assert [after(controller, [one] * steps, state)[0] for one in spoiled] == [expected] * 4, controller
 
 
 @pytest.mark.parametrize("outlier", [5.0, 20.0, 50.0])
