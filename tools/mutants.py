@@ -248,20 +248,21 @@ def judged(entry: dict[str, Any], names: set[str], sample: int | None, seed: int
             files = sorted({test.partition("::")[0] for test in tests})
             return forked(path, mutant.tree, files, chosen, limit_s, log)
 
+        survived: list[str] = []
         with ThreadPoolExecutor(jobs) as pool:
-            outcomes = list(zip(made, pool.map(survives, made), strict=True))
-    survived = [mutant for mutant, lives in outcomes if lives]
-    missed = [mutant for mutant in survived if mutant.key not in equivalent]
-    changing = len(made) - len(survived) + len(missed)
-    rate = 1 - len(missed) / max(changing, 1)
+            for mutant, lives in zip(made, pool.map(survives, made), strict=True):
+                survived += [mutant.key] * lives
+                if lives and mutant.key not in equivalent:
+                    print(f"  survived, line {mutant.line}: {mutant.key}", flush=True)
+    missed = sum(key not in equivalent for key in survived)
+    changing = len(made) - len(survived) + missed
+    rate = 1 - missed / max(changing, 1)
     print(
-        f"{entry['path']}: {len(made)} mutants, {len(survived) - len(missed)} equivalent, {changing - len(missed)} of "
-        f"{changing} others killed ({rate:.1%}), {time.monotonic() - begun:.0f} s",
+        f"{entry['path']}: {len(made)} mutants, {len(survived) - missed} equivalent, {changing - missed} of {changing} "
+        f"others killed ({rate:.1%}), {time.monotonic() - begun:.0f} s",
         flush=True,
     )
-    for mutant in missed:
-        print(f"  survived, line {mutant.line}: {mutant.key}")
-    killed = {mutant.key for mutant in made} & set(equivalent) - {mutant.key for mutant in survived}
+    killed = {mutant.key for mutant in made} & set(equivalent) - set(survived)
     for key in sorted(killed | unknown):
         print(f"  listed as equivalent, but {'a test notices it' if key in killed else 'no such mutant'}: {key}")
     return rate >= GOAL and not killed and not unknown

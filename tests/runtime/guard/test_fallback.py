@@ -105,7 +105,8 @@ def test_between_limit_and_release_a_count_stands_still() -> None:
     assert follow([high, high, clean, high])[-1] == Action.NONE
     assert set(follow([held] * 20)) == {Action.NONE}
     limit, release = seen("fp8_block", 0.03), seen("fp8_block", 0.03 * 0.8)
-    assert follow([high, high, limit, high])[-1] == Action.ALL_BF16  # the limit itself is not over it
+    assert follow([high, limit, high])[-1] == Action.NONE  # the limit itself is not over it
+    assert follow([high, limit, high, high])[-1] == Action.ALL_BF16
     assert follow([high, high, release, high])[-1] == Action.NONE  # the release itself ends it
     assert decide(GuardState(mismatched=2), limit, SETTINGS)[1:] == (Action.NONE, "nothing to do")
     assert set(follow([seen("fp8_block")] * 5)) == {Action.NONE}  # KL not known
