@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -58,7 +59,7 @@ class Mutant(NamedTuple):
     tree: ast.Module
     line: int
     end: int
-    key: str  # "function: before -> after", which stays the same when lines move
+    key: str  # "function: before -> after (how many times so far)", which stays the same when lines move
 
 
 def changes(node: ast.AST, rebound: set[str]) -> Iterator[ast.AST]:
@@ -106,7 +107,7 @@ def changes(node: ast.AST, rebound: set[str]) -> Iterator[ast.AST]:
 
 def mutants(source: str, names: set[str]) -> list[Mutant]:
     """All mutants of a module, or of the functions, classes and constants with these names."""
-    tree, made = ast.parse(source), []
+    tree, made, keys = ast.parse(source), [], Counter[str]()
 
     def enter(node: ast.AST, put: Callable[[ast.AST], None], path: tuple[str, ...], rebound: set[str]) -> None:
         """Add the mutants of a node and of its children. put: puts another node in its place."""
@@ -122,6 +123,8 @@ def mutants(source: str, names: set[str]) -> list[Mutant]:
                 changed = ast.fix_missing_locations(copy.deepcopy(tree))
                 put(node)
                 key = f"{'.'.join(path)}: {told(node)} -> {told(new)}"
+                keys[key] += 1
+                key += f" ({keys[key]})" * (keys[key] > 1)
                 made.append(Mutant(changed, node.lineno, node.end_lineno, key))  # type: ignore[attr-defined]
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list") or (name == "body" and only_for_types(node)):
