@@ -256,10 +256,10 @@ SAID: dict[str, tuple[dict[str, Any], str, str, str]] = {
         TORN.format("layers.0, layers.1, layers.2 (3)"),
     ),
     "more hosts than are named": (
-        {"kv_scales": {f"layers.{n}": SCALES["layers.0"] | {"v_host": 1.0} for n in range(5)}},
+        {"kv_scales": {f"layers.{n}": SCALES["layers.0"] | {"v_host": 1.0} for n in range(4)}},
         "kv_scales",
         "fault",
-        TORN.format("layers.0, layers.1, layers.2 and others (5)"),
+        TORN.format("layers.0, layers.1, layers.2 and others (4)"),
     ),
     "no preemption": ({"preemptions": 0, "requests": None}, "preemption", "ok", "none since the engine's start"),
     "a preemption in unknown requests": (
