@@ -177,6 +177,53 @@ def test_the_veto_keeps_what_is_at_its_bound_and_counts_no_empty_sequence() -> N
     assert found.metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == 0.25
 
 
+@pytest.mark.parametrize("mode", ["tis", "icepop"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_figures_of_weights_are_those_of_their_definition(level: Any, mode: Any) -> None:
+    """With sequences of no token and of one."""
+    lengths = np.array([3, 0, 2, 1, 1, 2])
+    ratios = np.array([0.25, 1.0, 4.5, 1.9, 8.0, 1.8, 0.6, 0.125, 0.7])
+    low, high = 0.5, 2.0
+    found = corrected(CorrectionSettings(level, mode, Thresholds(high, (low, high))), ratios, lengths.tolist())
+    each = np.split(np.log(ratios), np.cumsum(lengths)[:-1])
+    over = np.sum if level == "sequence" else lambda x: x.sum() / max(len(x), 1)
+    raw = ratios if level == "token" else np.exp([over(x) for x in each])
+    weights = np.minimum(raw, high) if mode == "tis" else np.where((raw >= low) & (raw <= high), raw, 0.0)
+    cut = (raw > high) if mode == "tis" else (raw > high) | (raw < low)
+    tokens, clipped = (x if level == "token" else np.repeat(x, lengths) for x in (weights, cut))
+    assert found.weights.tolist() == pytest.approx(tokens.tolist(), rel=1e-6)
+    assert found.clip_fraction == pytest.approx(clipped.mean())
+    name = "rollout_corr/rollout_is_"
+    assert found.metrics[f"{name}mean"] == pytest.approx(tokens.mean(), rel=1e-6)
+    assert found.metrics[f"{name}ratio_fraction_high"] == pytest.approx((raw > high).mean())
+    assert found.metrics[f"{name}ratio_fraction_low"] == pytest.approx((raw < low).mean())
+    shown = weights if level == "token" else raw
+    assert (found.metrics[f"{name}max"], found.metrics[f"{name}min"]) == pytest.approx((shown.max(), shown.min()))
+    filled = lengths > 0
+    parts = np.split(raw, np.cumsum(lengths)[:-1]) if level == "token" else None
+    means = raw * filled if parts is None else np.array([x.mean() if len(x) else 0.0 for x in parts])
+    assert found.metrics[f"{name}seq_fraction_high"] == pytest.approx((means > high).mean())
+    assert found.metrics[f"{name}seq_fraction_low"] == pytest.approx((means < low).mean())
+    of_weights = np.split(tokens, np.cumsum(lengths)[:-1])
+    assert found.metrics[f"{name}seq_mean"] == pytest.approx(np.mean([x.mean() if len(x) else 0.0 for x in of_weights]))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_ratio_that_is_exactly_at_both_bounds_is_inside(level: Any) -> None:
+    found = corrected(CorrectionSettings(level, "icepop", Thresholds(None, (1.0, 1.0))), (1.0, 1.0, 1.0), (1, 0, 2))
+    assert found.weights.tolist() == [1.0] * 3
+    assert [found.metrics[f"rollout_corr/rollout_is_ratio_fraction_{end}"] for end in ("high", "low")] == [0.0, 0.0]
+
+
+def test_weights_of_mean_nothing_are_not_normalised_and_the_factor_is_told() -> None:
+    band = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (2.0, 5.0)), batch_normalize=True)
+    nothing = corrected(band, (1.0, 1.0), (1, 1))
+    assert (nothing.weights.tolist(), nothing.factor) == ([0.0, 0.0], 1.0)
+    assert corrected(band, (2.1, 3.9), (1, 1)).factor == pytest.approx(3.0)
+    by_sequence = replace(band, level="sequence", mode="tis", thresholds=Thresholds(4.0))
+    assert corrected(by_sequence, (2.0, 4.0, 0.5), (1, 0, 2)).factor == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_normalised_weights_have_mean_one(level: Any) -> None:
     found = corrected(CorrectionSettings(level=level, batch_normalize=True), lengths=(3, 0, 2))
