@@ -86,7 +86,7 @@ def test_counting_the_blocks_is_listing_them(seed: int) -> None:
     """In a tight pool: prompts that are shared or not, whole blocks or not; requests that decode, stop and resume."""
     rng = np.random.default_rng(seed)
     prompt_ids = np.repeat(range(5), [3, 1, 2, 1, 3]).tolist()
-    sizes = rng.choice([8, 16, 20, 32, 48, 50], 5)
+    sizes = rng.choice([8, 16, 17, 32, 33, 48, 50], 5)
     prompts = [int(sizes[number]) for number in prompt_ids]
     blocks = int(rng.integers(12, 30))
     pool, listed = pool_of(blocks, prompts, prompt_ids), ListedPool(blocks, prompts, prompt_ids)
@@ -139,6 +139,20 @@ def test_a_hit_leaves_one_token_to_compute() -> None:
     pool = pool_of(100, [32, 32], [0, 0])
     assert [start(pool, request, 32) for request in range(2)] == [0, 1]  # not both full blocks
     assert pool.free == 100 - 1 - 2
+    pool = pool_of(100, [64, 64], [0, 0])
+    start(pool, 0, 64)
+    assert [pool.lookup(1, tokens) for tokens in (32, 33, 64)] == [(1, 0), (2, 0), (3, 0)]
+
+
+def test_siblings_find_the_blocks_that_a_prefill_in_chunks_has_filled_so_far() -> None:
+    pool = pool_of(100, [48, 48], [0, 0])
+    pool.admit(0, 0)
+    pool.take(3)
+    found = []
+    for tokens in (15, 16, 31, 32, 47, 48):
+        pool.computed(0, tokens)
+        found.append(pool.lookup(1, 49))
+    assert found == [(0, 0), (1, 0), (1, 0), (2, 0), (2, 0), (3, 0)]
 
 
 def test_a_resumed_sibling_finds_the_oldest_copy_of_its_last_prompt_block() -> None:
