@@ -16,13 +16,11 @@ import fp8plan
 HEAVY = ("torch", "vllm", "sklearn", "matplotlib", "plotly", "rich", "typer")
 
 
-@pytest.mark.parametrize("name", fp8plan.__all__)
-def test_every_public_name_is_the_object_of_that_name(name: str) -> None:
-    found = getattr(fp8plan, name)
-    assert name in dir(fp8plan)
-    assert found.__module__.startswith("fp8plan.")
-    if hasattr(found, "__name__"):
-        assert found.__name__ == name
+def test_every_public_name_is_the_object_of_that_name() -> None:
+    named = {name: getattr(fp8plan, name) for name in fp8plan.__all__}
+    assert set(named) <= set(dir(fp8plan))
+    assert [name for name, value in named.items() if not value.__module__.startswith("fp8plan.")] == []
+    assert {name: getattr(value, "__name__", name) for name, value in named.items()} == {name: name for name in named}
 
 
 def test_a_type_checker_sees_each_name_in_the_module_that_it_is_loaded_from() -> None:
@@ -107,21 +105,24 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         fp8plan.plam  # noqa: B018  # reading it is the test
 
 
-def loaded(code: str, names: tuple[str, ...]) -> str:
-    """Which of the packages `names` a fresh Python has loaded after `code`."""
-    report = f"import sys\n{code}\nprint([m for m in {names!r} if m in sys.modules])"
-    return subprocess.run([sys.executable, "-c", report], check=True, capture_output=True, text=True).stdout.strip()
+PLAN = """
+from fp8plan import Fixed, Workload, plan
+assert plan('Qwen/Qwen3-0.6B', 'h200', Workload(1, 2, Fixed(8), Fixed(8))).choices
+"""
+# (what one Python runs, one after the other; what it must not have loaded then)
+IMPORTS: list[tuple[str, tuple[str, ...]]] = [
+    ("import fp8plan", (*HEAVY, "scipy", "numpy", "fp8plan.model", "fp8plan.model.plan.planner")),
+    ("import fp8plan.model.risk.expected as risk; risk.committed_fit()", ("sklearn", "scipy")),
+    (PLAN, (*HEAVY, "scipy", "pandas", "huggingface_hub", "fp8plan.runtime")),
+    ("import fp8plan.runtime.mismatch.metrics, fp8plan.runtime.correction.correct", ("torch",)),
+    ("import fp8plan.runtime.controller.laws", ("torch",)),
+]
 
 
-def test_importing_loads_none_of_its_own_modules_and_not_even_numpy() -> None:
-    names = (*HEAVY, "scipy", "numpy", "fp8plan.model", "fp8plan.model.plan.planner")
-    assert loaded("import fp8plan", names) == "[]"
-    assert loaded("import fp8plan; fp8plan.plan", names) != "[]"  # the check sees what is loaded
-
-
-def test_a_plan_loads_no_torch_vllm_or_sklearn() -> None:
-    code = (
-        "from fp8plan import Fixed, Workload, plan\n"
-        "assert plan('Qwen/Qwen3-0.6B', 'h200', Workload(1, 2, Fixed(8), Fixed(8))).choices"
-    )
-    assert loaded(code, (*HEAVY, "scipy", "pandas", "huggingface_hub", "fp8plan.runtime")) == "[]"
+def test_nothing_loads_what_it_does_not_need() -> None:
+    """`import fp8plan` not even numpy, a plan no torch, scikit-learn or scipy, the correction and its laws no torch."""
+    report = "print([name for name in {!r} if name in sys.modules])"
+    lines = [line for code, names in IMPORTS for line in (code, report.format(names))]
+    lines = ["import sys", *lines, report.format(("numpy", "fp8plan.model.plan.planner"))]  # it sees what is loaded
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [*["[]"] * len(IMPORTS), "['numpy', 'fp8plan.model.plan.planner']"]

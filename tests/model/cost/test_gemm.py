@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import Linear
 from fp8plan.model.calibrate.profile_of import is_held_out
-from fp8plan.model.cost.gemm import SWAPPED_ROWS, choose, gemm_backend, gemm_cost, quantise_cost, rows_of_every_kernel
+from fp8plan.model.cost.gemm import (
+    SWAPPED_ROWS,
+    choose,
+    gemm_backend,
+    gemm_cost,
+    quantise_cost,
+    rows_of_every_kernel,
+    tiling,
+)
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import BF16, FP8_BLOCK, Precision
 from fp8plan.model.profile.library import load_profile, profiles_path
+from fp8plan.model.profile.profile import layer_name
 
 H200 = find_gpu("h200")
 PROFILE = replace(load_profile(H200)[0], layers={})  # laws of the coefficients; what was timed follows none
@@ -38,6 +47,55 @@ def test_more_rows_never_cost_less(linear: Linear) -> None:
     seconds = gemm_cost(ROWS, [linear], BF16, H200, PROFILE).seconds
     split = PROFILE.coefficient("gemm.bf16.split_seconds") * linear.layers
     assert (np.diff(seconds) >= -1e-12 * seconds[1:] - split).all()
+
+
+def plainly(m: int, linear: Linear, dtype: str, element_bytes: float, activation_bytes: float) -> float:
+    """Seconds of one linear by the formula in gemm's docstring, tile by tile."""
+
+    def of(part: str, default: float = 0.0) -> float:
+        return PROFILE.coefficients.get(f"gemm.{dtype}.{part}", default)
+
+    m, n, k = max(m, 1), linear.n, linear.k
+    tiles = tiling(gemm_backend(PROFILE, dtype), *(np.array([[float(x)]]) for x in (m, n, k)), H200.sm_count)
+    weights = n * k * 2.0 if dtype == "bf16" else n * k + 4 * -(-n // 128) * -(-k // 128)
+    b = (weights + m * k * activation_bytes + m * n * 2) / (H200.memory_bandwidth * of("bandwidth_efficiency"))
+    peak = H200.bf16_flops if dtype == "bf16" else H200.fp8_flops
+    assert peak is not None
+    seconds = []
+    for math, loads, waves, splits in zip(*map(np.ravel, tiles), strict=True):
+        a = 2 * k * math / (peak / H200.sm_count * of("compute_efficiency"))
+        c = k * loads * element_bytes / of("sm_bandwidth", np.inf)
+        split = of("split_seconds") if splits > 1 else 0.0
+        each = of("launch_seconds") + (a**4 + b**4 + c**4) ** 0.25 + waves * of("wave_seconds") + split
+        seconds.append(each)
+    return linear.layers * min(seconds)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "element", "activation"),
+    [(BF16, "bf16", 2, 2), (FP8_BLOCK, "fp8_block", 1, 1 + 4 / 128)],
+)
+def test_the_seconds_are_those_of_the_formula(
+    precision: Precision, dtype: str, element: float, activation: float
+) -> None:
+    """Linears that are small, wide and deep, together; 0 rows cost as much as 1."""
+    some = [Linear("a", 128, 128, 3, True, False), Linear("b", 24576, 512, 2, True, False)]
+    some.append(Linear("c", 1024, 16384, 5, True, False))
+    rows = [0, 1, 2, 17, 300, 5000]
+    expected = [sum(plainly(m, linear, dtype, element, activation) for linear in some) for m in rows]
+    np.testing.assert_allclose(gemm_cost(np.array(rows), some, precision, H200, PROFILE).seconds, expected, rtol=1e-12)
+    twice = replace(PROFILE, layers={f"gemm.{dtype}": {layer_name((128, 128)): [[1.0, 9e3], [float(np.log(2.0))] * 2]}})
+    doubled = [2 * plainly(m, some[0], dtype, element, activation) for m in rows]
+    np.testing.assert_allclose(gemm_cost(np.array(rows), some[:1], precision, H200, twice).seconds, doubled, rtol=1e-12)
+
+
+def test_quantising_reads_bf16_and_writes_fp8_with_a_scale_for_128_inputs() -> None:
+    some = [*one(4096, 1024, 3), *one(128, 512, 2), Linear("router", 8, 4096, 9, False, False)]
+    rows = np.array([0, 1, 700])
+    launch, efficiency = (PROFILE.coefficients[f"quantise.{x}"] for x in ("launch_seconds", "bandwidth_efficiency"))
+    moved = rows * (3 * 1024 + 2 * 512) * (2 + 1 + 4 / 128)
+    seconds = quantise_cost(rows, some, FP8_BLOCK, H200, PROFILE).seconds
+    np.testing.assert_allclose(seconds, 5 * launch + moved / (H200.memory_bandwidth * efficiency), rtol=1e-12)
 
 
 def test_cublas_takes_tiles_as_wide_as_fill_the_sms() -> None:

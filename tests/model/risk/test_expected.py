@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -358,18 +356,6 @@ def test_report_prints_residuals_and_the_leave_one_out_error() -> None:
     assert "median_factor" in text
     for source in {o.source for o in read_observations() if o.weight > 0}:
         assert source in text
-
-
-# A plan's needs
-
-
-def test_planning_loads_neither_scikit_learn_nor_scipy() -> None:
-    code = (
-        "import sys, fp8plan.model.risk.expected as m; m.committed_fit(); "
-        "print(sorted({'sklearn', 'scipy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_one_call_for_a_whole_rollout_takes_little_longer_than_for_a_few_responses() -> None:

@@ -3,9 +3,12 @@ Its agreement with vLLM's block pool under load is tested through the scheduler.
 
 from __future__ import annotations
 
-import numpy as np
+from itertools import takewhile
 
-from fp8plan.model.schedule.kv_pool import CachingPool, blocks_for
+import numpy as np
+import pytest
+
+from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for
 
 BLOCK = 16
 
@@ -27,6 +30,102 @@ def stop(pool: CachingPool, request: int, tokens: int) -> None:
     pool.release(request, blocks_for(tokens, BLOCK), tokens)
 
 
+class ListedPool:
+    """The same pool with every block listed, as vLLM keeps them: hashed free blocks behind the others."""
+
+    def __init__(self, blocks: int, prompts: list[int], prompt_ids: list[int]) -> None:
+        self.prompts, self.prompt_ids = prompts, prompt_ids
+        self.queue = dict.fromkeys(range(blocks))
+        self.hashes: dict[int, tuple[int, ...]] = {}
+        self.cached: dict[tuple[int, ...], dict[int, None]] = {}  # hash -> its blocks, oldest first
+        self.holders, self.held = [0] * blocks, dict[int, list[int]]()
+
+    def hash_of(self, request: int, place: int) -> tuple[int, ...]:
+        of_prompt = (place + 1) * BLOCK <= self.prompts[request]
+        return (self.prompt_ids[request], place) if of_prompt else (-1, request, place)
+
+    def hits(self, request: int, tokens: int) -> list[int]:
+        found = [self.cached.get(self.hash_of(request, place)) for place in range((tokens - 1) // BLOCK)]
+        return [next(iter(blocks)) for blocks in takewhile(bool, found) if blocks]
+
+    def lookup(self, request: int, tokens: int) -> tuple[int, int]:
+        hits = self.hits(request, tokens)
+        return len(hits), sum(not self.holders[block] for block in hits)
+
+    def take(self, request: int, blocks: int) -> None:
+        for block in list(self.queue)[:blocks]:
+            del self.queue[block]
+            if block in self.hashes:
+                del self.cached[self.hashes.pop(block)][block]
+            self.holders[block] = 1
+            self.held[request].append(block)
+
+    def start(self, request: int, tokens: int) -> None:
+        self.held[request] = self.hits(request, tokens)
+        for block in self.held[request]:
+            self.queue.pop(block, None)
+            self.holders[block] += 1
+        self.take(request, blocks_for(tokens, BLOCK) - len(self.held[request]))
+        self.compute(request, tokens)
+
+    def compute(self, request: int, tokens: int) -> None:
+        for place, block in enumerate(self.held[request][: tokens // BLOCK]):
+            key = self.hashes.setdefault(block, self.hash_of(request, place))
+            self.cached.setdefault(key, {})[block] = None
+
+    def stop(self, request: int, tokens: int) -> None:
+        self.compute(request, tokens)
+        for block in reversed(self.held.pop(request)):
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                self.queue = {**self.queue, block: None} if block in self.hashes else {block: None, **self.queue}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counting_the_blocks_is_listing_them(seed: int) -> None:
+    """In a tight pool: prompts that are shared or not, whole blocks or not; requests that decode, stop and resume."""
+    rng = np.random.default_rng(seed)
+    prompt_ids = np.repeat(range(5), [3, 1, 2, 1, 3]).tolist()
+    sizes = rng.choice([8, 16, 17, 32, 33, 48, 50], 5)
+    prompts = [int(sizes[number]) for number in prompt_ids]
+    blocks = int(rng.integers(12, 30))
+    pool, listed = pool_of(blocks, prompts, prompt_ids), ListedPool(blocks, prompts, prompt_ids)
+    tokens, running = list(prompts), set[int]()
+    for _ in range(300):
+        request = int(rng.integers(len(prompts)))
+        if request not in running:
+            hit, in_queue = pool.lookup(request, tokens[request])
+            if blocks_for(tokens[request], BLOCK) - hit + in_queue <= pool.free:
+                start(pool, request, tokens[request])
+                listed.start(request, tokens[request])
+                running.add(request)
+        elif rng.random() < 0.5:
+            running.remove(request)
+            stop(pool, request, tokens[request])
+            listed.stop(request, tokens[request])
+            tokens[request] += 1  # the last one was sampled and not computed
+        else:
+            longer = tokens[request] + int(rng.integers(1, 30))
+            more = blocks_for(longer, BLOCK) - blocks_for(tokens[request], BLOCK)
+            if more <= pool.free:
+                pool.take(more)
+                listed.take(request, more)
+                tokens[request] = longer
+        assert pool.free == len(listed.queue)
+        for waiting in set(range(len(prompts))) - running:
+            seen = tokens[waiting] + int(rng.integers(2))
+            assert pool.lookup(waiting, seen) == listed.lookup(waiting, seen)
+
+
+def test_a_pool_without_caching_counts_what_is_free() -> None:
+    pool = Pool(10)
+    pool.take(4)
+    assert pool.lookup(0, 100) == (0, 0)
+    assert pool.free == 6
+    pool.release(0, 3, 48)
+    assert pool.free == 9
+
+
 def test_a_running_prompt_is_held_once_for_all_siblings() -> None:
     pool = pool_of(100, [40, 40, 40], [0, 0, 0])
     assert [start(pool, request, 40) for request in range(3)] == [0, 2, 2]
@@ -40,6 +139,20 @@ def test_a_hit_leaves_one_token_to_compute() -> None:
     pool = pool_of(100, [32, 32], [0, 0])
     assert [start(pool, request, 32) for request in range(2)] == [0, 1]  # not both full blocks
     assert pool.free == 100 - 1 - 2
+    pool = pool_of(100, [64, 64], [0, 0])
+    start(pool, 0, 64)
+    assert [pool.lookup(1, tokens) for tokens in (32, 33, 64)] == [(1, 0), (2, 0), (3, 0)]
+
+
+def test_siblings_find_the_blocks_that_a_prefill_in_chunks_has_filled_so_far() -> None:
+    pool = pool_of(100, [48, 48], [0, 0])
+    pool.admit(0, 0)
+    pool.take(3)
+    found = []
+    for tokens in (15, 16, 31, 32, 47, 48):
+        pool.computed(0, tokens)
+        found.append(pool.lookup(1, 49))
+    assert found == [(0, 0), (1, 0), (1, 0), (2, 0), (2, 0), (3, 0)]
 
 
 def test_a_resumed_sibling_finds_the_oldest_copy_of_its_last_prompt_block() -> None:

@@ -97,6 +97,59 @@ def test_bounds_of_rejections_are_on_train_over_rollout(rule: Rejection, mask: l
     assert corrected(CorrectionSettings(reject=[rule])).mask.tolist() == [bool(value) for value in mask]
 
 
+@pytest.mark.parametrize(
+    ("rule", "log_ratios", "kept"),
+    [
+        (Rejection("token", "k1", 1.0, 1.0), (0.0, -0.1, 0.1, 0.0, 0.0), [1, 0, 0, 1, 1]),
+        (Rejection("token", "k2", 2.0), (2.0, -2.0, 2.1, 0.0, 0.0), [1, 1, 0, 1, 1]),
+        (Rejection("seq_sum", "k1", 1.0, 1.0), (1.0, -1.0, 0.5, 0.0, -0.1), [1, 1, 0, 0, 0]),
+        (Rejection("seq_mean", "k2", 2.0), (2.0, 2.0, 2.0, 2.1, 2.0), [1, 1, 0, 0, 1]),
+        (Rejection("seq_max", "k2", 2.0), (2.0, 0.0, 2.1, 0.0, -2.0), [1, 1, 0, 0, 1]),
+    ],
+)
+def test_what_is_exactly_at_a_bound_is_kept(rule: Rejection, log_ratios: Any, kept: list[int]) -> None:
+    tokens = pack(torch.tensor(log_ratios), torch.zeros(5), lengths=[2, 2, 0, 1])
+    assert correct(tokens, CorrectionSettings(reject=[rule])).mask.tolist() == [bool(value) for value in kept]
+
+
+def plainly(rule: Rejection, log_ratio: Any, lengths: Any) -> dict[str, float]:
+    """The figures of a rejection from its definition, in float64."""
+    clamped = np.clip(log_ratio, -20, 20)
+    of_tokens = {"k1": -clamped, "k2": clamped**2 / 2, "k3": np.expm1(clamped) - clamped}[rule.estimator]
+    sequences = [x for x in np.split(of_tokens, np.cumsum(lengths)[:-1]) if len(x)]
+    over = {"token": np.mean, "seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}[rule.over]
+    of_sequences = np.array([over(x) for x in sequences])
+    judged = of_tokens if rule.over == "token" else np.repeat(of_sequences, [len(x) for x in sequences])
+    low, high = (-np.log([rule.high, rule.low])) if rule.estimator == "k1" else (0.0, rule.high)
+    above, below = (of_tokens if rule.over == "token" else of_sequences) > high, judged < low
+    lost = np.split((judged > high) | below, np.cumsum([len(x) for x in sequences])[:-1])
+    return {
+        "mean": judged.mean(), "max": judged.max(), "min": judged.min(), "std": np.clip(judged, low, high).std(),
+        "fraction_high": above.mean(), "masked_fraction": np.concatenate(lost).mean(),
+        "fraction_low": (below if rule.over == "token" else of_sequences < low).mean(),
+        "seq_masked_fraction": np.mean([x.any() for x in lost]),
+        "seq_mean": of_sequences.mean(), "seq_std": of_sequences.std(ddof=1), "seq_max": of_sequences.max(),
+        "seq_min": of_sequences.min(), "seq_max_deviation": abs(of_sequences).max(),
+        "seq_fraction_high": (of_sequences > high).mean(),
+    } | ({"seq_fraction_low": (of_sequences < low).mean()} if rule.estimator == "k1" else {})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REJECTIONS)
+def test_figures_of_a_rejection_are_those_of_its_definition(name: str) -> None:
+    """With sequences of no token and of one; verl's own figures, on random batches: test_verl_parity.py."""
+    lengths = [3, 0, 2, 1, 4]
+    log_ratio = np.float32([0.1, -0.9, 1.1, 0.1, -0.3, 0.8, 0.1, -0.1, 0.2, 25.0]).astype(float)
+    rule = Rejection(*name.rsplit("_", 1), 1.5, *([0.7] if name.endswith("k1") else []))
+    found = correct(pack(log_ratio, np.zeros(10), lengths=lengths), CorrectionSettings(reject=[rule]))
+    expected = plainly(rule, log_ratio, lengths)
+    assert 0 < expected["seq_masked_fraction"] < 1
+    figures = {f"rollout_corr/rollout_rs_{name}_{x}": value for x, value in expected.items()}
+    of_all = {"masked_fraction": 1.0, "seq_masked_fraction": 4 / 5}  # of all rules together: here empty ones count
+    both = {f"rollout_corr/rollout_rs_{x}": share * expected[x] for x, share in of_all.items()}
+    rejected = {x: value for x, value in found.metrics.items() if "_rs_" in x}
+    assert rejected == pytest.approx(figures | both, rel=1e-6, abs=1e-12)
+
+
 def test_all_rejections_must_pass() -> None:
     rules = Rejection("token", "k1", 1.2), Rejection("seq_sum", "k1", inf, 0.5)
     assert corrected(CorrectionSettings(reject=rules)).mask.tolist() == [False] * 4 + [True]
@@ -109,6 +162,66 @@ def test_veto_drops_the_whole_sequence_of_a_catastrophic_token() -> None:
     assert found.metrics["rollout_corr/rollout_is_veto_fraction"] == 0.5
     assert found.metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == pytest.approx(0.2)
     assert (found.kept_tokens, found.kept_sequences) == (pytest.approx(0.4), 0.5)
+    twice = corrected(
+        CorrectionSettings(reject=[Rejection("token", "k1", 1.2)], veto=1e-4), (1e-5, 1e-6, 1.0, 1.0, 4.0)
+    )
+    assert twice.mask.tolist() == [False] * 3 + [True, False]  # what either of them drops is dropped
+    assert twice.metrics["rollout_corr/rollout_is_veto_fraction"] == 0.5
+
+
+def test_the_veto_keeps_what_is_at_its_bound_and_counts_no_empty_sequence() -> None:
+    log_ratio = torch.tensor([-8.0, 0.0, -8.1, 0.0])
+    found = correct(pack(log_ratio, torch.zeros(4), lengths=[1, 0, 2, 0, 1]), CorrectionSettings(veto=exp(-8)))
+    assert found.mask.tolist() == [True, False, False, True]
+    assert found.metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(1 / 3)
+    assert found.metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == 0.25
+
+
+@pytest.mark.parametrize("mode", ["tis", "icepop"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_figures_of_weights_are_those_of_their_definition(level: Any, mode: Any) -> None:
+    """With sequences of no token and of one."""
+    lengths = np.array([3, 0, 2, 1, 1, 2])
+    ratios = np.array([0.25, 1.0, 4.5, 1.9, 8.0, 1.8, 0.6, 0.125, 0.7])
+    low, high = 0.5, 2.0
+    found = corrected(CorrectionSettings(level, mode, Thresholds(high, (low, high))), ratios, lengths.tolist())
+    each = np.split(np.log(ratios), np.cumsum(lengths)[:-1])
+    over = np.sum if level == "sequence" else lambda x: x.sum() / max(len(x), 1)
+    raw = ratios if level == "token" else np.exp([over(x) for x in each])
+    weights = np.minimum(raw, high) if mode == "tis" else np.where((raw >= low) & (raw <= high), raw, 0.0)
+    cut = (raw > high) if mode == "tis" else (raw > high) | (raw < low)
+    tokens, clipped = (x if level == "token" else np.repeat(x, lengths) for x in (weights, cut))
+    assert found.weights.tolist() == pytest.approx(tokens.tolist(), rel=1e-6)
+    assert found.clip_fraction == pytest.approx(clipped.mean())
+    name = "rollout_corr/rollout_is_"
+    assert found.metrics[f"{name}mean"] == pytest.approx(tokens.mean(), rel=1e-6)
+    assert found.metrics[f"{name}ratio_fraction_high"] == pytest.approx((raw > high).mean())
+    assert found.metrics[f"{name}ratio_fraction_low"] == pytest.approx((raw < low).mean())
+    shown = weights if level == "token" else raw
+    assert (found.metrics[f"{name}max"], found.metrics[f"{name}min"]) == pytest.approx((shown.max(), shown.min()))
+    filled = lengths > 0
+    parts = np.split(raw, np.cumsum(lengths)[:-1]) if level == "token" else None
+    means = raw * filled if parts is None else np.array([x.mean() if len(x) else 0.0 for x in parts])
+    assert found.metrics[f"{name}seq_fraction_high"] == pytest.approx((means > high).mean())
+    assert found.metrics[f"{name}seq_fraction_low"] == pytest.approx((means < low).mean())
+    of_weights = np.split(tokens, np.cumsum(lengths)[:-1])
+    assert found.metrics[f"{name}seq_mean"] == pytest.approx(np.mean([x.mean() if len(x) else 0.0 for x in of_weights]))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_ratio_that_is_exactly_at_both_bounds_is_inside(level: Any) -> None:
+    found = corrected(CorrectionSettings(level, "icepop", Thresholds(None, (1.0, 1.0))), (1.0, 1.0, 1.0), (1, 0, 2))
+    assert found.weights.tolist() == [1.0] * 3
+    assert [found.metrics[f"rollout_corr/rollout_is_ratio_fraction_{end}"] for end in ("high", "low")] == [0.0, 0.0]
+
+
+def test_weights_of_mean_nothing_are_not_normalised_and_the_factor_is_told() -> None:
+    band = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (2.0, 5.0)), batch_normalize=True)
+    nothing = corrected(band, (1.0, 1.0), (1, 1))
+    assert (nothing.weights.tolist(), nothing.factor) == ([0.0, 0.0], 1.0)
+    assert corrected(band, (2.1, 3.9), (1, 1)).factor == pytest.approx(3.0)
+    by_sequence = replace(band, level="sequence", mode="tis", thresholds=Thresholds(4.0))
+    assert corrected(by_sequence, (2.0, 4.0, 0.5), (1, 0, 2)).factor == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

@@ -9,6 +9,7 @@ import pytest
 
 from fp8plan.runtime.doctor.checks import CHECKS, findings
 from fp8plan.runtime.doctor.observed import Compared, Logged, Observed, RankWeights, State, Temperatures
+from fp8plan.runtime.guard.observation import WAY_BACK
 from fp8plan.runtime.worker.facts import preset_of
 
 FACTS: dict[str, Any] = {
@@ -168,6 +169,141 @@ def test_what_a_server_tells_of_its_weight_updates_and_routes(told: dict[str, An
     found = {one.check: one for one in findings(Observed(target="a server", ranks=[told]))}
     assert (found["sync"].state.value, found["routing"].state.value) == (sync, routing)
     assert all(found[name].todo for name in ("sync", "routing") if found[name].state.value in ("fault", "warning"))
+
+
+CUTLASS = "runs on CUTLASS; the profile was measured with"
+TORN = "the host's copy is another than the device's in {}: what reads it uses old scales"
+TWO_TO_THE_MINUS_5 = {"q": 1.0, "k": 2**-5, "v": 2**-5, "k_host": 2**-5, "v_host": 2**-5}
+# (what is observed; the check; its state; what it says, word for word). Amounts are those of the bounds.
+SAID: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "one kernel in linears": (
+        {},
+        "precision",
+        "ok",
+        "fp8_block+fp8_kv: linears Fp8PerBlockOnlineLinearMethod / FlashInferFp8DeepGEMM, KV cache fp8",
+    ),
+    "a cache alone, as planned": (
+        {"runs": None, "ranks": [{"kv_cache_dtype": "fp8"}]},
+        "precision",
+        "ok",
+        "KV cache fp8; weights are not told",
+    ),
+    "a cache alone, not as planned": (
+        {"runs": None, "ranks": [{"kv_cache_dtype": "auto"}]},
+        "precision",
+        "fault",
+        "KV cache auto; planned: fp8_block+fp8_kv",
+    ),
+    "layers of no preset": (
+        {"runs": None, "ranks": [{"layers": {"X / Fp8LinearMethod": 1}, "kv_cache_dtype": "fp8"}]},
+        "precision",
+        "fault",
+        "linears Fp8LinearMethod, KV cache fp8; planned: fp8_block+fp8_kv",
+    ),
+    "a preset alone": ({"ranks": []}, "precision", "ok", "fp8_block+fp8_kv"),
+    "no precision": ({"runs": None, "ranks": [], "unseen": {"ranks": "down"}}, "precision", "unknown", "down"),
+    "no kernel": ({"kernels": {}}, "kernels", "ok", "none that vLLM names"),
+    "two kernels": (
+        {"kernels": {"gemm.fp8_block": "CUTLASS", "moe.fp8_block": "CUTLASS"}},
+        "kernels",
+        "fault",
+        f"gemm.fp8_block {CUTLASS} flashinfer_deep_gemm; moe.fp8_block {CUTLASS} triton: {WAY_BACK['moe']}",
+    ),
+    "no FP8 weights": (facts(e8m0=None), "e8m0", "ok", "no blockwise FP8 weights"),
+    "no router": (facts(routers={}), "router", "ok", "no router"),
+    "graphs are set": (facts(), "cuda_graphs", "ok", "FULL_AND_PIECEWISE"),
+    "graphs are not set": (facts(cudagraph_mode=None), "cuda_graphs", "ok", "on"),
+    "graphs by one fact": ({"ranks": [{"enforce_eager": False}]}, "cuda_graphs", "ok", "on"),
+    "graphs by the other": ({"ranks": [{"cudagraph_mode": "FULL"}]}, "cuda_graphs", "ok", "FULL"),
+    "scales not told": (
+        {"kv_scales": {}, "unseen": {"kv_scales": "the cache sleeps"}}, "kv_scales", "unknown", "the cache sleeps",
+    ),
+    "one layer's scales are 1.0": (
+        {"kv_scales": SCALES | {"layers.0": {"k": 1.0, "v": 1.0}}, "kv_amax": None},
+        "kv_scales",
+        "ok",
+        "0.01 to 1 in 3 layers",
+    ),
+    "room by the largest": (
+        {"kv_amax": {"layers.0": [3.0, 4.0, 2.0], "layers.1": [3.0, 8.0, 4.0], "layers.2": [0.0, 0.0, 0.0]}},
+        "kv_scales",
+        "ok",
+        "0.01 to 0.02 in 3 layers, with room for 1.12 times what was seen",
+    ),
+    "as much as may clip": (
+        {"kv_scales": {"layers.0": TWO_TO_THE_MINUS_5}, "kv_amax": {"layers.0": [0.0, 1.25 * 448 * 2**-5, 0.0]}},
+        "kv_scales",
+        "ok",
+        "0.0312 to 0.0312 in 1 layers, with room for 0.80 times what was seen",
+    ),
+    "the worst that clips": (
+        {"kv_amax": {"layers.0": [3.0, 12.0, 4.0], "layers.2": [3.0, 8.0, 9.0]}},
+        "kv_scales",
+        "fault",
+        "layers.0, layers.2 (2) clip: layers.2 has seen 2.01 times what its scale holds",
+    ),
+    "hosts that round": (
+        {"kv_scales": SCALES | {"layers.1": SCALES["layers.1"] | {"k_host": 0.02 * (1 + 0.8e-6)}}, "kv_amax": None},
+        "kv_scales",
+        "ok",
+        "0.01 to 0.02 in 3 layers",
+    ),
+    "hosts that do not": (
+        {"kv_scales": {x: SCALES[x] | {"k_host": 0.02 * (1 + 1.2e-6)} for x in SCALES}},
+        "kv_scales",
+        "fault",
+        TORN.format("layers.0, layers.1, layers.2 (3)"),
+    ),
+    "more hosts than are named": (
+        {"kv_scales": {f"layers.{n}": SCALES["layers.0"] | {"v_host": 1.0} for n in range(4)}},
+        "kv_scales",
+        "fault",
+        TORN.format("layers.0, layers.1, layers.2 and others (4)"),
+    ),
+    "no preemption": ({"preemptions": 0, "requests": None}, "preemption", "ok", "none since the engine's start"),
+    "a preemption in unknown requests": (
+        {"preemptions": 1, "requests": None},
+        "preemption",
+        "unknown",
+        "1 since the engine's start; in how many requests is not told",
+    ),
+    "unknown preemptions": (
+        {"preemptions": None, "unseen": {"preemptions": "no metrics"}}, "preemption", "unknown", "no metrics",
+    ),
+    "no request": (
+        {"preemptions": 0, "requests": 0},
+        "preemption",
+        "unknown",
+        "no request has finished since the engine's start",
+    ),
+    "seldom": ({"preemptions": 25, "requests": 500}, "preemption", "ok", "25 in 500 requests since the engine's start"),
+    "often": (
+        {"preemptions": 26, "requests": 500},
+        "preemption",
+        "fault",
+        "26 in 500 requests since the engine's start: each computes its request's tokens again",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "check", "state", "says"), SAID.values(), ids=SAID)
+def test_what_is_said_at_each_bound(changes: dict[str, Any], check: str, state: str, says: str) -> None:
+    (found,) = [one for one in findings(replace(HEALTHY, **changes)) if one.check == check]
+    assert (found.state.value, found.says) == (state, says)
+
+
+@pytest.mark.parametrize("gpu", ["h200_sxm", "a GPU that nobody knows", None])
+def test_powers_of_two_are_a_fault_unless_the_gpu_is_known_to_want_them(gpu: str | None) -> None:
+    assert list(faults_of(replace(HEALTHY, gpu=gpu, **facts(e8m0=True)))) == ["e8m0_on"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "says"), [("cpu", "raise VLLM_CPU_KVCACHE_SPACE,"), ("h200_sxm", "raise gpu_memory_utilization or")]
+)
+def test_more_memory_for_the_cache_is_asked_for_by_the_names_of_the_device(gpu: str, says: str) -> None:
+    (found,) = [one for one in findings(replace(HEALTHY, gpu=gpu, preemptions=300)) if one.fault == "preemption_storm"]
+    assert found.todo is not None
+    assert found.todo.startswith(says)
 
 
 def test_two_faults_are_both_named() -> None:

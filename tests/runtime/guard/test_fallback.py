@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,7 +69,17 @@ def test_speed_takes_the_first_rung_that_gains_enough() -> None:
     assert follow(rows)[-1] == Action.ALL_BF16
     rows = [seen("fp8_block+fp8_kv", kv_to_bf16=1.1, all_bf16=1.2)] * 3
     assert follow(rows)[-1] == Action.KV_TO_BF16
-    assert set(follow([seen("fp8_block", all_bf16=1.04)] * 9)) == {Action.NONE}
+    rows = [seen("fp8_block+fp8_kv", kv_to_bf16=1.05, all_bf16=1.2)] * 3  # the margin itself is not enough
+    assert follow(rows)[-1] == Action.ALL_BF16
+    assert set(follow([seen("fp8_block", all_bf16=1.05)] * 9)) == {Action.NONE}
+
+
+def test_a_gain_within_the_margin_keeps_the_count_and_none_clears_it() -> None:
+    slow, held, fast = (seen("fp8_block", all_bf16=gain) for gain in (1.2, 1.05, 1.0))
+    slower = seen("fp8_block", all_bf16=0.7)
+    assert follow([slow, slow, held, slow])[-1] == Action.ALL_BF16
+    assert follow([slow, slow, fast, slow])[-1] == Action.NONE
+    assert follow([slow, slow, slower, slow])[-1] == Action.NONE
 
 
 def test_of_two_symptoms_the_deeper_rung_is_taken() -> None:
@@ -93,6 +104,11 @@ def test_between_limit_and_release_a_count_stands_still() -> None:
     assert follow([high, high, held, high])[-1] == Action.ALL_BF16
     assert follow([high, high, clean, high])[-1] == Action.NONE
     assert set(follow([held] * 20)) == {Action.NONE}
+    limit, release = seen("fp8_block", 0.03), seen("fp8_block", 0.03 * 0.8)
+    assert follow([high, limit, high])[-1] == Action.NONE  # the limit itself is not over it
+    assert follow([high, limit, high, high])[-1] == Action.ALL_BF16
+    assert follow([high, high, release, high])[-1] == Action.NONE  # the release itself ends it
+    assert decide(GuardState(mismatched=2), limit, SETTINGS)[1:] == (Action.NONE, "nothing to do")
     assert set(follow([seen("fp8_block")] * 5)) == {Action.NONE}  # KL not known
 
 
@@ -107,6 +123,24 @@ def test_reasons_say_how_far_it_is() -> None:
     assert "nothing left to step down to from bf16" in why
     _, _, why = decide(GuardState(), seen("fp8_kv", kv_to_bf16=1.5), SETTINGS)
     assert why == "1,500 tokens/s are expected after kv_to_bf16: rollout 1 of 3 in a row before it is taken"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"compiled": True, "as_fast": False}, "a kernel was compiled, so this rollout is not counted"),
+        ({"cold": True, "as_fast": False}, "the engine's first rollout is a cold start, so it is not counted"),
+        ({}, "nothing to do"),
+        ({"as_fast": False, "expected": {}}, "there is nothing faster to step down to from fp8_block"),
+        (
+            {"as_fast": False},
+            "no step down, because none is expected to be much faster (1,020 tokens/s after all_bf16)",
+        ),
+    ],
+)
+def test_it_says_why_there_is_nothing_to_do(changes: dict[str, Any], why: str) -> None:
+    symptoms = replace(seen("fp8_block", all_bf16=1.02), **changes)
+    assert decide(GuardState(), symptoms, SETTINGS) == (GuardState(), Action.NONE, why)
 
 
 def test_without_patience_it_only_judges() -> None:
@@ -185,12 +219,19 @@ def test_a_state_that_nobody_saved_is_refused(data: dict[str, Any]) -> None:
         {"slack": -0.1},
         {"margin": float("nan")},
         {"kl_limit": 0.0},
+        {"kl_release": 0},
         {"kl_release": 1.1},
     ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is .*allowed"):
         GuardSettings(**wrong)
+
+
+def test_the_settings_at_their_bounds_and_by_default() -> None:
+    least = dict.fromkeys(("slack", "margin", "least_loss", "stall_s", "slow_host"), 0)
+    assert GuardSettings(**least, patience=1, kl_release=1).kl_release == 1
+    assert GuardSettings() == GuardSettings(0.05, 3, 0.05, 0.03, 0.8, False, 0.05, 1.0, 1.5)
 
 
 @pytest.mark.parametrize("name", RUNGS)

@@ -44,6 +44,7 @@ from fp8plan.runtime.mismatch.measure import measure, pack
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.record import RunReader, Step
 from fp8plan.runtime.monitor.sinks import Callback, JsonLines
+from fp8plan.runtime.monitor.witness import Witness
 from fp8plan.runtime.probe.results import Interval, Probe, Probed
 from fp8plan.runtime.probe.sampling import SampleSettings
 from fp8plan.schemas import RunRecord, checked
@@ -230,6 +231,52 @@ def test_an_engine_gives_rollout_verdict_and_what_runs_once_and_is_told_the_kl()
     assert restored.guard.state == engine.guard.state
 
 
+MISMATCH = measure(pack(*batch())).metrics()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, [MISMATCH.k3_robust]),
+        ({"k3_robust": float("nan")}, []),
+        ({"k3_robust": float("inf")}, []),
+        ({"tokens": 0}, []),
+    ],
+)
+def test_an_engine_is_told_no_kl_that_is_no_number_or_of_no_token(changes: dict[str, Any], told: list[float]) -> None:
+    engine = Engine()
+    engine.rollout(kl_k3=1.0)
+    found = Witness(engine, None, None).judged(None, replace(MISMATCH, **changes))  # type: ignore[arg-type]
+    assert engine.told == told
+    assert found == (engine.observation, engine.verdict, None)
+
+
+@pytest.mark.parametrize(
+    ("own", "tokens", "kl"), [(None, 9, MISMATCH.k3_robust), (0.5, 9, 0.5), (None, 0, None), (0.5, 0, 0.5)]
+)
+@pytest.mark.parametrize("guard", [Guard(FACTS), None])
+def test_a_rollout_without_a_kl_gets_that_of_its_tokens(
+    guard: Guard | None, own: float | None, tokens: int, kl: float | None
+) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = Witness(None, guard, None).judged(replace(SEEN, kl_k3=own), replace(MISMATCH, tokens=tokens))
+    assert found.observation == replace(SEEN, kl_k3=kl)
+    assert (found.verdict is None, found.off, told) == (guard is None, None, [])
+
+
+def test_of_a_rollout_that_cannot_be_read_only_a_guard_warns() -> None:
+    unread = {"seconds": 1.0, "prompt_lengths": [1]}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for guard in (None, Guard(FACTS)):
+            found = Witness(None, guard, None).judged(unread, MISMATCH)
+            assert "lacks response_lengths" in str(found.off)
+    assert [str(one.message) for one in told] == [f"fp8plan: {found.off}"]
+    with pytest.raises(ConfigError, match=r"guard is .*Guard\(facts\)"):
+        Monitor(guard=FACTS)  # type: ignore[arg-type]
+
+
 class Launched(Engine):
     def __init__(self, precision: str) -> None:
         super().__init__()
@@ -297,9 +344,14 @@ def test_an_engine_that_cannot_say_what_runs_costs_no_step() -> None:
 
     taken: list[Any] = []
     monitor = Monitor(sinks=[Callback(taken.append)], engine=Dead())  # type: ignore[arg-type]
-    with pytest.warns(RuntimeWarning, match="it has died"):
-        monitor.step(*batch(), rollout=SEEN)
-    monitor.step(*batch(), rollout=SEEN)  # a second warning would be an error
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            monitor.step(*batch(), rollout=SEEN)
+    assert [str(one.message).partition(":")[2].partition(":")[0] for one in told] == [
+        " the engine does not say how its rollout was",
+        " the engine does not say what runs",
+    ]  # each once
     assert [x["seconds"] for x in taken] == [0.9, 0.9]
     assert "model" not in taken[0]
 
