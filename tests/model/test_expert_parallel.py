@@ -114,7 +114,7 @@ def test_the_time_is_above_the_datasheet_s_and_said_to_be_modelled() -> None:
     np.testing.assert_allclose(flops_bound(whole, batch), flops_bound(sliced, batch))
     reason = "moe: whole experts shared out over 8 GPUs, not measured"
     assert set(whole.outside_hull(batch)) - set(sliced.outside_hull(batch)) == {reason}
-    spread = [np.log(np.divide(*x.interval(batch, np.ones(1), 1.0))) for x in (whole, sliced)]
+    spread = [np.log(np.divide(*x.timed(batch).interval(np.ones(1), 1.0))) for x in (whole, sliced)]
     assert spread[0] < spread[1] < 0
     assert profile.layout_error(8, True) ** 2 == pytest.approx(
         profile.layout_error(8) ** 2 + profile.layout_error(2) ** 2

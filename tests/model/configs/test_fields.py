@@ -92,7 +92,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LFM2, {"intermediate_size": 1}, "'intermediate_size' is 1; allowed: a width of which"),
     (LFM2, {"block_ffn_dim_multiplier": float("inf")}, "'block_ffn_dim_multiplier' is inf"),
     (GRANITE, {"mamba_n_heads": 3000}, "'mamba_n_heads' is 3000"),
-    (GRANITE, {"mamba_d_head": 16}, "'mamba_n_heads' is 32; .*they have 2048 channels"),
+    (GRANITE, {"mamba_d_head": 16}, "'mamba_n_heads' is 32; .*gives 2048 channels"),
     (GRANITE, {"mamba_n_groups": 3}, "'mamba_n_groups' is 3; allowed: a divisor of the 32 state-space heads"),
     (KIMI, {"linear_attn_config": [4]}, "'linear_attn_config' is .4.; allowed: a mapping"),
     (KIMI, {"linear_attn_config": {"full_attn_layers": [7]}}, "'linear_attn_config.full_attn_layers' is 7; .* to 6"),

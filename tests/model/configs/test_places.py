@@ -90,7 +90,7 @@ def test_a_folder_named_as_a_bundled_model_is_told_by_its_slash(
     ("text", "message"),
     [
         ("x" * 5000, r"model is 'xxx.*xxx' \(5,000 characters\); give a hub id"),
-        ("owner/" + "x" * 3000, "model 'owner/xxx.*' is neither bundled nor to be had"),
+        ("owner/" + "x" * 3000, "model 'owner/xxx.*' is neither bundled nor available"),
         ("./" + "x" * 3000, "cannot be read .File name too long"),
         ("a\0b", "model is .*give a hub id"),
         ("Qwen/Qwen3-8B\nQwen/Qwen3-4B", "model is 'Qwen/Qwen3-8B.nQwen/Qwen3-4B'; give a hub id"),

@@ -81,16 +81,16 @@ def test_without_a_limit_steps_are_as_long_as_their_kernels() -> None:
     assert free.timed(batch).limit is None
     assert (held.seconds(batch) > 1.05 * free.seconds(batch)).tolist() == [False, True, True]
     np.testing.assert_allclose(held.cost(batch).seconds, held.seconds(batch))
-    np.testing.assert_allclose(sum(held.breakdown(batch).values()), held.seconds(batch))
+    np.testing.assert_allclose(sum(held.timed(batch).breakdown().values()), held.seconds(batch))
 
 
 def test_an_fp8_cache_leaves_watts_for_the_rest() -> None:
     """512 short requests of Qwen3-14B on an H200 draw the limit with a BF16 cache (validation/)."""
     batch = decode(512, context=200)
     bf16, fp8 = (step_model(precision, name="Qwen/Qwen3-14B") for precision in ("bf16", "fp8_kv"))
-    assert fp8.breakdown(batch)["gemm"] < 0.98 * bf16.breakdown(batch)["gemm"]
+    assert fp8.timed(batch).breakdown()["gemm"] < 0.98 * bf16.timed(batch).breakdown()["gemm"]
     assert (fp8.seconds(batch) < bf16.seconds(batch)).all()
-    free = (replace(x, gpu=replace(H200, power_limit_watts=None)).breakdown(batch)["gemm"] for x in (bf16, fp8))
+    free = (replace(x, gpu=replace(H200, power_limit_watts=None)).timed(batch).breakdown()["gemm"] for x in (bf16, fp8))
     np.testing.assert_allclose(*free)
 
 

@@ -62,8 +62,8 @@ def test_the_kv_cache_is_the_engines_own(record: dict[str, Any]) -> None:
     plan = kv_plan_of(record)
     assert plan.num_blocks == record["num_gpu_blocks"]
     assert plan.tokens == record["vllm_kv_cache_size_tokens"]
-    assert plan.kv.block_size == record["block_size"]
-    assert plan.num_blocks * plan.kv.block_size == record["measured_kv_cache_tokens"]
+    assert plan.block_size == record["block_size"]
+    assert plan.num_blocks * plan.block_size == record["measured_kv_cache_tokens"]
 
 
 @pytest.mark.parametrize("record", [x for x in engines() if "parts" in x], ids=engine_name)
