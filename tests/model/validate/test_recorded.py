@@ -68,7 +68,7 @@ def test_a_batch_comes_back_as_it_was() -> None:
     ("rows", "told"),
     [
         ([], "no line of"),
-        ([{"hello": "world"}], "give what `fp8plan import` wrote, or the run file of a Monitor"),
+        ([{"hello": "world"}], "give the output of `fp8plan import`, or the run file of a Monitor"),
         ([{"step": 1, "metrics": {}}], "lengths: a Monitor knows rollouts from its engine"),
         ([None], "line 1 of .* is null; allowed: a JSON object"),
         ([3, 4], "line 2 of .* is a whole number; allowed: a JSON object"),
