@@ -6,12 +6,14 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 
 MOST_NAMED: Final = 40  # names that an error lists
 Range = tuple[Callable[[float], bool], str]  # True for an allowed number, and the allowed numbers in words
+INSTALL: Final = "pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cpu]')"
 
 
 def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
@@ -93,3 +95,9 @@ def nearest_hint(
     """
     near = dict.fromkeys(known[match] for match in get_close_matches(name, known, most, cutoff))
     return f"{label}: {', '.join(map(str, near))}; " if near else ""
+
+
+def check_torch(what: str) -> None:
+    """Look for torch, which `what` needs, without importing it. Raises ConfigError if it is not installed."""
+    if find_spec("torch") is None:
+        raise ConfigError(f"{what} needs torch, which is not installed; type: {INSTALL}")

@@ -9,6 +9,9 @@ Fp8PlanError                     catch this one
     └── LostEngineError          the engine cannot be used any more; the next sync starts another, or from_plan
 """
 
+import sys
+import warnings
+
 
 class Fp8PlanError(Exception):
     """Base of all errors raised on purpose by fp8plan. The command line prints it and exits with 2."""
@@ -41,3 +44,11 @@ class LostEngineError(SyncError):
 def text_of(error: Exception) -> str:
     """Return an error's message, with its kind unless fp8plan raised it."""
     return str(error) if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: {error}"
+
+
+def warn(text: str) -> None:
+    """Warn of a problem that must not stop training."""
+    try:
+        warnings.warn(f"fp8plan: {text}", RuntimeWarning, stacklevel=2)
+    except RuntimeWarning:  # a filter that turns warnings into errors must not stop training, either
+        print(f"fp8plan: {text}", file=sys.stderr)

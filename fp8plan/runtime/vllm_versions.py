@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
 
+from fp8plan.checks import INSTALL, check_torch
 from fp8plan.errors import ConfigError
 from fp8plan.version import NEWEST, RANGE, is_supported
 
@@ -225,15 +225,6 @@ PATCHES: Final = (
         platform="CPU",
     ),
 )
-
-
-INSTALL: Final = "pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cpu]')"
-
-
-def check_torch(what: str) -> None:
-    """Look for torch, which `what` needs, without importing it. Raises ConfigError if it is not installed."""
-    if find_spec("torch") is None:
-        raise ConfigError(f"{what} needs torch, which is not installed; type: {INSTALL}")
 
 
 def check_vllm_version() -> str:

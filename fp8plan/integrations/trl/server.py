@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from accelerate.utils import broadcast_object_list
 
-from fp8plan.errors import ConfigError, Fp8PlanError, SyncError
+from fp8plan.errors import ConfigError, Fp8PlanError, SyncError, warn
 from fp8plan.integrations.common import report_of, safer_than
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.colocated import PolicyTensors
@@ -24,7 +24,6 @@ from fp8plan.runtime.engine.options import not_predicted, options_of, remarks
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.guard import Guard, Verdict
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, facts_of
-from fp8plan.runtime.monitor.sinks import warn
 from fp8plan.runtime.weight_sync.manifest import Manifest
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from fp8plan.runtime.doctor import ask as asking
 from fp8plan.runtime.doctor.ask import Ask, asking_llm, counts_of
 from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.doctor.over_http.client import CannotLook
-from fp8plan.runtime.engine.options import refuse_tokens
 from fp8plan.runtime.guard.observation import kernel_names
+from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync.state import Call, Scored, SyncSettings, SyncState, rpc
 from fp8plan.runtime.worker.facts import preset_of
 

@@ -12,10 +12,11 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.engine.access import freeze_garbage, generating, refuse_shut_down, until_reset
 from fp8plan.runtime.engine.base import requests
 from fp8plan.runtime.engine.launch import Launch, launch
-from fp8plan.runtime.engine.options import arguments_of, refuse_prompts
+from fp8plan.runtime.engine.options import arguments_of
 from fp8plan.runtime.engine.vllm_engine import VllmEngine
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.interrupts import LAST_WORDS_S, PATIENCE_S, started_apart
+from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings
 
 if TYPE_CHECKING:

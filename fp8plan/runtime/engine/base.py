@@ -20,10 +20,10 @@ from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.access import alone, refuse_asleep, refuse_dead, refuse_shut_down, warm_up_batches
 from fp8plan.runtime.engine.launch import Launch
-from fp8plan.runtime.engine.options import is_text
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict, answer
 from fp8plan.runtime.guard.observation import EngineFacts, facts_of
+from fp8plan.runtime.tokens import is_text
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,

@@ -22,10 +22,11 @@ from fp8plan.runtime.engine.access import freeze_garbage, generating, refuse_shu
 from fp8plan.runtime.engine.base import requests
 from fp8plan.runtime.engine.judge import Judge
 from fp8plan.runtime.engine.launch import Launch, launch
-from fp8plan.runtime.engine.options import arguments_of, refuse_prompts
+from fp8plan.runtime.engine.options import arguments_of
 from fp8plan.runtime.engine.vllm_engine import VllmEngine
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.interrupts import Held, let_in, released, started_apart, watched
+from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings, driven
 
 if TYPE_CHECKING:

@@ -15,14 +15,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, warn
 from fp8plan.model.configs import find_config
 from fp8plan.model.emit.vllm import vllm_env, vllm_kwargs
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.options import not_predicted, refuse_unknown, remarks
-from fp8plan.runtime.monitor.sinks import warn
 from fp8plan.runtime.vllm_versions import check_vllm_version
 from fp8plan.runtime.weight_sync.manifest import Manifest, checkpoint_manifest, local_folder
 from fp8plan.runtime.worker.extension import EXTENSION

@@ -1,28 +1,21 @@
-"""Checks of what a caller hands to vLLM: options by name, and token ids.
+"""Checks of the options that a caller hands to vLLM, by name.
 
 The names of options are read from vLLM's source files. Importing vLLM would take seconds, and it reads environment
 variables that are set later (launch.Launch.prepare).
-
-A token id without a row in the model's embedding gives garbage or ends the engine's process. So ids of prompts,
-calibration, scoring and HTTP routes are checked here before an engine sees them.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from inspect import signature
-from operator import index
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from fp8plan.checks import refuse_names
-from fp8plan.errors import ConfigError
 
 # Features that the cost model does not know -> options that bring them. No guard can judge such an engine.
 NOT_PREDICTED: Final[Mapping[str, str]] = {
@@ -185,81 +178,3 @@ def _fields(text: str, *names: str) -> frozenset[str]:
     written = (line for node in _classes(text, *names) for line in node.body)
     fields = (line.target for line in written if isinstance(line, ast.AnnAssign))
     return frozenset(field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_"))
-
-
-def refuse_tokens(what: str, sequences: Any, vocabulary: int | None, longest: int | None = None) -> None:
-    """Raise ConfigError for anything but lists of token ids that an engine takes.
-
-    what:       name of the argument, for the error
-    sequences:  token ids of each sequence
-    vocabulary: ids of the model; None: not known, and any id of 0 or more will do
-    longest:    most tokens of a sequence; None: no limit
-
-    The error names the sequence and the token by their numbers from 0, the id and the allowed range.
-    """
-    try:
-        counts = [(tokens, len(tokens)) for tokens in sequences if not is_text(tokens)]
-        if len(counts) < len(sequences):
-            raise TypeError
-    except TypeError:
-        raise ConfigError(f"{what}: no list of token ids each; allowed: [[token ids], ...], e.g. [[1, 2, 3]]") from None
-    for number, (tokens, count) in enumerate(counts):
-        _refuse_ids(f"{what}: prompt {number}", tokens, vocabulary)
-        if not 1 <= count <= (longest or count):
-            most = "or more" if longest is None else f"to {longest:,}, as max_model_len says"
-            raise ConfigError(f"{what}: prompt {number} has {count:,} tokens; allowed: 1 {most}")
-
-
-def refuse_prompts(prompts: Any, vocabulary: int | None) -> None:
-    """Raise ConfigError for a token id in prompts, as vllm.LLM.generate takes them, that the engine must not see.
-
-    vLLM checks text and everything else without token ids. In a prompt with images or other media, placeholders may
-    have ids beyond the vocabulary.
-    """
-    if isinstance(prompts, Mapping) or (isinstance(prompts, Sequence) and len(prompts) and _is_id(prompts[0])):
-        prompts = [prompts]
-    if not isinstance(prompts, Sequence) or is_text(prompts):
-        return
-    for number, prompt in enumerate(prompts):
-        tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
-        if isinstance(tokens, (Sequence, np.ndarray)) and not is_text(tokens):
-            media = isinstance(prompt, Mapping) and prompt.get("multi_modal_data")
-            _refuse_ids(f"prompts: prompt {number}", tokens, None if media else vocabulary)
-
-
-def _refuse_ids(where: str, tokens: Sequence[Any] | np.ndarray, vocabulary: int | None) -> None:
-    """Raise ConfigError for the first token that is no id. numpy checks all at once, as a rollout has millions."""
-    if _all_fit(tokens, vocabulary):
-        return
-    allowed = "0 or more" if vocabulary is None else f"0 to {vocabulary - 1:,}, the model's vocabulary"
-    for position, token in enumerate(tokens):
-        if not _is_id(token):
-            raise ConfigError(f"{where}, token {position} is {token!r:.60}; allowed: a whole number, {allowed}")
-        if not 0 <= index(token) < (vocabulary or index(token) + 1):
-            raise ConfigError(f"{where}, token {position} is id {index(token)}; allowed: {allowed}")
-
-
-def _all_fit(tokens: Sequence[Any] | np.ndarray, vocabulary: int | None) -> bool:
-    """Return True if all ids fit, False if they must be checked one by one."""
-    if not len(tokens):
-        return True
-    try:
-        ids = np.asarray(tokens)
-    except (ValueError, TypeError, RuntimeError):  # lists of other lengths, or a tensor elsewhere
-        return False
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        return False
-    return int(ids.min()) >= 0 and (vocabulary is None or int(ids.max()) < vocabulary)
-
-
-def _is_id(token: Any) -> bool:
-    try:
-        index(token)
-    except TypeError:
-        return False
-    return not isinstance(token, (bool, np.bool_))
-
-
-def is_text(value: Any) -> bool:
-    """Return True for text and mappings, over which Python can iterate although they are no lists of ids."""
-    return isinstance(value, (str, bytes, Mapping))

@@ -22,7 +22,7 @@ from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine.access import generating, refuse_dead, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.launch import Launch, launch
-from fp8plan.runtime.engine.options import arguments_of, refuse_prompts
+from fp8plan.runtime.engine.options import arguments_of
 from fp8plan.runtime.fleet.members import Calls, Members, Terms
 from fp8plan.runtime.fleet.placement import FleetGuard
 from fp8plan.runtime.fleet.report import Finished, Routing
@@ -30,8 +30,8 @@ from fp8plan.runtime.fleet.rollouts import Requests, Rollouts
 from fp8plan.runtime.fleet.routing import mean_response
 from fp8plan.runtime.fleet.sync import Kept
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
-from fp8plan.runtime.guard.observation import EngineFacts, Observation
-from fp8plan.runtime.monitor.record import rollout_fields
+from fp8plan.runtime.guard.observation import EngineFacts, Observation, rollout_fields
+from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.procedure import replace_weights
 from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncReport, SyncSettings, SyncState, driven, rpc

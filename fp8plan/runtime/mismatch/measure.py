@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8plan.checks import check_torch
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.mismatch.metrics import POSITIONS, SLOTS, VERSION_SUMS, MismatchSums
 from fp8plan.runtime.mismatch.sums import BINS, LIMIT, FloatArray, IntArray, Segments, bins, k3
-from fp8plan.runtime.vllm_versions import check_torch
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from fp8plan.checks import instance, whole
-from fp8plan.errors import ConfigError
+from fp8plan.checks import check_torch, instance, whole
+from fp8plan.errors import ConfigError, warn
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.controller.laws import Controller, ControllerState
@@ -39,10 +39,9 @@ from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.mismatch.sums import gathered, rank
 from fp8plan.runtime.monitor import record as run_record
 from fp8plan.runtime.monitor.record import Step
-from fp8plan.runtime.monitor.sinks import Sink, Sinks, warn
+from fp8plan.runtime.monitor.sinks import Sink, Sinks
 from fp8plan.runtime.monitor.witness import Witness, explained, feasible, sounding, suited
 from fp8plan.runtime.probe.results import Probe
-from fp8plan.runtime.vllm_versions import check_torch
 
 if TYPE_CHECKING:
     from fp8plan.runtime.engine.engine import RolloutEngine

@@ -20,10 +20,9 @@ from fp8plan import schemas
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import BROKEN, now, parse, plain, uncompressed
-from fp8plan.model.limits import RECORDED, EngineLimits
-from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.validate.records import check_fields
 from fp8plan.runtime.correction.correct import weighted_mean
+from fp8plan.runtime.guard.observation import rollout_fields
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.monitor.steps import ShownRecord, Steps
 from fp8plan.schemas import FIRST, VERSIONS, check_version
@@ -201,21 +200,6 @@ def mismatch_parts(mismatch: Mismatch) -> dict[str, Any]:
     }
 
 
-def rollout_fields(rollout: Rollout, facts: EngineFacts | None) -> dict[str, Any]:
-    """The rollout record: facts about the engine and the rollout; empty if neither is known."""
-    row: dict[str, Any] = {} if facts is None else engine_fields(facts)
-    if rollout is None or isinstance(rollout, Mapping):
-        return {**row, **(rollout or {})}
-    numbers = ("seconds", "preemptions", "compiled_files", "arrival_s", "host_slowdown")
-    row |= {name: getattr(rollout, name) for name in numbers}
-    row |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
-    if rollout.prompt_ids is not None:
-        row["prompt_ids"] = list(rollout.prompt_ids)
-    if rollout.sampling is not None:
-        row["sampling"] = rollout.sampling.to_dict()
-    return row | {"measured_kv_cache_tokens": rollout.kv_cache_tokens}
-
-
 def observation(record: Mapping[str, Any]) -> Observation:
     """The guard's observation, from the fields of a rollout record as plain data.
 
@@ -229,23 +213,6 @@ def observation(record: Mapping[str, Any]) -> Observation:
     known = {field.name for field in fields(Observation)} - {"kv_cache_tokens"}
     values = {name: value for name, value in record.items() if name in known and value is not None}
     return Observation(**values, kv_cache_tokens=record.get("measured_kv_cache_tokens"))
-
-
-def engine_fields(facts: EngineFacts) -> dict[str, Any]:
-    """Facts about the engine that runs, under the names of a rollout record."""
-    limits: EngineLimits = facts.limits
-    imposed = None if limits.num_gpu_blocks is None else (limits.num_gpu_blocks + 1) * limits.block_size
-    return {
-        "model": facts.model,
-        "gpu": facts.gpu,
-        "engine": ENGINE,
-        "engine_version": facts.engine_version,
-        "precision": facts.precision,
-        **{name: getattr(limits, limit) for name, limit in RECORDED.items()},
-        "kv_cache_tokens": imposed,
-        "kernel_backends": dict(facts.kernel_backends),
-        "e8m0": facts.e8m0,
-    }
 
 
 READ: Final = (FIRST, VERSIONS["record"])  # versions that need no second look

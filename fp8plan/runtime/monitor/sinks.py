@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import errno
 import re
-import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from fp8plan.checks import is_number
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, warn
 from fp8plan.jsonl import Ended, append, line, repair, to_disk, torn_path
 
 Record = Mapping[str, Any]  # one step, a line of the run file
@@ -228,14 +226,6 @@ class Sinks:
         self.failures[number] += 1
         if self.failures[number] == 1:
             warn(f"{self.sinks[number]!r}: {problem}. Training goes on; further failures are only counted")
-
-
-def warn(text: str) -> None:
-    """Warn of a problem that must not stop training."""
-    try:
-        warnings.warn(f"fp8plan: {text}", RuntimeWarning, stacklevel=2)
-    except RuntimeWarning:  # a filter that turns warnings into errors must not stop training, either
-        print(f"fp8plan: {text}", file=sys.stderr)
 
 
 class TensorBoard:

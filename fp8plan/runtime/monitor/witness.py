@@ -8,7 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.checks import instance
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, warn
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, Controller
 from fp8plan.runtime.controller.state import Alarm, Decided, Escalation, beginning
@@ -20,7 +20,6 @@ from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.mismatch.metrics import Mismatch
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.monitor import record as run_record
-from fp8plan.runtime.monitor.sinks import warn
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan

@@ -26,10 +26,10 @@ from fp8plan.runtime.engine.access import until_reset
 from fp8plan.runtime.engine.async_engine import driven, forgetting_unsent, named
 from fp8plan.runtime.engine.base import has_nan, requests
 from fp8plan.runtime.engine.launch import refuse_fixed_scales
-from fp8plan.runtime.engine.options import refuse_prompts
 from fp8plan.runtime.mismatch.sampling import RAW, Sampling
 from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.rollout import finished
+from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.engine.options import refuse_tokens
+from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync.kv_scales import PARTS, Amax, Scales, clipped, largest, scales_from
 from fp8plan.runtime.weight_sync.state import Call, SyncState, rpc
 

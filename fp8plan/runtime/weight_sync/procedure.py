@@ -26,9 +26,9 @@ from math import isfinite
 from typing import Any
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
-from fp8plan.runtime.engine.options import refuse_tokens
 from fp8plan.runtime.interrupts import released
 from fp8plan.runtime.mismatch.sums import LIMIT, k3
+from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync import manifest as manifests
 from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales

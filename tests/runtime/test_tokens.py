@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_models import PROMPTS, VOCABULARY, generate, started
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.engine.options import refuse_prompts, refuse_tokens
+from fp8plan.runtime.tokens import refuse_prompts, refuse_tokens
 
 FITTING = st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20), min_size=1, max_size=5)
 BAD = st.one_of(
