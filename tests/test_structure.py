@@ -15,7 +15,7 @@ import pytest
 import fp8plan
 
 ROOT = Path(fp8plan.__file__).parent
-MOST_LINES = 500  # of a module
+MOST_LINES = 450  # of a module
 LEAST_MEAN_LINES = 160  # of the modules, empty __init__.py aside
 MOST_FILES = {"plan": 50, "log-prob": 17, "tensor": 20}  # that a walk of benchmarks/walks.py enters
 

@@ -138,6 +138,40 @@ class Table:
         self.dropped = 0  # objects from the start that are known to be None
         self.last_state = -1  # of a state: the block of the step before the last
 
+    # States (mamba_cache_mode "align"): a step writes the state of its last token. The block of the step before is its
+    # input, so a request holds two blocks for a while. This is vLLM 0.30. In 0.26 the search for blocks to free ends at
+    # the first gap, so under asynchronous scheduling the states of a long prefill may be held for longer.
+
+    def add_state(self, blocks: int) -> int:
+        """Add the state at the end of `blocks` blocks unless it is there, and return the number of new blocks."""
+        if blocks <= self.end:
+            return 0
+        if self.end:
+            self.last_state = self.end - 1
+        self.blocks += [None] * (blocks - 1 - self.end)
+        self.blocks.append(Block())
+        self.end = blocks
+        return 1
+
+    def has_old_states(self, processed: int, size: int) -> bool:
+        """True if states before the one of the last of `processed` tokens are held, or were."""
+        return min((processed - 1) // size, len(self.blocks)) > self.start or self._before_last(processed, size)
+
+    def drop_states(self, processed: int, size: int) -> list[Block]:
+        """Drop these states, and return their blocks, last one first."""
+        end, last = min((processed - 1) // size, len(self.blocks)), self.last_state
+        places = [*range(end - 1, self.start - 1, -1), *([last] if self._before_last(processed, size) else [])]
+        self.start = max(end, self.start)
+        blocks = []
+        for place in places:
+            block, self.blocks[place] = self.blocks[place], None
+            if block is not None:
+                blocks.append(block)
+        return blocks
+
+    def _before_last(self, processed: int, size: int) -> bool:
+        return 0 <= self.last_state < -(-processed // size) - 1
+
 
 class FreeQueue:
     """The free blocks. clean: those without a hash, which are handed out first."""

@@ -88,7 +88,7 @@ class CachingGroupPool(GroupPool):
             if more <= 0:
                 continue
             if group.kind == "state":
-                self._take_state(table, blocks)
+                self._use(table.add_state(blocks))
                 continue
             shared = min(blocks, self._full_prompts[request])
             table.blocks += [Block() for _ in range(len(table.blocks), shared)]
@@ -220,9 +220,8 @@ class CachingGroupPool(GroupPool):
     def take_due(self, request: int, step: int) -> None:
         blocks = self.takes_due(request, step)
         if blocks and self._states:
-            for at in self._states:
-                self._take_state(self._tables[at][request], (step + self._offset[request]) // self._size + 1)
-            blocks -= len(self._states)
+            end = (step + self._offset[request]) // self._size + 1
+            blocks -= sum(1 - self._tables[at][request].add_state(end) for at in self._states)
         self._use(blocks)
 
     def _drop_regular(self, step: int, pairs: Sequence[tuple[int, int]]) -> None:
@@ -278,10 +277,14 @@ class CachingGroupPool(GroupPool):
             self._queue.add(block)
 
     def _drop(self, at: int, request: int, processed: int) -> None:
+        table = self._tables[at][request]
         if self._groups[at].kind == "state":
-            self._drop_states(at, request, processed)
+            if table.has_old_states(processed, self._size):
+                self._hash(at, request, processed)
+                for block in table.drop_states(processed, self._size):
+                    self._let_go(block)
             return
-        end, table = skipped_tokens(self._groups[at], processed) // self._size, self._tables[at][request]
+        end = skipped_tokens(self._groups[at], processed) // self._size
         if end > table.start:
             if end > table.hashed:
                 self._hash(at, request, processed)
@@ -433,39 +436,6 @@ class CachingGroupPool(GroupPool):
                 own = max(end - max(first, shared), 0)
             self._hits.append(objects)
             self._hit_free.append(own + len([block for block in objects if not block.holders]))
-
-    # States (mamba_cache_mode "align"): a step writes the state of its last token. The block of the step before is
-    # its input, so a request holds two blocks for a while. This is vLLM 0.30. In 0.26 the search for blocks to free
-    # ends at the first gap, so under asynchronous scheduling the states of a long prefill may be held for longer.
-
-    def _take_state(self, table: Table, blocks: int) -> None:
-        if blocks > table.end:
-            if table.end:
-                table.last_state = table.end - 1
-            table.blocks += [None] * (blocks - 1 - table.end)
-            table.blocks.append(Block())
-            table.end = blocks
-            self._use(1)
-
-    def _drop_states(self, at: int, request: int, processed: int) -> None:
-        table = self._tables[at][request]
-        end = min((processed - 1) // self._size, len(table.blocks))
-        last = table.last_state
-        before_last = 0 <= last < -(-processed // self._size) - 1
-        if end <= table.start and not before_last:
-            return
-        self._hash(at, request, processed)
-        for i in range(end - 1, table.start - 1, -1):
-            self._free_state(table, i)
-        table.start = max(end, table.start)
-        if before_last:
-            self._free_state(table, last)
-
-    def _free_state(self, table: Table, i: int) -> None:
-        block = table.blocks[i]
-        if block is not None:
-            table.blocks[i] = None
-            self._let_go(block)
 
 
 def _alike(groups: tuple[Spec, ...]) -> list[list[int]]:
