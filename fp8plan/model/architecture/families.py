@@ -3,8 +3,8 @@
 A row has only differences from Llama. tests/model/architecture/test_families.py compares each with transformers' model
 of the same config, element by element, and test_vllm.py with the linears that vLLM builds. Comments name vLLM's files.
 
-vLLM runs olmo, olmo2, smollm3 and starcoder2, and by 0.30 olmo3 and hunyuan too, through its Transformers backend. It
-fuses and quantises the same linears there (models/transformers/base.py).
+vLLM runs olmo, olmo2, smollm3 and starcoder2 through its Transformers backend, and by 0.30 olmo3 and hunyuan too. The
+backend fuses and quantises the same linears (models/transformers/base.py).
 """
 
 from __future__ import annotations
@@ -324,8 +324,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
 # Model types that vLLM reads as another (transformers_utils/config.py, _CONFIG_REGISTRY).
 SAME_AS: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
 
-# Multimodal models that vLLM runs with a text model of FAMILIES -> its type if the config has none. Each class in
-# vllm/model_executor/models makes the text model by init_vllm_registered_model, or names its class.
+# Multimodal models that vLLM runs with a text model of FAMILIES -> the text model's type if the config has none. Each
+# class in vllm/model_executor/models makes the text model by init_vllm_registered_model, or names its class.
 WRAPPERS: Final[Mapping[str, str]] = {
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
@@ -374,8 +374,8 @@ WRAPPERS: Final[Mapping[str, str]] = {
     "paddleocr_vl": "paddleocr_vl_text",
 }
 
-# Families that users may ask for, with a part that is not modelled or without a class in vLLM 0.30 (models/registry.py,
-# _PREVIOUSLY_SUPPORTED_MODELS, has the last version).
+# Families that users may ask for, with an unknown part, or without a class in vLLM 0.30. The last version that had the
+# class is in models/registry.py, _PREVIOUSLY_SUPPORTED_MODELS.
 _DROPPED: Final = "which vLLM has no class for since 0.24 (models/registry.py: supported until 0.23),"
 REFUSED: Final[Mapping[str, str]] = {
     "bamba": f"bamba, {_DROPPED}",

@@ -1,4 +1,4 @@
-"""The columns of a row of `families`, and the readers that make parts of a config's fields by such a row."""
+"""The columns of a row of `families`, and readers that turn a config's fields into parts by such a row."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Switch: TypeAlias = bool | str  # a value, or the name of the config's field tha
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """The experts of a family, by its names of the fields.
+    """The fields that describe the experts of a family.
 
     inner:         field of one expert's width
     shared:        field of the width of all shared experts together; "" if there is none
-    shared_count:  a field has the number of shared experts, each of an expert's width
+    shared_count:  the config gives the number of shared experts, each as wide as a routed one
     shared_stream: as in Experts
     sparse:        True for each layer that has experts
     """
@@ -55,14 +55,14 @@ class Family:
     kinds:        kind of each layer if layer_types does not list them
     mixers:       kind -> reader of the mixer
     layer:        reader of a layer, by its number, its kind, and True if it has experts
-    by_number:    that reader depends on the number
+    by_number:    `layer` depends on the number
     gated:        the dense MLP has a gate
     norms, norm_vectors: as in Layer
     tied:         embeddings are tied if the config does not say
     defaults:     values of fields that published configs leave to the family's config class
     own:          fields for parts that this family has and most do not
-    missing:      field -> name of the unknown part that a true value asks for
-    published:    field -> its value in all published configs; vLLM needs it, and the config class has no default
+    missing:      field -> the unknown part that a true value means, by name
+    published:    field -> its value in all published configs, if vLLM needs it and the config class has no default
     """
 
     kinds: Callable[[Fields, int], Sequence[str]] = lambda _, layers: ["full_attention"] * layers
@@ -71,7 +71,7 @@ class Family:
     by_number: bool = False
     qkv_bias: Switch = "attention_bias"
     o_bias: Switch = "attention_bias"
-    qk_norm: QkNorm | tuple[str, QkNorm] = "none"  # or a field, and the norm that its true value asks for
+    qk_norm: QkNorm | tuple[str, QkNorm] = "none"  # or a field, and the norm that a true value means
     sinks: bool = False
     gated_attention: Switch = False
     gated: bool = True
@@ -115,7 +115,7 @@ def later(config: Fields, layers: int) -> list[str]:
 
 
 def every(default: int, *names: str, other: str = "sliding_attention") -> Callable[[Fields, int], list[str]]:
-    """Full attention in every n-th layer, and another kind in the rest. names: fields that may hold n"""
+    """Full attention in every n-th layer, and `other` in the rest. names: fields that may hold n"""
 
     def kinds(config: Fields, layers: int) -> list[str]:
         if other == "sliding_attention" and not has_window(config):

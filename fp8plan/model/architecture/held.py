@@ -45,7 +45,7 @@ MODULES: Final[Mapping[str, str]] = {
     "shared_down_proj": rf"{_SHARED}\.(down_proj|output_linear)",
 }
 
-# Modules that hold those in a layer, and prefixes of a layer in the text model of a checkpoint.
+# Modules of a layer that hold these linears, and prefixes of a layer in the text model of a checkpoint.
 _ATTENTION_BLOCKS: Final = ("self_attn", "self_attn.indexer", "attention", "attn", "mixer")
 _RECURRENT_BLOCKS: Final = ("linear_attn", "mamba", "mixer", "short_conv", "conv", "self_attn")
 _MLP_BLOCKS: Final = ("mlp", "feed_forward", "mixer", "block_sparse_moe", "shared_mlp", "mlps.0")
@@ -106,7 +106,7 @@ class _Listed:
             self.anywhere.add(name)
 
     def has(self, number: int, name: str) -> bool:
-        """True if the module of this name in this layer is listed."""
+        """True if the list has the module of this name in this layer."""
         above, runs = _names_within(name)
         self.known |= above
         if not (self.numbered[number].isdisjoint(above) and self.anywhere.isdisjoint(runs)):
@@ -115,7 +115,7 @@ class _Listed:
         return any(pattern.match(x) for x in full for pattern in self.patterns)
 
     def check(self, layers: int) -> None:
-        """Raise Unplanned for a listed module that is not known, in one of the layers."""
+        """Raise Unplanned if a listed module of one of the layers is not known."""
         for number, names in self.numbered.items():
             for name in names if number < layers else ():
                 if name not in self.known and not _NEVER.search(name):
@@ -124,7 +124,7 @@ class _Listed:
 
 @cache
 def _names_within(name: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The names of a module and those above it, "" included; and all runs of words in its name."""
+    """The names of a module and of those above it, with "", and all runs of words in its name."""
     words = name.split(".")
     above = frozenset(".".join(words[:i]) for i in range(len(words) + 1))
     runs = (".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1))

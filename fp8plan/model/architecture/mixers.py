@@ -1,10 +1,10 @@
-"""Mixers, and what all parts of a layer consist of: weight matrices as vLLM cuts them, and caches.
+"""Mixers, and the contents of every part of a layer: weight matrices as vLLM cuts them, and caches.
 
 Mixers look back at every token (softmax attention, latent attention), or keep a state of fixed size for each request
 (linear attention, state-space layers, short convolutions).
-Sizes of the states: vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator and
-MambaStateDtypeCalculator. The state of a convolution has the model's dtype. So has the recurrent state, unless the
-family's config says otherwise (`state_element_bytes`). Convolutions are linears without the quantisation config.
+Source of the states' sizes: vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator and
+MambaStateDtypeCalculator. The state of a convolution has the model's dtype, and so has the recurrent state unless
+the family's config says otherwise (`state_element_bytes`). Convolutions are linears without the quantisation config.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Linear(NamedTuple):
 
     @property
     def intended(self) -> bool:
-        """True if FP8 weights include it, as far as its inputs on a rank allow."""
+        """True if FP8 weights are to include it. Its inputs on a rank may still prevent that."""
         return self.quantisable and self.stored != "bf16"
 
     @property
@@ -46,7 +46,7 @@ class Linear(NamedTuple):
 
     @property
     def left_in_bf16(self) -> bool:
-        """True if it stays in BF16 because of its inputs on this rank, or of the list in an FP8 checkpoint."""
+        """True if its inputs on this rank, or the list in an FP8 checkpoint, keep it in BF16."""
         return self.quantisable and not self.quantised
 
     @property
@@ -59,8 +59,8 @@ class Cache(NamedTuple):
     """The cache of one layer on one rank.
 
     full, latent: K and V (or the latent) of every token
-    sliding:      of the last `window` tokens
-    chunked:      of the tokens of the current chunk of `window`
+    sliding:      the same of the last `window` tokens
+    chunked:      the same of the current chunk of `window` tokens
     state:        a state of fixed size for each request
     """
 
@@ -93,7 +93,7 @@ class Part:
         raise NotImplementedError
 
     def vectors(self, hidden: int, tp: int = 1) -> int:
-        """Elements on one rank that are in no linear: norms, biases, convolutions, gates. Always BF16."""
+        """BF16 elements on one rank outside of the linears: norms, biases, convolutions, gates."""
         raise NotImplementedError
 
     def parameters(self, hidden: int) -> int:
@@ -117,7 +117,7 @@ def column(name: str, n: int, k: int, *, quantisable: bool = True) -> Linear:
 
 
 def fused(name: str, parts: tuple[int, ...], k: int) -> Linear:
-    """Matrices of one input that vLLM keeps as one, cut by rows. parts: outputs of each on one rank"""
+    """Matrices with the same input that vLLM fuses, cut by rows. parts: outputs of each on one rank"""
     return column(name, sum(parts), k)._replace(parts=parts)
 
 
@@ -151,7 +151,7 @@ class Attention(Part):
     sinks: bool = False  # a learned logit for each head
     softcap: bool = False  # logits are bounded by a tanh
     shares_kv: bool = False  # reads the KV of an earlier layer and has none of its own
-    k_is_v: bool = False  # has no V projection: values are the keys (they are cached all the same)
+    k_is_v: bool = False  # no V projection: the values are the keys, and are cached too
 
     @property
     def value_dim(self) -> int:
@@ -192,8 +192,8 @@ class Attention(Part):
     def _norm_elements(self) -> int:
         """Elements of the norms of queries and keys.
 
-        A norm over all heads counts whole on every rank, as in olmoe.py; minimax_m2.py and commandr.py cut it, which
-        saves a few kilobytes.
+        A norm over all heads counts whole on every rank, as in olmoe.py. minimax_m2.py and commandr.py cut it: a few
+        kilobytes less.
         """
         key_heads = 0 if self.shares_kv else self.kv_heads
         if self.qk_norm == "head":
@@ -217,8 +217,8 @@ class Indexer:
 class LatentAttention(Part):
     """Multi-head latent attention (MLA): one latent per token in place of keys and values.
 
-    vllm/model_executor/models/deepseek_v2.py, DeepseekV2MLAAttention. The projections to latents are not cut: every
-    rank has all of them, and a cache of every token's whole latent. `fp8_per_block` quantises all linears except the
+    vllm/model_executor/models/deepseek_v2.py, DeepseekV2MLAAttention. Every rank has the whole projections to
+    latents, and a cache of every token's whole latent. `fp8_per_block` quantises all linears except the
     indexer's wk_weights_proj, which is built without the quantisation config.
     """
 
@@ -340,8 +340,8 @@ class DeltaNet(Part):
 class KimiDelta(Part):
     """Kimi delta attention: layers/mamba/gdn/kimi_gdn_linear_attn.py.
 
-    Its gates pass through `head_dim` channels, whose first halves every rank has. vLLM 0.30 fuses the first
-    projections; 0.26 has q, k, v, f_a and b apart. The recurrent state is float32 (kda_state_dtype).
+    Each gate has two matrices with `head_dim` channels between. Every rank has all of the first one. vLLM 0.30 fuses
+    the first projections; 0.26 has q, k, v, f_a and b apart. The recurrent state is float32 (kda_state_dtype).
     """
 
     heads: int
@@ -399,7 +399,7 @@ class Mamba2(Part):
         return conv + scalars + (out.k if self.norm else 0) + (first.n + hidden if self.bias else 0)
 
     def cuts(self) -> tuple[Size, ...]:
-        # With one group vLLM copies it; otherwise the norm works on whole groups (Mixer2RMSNormGated).
+        # vLLM copies a single group. The norm needs each of several groups whole (Mixer2RMSNormGated).
         groups = () if self.groups == 1 else (Size("state-space groups", self.groups),)
         return (Size("state-space heads", self.heads), *groups)
 

@@ -1,8 +1,8 @@
 """A decoder layer and its parts: a mixer, in which tokens meet, and parts that work on each token alone.
 
-The latter are a dense MLP, a mixture of experts, and Gemma 4's inputs of a layer. Each part knows its weight matrices,
-as vLLM fuses and cuts them over tensor-parallel ranks, and its other weights. A mixer also knows its cache of each
-token or request. A model is a list of layers, so a new family is a new way to read layers from a config (`families`).
+The parts of the second kind are a dense MLP, a mixture of experts, and Gemma 4's inputs of a layer. Each part knows its
+weight matrices, as vLLM fuses and cuts them over tensor-parallel ranks, and its other weights. A mixer also knows its
+cache. A model is a list of layers, so a new family is a new way to read layers from a config (`families`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Experts(Part):
     """The routed experts of a mixture-of-experts layer. Sizes are per expert, before tensor parallelism.
 
     `fp8_per_block` quantises routed and shared experts. The router and the gate of shared experts stay BF16. Most
-    families build them without the quantisation config; Qwen3-MoE's router has it, and fp8plan leaves the router out.
+    families build these without the quantisation config. Qwen3-MoE's router has it, so fp8plan excludes it by name.
     GLM-4 MoE and MiniMax-M2 have a float32 router (glm4_moe.py, minimax_m2.py), counted as BF16 here: 1 MB less.
     """
 
@@ -72,7 +72,7 @@ class Experts(Part):
     shared_stream: bool = True  # vLLM can run the shared experts beside the routed ones, on their own stream
     router_bias: bool = False  # a learned bias, or a correction of the scores, for each expert
     router_scales: bool = False  # learned scales of the router's input and of each expert's output (Gemma 4)
-    idle_experts: int = 0  # experts without weights that return the token itself (LongCat); the router has them
+    idle_experts: int = 0  # weightless experts that return the token itself (LongCat); the router picks among them
 
     @property
     def choices_per_token(self) -> int:
@@ -104,7 +104,7 @@ class Experts(Part):
     def stored_linears(self, hidden: int, precision: Precision, slices: int = 1) -> tuple[Linear, Linear]:
         """`expert_linears` as a rank stores them: in FP8 vLLM pads the expert's and the model's width to whole blocks.
 
-        2,880 of gpt-oss become 2,944 (quantization/online/fp8.py, maybe_roundup_sizes).
+        The 2,880 of gpt-oss become 2,944 (quantization/online/fp8.py, maybe_roundup_sizes).
         """
         w13, w2 = self.expert_linears(hidden, slices)
         if precision.weights == "bf16":
@@ -122,7 +122,7 @@ class Experts(Part):
         return -(-self.num_experts // ranks)
 
     def vectors(self, hidden: int, tp: int = 1, ranks: int = 1) -> int:
-        """As in Part. ranks: those that share whole experts; 1: each of `tp` ranks has a slice of every expert"""
+        """Elements as in Part. ranks: those that share whole experts; 1: each of `tp` ranks has slices of all"""
         inner, shared = self.intermediate_size // (tp // ranks), self.shared_intermediate_size // tp
         routed = self.most_on_a_rank(ranks) * ((1 + self.gated) * inner + hidden) if self.bias else 0
         beside = (1 + self.gated) * shared + hidden if self.shared_bias and shared else 0
@@ -135,7 +135,7 @@ class Experts(Part):
         return routed + super(Experts, self).parameters(hidden)
 
     def cuts(self, expert_parallel: bool = False) -> tuple[Size, ...]:
-        """As in Part. expert_parallel: routed experts stay whole"""
+        """Sizes as in Part. expert_parallel: routed experts stay whole"""
         routed = Size("channels of an expert", 0 if expert_parallel else self.intermediate_size)
         shared = Size("channels of its shared experts", self.shared_intermediate_size)
         return tuple(size for size in (routed, shared) if size.size)
@@ -147,10 +147,10 @@ class LayerInput(Part):
 
     width:      elements of a token's embedding for one layer
     vocabulary: rows of the table with the embeddings of all layers side by side; its columns are counted here
-    all_widths: the widths of all layers together in the first layer, in which vLLM projects to all of them; else 0
+    all_widths: sum of the widths of all layers, in the first layer, in which vLLM projects to all; else 0
 
-    vllm/model_executor/models/gemma4.py, 0.30. The two matrices of a layer are not cut. The table is cut by rows. The
-    projection to all layers is cut by columns, and every rank gathers the parts.
+    Source: vllm/model_executor/models/gemma4.py, 0.30. The two matrices of a layer are not cut. The table is cut by
+    rows. The projection to all layers is cut by columns, and every rank gathers the parts.
     """
 
     width: int
@@ -187,7 +187,7 @@ class Layer:
     parallel:     further parts, beside the first ones (Falcon-H1's Mamba; the dense MLP beside Gemma 4's experts;
                   LongCat's second attention and MLP)
     norms:        norms over the hidden size
-    norm_vectors: learned vectors of each of these: 1 for an RMSNorm, 2 for a LayerNorm with bias, 0 for OLMo's
+    norm_vectors: learned vectors of each such norm: 1 for an RMSNorm, 2 for a LayerNorm with bias, 0 for OLMo's
     scalars:      further learned numbers
     """
 

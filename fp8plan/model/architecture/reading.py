@@ -13,8 +13,8 @@ from fp8plan.model.configs import ADVICE, bundled_configs
 from fp8plan.model.configs.fields import NESTED, Fields, check_numbers, context_of, shown, worded
 from fp8plan.model.precision import stored_format
 
-# Fields of a config that stand for a part, if their value is true. Only families whose row lists a field (`Family.own`)
-# have its part.
+# Fields of a config that mean a part, if their value is true. A family has the part only if its row lists the field
+# (`Family.own`).
 FOREIGN = {
     "kv_lora_rank": "multi-head latent attention (MLA)",
     "index_topk": "sparse attention (token indexer)",
@@ -160,13 +160,13 @@ def _tied(levels: list[Fields], wrapper: str) -> dict[str, Any]:
 
 
 def _foreign(config: Mapping[str, Any], family: Family) -> list[str]:
-    """Names of parts that the config asks for and its family does not have."""
-    own = (*family.own, family.mlp_bias)
-    return list(dict.fromkeys(text for key, text in FOREIGN.items() if config.get(key) and key not in own))
+    """Names of parts in the config that its family does not have."""
+    fields = (*family.own, family.mlp_bias)
+    return list(dict.fromkeys(text for key, text in FOREIGN.items() if config.get(key) and key not in fields))
 
 
 def _missing(field: Fields, family: Family) -> Iterator[str]:
-    """Names of parts that the config asks for and are not known."""
+    """Names of unknown parts in the config."""
     return (text for key, text in family.missing.items() if field.value(key))
 
 
@@ -176,9 +176,9 @@ def _names(whole: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         return [reason]
     kinds = config.get("layer_types")
     words = {kind for kind in kinds if isinstance(kind, str)} if isinstance(kinds, list) else set()
-    others = sorted(words - {"full_attention"})[:8]
+    special = sorted(words - {"full_attention"})[:8]
     features = [text for key, text in FOREIGN.items() if config.get(key)]
-    features += [f"{worded(kind)} layers" for kind in others]
+    features += [f"{worded(kind)} layers" for kind in special]
     named = f"model_type {shown(config.get('model_type'))}"
     if whole is not config:
         named += f" (the text model of this {whole.get('model_type')})"
@@ -201,7 +201,7 @@ def _with_published(error: ConfigError, field: Fields, family: Family) -> Config
 
 
 def _nearest(config: Mapping[str, Any], source: str) -> str:
-    """Words for the bundled model of the same sizes, or the family with such fields; "" if there is neither."""
+    """Words about the bundled model of the same sizes, or else a family with the same fields; "" without either."""
     try:
         text = _levels(config, source)[-1].config
     except ConfigError:  # a broken nested config: the error about the unknown type comes first
@@ -217,8 +217,8 @@ def _nearest(config: Mapping[str, Any], source: str) -> str:
 def _of_same_shape(text: Mapping[str, Any]) -> str:
     """The bundled model with these sizes, preferably with this vocabulary; "" if there is none."""
     sizes, vocabulary = _sizes(text), text.get("vocab_size")
-    others = ((name, _levels(other, name)[-1].config) for name, other in bundled_configs().items())
-    alike = [(other.get("vocab_size") != vocabulary, name) for name, other in others if sizes == _sizes(other)]
+    bundled = ((name, _levels(config, name)[-1].config) for name, config in bundled_configs().items())
+    alike = [(model.get("vocab_size") != vocabulary, name) for name, model in bundled if sizes == _sizes(model)]
     if sizes is None or not alike:
         return ""
     unlike, name = min(alike)
@@ -242,10 +242,10 @@ def _sizes(text: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _family_like(text: Mapping[str, Any]) -> str:
-    """A family that reads this config without an error, by a name that begins the config's, or a common one; or ""."""
+    """A family that can read this config: one whose name begins the model_type, else a common one, else ""."""
     readable = [name for name, family in FAMILIES.items() if _reads(text, family)]
-    own = str(text.get("model_type")).removesuffix("_text")
-    begins = [name for name in readable if own.startswith(name.removesuffix("_text"))]
+    model_type = str(text.get("model_type")).removesuffix("_text")
+    begins = [name for name in readable if model_type.startswith(name.removesuffix("_text"))]
     common = [name for name in ("deepseek_v3", "qwen3_moe", "mixtral", "llama") if name in readable]
     return max(begins, key=len, default=next(iter(common), ""))
 

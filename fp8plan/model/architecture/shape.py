@@ -44,7 +44,7 @@ class ModelShape:
 
     norm_vectors: learned vectors of the last norm: 1 for an RMSNorm, 2 for a LayerNorm with bias, 0 for OLMo's
     logit_softcap: bound of the logits; 0: none
-    note:         a sentence on the parts of the checkpoint that are left out; ""
+    note:         a sentence on the parts of the checkpoint that are left out; "" if there are none
     stored:       format of an FP8 checkpoint; None for BF16
     """
 
@@ -142,7 +142,7 @@ class ModelShape:
     def weight_bytes(self, precision: Precision, tensor_parallel_size: int = 1, expert_ranks: int = 1) -> int:
         """Bytes of all weights on one rank. The embedding, lm_head, norms, biases and router are BF16.
 
-        Vectors that vLLM keeps in float32, such as A_log, count as BF16: a hundred bytes a layer less.
+        Vectors that vLLM keeps in float32, such as A_log, count as BF16: about a hundred bytes less per layer.
 
         expert_ranks: as in EngineLimits; the rank is one of those with the most experts
         """
@@ -272,8 +272,8 @@ def sizes_of(shape: ModelShape) -> dict[str, Any]:
 def _alike(shape: ModelShape) -> dict[str, Any]:
     """The sizes shared by all layers of a model with full attention and dense MLPs or experts; {} for others."""
     dense, attentions = shape.parts_of(Mlp), shape.parts_of(Attention)
-    others = len(shape.counted) - len(dense) - len(shape.parts_of(Experts)) - len(attentions)
-    if others or len(attentions) != 1 or len(dense) > 1 or attentions[0][0].window or attentions[0][0].chunk:
+    other_parts = len(shape.counted) - len(dense) - len(shape.parts_of(Experts)) - len(attentions)
+    if other_parts or len(attentions) != 1 or len(dense) > 1 or attentions[0][0].window or attentions[0][0].chunk:
         return {}
     attention = attentions[0][0]
     return {

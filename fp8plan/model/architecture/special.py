@@ -1,4 +1,4 @@
-"""Readers of the families whose layers are not Llama's: hybrids, latent attention, LongCat and Gemma 4."""
+"""Readers of layers that differ from Llama's: hybrids, latent attention, LongCat and Gemma 4."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _state_bytes(config: Fields, name: str, default: str) -> int:
 
 
 def latent(config: Fields, family: Family) -> LatentAttention:
-    """DeepSeek's latent attention. vLLM has no biases in it, for any attention_bias (deepseek_v2.py)."""
+    """DeepSeek's latent attention. In vLLM it has no biases, whatever attention_bias is (deepseek_v2.py)."""
     return LatentAttention(
         config.integer("num_attention_heads"),
         config.integer("q_lora_rank", 0, least=0),
@@ -68,7 +68,7 @@ def indexed_layer(config: Fields, family: Family, number: int, kind: str, sparse
 def longcat_layer(config: Fields, family: Family, number: int, kind: str, sparse: bool) -> Layer:
     """A layer of LongCat-Flash: attention and a dense MLP twice, and experts beside them.
 
-    Some experts have no weights (zero_expert_num); even routing picks them as often as others.
+    Some experts have no weights (zero_expert_num). Even routing picks them as often as the others.
     Source: vllm/model_executor/models/longcat_flash.py.
     """
     mixer, mlp, idle = latent(config, family), dense(config, family), config.integer("zero_expert_num", 0, least=0)
@@ -87,7 +87,7 @@ def longcat_layer(config: Fields, family: Family, number: int, kind: str, sparse
 
 
 def delta_net(config: Fields, family: Family) -> DeltaNet:
-    """Qwen's gated delta net. Its state has the model's dtype in Qwen3-Next, and that of mamba_ssm_dtype in Qwen3.5.
+    """Qwen's gated delta net. Its state has the model's dtype in Qwen3-Next, and mamba_ssm_dtype in Qwen3.5.
 
     Source: vllm/model_executor/models/config.py, Qwen3_5ForConditionalGenerationConfig.
     """
@@ -107,26 +107,26 @@ def delta_net(config: Fields, family: Family) -> DeltaNet:
 
 def kimi_delta(config: Fields, family: Family) -> KimiDelta:
     """Kimi delta attention. Published configs have its sizes in linear_attn_config."""
-    own = _linear_config(config)
+    nested = _linear_config(config)
     names = ("num_heads", "head_dim", "short_conv_kernel_size")
-    here = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
-    return KimiDelta(*(own.integer(a) if own else config.integer(b) for a, b in zip(names, here, strict=True)))
+    flat = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    return KimiDelta(*(nested.integer(a) if nested else config.integer(b) for a, b in zip(names, flat, strict=True)))
 
 
 def kimi_kinds(config: Fields, layers: int) -> list[str]:
-    """Full attention in the layers that linear_attn_config lists, counted from 1, or in every fourth but the first."""
-    own = _linear_config(config)
-    full = own.indices("full_attn_layers", layers, first=1) if own else None
+    """Full attention in the layers that linear_attn_config lists, counted from 1; else in 4, 8, ... from 0."""
+    nested = _linear_config(config)
+    full = nested.indices("full_attn_layers", layers, first=1) if nested else None
     if full is None:
         return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(layers)]
     return ["full_attention" if i + 1 in full else "linear_attention" for i in range(layers)]
 
 
 def _linear_config(config: Fields) -> Fields | None:
-    own = config.inside("linear_attn_config")
-    if own and own.flag("use_full_rank_gate"):
+    nested = config.inside("linear_attn_config")
+    if nested and nested.flag("use_full_rank_gate"):
         raise Unknown("Kimi delta attention with a gate of full rank")
-    return own if own and own.config else None
+    return nested if nested and nested.config else None
 
 
 # State-space layers and convolutions
@@ -253,7 +253,7 @@ def llama4_sparse(config: Fields, layers: int) -> list[bool]:
 
 
 def ernie_sparse(config: Fields, layers: int) -> list[bool]:
-    """Experts in every moe_layer_interval-th layer from a first to a last one; -1: the last of all."""
+    """Experts in every moe_layer_interval-th layer between two fields' layers; -1 means the model's last layer."""
     first, step = config.integer("moe_layer_start_index", least=0), config.integer("moe_layer_interval")
     last = config.integer("moe_layer_end_index", -1, least=-1, most=layers - 1)
     return [first <= i <= (last if last >= 0 else layers - 1) and (i + 1) % step == 0 for i in range(layers)]
@@ -272,8 +272,8 @@ def mimo_window(config: Fields, family: Family) -> Attention:
     kv_heads = config.integer("swa_num_key_value_heads", 2 * config.integer("num_key_value_heads"))
     mixer = replace(windowed(config, family), kv_heads=kv_heads, sinks=True)
     sizes = {"swa_num_attention_heads": mixer.heads, "swa_head_dim": mixer.head_dim, "swa_v_head_dim": mixer.value_dim}
-    others = any(config.integer(name, size) != size for name, size in sizes.items())
-    if others or not config.flag("add_swa_attention_sink_bias", default=True):
+    differ = any(config.integer(name, size) != size for name, size in sizes.items())
+    if differ or not config.flag("add_swa_attention_sink_bias", default=True):
         raise Unknown("windowed attention of other heads than the full attention's")
     return mixer
 
@@ -296,10 +296,10 @@ def gemma4_layer(config: Fields, family: Family, number: int, kind: str, sparse:
     mlp = dense(config, family)
     if last and config.flag("use_double_wide_mlp"):
         mlp = replace(mlp, inner=2 * mlp.inner)
-    own = _layer_input(config, total, number)
+    inputs = _layer_input(config, total, number)
     if not config.flag("enable_moe_block"):
-        return Layer(mixer, mlp, parallel=own, norms=4 + len(own), scalars=1)
-    return Layer(mixer, experts(config, family), parallel=(mlp, *own), norms=7 + len(own), scalars=1)
+        return Layer(mixer, mlp, parallel=inputs, norms=4 + len(inputs), scalars=1)
+    return Layer(mixer, experts(config, family), parallel=(mlp, *inputs), norms=7 + len(inputs), scalars=1)
 
 
 def _layer_input(config: Fields, layers: int, number: int) -> tuple[LayerInput, ...]:
@@ -314,9 +314,9 @@ def _layer_input(config: Fields, layers: int, number: int) -> tuple[LayerInput, 
 def _gemma4_full(config: Fields, mixer: Attention, number: int) -> Attention:
     """Full attention with its own head size and KV heads, and perhaps the keys as values."""
     k_is_v = config.flag("attention_k_eq_v")
-    own = config.by_layer("per_layer_config", config.integer("num_hidden_layers"))
-    if own is not None:  # transformers 5: the fields that differ in a layer
-        fields = own.get(number, Fields({}, config.source))
+    by_layer = config.by_layer("per_layer_config", config.integer("num_hidden_layers"))
+    if by_layer is not None:  # transformers 5: the fields that differ in a layer
+        fields = by_layer.get(number, Fields({}, config.source))
         head_dim = head_size(fields, "head_dim", mixer.head_dim)
         kv_heads = fields.integer("num_key_value_heads", mixer.kv_heads)
     else:

@@ -24,7 +24,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.configs.fields import shown
 
 ADVICE: Final = "give a hub id, such as Qwen/Qwen3-8B, or a folder with a config.json"
-MOST_CHARACTERS: Final = 4096  # of a path on Linux
+MOST_CHARACTERS: Final = 4096  # the longest path on Linux
 HUBS: Final = ("huggingface.co", "www.huggingface.co", "hf.co")
 BF16_MODEL: Final = "give the hub id of the BF16 model that it was made from, or a folder with that model's config.json"
 
@@ -89,7 +89,7 @@ def _of_url(text: str) -> str:
     """The hub id of a URL of the hub, or the path of a file URL."""
     try:
         url = urlsplit(text)
-    except ValueError as error:  # half an address of six parts
+    except ValueError as error:  # an unfinished IPv6 address
         raise ConfigError(f"model is {shown(text)}; {ADVICE}") from error
     if url.scheme == "file":
         return url2pathname(url.path)
@@ -229,7 +229,7 @@ def _fetch(name: str) -> Path:
 
 
 def _knock(endpoint: str) -> None:
-    """Raise OSError if the hub cannot be reached: the library would retry for 20 s, with a warning each time."""
+    """Raise OSError if the hub cannot be reached. Otherwise the library would retry for 20 s, with warnings."""
     if not getproxies():
         hub = urlsplit(endpoint)
         socket.create_connection((hub.hostname, hub.port or 443), timeout=5).close()

@@ -28,8 +28,8 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 }
 _SHORT: Final = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
-# Fields of a multimodal config for that of its text model: of Qwen's Omni, of most, of InternVL (vLLM's
-# _CONFIG_ATTRS_MAPPING), and of DeepSeek-VL2.
+# Fields of a multimodal config that hold the text model's config: in Qwen's Omni, in most, in InternVL (vLLM's
+# _CONFIG_ATTRS_MAPPING), and in DeepSeek-VL2.
 NESTED: Final = ("thinker_config", "text_config", "llm_config", "language_config")
 MOST: Final = 10**12  # a larger size is a typo, and would not fit a float
 
@@ -44,7 +44,7 @@ class Fields:
         self.config, self.source, self._path = config, source, path
 
     def value(self, name: str) -> Any:
-        """The unchecked value of a field under any of its names; None if it is absent or null."""
+        """The value of a field under any of its names, unchecked; None if it is absent or null."""
         return self.config.get(self._spelt(name))
 
     def error(self, name: str, value: object, allowed: str) -> ConfigError:
@@ -162,7 +162,7 @@ class Fields:
 def check_numbers(config: Mapping[str, Any], source: str) -> None:
     """Raise ConfigError naming the field if a number of the config is NaN, which Python reads although JSON has none.
 
-    Infinity is refused only when a field is read, as Mamba's published configs have it as a limit (time_step_limit).
+    Infinity is refused only in fields that are read: Mamba's published configs have it as a limit (time_step_limit).
     """
     waiting: list[tuple[str, Any]] = [("", config)]
     while waiting:
@@ -184,7 +184,7 @@ def shown(value: object) -> str:
 
 
 def worded(word: str) -> str:
-    """A word of a config for a sentence: unchanged, or short and quoted if it is no identifier."""
+    """A config's word as it stands in a sentence: an identifier unchanged, other text shortened and quoted."""
     return word if word.isidentifier() and len(word) < 60 else shown(word)
 
 
@@ -197,13 +197,13 @@ def _numbers(value: object) -> bool:
     return isinstance(value, list) and all(map(_whole, value))
 
 
-# Fields that bound the positions. The smallest counts, but model_max_length goes before them.
+# Fields that bound the positions. The smallest counts, unless there is a model_max_length.
 LENGTHS: Final = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
 )
 # Types of RoPE scaling that vLLM knows (layers/rotary_embedding, get_rope; patch_legacy_rope_type). The `factor` of the
-# first group lengthens the context. With YaRN it did so before 0.30.
+# first group lengthens the context. YaRN's did so before 0.30.
 LENGTHENING: Final = ("default", "linear", "dynamic", "ntk", "mrope", "proportional", "mllama4", "openpangu", "xdrope")
 YARN: Final = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 LONGROPE: Final = ("longrope", "su")
@@ -231,7 +231,7 @@ class Context:
 
     positions: tokens, without scaling
     field:     the config's field for them
-    scalings:  of rotary positions: one, or one for each kind of layer
+    scalings:  one for all rotary positions, or one for each kind of layer
     default:   max_model_len in tokens of an engine without a limit; 0: the longest
     """
 
@@ -295,6 +295,6 @@ def _scaling(fields: Fields, config: Fields, positions: int) -> Scaling:
         raise fields.error("factor", None, f"a number of at least 1, which a scaling of type {kind} needs")
     if factor is not None and factor < 1:
         raise fields.error("factor", factor, "a number of at least 1")
-    # A field outside of the scaling goes before one inside it (standardize_rope_params).
+    # A field beside the scaling takes precedence over one inside it (standardize_rope_params).
     original = fields.integer("original_max_position_embeddings", positions)
     return Scaling(kind, factor, config.integer("original_max_position_embeddings", original))

@@ -1,4 +1,4 @@
-"""Softmax attention of one layer: paged decode, chunked prefill, and what is written to the KV cache before.
+"""Softmax attention of one layer: paged decode, chunked prefill, and the writes to the KV cache before them.
 
     part    = bytes of its key blocks / sm_bandwidth + their tokens * token_seconds + tile_seconds (+ wide heads)
     decode  = |KV bytes of all / (bandwidth * eff), rounds of parts * part|_8 + join, where requests were cut
@@ -6,13 +6,13 @@
               tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds) (+ wide heads)
     seconds = launch + decode + prefill
 
-Decode: an SM takes one KV head of one request, or a part of it, at a time, in rounds (`parts_of`;
-benchmarks/steps_by_batch.py shows them). Parts of other backends than FlashAttention 3 are assumed to fill the SMs.
-An SM computes whole key blocks (`key_block`): on average half a block more than it reads, and another half if attention
-has a window, which begins anywhere in a block.
+Decode: in each round an SM takes one KV head of one request, or a part of it (`parts_of`;
+benchmarks/steps_by_batch.py shows the rounds). Other backends than FlashAttention 3 are assumed to fill the SMs.
+An SM computes whole key blocks (`key_block`): on average half a block more than it reads. A window begins anywhere in a
+block, and adds another half.
 Limits of an SM: converting E4M3 in the inner loop takes time per byte and per token, so FP8 KV does not halve the time
-on Hopper. `tile` is the fixed work of a part, which decides short contexts. A backend without such limits has no
-`decode_sm_bandwidth` and no `decode_token_seconds`. On Ampere the datasheet's `decode_sm_bandwidth` is a guess.
+on Hopper. `tile_seconds` is the fixed work of a part, which decides short contexts. A backend without such limits has
+no `decode_sm_bandwidth` and no `decode_token_seconds`. On Ampere the datasheet's `decode_sm_bandwidth` is a guess.
 Wide heads: beyond 128 elements FlashAttention 3 has other kernels, whose tokens take longer than their bytes suggest.
 Prefill: a tile is TILE_ROWS query rows of one KV head, with all query heads of its group packed together. The softmax
 of a pair takes the same time for any size of head (`pair_seconds`).
@@ -56,7 +56,7 @@ def seen(batch: StepBatch, attention: Attention) -> StepBatch:
 
 
 def last_tokens(batch: StepBatch, number: int) -> StepBatch:
-    """The steps if each query reads at most `number` tokens and the requests of a step are equally long."""
+    """The steps with queries that read at most `number` tokens, as if all requests of a step were equally long."""
     return _with(batch, _of_equal_requests(batch, "sliding", number))
 
 
@@ -70,13 +70,13 @@ def _with(batch: StepBatch, reads: WindowReads) -> StepBatch:
 
 
 def _of_equal_requests(batch: StepBatch, kind: str, window: int) -> WindowReads:
-    """The reads that a window leaves if all decoding requests of a step are equally long, and all chunks too."""
+    """The reads within a window, as if all decoding requests of a step were equally long, and all chunks too."""
     requests, chunks = np.maximum(batch.decode_requests, 1), np.maximum(batch.prefill_requests, 1)
     context, after = batch.decode_kv_tokens / requests, batch.prefill_kv_tokens / chunks
     before = after - batch.prefill_tokens / chunks
     if kind == "sliding":
         decode, read = np.minimum(context, window), after - np.maximum(before - window + 1, 0)
-    else:  # a token of a long request is anywhere in its chunk
+    else:  # in a long request, a token is anywhere in its chunk
         decode = np.where(context > window, (window + 1) / 2, context)
         read = after - before // window * window
     pairs = _pairs_below(kind, window, after) - _pairs_below(kind, window, before)
@@ -88,16 +88,16 @@ def _pairs_below(kind: str, window: int, position: Array) -> Array:
     if kind == "sliding":
         growing = np.minimum(position, window)
         return np.asarray(growing * (growing + 1) / 2 + (position - growing) * window)
-    rest = position % window
-    return np.asarray(position // window * (window * (window + 1) / 2) + rest * (rest + 1) / 2)
+    remainder = position % window
+    return np.asarray(position // window * (window * (window + 1) / 2) + remainder * (remainder + 1) / 2)
 
 
 FLASH_ATTENTION_3 = "flash_attn_3"
 SHARE, KV_BLOCK = 1.1, 128  # FlashAttention 3 cuts a request's KV at this share of an SM's work, in blocks of tokens
 MOST_CUTS = 32  # flash_attn_max_num_splits_for_cuda_graph of vLLM 0.26
 TILE_ROWS = 128
-TAIL = 0.12  # share of the longest tile that other SMs wait for at the end: fitted to profiles/h200_sxm
-NARROW, WIDE = 128, 256  # elements of a head: the most in FlashAttention 3's common kernels, and in its widest
+TAIL = 0.12  # share of the longest tile for which other SMs wait at the end: fitted to profiles/h200_sxm
+NARROW, WIDE = 128, 256  # most elements of a head in FlashAttention 3's common kernels, and in its widest
 UNEVEN_GROUP = 1.06  # a group that does not divide a tile is loaded row by row: 4% (BF16) and 7% (FP8)
 
 
@@ -120,7 +120,7 @@ def flops_per_pair(attention: Attention, tensor_parallel: int) -> int:
 def key_block(head_dim: int) -> int:
     """Keys that FlashAttention 3 computes at once on paged KV (tile_size_fwd_sm90, hopper/tile_size.h).
 
-    The file has 160 for FP8, but the timings of profiles/h200_sxm fit better with the sizes of BF16.
+    The file has 160 for FP8, but BF16's sizes fit the timings of profiles/h200_sxm better.
     """
     return 128 if head_dim <= 128 else 96 if head_dim <= 192 else 80
 
@@ -136,7 +136,7 @@ def attention_cost(
 ) -> Cost:
     """Seconds of attention in one layer of each step, shape (steps,).
 
-    edge: computed tokens of each decoding request beyond those read, shape (steps,); None: the mean over any lengths
+    edge: tokens that a decoding request computes beyond those it reads, shape (steps,); None: the mean over all lengths
     """
     working, read = (batch.decode_requests + batch.prefill_tokens) > 0, seen(batch, attention)
     total = times(np.where(working, 1.0, 0.0), *profile.named(f"attention.{precision.kv}.launch_seconds"))
@@ -151,7 +151,7 @@ def attention_cost(
 def cache_cost(tokens: Array, attention: Attention, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of writing K and V of `tokens` to one layer's cache, (steps,).
 
-    For FP8 KV their Q is quantised too, except on a GPU without FP8 tensor cores.
+    With FP8 KV the tokens' Q is quantised too, except on a GPU without FP8 tensor cores.
     """
     query, kv_heads = heads_per_rank(attention, tp)
     width = 0 if attention.shares_kv else kv_heads * (attention.head_dim + attention.value_dim)
@@ -203,7 +203,7 @@ def _decode(
 def parts_of(b: StepBatch, heads: Array, sm_count: int) -> Array:
     """The number of parts that the KV is cut into, shape (steps,).
 
-    A part is one KV head of one request. If these are few, FlashAttention 3 cuts each in whole blocks, so that none has
+    A part is one KV head of one request. If these are few, FlashAttention 3 cuts them in whole blocks. No part then has
     more than 1.1 times an SM's share (prepare_varlen_num_blocks, hopper/flash_prepare_scheduler.cu). So 6 requests take
     longer than 8 on a model of 8 KV heads.
     """
@@ -238,10 +238,10 @@ def prefill_cost(b: StepBatch, attention: Attention, precision: Precision, tp: i
 def _wide_cost(count: Array, part: str, attention: Attention, precision: Precision, profile: Profile) -> Cost:
     """Extra seconds of FlashAttention 3's kernels for wide heads; zero for other heads or without the coefficient.
 
-    count: tokens or pairs, each as a share of one with a head of WIDE elements
+    count: tokens or pairs, scaled so that those of a head of WIDE elements count whole
 
-    In AIConfigurator's tables of an H200 (vLLM 0.24) the extra time of a decoded token grows as the head. That of FP8
-    prefill grows as the elements beyond NARROW. BF16 prefill, also of MLA, has none.
+    In AIConfigurator's tables of an H200 (vLLM 0.24) a decoded token's extra time grows with the size of the head. That
+    of FP8 prefill grows with the elements beyond NARROW. BF16 prefill, with MLA too, has none.
     """
     name = f"{wide_kernel(precision)}.{part}_seconds"
     if attention.head_dim <= NARROW or name not in profile.coefficients:

@@ -24,7 +24,7 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class WindowReads:
-    """The reads of attention over one window, in the same fields and shapes as in StepBatch.
+    """The reads of attention over one window; fields and shapes as in StepBatch.
 
     kind: "sliding": the last `window` tokens; "chunked": the current chunk of `window`
     """
@@ -40,7 +40,7 @@ class WindowReads:
 class StepBatch:
     """The work of engine steps. Every field but `windows` is a float64 or int64 array of shape (steps,).
 
-    follows: bool, True for a step that comes right after the one before it in these arrays; None: all False
+    follows: bool, True for a step that comes right after the previous one in the arrays; None: all False
     """
 
     decode_requests: Array  # requests that get one token each
@@ -73,7 +73,7 @@ def joined(batches: Sequence[StepBatch]) -> StepBatch:
 
 
 def following(batch: StepBatch) -> Array:
-    """True for each step that comes right after the one before it, bool of shape (steps,)."""
+    """True for each step that comes right after the previous one in the arrays, bool of shape (steps,)."""
     steps = np.arange(batch.decode_requests.size)
     return (steps > 0) & (False if batch.follows is None else batch.follows)
 
@@ -137,7 +137,7 @@ def traffic(bytes_: Array, bandwidth: float, efficiency: tuple[str, float]) -> C
 
 
 def norm2(*terms: Cost) -> Cost:
-    """The root of the sum of squares, for limits that overlap: between the largest term and the sum."""
+    """The root of the sum of squares, for limits that overlap in part: between the largest term and the sum."""
     return _norm(2, terms)
 
 
@@ -147,7 +147,7 @@ def norm4(*terms: Cost) -> Cost:
 
 
 def norm8(*terms: Cost) -> Cost:
-    """The eighth root of the sum of eighth powers: the largest, and up to 9% more if another is as large."""
+    """The eighth root of the sum of eighth powers: the largest term, or up to 9% more beside another as large."""
     return _norm(8, terms)
 
 
@@ -214,7 +214,7 @@ class Component(NamedTuple):
 
 
 def where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Component:
-    """The cost at `counts`, with nothing where the count is 0."""
+    """The component of `cost` at `counts`, and 0 where the count is 0."""
     return Component(name, cost.scaled(np.where(counts > 0, 1.0, 0.0)), inverse)
 
 

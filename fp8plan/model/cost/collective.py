@@ -6,7 +6,7 @@ This is the ring's traffic. A one-shot kernel for small messages moves more, but
 the link is PCIe, with its own efficiency (every GPU shares the host's switch).
 
 Ranks on several nodes reduce inside each node. Then each GPU exchanges its share of the message over its own network
-adapter. The two coefficients of this are assumed, with wide intervals.
+adapter. The two coefficients of this exchange are assumed, with wide intervals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8plan.model.profile.profile import Profile
 # bytes/s of one GPU in one direction: an adapter of 400 Gb/s each, as in DGX H100, H200 and B200.
 NETWORK_BANDWIDTH: Final = 50e9
 # Coefficient -> (value, sd of its log), for profiles that lack it. In public logs of nccl-tests a small all-reduce
-# between two hosts takes tens of microseconds; vLLM's own kernel inside a host takes five.
+# between two hosts takes tens of microseconds. Inside a host vLLM's own kernel takes five.
 NETWORK: Final = {
     "collective.network.latency_seconds": (4e-5, 0.7),
     "collective.network.bandwidth_efficiency": (0.6, 0.4),

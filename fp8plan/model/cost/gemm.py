@@ -4,7 +4,7 @@
     b = bytes / (bandwidth * bandwidth_efficiency)
     c = bytes of one SM over its waves, into and out of shared memory / sm_bandwidth
     seconds = launch + (a^4 + b^4 + c^4)^(1/4) + waves * wave_seconds + split_seconds where K is split,
-              the cheapest of the backend's tiles
+              for the cheapest of the backend's tiles
 
 A tile is one thread block's part of the output. The SMs run tiles in waves, as in the fit to pipeweave's FP8 GEMMs. The
 choice of a tile is a property of the kernel, so the profile's backend names it.
@@ -12,14 +12,14 @@ The exponent is 4, because tiled kernels overlap loads and math almost fully. cu
 GPU and adds up the parts in another kernel. DeepGEMM on Hopper does not split, so few tiles leave SMs idle and each
 SM's own bandwidth decides (c, if a profile has sm_bandwidth).
 DeepGEMM compiles a kernel for the tile with the best estimate of cache traffic (deepseek-ai/DeepGEMM, which vLLM 0.26
-bundles: csrc/jit_kernels/heuristics/sm90.hpp). The rule has cliffs that no smooth formula has.
+bundles: csrc/jit_kernels/heuristics/sm90.hpp). The rule has steps that no smooth formula has.
 tests/data/deep_gemm_kernels.txt lists the kernels that were compiled on an H200; the rule below gives the same.
 
 Shared experts are an MLP for every token. Up to STREAM_TOKENS tokens vLLM runs it on its own stream beside the routed
 experts (VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD; fused_moe/runner/shared_experts.py, 0.26). Routed experts wait for
 memory and leave SMs free, so only the reading of the shared weights adds to the step. With more tokens, and in families
-without this (`Experts.shared_stream`), the MLP runs before them.
-Not modelled: L2 hits of weights (a layer's weights are evicted before its next use). Clock: fp8plan.model.cost.power.
+without that stream (`Experts.shared_stream`), the MLP runs before them.
+Not modelled: L2 hits of weights (a layer's weights are evicted before its next use). `power` has the clock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ L1_BYTES, L2_BYTES, L2_TOTAL = 128, 64, 8e6 / 1.3e3  # per cycle: of an SM, of a
 
 
 class Layout(NamedTuple):
-    """The tile of one thread block. LAYOUTS has them in DeepGEMM's order, in which the first of equals wins."""
+    """The tile of one thread block. LAYOUTS has DeepGEMM's order, in which the first of equally good ones wins."""
 
     cluster_m: int
     cluster_n: int
@@ -171,14 +171,14 @@ TILE_POLICIES: dict[str, TilePolicy] = {
     "triton": TilePolicy(((16, 128), (32, 128), (64, 128), (128, 128)), 512),
     "onednn": TilePolicy(((1, 16),), 512),
 }
-# On Hopper: FlashInfer's kernel below SWAPPED_ROWS rows, which swaps A and B; else DeepGEMM.
+# On Hopper FlashInfer's kernel swaps A and B, and runs below SWAPPED_ROWS rows; else DeepGEMM runs.
 FLASHINFER_DEEP_GEMM = "flashinfer_deep_gemm"
 SWAPPED_ROWS = 32
-LEAST_ROWS = 64  # of one tensor core instruction; smaller tiles cost as much
+LEAST_ROWS = 64  # rows of one tensor core instruction; smaller tiles cost as much
 # Factors fitted to the FP8 rows of profiles/h200_sxm. Tiles wider than 128 need two scales of the weights in the inner
 # loop, and widths that are no multiple of 32 store in short rows.
 UNEVEN, EVEN = 1.3, 32
-SPARSE = 1.2  # of a wave whose last tile is at most half full; the reason is not known
+SPARSE = 1.2  # factor for a wave whose last tile is at most half full; the reason is not known
 
 
 class Tiling(NamedTuple):
@@ -186,7 +186,7 @@ class Tiling(NamedTuple):
 
     math:   multiply-adds of one SM, over all waves, per element of K
     loads:  elements that one SM moves into and out of shared memory, over all waves, per element of K
-    waves:  of thread blocks
+    waves:  waves of thread blocks
     splits: parts into which K is cut, so that few tiles fill the GPU
     """
 

@@ -40,7 +40,7 @@ def layer_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, prof
 
 
 def layers_of_two_parts(shape: ModelShape) -> float:
-    """Half the number of parts, which decides gaps between kernels and launches: the layers, if each has two parts."""
+    """Half the number of parts: the layers, if each has two. It decides the gaps between kernels, and the launches."""
     return sum(number for _, number in shape.counted) / 2
 
 
@@ -74,7 +74,7 @@ def _elementwise(name: str, m: Array, elements: int, gpu: Gpu, profile: Profile)
 def _activations(shape: ModelShape, tensor_parallel: int, gpu: Gpu) -> dict[int, int]:
     """The activations as elements of a row, in and out -> layers.
 
-    Those of routed experts belong to the grouped GEMM, and those of shared experts beside them to `shared_cost`.
+    The grouped GEMM includes the activations of routed experts, and `shared_cost` those of shared experts beside them.
     """
     numbers: Counter[int] = Counter()
     for part, number in shape.counted:
@@ -106,7 +106,7 @@ def sampling_cost(batch: StepBatch, shape: ModelShape, gpu: Gpu, profile: Profil
 def sampler_cost(rows: Array, vocabulary: int, runner: str, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of log-softmax, sampling and gathering of `rows` of logits.
 
-    These are passes over the logits, limited by memory for all rows, and by an SM for one row.
+    All are passes over the logits. Memory limits them for many rows, and an SM for one row.
     """
     prefix = f"sampling.{runner}"
     passes, launch, sm = (f"{prefix}.{part}" for part in ("passes", "launch_seconds", "sm_bandwidth"))
@@ -147,8 +147,8 @@ def launches(
     layers:            the linear layers of the model, without lm_head
 
     vLLM captures decode steps as one graph. A small step that also fills a prompt runs in pieces, with a graph between
-    two mixers. A larger one is launched kernel by kernel from Python. Decode steps beyond the largest graph, and
-    enforce_eager, are assumed to cost the same: not measured.
+    two mixers. Python launches a larger step kernel by kernel. Decode steps beyond the largest graph, and
+    enforce_eager, are assumed to cost as much: not measured.
     """
     eager, in_parts = np.where(graphed, 0.0, 1.0), np.where(graphed & ~prefills, 0.0, 1.0)
     mixers = sum(number for _, number in mixers_of(shape))
@@ -160,7 +160,7 @@ def launches(
     if experts:
         counts["host.eager_expert_layer_seconds"] = eager * experts
     if precision.weights != "bf16":
-        inputs = sum(x.layers for x in layers if x.quantised) + 2 * experts  # of gate and up, and of down
+        inputs = sum(x.layers for x in layers if x.quantised) + 2 * experts  # experts': of w13 and of w2
         counts["host.eager_quantise_seconds"] = eager * inputs
     return counts | {f"{kernel}.layer_seconds": in_parts * number for kernel, number in host_kernels(shape).items()}
 
@@ -178,9 +178,9 @@ def host_kernels(shape: ModelShape) -> dict[str, int]:
 
 
 def start_cost(requests: int, prompt_tokens: int, profile: Profile) -> Cost:
-    """Seconds of a rollout of `requests` with `prompt_tokens` in all beside its steps, shape (1,).
+    """Seconds beside the steps in a rollout of `requests` with `prompt_tokens` in all, shape (1,).
 
-    vLLM's front end checks all prompts before the first reaches the engine, which hashes each for its prefix cache.
+    vLLM's front end checks all prompts before the engine gets the first. The engine hashes each for its prefix cache.
     """
     fixed, each, token = ("host.start_seconds", "host.arrival_seconds", "host.prompt_token_seconds")
     arrivals = np.array([requests * profile.coefficient(each)])

@@ -13,8 +13,8 @@ A decoding request reads each token's latent once for all heads, so with 128 hea
 takes a tile of at least TILE_HEADS heads of one request, or a part of it. FlashAttention 3 cuts requests as elsewhere.
 FlashMLA, which reads FP8, gives all SMs the same work. Decode multiplies by the halves of kv_b_proj, prefill by the
 whole. Both read it once, so it counts among the linears for all tokens (layers/attention/mla_attention.py).
-Around decode, queries and outputs of a latent's width are written, joined and read for every head. Around prefill, keys
-and values of every head are.
+Around decode, queries and outputs of a latent's width are written, joined and read for every head. Around prefill the
+same happens to keys and values.
 Sparse attention (a token indexer) reads at most `top_k` latents. Its indexer is modelled as the product of its heads'
 queries with all keys, in FP8: not measured.
 
@@ -24,7 +24,7 @@ Mixers that keep a state for each request (gated delta nets, Mamba 2, short conv
     prefill = FLOPs of the scan / (BF16 peak * eff)
     seconds = launch + decode + prefill
 
-A decode step is bound by its states, for any context. Prefill works on chunks of tokens with matrices of a chunk's
+The states bound a decode step, whatever the context. Prefill works on chunks of tokens with matrices of a chunk's
 size, far below the tensor cores' peak.
 """
 
@@ -109,7 +109,7 @@ def scan_flops(mixer: DeltaNet | KimiDelta | Mamba2, tp: int) -> int:
 
 TILE_HEADS = 64  # query rows of a tile in FlashMLA and FlashAttention 3 (csrc/flashmla; hopper/tile_size.h)
 KEY_BLOCK = 64  # tokens
-DEFAULT_TOP_K = 2048  # as in DeepSeek-V3.2 and GLM-5, for layers that use another layer's choice
+DEFAULT_TOP_K = 2048  # DeepSeek-V3.2's and GLM-5's, for layers that use another layer's choice
 
 
 def latent_cost(
@@ -178,7 +178,7 @@ def decode_flops(latent: LatentAttention, tp: int) -> int:
 
 
 def _index_cost(batch: StepBatch, indexer: Indexer, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds of the choice of tokens, all of which every rank makes."""
+    """Seconds of the choice of tokens. Every rank makes the whole choice."""
     pairs = batch.decode_kv_tokens + batch.prefill_pairs
     flops = pairs * float(2 * indexer.heads * indexer.head_dim)
     keys = (batch.decode_kv_tokens + batch.prefill_kv_tokens) * float(indexer.head_dim)
@@ -228,7 +228,7 @@ def mixer_costs(
 def unscheduled_layers(shape: ModelShape, precision: Precision, profile: Profile) -> int:
     """The number of layers whose attention plans its own parts, in a kernel before it.
 
-    vLLM plans FlashAttention 3 once a step if all layers have the same window, and else in each layer (aot_schedule in
+    vLLM plans FlashAttention 3 once per step if all layers have the same window, else in each layer (aot_schedule in
     v1/attention/backends/flash_attn.py).
     """
     parts = shape.parts_of(Attention)

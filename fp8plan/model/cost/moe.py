@@ -4,10 +4,10 @@ A token picks k of E experts without replacement, so it misses a given expert wi
 independent tokens and even routing, E (1 - (1 - k/E)^m) experts are hit in expectation. Real routing is skewed: it hits
 fewer at small m, and waits longer for the busiest expert at large m. The sd of the profile's coefficients covers both.
 Around the two GEMMs other kernels gather, quantise, activate, write and sum the routed activations, one after the
-other: `activation_passes` over them. Biases of experts are not modelled.
+other. They count as `activation_passes` over these. Biases of experts are not modelled.
 
 Tensor parallelism splits the intermediate size. With expert parallelism each of R ranks has E/R whole experts, and all
-wait for the busiest. All ranks have all tokens, as without it, so nothing else is exchanged (use_all2all_kernels of
+wait for the busiest. All ranks have all tokens, as without it. So nothing else is exchanged (use_all2all_kernels of
 FusedMoEParallelConfig is false if data_parallel_size is 1, in 0.26 and 0.30). Its kernels are in no fit
 (benchmarks/expert_parallel.py compares them with AIConfigurator's timings).
 The load of a rank (rows, or experts hit) is a sum over its experts. All experts are alike, so any two of these sums
@@ -44,7 +44,7 @@ def busiest_experts(m: Array, experts: Experts, ranks: int, hit: Array | None = 
 
     hit: the number hit on all ranks; None: as under even routing
     """
-    mine, every, k = experts.most_on_a_rank(ranks), experts.num_experts, experts.experts_per_token
+    local, every, k = experts.most_on_a_rank(ranks), experts.num_experts, experts.experts_per_token
     if hit is None:
         missed = _missed(m, experts)
         both_missed = np.power(max(0.0, (1 - k / every) * (1 - k / max(1, every - 1))), m.astype(float))
@@ -52,32 +52,32 @@ def busiest_experts(m: Array, experts: Experts, ranks: int, hit: Array | None = 
     else:
         share = hit / every
         spread = share * (1 - share) * every / max(1, every - 1)
-    return np.minimum(mine, _busiest(mine, ranks, share, spread))
+    return np.minimum(local, _busiest(local, ranks, share, spread))
 
 
 def busiest_rows(m: Array, experts: Experts, ranks: int) -> Array:
     """The expected number of rows that m tokens send to the busiest rank, shape of m."""
-    mine, every, k = experts.most_on_a_rank(ranks), experts.num_experts, experts.experts_per_token
+    local, every, k = experts.most_on_a_rank(ranks), experts.num_experts, experts.experts_per_token
     spread = m * (k / every * (every - k) / max(1, every - 1))
-    return np.minimum(m * float(min(k, mine)), _busiest(mine, ranks, m * (k / every), spread))
+    return np.minimum(m * float(min(k, local)), _busiest(local, ranks, m * (k / every), spread))
 
 
-def _busiest(mine: int, ranks: int, mean: Array, spread: Array) -> Array:
-    """The expected largest of `ranks` sums over `mine` experts each.
+def _busiest(local: int, ranks: int, mean: Array, spread: Array) -> Array:
+    """The expected largest of `ranks` sums over `local` experts each.
 
-    mean:   of one expert
-    spread: variance of one expert less the covariance of two
+    mean:   mean of one expert's summand
+    spread: variance of one expert's summand less the covariance of two
     """
-    return np.asarray(mine * mean + largest_normal(ranks) * np.sqrt(mine * spread))
+    return np.asarray(local * mean + largest_normal(ranks) * np.sqrt(local * spread))
 
 
 @cache
 def largest_normal(count: int) -> float:
     """The expected largest of `count` independent standard normal variables."""
-    x = np.linspace(-10.0, 10.0, 8001)
-    below = np.array([0.5 * (1 + erf(value / sqrt(2))) for value in x]) ** count
+    grid = np.linspace(-10.0, 10.0, 8001)
+    below = np.array([0.5 * (1 + erf(value / sqrt(2))) for value in grid]) ** count
     # E = integral of 1 - F over the positive numbers, less that of F over the negative ones.
-    return float(np.sum(np.where(x >= 0, 1 - below, -below)) * (x[1] - x[0]) - 0.5 * (x[1] - x[0]))
+    return float(np.sum(np.where(grid >= 0, 1 - below, -below)) * (grid[1] - grid[0]) - 0.5 * (grid[1] - grid[0]))
 
 
 def _missed(m: Array, experts: Experts) -> Array:
@@ -85,7 +85,7 @@ def _missed(m: Array, experts: Experts) -> Array:
     return np.asarray(np.power(1 - experts.experts_per_token / experts.num_experts, m.astype(float)))
 
 
-TILE_ROWS = 16  # rows of one expert's smallest tile in vLLM's Triton kernel, which uses larger tiles if they are filled
+TILE_ROWS = 16  # rows of the smallest tile in vLLM's Triton kernel, which uses larger tiles if an expert fills them
 # Block FP8 without a tuned configuration uses the larger tile above this number of tokens, filled or not
 # (get_default_config in fused_moe.py). In BF16 the tensor cores keep up with memory in any tile. With thousands of
 # tokens the untuned kernel is slower (`untuned_compute_efficiency`).
@@ -95,11 +95,11 @@ HOPPER, BLACKWELL = 9, 10  # the first number of the compute capability
 
 
 def padded_rows(routed: Array, hit: Array, tile: float | Array = TILE_ROWS) -> Array:
-    """Rows the tensor cores compute if `routed` rows fall on `hit` experts, rounded up to whole tiles of each.
+    """Rows that the tensor cores compute for `routed` rows on `hit` experts, in whole tiles of each expert.
 
     tile: rows of one tile
 
-    Loads differ between experts, so the last tile of each is half full on average, and each has at least one.
+    Loads differ, so each expert's last tile is half full on average. Each has at least one tile.
     """
     return np.asarray(np.maximum(hit * tile, routed + hit * ((tile - 1) / 2)))
 
@@ -177,6 +177,6 @@ def moe_cost(
     around = times(once, *profile.named(passes))
     total = constant(*profile.named(launch), m) + grouped + around
     if ranks > 1:
-        return total  # no timing has a rank's share of the experts
+        return total  # no timing covers a rank's share of the experts
     sizes = experts.num_experts, experts.experts_per_token, hidden, experts.intermediate_size // slices
     return total.scaled(profile.layer_factor(f"moe.{dtype}", sizes, m))

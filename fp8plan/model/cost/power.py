@@ -1,4 +1,4 @@
-"""The limits of a step: the datasheet's bounds, sustained clock and memory, and the GPU's power limit.
+"""The limits of a step: datasheet peaks, sustained clock and memory, and the GPU's power limit.
 
 With the power limit, a step lasts at least as long as its energy takes at the limit:
 
@@ -6,16 +6,16 @@ With the power limit, a step lasts at least as long as its energy takes at the l
     least   = joules / (LIMIT_SHARE * limit - idle)
     seconds = (seconds^16 + least^16)^(1/16)
 
-Uses, with a coefficient each: seconds of running kernels (GEMMs and small kernels, attention over each KV dtype,
+Each use has a coefficient. Uses are seconds of running kernels (GEMMs and small kernels, attention over each KV dtype,
 experts of each dtype, layers with a state), bytes of weights and caches, and FLOPs of each dtype, in seconds at the
 datasheet's peak. Launches draw only `idle`.
 
 The limit has two parts (kernels/power.jsonl and clock_course.jsonl of profiles/h200_sxm; profiles/README.md). One holds
 within the first 2 ms, so timings of single kernels include it. The other holds the mean power, after 30 ms to a second,
-and is modelled here. Energy decides instead of the clock, as a kernel at a lower clock draws less power for longer. The
+and is modelled here. Energy replaces the clock, because a kernel at a lower clock draws less power for longer. The
 coefficients have no covariance; their error is a part of the profile's model error.
-Without these coefficients a profile has one factor for all steps, `clock.sustained_efficiency`: work bound by SMs is
-slower than in a short burst. Launches and the fixed part of a GEMM's wave are not.
+Without these coefficients a profile has one factor for all steps, `clock.sustained_efficiency`. It slows the work
+that SMs bound, but not launches, nor the fixed part of a GEMM's wave.
 Steps of engines get `memory.sustained_efficiency` of the bandwidth of single kernels. Hot memory refreshes more often,
 and cards of one model differ.
 """
@@ -79,7 +79,7 @@ def flops_bound(model: Engine, batch: StepBatch) -> Array:
 
 
 def flops_by_kind(model: Engine, batch: StepBatch) -> dict[str, Array]:
-    """Seconds of the FLOPs at the datasheet's peak by dtype, with routed experts apart and unpadded, shape (steps,).
+    """Seconds of the FLOPs at the datasheet's peak by dtype, shape (steps,). Routed experts are apart, unpadded.
 
     The keys are "bf16", "fp8", "bf16_experts" and "fp8_experts".
     """
@@ -104,7 +104,7 @@ def flops_by_kind(model: Engine, batch: StepBatch) -> dict[str, Array]:
 
 
 CLOCK, MEMORY = "clock.sustained_efficiency", "memory.sustained_efficiency"
-POWER = "power.running.kernel_watts"  # a profile that has it has all of the power limit's coefficients
+POWER = "power.running.kernel_watts"  # a profile with it has all coefficients of the power limit
 SM_RATES = ("compute_efficiency", "sm_bandwidth")
 SM_TIMES = ("decode_tile_seconds", "decode_token_seconds", "prefill_tile_seconds", "prefill_pair_seconds")
 
@@ -164,7 +164,7 @@ def _of_memory(name: str) -> int:
 
 LIMIT_SHARE = 0.99  # single kernels at the limit of 700 W read 690 to 699 W
 # The sixteenth power is chosen by hand: a step near the limit is slower than either bound, as the power of its kernels
-# varies. Below this share of the limit's seconds the effect is less than a thousandth.
+# varies. If `least` is below the share NEAR of the seconds, the effect is less than a thousandth.
 NEAR = 0.7
 
 IDLE, MEMORY_WATTS = "power.idle_watts", "power.memory_watts"
@@ -200,7 +200,7 @@ class PowerLimit(NamedTuple):
 
     stretch: seconds with the limit over seconds without it, at least 1
     free:    d seconds / d seconds without it, for launches
-    slopes:  kind of RUNNING -> the same for the running of those kernels
+    slopes:  kind of RUNNING -> the same derivative for the kernels of that kind, without launches
     watts:   power coefficient -> d seconds / d log(coefficient)
     """
 
@@ -217,8 +217,8 @@ class PowerLimit(NamedTuple):
 
     def gradient(self, component: Component, kind: str, weights: Array) -> dict[str, float]:
         """d sum(weights * seconds) / d log(coefficient) of a component with the limit."""
-        launches, others = (component.gradient(weights * slope) for slope in (self.free, self.slopes[kind]))
-        return {name: (launches if of_launches(name) else others)[name] for name in others}
+        launches, running = (component.gradient(weights * slope) for slope in (self.free, self.slopes[kind]))
+        return {name: (launches if of_launches(name) else running)[name] for name in running}
 
     def rows(self, rows: slice) -> PowerLimit:
         slopes, watts = ({name: x[rows] for name, x in arrays.items()} for arrays in (self.slopes, self.watts))
@@ -255,7 +255,7 @@ def load_of(components: Sequence[Component], precision: Precision) -> Load:
 
 
 def uses(engine: Engine, batch: StepBatch, load: Load) -> dict[str, Array]:
-    """Coefficient of watts -> seconds for which it counts, shape (steps,)."""
+    """Coefficient of watts -> the seconds that it is multiplied by, shape (steps,)."""
     math = {(MATH | EXPERTS)[kind]: seconds for kind, seconds in flops_by_kind(engine, batch).items()}
     return {MEMORY_WATTS: bytes_bound(engine, batch)} | math | {RUNNING[kind]: x for kind, x in load.running.items()}
 

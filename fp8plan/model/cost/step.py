@@ -55,7 +55,7 @@ NEXT = " of next"  # suffix of the derivatives of the next step's seconds
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """The cost model of one engine replica: a model in a precision on tensor_parallel_size GPUs, with its profile.
+    """The cost model of one replica: a model in a precision on tensor_parallel_size GPUs, with their profile.
 
     layers, head: the linears of one rank, and lm_head
     cache_groups: groups of layers with their own block table (fp8plan.model.memory.kv_plan)
@@ -120,9 +120,9 @@ class StepModel:
 
         ahead: the result of `lead`
 
-        Overlapped, a step lasts as long as the slower of the two, and up to 9% longer if both take as long. The host
-        has `ahead` more time, as it begins while the GPU still runs the step before. Without async scheduling the GPU
-        waits for the schedule, but not for the launches of its next kernels. A CPU does all in turn.
+        Overlapped, a step lasts as long as the slower of the two, and up to 9% longer if both are equally slow. The
+        host has `ahead` more time, because it begins while the GPU still runs the step before. Without async scheduling
+        the GPU waits for the schedule, but not for the launches of its next kernels. A CPU does all in turn.
         """
         if self.limits.async_scheduling:
             return norm8(ahead + gpu, scheduling + launching) + ahead.scaled(-1.0)
@@ -131,8 +131,8 @@ class StepModel:
     def outside_hull(self, batch: StepBatch) -> list[str]:
         """The reasons why these steps are outside of the profile's measurements; empty if they are inside.
 
-        `Profile.layout_error` covers the layout. Layers count if they are larger or smaller than any that was timed,
-        requests and tokens only if they are more: with fewer a step nears its fixed costs, which are known.
+        `Profile.layout_error` covers the layout. Layers count if they are larger or smaller than all timed ones.
+        Requests and tokens count only above the range: with fewer a step nears its fixed costs, which are known.
         """
         hull, reasons = self.profile.hull, []
         if hull is None:
@@ -179,11 +179,11 @@ class StepModel:
         return host_cost(batch, self.cache_groups, self.profile), launch_cost(launched, self.profile)
 
     def _led(self, batch: StepBatch, launching: Cost) -> Array:
-        """True for each step that the host launches in parts, beginning while the GPU runs the one before, (steps,).
+        """True for each step that the host launches in parts, beginning while the GPU runs the step before, (steps,).
 
-        Not in models with recurrent layers. For Mamba 2, vLLM 0.26 asks the GPU if prompts have a state already
-        (mamba2_attn.py), and waits for the answer; 0.30 knows it. For gated delta nets the fit is better without a
-        lead.
+        Models with recurrent layers have no such step. For Mamba 2, vLLM 0.26 asks the GPU if prompts have a state
+        already (mamba2_attn.py), and waits for the answer; 0.30 does not ask. For gated delta nets the fit is better
+        without a lead.
         """
         ahead = self.limits.async_scheduling and not self.shape.recurrent
         return following(batch) & (launching.seconds > 0) & ahead
@@ -217,7 +217,7 @@ class StepModel:
             "overhead": layer_cost(m, self.shape, tp, self.gpu, profile),
             "kv_write": caches_cost(m, self.shape, self.precision, tp, self.gpu, profile),
         }
-        # The padded count: rows of padding hold tokens of earlier steps, and are routed like others.
+        # The padded count, because rows of padding hold tokens of earlier steps, which are routed too.
         for experts, number in self.shape.parts_of(Experts):
             hit = None if self.experts_hit is None else np.full(m.shape, float(self.experts_hit))
             ranks = self.limits.expert_ranks
@@ -233,7 +233,7 @@ class StepModel:
             message = m * float(self.shape.hidden_size * BF16_BYTES)
             costs["collective"] = all_reduce_cost(message, tp, self.gpu, profile).scaled(reduced)
             for part, _ in self.shape.parts_of(LayerInput):
-                if part.all_widths:  # the table's rows are added up; projections are gathered, for half as much
+                if part.all_widths:  # the table's rows are all-reduced; projections are gathered, with half the traffic
                     message = m * float(part.all_widths * BF16_BYTES)
                     inputs = all_reduce_cost(message, tp, self.gpu, profile).scaled(1.5)
                     costs["collective"] = costs["collective"] + inputs
@@ -249,7 +249,7 @@ class TimedSteps:
     scheduling: Cost
     launching: Cost
     limit: PowerLimit | None
-    led: Array  # True for each step that the host begins while the one before it runs
+    led: Array  # True for each step that the host begins while the GPU runs the step before
 
     def rows(self, rows: slice) -> TimedSteps:
         """The steps selected by `rows`. The first of them follows none."""
@@ -269,10 +269,10 @@ class TimedSteps:
         return parts
 
     def interval(self, weights: Array, z: float) -> tuple[float, float]:
-        """(low, high) of sum(weights * seconds), z standard deviations of its log away on either side.
+        """(low, high) of sum(weights * seconds), z standard deviations of its log to either side.
 
         GPU and host have separate errors, and a step lasts about as long as the slower of them. So each moves to its
-        own end before they meet: a fast GPU cannot hide an uncertain host.
+        own end before they are joined: a fast GPU cannot hide an uncertain host.
 
         weights: the number of times that each step runs, shape (steps,)
         """
@@ -286,7 +286,7 @@ class TimedSteps:
     def gradient(self, weights: Array) -> dict[str, float]:
         """The derivatives d sum(weights * seconds) / d log(coefficient), for every coefficient that the steps use.
 
-        weights: how many times each step runs, shape (steps,)
+        weights: the number of times that each step runs, shape (steps,)
         """
         scheduling, launching = Component("", self.scheduling, None), Component("", self.launching, None)
         groups = {"gpu": self.components, "scheduling": [scheduling], "launching": [launching]}
@@ -341,13 +341,13 @@ class TimedSteps:
 
 
 def lead(gpu: Cost, host: Cost, led: Array) -> Cost:
-    """Seconds that the GPU still runs the step before each step when the host is done with that; 0 if not `led`.
+    """Seconds that the GPU still needs for the step before when the host is done with that step; 0 if not `led`.
 
     gpu, host: costs of all steps in order
     led:       bool, the result of StepModel._led
 
-    vLLM schedules and launches a step as soon as the one before it runs. So a host that needs long for a step also has
-    the time to spare of the step before.
+    vLLM schedules and launches a step as soon as the one before it runs. So a host that needs long for a step can also
+    use the spare time of the step before.
     """
     spare = norm8(gpu, host) + host.scaled(-1.0)
     return spare.rows(np.arange(led.size) - 1).scaled(np.where(led, 1.0, 0.0))

@@ -23,9 +23,9 @@ KEEPS_ROUTER_INPUTS: Final = ("glm4_moe", "glm4v_moe", "mimo_v2_flash")
 def activation_peak_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> int:
     """Peak of PyTorch's allocations in profile_run: a forward pass of max_num_batched_tokens, then the sampler.
 
-    The expert workspace persists (vllm/v1/worker/workspace.py), so it counts in both, from the first layer with experts
-    on. cuBLAS's workspace counts from the first BF16 GEMM on, which is lm_head's if all others are FP8. Engines took
-    0 to 60 MiB (4%) more, and 320 MiB (15%) more for Gemma 3.
+    The expert workspace persists (vllm/v1/worker/workspace.py). So it counts in both, from the first layer with experts
+    on. cuBLAS's workspace counts from the first BF16 GEMM on: lm_head, if all other linears are FP8. Measured peaks
+    were 0 to 60 MiB (4%) higher, and 320 MiB (15%) for Gemma 3.
     """
     tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
     forward = max(_mixers_bytes(shape, tokens, tp), _latent_bytes(shape, limits))
@@ -59,8 +59,8 @@ def _mlps_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
 def _experts_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits) -> int:
     """Bytes alive in the widest experts, without their workspace.
 
-    These are residual, input, output, the quantised inputs of both GEMMs in FP8, and `_held`; or the shared experts' as
-    in a dense MLP.
+    These are residual, input, output, the quantised inputs of both GEMMs in FP8, and `_held`. The shared experts' bytes
+    count instead, as in a dense MLP, if they are more.
     """
     hidden, widths, tp = shape.hidden_size, [0], limits.tensor_parallel_size
     for experts, _ in shape.parts_of(Experts):
@@ -84,7 +84,7 @@ def _mixer_linears(shape: ModelShape, tp: int) -> list[tuple[Linear, ...]]:
 
 
 def _output(linears: tuple[Linear, ...]) -> int:
-    """Inputs of a mixer's last matrix, which is cut by columns."""
+    """Elements of a mixer's output: the inputs of its last matrix, which is cut by columns."""
     return next(w.k for w in linears if w.all_reduce)
 
 
@@ -96,7 +96,7 @@ def _dense_layers_come_first(shape: ModelShape) -> bool:
 
 
 def _mlp_width(linears: Sequence[Linear]) -> int:
-    """Outputs of an MLP's first matrix and activation; for experts those of shared ones; 0 without them."""
+    """Outputs of an MLP's first matrix and activation. Among experts only shared ones count; 0 without them."""
     rows = {w.name.removeprefix("shared_"): w for w in linears}
     first = rows.get("gate_up_proj", rows.get("up_proj"))
     return first.n + rows["down_proj"].k if first else 0
@@ -120,7 +120,7 @@ def _latent_bytes(shape: ModelShape, limits: EngineLimits) -> int:
 
 
 def _layer_inputs_bytes(shape: ModelShape, tokens: int) -> int:
-    """Bytes of the inputs of all layers, alive from the first to the last. Not measured."""
+    """Bytes of Gemma 4's inputs of all layers, alive from the first layer to the last. Not measured."""
     return tokens * sum(part.all_widths for part, _ in shape.parts_of(LayerInput)) * BF16_BYTES
 
 

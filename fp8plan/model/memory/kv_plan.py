@@ -14,7 +14,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.memory.kv_specs import KvRules, LayerCache, Spec, block_sizes, blocks_of, specs
 
-# Up to this ratio of their numbers, the rarer kind of layer is padded to the number of the more frequent one.
+# With two kinds of layers, the rarer is padded to the number of the other, up to this ratio of the numbers.
 MOST_PADDED_RATIO = 1.5
 
 
@@ -23,7 +23,7 @@ class CacheGroup:
     """Layers with one block table: a block of a request holds a page of each.
 
     layers: places in the list of caches
-    specs:  of these layers, in that order; they differ only if all layers of the model are in one group
+    specs:  one of each layer, in that order; they differ only if all layers of the model are in one group
     """
 
     layers: tuple[int, ...]
@@ -72,7 +72,7 @@ def group_layers(specs: Sequence[Spec], rules: KvRules) -> tuple[CacheGroup, ...
 def _one_type(specs: Sequence[Spec], rules: KvRules) -> bool:
     """True if all layers need the same blocks (is_kv_cache_spec_uniform, UniformTypeKVCacheSpecs.is_uniform_type).
 
-    States of several sizes count as the same in 0.26 only.
+    Only 0.26 ignores the sizes of states.
     """
     types = {
         (
@@ -87,7 +87,7 @@ def _one_type(specs: Sequence[Spec], rules: KvRules) -> bool:
 
 
 def _keep_all(specs: Sequence[Spec], rules: KvRules) -> list[Spec]:
-    """Specs with windows kept like full attention, if there is any (_promote_local_kv_cache_specs in 0.30)."""
+    """Specs with whole windows if any layer has full attention (_promote_local_kv_cache_specs in 0.30)."""
     full = {spec.block_size for spec in specs if spec.keeps_all}
     if not full:
         return list(specs)
@@ -138,8 +138,8 @@ def _all_kept(specs: Sequence[Spec], rules: KvRules, unalike: _Unalike) -> Cache
 def _equal_groups(specs: Sequence[Spec]) -> tuple[CacheGroup, ...]:
     """Groups of equally many layers, fewer in the last of a kind (_get_kv_cache_groups_uniform_page_size).
 
-    Layers of a kind are dealt out in turn. vLLM tells kinds apart by heads and head size, this function by bytes per
-    token. No family has kinds that differ in the former only.
+    Layers of a kind are dealt out in turn. vLLM tells kinds apart by heads and head size, and this function by bytes
+    per token. No family has kinds with different heads but equal bytes.
     """
     alike: dict[Spec, list[int]] = {}
     for place, spec in enumerate(specs):

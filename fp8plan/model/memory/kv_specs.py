@@ -2,22 +2,22 @@
 
 The functions here and in `kv_plan` follow vllm/v1/kv_cache_interface.py, vllm/v1/core/kv_cache_utils.py and
 vllm/platforms/interface.py (_align_hybrid_block_size), 0.26 and 0.30; comments name the differences. They hold for one
-pipeline stage, no context parallelism, no speculative decoding and no KV connector, and for layouts of the cache with
-layers outermost: vLLM's choice on Hopper and on a CPU for every family except DeepSeek-V4.
+pipeline stage, without context parallelism, speculative decoding and KV connectors. They assume layouts of the cache
+with layers outermost: vLLM's choice on Hopper and on a CPU for every family except DeepSeek-V4.
 
 `kv_cache_dtype="fp8"` (E4M3) on Hopper, by kind of cache (vllm/v1/attention/backends, read, not run):
 full, sliding, chunked: FlashAttention 3 reads FP8, with sinks too, up to a head size of 256 (flash_attn.py:
     supports_kv_cache_dtype; fa_utils.py: get_flash_attn_version). For larger heads vLLM takes FlashInfer (no sinks on
     Hopper) or Triton. If a model has one head size only, 0.26 chooses FlashAttention 4, which has FP8 on Blackwell
     only.
-latent: FlashMLA reads FP8, in blocks of 64 tokens (mla/flashmla.py). With another block size, Triton does
-    (triton_mla.py). FlashAttention does not (flashattn_mla.py).
+latent: FlashMLA reads FP8, in blocks of 64 tokens (mla/flashmla.py). With another block size Triton reads it
+    (triton_mla.py). FlashAttention cannot (flashattn_mla.py).
 latent with an indexer: "fp8" means the layout fp8_ds_mla of FlashMLA's sparse kernel, in blocks of 64
     (flashmla_sparse.py; _canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py). The indexer's keys are always
     FP8.
 state: never FP8; it has its own option (MambaDType in vllm/config/cache.py).
 
-On compute capability 8.0 to 8.8 (Ampere) FlashInfer is the only kernel that reads E4M3, and vLLM's own choice (run on
+On compute capability 8.0 to 8.8 (Ampere) FlashInfer is the only kernel that reads E4M3, and vLLM chooses it (run on
 A100s: vllm issue 42058, pull request 24577). FlashAttention 2 refuses (flash_attn_supports_kv_cache_dtype), and Triton
 has no E4M3 ("fp8e4nv") below 8.9. FlashInfer widens E4M3 to BF16 and keeps Q in BF16 (get_q_data_type in
 flashinfer.py). It takes heads of 64, 128 and 256, no sinks below 9.0, and no MLA below 10.0.
@@ -55,14 +55,14 @@ class LayerCache(NamedTuple):
 
     kind: CacheKind
     token_bytes: int = 0
-    window: int = 0  # tokens; of a chunked cache its chunk
+    window: int = 0  # tokens: the window, or a chunked cache's chunk
     state_bytes: int = 0  # of one request
 
 
 def in_bytes(cache: Cache, kv_bytes: int, sparse: bool = False) -> LayerCache:
     """The cache with `kv_bytes` per element; a state has its own dtype.
 
-    sparse: an indexer picks the tokens of this latent, which then has its own layout in FP8
+    sparse: an indexer picks the tokens of this latent, whose layout in FP8 then differs
     """
     token_bytes = cache.elements_per_token * kv_bytes
     if sparse and cache.kind == "latent" and kv_bytes == 1:
@@ -83,7 +83,7 @@ class KvRules:
     hybrid_manager: layers of several kinds get groups of their own; vLLM turns this off only for KV connectors and for
                     chunked attention with EAGLE (VllmConfig.__post_init__ in vllm/config/vllm.py)
     kernel_block:   tokens; the attention kernel's smallest block (get_supported_kernel_block_sizes)
-    state_mode:     the states of a request that are kept; None: vLLM's choice (see `kept_states`)
+    state_mode:     the kept states of a request; None: vLLM's choice (see `kept_states`)
     state_chunk:    tokens; for mode "all", the config's mamba_chunk_size or chunk_size
     vllm:           the version whose rules apply
     """
@@ -127,11 +127,11 @@ class KvRules:
 
     @property
     def kept_states(self) -> StateMode:
-        """none: one state per request; align: two, at multiples of the block size; all: one per block of tokens.
+        """The kept states: "none": one per request; "align": two, at multiples of the block size; "all": one per block.
 
         With prefix caching 0.30 always chooses "align" (MambaModelConfig in vllm/model_executor/models/config.py). 0.26
         chooses "all" for model classes with SupportsMambaPrefixCaching (Nemotron-H, Granite-4-H, Falcon-H1, Bamba,
-        Jamba, Zamba2), which a state_chunk stands for, and "align" for others.
+        Jamba, Zamba2), and "align" for others. A given state_chunk marks the former.
         """
         if not self.enable_prefix_caching:
             return "none"
@@ -179,7 +179,7 @@ def blocks_of_window(spec: Spec, in_flight_tokens: int, tokens: int | None = Non
     """The most blocks that one request holds in a window or a chunk. tokens: its length; None: any"""
     sliding = spec.kind == "sliding"
     held = spec.window - sliding + in_flight_tokens
-    # One block more, as a window may start inside a block.
+    # A window may start inside a block, so it needs one block more.
     return ceil((held if tokens is None else min(held, tokens)) / spec.block_size) + sliding
 
 
@@ -280,7 +280,7 @@ def why_no_fp8_kv(
 def _why_not_by_flashinfer(
     latent: bool, head_dims: Collection[int], sinks: bool, capability: tuple[int, int]
 ) -> str | None:
-    """The reason why FlashInfer, vLLM's only kernel that could, cannot read an FP8 cache; None if it can."""
+    """The reason why FlashInfer, the only kernel for it, cannot read an FP8 cache; None if it can."""
     wrong = sorted(set(head_dims) - set(FLASHINFER_HEAD_DIMS))
     lacks = [
         "no latent attention" if latent else "",
@@ -324,7 +324,7 @@ def model_caches(
     longest_request: tokens, used if limits.max_model_len is None
     capability:      compute capability of the GPU; None: Hopper's
 
-    Raises ConfigError if vLLM cannot keep them in this precision, or in a way that is not modelled.
+    Raises ConfigError if vLLM cannot keep them in this precision, or keeps them in a way that is not modelled.
     """
     layers = layer_caches(shape, precision, limits.tensor_parallel_size)
     if not layers:
@@ -336,7 +336,7 @@ def model_caches(
         return ModelCaches(layers, KvRules.of(limits, longest_request, CPU_BLOCK, vllm="0.30"))
     sparse = any(_sparse(attention) for attention, _ in shape.parts_of(LatentAttention))
     block = kernel_block(layers, precision.kv_element_bytes, sparse)
-    # vLLM takes the kernel's block if none is given. Here a smaller one means the same.
+    # Without a given block vLLM takes the kernel's. Here a smaller block means the same.
     limits = replace(limits, block_size=max(limits.block_size, block))
     return ModelCaches(layers, KvRules.of(limits, longest_request, block))
 
@@ -358,7 +358,7 @@ def why_not_kept(
 
 
 def layer_caches(shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1) -> tuple[LayerCache, ...]:
-    """The caches of all layers on one rank, in order. A layer without a cache has no entry, one with an indexer two."""
+    """The caches of all layers on one rank, in order: none for a layer without a cache, two for one with an indexer."""
     every = (mixer for layer in shape.layers for mixer in mixers(layer))
     of_mixer = (_of_mixer(mixer, precision.kv_element_bytes, tensor_parallel_size) for mixer in every)
     return tuple(cache for caches in of_mixer for cache in caches)

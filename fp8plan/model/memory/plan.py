@@ -11,8 +11,8 @@ The engine measures the terms on the GPU. Here they are modelled from the shapes
 - activation peak: the buffers alive at the two peaks of profile_run, from the source;
 - non-torch and CUDA graphs: constants measured on one H200 with vLLM 0.26.0 (profiles/h200_sxm/vllm-0.26.0: first_look
   and families), and from public logs for several ranks.
-The CUDA context, NCCL, and allocations after profiling (a dense model's graphs, block tables) are not counted. They
-live in the share that gpu_memory_utilization leaves.
+The CUDA context, NCCL, and allocations after profiling (a dense model's graphs, block tables) are not counted. They use
+the share that gpu_memory_utilization leaves.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from fp8plan.model.shards import why_not_shardable
 
 MIB, GIB = 1 << 20, 1 << 30
 
-# vLLM's estimate of CUDA graph memory, V1 model runner only: the larger first capture, and the second graph of each
-# kind times the number of further ones (gpu_model_runner.py, profile_cudagraph_memory). The sizes agree with 51 + 51
-# graphs of Qwen3-30B-A3B (658 MiB in BF16, 758 in FP8) and a public log of Qwen3-8B. Other families took 556 to 918
-# MiB. That FP8 adds to full graphs only is a guess.
+# vLLM's estimate of CUDA graph memory, V1 model runner only (gpu_model_runner.py, profile_cudagraph_memory). It is the
+# larger first capture, and for each kind its second graph times the number of further ones. The sizes agree with 51 +
+# 51 graphs of Qwen3-30B-A3B (658 MiB in BF16, 758 in FP8) and a public log of Qwen3-8B. Other families took 556 to 918
+# MiB. A guess: FP8 adds to full graphs only.
 CUDAGRAPH_FIRST_BYTES = 58 * MIB
 CUDAGRAPH_PIECEWISE_BYTES = 4 * MIB
 CUDAGRAPH_FULL_BYTES = 8 * MIB
@@ -60,8 +60,8 @@ def cudagraph_capture_sizes(limits: EngineLimits) -> tuple[int, ...]:
 def cudagraph_reserve_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> int:
     """Bytes set aside for CUDA graphs before the KV pool is sized (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=1).
 
-    0 with the V2 model runner, whose profile_cudagraph_memory returns 0. V1 captures every size piecewise, and sizes up
-    to max_num_seqs also in full.
+    The V2 model runner reserves none (profile_cudagraph_memory returns 0). V1 captures every size piecewise, and sizes
+    up to max_num_seqs also as full graphs.
     """
     sizes = cudagraph_capture_sizes(limits)
     if model_runner(shape, gpu) == "v2" or not sizes:
@@ -75,8 +75,8 @@ def cudagraph_reserve_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, l
 # counts as weights. MLA has it in BF16 too, as MLAAttention always has an FP8 quantiser.
 DEEPGEMM_WORKSPACE_BYTES = 32 * MIB
 
-# PyTorch's caching allocator (c10/cuda/CUDACachingAllocator): tensors of 10 MiB or more get blocks of whole 2 MiB. A
-# tail of up to 1 MiB is not split off, and none is from 20 MiB on, as vLLM loads with max_split_size_mb=20.
+# PyTorch's caching allocator (c10/cuda/CUDACachingAllocator): tensors of 10 MiB or more get blocks of whole 2 MiB. The
+# allocator splits off no tail of up to 1 MiB, nor any from 20 MiB on (vLLM loads with max_split_size_mb=20).
 ALLOCATOR_LARGE_BYTES = 10 * MIB
 ALLOCATOR_ROUND_BYTES = 2 * MIB
 ALLOCATOR_TAIL_BYTES = 1 * MIB
@@ -96,7 +96,7 @@ def loaded_weight_bytes(
     16 MiB more, and 534 MiB more for Gemma 3 (see `_rotary_bytes`).
 
     expert_ranks:  as in `ModelShape.weight_bytes`
-    has_deep_gemm: DeepGEMM supports the GPU; not so on an A100 (vllm issue 42058 leaves no room for a workspace)
+    has_deep_gemm: DeepGEMM supports the GPU. An A100 has no such workspace (the numbers of vllm issue 42058)
     """
     total = shape.weight_bytes(precision, tensor_parallel_size, expert_ranks) + _rotary_bytes(shape)
     tensors = _tensors(shape, precision, tensor_parallel_size, expert_ranks)
@@ -108,8 +108,8 @@ def loaded_weight_bytes(
 def _rotary_bytes(shape: ModelShape) -> int:
     """Bytes of one table of rotary embeddings, as wide as the widest head.
 
-    Not modelled: tables of half heads (GLM), of four positions a token (Qwen3.5), a second one for windows (OLMo 3,
-    Gemma 3), and the factor by which linear scaling lengthens a table (8 in Gemma 3: 512 MiB).
+    Not modelled: tables of half heads (GLM) or of four positions a token (Qwen3.5), a second table for windows (OLMo 3,
+    Gemma 3), and linear scaling, which lengthens a table by its factor (8 in Gemma 3: 512 MiB).
     """
     widths = [attention.head_dim for attention, _ in shape.parts_of(Attention)]
     widths += [latent.qk_rope_head_dim for latent, _ in shape.parts_of(LatentAttention)]
@@ -139,8 +139,8 @@ def _unused_tail_bytes(size: int) -> int:
 
 MOST_UTILIZATION = 0.97  # the driver, the CUDA context and captured graphs need the rest
 
-# Memory of the CUDA context on an idle GPU, which vLLM does not see as free: the least in logs of engines ("Free memory
-# on device"; 0.41 GiB on an A100, 0.51 on an H200). With several ranks NCCL takes 1.5 to 2 GiB more.
+# Memory of the CUDA context on an idle GPU, which vLLM does not see as free: the least in engines' logs ("Free memory
+# on device": 0.41 GiB on an A100, 0.51 on an H200). With several ranks NCCL takes 1.5 to 2 GiB more.
 CONTEXT_BYTES = 410 * MIB
 
 # A CPU's KV pool is given to the engine (VLLM_CPU_KVCACHE_SPACE), as fp8plan does not know the machine's memory. This
@@ -166,7 +166,7 @@ class MemoryPlan:
     non_torch_bytes:    growth outside the allocator while profiling
     cudagraph_bytes:    set aside for CUDA graphs (0 with the V2 model runner)
     kv:                 the KV cache's blocks, and the groups of layers that share them
-    imposed:            the pool is that of EngineLimits.num_gpu_blocks instead of predicted
+    imposed:            EngineLimits.num_gpu_blocks gives the pool, so it is not predicted
     """
 
     requested_bytes: int
@@ -231,7 +231,7 @@ def check_share(gpu: Gpu, limits: EngineLimits) -> list[str]:
     """Warnings about a gpu_memory_utilization with which vLLM may fail to start.
 
     Raises ConfigError for one that exceeds the free memory (request_memory in vllm/v1/worker/utils.py). `memory_plan`
-    does not check this, because it also serves records of engines that did start.
+    does not check this, because it also serves records of engines that had started.
     """
     share, total = limits.gpu_memory_utilization, gpu.memory_bytes
     if gpu.is_cpu or share <= MOST_UTILIZATION:
@@ -316,10 +316,10 @@ def _does_not_fit(
     kv, blocks = plan.kv, plan.kv.blocks_of_request(tokens)
     if plan.imposed:
         several = len(kv.groups) > 1
-        many = f"{len(kv.groups)} groups of layers share num_gpu_blocks {limits.num_gpu_blocks}"
+        shared = f"{len(kv.groups)} groups of layers share num_gpu_blocks {limits.num_gpu_blocks}"
         single = f"num_gpu_blocks {limits.num_gpu_blocks} holds {kv.usable_blocks * kv.block_size} tokens"
         return (
-            f"{many if several else single}, but one request of {tokens} tokens needs {blocks} blocks"
+            f"{shared if several else single}, but one request of {tokens} tokens needs {blocks} blocks"
             f"{'' if several else f' of {kv.block_size}'}; raise num_gpu_blocks or lower max_model_len"
         )
     needed, available = (blocks + 1) * kv.block_bytes, plan.available_bytes
