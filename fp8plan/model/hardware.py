@@ -28,8 +28,8 @@ def dotted(capability: tuple[int, int]) -> str:
 class Gpu:
     """One GPU model, or `cpu`, which stands for any. Peaks are dense (no sparsity) and per GPU; SI units.
 
-    name:               key used by the command line and by profiles, e.g. "h200_sxm"; or the numbers of a GPU that is
-                        given by these (`datasheet`)
+    name:               key used by the command line and by profiles, e.g. "h200_sxm"; for a GPU that is described by
+                        numbers, these (`datasheet`)
     product:            marketing name as NVML reports it, e.g. "NVIDIA H200"
     compute_capability: (major, minor); None for a CPU
     sm_count:           streaming multiprocessors; a CPU's cores
@@ -41,9 +41,9 @@ class Gpu:
     nvlink_bandwidth:   bytes/s per GPU in one direction; None without NVLink
     pcie_bandwidth:     bytes/s in one direction
     sources:            field name -> source of the number
-    gpus_per_node:      GPUs that reach each other without the network: of one host (8 in HGX and DGX hosts), or of a
-                        larger NVLink domain. `--gpus-per-node` overrides it
-    power_limit_watts:  of the GPU alone, as shipped; None: not known
+    gpus_per_node:      GPUs that reach each other without the network: those of a host (8 in HGX and DGX hosts), or of
+                        a larger NVLink domain. `--gpus-per-node` overrides it
+    power_limit_watts:  power limit of the GPU alone, as shipped; None: not known
     tuned_fp8_experts:  (experts, their intermediate size on one rank) for which vLLM ships a tuned configuration of its
                         block-FP8 Triton kernel; None if it uses another kernel
     tuned_bf16_experts: the same for its BF16 kernel; None: not known
@@ -75,7 +75,7 @@ class Gpu:
         return self.compute_capability is None
 
     def is_of(self, product: str) -> bool:
-        """True if a GPU with this product name is this one. A GPU given by its numbers may have any unknown name."""
+        """True if this is the GPU with that product name. A GPU given by its numbers may have any unknown name."""
         return product == self.product or (self.name.startswith(DATASHEET) and _named(product) is None)
 
     @property
@@ -145,9 +145,9 @@ _NO_BLOCK_FP8_ON_CPU = (
     "(W8A16, with AMX); the KV cache alone can be FP8 there, on x86 with AVX-512 or AMX"
 )
 
-# gpus.json maps a name to its facts. A fact is a value, or [value, source]. A GPU that is `like` another has its facts
-# too, but none of its aliases. A model name of several GPUs, such as A100, means the first of them.
-# - sold_as_gb, forms: the GB and the form factors that may stand beside the model name.
+# gpus.json maps a name to its facts. A fact is a value, or [value, source]. A GPU that is `like` another inherits its
+# facts, but not its aliases. A model name of several GPUs, such as A100, means the first of them.
+# - sold_as_gb, forms: the GB and the form factors that users may write beside the model name.
 # - memory_mib: as cudaMemGetInfo and torch's total_memory report. nvidia-smi shows 0.3 to 0.6 GiB more, which the
 #   driver keeps; driver versions differ by less than 0.2 GiB.
 # - cpu: any x86 laptop or small server of the 2020s, within a factor of a few. A profile's efficiencies are fractions
@@ -271,7 +271,7 @@ def _named(name: str) -> Gpu | None:
     for device in _DEVICES:
         facts = _facts(device.name)
         fits = parts.forms <= set(facts.get("forms", ())) and parts.gb <= set(facts.get("sold_as_gb", ()))
-        if parts.model and fits and any(_taken_apart(written).model == parts.model for written in _spellings(device)):
+        if parts.model and fits and any(_taken_apart(spelling).model == parts.model for spelling in _spellings(device)):
             return device
     return None
 

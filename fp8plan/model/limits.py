@@ -1,6 +1,6 @@
 """The engine's limits: their names in vLLM, verl and rollout records, their defaults, and vLLM's rules for them.
 
-Also which of vLLM's two model runners an engine has; sampler, activation peak and CUDA-graph reserve follow from it.
+`model_runner` names the one of vLLM's two model runners, which decides sampler, activation peak and graph reserve.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Limit:
     """One limit under all its names.
 
     field:  of EngineLimits
-    part:   the part of a VllmConfig that has it, under vLLM's argument
+    part:   the part of a VllmConfig with the limit, under vLLM's argument
     record: field of a rollout record; "" if records lack it
     verl:   word in verl's actor_rollout_ref.rollout; "" if verl has none with the same values
     """
@@ -65,8 +65,8 @@ def fields_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Derived(int):
-    """A limit that the user left out, which vLLM derives from the GPU and the other limits. `EngineLimits.derived`
-    does the same. Everywhere else it is a number."""
+    """A limit that the user left out, so `EngineLimits.derived` derives it from the GPU and the other limits, as vLLM
+    does. Everywhere else it is a number."""
 
 
 # Defaults of an offline `LLM`: get_batch_defaults in vllm/engine/arg_utils.py, 0.26 to 0.30. Block sizes are from
@@ -86,8 +86,8 @@ class EngineLimits:
 
     A limit that is left out takes vLLM's default for an offline `LLM`. Defaults of max_num_seqs, max_num_batched_tokens
     and block_size depend on the GPU and the other limits. Until an EngineSetup or a plan names the GPU, they are those
-    of a GPU of at least 70 GiB. Only `max_model_len` differs from vLLM: None means just enough for the longest request
-    of the workload, as an RL trainer sets it.
+    of a GPU of at least 70 GiB. Only `max_model_len` differs from vLLM: None means just enough for the workload's
+    longest request, as RL trainers set it.
 
     gpu_memory_utilization: fraction of the GPU's memory the engine may use, in (0, 1]; unused on a CPU
     max_model_len:          longest prompt + response in tokens
@@ -97,8 +97,8 @@ class EngineLimits:
     enable_prefix_caching:  full blocks can be reused by their content until they are evicted
     tensor_parallel_size:   GPUs per replica
     data_parallel_size:     replicas; the batch is split between them before it starts
-    async_scheduling:       a step is scheduled before the last one's tokens are known, so the slot and the blocks of a
-                            finished request are free one step later
+    async_scheduling:       a step is scheduled before the last step's tokens are known, so a finished request's slot
+                            and blocks are free one step later
     enforce_eager:          no CUDA graphs
     scheduler_reserve_full_isl: admit a waiting request only if its whole prefill fits the free blocks, not just its
                             first chunk
@@ -189,7 +189,7 @@ class EngineLimits:
         self._derive()
 
     def _derive(self) -> None:
-        """Lower the budget and max_num_seqs, if they were left out, to what the other limits leave, in vLLM's order."""
+        """Lower a budget or max_num_seqs that was left out to the bound by the other limits, in vLLM's order."""
         budget, requests = self.max_num_batched_tokens, self.max_num_seqs
         if isinstance(budget, Derived) and self.max_model_len is not None:
             budget = Derived(min(budget, requests * self.max_model_len))
@@ -215,7 +215,7 @@ class EngineLimits:
 
     @property
     def cut(self) -> tuple[int, bool]:
-        """The number of GPUs that the model is cut over, and True if they have whole experts."""
+        """The number of GPUs that share the model, and True if each has whole experts."""
         return self.tensor_parallel_size, self.expert_ranks > 1
 
     def holding(self, longest_request: int) -> EngineLimits:

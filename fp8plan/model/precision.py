@@ -1,4 +1,4 @@
-"""Formats of weights and KV cache: those that vLLM makes of a BF16 checkpoint, and those that FP8 checkpoints hold.
+"""Formats of weights and KV cache: those that vLLM makes from a BF16 checkpoint, and those of FP8 checkpoints.
 
 vLLM (0.30) takes the quantisation of a checkpoint from the first of these fields that is not null:
 - `quantization_config` of config.json;
@@ -172,7 +172,7 @@ class Stored:
 
     @property
     def not_synced(self) -> str:
-        """The reason why no trainer can use it as a rollout engine."""
+        """The reason why trainers cannot sync weights into it."""
         return (
             f"the checkpoint holds its weights in {self.label}, and fp8plan syncs BF16 weights, which vLLM quantises; "
             f"name {self.bf16_model}, or serve this one (--emit vllm)"
@@ -200,7 +200,7 @@ def stored_format(config: Config, source: str) -> Stored | None:
 
 
 def refused(source: str, what: str, twin: str, without: str) -> ConfigError:
-    """The error for a checkpoint whose quantisation is not planned. without: words for a folder that can be planned"""
+    """The error for an unplanned quantisation. without: words for a folder that can be planned"""
     named = f" ({twin})" if twin else ", e.g. Qwen/Qwen3-8B for Qwen/Qwen3-8B-AWQ"
     return ConfigError(
         f"{source}: this checkpoint is already quantised ({what}). fp8plan plans checkpoints in BF16, and those in FP8 "
@@ -221,7 +221,7 @@ def quantisation(config: Config) -> tuple[str, Any] | None:
     """The field that describes the quantisation of weights, and its value; None if no field does."""
     for name in SPELLINGS:
         if (value := config.get(name)) is not None:
-            return None if value == {} else (name, value)  # an empty one ends the search in vLLM too
+            return None if value == {} else (name, value)  # an empty field ends the search in vLLM too
     for name in NESTED:
         inner = config.get(name)
         if isinstance(inner, Mapping) and (known := quantisation(inner)):
@@ -334,7 +334,7 @@ def _is_static_fp8(arguments: Any) -> bool:
 
 
 def _of_attention(targets: Any) -> bool:
-    """True for a group about the cache of attention, which vLLM takes from kv_cache_scheme instead."""
+    """True for a group that describes attention's cache. vLLM reads that format from kv_cache_scheme instead."""
     return isinstance(targets, list) and len(targets) == 1 and str(targets[0]).endswith("Attention")
 
 

@@ -77,7 +77,7 @@ def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool
 
     transfer:  the rank's BF16 weights at `times.sync_bandwidth` (the engine quantises after it receives)
     quantise:  for FP8 weights: the quantised matrices read in BF16 and written in FP8, at the datasheet's bandwidth
-    kv_scales: for FP8 KV, if `recalibrate_kv`: one full step of prefill in requests of max_model_len, to observe K, V
+    kv_scales: for FP8 KV, if `recalibrate_kv`: one full step that prefills requests of max_model_len, to observe K, V
     """
     shape, gpu, precision = model.shape, model.gpu, model.precision
     tp = model.limits.tensor_parallel_size
@@ -107,13 +107,13 @@ def _quantise_bytes(shape: ModelShape, precision: Precision, limits: EngineLimit
 def full_prefill(shape: ModelShape, limits: EngineLimits, longest: int) -> StepBatch:
     """One step that fills the token budget with whole prompts of `longest` tokens, the last one shorter."""
     tokens = min(limits.max_num_batched_tokens, limits.max_num_seqs * longest)
-    whole, rest = divmod(tokens, longest)
-    requests = whole + (rest > 0)
+    whole, last = divmod(tokens, longest)
+    requests = whole + (last > 0)
     nothing, every, chunks = (np.array([count]) for count in (0, tokens, requests))
     windows = []
     for kind, window in dict.fromkeys((cache.kind, cache.window) for cache in shape.caches() if cache.window):
         spec = Spec(kind, 1, window=window)
-        pairs = np.array([whole * pairs_read(spec, 0, longest) + pairs_read(spec, 0, rest)])
+        pairs = np.array([whole * pairs_read(spec, 0, longest) + pairs_read(spec, 0, last)])
         windows.append(WindowReads(kind, window, nothing, every, pairs))
-    pairs = np.array([(whole * longest * (longest + 1) + rest * (rest + 1)) // 2])  # causal attention
+    pairs = np.array([(whole * longest * (longest + 1) + last * (last + 1)) // 2])  # causal attention
     return StepBatch(nothing, nothing, every, chunks, every, pairs, chunks, tuple(windows))

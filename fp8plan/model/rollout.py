@@ -1,12 +1,12 @@
 """A finite batch of rollouts on one engine: memory, then the schedule, then the time of each step and the makespan.
 
-Of a batch that is too large to simulate whole, a sample is simulated. A long rollout fills up, goes on with as much
+A batch that is too large to simulate whole is represented by a sample. A long rollout fills up, goes on with as much
 work in flight as slots and blocks allow, and runs dry. Requests are admitted in order of arrival. In the middle part
-nothing depends on how many requests still wait. So a sample keeps the head and the end of the batch, and prompts spread
-evenly over its middle. Their rows then count several times each, until all response tokens of the batch are made.
+the number of waiting requests changes nothing. So a sample keeps the head and the end of the batch, and prompts spread
+evenly over its middle. The middle's rows then count several times, until all response tokens of the batch are made.
 
-When the middle begins, few of the requests in flight at the start may be left. `_memory_steps` gives the steps until
-then, and the sample grows until its head lasts as long. If that takes more than half of the batch, it is simulated
+When the middle begins, only few of the first requests in flight may be left. `_memory_steps` gives the steps until
+then, and the sample grows until its head lasts as long. A batch of which that takes more than half is simulated
 whole.
 """
 
@@ -32,7 +32,7 @@ from fp8plan.model.workload import Batch
 WHOLE = 20_000  # most requests of a replica that are simulated whole
 SAMPLE = 10_000  # least requests of a sample
 HEAD, END = 0.2, 0.1  # shares of the sample
-LEFT = 0.01  # share of the work in flight that may be older than the head
+LEFT = 0.01  # share of the work in flight that may still be from the start when the middle begins
 PIECE = 128  # most requests of one prompt that a sample takes or leaves out together
 DRAWS = 200  # random samples, of which the one most like the batch is used
 CHUNKS = 10  # parts of the middle, whose paces are compared
@@ -58,16 +58,16 @@ class Rollout:
 
     makespan_s:          from the call to the last token of the slowest replica; low and high: 90% interval
     output_tokens:       response tokens of all replicas
-    preemptions:         of all replicas
+    preemptions:         preemptions of all replicas
     recomputed_tokens:   tokens whose KV a preemption dropped
-    cached_tokens:       tokens that the prefix cache saved from prefill
+    cached_tokens:       tokens that need no prefill, because the prefix cache has them
     num_steps, tail_fraction, parts, extrapolated, timeline: of the slowest replica
     tail_fraction:       share of the makespan at its end in which no request waits, and fewer than a quarter of those
                          that could run together run
     parts, tail_parts:   component of the cost model -> its share of the makespan, and of the tail
-    extrapolated:        reasons why this is outside of the profile's measurements; empty if it is not
+    extrapolated:        reasons why the rollout is outside of the profile's measurements; empty if it is inside
     log_gradient:        d log(makespan_s) / d log(coefficient of the profile)
-    simulated:           share of the responses that were simulated; the rest is assumed to go at their pace
+    simulated:           share of the responses that were simulated; the others are assumed to go at their pace
     sampling_sd:         standard deviation of log(makespan_s) that sampling adds; the interval includes it
     """
 
@@ -119,7 +119,7 @@ def simulate(
     """Simulate the rollout of `batch` on an engine.
 
     memory: the engine's memory, if it is already known
-    known:  schedules of the same batch with another KV pool, reused where they also hold for this pool
+    known:  schedules of the same batch with another KV pool, reused where they hold for this pool too
     experts_hit: as in StepModel
 
     Raises ConfigError for an unknown model, CapacityError if the model does not fit, and ProfileError for a kernel that
@@ -216,7 +216,7 @@ def _timed(batches: Sequence[StepBatch], model: StepModel) -> tuple[list[Array],
     ends = np.cumsum(sizes).tolist()
     if len(batches) > 1 and ends[-1] > ROWS_AT_ONCE:
         return [model.timed(batch).seconds() for batch in batches], lambda i: model.timed(batches[i])
-    all_steps = model.timed(joined(batches))  # together: most of the work is per distinct number of tokens
+    all_steps = model.timed(joined(batches))  # all at once, because most work is per distinct number of tokens
     return np.split(all_steps.seconds(), ends[:-1]), lambda i: all_steps.rows(slice(ends[i] - sizes[i], ends[i]))
 
 
@@ -239,7 +239,7 @@ def step_batch(plan: Schedule) -> StepBatch:
 
 
 def _tail_rows(plan: Schedule, max_num_seqs: int) -> slice:
-    """Rows after the last one in which a request waited or a quarter of those that could run together did."""
+    """Rows of the tail: after the last one with a waiting request, or with TAIL_SHARE of the requests running."""
     together = min(plan.requests, max_num_seqs)
     busy = np.flatnonzero((plan.waiting > 0) | (plan.running >= TAIL_SHARE * together))
     return slice(int(busy[-1]) + 1, None)
@@ -253,7 +253,7 @@ def _shares(seconds: dict[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Requests that represent a batch. Those from `start` to `end` in order of arrival are a sample of its middle."""
+    """Requests that represent a batch. In order of arrival, those from `start` to `end` are a sample of its middle."""
 
     batch: Batch
     start: int
@@ -266,8 +266,8 @@ def schedules_of(batches: Sequence[Batch], simulate: Callable[[Batch], Schedule]
     simulate: a function from a batch to the schedule of all its requests
     size:     least requests to simulate
 
-    The replica with most response tokens is simulated, and the others go at its pace. With a sample for each, the
-    slowest replica would be the one with the worst sample.
+    The replica with most response tokens is simulated, and the others go at its pace. With a sample for each, the worst
+    sample would make the slowest replica.
     """
     longest = max(batches, key=lambda batch: int(batch.responses.sum()))
     memory = _memory_steps(longest.responses)
@@ -303,16 +303,16 @@ def sample_of(batch: Batch, size: int) -> Sample:
 
 
 def _alike(batch: Batch, bounds: IntArray, strata: IntArray) -> IntArray:
-    """A piece from each stratum, so that these together are most like all pieces of the strata.
+    """A piece from each stratum; together they are most like all pieces of the strata.
 
-    The best of DRAWS random draws has the nearest requests, prompt tokens and KV tokens to read per response token.
-    These decide the pace.
+    The best of DRAWS random draws comes nearest in three ratios, which decide the pace: requests, prompt tokens and KV
+    tokens to read, each per response token.
     """
     prompts, responses = batch.prompts.astype(np.float64), batch.responses.astype(np.float64)
     work = np.stack([responses, np.ones_like(responses), prompts, responses * (prompts + responses / 2)])
     pieces = np.add.reduceat(work, bounds[:-1], axis=1)
-    many = max(1, min(DRAWS, 1_000_000 // len(strata)))  # any large sample is like the batch
-    draws = np.random.default_rng(0).integers(strata[:-1], strata[1:], (many, len(strata) - 1))
+    count = max(1, min(DRAWS, 1_000_000 // len(strata)))  # any large sample is like the batch
+    draws = np.random.default_rng(0).integers(strata[:-1], strata[1:], (count, len(strata) - 1))
     tokens, *drawn = pieces[:, draws].sum(axis=2)
     of_all, *wanted = pieces[:, strata[0] : strata[-1]].sum(axis=1)
     off = [(x / tokens) / (y / of_all) - 1 for x, y in zip(drawn, wanted, strict=True)]
@@ -321,9 +321,9 @@ def _alike(batch: Batch, bounds: IntArray, strata: IntArray) -> IntArray:
 
 
 def _memory_steps(responses: IntArray) -> float:
-    """Steps after which at most LEFT of the work in flight is as old.
+    """Steps after which at most the share LEFT of the work in flight is from the start.
 
-    After t steps, sum(max(length - t, 0)) / sum(length) of the slots still belong to the same requests.
+    After t steps, sum(max(length - t, 0)) / sum(length) of the slots still belong to the first requests.
     """
     lengths = np.sort(responses)[::-1].astype(np.float64)
     counts = np.arange(1, len(lengths) + 1)
@@ -362,7 +362,7 @@ def pace_error(plan: Schedule, seconds: Array) -> float:
     seconds: of each row with all its steps and repeats, shape (rows,)
 
     The sample's middle is cut into CHUNKS of equally many tokens. The differences between the paces of neighbours give
-    the error of the mean pace. A trend over the batch is no error, as the sample follows it.
+    the error of the mean pace. A trend over the batch is no error, because the sample follows it.
     """
     if plan.sampled is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""One engine as planner, validate, guard, probe and launch share it: model, GPU, precision and limits."""
+"""One engine, shared by planner, validate, guard, probe and launch: model, GPU, precision and limits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fp8plan.model.profile.profile import Profile
 
 
 def default_limits(gpu: Gpu, model: str | Path | ModelShape, **limits: Any) -> EngineLimits:
-    """These limits, and vLLM's defaults for this GPU and model for the rest. An unreadable model counts as any.
+    """These limits, and vLLM's defaults for this GPU and model for the rest.
 
-    Raises ConfigError as EngineLimits.for_gpu does.
+    An unreadable model counts as one without recurrent layers. Raises ConfigError as EngineLimits.for_gpu does.
     """
     try:
         recurrent = (model if isinstance(model, ModelShape) else ModelShape.from_hf(model)).recurrent
@@ -94,7 +94,7 @@ class EngineSetup:
     def check_model(self, model: str) -> None:
         """Raise ConfigError if a checkpoint has other layers than this engine's model.
 
-        model: hub id or folder of the checkpoint; passes if its config cannot be read
+        model: hub id or folder of the checkpoint; one without a readable config passes
         """
         try:
             shape = ModelShape.from_hf(model)
@@ -123,7 +123,7 @@ class EngineSetup:
     def blocks_in(self, pool_tokens: int) -> int:
         """Blocks, including the null block, of a pool of `pool_tokens`: num_gpu_blocks times the engine's block_size.
 
-        That block_size may be larger than that of `limits`.
+        The engine's block_size may be larger than that of `limits`.
         """
         return pool_tokens // self.kv_plan(0).block_size
 
@@ -133,5 +133,5 @@ class EngineSetup:
 
     @cached_property
     def _cache_groups(self) -> int:
-        """The number of groups of layers with a block table. 1 on a CPU, whose profile has no coefficient for them."""
+        """The number of groups of layers with a block table; 1 on a CPU, whose profile lacks their coefficient."""
         return 1 if self.gpu.is_cpu else len(self.kv_plan(0).groups)

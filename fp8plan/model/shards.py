@@ -1,7 +1,7 @@
 """The tensor-parallel sizes into which an engine can cut a block-quantised model.
 
-FP8 comes in blocks of 128 x 128. Sizes of a rank that are no whole number of blocks have three outcomes (read in vLLM
-0.24 to 0.32, and run against 0.30 by tests/model/test_shards.py):
+FP8 comes in blocks of 128 x 128. A rank's size may be no whole number of blocks, with three outcomes (read in vLLM 0.24
+to 0.32, and run against 0.30 by tests/model/test_shards.py):
 
 - Online quantisation of a linear pads the scales of outputs, but asserts that groups of 128 divide the inputs, in the
   first forward pass (per_token_group_quant_fp8). fp8plan leaves such a linear in BF16, by name (`Linear.quantised`,
@@ -12,7 +12,7 @@ FP8 comes in blocks of 128 x 128. Sizes of a rank that are no whole number of bl
 - For a checkpoint in FP8 blocks vLLM refuses a rank that begins or ends inside a block, experts included
   (validate_fp8_block_shape and its _moe), or finds no place for the scales of a fused layer. verl quantises whole
   matrices and has vLLM load such a checkpoint, so one such layer rules a size out. 0.30 cuts the scales of experts
-  finer; 0.24, which verl 0.9.1 installs, does not. With expert parallelism no block is cut.
+  finer, but 0.24, which verl 0.9.1 installs, does not. Expert parallelism cuts no block.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_target(target: str) -> None:
 
 
 def strictest(targets: Iterable[str]) -> str:
-    """The target that can start the fewest layouts; "vllm" without targets. Another may still refuse the layout."""
+    """The target that can start the fewest layouts; "vllm" without targets. Another target may refuse its layouts."""
     return max(targets, key=_BY_DEMANDS.index, default="vllm")
 
 
@@ -141,7 +141,7 @@ def _why_not_padded(shape: ModelShape, precision: Precision) -> str | None:
 def _why_nothing_left(
     shape: ModelShape, precision: Precision, tensor_parallel: int, layouts: Iterable[int]
 ) -> str | None:
-    """The reason if vLLM has nothing to quantise, with the layouts that have something; else None."""
+    """The reason if vLLM has nothing to quantise, with the layouts in which it has something; else None."""
 
     def something(tp: int) -> bool:
         return any(x.quantised for x in (*shape.linears(tp), *shape.expert_linears()))
@@ -170,7 +170,7 @@ def refusals(
 
 
 def _whole_blocks(shape: ModelShape, tp: int, expert_slices: int) -> Iterator[Size]:
-    """The inputs of linears, the outputs that another matrix or another rank follows, and the experts' width."""
+    """The inputs of linears, the outputs before another matrix's or rank's, and the experts' width."""
     yield from (Size(x.name, "inputs", x.k) for x in shape.linears(tp) if x.intended)
     for part, _ in shape.counted:
         for linear, whole in zip(part.linears(shape.hidden_size, tp), part.linears(shape.hidden_size), strict=True):

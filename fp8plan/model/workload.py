@@ -17,7 +17,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.jsonl import read
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
-LIKE = 0.85  # similarity from which another column's name counts as a typo of these
+LIKE = 0.85  # similarity from which a column's name counts as a typo of these
 DEFAULT_PROMPTS = "fixed:1024"
 LENGTHS_SYNTAX = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS, or a .jsonl or .parquet file of lengths"
 
@@ -178,7 +178,7 @@ class Workload:
             )
 
     def batch(self) -> Batch:
-        """The requests, prompt by prompt, samples of a prompt next to each other. The seed decides the lengths.
+        """The requests, prompt by prompt, with samples of a prompt next to each other. The seed decides the lengths.
 
         Prompt and response lengths are independent, except in a trace with one row per response. Its rows are taken in
         order, and the first row of each prompt has the prompt's length.
@@ -202,11 +202,11 @@ def _lengths(name: str, value: Any) -> Lengths:
 
 
 def parse_both_lengths(prompts: str | None, responses: str) -> tuple[Lengths, Lengths, list[str]]:
-    """Read lengths as the command line spells them. Returns (prompt lengths, response lengths, notes).
+    """Read both lengths as the command line spells them. Returns (prompt lengths, response lengths, notes).
 
     prompts: None: those of the responses' trace, if it has any, else DEFAULT_PROMPTS
 
-    Raises ConfigError as `parse_lengths` does, and for a trace whose column of prompt lengths is nearly named so.
+    Raises ConfigError as `parse_lengths` does, and for a trace with a likely typo of the name "prompt_length".
     """
     known = parse_lengths(responses, RESPONSE)
     if not isinstance(known, Trace):
@@ -296,7 +296,7 @@ def _rows(path: Path, column: str) -> list[tuple[int, Any]]:
 
 
 def _has(names: list[str], column: str) -> str:
-    """The end of an error: the columns of the file, and the one that was probably meant."""
+    """The end of an error: the columns of the file, and the likely intended one."""
     meant = nearest(column, names, LIKE)
     advice = f"call {meant!r} {column!r}" if meant else "add it"
     return f"it has {', '.join(map(str, names)) or 'nothing'}: {advice}"
