@@ -1,4 +1,4 @@
-"""vLLM 0.30's own planning of the KV cache, run on its spec objects: what fp8plan.model.kv_cache must reproduce."""
+"""vLLM 0.30's own planning of the KV cache, run on its spec objects: what fp8plan.model.memory must reproduce."""
 
 from __future__ import annotations
 
