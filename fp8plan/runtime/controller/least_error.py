@@ -3,7 +3,7 @@
     monitor = Monitor(controller=LeastErrorThresholds(noise_tokens=250_000))
 
 AdaptiveThresholds keep a run out of danger. This law instead finds the C that makes the gradient of one step most
-accurate (controller/law.py). docs/evidence/least_error.md has the laws that were considered, and the measurements.
+accurate (controller/law.py). benchmarks/control/laws.md has the laws that were considered, and the measurements.
 
 C follows the tail of the ratios (more mismatch never gives a smaller C; `bounds` end at 8, as in published runs) and
 the noise of the batch's gradient. A trainer measures the noise (`noise_scale`), or reports its gradients step by step
