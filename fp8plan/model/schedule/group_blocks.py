@@ -1,9 +1,9 @@
 """Blocks of a pool with prefix caching and several groups, runs of them in its free queue, and tables of requests.
 
-Free blocks without a hash are only counted. Those with one are a queue, least recently freed first. Requests share the
-full blocks of a prompt, so each is an object, and so is a state. All other blocks are a request's own: nobody else
-finds them, so they are counted while it runs, and lie in the queue by runs: a `Span` of one request, or the `Step` in
-which many requests freed a block each.
+Free blocks without a hash are only counted. Free blocks with a hash form a queue, the least recently freed first.
+Requests share the full blocks of a prompt, so each such block is an object. So is each state. All other blocks are a
+request's own, and no other request finds them. They are counted while it runs, and queue in runs. A run is a `Span` of
+one request, or a `Step` in which many requests freed one block each.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 
 class Freed:
-    """Blocks that are next to each other in the queue."""
+    """Neighbouring blocks in the queue."""
 
     __slots__ = ()
 
     def evict(self, blocks: int) -> int:
-        """Lose at most that many blocks, and return how many."""
+        """Evict at most that many blocks, and return the number evicted."""
         raise NotImplementedError
 
     def empty(self) -> bool:
@@ -26,7 +26,7 @@ class Freed:
 
 
 class Block(Freed):
-    """A full block of a prompt, or a state. copies: those of its content, oldest first; None: it cannot be found"""
+    """A full block of a prompt, or a state. copies: the findable ones, oldest first; None: it is none of them"""
 
     __slots__ = ("copies", "holders")
 
@@ -47,11 +47,11 @@ class Piece(Freed):
     __slots__ = ()
 
     def found(self) -> Sequence[int]:
-        """Their numbers."""
+        """The numbers of these blocks."""
         raise NotImplementedError
 
     def pick(self, wanted: Sequence[int]) -> Sequence[int]:
-        """Take those of the wanted ones that are here out of the queue, and return the others."""
+        """Take the wanted blocks that are here out of the queue, and return the other wanted ones."""
         raise NotImplementedError
 
 
@@ -86,7 +86,7 @@ class Span(Piece):
 
 
 class Step(Freed):
-    """Blocks freed in the rhythm in one step, one of each (request, group), in that order."""
+    """The blocks that steady requests freed in one step: one for each (request, group), in that order."""
 
     __slots__ = ("pairs", "step")
 
@@ -103,7 +103,7 @@ class Step(Freed):
 
 
 class Trail(Piece):
-    """The blocks of one request in one group that it freed in the rhythm, and that were still there when it stopped."""
+    """Blocks that one steady request freed in one group, and that were not yet evicted when it stopped."""
 
     __slots__ = ("pair", "steps")
 
@@ -130,13 +130,13 @@ class Table:
     __slots__ = ("blocks", "dropped", "end", "hashed", "hit", "last_state", "start")
 
     def __init__(self) -> None:
-        self.blocks: list[Block | None] = []  # those that are objects; None where one was freed or never needed
-        self.start = 0  # the first of its own that it holds
-        self.end = 0  # blocks in total, those that are not held included
-        self.hit = 0  # blocks that it found when it was admitted
-        self.hashed = 0  # blocks from the start that have been given their hash, or need none
-        self.dropped = 0  # objects from the start that are known to be None
-        self.last_state = -1  # of a state: the block of the step before the last
+        self.blocks: list[Block | None] = []  # blocks that are objects; None where one was freed or never needed
+        self.start = 0  # the first block that the request holds
+        self.end = 0  # number of blocks, with those that it no longer holds
+        self.hit = 0  # number of blocks found at its admission
+        self.hashed = 0  # leading blocks that have a hash, or need none
+        self.dropped = 0  # leading entries of `blocks` that are known to be None
+        self.last_state = -1  # in a group of states: the block of the step before the last
 
     # States (mamba_cache_mode "align"): a step writes the state of its last token. The block of the step before is its
     # input, so a request holds two blocks for a while. This is vLLM 0.30. In 0.26 the search for blocks to free ends at
@@ -174,19 +174,19 @@ class Table:
 
 
 class FreeQueue:
-    """The free blocks. clean: those without a hash, which are handed out first."""
+    """The free blocks. clean: the number without a hash, which are handed out first."""
 
     def __init__(self, blocks: int) -> None:
         self.clean = blocks
         self._hashed: OrderedDict[Freed, None] = OrderedDict()  # least recently freed first
-        self._steps: dict[int, list[Step]] = {}  # those of them, by step
-        self._oldest_step = 0  # in which one of these may have been freed
+        self._steps: dict[int, list[Step]] = {}  # the Steps in the queue, by number
+        self._oldest_step = 0  # the first step that may still be in the queue
 
     def add(self, freed: Freed) -> None:
         self._hashed[freed] = None
 
     def add_step(self, step: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Add a block of each (request, group)."""
+        """Queue one block of each (request, group)."""
         freed = Step(step, pairs)
         self._hashed[freed] = None
         self._steps.setdefault(step, []).append(freed)
@@ -195,7 +195,7 @@ class FreeQueue:
         del self._hashed[block]
 
     def take(self, blocks: int) -> int:
-        """Hand blocks out, and return how many of them had to be evicted."""
+        """Hand out blocks, and return the number that had to be evicted."""
         self.clean -= blocks
         if self.clean >= 0:
             return 0
@@ -216,7 +216,7 @@ class FreeQueue:
         return evicted
 
     def trail(self, pair: tuple[int, int], numbers: range, first_step: int, size: int) -> Trail:
-        """The blocks of a (request, group) that are here. It freed one every `size` steps, from `first_step` on."""
+        """The queued blocks of a (request, group) that freed one every `size` steps, from `first_step` on."""
         gone = max(0, -(-(self._oldest_step - first_step) // size))
         here = {}
         for number in numbers[gone:]:

@@ -1,10 +1,9 @@
 """A pool of blocks that several KV-cache groups share, with prefix caching.
 
-What vLLM does with one group more (vllm/v1/core/kv_cache_coordinator.py, HybridKVCacheCoordinator): a hit is the
-longest that all groups have. Full attention needs every block before it, a window only those in the window, a state
-the one that stands there. Windows and states keep few blocks findable: vLLM 0.30 those at the end of the prompt and
-where another group's hit reached further (prefix_cache_retention_interval = 0, its default), vLLM 0.26 all of them
-(VLLM_PREFIX_CACHE_RETENTION_INTERVAL is not set).
+A hit is the longest that all groups have (vllm/v1/core/kv_cache_coordinator.py, HybridKVCacheCoordinator). Full
+attention needs every block before its end, a window the blocks inside, and a state the last block. Windows and states
+keep few blocks findable. vLLM 0.30 keeps those at the end of the prompt, and where another group's hit reached further
+(prefix_cache_retention_interval = 0, its default). vLLM 0.26 keeps all (VLLM_PREFIX_CACHE_RETENTION_INTERVAL not set).
 
 The blocks themselves are in `group_blocks`.
 """
@@ -51,15 +50,15 @@ class CachingGroupPool(GroupPool):
         self._state_copies: list[dict[tuple[int, int], list[Block]]] = [{} for _ in groups]
         self._junction = [0] * requests  # how far another group's hit reached beyond the common one
         self._hits: list[list[Block]] = []  # objects found by the last look-up, by group
-        self._hit_first: list[int] = []  # the first block of it that is needed, by group
-        self._hit_free: list[int] = []  # blocks of it that are free, by group
+        self._hit_first: list[int] = []  # the first block of the hit that each group needs
+        self._hit_free: list[int] = []  # number of the hit's free blocks, by group
         self._new_states: list[list[Block]] = []  # the copies of states that this step computes
         self._alike = _alike(groups)
         self._states = [at for at, group in enumerate(groups) if group.kind == "state"]
         self._followed_groups = sorted([*self._windows, *self._states])
         self._reach = [1 if group.kind == "state" else -(-(group.window - 1) // size) for group in groups]
         few = [group.kind in ("sliding", "state") and not retain_all for group in groups]
-        # Groups all of whose full blocks can be found. In the others it is those of a few places, or none.
+        # Groups in which every full block can be found. In the others a few blocks can, or none.
         self._finds_all = [
             not (few[at] or (group.kind in ("sliding", "state") and not self._reach[at]))
             for at, group in enumerate(groups)
@@ -102,7 +101,7 @@ class CachingGroupPool(GroupPool):
     def lookup(self, request: int, tokens: int) -> int:
         size, hit, longest = self._size, tokens - 1, 0
         self._hit_first = [0] * len(self._groups)
-        full: dict[int, int] = {}  # tokens that groups of full attention have
+        full: dict[int, int] = {}  # hits of full attention in tokens, by the first of equal groups
         simple = len(self._alike) == 2 and self._groups[self._alike[0][0]].keeps_all
         while True:
             current = hit
@@ -127,36 +126,36 @@ class CachingGroupPool(GroupPool):
         return hit
 
     def admission_needs(self, request: int, tokens: int, hit: int, whole: bool) -> int:
-        total, blocks, found = 0, -(-tokens // self._size), hit // self._size
+        total, blocks, hits = 0, -(-tokens // self._size), hit // self._size
         for at, group in enumerate(self._groups):
             if group.kind == "state":
-                copies = self._copies(at, request, found - 1) if found else None
+                copies = self._copies(at, request, hits - 1) if hits else None
                 if any(copies is new for new in self._new_states):
                     return NEVER
-                total += int(blocks > found)
+                total += int(blocks > hits)
             else:
                 wanted = min(blocks, self._caps[at]) if whole and self._caps[at] >= 0 else blocks
-                total += max(wanted - found, 0)
+                total += max(wanted - hits, 0)
         free = sum(self._hit_free)
         if free:
             self.hit_freed_blocks = True
         return total + free
 
     def least_needs(self, request: int, tokens: int, hit: int) -> int:
-        """Its own blocks are free, or new; those of the prompt may all be held by others."""
+        """Counts the request's own blocks, which are free or new. Others may hold all blocks of the prompt."""
         if self._states:
             return 0
-        total, blocks, found, shared = 0, -(-tokens // self._size), hit // self._size, self._full_prompts[request]
+        total, blocks, hits, shared = 0, -(-tokens // self._size), hit // self._size, self._full_prompts[request]
         for at, group in enumerate(self._groups):
             cap = self._caps[at]
             wanted = min(blocks, cap) if cap >= 0 else blocks
             if not group.window:
                 least = blocks - shared
-            elif group.kind == "chunked" or found <= shared:
-                least = wanted - found
+            elif group.kind == "chunked" or hits <= shared:
+                least = wanted - hits
             else:
                 least = wanted - max(shared, skipped_tokens(group, hit) // self._size)
-                if found > wanted:
+                if hits > wanted:
                     least = min(least, self._reach[at])
             total += max(least, 0)
         return total
@@ -242,9 +241,8 @@ class CachingGroupPool(GroupPool):
         if start <= table.start:
             return
         if self._finds_all[at]:
-            change = (
-                (table.start + 1) * self._size + group.window - 1 + self._lag
-            )  # tokens computed when the first went
+            # The number of computed tokens at which the first block was freed.
+            change = (table.start + 1) * self._size + group.window - 1 + self._lag
             numbers = range(table.start, start)
             trail = self._queue.trail((request, at), numbers, change - self._offset[request], self._size)
             if not trail.empty():
@@ -291,7 +289,7 @@ class CachingGroupPool(GroupPool):
             self._free_before(at, request, end)
 
     def _free_before(self, at: int, request: int, end: int) -> None:
-        """Free what a request holds before block `end`, last one first."""
+        """Free the blocks that a request holds before block `end`, the last one first."""
         table, shared = self._tables[at][request], self._full_prompts[request]
         own = max(table.start, shared)
         if end > own:
@@ -313,14 +311,14 @@ class CachingGroupPool(GroupPool):
         self.changes += 1
         hashed = min(end, table.hashed)
         computed = self._findable(at, request, max(start, table.hit), hashed)
-        found = range(start, min(table.hit, hashed))
-        self._queue.clean += end - start - len(computed) - len(found)
+        hit = range(start, min(table.hit, hashed))
+        self._queue.clean += end - start - len(computed) - len(hit)
         if computed:
             span = Span(computed)
             self._queue.add(span)
             pieces.append(span)
-        if found:  # it took the oldest copies
-            span = Span(found)
+        if hit:  # a hit takes the oldest copies
+            span = Span(hit)
             self._queue.add(span)
             pieces.insert(0, span)
 
@@ -349,7 +347,7 @@ class CachingGroupPool(GroupPool):
         self.changes += 1
 
     def _findable(self, at: int, request: int, start: int, end: int) -> Sequence[int]:
-        """Those of the blocks [start, end) that get a hash (`reachable_block_mask`)."""
+        """The blocks of [start, end) that get a hash (`reachable_block_mask`)."""
         if self._finds_all[at]:
             return range(start, end)
         if not self._finds_few[at]:
@@ -361,7 +359,7 @@ class CachingGroupPool(GroupPool):
     # Hits
 
     def _find(self, request: int, members: list[int], tokens: int) -> int:
-        """The longest hit of at most `tokens` tokens, in blocks, of groups of one kind."""
+        """The longest hit in equal groups, in blocks, of at most `tokens` tokens."""
         group, most, shared = self._groups[members[0]], tokens // self._size, self._full_prompts[request]
         if group.kind == "sliding":
             return self._find_window(request, members, most)
@@ -384,12 +382,12 @@ class CachingGroupPool(GroupPool):
         return i
 
     def _shelves(self, request: int, members: Sequence[int], first: int, end: int) -> list[list[list[Block]]]:
-        """The copies of blocks [first, end) of its prompt, by group."""
+        """The findable copies of the prompt's blocks [first, end), by group."""
         prompt = self._prompt_ids[request]
         return [self._prompt_copies[at][prompt][first:end] for at in members]
 
     def _own_run(self, at: int, request: int, start: int) -> int:
-        """The end of a run of its own blocks that it finds from block `start` on."""
+        """The end of the run of its own blocks that a request finds from block `start` on."""
         for piece in self._own[at][request]:
             numbers = piece.found()
             if start in numbers:
@@ -397,8 +395,8 @@ class CachingGroupPool(GroupPool):
         return start
 
     def _own_found(self, at: int, request: int) -> set[int]:
-        found: set[int] = set()
-        return found.union(*(piece.found() for piece in self._own[at][request]))
+        numbers: set[int] = set()
+        return numbers.union(*(piece.found() for piece in self._own[at][request]))
 
     def _find_window(self, request: int, members: list[int], most: int) -> int:
         run, last, need, shared = 0, most, self._reach[members[0]], min(most, self._full_prompts[request])

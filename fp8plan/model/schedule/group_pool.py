@@ -4,14 +4,14 @@ One block of a group is one page: `block_size` tokens of each of its layers, or 
 (vllm/v1/core/single_type_kv_cache_manager.py; the rules for windows and the admission cap are the same in 0.26 and
 0.30.)
 
-States follow vLLM's mamba_cache_mode (MambaModelConfig in vllm/model_executor/models/config.py, 0.26 and 0.30):
-without prefix caching it is "none", and a request holds one block whatever it computes; with prefix caching it is
-"align": prefill goes in whole blocks, and a request holds the block it writes, the one it read, and under asynchronous
-scheduling one more that is still in flight. The mode "all", a state for every block, is not modelled.
+States follow vLLM's mamba_cache_mode (MambaModelConfig in vllm/model_executor/models/config.py, 0.26 and 0.30).
+Without prefix caching the mode is "none", and a request holds one block whatever it computes. With prefix caching it is
+"align", and prefill goes in whole blocks. A request then holds the block it writes, the one it read, and under
+asynchronous scheduling one more in flight. The mode "all", a state for every block, is not modelled.
 
-The pool here has no prefix caching: it counts blocks. The order of its calls is that of vLLM's `allocate_slots`
-(vllm/v1/core/kv_cache_manager.py): blocks out of the window are freed first, even if the request then cannot be
-served; then all groups together must find their new blocks.
+The pool here has no prefix caching: it counts blocks. Its calls have the order of vLLM's `allocate_slots`
+(vllm/v1/core/kv_cache_manager.py). Blocks out of the window are freed first, even if the request then cannot be
+served. After that, all groups together must find their new blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEVER = 2**62  # a step that does not come, and blocks that no pool has
 
 
 def check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
-    """Raise ConfigError for groups that are no groups, or whose prefix caching is not modelled."""
+    """Raise ConfigError for malformed groups, or if their prefix caching is not modelled."""
     for group in groups:
         windowed = group.kind in ("sliding", "chunked")
         if group.block_size < 1 or (group.window > 0) != windowed:
@@ -52,7 +52,7 @@ def check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
 
 
 def skipped_tokens(group: Spec, processed: int) -> int:
-    """Tokens from the start that no later token looks at once `processed` are computed (`get_num_skipped_tokens`)."""
+    """Leading tokens that no later token reads once `processed` are computed (`get_num_skipped_tokens`)."""
     if group.kind == "sliding":
         return max(0, processed - group.window + 1)
     if group.kind == "chunked":
@@ -70,7 +70,7 @@ def admission_cap(group: Spec, limits: EngineLimits) -> int:
 
 
 def next_drop(group: Spec, computed: int, lag: int) -> int:
-    """The least number of computed tokens above `computed` at which a decoding request frees a block of the group.
+    """The next number of computed tokens, above `computed`, at which a decoding request frees a block of the group.
 
     lag: tokens in flight while it decodes: 1 under asynchronous scheduling. A block leaves the window only when the
     step that made it useless has been processed.
@@ -91,7 +91,7 @@ def _next(above: int, start: int, period: int) -> int:
 
 
 def tokens_read(group: Spec, before: int, after: int) -> int:
-    """Tokens whose keys the queries of positions [before, after) look at together."""
+    """The number of tokens whose keys the queries of positions [before, after) read."""
     if group.kind == "sliding":
         return after - max(0, before - group.window + 1)
     return after - before // group.window * group.window
@@ -114,8 +114,8 @@ def _pairs_below(group: Spec, position: int) -> int:
 class WindowMeter:
     """KV tokens that the decoding requests read in a window: the last `window` tokens, or those of a chunk.
 
-    `reads` is what they read in the next step, and grows by `growing` a step but for the turns: where a window is
-    full it grows no more, where a chunk begins it falls by the chunk.
+    The next step reads `_reads` tokens, and each step after it `_growing` more, until a request comes to a turn. A full
+    window grows no more. At the beginning of a chunk, a request reads one chunk less.
     """
 
     def __init__(self, group: Spec, requests: int) -> None:
@@ -129,7 +129,7 @@ class WindowMeter:
         self._turn_of = [-1] * requests
 
     def read_by(self, computed: int) -> int:
-        """KV tokens that a token reads, itself included, before which that many are computed."""
+        """KV tokens that the token after `computed` ones reads, itself included."""
         if self._sliding:
             return computed + 1 if computed < self._window else self._window
         return computed % self._window + 1
@@ -143,14 +143,14 @@ class WindowMeter:
             self._turn(request, self._now + self._window - read + (not self._sliding))
 
     def stop(self, request: int, computed: int) -> None:
-        """Count it no more from the next step on."""
+        """Stop counting a request, from the next step on."""
         self._reads -= self.read_by(computed)
         if self._turn_of[request] >= 0:
             self._growing -= 1
             self._turn_of[request] = -1
 
     def advance(self, steps: int) -> int:
-        """Go on by that many steps; returns the KV tokens read in them."""
+        """Advance by that many steps, and return the KV tokens read in them."""
         total, end, turns, requests = 0, self._now + steps, self._turns, self._requests
         while self._now < end:
             until = end
@@ -183,17 +183,17 @@ class WindowMeter:
 
 
 class Phase:
-    """The blocks that decoding requests take and free in every step of one remainder modulo the pool's cycle."""
+    """The blocks that steady requests take and free in the steps with one remainder modulo the pool's cycle."""
 
     __slots__ = ("drops", "freed", "takes")
 
     def __init__(self) -> None:
         self.takes: dict[int, int] = {}  # request -> blocks
-        self.drops: dict[int, list[int]] = {}  # request -> groups in which it frees one
-        self.freed: list[tuple[int, int]] | None = None  # those pairs in order of service; None: to be made again
+        self.drops: dict[int, list[int]] = {}  # request -> groups in which it frees a block
+        self.freed: list[tuple[int, int]] | None = None  # the result of `pairs`; None: `drops` has changed
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Each (request, group) that frees a block, in the order in which they do."""
+        """Each (request, group) that frees a block, in order of service."""
         if self.freed is None:
             self.freed = [(request, at) for request in sorted(self.drops) for at in self.drops[request]]
         return self.freed
@@ -203,34 +203,34 @@ class GroupPool:
     """The blocks that the scheduler hands out. `free` counts those that are left.
 
     A request that decodes is steady from `start` to `stop`. It takes and frees its blocks in a fixed rhythm, so
-    `serve` moves all steady ones on by a step at once. What does not follow the rhythm is in a calendar.
+    `serve` moves all steady ones on by a step at once. A calendar has the steps in which a request leaves the rhythm.
     """
 
     def __init__(self, num_blocks: int, groups: tuple[Spec, ...], limits: EngineLimits, requests: int) -> None:
         self.free = num_blocks
-        self.changes = 0  # of the blocks, so that a look-up need not be repeated
+        self.changes = 0  # counted, so that no look-up is repeated without one
         self.hit_freed_blocks = False
-        self.evictions = 0  # of blocks that could still have been hit
-        self.shared_prefix = 0  # found by the last look-up: how far a longer hit of one group reaches; 0: none
+        self.evictions = 0  # number of evicted blocks that could still have been hit
+        self.shared_prefix = 0  # tokens of one group's longer hit in the last look-up; 0: none
         same = {group: group for group in groups}
         self._groups = [same[group] for group in groups]  # equal ones are one object
         self._caps = [admission_cap(group, limits) for group in groups]
-        self._ends = [[0] * requests for _ in groups]  # blocks of a request, those out of the window included
-        self._starts = [[0] * requests for _ in groups]  # the first ones, out of the window
+        self._ends = [[0] * requests for _ in groups]  # blocks that a request has taken
+        self._starts = [[0] * requests for _ in groups]  # the first of them, which it has freed
         self._lag = int(limits.async_scheduling)
         caching = limits.enable_prefix_caching
-        self._sizes = [group.block_size for group in groups if caching or group.kind != "state"]  # of those that grow
+        self._sizes = [group.block_size for group in groups if caching or group.kind != "state"]  # of growing groups
         self._cycle = lcm(*self._sizes)
         self._phases = [Phase() for _ in range(self._cycle)]
-        self._taken = [0] * self._cycle  # blocks that the steady requests take in such a step
-        self._dropped = [0] * self._cycle  # and those that they free
+        self._taken = [0] * self._cycle  # by phase: blocks that steady requests take in a step
+        self._dropped = [0] * self._cycle  # and blocks that they free
         self._windows = [at for at, group in enumerate(groups) if group.window]
-        self._followed_groups = self._windows  # those whose blocks steady requests free
+        self._followed_groups = self._windows  # groups whose blocks steady requests free
         self._offset = [0] * requests  # a steady request has computed step + offset tokens
         self._since = [-1] * requests  # the step in which it became steady; -1: it is not
-        self._in_flight = [0] * requests  # tokens of it that were in flight then
+        self._in_flight = [0] * requests  # its tokens in flight in that step
         self._served = [-1] * requests  # the last step in which its blocks were freed one by one
-        self._regular = [[False] * requests for _ in groups]  # it frees the group's blocks in the rhythm
+        self._regular = [[False] * requests for _ in groups]  # a steady request frees the group's blocks in the rhythm
         self._calendar: dict[int, list[int]] = {}  # step -> steady requests; outdated where _event differs
         self._event = [-1] * requests
 
@@ -240,12 +240,12 @@ class GroupPool:
     # Requests that are not steady
 
     def drop(self, request: int, processed: int) -> None:
-        """Free what no token after the first `processed` ones looks at."""
+        """Free the blocks that no token after the first `processed` ones reads."""
         for at in self._followed_groups:
             self._drop(at, request, processed)
 
     def needs(self, request: int, tokens: int) -> int:
-        """New blocks for a running request that is to have room for that many tokens."""
+        """The new blocks that a running request needs to hold that many tokens."""
         total = 0
         for at, group in enumerate(self._groups):
             more = self._blocks(group, tokens) - self._ends[at][request]
@@ -254,7 +254,7 @@ class GroupPool:
         return total
 
     def take(self, request: int, tokens: int) -> None:
-        """Hand out those blocks."""
+        """Hand out the blocks that `needs` counts."""
         for at, group in enumerate(self._groups):
             more = self._blocks(group, tokens) - self._ends[at][request]
             if more > 0:
@@ -265,11 +265,11 @@ class GroupPool:
         """Note that the first `tokens` tokens are computed: their full blocks become findable."""
 
     def lookup(self, request: int, tokens: int) -> int:
-        """Tokens that a request of that many finds in the cache of every group."""
+        """The tokens of a request, out of that many, that are cached in every group."""
         return 0
 
     def admission_needs(self, request: int, tokens: int, hit: int, whole: bool) -> int:
-        """Free blocks needed to admit the request looked up last. whole: this is the check of its whole prompt."""
+        """Free blocks needed to admit the request looked up last. whole: for its whole prompt"""
         total = 0
         for at, group in enumerate(self._groups):
             blocks = self._blocks(group, tokens)
@@ -279,11 +279,11 @@ class GroupPool:
         return total
 
     def least_needs(self, request: int, tokens: int, hit: int) -> int:
-        """A bound of the `admission_needs` of its whole prompt while others only decode or end, so that hits shrink."""
+        """A lower bound of `admission_needs` for the whole prompt, while others only decode or end."""
         return self.admission_needs(request, tokens, hit, True)
 
     def admit(self, request: int, hit: int) -> None:
-        """Hold what the last look-up found."""
+        """Hold the blocks that the last look-up hit."""
 
     def release(self, request: int, hashed_tokens: int) -> None:
         """Free all blocks of a request; those that its first `hashed_tokens` tokens fill have a hash."""
@@ -295,7 +295,7 @@ class GroupPool:
     # Steady requests
 
     def start(self, request: int, step: int, computed: int, in_flight: int) -> None:
-        """Let a request decode from `step` on. in_flight: tokens of its `computed` ones that are not processed then."""
+        """Let a request decode from `step` on. in_flight: its computed tokens that are not yet processed"""
         self._offset[request] = offset = computed - step
         self._since[request], self._in_flight[request] = step, in_flight
         for size in self._sizes:
@@ -307,7 +307,7 @@ class GroupPool:
             self._follow(request, step)
 
     def stop(self, request: int, step: int) -> None:
-        """Let it decode no more from `step` on."""
+        """End the steady decoding of a request at `step`."""
         offset = self._offset[request]
         for size in self._sizes:
             for phase in range(-offset % size, self._cycle, size):
@@ -325,7 +325,7 @@ class GroupPool:
         self._since[request] = self._event[request] = -1
 
     def takes(self, step: int) -> int:
-        """New blocks that the steady requests need in a step, all together."""
+        """The new blocks that all steady requests together need in a step."""
         return self._taken[step % self._cycle]
 
     def serve(self, step: int) -> None:
@@ -344,7 +344,7 @@ class GroupPool:
         return sorted({*phase.takes, *phase.drops, *self._followed(step)})
 
     def drop_due(self, request: int, step: int) -> None:
-        """Free the blocks that one of them frees in a step."""
+        """Free the blocks that a steady request frees in a step."""
         self._served[request] = step
         regular = self._phases[step % self._cycle].drops.get(request, ())
         if self._event[request] != step:
@@ -360,11 +360,11 @@ class GroupPool:
         self._plan(request, step)
 
     def takes_due(self, request: int, step: int) -> int:
-        """New blocks that it needs in the step."""
+        """The new blocks that a steady request needs in a step."""
         return self._phases[step % self._cycle].takes.get(request, 0)
 
     def take_due(self, request: int, step: int) -> None:
-        """Hand out those blocks."""
+        """Hand out the blocks that `takes_due` counts."""
         self._use(self.takes_due(request, step))
 
     # How blocks are followed
@@ -374,7 +374,7 @@ class GroupPool:
         self.changes += 1
 
     def _drop(self, at: int, request: int, processed: int) -> None:
-        """Free what no token after the first `processed` ones looks at, in one group."""
+        """Free one group's blocks that no token after the first `processed` ones reads."""
         start = skipped_tokens(self._groups[at], processed) // self._groups[at].block_size
         gone = start - self._starts[at][request]
         if gone > 0:
@@ -383,12 +383,12 @@ class GroupPool:
             self.changes += 1
 
     def _drop_regular(self, step: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Free a block of each (request, group), out of the window in the rhythm."""
+        """Free one block of each (request, group), which leaves the window in the rhythm."""
         self.free += len(pairs)
         self.changes += 1
 
     def _set_held(self, at: int, request: int, start: int, end: int) -> None:
-        """Note that a request holds blocks [start, end): it took them, and freed those before, while it was steady."""
+        """Note that a request, which is no longer steady, holds blocks [start, end)."""
         self._starts[at][request], self._ends[at][request] = start, end
 
     def _start_of(self, at: int, request: int) -> int:
@@ -399,14 +399,14 @@ class GroupPool:
         return 0
 
     def _followed(self, step: int) -> list[int]:
-        """The steady requests that free blocks in a step, or may, out of the rhythm; in order of admission."""
+        """The steady requests that may free blocks out of the rhythm in a step, in order of admission."""
         entries = self._calendar.pop(step, None)
         return sorted({entry for entry in entries if self._event[entry] == step}) if entries else []
 
     def _plan(self, request: int, step: int) -> None:
-        """Enter a request, served in `step`, in the calendar; from where on it keeps the rhythm, it needs no entry."""
+        """Enter the next step in which a request, served in `step`, may leave the rhythm, if there is one."""
         if step == self._since[request] and self._lag:
-            self._follow(request, step + 1)  # what was in flight before it decoded is processed then
+            self._follow(request, step + 1)  # tokens in flight before it decoded are processed then
             return
         computed, following, change, last = step + self._offset[request], NEVER, NEVER, None
         for at in self._followed_groups:
@@ -419,9 +419,9 @@ class GroupPool:
             self._follow(request, following - self._offset[request])
 
     def _next_followed(self, at: int, request: int, computed: int, change: int) -> int:
-        """The computed tokens at which a group has to be looked at again; NEVER if it keeps the rhythm from now on.
+        """The computed tokens at which a group must be looked at again; NEVER if it keeps the rhythm from now on.
 
-        change: those at which it frees blocks next
+        change: the computed tokens at which it next frees blocks
         """
         group = self._groups[at]
         if group.kind != "sliding" or self._start_of(at, request) < self._regular_from(at, request):

@@ -1,10 +1,10 @@
 """The scheduler's state between two steps where several KV-cache groups share the pool.
 
-It does what `SchedulerState` does, with two differences. Blocks also come free while requests decode, when they leave
-a window; so the requests whose blocks change in a step are kept in a calendar, and a run of steps goes from one such
-step to the next. And several requests may be partly prefilled: with prefix caching, a model with states is prefilled
-in whole blocks (`_mamba_block_aligned_split` in vllm/v1/core/sched/scheduler.py), which may leave some budget to the
-next request; then even a decoding request may get no token in a step.
+It differs from `SchedulerState` in two ways. Blocks also come free while requests decode, when they leave a window. So
+a calendar has the requests whose blocks change in a step, and a run of steps goes from one such step to the next. And
+several requests may be partly prefilled. With prefix caching, a model with states is prefilled in whole blocks
+(`_mamba_block_aligned_split` in vllm/v1/core/sched/scheduler.py), which may leave some budget to the next request. Then
+even a decoding request may get no token in a step.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fp8plan.model.schedule.state import Chunk, State, table_of
 class GroupState(State):
     """State between two steps where several groups share the pool.
 
-    `running` is in order of admission, which is that of arrival. A request in it is steady if it got its last token
-    in the step before and decodes: then a step changes none of its fields. Else `computed` says how far it is, and
-    `target` how far it can come.
+    `running` is in order of admission, which is the order of arrival. A decoding request is steady if it got its last
+    token in the step before. Then a step changes none of its fields. Else `computed` counts its computed tokens, and
+    `target` those that it can reach.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class GroupState(State):
         self.queue = list(range(requests - 1, -1, -1))  # the waiting requests; the head is the last entry
         self.running: list[int] = []  # includes `leaving`
         self.length = list(prompts)  # tokens to prefill: prompt + generated ones at admission
-        self.target = list(prompts)  # tokens that can be computed: those, and one generated in each step after
+        self.target = list(prompts)  # tokens that can be computed: `length`, and one more in each step after
         self.computed = [0] * requests
-        self.junction = [0] * requests  # where prefill has to stop: a hit of some groups reached so far
-        self.last_step = [-2] * requests  # in which it was served, and with how many tokens
-        self.last_tokens = [0] * requests
-        self.hashed = [0] * requests  # tokens whose blocks had a hash after that
+        self.junction = [0] * requests  # tokens at which prefill has to stop: the end of a hit of some groups
+        self.last_step = [-2] * requests  # the step that last served it
+        self.last_tokens = [0] * requests  # its tokens in that step
+        self.hashed = [0] * requests  # tokens whose blocks had a hash after that step
         self.steady = [False] * requests
         self.steady_from = [0] * requests
-        self.unsteady = 0  # of the running ones
-        self.refused = False  # a request for want of blocks
-        self.refused_at = (-1, 0)  # changes of the pool, and requests that decoded, when the head had to wait
-        self.alone = 0  # how many preemptions on end found nobody else running
+        self.unsteady = 0  # running requests that are not steady
+        self.refused = False  # true once a request had to wait for blocks
+        self.refused_at = (-1, 0)  # the pool's changes and the decoding requests when the head last had to wait
+        self.alone = 0  # preemptions in a row that left nobody running
         windows = {(group.kind, group.window): group for group in groups if group.window}
         self.meters = [WindowMeter(group, requests) for group in windows.values()]
         self.window_rows: list[int] = []  # (decode KV tokens, prefill KV tokens, prefill pairs) of each meter
@@ -78,8 +78,9 @@ class GroupState(State):
     # A run of steps in which requests only decode
 
     def _run(self, longest: int) -> None:
-        """Run steps up to and including the next finish in which every decoding request is sure to find its blocks,
-        or up to the one that admits a request. If the first step is not so sure, run that one.
+        """Run steps until a request finishes or is admitted, while every decoding request is sure to find its blocks.
+
+        Without such a step, run one in which anything may happen.
         """
         pool = self.pool
         wanted = min(longest, self._steps_to_finish())
@@ -88,7 +89,7 @@ class GroupState(State):
         looked_at = -1
         while steps < wanted:
             free = pool.free
-            left = free - pool.takes(self.now + steps)  # even if no block came free in the step
+            left = free - pool.takes(self.now + steps)  # if no block comes free in the step
             if left < 0:
                 break
             pool.serve(self.now + steps)
@@ -112,7 +113,7 @@ class GroupState(State):
     def _step(self) -> None:
         pool, now = self.pool, self.now
         pool.begin_step()
-        idle = not self.running  # then a step that admits nobody is followed by more of its kind
+        idle = not self.running  # then a step that admits nobody would repeat for ever
         chunks: list[Chunk] = []
         again: list[Chunk] = []  # tokens of requests that decode, but got none in the step before
         cached = 0
@@ -129,7 +130,7 @@ class GroupState(State):
         self._end(1, pool.free, chunks, again, cached)
 
     def _serve_running(self, chunks: list[Chunk], again: list[Chunk]) -> tuple[int, int]:
-        """Serve the running requests in turn; returns the budget that is left, and the preemptions that took."""
+        """Serve the running requests in turn; returns the budget left, and the number of preemptions."""
         budget, preemptions, i = self.budget, 0, self._steady_first()
         left = self.pool.free - self.pool.takes(self.now)
         if i and left >= 0 and self.decoding <= budget:
@@ -173,7 +174,7 @@ class GroupState(State):
         return budget, preemptions
 
     def _steady_first(self) -> int:
-        """The number of running requests up to the last steady one if all that have a turn before it are steady."""
+        """The number of running requests up to the last steady one; 0 if one that is not steady has its turn before."""
         steady, i = self.decoding, 0
         while steady and (self.steady[self.running[i]] or self.running[i] in self.leaving):
             steady -= self.steady[self.running[i]]
@@ -181,7 +182,7 @@ class GroupState(State):
         return 0 if steady else i
 
     def _serve_due(self, request: int) -> int:
-        """Give a steady request the blocks that it needs in this step; returns the preemptions that took."""
+        """Give a steady request the blocks that it needs in this step; returns the number of preemptions."""
         pool, now = self.pool, self.now
         pool.drop_due(request, now)
         preemptions = self._make_room(request, pool.takes_due(request, now))
@@ -191,7 +192,7 @@ class GroupState(State):
         return preemptions
 
     def _make_room(self, request: int, blocks: int) -> int:
-        """Preempt until so many blocks are free, at last the request itself; returns the preemptions."""
+        """Preempt until that many blocks are free, at last the request itself; returns the number of preemptions."""
         preemptions = 0
         while blocks > self.pool.free:
             victim = self.running[-1]
@@ -208,7 +209,7 @@ class GroupState(State):
         )
 
     def _computed(self, request: int, after: int) -> None:
-        """Note the service of a request that was not steady."""
+        """Note that a request, which is not steady, was computed up to `after` tokens."""
         # A token generated in the step before is not known yet under asynchronous scheduling.
         unknown = self.lag and self.last_step[request] == self.now - 1 and self.target[request] > self.length[request]
         self.hashed[request] = hashed = min(after, self.target[request] - int(unknown))
@@ -222,12 +223,12 @@ class GroupState(State):
         """True if the head of the queue may be admitted now, in a step in which all others decode."""
         if not self.queue or self.pool.free < self.head_needs or len(self.running) >= self.max_num_seqs:
             return False
-        found = (self.pool.changes, self.decoding)
-        if found == self.refused_at:
+        now = (self.pool.changes, self.decoding)
+        if now == self.refused_at:
             return False
         tokens, _ = self._admissible(self.queue[-1], self.budget - self.decoding)
         if not tokens:
-            self.refused_at = found
+            self.refused_at = now
         return tokens > 0
 
     def _admit_and_end(self) -> None:
@@ -259,7 +260,7 @@ class GroupState(State):
         return cached
 
     def _admissible(self, request: int, budget: int) -> tuple[int, int]:
-        """The pair (tokens the head of the queue may compute in this step, tokens hit); no tokens if it must wait."""
+        """The pair (tokens that the head of the queue may compute in this step, 0 if it must wait; tokens hit)."""
         pool, length = self.pool, self.length[request]
         if not budget:
             return 0, 0
@@ -281,8 +282,10 @@ class GroupState(State):
         return tokens, hit
 
     def _whole_blocks(self, request: int, start: int, tokens: int) -> int:
-        """The part of a chunk of that many tokens that ends where a state can be kept (vLLM 0.30; 0.26 has no
-        chunks shorter than a block, and lets one that starts within a block run past its end)."""
+        """The tokens of a chunk, cut to end where a state can be kept, as in vLLM 0.30.
+
+        vLLM 0.26 has no chunks shorter than a block. Its chunks that start within a block run past the block's end.
+        """
         size, length = self.aligned, self.length[request]
         prefill_end = max(self.prompts[request], length - 1)
         if start >= prefill_end:
@@ -329,7 +332,7 @@ class GroupState(State):
             self._stop_for_blocks()
 
     def _hashed_tokens(self, request: int) -> int:
-        """Tokens whose full blocks have a hash by now."""
+        """The number of tokens whose full blocks have a hash by now."""
         if self.steady[request]:
             computed = self.now + self.offset[request]
             return computed - (1 if self.lag and self.now > self.steady_from[request] else 0)
@@ -338,7 +341,7 @@ class GroupState(State):
         return self.computed[request]
 
     def _stall(self, request: int) -> None:
-        """A decoding request gets no token in this step: the budget is used up by those before it."""
+        """Give a decoding request no token in this step, because those before it have used up the budget."""
         tokens = self.last_tokens[request] if self.now == self.steady_from[request] else 1
         hashed = self._hashed_tokens(request)
         self.computed[request] = self._stop_decoding(request)
@@ -372,7 +375,7 @@ class GroupState(State):
     # The end of a row
 
     def _end(self, steps: int, free: int, chunks: list[Chunk], again: list[Chunk], cached: int) -> None:
-        """Record a row, move on, start decoding where the prefill is done, and let finished requests go."""
+        """Record a row, advance, start decoding after a whole prefill, and release finished requests."""
         decoding, context = self.decoding, self.context
         served = bool(decoding or chunks or again)
         if served:

@@ -1,10 +1,9 @@
-"""A model of vLLM's paged KV pool that counts blocks instead of listing them: the free ones, and the freed ones that
-can still be hit.
+"""A model of vLLM's paged KV pool, which counts blocks instead of listing them.
 
-vLLM keeps free blocks in one queue: blocks without a content hash at the front, hashed ones behind them in
-the order they were freed, a request's last block before its first (vllm/v1/core/block_pool.py, `free_blocks`).
-Eviction pops the front. So what survives of a freed request is always a prefix of it, and one `Span` per
-freed piece with a shrinking end replaces thousands of blocks, exactly.
+vLLM keeps free blocks in one queue (vllm/v1/core/block_pool.py, `free_blocks`). Blocks without a content hash are at
+the front. Hashed ones follow in the order in which they were freed, a request's last block before its first. Eviction
+pops the front, so the survivors of a freed request are always its first blocks. One `Span` per freed piece, whose end
+shrinks, replaces thousands of blocks exactly.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ class Pool:
         self.free = num_blocks
 
     def lookup(self, request: int, tokens: int) -> tuple[int, int]:
-        """Return (blocks a request of that many tokens finds in the cache, how many of them are in the free queue)."""
+        """The pair (blocks that a request of that many tokens finds in the cache, those of them in the free queue)."""
         return 0, 0
 
     def admit(self, request: int, hit_blocks: int) -> None:
-        """Hold the blocks `lookup` found."""
+        """Hold the blocks that `lookup` hit."""
 
     def take(self, blocks: int) -> None:
         """Hand out blocks, least recently freed first."""
         self.free -= blocks
 
     def computed(self, request: int, tokens: int) -> None:
-        """Note that a prefill now reaches this many tokens: its full blocks become findable."""
+        """Note that a prefill has reached that many tokens: its full blocks can be found from now on."""
 
     def release(self, request: int, held_blocks: int, hashed_tokens: int) -> None:
         """Free the `held_blocks` of a request; those that its first `hashed_tokens` tokens fill have a hash."""
@@ -58,16 +57,16 @@ class Span:
 class CachingPool(Pool):
     """A pool with prefix caching. Requests with the same prompt share its full blocks.
 
-    A request's blocks are three spans: the shared prompt blocks; if the prompt fills its last block exactly,
-    that block (each sibling computes its own copy, because a hit must leave one token to compute, but all
-    copies have one hash, and a resumed sibling finds the oldest copy); and its private blocks.
+    A request's blocks are three spans: the shared prompt blocks, the last prompt block if the prompt fills it exactly,
+    and the private blocks. Each sibling computes its own copy of that last block, because a hit must leave one token to
+    compute. But all copies have one hash, and a resumed sibling finds the oldest.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prompts: IntArray, prompt_ids: IntArray) -> None:
         super().__init__(num_blocks)
         self._clean = num_blocks  # free blocks without a hash
-        # Free spans, least recently freed first. (In a plain dict each look at the first entry passes all that were
-        # deleted before it.)
+        # Free spans, least recently freed first. In a plain dict, each look at the first entry would pass all deleted
+        # ones.
         self._queue: OrderedDict[Span, None] = OrderedDict()
         self._block_size = block_size
         group: list[int] = prompt_ids.tolist()
@@ -78,7 +77,7 @@ class CachingPool(Pool):
         self._shared = [shared[i] for i in group]  # the same for all siblings
         self._copies = [copies[i] for i in group]
         self._held_copy: list[Span | None] = [None] * len(group)
-        self._private: list[Span | None] = [None] * len(group)  # of requests that are not running
+        self._private: list[Span | None] = [None] * len(group)  # of the requests that do not run
 
     def lookup(self, request: int, tokens: int) -> tuple[int, int]:
         most = (tokens - 1) // self._block_size
@@ -103,17 +102,17 @@ class CachingPool(Pool):
         return hit, in_queue
 
     def admit(self, request: int, hit_blocks: int) -> None:
-        found = self._shared_blocks[request]
+        blocks = self._shared_blocks[request]
         self._hold(self._shared[request])
-        if self._has_copy[request] and hit_blocks > found:
+        if self._has_copy[request] and hit_blocks > blocks:
             self._held_copy[request] = copy = next(iter(self._copies[request]))
             self._hold(copy)
-            found += 1
+            blocks += 1
         # A surviving private block implies surviving prompt blocks: those were freed later, or are still held.
         private = self._private[request]
         if private is not None:
             self._private[request] = None
-            if hit_blocks > found:
+            if hit_blocks > blocks:
                 self._hold(private)
 
     def take(self, blocks: int) -> None:
@@ -172,7 +171,7 @@ class CachingPool(Pool):
 
 
 def _shared_layout(prompts: IntArray, prompt_ids: IntArray, block_size: int) -> tuple[list[int], list[bool]]:
-    """Per request: how many leading blocks siblings share, and whether the next one exists once per sibling."""
+    """The number of leading blocks that siblings share, by request, and true if each has its copy of the next."""
     has_siblings = np.bincount(prompt_ids)[prompt_ids] > 1 if len(prompt_ids) else np.zeros(0, bool)
     shared = np.where(has_siblings, (prompts - 1) // block_size, 0)
     copies = has_siblings & (prompts % block_size == 0)

@@ -1,18 +1,17 @@
-"""A simulation of vLLM V1's scheduler: what every step does on a finite batch of requests that all
-wait at the start.
+"""A simulation of the steps of vLLM V1's scheduler, for a finite batch of requests that all wait at the start.
 
-The policy (vllm/v1/core/sched/scheduler.py, first come first served, checked against the real class in
-tests/model/schedule/test_scheduler.py): a step serves the running requests in admission order, one token each, or a
-chunk of what is still to be prefilled; a request that finds no free block preempts the last running request,
-possibly itself. If nothing was preempted, waiting requests are admitted while slots, token budget and blocks
-last. A preempted request goes to the head of the queue and recomputes what the prefix cache has lost of it.
+The policy is first come first served (vllm/v1/core/sched/scheduler.py). tests/model/schedule/test_scheduler.py checks
+it against the real class. A step serves the running requests in admission order: one token each, or a chunk of their
+prefill. A request that finds no free block preempts the last running request, possibly itself. If nothing was
+preempted, waiting requests are admitted while slots, token budget and blocks last. A preempted request goes to the head
+of the queue. It recomputes the tokens that the prefix cache has lost.
 
 No decision depends on how long a step takes, so the schedule is found first, in steps, and timed afterwards.
 Between two events (a finish, an admission, a full pool) every running request gains one token a step, so a
 run of steps is one row. Counts are exact, not approximated.
 
-Not modelled: a response that ends with an end-of-sequence token is served one step more under asynchronous
-scheduling, because its end is seen a step late (one token per response); priorities, LoRA, speculation.
+Not modelled are priorities, LoRA and speculation. Nor is the one step more that asynchronous scheduling serves a
+response which ends with an end-of-sequence token, because the end is seen a step late.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from fp8plan.model.schedule.state import SchedulerState
 class WindowWork:
     """The reads of attention over one window in each row of a schedule: int64 arrays of shape (rows,).
 
-    `decode_kv_tokens` is summed over the steps of the row, not for its first step as that of Schedule: it does not grow
-    evenly. The mean step of a row reads decode_kv_tokens / steps, and has as many query-key pairs.
+    `decode_kv_tokens` does not grow evenly, so it is the sum over the row's steps. That of Schedule is for the first
+    step. The mean step of a row reads decode_kv_tokens / steps, and has as many query-key pairs.
     """
 
     kind: CacheKind  # sliding: the last `window` tokens; chunked: those of the current chunk
@@ -48,10 +47,10 @@ class WindowWork:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The numbers that make the schedule of a sample that of all requests.
+    """The numbers that scale the schedule of a sample to all requests.
 
-    repeats:  how often each row takes place, float64 of shape (rows,)
-    requests: of the sample
+    repeats:  number of times that each row takes place, float64 of shape (rows,)
+    requests: number in the sample
     """
 
     repeats: FloatArray
@@ -60,7 +59,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of the engine in order: int64 arrays of shape (rows,), one for each name of `history`."""
+    """The actions of the engine in order: int64 arrays of shape (rows,), one for each name of state.ROW and PREFILL."""
 
     steps: IntArray
     decode_requests: IntArray
@@ -77,13 +76,13 @@ class Schedule:
     used_blocks: IntArray
     preemptions: IntArray
     finished: IntArray
-    prompt_tokens: int  # of all requests
+    prompt_tokens: int  # in all requests
     requests: int
-    num_blocks: int  # the pool it was made for
-    groups: tuple[Spec, ...]  # that shared it
+    num_blocks: int  # size of the pool that it was made for
+    groups: tuple[Spec, ...]  # that shared the pool
     blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
     windows: tuple[WindowWork, ...] = ()  # one for each distinct window among the KV-cache groups
-    sampled: Sampled | None = None  # it is of a sample of the requests; None: of all
+    sampled: Sampled | None = None  # None: the schedule is of all requests, not of a sample
 
     def holds_for(self, num_blocks: int, groups: tuple[Spec, ...]) -> bool:
         """True if a pool of that size, shared by these groups, is known to give this very schedule."""
@@ -124,8 +123,8 @@ def schedule(
     prompt_ids:         shape (requests,), equal where two requests have the same prompt; 0 .. prompts-1
     num_blocks:         KV blocks the scheduler can hand out (vLLM's num_gpu_blocks less its null block)
     longest_run:        most steps in one row; 1 gives a row per step
-    groups:             the specs of the KV-cache groups that share the pool, equal ones each for itself; () is one of
-                        full attention, of limits.block_size
+    groups:             specs of the KV-cache groups that share the pool, equal ones repeated; (): one group of full
+                        attention, with limits.block_size
     retain_all:         all full blocks of windows and states can be found in the prefix cache, as in vLLM 0.26, not
                         only those where a prompt ends, as in vLLM 0.30
 
@@ -145,8 +144,7 @@ def schedule(
         pool = Pool(num_blocks)
     state = SchedulerState(prompts.tolist(), responses.tolist(), pool, limits)
     columns = state.run(longest_run)
-    # Freed blocks that were hit may be gone from a smaller pool, so then nothing can be said about it.
-    # A head that had to wait may get in earlier in a larger one.
+    # A smaller pool may have lost freed blocks that were hit. A larger one may admit a head earlier that had to wait.
     pool_mattered = state.hit_freed_blocks or state.least_free < 0 or bool(columns["preemptions"].any())
     wanted = None if pool_mattered else num_blocks - state.least_free
     return Schedule(
@@ -171,7 +169,7 @@ def schedule_groups(
     groups: tuple[Spec, ...],
     retain_all: bool,
 ) -> Schedule:
-    """What `schedule` does where a group keeps less than all tokens, or where there are several."""
+    """Simulate as `schedule` does, for several groups, or for a group that does not keep all tokens."""
     _check_groups_fit(prompts, responses, num_blocks, limits, groups)
     pool: GroupPool
     if limits.enable_prefix_caching:
@@ -180,7 +178,7 @@ def schedule_groups(
         pool = GroupPool(num_blocks, groups, limits, len(prompts))
     state = GroupState(prompts.tolist(), responses.tolist(), pool, groups, limits)
     columns = state.run(longest_run)
-    # In a smaller or larger pool other blocks are found in the prefix cache once some have been evicted.
+    # After an eviction, a smaller or larger pool would find other blocks in the prefix cache.
     pool_mattered = pool.hit_freed_blocks or pool.evictions or state.refused or bool(columns["preemptions"].any())
     return Schedule(
         **columns,

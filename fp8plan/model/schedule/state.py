@@ -1,5 +1,6 @@
-"""The state of vLLM V1's scheduler between two steps, the history of its rows, and the two ways to go on: a run of
-quiet steps, or one step in which anything may happen. `next_row` takes the one that is due.
+"""The state of vLLM V1's scheduler between two steps, and the rows of its history.
+
+`next_row` adds a row: a run of quiet steps, or one step in which anything may happen.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ Chunk = tuple[int, int, int]  # (request, tokens computed before, after)
 
 ROW = (
     "steps",  # alike steps in this row
-    "decode_requests",  # requests that get one token in each of them
-    "decode_kv_tokens",  # KV tokens they read in the first step, summed; grows by decode_requests a step
+    "decode_requests",  # requests that get one token in each step
+    "decode_kv_tokens",  # KV tokens they read in the row's first step, summed; grows by decode_requests a step
     "recomputed_tokens",  # work thrown away: tokens that the requests of `preemptions` had computed
     "running",
     "waiting",
     "used_blocks",  # while the last step of the row runs
-    "preemptions",  # here, or in the step without tokens before: that costs nothing and has no row
+    "preemptions",  # in this row, or in a step without tokens before it, which costs nothing and has no row
     "finished",
 )
-# Of a row with prefill; zero in the others, which are most.
+# Columns of rows with prefill; zero in the others, which are most.
 PREFILL = (
     "prefill_tokens",
     "prefill_requests",
     "prefill_kv_tokens",  # KV tokens the chunks read: context before them + their own, summed
     "prefill_pairs",  # query-key pairs of the chunks, summed
-    "sampled_requests",  # of those whose prefill ends here; in `columns` the decoding requests are among them
-    "cached_tokens",  # prefill that the prefix cache saved to requests admitted here
+    "sampled_requests",  # whose prefill ends here; `State.run` adds the decoding requests
+    "cached_tokens",  # prefill that the prefix cache saved for requests admitted here
 )
 
 
 class State:
-    """State between two steps, whatever shares the pool. `now` is the number of the next step.
+    """The scheduler between two steps, for any groups in the pool. `now` is the number of the next step.
 
     A decoding request i has computed `now + self.offset[i]` tokens.
     """
@@ -59,23 +60,23 @@ class State:
         self.context = 0  # tokens computed so far, summed over decoding requests
         self.finishes: list[int] = []  # heap of finish step * requests + request; outdated where finish_of differs
         self.finish_of = [-1] * requests
-        self.leaving: list[int] = []  # finished, but the scheduler does not know yet (asynchronous scheduling)
+        self.leaving: list[int] = []  # finished requests of which the scheduler does not know yet (asynchronous)
         self.least_free = num_blocks
-        self.preemptions = 0  # since the last row
-        self.lost = 0  # tokens that those requests had computed
-        self.rows: list[int] = []  # ROW of each row, one after the other: lists of numbers grow fastest
-        self.prefills: list[int] = []  # (row, *PREFILL) of each row with prefill, one after the other
+        self.preemptions = 0  # number since the last row
+        self.lost = 0  # tokens that the preempted requests had computed
+        self.rows: list[int] = []  # the ROW columns of each row in turn: lists of numbers grow fastest
+        self.prefills: list[int] = []  # (row, *PREFILL) of each row with prefill, in turn
 
     def unfinished(self) -> bool:
         """True while a request waits or runs."""
         raise NotImplementedError
 
     def next_row(self, longest: int) -> None:
-        """Go on by one step, or by a run of at most `longest` alike steps."""
+        """Advance by one step, or by a run of at most `longest` alike steps."""
         raise NotImplementedError
 
     def run(self, longest: int) -> dict[str, IntArray]:
-        """Go on to the end. Returns int64 arrays of shape (rows,), one per name in ROW and PREFILL.
+        """Advance to the end. Returns int64 arrays of shape (rows,), one per name in ROW and PREFILL.
 
         longest: most steps in one row
         """
@@ -107,7 +108,7 @@ class State:
         return computed
 
     def _steps_to_finish(self) -> int:
-        """Steps up to and including the next one in which a request finishes; 1 if one has, and still holds blocks."""
+        """Steps up to and including the next finish of a request; 1 if a finished one still holds blocks."""
         if self.leaving:
             return 1
         finishes, requests = self.finishes, len(self.final)
@@ -132,14 +133,14 @@ class State:
         self._stop_decoding(request)
 
     def _gone(self, finished: list[int]) -> list[int]:
-        """The requests that the scheduler lets go now: under asynchronous scheduling those that finished before."""
+        """The requests to release now: under asynchronous scheduling those that finished before this time."""
         if not self.lag:
             return finished
         gone, self.leaving = self.leaving, finished
         return gone
 
     def _record(self, steps: int, requests: int, kv_tokens: int, running: int, free: int) -> None:
-        """Note a row. `_note_finished` follows."""
+        """Record a row, with 0 finished requests."""
         self.rows += (
             steps,
             requests,
@@ -154,20 +155,20 @@ class State:
         self.preemptions = self.lost = 0
 
     def _record_prefill(self, chunks: Sequence[Chunk], started: int, cached: int) -> None:
-        """Note what the prefill of the last row was. started: chunks that end one"""
+        """Record the prefill of the last row. started: number of requests whose prefill it ends"""
         self.prefills += (len(self.rows) // len(ROW) - 1, *prefill_work(chunks), started, cached)
 
 
 class SchedulerState(State):
-    """State between two steps where one group of full attention has the pool.
+    """The scheduler between two steps, if one group of full attention has the pool.
 
-    Requests are admitted in order of arrival, a preemption takes the last one admitted, and it becomes the head of the
-    queue: so those that run come before `head` in order of arrival, and those that wait from there on.
+    Requests are admitted in order of arrival. A preempted request is the last one admitted, and becomes the head of the
+    queue. So in order of arrival the running requests come before `head`, and the others wait.
 
     A quiet step changes no per-request state. A decoding request i needs a new block in the steps that equal
     `-self.offset[i]` modulo the block size.
-    At most one request is partly prefilled, and it is the last of the running ones: admission stops when a
-    chunk uses up the budget, and a preemption takes the last first.
+    At most one request is partly prefilled, and it is the last of the running ones. Admission stops when a chunk uses
+    up the budget, and a preemption takes the last request first.
     """
 
     def __init__(self, prompts: list[int], responses: list[int], pool: Pool, limits: EngineLimits) -> None:
@@ -176,7 +177,7 @@ class SchedulerState(State):
         self.pool = pool
         self.block_size = limits.block_size
         self.known = list(prompts)  # prompt + generated tokens of requests that are not decoding
-        # The unfinished requests as a ring in order of arrival; its last entry, also found at -1, is no request.
+        # The unfinished requests as a ring in order of arrival. Its last entry, also at index -1, is no request.
         self.before = list(range(-1, requests))
         self.after = [*range(1, requests + 1), 0]
         self.head = 0  # of the queue
@@ -195,7 +196,7 @@ class SchedulerState(State):
             self._decode(longest)
 
     def _may_admit(self) -> bool:
-        """True if the next step may do more than decode. Blocks only get scarcer while it does nothing else."""
+        """True if the next step may do more than decode. Steps that only decode make blocks scarcer."""
         if self.partial is not None:
             return True
         if not self.waiting or self.pool.free < self.head_needs or self.running >= self.max_num_seqs:
@@ -203,8 +204,9 @@ class SchedulerState(State):
         return self._admissible(self.head, self.budget - self.decoding) is not None
 
     def _decode(self, longest: int) -> None:
-        """Run steps up to and including the next finish in which every decoding request finds its block. If a request
-        finds none in the first step already, run that one step.
+        """Run steps until a request finishes, while every decoding request finds its block.
+
+        If a request finds none in the first step, run that step alone.
         """
         size, free, in_phase, decoding = self.block_size, self.pool.free, self.in_phase, self.decoding
         phase = self.now % size
@@ -214,7 +216,7 @@ class SchedulerState(State):
         wanted = min(longest, self._steps_to_finish())
         steps = blocks = 0
         if wanted >= size and free >= decoding:
-            cycles = min(free // decoding, wanted // size)  # in each, every request fills a block
+            cycles = min(free // decoding, wanted // size)  # each request fills one block in a cycle
             steps, blocks = cycles * size, cycles * decoding
         while steps < wanted:
             more = blocks + in_phase[phase]
@@ -244,10 +246,10 @@ class SchedulerState(State):
         cached = 0
         while self.waiting and budget and not preemptions and self.running < self.max_num_seqs:
             request = self.head
-            found = self._admissible(request, budget)
-            if found is None:
+            admissible = self._admissible(request, budget)
+            if admissible is None:
                 break
-            hit, after = found
+            hit, after = admissible
             self.head, self.head_needs = self.after[request], 0
             self.waiting -= 1
             self.running += 1
@@ -259,9 +261,7 @@ class SchedulerState(State):
         self._end(1, preemptions, chunks, cached)
 
     def _admissible(self, request: int, budget: int) -> tuple[int, int] | None:
-        """The pair (blocks hit, tokens computed after this step) if the head of the queue may be admitted now; else
-        None.
-        """
+        """The pair (blocks hit, tokens computed after this step) for the head of the queue; None if it must wait."""
         known, size = self.known[request], self.block_size
         hit, from_queue = self.pool.lookup(request, known)
         after = hit * size + budget
@@ -280,10 +280,12 @@ class SchedulerState(State):
         return hit, after
 
     def _head_needs(self, blocks: int) -> None:
-        """Note what the head of the queue needs now. While it is the head, its whole prompt comes to need more, never
-        less, but for one block: the copy of its prompt's end that it would have hit is evicted, and the next one is
-        held by a sibling. A first chunk comes to need less when blocks that it would have taken from the free queue
-        are evicted, or other requests leave it less of the budget."""
+        """Set the fewest free blocks that may admit the head of the queue, which needs `blocks` now.
+
+        Its whole prompt will need at least as many, less one. That one is saved if the copy of the prompt's end that it
+        would hit is evicted, and a sibling holds the next copy. A first chunk needs less if blocks that it would take
+        from the free queue are evicted, or if other requests leave it less of the budget.
+        """
         self.head_needs = blocks - 1 if self.reserve_full_prompt else 0
 
     def _compute(self, request: int, before: int, after: int, blocks: int, chunks: list[Chunk]) -> None:
@@ -293,10 +295,10 @@ class SchedulerState(State):
         chunks.append((request, before, after))
 
     def _serve_decoding(self) -> int:
-        """Give each decoding request the block it needs in this step; returns the preemptions that took."""
+        """Give each decoding request the block it needs in this step; returns the number of preemptions."""
         pool, in_phase, phase = self.pool, self.in_phase, self.now % self.block_size
         served = preemptions = 0
-        # The last running request, which is preempted, may be one that waits for a block here.
+        # The preempted request, the last running one, may itself wait for a block here.
         while (wanting := in_phase[phase] - served) > pool.free:
             if pool.free:
                 served += pool.free
@@ -328,10 +330,10 @@ class SchedulerState(State):
         pool.release(request, blocks_for(computed, self.block_size), computed - in_flight)
         if computed >= known:
             self.known[request] = computed + 1
-        self._head_needs(pool.free - free)  # all that it held but what a sibling still holds
+        self._head_needs(pool.free - free)  # all its blocks, except those that a sibling still holds
 
     def _remove(self, request: int, in_flight: bool = False) -> None:
-        """Drop a finished request from the running ones."""
+        """Remove a finished request from the running ones, and release its blocks."""
         before, after = self.before[request], self.after[request]
         self.after[before], self.before[after] = after, before
         self.running -= 1
@@ -347,7 +349,7 @@ class SchedulerState(State):
         return super()._stop_decoding(request)
 
     def _end(self, steps: int, preemptions: int, chunks: Sequence[Chunk] = (), cached: int = 0) -> None:
-        """Record a row, move on, start decoding where the prefill is done, and let finished requests go."""
+        """Record a row, advance, start decoding after a whole prefill, and release finished requests."""
         free, decoding, context = self.pool.free, self.decoding, self.context
         if free < self.least_free:
             self.least_free = free
@@ -356,8 +358,8 @@ class SchedulerState(State):
         self.context += steps * decoding
         if decoding or chunks:
             self._record(steps, decoding, context + decoding, self.running, free)
-        # Else nobody was served: under asynchronous scheduling a finished request still holds its blocks, and the last
-        # one left decoding preempts itself; or the engine only learns of finishes.
+        # Else nobody was served. Either the engine only learns of finishes, or a finished request still holds its
+        # blocks under asynchronous scheduling, and the last decoding one preempts itself.
         if chunks:
             started = len(chunks) - (self.partial is not None)
             self._record_prefill(chunks, started, cached)
@@ -381,5 +383,5 @@ def prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int,
 
 
 def table_of(values: list[int], columns: int) -> IntArray:
-    """Rows given one after the other, as an int64 array of shape (columns, rows)."""
+    """The table of `values`, row by row, as an int64 array of shape (columns, rows)."""
     return np.frombuffer(array("q", values), dtype=np.int64).reshape(-1, columns).T
