@@ -3,9 +3,9 @@
 `read_tables` gives the tables in the form of our own measurements: a row per timing, in seconds. It leaves out rows
 that differ from a step of an engine:
 
-- fp8_block GEMMs of vLLM's table that the GPU finishes sooner than the host launches them. They were timed without CUDA
+- fp8_block GEMMs of vLLM's table that take less time than their launch by the host. They were timed without CUDA
   graphs, so they hold 0.06 to 0.34 ms of launching (ai-dynamo/aiconfigurator issue 1414). Below m = 2048 SGLang's
-  table of the same GPU, timed in graphs, takes their place. Without one only vLLM's long rows are left.
+  table of the same GPU, timed in graphs, takes their place. Without it only vLLM's long rows are left.
 - GEMMs whose weights stay in the L2 cache, and decode attention whose KV does. An engine reads both from memory.
 - MoE with balanced routing, which sends neighbouring tokens to different experts. No router does that.
 - Shapes that our models and engines do not run: matrices narrower than 1024 or deeper than 16384, more than 16384
@@ -48,8 +48,8 @@ SYSTEMS = {"b200": "b200_sxm"}  # our name -> the package's, where they differ
 VLLM_GEMM = "gemm/vllm/*/gemm"
 
 DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8_block"}
-GEMM_COPIES = 6  # of the weights, which vLLM's and SGLang's collectors time in turn
-LONG_ROWS = 2048  # of a GEMM: from here on SGLang's kernels are not vLLM's (15% faster on Hopper)
+GEMM_COPIES = 6  # copies of the weights, which vLLM's and SGLang's collectors time in turn
+LONG_ROWS = 2048  # from so many rows on, SGLang's GEMMs differ from vLLM's (15% faster on Hopper)
 LONGEST_STEP = 16384  # tokens
 NARROWEST, DEEPEST = 1024, 16384  # n and k of a GEMM
 LEAST_INNER = 128  # width of an expert on one rank: a scale block
@@ -58,14 +58,14 @@ LARGEST_MESSAGE = 1 << 28  # bytes of an all-reduce: 16k tokens of a 70B model
 
 TRIED_ON = "h200_sxm"  # the GPU that we measured; its import is for the trial only
 SAMPLE = 1000  # rows of each kernel: more do not move the coefficients
-UNSEEN = 4  # one weight shape or head layout in so many is kept from the fit
-FEWEST_SHAPES = 8  # of a kernel, some of which are kept from the fit
+UNSEEN = 4  # one weight shape or head layout in four is kept from the fit
+FEWEST_SHAPES = 8  # a kernel with fewer keeps none from the fit
 ASSUMED = ("quantise",)  # the tables time them as a part of another kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The usable timings that the package holds of one GPU.
+    """The package's usable timings of one GPU.
 
     rows: kernel, seconds, backend (implementation that ran, as the package names it) and, NaN where they do not apply,
           gemm.bf16, linear.fp8_block:             m, n, k
@@ -74,7 +74,7 @@ class Tables:
           moe.bf16|fp8_block:                      tokens, experts, top_k, hidden, inner (width of an expert on one
                                                    rank), skew (exponent of the power law of the experts' shares)
           all_reduce:                              gpus, bytes
-    engine_version: of vLLM, whose kernels were timed
+    engine_version: version of the vLLM whose kernels were timed
     source:         package, versions, and what stands in for vLLM's own rows
     """
 
@@ -92,12 +92,12 @@ def find_data() -> tuple[Path, str]:
 
 
 def importable(data: Path) -> tuple[Gpu, ...]:
-    """The GPUs that fp8plan knows and `data` has vLLM's tables of."""
+    """The known GPUs with vLLM's tables in `data`."""
     return tuple(card for card in gpus() if _newest(_folder(data, card), VLLM_GEMM))
 
 
 def read_tables(card: Gpu, data: Path, package_version: str) -> Tables:
-    """The usable rows of `card`. Raises ConfigError without its tables, ProfileError for one with other columns."""
+    """The usable rows of `card`. Raises ConfigError without its tables, ProfileError for tables with other columns."""
     folder = _folder(data, card)
     newest = _newest(folder, VLLM_GEMM)
     if newest is None:
@@ -243,9 +243,9 @@ def import_all(
 ) -> list[tuple[Path, Profile]]:
     """Write the profiles of the GPUs called `names` (None: all) to `output`. Returns (path, profile) of each.
 
-    rollouts, kernels: measurements of TRIED_ON to test its import with
+    rollouts, kernels: measurements of TRIED_ON, which test its import
 
-    Raises ConfigError without the package, for a GPU it has no tables of, and for TRIED_ON.
+    Raises ConfigError without the package, for a GPU without tables in it, and for TRIED_ON.
     """
     named = [find_gpu(name) for name in names or []]
     data, version = find_data()

@@ -10,7 +10,7 @@ weight shape) have common errors. So the held-out error leaves out whole groups,
 far the fit moves when a group is left out.
 
 Engine steps are measured by a rollout record and its trace, cut into windows of time. Times are the engine's own clock
-(core_s). The front end's clock (t_s) has pauses of 0.3 to 1.2 s, made up for in the next steps, so its windows must be
+(core_s). The front end's clock (t_s) has pauses of 0.3 to 1.2 s, for which the next steps make up: its windows must be
 long. A window is matched to the schedule by the number of tokens generated so far.
 """
 
@@ -33,12 +33,12 @@ from fp8plan.model.rollout import schedule_with, step_batch
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.validate.records import Record
 
-HUBER = 1.5  # in units of sigma: beyond, a residual counts linearly
-LEAST_SIGMA = 0.01  # below, the timer's own spread
-ROUNDS = 6  # of sigma; the change after them is below a percent
+HUBER = 1.5  # in units of sigma; a larger residual counts linearly
+LEAST_SIGMA = 0.01  # the timer's own spread
+ROUNDS = 6  # updates of sigma; later ones change it by less than a percent
 FOLDS = 5
 WINDOW_S, FRONT_END_WINDOW_S = 0.5, 12.0
-FEWEST_STEPS = 8  # of a window
+FEWEST_STEPS = 8  # in a window
 
 Rows: TypeAlias = tuple[Array, Array]  # log errors of a kernel's rows and their slopes: (rows,) and (rows, names)
 
@@ -187,7 +187,7 @@ def _residuals(observations: Sequence[Observations], profile: Profile, names: Se
 def _minimise(
     rows: Callable[[Array], list[Rows]], prior: Profile, names: Sequence[str], theta: Array, sigmas: Array
 ) -> Array:
-    """Logs of the coefficients that minimise the loss, from `theta` on. rows: those logs -> errors and slopes."""
+    """Logs of the coefficients that minimise the loss, starting at `theta`. rows: logs -> errors and slopes."""
     from scipy.optimize import least_squares
 
     start, spread = _prior(prior, names)
@@ -299,7 +299,7 @@ def measured_kv(record: Record) -> KvPlan:
 
 
 def _cuts(times: FloatArray, window_s: float) -> list[int]:
-    """The indices of the steps that end a window; the last step ends the last one."""
+    """The indices of the steps that end a window; the last step of all ends the last window."""
     cuts, begun, last = [], 0.0, -1
     for i, time in enumerate(times):
         if time - begun >= window_s and i - last >= FEWEST_STEPS:

@@ -46,9 +46,9 @@ QUANTITIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "all_reduce": (("gpus",), ("bytes",)),
 }
 PRECISIONS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "fp8": FP8_KV}
-# Kernels bound by math, and the seconds of a timing from which on the power cap lowers the clock.
+# Kernels bound by math, and the least seconds of a timing in which the power cap lowers the clock.
 MATH, LONG_S = ("gemm", "linear", "moe", "attention_prefill"), 4e-3
-# Kernel of a layer -> the rows that time it; a layer timed with fewer numbers of rows is left to the coefficients.
+# Kernel of a layer -> the rows that time it; with fewer numbers of rows, the coefficients time it.
 LAYERS = {f"gemm.{x}": f"{kind}.{x}" for x, kind in (("bf16", "gemm"), ("fp8_block", "linear"))}
 LAYERS |= {f"moe.{x}": f"moe.{x}" for x in ("bf16", "fp8_block")}
 FEWEST_ROWS = 8

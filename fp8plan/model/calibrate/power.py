@@ -33,14 +33,14 @@ from fp8plan.model.cost.power import MEMORY_WATTS as MEMORY
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.profile.profile import Profile
 
-LEAST_SECONDS, MOST_SECONDS = 0.9, 4.0  # of a rollout. A shorter one has too few samples; a longer one is no better
+LEAST_SECONDS, MOST_SECONDS = 0.9, 4.0  # a shorter rollout has too few samples; a longer one is no better
 LEAST_READINGS = 12
 NAMES = (IDLE, MEMORY, *MATH.values(), *EXPERTS.values(), *RUNNING.values())
 # Weights, in watts. A kernel's reading counts about as much as a long rollout's, because little else runs at the limit.
 ROLLOUT_SD, KERNEL_SD = 30.0, 25.0
 LEAST_WATTS = 0.1  # instead of 0: another coefficient would stand in for a missing one
-# Pairs of coefficients that are about equal, with a standard deviation of LIKE_SD. All are of one GPU, and few readings
-# are bound by each.
+# Pairs of coefficients that are about equal, with a standard deviation of LIKE_SD. All belong to one GPU, and each
+# bounds few readings.
 LIKE = {MATH["fp8"]: MATH["bf16"], EXPERTS["bf16_experts"]: MATH["bf16"], EXPERTS["fp8_experts"]: MATH["fp8"]}
 LIKE |= {name: RUNNING["kernels"] for name in RUNNING.values() if name != RUNNING["kernels"]}
 LIKE_SD = 300.0
@@ -50,7 +50,7 @@ Uses = Mapping[str, Array]
 
 def power_coefficients(steps: Sequence[Windows], profile: Profile, kernels: pd.DataFrame) -> dict[str, float]:
     """The coefficients of fp8plan.model.cost.power; {} for fewer than LEAST_READINGS, or a GPU of unknown power limit.
-    Those of experts and of recurrent layers are there if a reading has any.
+    Experts and recurrent layers have theirs if a reading has any.
 
     kernels: rows of kernels/power.jsonl
     """
@@ -82,7 +82,7 @@ def _of_rollout(run: Windows, profile: Profile) -> tuple[dict[str, float], float
 
 
 def _of_kernels(rows: pd.DataFrame, card: Gpu, profile: Profile) -> Iterator[tuple[dict[str, float], float, float]]:
-    """The same of single kernels."""
+    """The same for each reading of a single kernel."""
     for kernel, part in rows.groupby("kernel"):
         used = kernel_uses(str(kernel), part, card, profile)
         for i, (watts, lasted) in enumerate(zip(part.power_w, part.seconds, strict=True)):

@@ -44,7 +44,7 @@ ATTENTION = ("Qwen/Qwen3-14B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.2-1B")
 UNEQUAL = "lognormal"
 MOE = ("Qwen/Qwen3-235B-A22B",)
 STEPS = "engine steps"
-POWER_ROWS, COURSE_ROWS = "power.jsonl", "clock_course.jsonl"  # of kernels that ran for seconds, which are no timings
+POWER_ROWS, COURSE_ROWS = "power.jsonl", "clock_course.jsonl"  # kernels that ran for seconds: no timings
 # sd of one cell between cards of one GPU model, which no calibration of one card can improve on. From Qwen3-8B with 8
 # requests on four H200s (validation/anchor.jsonl and first_look of the H200's profile).
 BETWEEN_CARDS = 0.017
@@ -156,7 +156,7 @@ def with_power(profile: Profile, steps: Sequence[Windows], known: Profile, kerne
 def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) -> Profile:
     """The profile with the coefficients of rare parts fitted to the steps of these rollouts, if there are any.
 
-    prior: the datasheet profile, from which they start
+    prior: the datasheet profile, where they start
     """
     if not steps:
         return profile

@@ -31,7 +31,7 @@ def verl_overrides(job: Job) -> list[str]:
 def emit_verl(job: Job, _: str) -> str:
     """The overrides as shell words, to paste after `python -m verl.trainer.main_ppo \\`.
 
-    Each but the last ends in a continuation. The comments come last: bash would drop what follows them on such a line.
+    Each line but the last ends in a continuation. The comments come last, as bash would drop any words after them.
     """
     setup = job.setup
     engine = f"{model_name(setup)} on {setup.gpu.name}, {setup.precision.name}"
@@ -68,7 +68,7 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
         "data_parallel_size": 1,
     }
     if limits.expert_ranks > 1:
-        # Any number above 1 is vLLM's enable_expert_parallel (vllm_async_server.py), and RolloutConfig wants this one.
+        # Any number above 1 sets vLLM's enable_expert_parallel (vllm_async_server.py). RolloutConfig wants this one.
         settings["expert_parallel_size"] = limits.expert_ranks
     ours = {"plan": job.plan, "choice": job.choice}
     return {f"{_ROLLOUT}.{key}": value for key, value in settings.items()} | {

@@ -95,7 +95,7 @@ class Job:
     setup:      the engine, with max_model_len filled in; data_parallel_size: the number of them that the trainer starts
     workload:   prompts, samples, max_prompt_tokens, max_response_tokens, and other facts on the rollout
     thresholds: of the correction, as in Plan
-    choice:     the plan's own word for the engine: its precision, or its number if several layouts have that precision
+    choice:     the plan's name for the engine: its precision, or its number if several layouts have that precision
     plan_file:  full path of the plan; None: it has not been written
     refused:    target -> the reason why it cannot start this engine though vLLM can, and the way out
     """
@@ -286,12 +286,12 @@ def measured_notes(job: Job) -> list[str]:
     """Notes on the expected mismatch in verl and TRL, where fp8plan measures the K and V scales."""
     known = job.expected
     fp8, counted = job.setup.precision.kv == "fp8", known.kv_scales == "calibrated"
-    what = "expected mismatch" if counted or not fp8 else "expected mismatch at 1.0"
-    return [*([MEASURED] if fp8 else []), *_risk_note(what, known.kl_k3, known.kl_k3_high, known.risk)]
+    subject = "expected mismatch" if counted or not fp8 else "expected mismatch at 1.0"
+    return [*([MEASURED] if fp8 else []), *_risk_note(subject, known.kl_k3, known.kl_k3_high, known.risk)]
 
 
-def _risk_note(what: str, kl: float | None, kl_high: float | None, risk: str | None) -> list[str]:
-    return [] if kl is None else [f"{what}: KL k3 {kl:.2g}, up to {kl_high:.2g}, risk {risk}"]
+def _risk_note(subject: str, kl: float | None, kl_high: float | None, risk: str | None) -> list[str]:
+    return [] if kl is None else [f"{subject}: KL k3 {kl:.2g}, up to {kl_high:.2g}, risk {risk}"]
 
 
 def refuse_for(job: Job, trainer: str) -> None:
@@ -318,6 +318,6 @@ def shared_gpu_note(setup: EngineSetup) -> str:
 
 
 def replicas_note(setup: EngineSetup, how: str) -> str:
-    """A note on how many replicas were planned, and `how` they come about."""
+    """A note on the number of planned replicas, and `how` they come about."""
     ranks, replicas = setup.limits.tensor_parallel_size, setup.limits.data_parallel_size
     return f"planned for {replicas} replica(s) of {ranks} GPU(s), {ranks * replicas} in all: {how}"

@@ -32,13 +32,13 @@ from fp8plan.model.workload import Batch
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
-# Responses, over all candidates, from which on processes of their own pay off: half a second of work.
+# The fewest responses, over all candidates, for which more processes pay off: half a second of work.
 WORTH_PROCESSES = 40_000
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One precision on one layout, with what is predicted of it or the reason why it cannot run."""
+    """One precision on one layout, with its predictions or the reason why it cannot run."""
 
     setup: EngineSetup
     reason: str | None = None
@@ -48,7 +48,7 @@ class Candidate:
     extrapolated: bool = False
     risk: MismatchRisk | None = None
     unit_risk: MismatchRisk | None = None  # with K and V scales left at 1.0; None without an FP8 KV cache
-    step_s: float | None = None  # of the whole RL step; None without trainer figures
+    step_s: float | None = None  # seconds of the whole RL step; None without trainer figures
     layout_doubt: float = 0.0  # Profile.layout_doubt of its layout
 
     @property

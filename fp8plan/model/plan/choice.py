@@ -1,6 +1,6 @@
 """The choices of a plan: every precision on every layout with its predicted figures, and the one that is chosen.
 
-A speed-up says how many times as fast one rollout, or RL step, is as another. It has a 90% interval.
+A speed-up is the speed of one rollout, or RL step, divided by that of another. It has a 90% interval.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SHARED_ERROR = 0.35
 class Timed(NamedTuple):
     """The predicted time of one choice, and the parts of its error.
 
-    seconds:      of the rollout, or of the whole RL step
-    rollout_s:    seconds of the rollout in it; the rest of a step is taken as known
-    log_gradient: of the rollout, as in Rollout
+    seconds:      time of the rollout, or of the whole RL step
+    rollout_s:    seconds of the rollout in it; the rest of a step counts as known
+    log_gradient: the rollout's, as in Rollout
     cut:          as in EngineLimits
-    sampling_sd:  of the rollout, as in Rollout
+    sampling_sd:  the rollout's, as in Rollout
     """
 
     seconds: float
@@ -142,14 +142,14 @@ class Choice:
     speedup:              BF16 makespan / this makespan, same workload, GPU and limits, with its 90% interval
     rl_step_s:            seconds of a whole RL step; None without trainer figures
     step_speedup:         the same ratio for the RL step, with its 90% interval; None without trainer figures
-    kv_cache_tokens:      tokens the KV pool of one replica holds
-    preemptions:          in all replicas
+    kv_cache_tokens:      tokens that the KV pool of one replica holds
+    preemptions:          number in all replicas
     tail_fraction:        part of the makespan spent at small batch, in [0, 1]
     kl_k3:                mean k3 per token between trainer and rollout, with its range
     ess_raw:              effective sample size of the untruncated token ratios, a fraction
     clip_fraction:        part of the tokens that token TIS clips
     seq_reject_fraction:  part of the sequences that a sequence-level MIS would drop
-    risk:                 "low", "moderate" or "high" (README states the rules)
+    risk:                 "low", "moderate" or "high", by the rules of RiskBudget
     unit_kv_scales:       kl_k3, kl_k3_low, kl_k3_high and risk with K and V scales left at 1.0; None without FP8 KV
     extrapolated:         the profile was used outside the measured range
     refused_by:           target -> the reason why it cannot start this layout, though vLLM can
@@ -281,8 +281,8 @@ def _plain_dict(value: dict[str, Any], name: str) -> Any:
 def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
     """The index of the chosen candidate.
 
-    Among the candidates whose risk the budget accepts and that are within LEAST_GAIN of the fastest, the lowest KL is
-    chosen. If the budget accepts none, the lowest KL of all is.
+    The budget rules out some candidates. Among the others within LEAST_GAIN of the fastest, the one with the lowest KL
+    is chosen. If the budget rules out all, the one with the lowest KL of all is chosen.
 
     An unmeasured layout counts only if it is faster than the fastest measured one by more than one standard deviation
     of its times.

@@ -16,8 +16,8 @@ from fp8plan.model.rollout import TAIL_SHARE, Rollout
 from fp8plan.model.shards import left_in_bf16
 
 NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
-SLOWER = 0.01  # losses from which on they are
-STEP_SHARES = (0.5, 0.8)  # of a rollout in an RL step
+SLOWER = 0.01  # smaller losses are not either
+STEP_SHARES = (0.5, 0.8)  # shares of a rollout in an RL step
 
 COMPONENTS = {
     "attention": "attention over the KV cache",
@@ -160,10 +160,10 @@ def explain(
 
     Each ratio names its baseline, and has its 90% interval.
 
-    rollouts: of all choices, None for one that cannot run
-    risk, advice: of the chosen choice
+    rollouts: one for each choice, None if it cannot run
+    risk, advice: those of the chosen choice
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
-    shape: of the model; None: no sentence on linears that stay in BF16, or on parts that are not modelled
+    shape: the model's; None: no sentence on linears that stay in BF16, or on parts that are not modelled
     """
     answer = Answer(choices, chosen, rollouts, profile)
     stored, picked = None if shape is None else shape.stored, answer.picked
@@ -231,8 +231,8 @@ def _gains(answer: Answer, stored: Stored | None) -> list[str]:
     best = min(runnable, key=lambda c: c.seconds)
     if best.layout != picked.layout:
         gain = answer.gain(picked, best)
-        what = "The whole RL step" if answer.of_the_step else "It"
-        sentences.append(f"{what} is {gain.over(f'the best bf16,{_layout(best, answer.choices)}')}{_doubt(gain)}.")
+        subject = "The whole RL step" if answer.of_the_step else "It"
+        sentences.append(f"{subject} is {gain.over(f'the best bf16,{_layout(best, answer.choices)}')}{_doubt(gain)}.")
     return sentences
 
 
@@ -336,12 +336,12 @@ def _left_in_bf16(choices: Sequence[Choice], shape: ModelShape) -> list[str]:
     """Sentences on the linears that FP8 weights leave in BF16, each with the tensor_parallel_sizes it holds for."""
     layouts: dict[str, list[int]] = {}
     for choice in choices:
-        if choice.available and (what := left_in_bf16(shape, choice.preset, choice.tensor_parallel)):
-            layouts.setdefault(what, []).append(choice.tensor_parallel)
+        if choice.available and (linears := left_in_bf16(shape, choice.preset, choice.tensor_parallel)):
+            layouts.setdefault(linears, []).append(choice.tensor_parallel)
     where = " at tensor_parallel_size {}" if several_layouts(choices) else ""
     return [
-        f"FP8 weights{where.format(', '.join(map(str, sorted(set(sizes)))))}: {what}."
-        for what, sizes in layouts.items()
+        f"FP8 weights{where.format(', '.join(map(str, sorted(set(sizes)))))}: {linears}."
+        for linears, sizes in layouts.items()
     ]
 
 
@@ -363,9 +363,9 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
         return [f"Uncalibrated: {source}, so trust the order of magnitude and the direction."]
     sentences = []
     if timed.extrapolated or any(c.extrapolated and not profile.layout_error(*c.cut) for c in choices):
-        what = f" ({'; '.join(timed.extrapolated)})" if timed.extrapolated else ""
+        ranges = f" ({'; '.join(timed.extrapolated)})" if timed.extrapolated else ""
         sentences.append(
-            f"Part of this workload lies outside of what the profile {profile.label} was measured for{what}."
+            f"Part of this workload lies outside of what the profile {profile.label} was measured for{ranges}."
         )
     sizes = sorted({c.tensor_parallel for c in choices if c.available and profile.layout_error(c.tensor_parallel)})
     if sizes:

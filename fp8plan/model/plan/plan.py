@@ -28,7 +28,7 @@ from fp8plan.version import __version__
 MAKE_ONE: Final = "fp8plan plan MODEL --gpu GPU --json plan.json"
 _EMITTERS: Final = {"vllm": vllm.emit_vllm, "verl": verl.emit_verl, "trl": trl.emit_trl}
 
-# Figures that every choice has which can run. Speed-ups also need BF16 to fit, the RL step a trainer.
+# Figures of every choice that can run. Speed-ups also need BF16 to fit, the RL step a trainer.
 PREDICTED: Final = (
     "makespan_s makespan_low_s makespan_high_s output_tokens_per_s kv_cache_tokens preemptions tail_fraction kl_k3 "
     "kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk extrapolated"
@@ -59,7 +59,7 @@ def _read(data: Any) -> Plan:
 
 
 def _check_complete(written: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for an absent field, even if its class has a default, which may not be what was planned."""
+    """Raise ConfigError for an absent field, even one with a default: the plan may have had another value."""
     for name, value in written.items():
         if name not in data and f"{where}{name}" not in SINCE_1_1:
             raise ConfigError(f"the plan: field {f'{where}{name}'!r} is missing")
@@ -91,9 +91,9 @@ class Plan:
     model:      Hugging Face id or local folder
     gpu:        name in fp8plan.model.hardware, e.g. "h200_sxm"
     profile:    {"kind", "engine_version", "source"} of the profile behind the numbers
-    limits:     of every engine; each Choice has its own parallel sizes
+    limits:     limits of every engine; each Choice has its own parallel sizes
     workload:   prompts, samples (counts), max_prompt_tokens, max_response_tokens, and other facts on the rollout
-    seed:       of the sampled response lengths
+    seed:       random seed of the response lengths
     choices:    every precision and layout that was scored
     chosen:     index into `choices`
     thresholds: correction to start with, by names of risk.expected.THRESHOLDS; empty: none needed

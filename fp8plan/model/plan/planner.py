@@ -76,7 +76,7 @@ def predict(
     budget:         the highest mismatch risk that may be chosen
     kv_scales_calibrated: K and V scales of FP8 KV are measured after each sync. False: they stay at 1.0, as in engines
                     that keep the scales they started with (Gpu.why_fixed_kv_scales)
-    engine_version: of vLLM
+    engine_version: version of vLLM
     strict:         refuse a profile of another engine version
     profile:        used instead of the best known one
     progress:       wraps the candidates while they are predicted, as tqdm does
@@ -176,7 +176,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _check_kinds(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument of the wrong type: as a bool, the text "unit" would be true."""
+    """Raise ConfigError for an argument of the wrong type: the text "unit" would count as True."""
     for name, kinds in _KINDS.items():
         value = arguments[name]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -195,10 +195,10 @@ def _not_measured(shape: ModelShape, profile: Profile, strict: bool) -> list[str
     stored = shape.stored
     if stored is None or stored.weights == "fp8_block" or any(x.startswith(NO_BLOCKS) for x in profile.coefficients):
         return []
-    what = f"no GEMM of {stored.label} was measured on {profile.gpu}"
+    fact = f"no GEMM of {stored.label} was measured on {profile.gpu}"
     if strict:
-        raise ProfileError(f"{what}, and --strict allows nothing else; leave it out, or plan a checkpoint in blocks")
-    return [f"{what}: its time follows AIConfigurator's timings of vLLM's kernel on this or another GPU, not our own"]
+        raise ProfileError(f"{fact}, and --strict allows nothing else; leave it out, or plan a checkpoint in blocks")
+    return [f"{fact}: its time follows AIConfigurator's timings of vLLM's kernel on this or another GPU, not our own"]
 
 
 def _describe(workload: Workload, batch: Batch) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Pa
     """The datasheet profile of one GPU, measured or not: the common coefficients, then those of its architecture.
 
     Architectures have different kernels (FlashAttention 3 exists on sm90 only), so backends and their few coefficients
-    are listed per architecture. An unlisted one, such as 8.6, has the kernels of the nearest before it of the same
+    are listed per architecture. An unlisted one, such as 8.6, has the kernels of the nearest earlier one of its
     generation. A CPU has nothing in common with GPUs.
     """
     path = (profiles_dir or profiles_path()) / "datasheet.json"
@@ -183,7 +183,7 @@ def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Pa
 
 
 def _listed(gpu: Gpu, architectures: Iterable[str]) -> str:
-    """The architecture of the list whose kernels a GPU has; its own if there is none."""
+    """The listed architecture whose kernels a GPU has; the GPU's own if none is listed."""
     if gpu.compute_capability is None:
         return gpu.architecture
     major, minor = gpu.compute_capability
@@ -193,7 +193,7 @@ def _listed(gpu: Gpu, architectures: Iterable[str]) -> str:
 
 @lru_cache(maxsize=8)
 def _datasheet(path: Path, changed: int) -> Datasheet:
-    """The parsed file. changed: when, so that a new one is read"""
+    """The parsed file. changed: its time of change, so that a new file is read"""
     return parsed(path.read_text(encoding="utf-8"), str(path), Datasheet)
 
 
@@ -217,8 +217,9 @@ def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
 
 
 def rare_parts(gpu: Gpu) -> tuple[str, ...]:
-    """The prefixes of coefficients that a profile of this GPU need not have. Beside RARE_PARTS that is attention over
-    an FP8 KV cache if the GPU only stores FP8: neither AIConfigurator's tables nor `calibrate` time it.
+    """The prefixes of coefficients that a profile of this GPU need not have.
+
+    A GPU that only stores FP8 adds attention over an FP8 KV cache, which neither AIConfigurator nor `calibrate` times.
     """
     return (*RARE_PARTS, WIDENED_KV) if gpu.stores_fp8_only else RARE_PARTS
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 ENGINE = "vllm"
 CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
 KINDS = ("datasheet", "calibrated", "imported")
-ASSUMED = "not measured on this GPU: "  # begins the note on a coefficient that the datasheet profile lends to another
+ASSUMED = "not measured on this GPU: "  # start of the note on a coefficient that the datasheet profile lent
 
 # sd of log step time for each doubling of tensor_parallel_size away from the measured sizes, taken as independent. It
 # is the error of makespans by the H200's import (0.082) beyond that by its calibration (0.036).
@@ -46,7 +46,7 @@ class Profile:
     residuals:       kernel -> relative RMS error left by the fit, on held-out points if there are any
     model_error:     sd of log step time that the coefficients cannot explain
     hull:            kernel -> quantity -> (lowest, highest) measured; None when nothing was measured
-    date:            of the measurement, ISO 8601
+    date:            day of the measurement, ISO 8601
     notes:           coefficient -> source of its value
     tensor_parallel: the sizes whose rollouts are behind model_error
     layers:          kernel -> shape ("NxK" of a GEMM, "EXPERTSxTOP_KxHIDDENxINNER") -> [rows, log(measured seconds /
@@ -119,7 +119,7 @@ class Profile:
         return name, self.coefficient(name)
 
     def layer_factor(self, kernel: str, shape: Sequence[int], rows: NDArray[Any]) -> NDArray[Any]:
-        """The time of a layer relative to that by the coefficients, for each number of `rows`: shape of `rows`.
+        """The measured time of a layer over its time by the coefficients, for each number of `rows`: shape of `rows`.
 
         It is 1 if no layer of this shape was timed. Between timed numbers of rows it is interpolated in both logs.
         """

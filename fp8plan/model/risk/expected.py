@@ -32,8 +32,8 @@ from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_rat
 Level = Literal["low", "moderate", "high"]
 LEVELS: Final[tuple[Level, ...]] = ("low", "moderate", "high")
 
-# A precision that gains less than this over a less risky one is not worth its mismatch. Two cards of one kind differ by
-# more (2-6%, from elsewhere).
+# A gain below this over a less risky precision is not worth the mismatch. Two cards of one kind differ by more: others
+# published 2 to 6%.
 LEAST_GAIN: Final = 0.02
 
 
@@ -41,7 +41,7 @@ LEAST_GAIN: Final = 0.02
 class RiskBudget:
     """The limits of a low and of a moderate mismatch (any other is high), and the highest level a plan may accept.
 
-    Limits hold against the unfavourable end of the 90% band. Sources: prime-rl merges a new model below a KL of 0.015.
+    The unfavourable end of the 90% band must keep the limits. Sources: prime-rl merges a new model below a KL of 0.015.
     verl's docs call 0.001 to 0.03 typical and 1.0 broken. They ask for an ESS of 0.5, and warn below 0.3. `low_kl` is
     the KL of good BF16 MoE runs. The clip limits are this project's choice: token TIS gives up little at these shares.
 
@@ -96,7 +96,7 @@ class Threshold(NamedTuple):
         return self.weight is None or self.weight[1] != "tis"
 
 
-# The thresholds that a plan may have. seq_sum is the ratio of a sequence's summed log-ratios, seq_mean of their mean.
+# The thresholds that a plan may have. seq_sum is exp of the sum of a sequence's log-ratios, seq_mean of their mean.
 THRESHOLDS: Final[Mapping[str, Threshold]] = {
     "token_tis": Threshold(("token", "tis"), None, "token_truncate"),
     "sequence_tis": Threshold(("sequence", "tis"), None, "sequence_truncate"),
@@ -136,7 +136,7 @@ def rejections_in(thresholds: Mapping[str, Any]) -> dict[Dropped, tuple[float, f
 # not at 1.5.
 TOKEN_TIS: Final[Mapping[Level, float]] = {"low": 2.0, "moderate": 2.0, "high": 1.5}
 
-# clip_fraction and seq_reject_fraction count for these: C of token TIS, and [low, high] of a sequence-level MIS.
+# The C of token TIS that clip_fraction counts for, and the [low, high] of the MIS that seq_reject_fraction counts for.
 COUNTED_TIS: Final = 2.0
 COUNTED_MIS: Final = (0.5, 2.0)
 
@@ -144,8 +144,8 @@ COUNTED_MIS: Final = (0.5, 2.0)
 # Qwen2-7B at scale 1.0 and with dynamic scales (vllm-project/vllm#11906).
 CLIPPED_KV_KL: Final = 0.43
 
-# Extra standard deviation of log KL for KV scales that nobody calibrated: a factor of two, assumed. No published KL
-# tells.
+# Extra standard deviation of log KL for KV scales that nobody calibrated: a factor of two, assumed. No KL of
+# them is published.
 UNCALIBRATED_SD: Final = log(2.0)
 
 # The largest ratio of the variance of a sequence's log-ratio to the sum over its tokens. Tokens are uncorrelated (see
@@ -163,7 +163,7 @@ class MismatchRisk:
     ess_raw:             1 / mean(ratio^2) over tokens, untruncated, a fraction; *_low belongs to kl_k3_high
     clip_fraction:       share of tokens whose ratio exceeds COUNTED_TIS
     seq_reject_fraction: share of sequences whose product of ratios leaves COUNTED_MIS, over the given lengths
-    level, reasons:      by RiskBudget's rules, and the reasons for it, in sentences
+    level, reasons:      the level by RiskBudget's rules, and the reasons for it, in sentences
     moe:                 the ratios have the heavy tail of MoE routing
     """
 
@@ -191,7 +191,7 @@ class ThresholdAdvice:
 
     thresholds:           name in THRESHOLDS -> bound or band
     sequence_mis_usable:  a sequence-level MIS keeps enough sequences at these lengths
-    sequence_mis_tokens:  the longest response, in tokens, at which it would
+    sequence_mis_tokens:  the longest response, in tokens, at which it does
     notes:                sentences
     """
 

@@ -2,7 +2,7 @@
 
     KL = exp(engines) * (1 [+ exp(moe)]) * (BF16 + exp(linears) * FP8 linears + exp(kv [+ kv_no_qk_norm]) * FP8 KV)
 
-where the terms of the last bracket are `theory.kl_terms`, and [] is for MoE and for models without QK-norm. exp(moe) =
+The terms of the last bracket are `theory.kl_terms`. Parts in [] are for MoE, or for models without QK-norm. exp(moe) =
 1 means that routing doubles the KL. Replaying the routes removes half of it (R3, arXiv 2510.11370: 1.535e-3 -> 7.5e-4)
 to two thirds (prime-rl#3543). The five exponents are fitted on log KL by Gauss-Newton steps, each one scikit-learn
 Ridge, which shrinks them to 0, the theory. The positive terms keep the order BF16 <= FP8 <= both, and dense <= MoE.

@@ -52,8 +52,8 @@ SMALLEST_FITTED: Final = 0.49e9  # parameters: Qwen2.5-0.5B
 UNMEASURED_SD: Final = log(2.0)
 STATE_SPACE_SD: Final = log(4.0)
 
-# The same for small models. Three were measured (profiles/.../probe, benchmarks/learning/h200 and
-# benchmarks/learning/cpu/smollm2_probe.json). Their mean log errors have an RMS of 1.8, of which the fit knows 0.5.
+# Extra standard deviation for small models. Three were measured (profiles/.../probe, benchmarks/learning/h200 and
+# benchmarks/learning/cpu/smollm2_probe.json). Their mean log errors have an RMS of 1.8; the fit accounts for 0.5.
 SMALL_SD: Final = log(5.5)
 
 
@@ -307,8 +307,9 @@ def _sub_layers(layer: Layer) -> list[Mixer | Mlp | Experts]:
 
 
 def _quantised(part: Mixer | Mlp | Experts, hidden: int, tp: int) -> float:
-    """The share in FP8 of the linears of a sub-layer to which vLLM hands the quantisation config. Each counts alike,
-    whatever its size: modelled, not measured.
+    """The FP8 share of a sub-layer's linears to which vLLM hands the quantisation config.
+
+    Each counts alike, whatever its size: modelled, not measured.
     """
     linears = part.linears(hidden, tp) + (part.expert_linears(hidden) if isinstance(part, Experts) else ())
     quantised = [linear.quantised for linear in linears if linear.quantisable]

@@ -29,7 +29,7 @@ from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, che
 NO_ROLLOUT: Final = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
 WARMING: Final = "it compiles and fills caches, and predictions are of warm engines"
 COUNT_IT: Final = "--include-first counts it"
-# A difference in one of these from the record before means a new engine.
+# A change in one of these fields, from record to record, means a new engine.
 OF_ENGINE: Final = ("model", "engine_version", "precision", "gpu", *RECORDED)
 
 
@@ -182,8 +182,8 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
     """
     file = Path(path)
     records, without_rollout, torn, first = list[Record](), 0, None, list[tuple[int, Any]]()
-    before: dict[str, Any] | None = None  # the rollout before, of a Monitor's
-    marked = False  # a record has `first_rollout`: then each Monitor of the file has marked its own
+    before: dict[str, Any] | None = None  # the Monitor's record before
+    marked = False  # True if a record has `first_rollout`: each Monitor of the file marks its own
     for number, fields in lines(file, "record file"):
         if fields is TORN:
             torn = torn_note(number, file)
