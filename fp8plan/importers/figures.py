@@ -22,10 +22,10 @@ from fp8plan.jsonl import TORN, lines, torn_note
 
 Figures = dict[int, dict[str, float]]  # step -> name -> value
 STEP = re.compile(r"\bstep:(\S+) - (.*)")
-# A name and a number. numpy's print as np.float64(1.5), and Ray writes "[repeated 2x across cluster]" behind a line.
+# A name and a number. numpy prints np.float64(1.5), and Ray writes "[repeated 2x across cluster]" behind a line.
 FIGURE = re.compile(r"(\S+):(?:np\.\w+\()?([-+.,'’\w\s]+)\)?(?:\s*\[.*)?")
 THOUSANDS = re.compile(r"[-+]?\d{1,3}([,'’_\s])\d{3}(?:\1\d{3})*(?:\.\d*)?")
-# Colours and other commands to a terminal, also where a pipe or an editor has made "^[" or nothing of the escape.
+# Colours and other commands to a terminal. A pipe or an editor may have turned the escape into "^[", or dropped it.
 TERMINAL = re.compile(
     r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|(?:\x1b\[|\^\[\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|\[\d{1,3}(?:;\d{1,3})*m"
 )
@@ -56,7 +56,7 @@ def figures(path: Path, note: Note = str) -> Figures:
             known = by_step[int(at)]
             for name, value in values.items():
                 figure = _number(value)
-                if figure is not None and (isfinite(figure) or name not in known):  # a number of the step stands
+                if figure is not None and (isfinite(figure) or name not in known):  # a number of this step is kept
                     known[name] = figure
     if not by_step:
         raise ConfigError(f"{path} holds no figures of steps; give one of: {_kinds()}")

@@ -1,4 +1,4 @@
-"""One rollout in a trainer's log: the text of its prompts and responses, or how many tokens they have."""
+"""One rollout in a trainer's log: the text of its prompts and responses, or their numbers of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from fp8plan.errors import ConfigError
 
-Note = Callable[[str], object]  # called with a remark on what is read
+Note = Callable[[str], object]  # called with a remark on the log
 Text: TypeAlias = str | list[dict[str, Any]]  # plain, or the messages of a conversation
 
 
@@ -23,7 +23,7 @@ class Request(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One response and its prompt in tokens. prompt: a name, equal where the prompt is the same"""
+    """One response and its prompt in tokens. prompt: its name, equal for equal prompts"""
 
     prompt: bytes
     prompt_tokens: int
@@ -39,7 +39,7 @@ class Logged:
 
     step:   the training step
     path:   its file
-    before: the file of the step before, of which it may be a repetition; None: there is none
+    before: the file of the step before, which it may repeat; None: there is none
     """
 
     step: int
@@ -51,7 +51,7 @@ class Logged:
 class Counted:
     """One rollout in tokens, one entry per request, prompt by prompt.
 
-    prompt_ids: 0, 0, .., 1, 1, ..: equal where the prompt is the same
+    prompt_ids: 0, 0, .., 1, 1, ..: equal for equal prompts
     """
 
     step: int
@@ -61,7 +61,7 @@ class Counted:
 
     @property
     def mean_response(self) -> float:
-        """Tokens of a response, on average."""
+        """The mean number of tokens of a response."""
         return sum(self.response_lengths) / len(self.response_lengths)
 
 
@@ -69,15 +69,15 @@ class Counted:
 class Source:
     """One trainer's log.
 
-    name:     of the file of a rollout, with its step
+    name:     pattern of a rollout's file, with its step
     folder:   the files may be in this subfolder
     switch:   the trainer's setting that writes them
-    requests: reads one file, request by request, as it may be larger than the memory
+    requests: reads one file, request by request: it may be larger than the memory
     of_text:  requests are text, which needs a tokenizer
     special_tokens: the trainer's tokenizer adds its special tokens (BOS) to plain prompts
     repeats:  true if a rollout is the one in the file before; None: it never is
     seconds, mean_response: names of its figures: seconds of generation, mean tokens of a response; None: not logged
-    overwritten: a figure of the steps whose logged rollout is an evaluation's; None: there are none
+    overwritten: a figure that marks the steps whose logged rollout is an evaluation's; None: there are none
     """
 
     name: re.Pattern[str]
@@ -106,7 +106,7 @@ class Source:
 
 
 def name_of(prompt: bytes) -> bytes:
-    """A short name of a prompt, so that a large rollout's prompts need not stay in memory."""
+    """A short name of a prompt, which stays in memory in its place."""
     return blake2b(prompt, digest_size=16).digest()
 
 

@@ -25,9 +25,9 @@ from fp8plan.schemas import REQUIRED, VERSIONS
 from fp8plan.version import __version__
 
 SOURCES: Final[dict[str, Source]] = {"verl": verl.SOURCE, "trl": trl.SOURCE, "skyrl": skyrl.SOURCE}
-NEAR: Final = 0.02  # relative gap between the mean of counted tokens and the trainer's that needs no note
-Progress = Callable[[int, int], object]  # called with the bytes that are read, and with all there are to read
-BATCH: Final = 1 << 20  # characters that the tokenizer is given at once: it needs 50 times as many bytes
+NEAR: Final = 0.02  # largest relative gap from the trainer's mean tokens that needs no note
+Progress = Callable[[int, int], object]  # called with the bytes read, and with their total
+BATCH: Final = 1 << 20  # characters for the tokenizer at once: it needs 50 times as many bytes
 NO_TOOLS: Final = (
     "responses call tools, whose definitions are in every prompt and not in the log: prompts are counted without them; "
     "give --tools FILE"
@@ -51,7 +51,7 @@ def load_tokenizer(name: str) -> Any:
         raise ConfigError("counting the tokens of text needs transformers; type: pip install transformers") from None
     try:
         return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # of the hub, the file system, or the tokenizer's own format
+    except Exception as error:  # from the hub, the file system, or the tokenizer's own format
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"there is no tokenizer {name!r}: {problem}; give the hub id or the folder of the run's model"
@@ -89,12 +89,12 @@ class Counter:
     rendered: bool = False
 
     def measured(self, requests: Iterable[Request]) -> Iterator[Measured]:
-        """Count the tokens of requests, some at a time.
+        """Count the tokens of requests, in batches.
 
         Raises ConfigError for a conversation that the tokenizer has no chat template for.
         """
         for batch in _batches(requests):
-            # Samples of a prompt follow each other: it is tokenised once for all of them.
+            # The samples of a prompt follow each other, so it is tokenised once.
             names = [name_of(str(request.prompt).encode(errors="surrogatepass")) for request in batch]
             prompts = {name: request.prompt for name, request in zip(names, batch, strict=True)}
             lengths = dict(zip(prompts, self._prompt_tokens([*prompts.values()]), strict=True))
@@ -120,10 +120,10 @@ class Counter:
         return [self._turn(message) for message in turns]
 
     def _turn(self, message: dict[str, Any]) -> str:
-        """The chat template's text for a message of the assistant, behind the prompt that asks for it.
+        """The chat template's text for a message of the assistant, without the prompt before it.
 
-        The message stands behind a short question, as templates drop the reasoning of earlier turns. DeepSeek-R1's
-        drops it from the last turn too; then the bare text is longer, and counts.
+        The message follows a short question, as templates drop the reasoning of earlier turns. DeepSeek-R1's drops it
+        from the last turn too. Then the bare text is longer, and counts.
         """
         try:
             begun, whole = self._rendered(QUESTION), self._rendered([*QUESTION, message], False)
@@ -134,7 +134,7 @@ class Counter:
         return max(whole[shared:].rstrip(), _bare(message), key=len)
 
     def _rendered(self, messages: list[dict[str, Any]], prompt: bool = True) -> str:
-        """A conversation as its template writes it. prompt: a turn of the assistant follows"""
+        """A conversation as its template writes it. prompt: end where a turn of the assistant begins"""
         self.rendered = True
         try:
             text: str = self.tokenizer.apply_chat_template(
@@ -198,16 +198,16 @@ def import_rollouts(
     """Turn the rollouts that a trainer logged into rollout records.
 
     trainer:   verl, trl or skyrl
-    folder:    the folder that it wrote them to
+    folder:    the folder of the trainer's log of rollouts
     tokenizer: hub id or folder of the run's tokenizer, for logs that hold text
     log:       the trainer's figures (see fp8plan.importers.figures), for the seconds
-    last:      take only so many rollouts, the last ones; no other file is read
+    last:      number of the last rollouts to take; no other file is read
     engine:    fields of a rollout record on the engine: model, gpu, engine_version, precision, ...
-    progress:  called as the files are read, with the bytes that are done and all of them
+    progress:  called as the files are read, with the bytes read and their total
     tools:     JSON file with the definitions of the run's tools, for logs of conversations
 
-    A newest file without a whole request is left out, with a note, and so is a last line that breaks off: the writer
-    was killed, or is at work.
+    Notes name the newest file if it has no whole request, and a last line that breaks off. Both are left out: their
+    writer was killed, or is at work.
 
     Raises ConfigError for files that cannot be read, and for a log of text without a tokenizer.
     """
@@ -217,7 +217,7 @@ def import_rollouts(
 
 
 class RolloutStream:
-    """The records of `import_rollouts`, one at a time, as those of a long run may not fit in memory.
+    """The records of `import_rollouts`, one at a time: those of a long run may not fit in memory.
 
     notes: remarks, complete after the last record
     """
@@ -249,7 +249,7 @@ class RolloutStream:
         if self._source.of_text:
             if tokenizer is None:
                 for logged in self._chosen[:1]:
-                    self._begin(logged)  # first an error for a file of another kind
+                    self._begin(logged)  # raises the error for a file of another kind first
                 raise ConfigError(
                     "the log holds text, not tokens; give --tokenizer, the hub id or folder of the run's model"
                 )
@@ -304,7 +304,7 @@ class RolloutStream:
             raise ConfigError(f"{logged.path} holds no whole response; delete it")
 
     def _again(self, logged: Logged) -> bool:
-        """True if a rollout repeats the one before, which is trained on again. An unreadable one does not."""
+        """True if a rollout repeats the one before, which is trained on again. An unreadable one counts as new."""
         if self._source.repeats is None or logged.before is None:
             return False
         try:
@@ -321,7 +321,7 @@ class RolloutStream:
         rollout = counted(logged.step, requests)
         for text in torn:
             self._note(f"{text}; so step {logged.step} lacks a response at least, and its seconds are left out")
-            self._known.pop(logged.step, None)  # figures of all of its responses
+            self._known.pop(logged.step, None)  # its figures are of all responses
         return rollout
 
     def _watched(self, requests: Iterator[Request], done: int, size: int, total: int) -> Iterator[Request]:
@@ -362,7 +362,7 @@ def _seconds(known: Mapping[str, float], source: Source) -> dict[str, float]:
 class _Means:
     """Counted mean lengths, compared with the trainer's own figures.
 
-    notes: on the rollout with the largest gap, if that is large
+    notes: a note on the rollout with the largest gap, if that is large
     """
 
     def __init__(self, known: Figures, source: Source) -> None:

@@ -2,7 +2,7 @@
 EXPORT_PATH/dumped_data/global_step_STEP_training_input.pkl.
 
 Read in SkyRL 0.3.0 (commit a9564572e, August 2026): `dump_data` and `convert_to_training_input` of
-`skyrl/train/trainer.py`, `skyrl/backends/skyrl_train/training_batch.py`. The pickle holds tensors as bytes: `sequences`
+`skyrl/train/trainer.py`, `skyrl/backends/skyrl_train/training_batch.py`. The pickle has tensors as bytes: `sequences`
 and `attention_mask` [batch, prompt + response], `response_mask` and `loss_mask` [batch, response], all padded on the
 left. So lengths are exact and no tokenizer is needed. Rows that pad the batch are at its end. A trajectory of several
 turns is one sequence, tool output included, or with `step_wise_trajectories` one sequence per turn.
@@ -81,7 +81,7 @@ class _Content:
         return held
 
 
-class _Reader(pickle._Unpickler):  # the one in Python: the one in C wants bytes
+class _Reader(pickle._Unpickler):  # Python's own: the one in C wants bytes
     """A reader of the data of a pickle that runs none of its code. SkyRL need not be installed."""
 
     def find_class(self, module: str, name: str) -> Any:

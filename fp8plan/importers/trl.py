@@ -3,12 +3,12 @@ output_dir.
 
 Read in TRL 1.16.0, `GRPOTrainer.log` and `_generate`. A row is one response: step, prompt, completion, the rewards,
 advantage. A prompt or a completion is text or a list of messages. Plain completions are decoded without special tokens.
-Messages are what `parse_response` made of the tokens: content, reasoning_content or thinking, tool_calls; with tools,
-the tools' output stands between the assistant's messages. The definitions of the tools, which the chat template puts
+Messages are those that `parse_response` made of the tokens: content, reasoning_content or thinking, and tool_calls. The
+output of tools stands between the assistant's messages. The definitions of the tools, which the chat template puts
 into every prompt, are not logged. A file is written at each logging step and holds the last generation batch. A batch
 that is trained on for several steps is in several files. An evaluation writes its own completions over those of its
-step. TRL's figures have no seconds of generation: its profile goes to W&B, MLflow and Trackio only. Its mean length is
-of the tokens that the model generated, without tool output.
+step. TRL's figures have no seconds of generation: its profile goes to W&B, MLflow and Trackio only. Its mean length
+counts the tokens that the model generated, without tool output.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _text(value: Any, name: str, file: Path) -> Text:
 
 
 def _without_null(value: Any) -> Any:
-    """The value without keys that have none: Parquet gives every object all the keys of its column."""
+    """The value without keys that are null: Parquet gives every object all keys of its column."""
     if isinstance(value, dict):
         return {key: _without_null(part) for key, part in value.items() if part is not None}
     return [_without_null(part) for part in value] if isinstance(value, list) else value

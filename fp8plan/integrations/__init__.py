@@ -1,1 +1,1 @@
-"""fp8plan inside of trainers, a module for each. A trainer's library is imported with its module only."""
+"""fp8plan inside trainers, with a module for each. Only its module imports a trainer's library."""

@@ -58,7 +58,7 @@ class TrainerSettings(msgspec.Struct, frozen=True):
     def controller(self, correction: CorrectionSettings, plan: Plan | None = None) -> Controller:
         """The law of a correction's thresholds. The plan's thresholds go before the correction's.
 
-        Raises ConfigError for settings that the law or the correction does not go with.
+        Raises ConfigError for settings that do not fit the law or the correction.
         """
         levels = {"target_kl": self.target_kl, "limit_kl": self.limit_kl}
         kl: dict[str, Any] = {name: level for name, level in levels.items() if level is not None}
@@ -80,11 +80,11 @@ S = TypeVar("S", bound=TrainerSettings)
 
 
 def read_settings(data: Any, kind: type[S], where: str, example: str) -> S:
-    """Convert what a trainer's configuration holds for fp8plan to a `kind`.
+    """Convert fp8plan's part of a trainer's configuration to a `kind`.
 
     Raises ConfigError, which begins with `where`, for unknown keys and values of a wrong type.
 
-    example: what to type, for the error
+    example: the words to type, for the error
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} is {data!r:.60}; allowed: an object with named keys, such as {example}")
@@ -104,7 +104,7 @@ UNKNOWN_PROMPT: Final = 1024  # tokens
 def read_plan(source: Any, allowed: str = ALLOWED) -> Plan | None:
     """Return a Plan, or the one in the file that `source` names; None for "auto". Raises ConfigError for anything else.
 
-    allowed: end of the error
+    allowed: the end of the error
     """
     if isinstance(source, Plan):
         return source
@@ -118,7 +118,7 @@ def read_plan(source: Any, allowed: str = ALLOWED) -> Plan | None:
 
 
 def announce(plan: Plan, source: Any, choice: int | str | None) -> None:
-    """Print in two lines what the engines will run, and why. The trainer's first process calls it.
+    """Print the engines' precision and the reason, in two lines. The trainer's first process calls it.
 
     source: the trainer's setting of the plan; choice: index or precision; None: the chosen one
     """
@@ -198,7 +198,7 @@ LOGGED: Final = (
 
 
 def metrics_of(step: Step, preset: Precision, report: SyncReport | None) -> dict[str, float]:
-    """Figures of a step, the running precision and the last sync, by their names in a trainer's log; unknown ones are
+    """Figures of a step, the running precision and the last sync, by their names in a trainer's log. Unknown ones are
     left out.
     """
     figures = {f"fp8plan/{name.partition('/')[2]}": step.metrics.get(name) for name in LOGGED}
@@ -206,7 +206,7 @@ def metrics_of(step: Step, preset: Precision, report: SyncReport | None) -> dict
     if step.verdict is not None:
         figures["fp8plan/speed_ratio"] = step.verdict.ratio
         figures["fp8plan/as_fast_as_predicted"] = float(step.verdict.as_fast)
-        figures["fp8plan/advice"] = float(DEPTH[step.verdict.action])  # steps down the ladder; 0: none
+        figures["fp8plan/advice"] = float(DEPTH[step.verdict.action])  # steps down the ladder of precisions; 0: none
     if report is not None:
         figures["fp8plan/sync_s"] = report.seconds["total"]
         figures["fp8plan/sync_compared"] = float(report.compared)
@@ -247,7 +247,7 @@ STATE_FILE: Final = "fp8plan.json"
 
 
 def save_state(monitor: Monitor, checkpoint: Path) -> None:
-    """Write the Monitor's state, the guard's memory included, into a checkpoint's folder, whole or not at all."""
+    """Write the Monitor's state, with the guard's memory, into a checkpoint's folder, whole or not at all."""
     part = checkpoint / f"{STATE_FILE}.part"
     part.write_text(json.dumps(monitor.state_dict()), encoding="utf-8")
     part.replace(checkpoint / STATE_FILE)

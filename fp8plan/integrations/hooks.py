@@ -3,16 +3,16 @@
     batches = running(settings_at())
     correction = batches.correct(train_logprobs, rollout_logprobs, mask)
 
-A process has one for each HookSettings. A step ends when an optimiser of this process has stepped (a post hook of
-torch's). Optimisers that step with no micro-batch in between count once. All micro-batches of a step get the same
-thresholds, which follow from the steps before: one step later than with `Monitor.step`. The controller's limits
-(max_clipped, min_kept) hold in the batch that it saw. A loss that is computed twice (recomputation) counts twice, which
-leaves every mean as it is. Nothing is saved with the trainer's checkpoints.
+A process has one MicroBatches for each HookSettings. A step ends when an optimiser of this process has stepped (torch's
+post hook). Optimisers that step with no micro-batch in between count once. All micro-batches of a step get the same
+thresholds. They follow from the steps before, so they come one step later than with `Monitor.step`. The controller's
+limits (max_clipped, min_kept) hold in the batch that it saw. A loss that is computed twice (recomputation) counts
+twice, which leaves every mean as it is. Nothing is saved with the trainer's checkpoints.
 
 Ranks that share add up their sums when their optimisers step. All have the same thresholds, and rank 0 writes the run
 file of all. With Megatron these are the ranks of its data-parallel group, elsewhere all ranks. Each must have called
-the function before its first optimiser step, and step equally often, or the others wait for ever. Ranks that do not
-share have thresholds of their own shard, and the run file has rank 0's shard only.
+the function before its first optimiser step, and step equally often. Else the others wait for ever. Ranks that do not
+share have thresholds for their own shard, and the run file has rank 0's shard only.
 
 The settings are one JSON file, named by FP8PLAN_MONITOR or in the trainer's own configuration. Without a file all have
 their defaults: token TIS that begins at C = 2.
@@ -66,7 +66,7 @@ class HookSettings(TrainerSettings, frozen=True):
     veto:        as in CorrectionSettings
     sampling:    sampling of rollouts, as {"top_p": 0.9} (fp8plan.Sampling); null: read from the trainer's own settings
                  where the hook sees them
-    share:       whether the ranks add up their sums (see the module); null: the hook decides
+    share:       true: the ranks add up their sums (see the module); null: the hook decides
 
     Paths are relative to the settings' file. Once read, `plan` holds the file's text and `run_file` is absolute.
     """
@@ -142,7 +142,7 @@ class MicroBatches:
 
         self.monitor = monitor
         self.last: Step | None = None
-        self._lock = threading.Lock()  # a trainer may step its optimiser in a thread
+        self._lock = threading.Lock()  # as a trainer may step its optimiser in a thread
         self._sums, self._corrected = _nothing(self._settings())
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
@@ -154,7 +154,7 @@ class MicroBatches:
         *,
         lengths: Sequence[int] | Array | None = None,
     ) -> Correction:
-        """Weights and mask of a micro-batch, which is counted into the current step.
+        """The weights and the mask of a micro-batch, which counts in the current step.
 
         Arguments and errors are those of `pack`. Raises ConfigError also for log-probs above 0.
         """
@@ -241,7 +241,7 @@ def megatron() -> Any:
 
 
 def _data_parallel() -> tuple[Any, bool]:
-    """The group of ranks that see different data (None: all), and whether this rank writes.
+    """The group of ranks that see different data (None: all), and true if this rank writes.
 
     Tensor- and context-parallel ranks see the same data, and only the last pipeline stage has a loss.
     """

@@ -9,7 +9,7 @@
 
 Written for prime-rl at commit 559b44772 (v0.8.1.dev67): `setup_rl_loss_fn` in src/prime_rl/trainer/rl/loss.py.
 prime-rl calls the function once for every sequence. Its trainer does not recompute log-probs before an update, so the
-weights correct FP8 and staleness together. It does not see how the orchestrator samples: give "sampling" in the
+weights correct FP8 and staleness together. It does not see the orchestrator's sampling: give "sampling" in the
 settings, as {"top_p": 0.95}.
 
 Ranks share only with `"share": true` in the settings. Leave it out if a rank's first step may have no token of the rl

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 PREFIX: Final = "fp8plan_"
-BASES: Final = ("regular", "dual_clip")  # losses that a factor above 0 on the advantage scales token by token
+BASES: Final = ("regular", "dual_clip")  # losses that scale with a token's advantage, if its factor is above 0
 
 
 def register(settings: str | os.PathLike[str] | None = None, config: Any = None) -> None:
@@ -79,7 +79,7 @@ def policy_loss(
     settings: as `register` read them; None: those of FP8PLAN_MONITOR
     base:     SkyRL's loss, one of BASES
 
-    Weights are of old_log_probs against rollout_logprobs. Returns (loss, figures). Raises ConfigError without
+    Weights compare old_log_probs with rollout_logprobs. Returns (loss, figures). Raises ConfigError without
     rollout_logprobs, and for bad settings.
     """
     import torch

@@ -32,10 +32,10 @@ def correct(
 ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
     """The policy loss of a micro-batch times fp8plan's weights, fp8plan's masks, and figures.
 
-    args:            slime's; without `use_tis` (get_mismatch_metrics alone) only the figures are made
+    args:            slime's arguments; without `use_tis` (get_mismatch_metrics alone) only the figures are made
     pg_loss:         [tokens] of this context-parallel rank, all responses one after the other
     train_log_probs, rollout_log_probs: nats, for each response [its tokens on this rank]
-    loss_masks:      for each response [response_length], whole also under context parallelism
+    loss_masks:      for each response [response_length], whole under context parallelism too
     total_lengths:   tokens of each response with its prompt
     response_lengths: tokens of each response
     kwargs:          unused: later versions of slime may add arguments
@@ -73,7 +73,7 @@ def correct(
 def sampling_in(args: Any) -> Sampling | None:
     """The sampling of rollouts in slime's arguments; None where they lack it.
 
-    SGLang's log-probs are those before a cut. With rollout_top_p slime renormalises them over the kept tokens, and
+    SGLang's log-probs are those before any cut. With rollout_top_p slime renormalises them over the kept tokens, and
     scores its trainer on the same ones. It divides the trainer's logits by rollout_temperature.
     """
     if not hasattr(args, "rollout_temperature"):
@@ -90,7 +90,7 @@ def sampling_in(args: Any) -> Sampling | None:
 
 
 def _across_ranks(parts: Any, total_lengths: list[int], response_lengths: list[int], gather: bool) -> list[Any]:
-    """Whole responses from this context-parallel rank's parts, or with gather=False its parts of whole responses."""
+    """Whole responses from this context-parallel rank's parts. With gather=False: its parts of whole responses."""
     state = megatron()
     if state is None or state.get_context_parallel_world_size() == 1:
         return list(parts)

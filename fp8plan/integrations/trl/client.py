@@ -62,8 +62,8 @@ def arguments_of(*args: Any, **how: Any) -> dict[str, Any]:
 
 
 def sampling_of(*args: Any, **how: Any) -> dict[str, Any] | None:
-    """vLLM's sampling parameters of a call of TRL's `VLLMClient.generate`; None for a call that fp8plan's route cannot
-    serve. The route takes token ids, and returns tokens and their own log-probs only.
+    """vLLM's sampling parameters for a call of TRL's `VLLMClient.generate`; None if fp8plan's route cannot serve it.
+    The route takes token ids, and returns tokens and their own log-probs only.
     """
     call = arguments_of(*args, **how)
     sampling = {name: call[name] for name in SAMPLING if name in call} | (call["generation_kwargs"] or {})
@@ -116,7 +116,7 @@ class PlannedClient(VLLMClient):
         call = arguments_of(prompts, *args, **how)
         call |= call["generation_kwargs"] or {}
         known = all(call[name] is not None for name in SAMPLED)  # None stands for the server's generation config
-        sampled = Sampling.of(call) if known else None  # check_server has seen that log-probs are processed
+        sampled = Sampling.of(call) if known else None  # check_server made sure that log-probs are processed
         self.rollout = Rollout(seconds, lengths, responses, ids, preempted, sampled)
         return output
 
@@ -135,7 +135,7 @@ class PlannedClient(VLLMClient):
         return {"prompt_ids": prompts, "completion_ids": tokens, "logprobs": logprobs, "logprob_token_ids": ids}
 
     def _preemptions(self) -> int | None:
-        """The preemptions so far, from the server's metrics; None if these cannot be read, which costs no rollout."""
+        """The preemptions so far, from the server's metrics; None if they cannot be read: a rollout does without."""
         try:
             lines = self.session.get(f"{self.base_url}/metrics", timeout=60).text.splitlines()
         except RequestException as error:
@@ -144,7 +144,7 @@ class PlannedClient(VLLMClient):
         return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(PREEMPTIONS)))
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Meet the server's workers; from a CPU, which TRL does not support, over vLLM's rendezvous alone."""
+        """Meet the server's workers. From a CPU, which TRL does not support, use vLLM's rendezvous alone."""
         if torch.device(device).type != "cpu":
             super().init_communicator(device)
             return

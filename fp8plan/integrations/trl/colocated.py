@@ -57,7 +57,7 @@ class PolicyTensors(VLLMGeneration):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's tensors under the checkpoint's names: parameters, and the checkpoint's buffers.
 
-        Transformers holds all experts of a layer in one tensor, and renames some parts; this is undone. Raises
+        Transformers has all experts of a layer in one tensor, and renames some parts. Both are undone. Raises
         ConfigError for a quantised policy.
         """
         from transformers.core_model_loading import revert_weight_conversion
@@ -77,14 +77,14 @@ class PolicyTensors(VLLMGeneration):
                 yield name, tensor
 
     def copies(self, sent: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the tensors in the dtypes of `sent`: TRL shards or unmerges a tensor after it yields the next."""
+        """Copies of the tensors in the dtypes of `sent`. TRL shards or unmerges a tensor after yielding the next."""
         dtypes = {name: dtype_named(dtype) for name, dtype, _ in sent}
         for name, tensor in self.tensors():
             yield name, tensor.detach().to(dtypes[name], copy=True)
 
 
 class EngineAsLlm:
-    """A RolloutEngine in the place of TRL's vllm.LLM. All but three methods are the LLM's own."""
+    """A RolloutEngine in place of TRL's vllm.LLM. All but three methods are the LLM's own."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -95,7 +95,7 @@ class EngineAsLlm:
 
 
 class PlannedGeneration(PolicyTensors):
-    """TRL's VLLMGeneration, colocated, with a RolloutEngine for a vllm.LLM.
+    """TRL's colocated VLLMGeneration, with a RolloutEngine in place of a vllm.LLM.
 
     start: starts the engine, with arguments of vllm.LLM that only TRL knows
 
@@ -137,7 +137,7 @@ class PlannedGeneration(PolicyTensors):
         """
         if self.enable_sleep_mode:
             empty_cache()
-            self.engine.wake_up()  # also the KV cache, in which the scales are measured
+            self.engine.wake_up()  # with the KV cache, in which the scales are measured
             self._llm_weights_sleeping = False
         self._before_sync()
         sent = self.announced()

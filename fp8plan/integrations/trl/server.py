@@ -28,7 +28,7 @@ from fp8plan.runtime.weight_sync.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
-# Limits that decide what a plan predicts and a server's command line sets.
+# Limits that a server's command line sets, and on which a plan's prediction depends.
 COMPARED: Final = (
     "tensor_parallel_size", "data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
     "enable_prefix_caching", "enable_expert_parallel",
@@ -145,7 +145,7 @@ class ServerEngine:
         self._judge.report_kl(kl_k3)
 
     def apply(self, action: Action, escalate: Escalation | None = None) -> None:
-        """Log what to type for a step down: the server is another program."""
+        """Log the words to type for a step down: the server is another program."""
         running = self.launch.precision
         safer = safer_than(running, action, escalate)
         if safer is None:
@@ -171,7 +171,7 @@ class ServerEngine:
 class PlannedServer(PolicyTensors):
     """TRL's VLLMGeneration in server mode.
 
-    connect: plans for the server and checks it, in every process; only the first has a client
+    connect: plans for the server and checks it, in every process. Only the first has a client
 
     engine: the ServerEngine
     report: stays None in all processes but the first
@@ -199,7 +199,7 @@ class PlannedServer(PolicyTensors):
                     connection_timeout=self.server_timeout,
                 )
                 shared = [client.seen()]
-            except Exception as error:  # the other processes must not wait for ever
+            except Exception as error:  # so that the other processes do not wait for ever
                 shared = [error]
         broadcast_object_list(shared, from_process=0)
         if isinstance(shared[0], Exception):

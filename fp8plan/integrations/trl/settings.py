@@ -70,7 +70,7 @@ def check_trl() -> None:
 
 @contextmanager
 def generating_with(made: Any) -> Iterator[None]:
-    """Let TRL call `made` to make a VLLMGeneration: it finds the class by name, and takes no other as an argument."""
+    """Let TRL call `made` to make a VLLMGeneration. TRL finds that class by name, and has no argument for it."""
     with patch.object(grpo_trainer, "VLLMGeneration", made):
         yield
 
@@ -93,7 +93,7 @@ def sampling_in(args: Any) -> Sampling:
 
 
 def check_args(args: Any, allow_biased_sampling: bool = False) -> None:
-    """Raise ConfigError for settings of TRL's that no plan supports.
+    """Raise ConfigError for TRL settings that no plan supports.
 
     allow_biased_sampling: allow a sampling that biases the correction's ratios
     """
@@ -112,7 +112,7 @@ def check_plan(plan: Plan, choice: int | str | None, args: Any, on_cpu: bool) ->
     """Raise ConfigError for a plan of another engine than that of TRL's settings; server.check_server checks a
     server's limits.
 
-    on_cpu: whether the engine runs on a CPU
+    on_cpu: true: the engine runs on a CPU
     """
     picked, limits = plan.select(choice), plan.setup(choice).limits
     if find_gpu(plan.gpu).is_cpu != on_cpu:

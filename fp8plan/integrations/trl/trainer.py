@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 NEEDED: Final = ("completion_mask", "importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps")
 LOGGED_RATIO: Final = "sampling/importance_sampling_ratio"
 OWN: Final = ("plan", "choice", "controller", "sinks")  # arguments of a planned trainer
-# TRL's modes as thresholds of a plan: its ratio is pi_train / pi_rollout, too, and a masked token weighs 0.
+# TRL's modes as thresholds of a plan. Its ratio is pi_train / pi_rollout too, and a masked token weighs 0.
 MODES: Final = {threshold.trl: name for name, threshold in THRESHOLDS.items() if threshold.trl}
 FIELDS: Final = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
 
@@ -101,8 +101,8 @@ def settings_for(args: Any, thresholds: Mapping[str, Any]) -> CorrectionSettings
 def ratio_of(step: Step, mask: torch.Tensor) -> torch.Tensor:
     """The weights of a step as TRL's importance_sampling_ratio, [batch, length] float32; a rejected token weighs 0.
 
-    A rejected token still counts in the loss's mean, as in TRL: without it in the completion mask the policy would not
-    attend to it.
+    A rejected token still counts in the loss's mean, as in TRL. It stays in the completion mask, so that the policy
+    attends to it.
     """
     kept = torch.as_tensor(step.mask, device=mask.device).to(torch.float32)
     return kept if step.weights is None else torch.as_tensor(step.weights, device=mask.device) * kept
@@ -125,7 +125,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     In each step the engine gets the policy's weights, checked, with new KV scales for an FP8 cache. The Monitor's
     weights take the place of TRL's importance-sampling ratio. The guard's advice is followed before the next sync. In
-    several processes, and with a server, a step down is only logged, with what to type.
+    several processes, and with a server, a step down is only logged, with the words to type.
 
     Raises ConfigError for an unsupported TRL or setting, a plan of another engine, and a server that runs something
     else. Also raises the errors of `fp8plan.plan` and `RolloutEngine.from_plan`.
@@ -253,7 +253,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return output
 
     def _log_step(self, figures: dict[str, float], ratio: torch.Tensor) -> None:
-        """Add figures to TRL's own, and replace TRL's figures of the ratio by those of the loss's ratio.
+        """Add figures to TRL's own, and replace TRL's figures on the ratio with those of the ratio in the loss.
 
         ratio: ratios of this process's tokens
         """
@@ -275,8 +275,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._apply(action, escalate)
 
     def _apply(self, action: Action, escalate: Escalation | None = None) -> None:
-        """Apply advice in a single process. With several, log what to type: vLLM would end the trainer's process group
-        with an engine."""
+        """Apply advice in a single process. With several, log the words to type: vLLM would end the trainer's process
+        group with an engine."""
         engine = self._engine()
         if self.accelerator.num_processes == 1 or isinstance(engine, ServerEngine):
             engine.apply(action, escalate)
@@ -295,7 +295,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             save_state(self.monitor, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Also restore the checkpoint's thresholds, guard's memory and precision."""
+        """Also restore the checkpoint's thresholds, the guard's memory and the precision."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.monitor is None or checkpoint is None or not load_state(self.monitor, Path(checkpoint)):
             return

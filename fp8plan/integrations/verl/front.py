@@ -20,7 +20,7 @@ async def two_outputs(
     engine: Any, prompt: Any, sampling_params: Any, request_id: str, **more: Any
 ) -> AsyncGenerator[Any]:
     """Generate one request as an AsyncLLM's `generate` does. Yield an output without tokens once the engine has the
-    request, and then the finished output; after an abort it holds the tokens so far.
+    request, and then the finished output. After an abort that has the tokens so far.
 
     more: other arguments of the AsyncLLM's add_request
     """
@@ -33,7 +33,7 @@ async def two_outputs(
         finished = await answer.get()
     except EngineDeadError:
         raise
-    except BaseException:  # after a cancellation nobody waits for the request
+    except BaseException:  # a cancellation: nobody waits for the request any more
         await engine.abort(answer.request_id, internal=True)
         raise
     yield finished
@@ -46,8 +46,8 @@ UNMEASURED: Final = "new weights have arrived, but the KV cache is still asleep,
 class VerlFront(Front):
     """A Front before an AsyncLLM that verl puts to sleep, gives weights, and wakes up part by part.
 
-    verl sends weights while the KV cache is asleep. They serve once nothing sleeps, as the scales of an FP8 cache are
-    measured by running prompts.
+    verl sends weights while the KV cache is asleep. They serve once nothing sleeps, because running prompts measure the
+    scales of an FP8 cache.
 
     seen: the status when weights last began to serve; a sleeping worker cannot answer
     """
@@ -65,9 +65,9 @@ class VerlFront(Front):
         return front
 
     async def update(self, call: Callable[[], Awaitable[list[dict[str, Any]]]]) -> None:
-        """Take an update of the weights. call: sends it to the workers, and returns their answers
+        """Update the weights. call: sends an update to the workers, and returns their answers
 
-        Raises UpdateError, which says which weights serve, if a worker refuses it.
+        Raises UpdateError, which names the weights that serve, if a worker refuses it.
         """
         await self._refuse_running("abort them before (verl: abort_all_requests)")
         self._updating = True

@@ -1,8 +1,8 @@
 """The entry point of group verl.plugins: puts fp8plan's names where verl looks for a rollout and for a trainer.
 
-verl loads this module at every `import verl`, in all its processes, also for users without fp8plan. So importing it
+verl loads this module at every `import verl`, in all its processes, even if fp8plan is not used. So importing it
 imports nothing of verl. A name is registered once verl itself has imported the registry, and its class is imported
-when verl takes it. Errors, as of another verl, are raised then: verl logs those of a loading plugin at level DEBUG.
+when verl takes it. Errors, as with another verl, are raised then: verl logs those of a loading plugin at level DEBUG.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AfterImport(MetaPathFinder):
 
 
 def _registered(register: Callable[[Any], None], module: ModuleType) -> None:
-    """Register with a module. A failure is a warning: it must not break a verl that runs without fp8plan."""
+    """Register with a module. A failure is only a warning, so that a verl without fp8plan still runs."""
     try:
         register(module)
     except Exception as error:

@@ -21,7 +21,7 @@ from fp8plan.runtime.mismatch.sampling import Sampling
 
 WORKER: Final = "fp8plan.integrations.verl.worker.PlannedWorker"
 UPDATE: Final = "update_weights_from_ipc"
-OF_VERL: Final = ("model", "worker_extension_cls", "skip_tokenizer_init")  # arguments of vLLM's that stay verl's
+OF_VERL: Final = ("model", "worker_extension_cls", "skip_tokenizer_init")  # vLLM's arguments that stay verl's
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class PlannedServer(vLLMHttpServer):
         engine_kwargs |= {name: value for name, value in self._launch.kwargs.items() if name not in OF_VERL}
 
     def _apply_quantization(self) -> tuple[None, dict[str, Any]]:
-        """Leave verl's own FP8 out: the launch says how vLLM quantises."""
+        """Leave verl's own FP8 out: vLLM quantises as the launch says."""
         return None, {}
 
     def _get_worker_extension_cls(self) -> str:

@@ -62,7 +62,7 @@ def check_verl(needed: Mapping[Any, Sequence[str]]) -> None:
 
 @contextmanager
 def correcting_with(correct: Any) -> Iterator[None]:
-    """Let verl call `correct` to correct a batch: it finds its own function by name in the trainers' module."""
+    """Let verl call `correct` to correct a batch. verl finds its own function by name in the trainers' module."""
     from verl.trainer.ppo.v1 import trainer_base
 
     with patch.object(trainer_base, CORRECTION, correct):
@@ -93,7 +93,7 @@ class Settings(TrainerSettings, frozen=True):
 
     choice:  index into the plan's choices, or one of its precisions; null: the chosen one
     accept:  highest risk of a plan made here: low, moderate (also if it is null) or high
-    gpu:     GPU of a plan made here; "auto": that of the machine where verl's trainer runs
+    gpu:     GPU of a plan made here; "auto": the GPU where verl's trainer runs
     correct: false: the mismatch is measured, and all weights are 1
     allow_biased_sampling: true: allow top_p, top_k and the like, which bias the correction's ratios; false: refuse
              them, unless nothing is corrected
@@ -126,14 +126,14 @@ def sampling_in(rollout: Any) -> Sampling:
 
 
 def scored(params: Mapping[str, Any], rollout: Any) -> Sampling:
-    """The sampling of a request. verl divides the trainer's logits by the temperature of its rollout configuration."""
+    """The sampling of a request. verl divides the trainer's logits by its rollout configuration's temperature."""
     sampling = Sampling.of(params, trainer_temperature=rollout.get("temperature") or None)
     assert sampling is not None
     return sampling
 
 
 def refuse(config: Any) -> None:
-    """Raise ConfigError for settings of verl's that fp8plan's rollouts do not support."""
+    """Raise ConfigError for verl settings that fp8plan's rollouts do not support."""
     refuse_unknown(engine_kwargs(config), server=True, where=f"{ROLLOUT}.engine_kwargs.vllm")
     fault = next(_faults(config), None)
     if fault is not None:
@@ -182,7 +182,7 @@ def _others(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def engine_kwargs(config: Any) -> dict[str, Any]:
-    """Arguments of vLLM's that verl's configuration adds to its own."""
+    """vLLM's arguments that verl's configuration adds to its own."""
     return dict((config.actor_rollout_ref.rollout.get("engine_kwargs") or {}).get("vllm") or {})
 
 
@@ -192,7 +192,7 @@ def separate(config: Any) -> bool:
 
 
 def _nodes(config: Any) -> Any:
-    """The part of verl's configuration that says how many nodes sample, and with how many GPUs each."""
+    """The part of verl's configuration with the number of sampling nodes, and the GPUs of each."""
     return config.actor_rollout_ref.rollout if separate(config) else config.trainer
 
 
@@ -277,7 +277,7 @@ def limits_of(config: Any, gpu: str) -> EngineLimits:
 
 
 def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:
-    """Yield each difference between the plan and verl's configuration, with what to type."""
+    """Yield each difference between the plan and verl's configuration, with the words to type."""
     setup, rollout, data = plan.setup(), config.actor_rollout_ref.rollout, config.data
     limits = setup.limits
     pairs: dict[str, tuple[Any, Any]] = {word: (rollout[word], getattr(limits, name)) for word, name in VERLS.items()}

@@ -56,7 +56,7 @@ class PlannedTrainer:
     plan:    the plan that its engines run
     monitor: measures, decides and records each batch; set once the engines run
 
-    Raises ConfigError, before anything is started, for another verl than the tested one, and for bad settings.
+    Raises ConfigError, before anything starts, for a verl that was not tested, and for bad settings.
     """
 
     config: Any
@@ -123,7 +123,7 @@ class PlannedTrainer:
         """Let the Monitor see a batch, and write its mask and weights there. Return the figures for verl's log."""
         seen = self._seen()
         rollouts = [server["rollout"] for server in seen if server["rollout"] is not None] if self._timed else []
-        slowest = max(rollouts, key=lambda rollout: rollout["seconds"], default=None)  # the rollout ends with it
+        slowest = max(rollouts, key=lambda rollout: rollout["seconds"], default=None)  # which ends the rollout
         batch = data.batch
         step = self.monitor.step(
             batch["old_log_probs"],
@@ -143,7 +143,7 @@ class PlannedTrainer:
         return of_verl | metrics_of(step, self._planned.precision, report)
 
     def _advise(self, step: Step) -> None:
-        """Log what the guard, or else the controller, advises: verl's engines are not started again in a run."""
+        """Log the advice of the guard, or else of the controller: verl's engines are not restarted in a run."""
         action = Action.NONE if step.verdict is None else step.verdict.action
         running = self._planned.precision.name
         safer = safer_than(running, action, step.decided.escalate)
@@ -155,7 +155,7 @@ class PlannedTrainer:
             )  # fmt: skip
 
     def _servers(self) -> list[Any]:
-        """The servers that sample. If engines have GPUs of their own, only those: the others come and go."""
+        """The servers that sample. If engines have GPUs of their own, they are only these: the others come and go."""
         managers = self._rollout_server_managers()  # type: ignore[attr-defined]
         lasting = managers[-1:] if separate(self.config) else managers
         return [replica.servers[0] for manager in lasting for replica in manager.get_replicas()]

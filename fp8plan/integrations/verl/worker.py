@@ -1,4 +1,4 @@
-"""fp8plan's methods in the workers of verl's vLLM server: they check weights that come over verl's own transport."""
+"""fp8plan's methods in the workers of verl's vLLM server, which check the weights of verl's own transport."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
     """The mixin of fp8plan and verl. The trainer's processes send to it as to verl's own."""
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
-        """Keep tokens that verl's tokenizer does not know out of the sampling. verl's patch of the experts' loaders is
-        left out: only verl's own loading needs it."""
+        """Keep tokens that verl's tokenizer does not know out of the sampling. Leave out verl's patch of the experts'
+        loaders, which only verl's own loading needs."""
         for model in self._iter_all_models():
             monkey_patch_compute_logits(model, vocab_size, banned_token_ids)
 
@@ -28,7 +28,7 @@ class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Take a whole update from the trainer's process on this GPU, also if it is refused: that process waits.
+        """Take a whole update from the trainer's process on this GPU, even a refused one: that process waits.
 
         peft_config, base_sync_done, use_shm: as verl's worker takes them
         """
@@ -80,7 +80,7 @@ class Buckets:
             self.failure = text_of(error)
 
     def _write(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Write copies: verl reuses a bucket's memory, and vLLM's reload keeps tensors until a layer is complete."""
+        """Write copies, as verl reuses a bucket's memory, and vLLM's reload keeps tensors until a layer is complete."""
         sink = self._updates().announce(tuple(entry_of(name, tensor) for name, tensor in pairs))
         numbers = {entry.name: number for number, entry in enumerate(sink.manifest)}
         sink.load([numbers[name] for name, _ in pairs], [tensor.clone() for _, tensor in pairs])
