@@ -1,6 +1,6 @@
 """Predict, apply, watch and check the rollout precision of LLM RL training.
 
-Names are loaded on first use, so that `import fp8plan` costs next to nothing; to a type checker they are imports.
+Names are loaded on first use, so `import fp8plan` costs next to nothing. A type checker sees them as imports.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _HOME = {
 __all__ = sorted(_HOME)  # noqa: PLE0605
 
 
-if not TYPE_CHECKING:  # a type checker is to find what is misspelt
+if not TYPE_CHECKING:  # so that a type checker finds misspelt names
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:

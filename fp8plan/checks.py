@@ -1,4 +1,4 @@
-"""Checks of arguments. A ConfigError has the value that was given, and the allowed ones."""
+"""Checks of arguments. A ConfigError names the given value, and the allowed ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INSTALL: Final = "pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cp
 
 def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
     """`value` as an int. Raises ConfigError unless it is a whole number of at least `least`. numpy's integers are
-    allowed; booleans, floats and text are not.
+    allowed. Booleans, floats and text are not.
 
     otherwise: the end of the error, which names another allowed value
     """
@@ -32,7 +32,7 @@ def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
 
 
 def is_number(value: Any, finite: bool = True, nan: bool = False) -> bool:
-    """True if `value` is a number, numpy's included, and no text. finite: not infinite; nan: NaN counts too"""
+    """True for a number, numpy's included. finite: infinity does not count; nan: NaN counts"""
     try:
         number = None if isinstance(value, (bool, str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -44,7 +44,7 @@ def in_range(owner: object, ranges: Mapping[str, Range], where: str = "") -> Non
     """Raise ConfigError for a field of `owner` that is not a number in its range.
 
     ranges: field -> range; words that end in "or None" allow None
-    where:  begins the error
+    where:  the start of the error
     """
     for name, (fits, allowed) in ranges.items():
         value = getattr(owner, name)
@@ -55,7 +55,7 @@ def in_range(owner: object, ranges: Mapping[str, Range], where: str = "") -> Non
 
 
 def instance(name: str, value: Any, kind: type[Any], example: str) -> None:
-    """Raise ConfigError if `value` is not a `kind`. example: a value of this kind, as one types it"""
+    """Raise ConfigError if `value` is not a `kind`. example: a value of this kind, as it is typed"""
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise ConfigError(f"{name} is {value!r}; allowed: {article} {kind.__name__}, such as {example}")
@@ -65,7 +65,7 @@ def refuse_names(where: str, names: Iterable[str], allowed: Collection[str], bes
     """Raise ConfigError for names that are not allowed, each with the nearest allowed one.
 
     where:  the subject of the error
-    beside: names of another place, which may have been meant
+    beside: names that are allowed at another place, which may have been meant
     """
     unknown = [name for name in map(str, names) if name not in allowed]
     if not unknown:

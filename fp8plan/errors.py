@@ -1,4 +1,4 @@
-"""The errors of fp8plan. Every message has the value that was given, the allowed ones, and the words to type.
+"""The errors of fp8plan. Every message has the given value, the allowed ones, and the words to type.
 
 Fp8PlanError                     catch this one
 ├── ConfigError (ValueError)     an argument, file or combination that cannot be used
@@ -38,7 +38,7 @@ class NotServingError(SyncError):
 
 
 class LostEngineError(SyncError):
-    """The engine cannot be used any more. The next sync starts another; after shutdown(), from_plan does."""
+    """The engine cannot be used any more. The next sync starts another one; after shutdown(), from_plan does."""
 
 
 def text_of(error: Exception) -> str:

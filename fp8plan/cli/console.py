@@ -1,7 +1,7 @@
 """The program, the options and help of its commands, and their output.
 
 A command prints at most one result to stdout. Other results go to files, all of them or none. stdout and stderr may be
-full, closed, a pipe whose reader left, or ASCII only.
+full, closed, ASCII only, or a pipe whose reader left.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ app = typer.Typer(
 
 WORKLOAD, ENGINE, TRAINER, OUTPUT = "Workload", "Engine (vLLM's names)", "RL step", "Output"
 STDOUT: Final = "-"
-READER_GONE: Final = 141  # exit code: 128 + SIGPIPE, as of any other program whose reader left
+READER_GONE: Final = 141  # exit code: 128 + SIGPIPE, as any program has whose reader left
 # ASCII for the other characters that fp8plan writes, for a stream that cannot take them. A bar stays one character.
 PLAIN: Final = dict(zip("▁▂▃▄▅▆▇█×–—−µ", "._-=+*%#x---u", strict=True)) | {
     "≤": "<=", "≥": ">=", "±": "+-", "…": "...", "→": "->",
@@ -103,7 +103,7 @@ def progress(what: str) -> Callable[[Iterable[T]], Iterable[T]]:
 
 
 def byte_progress(what: str) -> Callable[[int, int], None]:
-    """A progress bar of bytes on a terminal. It is called with the bytes that are done, and with all of them."""
+    """A progress bar of bytes on a terminal. Call it with the bytes done, and with their total."""
     bars: list[Any] = []
 
     def show_bytes(done: int, total: int) -> None:
@@ -159,13 +159,13 @@ def _check_file(path: Path) -> None:
         target.lstat()
     except FileNotFoundError:
         pass
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # the name is too long
         raise ConfigError(f"cannot write {path}: {error.strerror}; give a file that can be written") from None
     touched = [target] if os.path.exists(target) else []
-    touched += [] if _is_stream(target) else [target.parent]  # a draft is written there
+    touched += [] if _is_stream(target) else [target.parent]  # the draft's folder
     if denied := [place for place in touched if not os.access(place, os.W_OK)]:
-        what = "permission denied" if denied[0] == target else f"permission denied in {denied[0]}"
-        raise ConfigError(f"cannot write {path}: {what}; give a file that can be written")
+        reason = "permission denied" if denied[0] == target else f"permission denied in {denied[0]}"
+        raise ConfigError(f"cannot write {path}: {reason}; give a file that can be written")
 
 
 def write(writers: Mapping[str, Callable[[Path], None]]) -> None:
@@ -310,7 +310,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def _stream(kind: type[io.TextIOWrapper], stream: Any) -> io.TextIOWrapper:
-    if stream is None:  # closed: writing to it fails, and no file that is opened later gets its number
+    if stream is None:  # closed: writes must fail, and no file opened later may get its number
         file, encoding = os.open(os.devnull, os.O_RDONLY), "utf-8"
     else:
         stream.flush()

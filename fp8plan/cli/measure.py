@@ -71,7 +71,7 @@ def probe_command(
         max_num_seqs=max_num_seqs,
         num_gpu_blocks=num_gpu_blocks,
     )
-    if observations is not None:  # a file that cannot be written must show before the measurement
+    if observations is not None:  # so that a file that cannot be written shows before the measurement
         ModelShape.from_hf(model)
         append_observations(observations, [])
     try:
@@ -86,7 +86,7 @@ def probe_command(
             progress=lambda text: print(text, file=sys.stderr),
         )
     except KeyboardInterrupt as end:
-        print_notes(getattr(end, "__notes__", []))  # the place of the log of an engine that did not start
+        print_notes(getattr(end, "__notes__", []))  # the path of the log of an engine that did not start
         raise
     if observations is not None:
         append_observations(observations, rows_of(measured))

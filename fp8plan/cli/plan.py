@@ -51,7 +51,7 @@ def _workload(
     response_lengths: str | None,
     seed: int | None,
 ) -> tuple[Workload, list[str]]:
-    """The workload of the options, each None if it is not set, and notes.
+    """The workload of the options (None: not set), and notes.
 
     Raises ConfigError for a recorded rollout beside any other option, and as the workload's own readers do.
     """
@@ -72,7 +72,7 @@ def _workload(
 
 
 class PlanCommand(GroupedCommand):
-    """A command whose `--json` may stand alone, and then prints. typer allows a value always, or never.
+    """A command whose `--json` prints if it stands alone. typer knows options with a value, or without one.
 
     The next word is its file only if it ends in .json; else it may be the model.
     """
@@ -259,10 +259,10 @@ def plan_command(
 
         writers[str(plot)] = lambda path: draw(prediction, path, kv_scales or "unit")  # as `emit` does
     outputs.write(writers)
-    print_notes(plan.warnings)  # after every step that may fail, so that an error stands alone
+    print_notes(plan.warnings)  # after all steps that may fail, so that an error stands alone
     outputs.print_written(writers)
     if printed is not None:
-        _print_choice(plan)  # the table would name it
+        _print_choice(plan)  # without the table, which names it
         print(printed)
     else:
         from fp8plan.views.report import plan_report

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from fp8plan.model.cost.base import FloatArray
 
-LEAST: Final = 1e-2  # span of an axis over the largest value on it: smaller differences are no mountains
-LEAST_SHARE: Final = 1e-3  # the same of shares, for those near 100%
-PAD: Final = 0.04  # of the span, beyond either end
-TICKS: Final = 8  # at most, on an axis
+LEAST: Final = 1e-2  # least span of an axis over its largest value, so that small differences look small
+LEAST_SHARE: Final = 1e-3  # the same for shares, which may be near 100%
+PAD: Final = 0.04  # share of the span that is added at either end
+TICKS: Final = 8  # most ticks of an axis
 DECADE: Final = 1.0  # least span of a logarithmic axis, in powers of ten
-SPANS: Final = 1000  # of a long curve that is thinned: about one for each pixel
-MOST: Final = 4 * SPANS  # points of a curve that is not thinned
+SPANS: Final = 1000  # spans of a thinned curve: about one for each pixel
+MOST: Final = 4 * SPANS  # most points of a curve that is not thinned
 
 
 def linear(curves: Sequence[FloatArray], low: float, high: float, least: float) -> tuple[float, float]:
@@ -45,7 +45,7 @@ def _known(curves: Sequence[FloatArray]) -> FloatArray:
 
 
 def decimals(span: float) -> int:
-    """The decimals that tell the at most TICKS ticks of an axis apart."""
+    """The number of decimals that tell the ticks of an axis apart (TICKS at most)."""
     return max(0, -floor(log10(span / TICKS)))
 
 
@@ -58,7 +58,7 @@ def number_axis(curves: Sequence[FloatArray], low: float = -np.inf) -> dict[str,
 
 
 def share_axis(curves: Sequence[FloatArray], high: float = 1.0) -> dict[str, Any]:
-    """Range and ticks of plotly's axis for shares, from 0 on, in per cent."""
+    """Range and ticks of plotly's axis for shares, in per cent, from 0 on."""
     ends = linear(curves, 0.0, high, LEAST_SHARE)
     places = decimals(100 * (ends[1] - ends[0]))
     return {"type": "linear", "range": ends, "tickformat": f".{places}~%", "hoverformat": f".{places + 2}~%"}
@@ -67,7 +67,7 @@ def share_axis(curves: Sequence[FloatArray], high: float = 1.0) -> dict[str, Any
 def log_axis(curves: Sequence[FloatArray]) -> dict[str, Any]:
     """Range and ticks of plotly's logarithmic axis; a linear one if no value is above 0.
 
-    Ticks stand at powers of 10, and for an axis of less than two at 2 and 5 times those too.
+    Ticks stand at powers of 10. An axis of less than two powers has ticks at 2 and 5 times them too.
     """
     known = _known(curves)
     known = known[known > 0]
@@ -80,9 +80,9 @@ def log_axis(curves: Sequence[FloatArray]) -> dict[str, Any]:
 
 
 def thinned(values: FloatArray) -> NDArray[np.int64]:
-    """Indices of the values to draw: all, or for a long curve four of each of SPANS equal spans.
+    """Indices of the values to draw: all of a short curve, or four in each of SPANS equal spans.
 
-    They are the first, least, greatest and last value, so no spike is lost, and the line looks the same. A span without
+    They are the first, least, greatest and last value: no spike is lost, and the line looks the same. A span without
     values keeps a gap. From "M4: A Visualization-Oriented Time Series Data Aggregation" (Jugel et al., VLDB 2014).
     """
     if len(values) <= MOST:
@@ -99,7 +99,7 @@ def thinned(values: FloatArray) -> NDArray[np.int64]:
 
 
 def rounded(values: FloatArray) -> list[float | None]:
-    """Values as JSON has them, in five digits, or as many as tell them apart: it keeps the page small."""
+    """Values for JSON, in five digits, or as many as tell them apart. Few digits keep the page small."""
     known = values[np.isfinite(values)]
     span, largest = (float(np.ptp(known)), float(np.abs(known).max())) if known.size else (0.0, 0.0)
     digits = min(15, 5 + max(0, floor(log10(largest / span)))) if span else 5

@@ -90,6 +90,6 @@ def _todo(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     unseen = [finding for finding in diagnosis.findings if finding.state == State.UNKNOWN]
     if not diagnosis.faults:
         counts = ((diagnosis.warnings, "warnings"), (unseen, "checks could not be made"))
-        yield Paragraph(f"{'; '.join(['No fault', *(f'{len(some)} {what}' for some, what in counts if some)])}.")
+        yield Paragraph(f"{'; '.join(['No fault', *(f'{len(some)} {noun}' for some, noun in counts if some)])}.")
     for todo in dict.fromkeys(finding.todo for finding in unseen if finding.todo):
         yield Paragraph(f"To see more: {todo}", indent=2, style="dim")

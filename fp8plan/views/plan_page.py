@@ -136,7 +136,7 @@ def _add_point(figure: Any, point: Point, several: bool) -> None:
     figure.add_scatter(
         x=[kl],
         y=[speed],
-        error_x=across if point.main else None,  # the others have the same KL
+        error_x=across if point.main else None,  # the other choices have the same KL
         error_y=along,
         mode="markers+text" if several else "markers",
         text=[point.layout],
@@ -182,7 +182,7 @@ def check_suffix(target: Path) -> None:
 
 
 def draw(prediction: Prediction, target: Path, kv_scales: str = "unit") -> None:
-    """`plot`, which raises OSError for a file that cannot be written: it may be a draft, whose name means nothing."""
+    """Write the picture. Raises OSError for a file that cannot be written: an error should not name a draft."""
     check_suffix(target)
     check_kv_scales(kv_scales)
     try:
@@ -190,6 +190,6 @@ def draw(prediction: Prediction, target: Path, kv_scales: str = "unit") -> None:
             write_png(prediction, target)
         else:
             text = page(prediction, kv_scales)
-            target.write_text(text, encoding="utf-8", errors="backslashreplace")  # a model's folder may be no text
+            target.write_text(text, encoding="utf-8", errors="backslashreplace")  # a folder's name may be no text
     except ImportError as error:
         raise ConfigError(f"plotting needs {error.name}; type: pip install 'fp8plan[report]'") from None

@@ -1,8 +1,8 @@
 """The pictures of a plan: the rollout over time, and speed against mismatch. Their data, and their drawing by
 matplotlib.
 
-Each line over time is one precision. Its band spans, at every moment, the same rollout at every pace within its 90%
-interval.
+Each line over time is one precision. At every moment, its band spans the values at all paces within the 90% interval of
+the makespan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, told apart with any colour vision; one colour per precision, always the same.
 COLOURS = {"bf16": "#000000", "fp8_block": "#0072B2", "fp8_kv": "#E69F00", "fp8_block+fp8_kv": "#009E73"}
-LIMIT_COLOURS = {"low": "#56B4E9", "moderate": "#D55E00"}  # of the same palette: where a risk ends
+LIMIT_COLOURS = {"low": "#56B4E9", "moderate": "#D55E00"}  # from the same palette: the ends of the levels of risk
 BINS = 160
 PACES = 25  # between both ends of an interval
 TIME_LABEL = "seconds since the rollout began"
@@ -39,7 +39,7 @@ SPEEDUP_LABEL = "with the speed-up (90%) over bf16 on the same layout"
 
 
 def colour_of(precision: str) -> str:
-    """The colour of a precision. An FP8 checkpoint has one format of weights, which takes that of FP8 in blocks."""
+    """The colour of a precision. An FP8 checkpoint, with its one format of weights, has that of FP8 in blocks."""
     known = find_precision(precision)
     return COLOURS[precision if precision in COLOURS else precision.replace(known.weights, "fp8_block")]
 
@@ -58,7 +58,7 @@ class Curve(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One choice as a compromise, with 90% intervals: (value, low, high)."""
+    """The KL and the speed of one choice, with 90% intervals: (value, low, high)."""
 
     precision: str
     layout: str  # TPxDP
@@ -66,7 +66,7 @@ class Point(NamedTuple):
     speed: tuple[float, float, float]  # output tokens/s of all replicas
     gain: SpeedUp | None  # over bf16 on the same layout
     chosen: bool
-    main: bool  # of its precision the choice that `curves` draws over time
+    main: bool  # the choice of its precision that `curves` draws over time
     on_front: bool  # no other choice is as safe and faster, or as fast and safer
 
 
@@ -96,7 +96,7 @@ def _drawn(plan: Plan) -> list[int]:
 
 
 def closed(curve: Curve, column: str) -> tuple[FloatArray, FloatArray]:
-    """Seconds and values of a column, from the first moment to the end, where it falls to nothing."""
+    """Seconds and values of a column, from the first moment to the end, where the value is 0."""
     values, width = getattr(curve, column), curve.seconds[1] - curve.seconds[0]
     end = curve.seconds[-1] + width / 2
     times = np.concatenate([[0.0], curve.seconds, [end, end]])
@@ -108,7 +108,7 @@ def band(curve: Curve, column: str) -> tuple[FloatArray, FloatArray, FloatArray]
     own_times, values = closed(curve, column)
     paces = np.linspace(*curve.paces, PACES)
     times = np.linspace(0, own_times[-1] * paces[-1], 2 * BINS)
-    own = times / paces[:, None]  # the same moment of each pace, in the curve's own time
+    own = times / paces[:, None]  # the same moment at each pace, in the curve's own time
     at = np.where(own <= own_times[-1] * (1 + 1e-9), np.interp(own, own_times[:-1], values[:-1]), 0.0)
     if column == "tokens_per_s":
         at = at / paces[:, None]
@@ -150,8 +150,8 @@ def limit_label(level: str) -> str:
 
 
 def binned(line: Timeline, pool: int, bins: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    """The columns of a Curve from `seconds` to `waiting`, at the middle of equal time bins. Tokens are spread evenly
-    over the row that makes them, so their sum is kept.
+    """The columns of a Curve from `seconds` to `waiting`, at the middle of equal time bins. A row's tokens are spread
+    evenly over its time, so their sum is kept.
     """
     edges = np.linspace(0, line.seconds[-1], bins + 1)
     made = np.interp(edges, np.append(0.0, line.seconds), np.append(0.0, np.cumsum(line.output_tokens)))
@@ -241,7 +241,7 @@ def _over_time(axes: Sequence[Any], lines: Sequence[Curve], shown: Sequence[tupl
 
 
 def _number_ticks(axis: Any) -> None:
-    """Ticks that differ, on the axis as it is."""
+    """Give an axis ticks that differ, in its present range."""
     from matplotlib.ticker import StrMethodFormatter
 
     bottom, top = axis.get_ylim()
@@ -270,7 +270,7 @@ def _tradeoff(axis: Any, plan: Plan) -> None:
 
 
 def _point(axis: Any, point: Point, several: bool) -> None:
-    """The best layout of a precision with both intervals; the others, which have the same KL, small beside it."""
+    """Draw the best layout of a precision with both intervals, and its other layouts, of the same KL, as small dots."""
     (kl, kl_low, kl_high), (speed, low, high), colour = point.kl, point.speed, colour_of(point.precision)
     style = {"fmt": "o", "color": colour, "capsize": 3}
     across = {"xerr": [[kl - kl_low], [kl_high - kl]]} if point.main else {}

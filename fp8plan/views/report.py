@@ -35,18 +35,18 @@ class PlanText(NamedTuple):
     title: list[str]
     speed: list[Column]  # a row for each choice that can run
     speed_legend: str
-    step: list[Column]  # the same; empty if the RL step's times are not known
+    step: list[Column]  # likewise; empty if the RL step's times are not known
     mismatch: list[Column]  # a row for each precision
     absent: list[str]
     settings: str
-    picked: tuple[int, int]  # the rows of the chosen one in `speed` and `mismatch`
+    picked: tuple[int, int]  # the chosen choice's rows in `speed` and `mismatch`
 
 
 def plan_text(plan: Plan) -> PlanText:
     """The text on the speed of every choice, the risk of each precision, and the choices that cannot run."""
     rows, picked = [c for c in plan.choices if c.available], plan.select()
     several = plan.several_layouts
-    # A mismatch is the same on every layout, unless other linears stay in BF16: then the chosen layout's is shown.
+    # A mismatch depends on the layout only through the linears that stay in BF16. The chosen layout's is shown.
     shown = sorted(rows, key=lambda c: c.layout == picked.layout)
     known = {c.precision: c for c in shown}
     precisions = [known[name] for name in dict.fromkeys(c.precision for c in rows)]
@@ -181,8 +181,8 @@ def _in_doubt(choice: Choice) -> bool:
 def _absent(choices: Sequence[Choice], several: bool) -> list[str]:
     """The choices that cannot run, each reason once.
 
-    Reasons that differ only in their numbers count as one. It is given for the largest tensor_parallel_size, which is
-    nearest to fitting.
+    Reasons that differ only in their numbers count as one. The one for the largest tensor_parallel_size is given, as
+    that is nearest to fitting.
     """
     groups: dict[str, list[Choice]] = {}
     for choice in choices:
@@ -308,12 +308,12 @@ def models_report(shapes: Sequence[ModelShape]) -> RenderableType:
 
 
 def _distinct(sizes: Sequence[int]) -> str:
-    """The distinct values of a size that may differ from layer to layer, such as 8, 2."""
+    """The distinct values of a size that may differ between layers, such as 8, 2."""
     return ", ".join(f"{size:,}" for size in sorted(set(sizes), reverse=True)) or "-"
 
 
 def _ids(names: Sequence[str]) -> str:
-    """The shortest id, then the others below it without their owner, or as endings of the first."""
+    """The shortest id, and below it the others, without their owner, or as endings of the first."""
     first = min(names, key=len)
     others = [name for name in names if name != first]
     endings = [name.removeprefix(first) if name.startswith(first) else name.rpartition("/")[2] for name in others]

@@ -24,9 +24,9 @@ from fp8plan.views import run_columns as runs
 from fp8plan.views.text import FREE, Paragraph, Scale, duration, percent, sparkline
 
 NEWS: Final = 5  # events that are shown
-LEAST: Final = 6  # bars of a sparkline, which has the width that the other columns leave; else `against` goes
+LEAST: Final = 6  # least bars of a sparkline; if the other columns leave less room, `against` goes
 GAP: Final = 1  # on either side of a rule between two columns
-INDENT: Final = 13  # of what the decision, the alarms and the guard say
+INDENT: Final = 13  # of the texts of the decision, the alarms and the guard
 GOOD, BAD, WORST = "green", "yellow", "red"
 LOW_ESS: Final = 0.3, 0.5  # verl's documentation: below 0.5 is doubtful, below 0.3 a warning
 KL_SCALE: Final = Scale(span=10.0, log=True)
@@ -90,12 +90,12 @@ def watch(reader: RunReader, every_s: float, steps: int | None, console: Console
 
 
 def look(reader: RunReader) -> str:
-    """Read the new steps. Returns the problem of a file that cannot be read, or "": it may come back."""
+    """Read the new steps. Returns the problem of a file that cannot be read now, or ""."""
     try:
         reader.read()
     except ConfigError as error:
-        what = str(error).partition(";")[0] if reader.path.exists() else f"{reader.path.name} is gone"
-        return f"{what}: this was its last state; it is read again as soon as it is there"
+        problem = str(error).partition(";")[0] if reader.path.exists() else f"{reader.path.name} is gone"
+        return f"{problem}: this was its last state; it is read again as soon as it is there"
     return ""
 
 
@@ -114,7 +114,7 @@ def _heading(reader: RunReader) -> list[RenderableType]:
 
 
 def _table(steps: Steps, width: int, count: int | None) -> Table:
-    """A row for each figure, with a bar for each of the last `count` steps, or as many as there is room for."""
+    """A row for each figure, with a bar for each of the last `count` steps, or for those that fit."""
     figures = lines(steps.last(count or width))
     cells = [[line.label for line in figures], [line.now for line in figures], [line.against for line in figures]]
     sizes = [max(map(len, [*column, name])) for column, name in zip(cells, ("", "now", "against"), strict=True)]
@@ -182,7 +182,7 @@ def _plain(steps: Steps, label: str, metric: str) -> Line:
 
 
 def _short(value: float) -> str:
-    """Two decimals, or two digits of a small number: it is not 0.00."""
+    """A number with two decimals. A small number has two digits instead, as it is not 0.00."""
     return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
 
 
@@ -193,16 +193,16 @@ def _band(steps: Steps) -> Line:
 
 
 def _speed(steps: Steps) -> Line:
-    """Speed of the last rollout: several steps may train on one."""
+    """The speed of the last rollout, on which several steps may train."""
     bars = _speed_bars(steps)
     timed = np.flatnonzero(np.isfinite(steps.column(schemas.TOKENS_PER_S)))
-    at = int(timed[-1]) if timed.size else -1  # where there is none, the last step has none either
+    at = int(timed[-1]) if timed.size else -1  # without any, the last step has none
     names = schemas.TOKENS_PER_S, schemas.PREDICTED, schemas.PREDICTED_LOW, schemas.PREDICTED_HIGH
     now, predicted, low, high = (steps.value(name, at) for name in names)
     style, against = "", ""
     if now is not None and predicted:
         guard = steps.said[at].guard
-        judged = runs.as_fast(guard.verdict) if guard and guard.verdict else None  # it allows for noise
+        judged = runs.as_fast(guard.verdict) if guard and guard.verdict else None  # the guard allows for noise
         fine = (low is None or now >= low) if judged is None else judged
         style = GOOD if fine else "" if steps.said[at].cold else BAD
         against = f"predicted {predicted:,.0f} ({_times(now / predicted)})"

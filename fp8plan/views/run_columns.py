@@ -24,7 +24,7 @@ QUIET: Final = ("hold", "warm_up", None)  # decisions that are no news
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A notable event: a decision that changed a threshold, an alarm that began, an action of the guard."""
+    """A notable event: a decision that changed a threshold, a new alarm, or an action of the guard."""
 
     step: int
     kind: str  # "decision", "alarm", "guard"
@@ -51,12 +51,12 @@ def infinite_kl(steps: Steps) -> NDArray[np.bool_]:
 
 
 def warm(steps: Steps) -> NDArray[np.bool_]:
-    """Steps without those whose rollout was an engine's first and slow for it, bool of shape (steps,)."""
-    return np.array([not said.cold for said in steps.said], dtype=np.bool_)
+    """True for each step unless its rollout was an engine's first, and slow for that: bool of shape (steps,)."""
+    return np.array([not fields.cold for fields in steps.said], dtype=np.bool_)
 
 
 def shown_kl(steps: Steps) -> FloatArray:
-    """k3 over the steps. Without it the robust one, which is finite unless many tokens are infinite."""
+    """k3 over the steps. Without it, the robust k3, which is finite unless many tokens are infinite."""
     k3, robust = steps.column(K3), steps.column(K3_ROBUST)
     robust = np.where(np.isnan(robust) & infinite_kl(steps), np.inf, robust)
     return np.where(np.isnan(k3), robust, k3)
@@ -72,7 +72,7 @@ def over_limit(steps: Steps) -> NDArray[np.bool_]:
 
 
 def as_fast(verdict: Verdict) -> bool | None:
-    """True if a rollout was as fast as predicted, by the guard; None if it did not say. Schema 1.1 has `within`."""
+    """True if a rollout was as fast as predicted, by the guard; None if that is unknown. Schema 1.1 has `within`."""
     return verdict.within if verdict.as_fast is None else verdict.as_fast
 
 
@@ -82,7 +82,7 @@ def events(steps: Steps) -> list[Event]:
 
 
 def last_events(steps: Steps, count: int) -> list[Event]:
-    """The last events, in the order of the steps. The steps are read from their end, as far as necessary."""
+    """The last events, in the order of the steps. Steps are read from the last one back, as far as necessary."""
     latest: list[Event] = []
     for index in range(len(steps) - 1, -1, -1):
         latest = _events_of(steps, index) + latest
@@ -137,7 +137,7 @@ def hidden(reader: RunReader) -> str:
 
 
 def most_hidden(reader: RunReader) -> bool:
-    """True if at least as many records are left out as shown, as when two runs write to one file."""
+    """True if as many records are left out as shown, or more, as when two runs write to one file."""
     return reader.replaced >= len(reader.steps)
 
 

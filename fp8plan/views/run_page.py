@@ -35,7 +35,7 @@ def write_report(source: Path, target: Path) -> None:
         )
     try:
         text = page(reader)
-        target.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
+        target.write_text(text, encoding="utf-8", errors="backslashreplace")  # the names of files may be no text
     except ImportError as error:
         package = str(error.name).partition(".")[0]
         raise ConfigError(f"the report needs {package}; type: pip install 'fp8plan[report]'") from None

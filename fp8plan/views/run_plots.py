@@ -16,12 +16,12 @@ from fp8plan.views.run_columns import Event
 
 # Okabe and Ito's palette, as in fp8plan.views.plan_pictures.
 BLUE, ORANGE, GREEN, RED, SKY, BLACK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#000000"
-MARKED: Final = 200  # lines through the panels
+MARKED: Final = 200  # most lines through the panels
 EVENT_COLOURS: Final = {"decision": SKY, "alarm": RED, "guard": ORANGE}
 HEIGHT, TOP, BOTTOM = 240, 60, 60  # pixels of a panel, above the first and below the last
-GAP: Final = 36  # pixels between two panels, where the lower one's legend is
-FILL: Final = "rgba(230,159,0,0.18)"  # of a band
-FEW: Final = 60  # steps of which each is a point
+GAP: Final = 36  # pixels between two panels, with the lower one's legend
+FILL: Final = "rgba(230,159,0,0.18)"  # colour of a band
+FEW: Final = 60  # most steps that are drawn as a point each
 
 
 class Trace(NamedTuple):
@@ -32,7 +32,7 @@ class Trace(NamedTuple):
     colour: str
     dash: str = "solid"
     band: tuple[str, str] | None = None
-    step: bool = False  # holds until the next one
+    step: bool = False  # a value holds until the next one
 
 
 class Panel(NamedTuple):
@@ -130,7 +130,7 @@ def _draw(
     line = {"color": trace.colour, "dash": trace.dash, "width": 1.6, "shape": "hv" if trace.step else "linear"}
     if trace.band and all(np.isfinite(data[end]).any() for end in trace.band):
         edge = {"mode": "lines", "line": {"width": 0}, "legend": legend, "hoverinfo": "skip", "showlegend": False}
-        edge |= {"connectgaps": True}  # where not every step has a rollout
+        edge |= {"connectgaps": True}  # as not every step has a rollout
         low, high = (data[end] for end in trace.band)
         kept = np.union1d(thinned(low), thinned(high))
         edge["x"] = numbers[kept].tolist()
@@ -150,7 +150,7 @@ def _lonely(values: FloatArray) -> bool:
 
 
 def _marks(events: Sequence[Event], panels: int) -> list[dict[str, Any]]:
-    """Alarms and actions of the guard as lines through all panels; decisions show in the thresholds themselves."""
+    """Draw alarms and actions of the guard as lines through all panels. Decisions show in the thresholds."""
     marked = [x for x in events if x.kind != "decision"][-MARKED:]
     lines = {kind: {"color": colour, "width": 1.5, "dash": "dot"} for kind, colour in EVENT_COLOURS.items()}
     shape = {"type": "line", "y0": 0, "y1": 1, "opacity": 0.7, "layer": "below"}
@@ -192,7 +192,7 @@ def by_position(steps: Steps) -> Any:
 
 
 def _profile(spans: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """First token of each bin (1 in the place of 0), and the mean k3 in it, weighted by tokens."""
+    """The first token of each bin (1 for 0), and the bin's mean k3, weighted by tokens."""
     firsts, place = np.unique(spans[:, 0], return_inverse=True)
     tokens = np.bincount(place, spans[:, 1])
     return np.maximum(firsts, 1.0), np.bincount(place, spans[:, 1] * spans[:, 2]) / tokens

@@ -17,7 +17,7 @@ from rich.text import Text
 from fp8plan.model.cost.base import FloatArray
 
 GAP = 2  # blanks between two columns
-STYLES = {"low": "green", "moderate": "yellow", "high": "red"}  # cells that are a risk
+STYLES = {"low": "green", "moderate": "yellow", "high": "red"}  # cells with a level of risk
 
 
 class Column(NamedTuple):
@@ -72,7 +72,7 @@ class Paragraph:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, such as "1 prompt" or "1,024 prompts"."""
+    """A counted noun, such as "1 prompt" or "1,024 prompts"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -120,7 +120,7 @@ def sparkline(values: FloatArray, width: int, scale: Scale = FREE) -> str:
     low = np.nanmin(known) if scale.low is None else scale.low
     high = max(np.nanmax(known), -np.inf if scale.high is None else scale.high)
     least = np.log(scale.span) if scale.log else scale.span
-    if high - low < least or high == low:  # the free end makes room for the rest, or each end for half of it
+    if high - low < least or high == low:  # the free end takes the missing span, or each end takes half of it
         extra = max(least - (high - low), 1e-9 * max(1.0, abs(high)))
         low, high = (low - extra / 2, high + extra / 2) if scale.low is None else (low, high + extra)
     level = (known - low) / (high - low) * (len(BARS) - 1)
