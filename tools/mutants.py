@@ -59,11 +59,11 @@ class Mutant(NamedTuple):
     tree: ast.Module
     line: int
     end: int
-    key: str  # "function: before -> after (how many times so far)", which stays the same when lines move
+    key: str  # "function: before -> after (number so far)", which stays the same when lines move
 
 
 def changes(node: ast.AST, rebound: set[str]) -> Iterator[ast.AST]:
-    """What a node is replaced by, one after the other. rebound: names that would have a value without it."""
+    """The nodes that replace a node, one at a time. rebound: names that would have a value without it."""
 
     def changed(**values: Any) -> ast.AST:
         new = copy.deepcopy(node)
@@ -139,7 +139,7 @@ def mutants(source: str, names: set[str]) -> list[Mutant]:
 
 
 def stored(node: ast.AST) -> list[str]:
-    """The names that a node gives a value, as often as it does."""
+    """The names that a node gives a value, each as often as it does."""
     return [x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
 
 
@@ -152,7 +152,7 @@ def is_text(node: ast.expr) -> bool:
 
 
 def told(node: ast.AST) -> str:
-    """The first line of a node's source, whose blocks are left out."""
+    """The first line of a node's source, without its blocks."""
     return ast.unparse(node).splitlines()[0] if not isinstance(node, ast.Pass) else "nothing"
 
 
@@ -192,7 +192,7 @@ class Watch:
         self.now.clear()
 
     def pytest_collection_finish(self) -> None:
-        self.now.clear()  # lines that an import executes belong to no test
+        self.now.clear()  # as lines that an import executes belong to no test
         threading.settrace(self.trace)
         sys.settrace(self.trace)
 
@@ -208,7 +208,7 @@ class Chosen:
 
 
 def forked(path: Path, tree: ast.Module | None, tests: list[str], plugin: Any, limit_s: int, log: Path) -> bool:
-    """Run tests in a process of its own, in which the module is `tree`; return whether they pass in time."""
+    """Run tests in a process of its own, in which the module is `tree`; return true if they pass in time."""
     child = os.fork()
     if not child:
         signal.alarm(limit_s)  # an endless loop ends here
@@ -230,7 +230,7 @@ def forked(path: Path, tree: ast.Module | None, tests: list[str], plugin: Any, l
 
 
 def judged(entry: dict[str, Any], names: set[str], sample: int | None, seed: int, jobs: int) -> bool:
-    """Run a module's mutants, print what became of them, and return whether enough of them were noticed."""
+    """Run a module's mutants, print their fates, and return true if enough of them were noticed."""
     path, begun = ROOT / entry["path"], time.monotonic()
     equivalent = entry.get("equivalent", {})
     made = mutants(path.read_text(), names or set(entry.get("names", ())))
@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="number of mutants of each module; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     os.environ.update(OMP_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
@@ -288,9 +288,9 @@ def main() -> None:
         importlib.import_module(library)  # once, for all processes that are forked
 
     table = tomllib.loads((ROOT / "tools" / "mutants.toml").read_text())["module"]
-    wanted = [entry for entry in table if not asked.module or any(text in entry["path"] for text in asked.module)]
-    names = set(filter(None, asked.names.split(",")))
-    fine = [judged(entry, names, asked.sample, asked.seed, asked.jobs) for entry in wanted]
+    wanted = [entry for entry in table if not options.module or any(text in entry["path"] for text in options.module)]
+    names = set(filter(None, options.names.split(",")))
+    fine = [judged(entry, names, options.sample, options.seed, options.jobs) for entry in wanted]
     sys.exit(not (fine and all(fine)))
 
 

@@ -1,9 +1,9 @@
-"""Fit the expected mismatch anew to the published observations, and report how wrong the fit is.
+"""Fit the expected mismatch anew to the published observations, and report the errors of the fit.
 
     python tools/risk_report.py
 
-It writes fp8plan/model/risk/data/mismatch_fit.json, and prints residuals, bounds, coefficients and the error of each
-source predicted without itself.
+It writes fp8plan/model/risk/data/mismatch_fit.json. It prints residuals, bounds, coefficients and the error for each
+source, predicted without that source.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Print how large a tree of fp8plan is: modules, folders, and lines of package, tests and benchmarks.
+"""Print the size of a tree of fp8plan: modules, folders, and lines of package, tests and benchmarks.
 
     python tools/size.py [TREE]
 
@@ -22,7 +22,7 @@ def lines(folder: Path) -> dict[Path, int]:
 def main() -> None:
     tree = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY
     package = lines(tree / "fp8plan")
-    counts = [count for count in package.values() if count > 1]  # without an __init__.py that is a docstring or empty
+    counts = [count for count in package.values() if count > 1]  # without empty __init__.py files, and docstrings alone
     longest = max(package, key=lambda path: package[path])
     print(f"modules            {len(package)}, {len(counts)} of more than one line")
     print(f"folders            {len({path.parent for path in package})}")

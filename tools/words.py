@@ -22,7 +22,7 @@ LINK = re.compile(r"\]\([^)\s]*\)")
 
 
 def words(page: str) -> int:
-    """Words with at least one letter or digit, so that the bars of tables and bullets do not count."""
+    """The number of words with a letter or digit. The bars of tables and bullets do not count."""
     for pattern in LEFT_OUT:
         page = pattern.sub("", page)
     return sum(any(letter.isalnum() for letter in word) for word in LINK.sub("]", page).split())

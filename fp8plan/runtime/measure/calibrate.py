@@ -1,6 +1,6 @@
 """The measurements of `fp8plan calibrate`, one after the other, before the fit.
 
-Each is a process of its own. Started again, it goes on: a kill loses only the point or rollout in flight.
+Each is a process of its own. A new start goes on: a kill loses only the point or rollout in flight.
 model.calibrate.profile_of reads the results in FOLDER/kernels and FOLDER/steps.
 """
 
@@ -29,7 +29,7 @@ KERNELS = ("gemm", "attention", "moe", "elementwise", "power")
 CELLS = {"quick": "quick.json", "full": "fit.json"}
 CPU_CELLS = "cpu.json"  # for both grids: kernels are timed on GPUs only
 LONGEST_ENGINE_S = 900
-COMPILERS = min(6, (os.cpu_count() or 1) // 2)  # processes that compile kernels first; each takes some GB of the GPU
+COMPILERS = min(6, (os.cpu_count() or 1) // 2)  # processes that first compile kernels; each takes some GB of the GPU
 
 
 def note(text: str) -> None:
@@ -55,7 +55,7 @@ def measure(folder: Path, card: Gpu, grid: str) -> None:
 
 
 def _only(name: str, card: Gpu, grid: str) -> list[str]:
-    """The option --only with the BF16 kernels for a card without FP8; else nothing."""
+    """The option --only, with the BF16 kernels, for a card without FP8; else none."""
     if card.has_fp8:
         return []
     kernels = {point.kernel for point in import_module(f"{PACKAGE}.kernels.{name}").points(grid)}
@@ -63,7 +63,7 @@ def _only(name: str, card: Gpu, grid: str) -> list[str]:
 
 
 def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The settings for `card`, with the precisions that it has and the models that fit it; the rest is noted.
+    """The settings for `card`, with the precisions that it has and the models that fit it. Notes name the others.
 
     Raises ConfigError if nothing fits.
     """
@@ -84,8 +84,8 @@ def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]
 def _fits(card: Gpu, setting: dict[str, Any], preset: Precision) -> bool:
     """Tell whether the card has the precision's kernels, all of them timed, and memory for the model.
 
-    FlashInfer's kernel for an FP8 KV cache on a GPU without FP8 tensor cores is not timed: rollouts alone cannot tell
-    its coefficients.
+    FlashInfer's kernel for an FP8 KV cache on a GPU without FP8 tensor cores is not timed, and rollouts alone cannot
+    tell its coefficients.
     """
     if card.why_not(preset) is not None or (card.stores_fp8_only and preset.uses_fp8):
         return False

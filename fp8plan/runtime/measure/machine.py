@@ -51,7 +51,7 @@ def installed(*packages: str) -> str | None:
 
 
 def wait_for_memory() -> None:
-    """Wait until a killed engine's GPU memory is free: vLLM's profiling goes wrong if it is freed meanwhile."""
+    """Wait until a killed engine's GPU memory is free. Memory that is freed later spoils vLLM's profiling."""
     until = time.monotonic() + FREE_WAIT_S
     while (gpu_facts()["gpu_memory_used_bytes"] or 0) > FREED_BYTES and time.monotonic() < until:
         time.sleep(0.5)
@@ -110,9 +110,9 @@ def _card() -> Any:
 
 
 def _first_visible(nvml: Any) -> Any:
-    """The device that CUDA calls 0, by the number or UUID in CUDA_VISIBLE_DEVICES.
+    """CUDA's device 0, by the number or UUID in CUDA_VISIBLE_DEVICES.
 
-    Raises NVMLError if that hides all devices, being empty or -1.
+    Raises NVMLError if that variable hides all devices: it is empty or -1.
     """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     if first in ("", "-1"):

@@ -46,14 +46,14 @@ REFERENCE = "Qwen/Qwen3-8B"
 MODELS = (
     REFERENCE, "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-32B", "Qwen/Qwen2.5-1.5B", "fp8plan/dense-50m",
 )  # fmt: skip
-WIDE_MODELS = ("Qwen/Qwen3.5-9B", "fp8plan/qwen3-next-16-layers")  # of 256 elements, with 4 and 2 KV heads
+WIDE_MODELS = ("Qwen/Qwen3.5-9B", "fp8plan/qwen3-next-16-layers")  # heads of 256 elements, 4 and 2 KV heads
 
 KV_DTYPES = {"bf16": 2, "fp8": 1}  # bytes per element
 BLOCK_SIZE = 16  # tokens; vLLM's default on this backend
 MAX_GRAPH_TOKENS, MAX_GRAPH_SPLITS = 512, 32  # max_cudagraph_capture_size, flash_attn_max_num_splits_for_cuda_graph
 MAX_MODEL_LEN = 8192  # tokens: least width of the engine's block table
-MAX_KV_BYTES = 40e9  # of one layer in one call
-SHARE_OF_MEMORY = 0.4  # of the free GPU memory, for the first of two pools
+MAX_KV_BYTES = 40e9  # one layer's, in one call
+SHARE_OF_MEMORY = 0.4  # share of the free GPU memory for the first of two pools
 MAX_PREFILL_TOKENS = 16384  # max_num_batched_tokens
 
 BATCHES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -62,7 +62,7 @@ FEW_BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
 FEW_CONTEXTS = (256, 1024, 2048, 4096, 8192)
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-SIGMA = 0.8  # of ln(context), for skewed contexts
+SIGMA = 0.8  # standard deviation of ln(context), for skewed contexts
 
 Key = tuple[str, tuple[tuple[str, int | str], ...]]  # a point, hashable
 
@@ -139,7 +139,7 @@ def kv_bytes(heads: dict[str, int], element_bytes: int) -> int:
 
 
 def lengths(point: Point) -> tuple[Ints, Ints]:
-    """(query tokens, KV tokens including them) of each request of an attention point. Decoding requests come first.
+    """The query tokens, and the KV tokens with them, of each request of a point. Decoding requests come first.
 
     Skewed contexts are lognormal with the same mean, always the same for the same batch.
     """
@@ -195,8 +195,8 @@ class Bench:
 
         self.pools: dict[str, torch.Tensor] = {}
         self.l2_bytes = l2_bytes()
-        one = torch.ones((), device="cuda")
-        self.layer = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
+        scale = torch.ones((), device="cuda")
+        self.layer = SimpleNamespace(_q_scale=scale, _k_scale=scale, _v_scale=scale)
 
     def calls(self, point: Point) -> Sequence[Callable[[], object]]:
         """The same work several times, each call on its own KV blocks."""
@@ -251,12 +251,12 @@ class Bench:
         ]
 
     def _cache(self, point: Point, kv: str) -> torch.Tensor:
-        """The KV cache of one layer, the whole pool, in the engine's shape and strides."""
+        """The KV cache of one layer: the whole pool, in the engine's shape and strides."""
         import torch
         from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
         if kv not in self.pools:
-            size = int(1.02 * MAX_KV_BYTES) // KV_DTYPES[kv]  # 2% for last blocks that are not full
+            size = int(1.02 * MAX_KV_BYTES) // KV_DTYPES[kv]  # 2% more for last blocks, which are not full
             self.pools[kv] = random_pool(size, kv, SHARE_OF_MEMORY)
             if kv == "fp8":
                 self.pools[kv] = self.pools[kv].view(torch.uint8)  # as vLLM's cache holds it

@@ -10,8 +10,8 @@ Kernels, a row of FOLDER/elementwise.jsonl each:
                       of that model runner. mode "eager": as the engine calls it, bound by launches for small m;
                       "graph": the GPU's time alone
 
-The first three are native PyTorch that Inductor fuses, as at vLLM's default level: with vLLM's options for Inductor,
-one kernel for all m, tuned at MOST_ROWS. Inputs are as warm in L2 as their size allows, as in the engine, where the
+The first three are native PyTorch, which Inductor fuses as at vLLM's default level. With vLLM's options it makes one
+kernel for all m, tuned at MOST_ROWS. Inputs are as warm in L2 as their size allows, as in the engine, where the
 operation before has just written them.
 """
 
@@ -46,11 +46,11 @@ SAMPLED_ROWS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # at most MAX
 MAX_SAMPLED_ROWS = 1024
 VOCABULARIES = (32000, 128256, 151936)
 RUNNERS = ("v1", "v2")  # vLLM 0.26: v2 runs dense models, v1 the others
-MOST_ROWS = 16384  # Inductor tunes for what it sees first: in the engine, max_num_batched_tokens
+MOST_ROWS = 16384  # Inductor tunes for the first size: in the engine, max_num_batched_tokens
 POSITIONS = 8192
 LOGPROBS_MODE = "processed_logprobs"  # as fp8plan's plans have it
 TIMERS = {"graph": timing.graph_seconds, "eager": timing.eager_seconds}
-EAGER_CALLS = 10  # of one timed pass
+EAGER_CALLS = 10  # in one timed pass
 
 
 def points(grid: str) -> list[Point]:
@@ -89,7 +89,7 @@ def work(point: Point) -> Work:
 
 @cache
 def compiled(kernel: str, **shape: Any) -> Callable[..., Any]:
-    """The kernel of one shape for any m, compiled as in vLLM: m is symbolic, and there are no guards."""
+    """The kernel of one shape for any m, compiled as in vLLM, with a symbolic m and no guards."""
     import torch
     from vllm.config import get_current_vllm_config
 

@@ -44,7 +44,7 @@ CORE = {
 QUICK = {"Qwen/Qwen3-8B": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}
 
 SWAP_AB_BELOW = (
-    32  # rows; below it FlashInfer on Hopper quantises inside its GEMM, DeepGEMM's input is quantised before
+    32  # rows. Below it FlashInfer on Hopper quantises inside its GEMM. DeepGEMM's input is quantised before
 )
 
 DECODE = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
@@ -52,7 +52,7 @@ PREFILL = (1024, 2048, 4096, 8192, 16384)
 ROWS = DECODE + PREFILL
 FEW_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 LOGITS_ROWS = (1, 4, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # lm_head: one row for each sampled token
-STRIDE = 8  # of ROWS, for layers that are not in CORE
+STRIDE = 8  # each 8th of ROWS, for layers that are not in CORE
 
 BLOCK = 128  # FP8_BLOCK scales
 # Elements of a pool of weights, its share of the free GPU memory, standard deviation: FP8_BLOCK weights fill the range
@@ -169,7 +169,7 @@ class Bench:
         return Work([partial(quantiser(kernel), random_normal(m, k))], {"backend": type(kernel).__name__})
 
     def _weights(self, dtype: str, n: int, k: int) -> Sequence[torch.Tensor]:
-        """Windows [n, k] of one pool, enough to find each cold. Raises ConfigError if the pool is too small for two."""
+        """Windows [n, k] of one pool, each of them cold. Raises ConfigError if the pool is too small for two."""
         if dtype not in self.pools:
             elements, share, deviation = POOLS[dtype]
             self.pools[dtype] = random_pool(elements, dtype, share, deviation)
@@ -215,7 +215,7 @@ def quantiser(kernel: Any) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch
     """x[m, k] -> (E4M3, scales), as `kernel` calls it before its GEMM."""
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
-    if fallback := getattr(kernel, "fallback", None):  # FlashInfer below 32 rows, this from there on
+    if fallback := getattr(kernel, "fallback", None):  # FlashInfer below 32 rows, this one from there on
         e8m0 = fallback.use_deep_gemm_e8m0
         return partial(per_token_group_quant_fp8, group_size=BLOCK, column_major_scales=True, use_ue8m0=e8m0)
     if not kernel.apply_input_quant:
@@ -231,7 +231,7 @@ def model_config() -> Iterator[None]:
         import torch
         from vllm.config import get_current_vllm_config
 
-        text = SimpleNamespace(model_type="qwen3")  # a type that may use DeepGEMM also on Blackwell
+        text = SimpleNamespace(model_type="qwen3")  # a type that may use DeepGEMM on Blackwell too
         model = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=text, is_diffusion=False)
         get_current_vllm_config().model_config = model
         yield

@@ -7,7 +7,7 @@ both activation quantisations) and the weighted sum. vLLM's oracle selects the b
 that is Triton for both. The router's GEMM is not included. Calls rotate over layers, so that weights are cold.
 
 Columns beside the shape: `hit`, the experts that a call's tokens go to; `busiest`, the tokens of the busiest one;
-`backend`, the class that ran them; `tuned`, whether vLLM ships a Triton configuration tuned for them.
+`backend`, the class that ran them; `tuned`, true if vLLM ships a Triton configuration tuned for them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DTYPES = ("bf16", "fp8_block")
 SKEWS = ("even", "lognormal_0.5", "power_law_1.2")
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192, 16384)
 FEW_TOKENS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
-DRAWS = 2  # routings of one point; layers take them in turn
+DRAWS = 2  # routings of one point, which layers take in turn
 
 LEAST_LAYERS, MOST_LAYERS = 2, 32
 POOL_ELEMENTS = 5 * 10**9  # two layers of Qwen3-235B-A22B
@@ -115,7 +115,7 @@ def popularity(experts: int, skew: str) -> NDArray[np.float64]:
 def route(tokens: int, experts: int, top_k: int, skew: str, seed: int) -> NDArray[np.bool_]:
     """The experts of each token, bool of shape (tokens, experts): top_k distinct ones by popularity.
 
-    The top k of log popularity plus Gumbel noise are draws without replacement (Plackett-Luce).
+    The top k of log popularity plus Gumbel noise are drawn without replacement (Plackett-Luce).
     """
     rng = np.random.default_rng(seed)
     weights = rng.permutation(popularity(experts, skew))
@@ -126,7 +126,7 @@ def route(tokens: int, experts: int, top_k: int, skew: str, seed: int) -> NDArra
 
 
 def load(routings: Sequence[NDArray[np.bool_]]) -> dict[str, float]:
-    """The number of experts that a routing hits, and the tokens of the busiest one: means over `routings`."""
+    """The number of experts that a routing hits, and the tokens of its busiest one. Both are means over `routings`."""
     loads = np.array([routing.sum(axis=0) for routing in routings])
     return {"hit": float((loads > 0).sum(axis=1).mean()), "busiest": float(loads.max(axis=1).mean())}
 

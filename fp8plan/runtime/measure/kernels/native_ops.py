@@ -33,7 +33,7 @@ def rotary(
     weights: tuple[torch.Tensor, torch.Tensor] | None,
     heads: tuple[int, int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query and key from the output of qkv_proj. weights: of their norms; heads: (query heads, KV heads, head size)."""
+    """Query and key from the output of qkv_proj. weights: their norms'; heads: (query heads, KV heads, head size)."""
     queries, keys, head_dim = heads
     q, k, _ = qkv.split([queries * head_dim, keys * head_dim, keys * head_dim], dim=-1)
     if weights:

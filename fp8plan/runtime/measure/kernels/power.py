@@ -3,11 +3,11 @@
     python -m fp8plan.runtime.measure.kernels.power --output FOLDER [--grid quick|full] [--seconds N] [--compile-in 12]
 
 Kernels of gemm, attention, moe and elementwise beside this file, a row of FOLDER/power.jsonl each, three seconds a
-point. `seconds` is the time of one call under the power limit, no timing for a fit of kernels.
+point. `seconds` is the time of one call under the power limit. It is no timing for a fit of kernels.
 fp8plan.model.calibrate.power is fitted to `power_w`.
 
-Layers are those of Qwen3-8B, experts those of Qwen3-30B-A3B. With few rows a kernel moves bytes, with many it
-multiplies, so both kinds of watts can be told apart.
+Layers are those of Qwen3-8B, experts those of Qwen3-30B-A3B. With few rows a kernel moves bytes, and with many it
+multiplies. So the fit can tell both kinds of watts apart.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: f
         if "error" in row:
             failures.append(f"{point.kernel} {point.shape}: {row['error']}")
             alike = point.kernel, row["error"].partition(":")[0]
-            if alike not in noted:  # a kernel that this GPU lacks fails at a hundred points
+            if alike not in noted:  # a kernel that this GPU lacks would fail at a hundred points
                 noted.add(alike)
                 note(f"{failures[-1]}; more of the kind would be in {failed_file(output)} alone")
             _clean_up()
@@ -112,7 +112,7 @@ def failed_file(output: Path) -> Path:
 
 
 def _attempt(point: Point, prepare: Prepare) -> dict[str, Any]:
-    """Columns of the timing, or "error". Returns before cleaning up, so that no traceback holds on to tensors."""
+    """Columns of the timing, or "error". The clean-up follows later, so that no traceback holds on to tensors."""
     try:
         work = prepared(point, prepare)
         return asdict(work.timer(work.calls)) | dict(work.columns)
@@ -121,7 +121,7 @@ def _attempt(point: Point, prepare: Prepare) -> dict[str, Any]:
 
 
 def _message(error: BaseException) -> str:
-    """The first error of a chain: if a call fails during a graph's capture, the end of the capture fails too."""
+    """The first error of a chain. After a call that fails during a graph's capture, the capture's end fails too."""
     before = None if error.__suppress_context__ else error.__context__
     return _message(before) if before else f"{type(error).__name__}: {error}".partition("\n")[0][:300]
 
@@ -165,7 +165,7 @@ def arguments(name: str, doc: str | None, words: Sequence[str] | None) -> argpar
 
 
 def select(points: Sequence[Point], only: Sequence[str], part: str) -> list[Point]:
-    """The part "I/N" of the points of some kernels; none named: all. Raises ConfigError for unknown ones."""
+    """The part "I/N" of the points of the named kernels (none: all). Raises ConfigError for unknown ones."""
     known = sorted({point.kernel for point in points})
     if unknown := sorted(set(only) - set(known)):
         raise ConfigError(f"--only is {unknown[0]!r}; allowed: {', '.join(known)}")
@@ -190,19 +190,20 @@ def check_gpu(name: str) -> None:
         raise ConfigError(f"--gpu is {name} ({find_gpu(name).product}), this machine has {product}; type --gpu auto")
 
 
-def compile_first(name: str, given: argparse.Namespace) -> None:
-    """Run this command with --compile-only in `given.compile_in` processes, each on a share of the points.
+def compile_first(name: str, options: argparse.Namespace) -> None:
+    """Run this command with --compile-only in `options.compile_in` processes, each on a share of the points.
 
-    The timing process finds the compilers' caches on the disk; it notes failures. Each process takes the memory of a
+    The timing process finds the compilers' caches on the disk, and notes failures. Each process takes the memory of a
     CUDA context, the pools and one point. Ends after half of --seconds, compiled or not.
     """
     same = [sys.executable, "-m", f"{__package__}.{name}", "--compile-only"]
-    same += ["--output", str(given.output), "--grid", given.grid, *(["--only", *given.only] if given.only else [])]
-    until = time.monotonic() + (given.seconds or math.inf) / 2  # the rest is for timing
-    with open(given.output / f"{name}.compile.log", "ab") as log:
+    same += ["--output", str(options.output), "--grid", options.grid]
+    same += ["--only", *options.only] if options.only else []
+    until = time.monotonic() + (options.seconds or math.inf) / 2  # the rest is for timing
+    with open(options.output / f"{name}.compile.log", "ab") as log:
         children = [
             subprocess.Popen([*same, "--part", part], stdout=log, stderr=log)
-            for part in shares(given.part, given.compile_in)
+            for part in shares(options.part, options.compile_in)
         ]
         try:
             while any(child.poll() is None for child in children) and time.monotonic() < until:
@@ -234,25 +235,25 @@ def command(
     bench:    made within `context`, and only if there is something to measure
     compiled: kernels that are compiled at first use; None for all
     """
-    given, begun = arguments(name, doc, words), time.monotonic()
-    output = given.output / f"{name}.jsonl"
+    options, begun = arguments(name, doc, words), time.monotonic()
+    output = options.output / f"{name}.jsonl"
     try:
-        todo = remaining(select(points(given.grid), given.only, given.part), output)
-        if given.list:
+        todo = remaining(select(points(options.grid), options.only, options.part), output)
+        if options.list:
             sys.stdout.writelines(f"{json.dumps(point.row)}\n" for point in todo)
         note(f"{output}: {len(todo)} points are left")
-        if given.list or not todo:
+        if options.list or not todo:
             return 0
-        check_gpu(given.gpu)
-        given.output.mkdir(parents=True, exist_ok=True)
+        check_gpu(options.gpu)
+        options.output.mkdir(parents=True, exist_ok=True)
         new = [point for point in todo if compiled is None or point.kernel in compiled]
-        if given.compile_in and new:
-            compile_first(name, given)
+        if options.compile_in and new:
+            compile_first(name, options)
         with context():
             prepare = bench()
-            if given.compile_only:
+            if options.compile_only:
                 return _compile(new, prepare)
-            left = None if given.seconds is None else given.seconds - (time.monotonic() - begun)
+            left = None if options.seconds is None else options.seconds - (time.monotonic() - begun)
             return 1 if sweep(todo, prepare, output, seconds=left) else 0
     except Fp8PlanError as error:
         note(f"{name}: {error}")

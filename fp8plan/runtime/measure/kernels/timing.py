@@ -29,11 +29,11 @@ Call = Callable[[], object]
 
 LEAST_COPIES, MOST_COPIES, TIMES_L2 = 3, 256, 4
 LEAST_REPLAYS, MOST_REPLAYS = 5, 40
-CALLS_PER_REPLAY = 64  # of short calls, so that a replay is long against the resolution of events (0.5 us)
+CALLS_PER_REPLAY = 64  # short calls in a replay, which is then long against the resolution of events (0.5 us)
 AHEAD_CYCLES = 2_000_000  # about 1 ms in which the GPU waits while Python queues the timed work
 SETTLE_S = 1.0  # NVML's watts are means over a second
 SUSTAINED_S = 2.0
-QUEUED_S = 0.05  # work that the GPU has queued meanwhile
+QUEUED_S = 0.05  # seconds of work that the GPU has queued meanwhile
 FILLED_AT_ONCE = 2**28  # elements
 
 
@@ -64,10 +64,10 @@ class SustainedTiming(Timing):
 
 
 def copies(bytes_per_call: int, l2_bytes: int) -> int:
-    """The copies of a call's data that make a working set of TIMES_L2 times the L2 cache, so each call's are evicted.
+    """The number of copies of a call's data for a working set of TIMES_L2 times the L2 cache, so each is evicted.
 
-    At least LEAST_COPIES, at most MOST_COPIES. At the cap, with calls below 1 MiB on an H200, data are partly warm, as
-    in an engine with layers that small.
+    There are LEAST_COPIES to MOST_COPIES. At the most, with calls below 1 MiB on an H200, data are partly warm, as in
+    an engine with layers that small.
     """
     wanted = -(-TIMES_L2 * l2_bytes // max(1, bytes_per_call))
     return min(max(wanted, LEAST_COPIES), MOST_COPIES)
@@ -76,8 +76,8 @@ def copies(bytes_per_call: int, l2_bytes: int) -> int:
 def graph_seconds(calls: Sequence[Call], budget_s: float = 0.03) -> Timing:
     """Time one call of `calls` (the same work on different data), all captured in one CUDA graph.
 
-    They run eagerly first, on the capturing stream, to compile kernels and allocate workspaces. The replays take about
-    `budget_s` together, more if LEAST_REPLAYS need more. Raises the calls' errors.
+    They first run eagerly, on the capturing stream, to compile kernels and allocate workspaces. All replays take about
+    `budget_s`, or longer if LEAST_REPLAYS need it. Raises the calls' errors.
     """
     import torch
 
@@ -135,9 +135,9 @@ def _repeated(replay: Callable[[], Any], batch: int, seconds: float) -> tuple[li
 
 
 def captured(calls: Sequence[Call], budget_s: float) -> tuple[Any, int]:
-    """A CUDA graph of the calls, and their number: LEAST_REPLAYS take `budget_s`, or each call is there once.
+    """A CUDA graph of calls, and their number. LEAST_REPLAYS take `budget_s`, unless each call once takes longer.
 
-    To be called on the capturing stream.
+    Call it on the capturing stream.
     """
     import torch
 
@@ -174,8 +174,8 @@ def stream() -> Any:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Switch Python's garbage collector off. If it destroys an older graph, a capture fails (pytorch pull request
-    161037), and breaks the generator of random numbers.
+    """Switch Python's garbage collector off. If it destroys an older graph, a capture fails and breaks the generator
+    of random numbers (pytorch pull request 161037).
     """
     gc.disable()
     try:
@@ -205,7 +205,7 @@ def elapsed(
     ahead: int = AHEAD_CYCLES,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Seconds of each of `number` replays, back to back, from `ahead` GPU cycles after Python's first launch."""
+    """The seconds of `number` replays, back to back. They start `ahead` GPU cycles after Python's first launch."""
     import torch
 
     events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
@@ -234,9 +234,9 @@ def random_normal(*shape: int, dtype: str = "bf16") -> torch.Tensor:
 
 
 def random_pool(elements: int, dtype: str, share: float, deviation: float = 1.0) -> torch.Tensor:
-    """`elements` normal values of "bf16" or "fp8", fewer if they would take more than `share` of the free memory.
+    """Up to `elements` normal values of "bf16" or "fp8", which take at most `share` of the free memory.
 
-    A pool is read in many shapes: to fill tens of gigabytes for each point would take longer than to time it.
+    A pool is read in many shapes, because filling tens of gigabytes for each point would take longer than timing it.
     """
     import torch
 

@@ -46,9 +46,9 @@ from fp8plan.runtime.measure.rollouts.timed import (
 )
 from fp8plan.schemas import VERSIONS
 
-TRIES, AGAIN_S = 4, 4.0  # most attempts at a run; no further one after so many seconds
-SHORT_RESPONSE, RAMP_STEPS = 64, 128  # of a short warm-up: enough to fill the batch, short enough for a few seconds
-FIRST_STALL_S, STALL_S = 0.5, 1.0  # longer steps are noted: a kernel was compiled, probably
+TRIES, AGAIN_S = 4, 4.0  # most attempts at a run; seconds after which none is added
+SHORT_RESPONSE, RAMP_STEPS = 64, 128  # of a short warm-up, which fills the batch within a few seconds
+FIRST_STALL_S, STALL_S = 0.5, 1.0  # longer steps are noted: probably a kernel was compiled
 
 
 class Attempt(NamedTuple):
@@ -62,7 +62,7 @@ class Attempt(NamedTuple):
 def attempts(
     llm: Any, prompts: Sequence[Any], responses: Sequence[int], trace: Trace, host: Host | None
 ) -> list[Attempt]:
-    """Time the run, and repeat it while the last attempt was disturbed, within TRIES and AGAIN_S."""
+    """Time the run, and repeat it after a disturbed attempt, within TRIES and AGAIN_S."""
     tries: list[Attempt] = []
     begun = time.perf_counter()
     while not tries or (any(disturbance(tries[-1])) and len(tries) < TRIES and time.perf_counter() - begun < AGAIN_S):
@@ -79,14 +79,14 @@ def attempts(
 def disturbance(attempt: Attempt) -> tuple[int, float]:
     """Disturbances of a run that are not the engine's: (files compiled, excess of the host's slowdown).
 
-    (0, 0) is clean. The pair decides about repetition and the kept attempt, whatever their seconds.
+    (0, 0) is clean. The pair decides about repetition and the attempt to keep, whatever its seconds.
     """
     slowdown = attempt.facts["host_slowdown"] or 1.0
     return attempt.facts["compiled_files"], max(slowdown - QUIET, 0.0)
 
 
 def listed(tries: Sequence[Attempt]) -> str:
-    """The attempts, for a note; empty for a single one."""
+    """The words of a note on the attempts; empty for a single one."""
     facts = [attempt.facts for attempt in tries]
     times = ", ".join(f"{fact['seconds']:.2f} s (host {fact['host_slowdown'] or 1:.2f})" for fact in facts)
     return f"; of {len(tries)} attempts: {times}" if len(tries) > 1 else ""
@@ -174,7 +174,7 @@ def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> N
                 note(f"{name}: a step took {timing['longest_step_s']:.1f} s, as if a kernel was compiled in it")
             if job["trace"]:
                 write_trace(job["trace"], run["key"], best.steps)
-    if job["kernels"]:  # last, as a profiler may leave the engine slower
+    if job["kernels"]:  # at the end, as a profiler may leave the engine slower
         for batch, context in PROFILED:
             kernels = decode_kernels(llm, batch, context)
             write(job["kernels"], facts | {"batch": batch, "context": context} | kernels)
@@ -186,7 +186,7 @@ def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> N
 
 @contextmanager
 def wait_for_turn() -> Iterator[None]:
-    """Hold the lock of the file that TURN names, if it is set.
+    """Hold the lock of the file that the variable TURN names, if it is set.
 
     So commands share a GPU: one runs its engine while the next imports vLLM.
     """

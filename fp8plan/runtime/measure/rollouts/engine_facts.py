@@ -3,7 +3,7 @@
 The log's patterns are those of vLLM 0.26 (vllm/v1/worker/gpu_worker.py, vllm/v1/core/kv_cache_utils.py,
 vllm/platforms/cuda.py, vllm/model_executor/kernels/linear/__init__.py). The parts (KV cache groups, classes of layers,
 weights) are attributes of vLLM 0.26 and 0.30 (v1/worker/gpu_model_runner.py, v1/worker/gpu/model_runner.py,
-v1/kv_cache_interface.py). Facts that a version lacks are left out, None or empty.
+v1/kv_cache_interface.py). If a version lacks a fact, it is left out, None or empty.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TELLING: Final = re.compile(
 PREFIX: Final = re.compile(r"^(\([^)]*\) )?(INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d (\[\S+\] )?")
 MOST_LINES, LONGEST_LINE = 150, 400
 
-NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in the name of a parameter
+NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")  # number of a layer, in the name of a parameter
 
 
 def engine_numbers(log: str) -> dict[str, float]:
@@ -68,7 +68,7 @@ def kernel_backends(log: str, preset: Precision) -> dict[str, str]:
 
 
 def model_runner(log: str) -> str:
-    """The model runner, V1 or V2, which differ in their costs per step. Only V2 names itself
+    """The model runner: V1 or V2, which have other costs per step. Only V2 is named in the log
     (vllm/v1/worker/gpu_worker.py).
     """
     return "V2" if "Using V2 Model Runner" in log else "V1"
@@ -87,7 +87,7 @@ def telling_lines(log: str) -> list[str]:
 
 
 def engine_parts(runner: Any) -> dict[str, Any]:
-    """Facts about the worker's model runner, as plain data; a part that this vLLM lacks is the error's text."""
+    """Facts about the worker's model runner, as plain data. The error's text stands for a part that this vLLM lacks."""
     config = getattr(runner, "kv_cache_config", None)
     parts: dict[str, Callable[[], Any]] = {
         "cache_groups": lambda: _cache_groups(config, getattr(runner, "attn_groups", None) or []),
@@ -110,7 +110,7 @@ def _or_error(find: Callable[[], Any]) -> Any:
 
 
 def _cache_groups(config: Any, attention: Iterable[Iterable[Any]]) -> list[dict[str, Any]]:
-    """KV cache groups: how many layers share one, the spec of a layer, and the attention backends of each."""
+    """KV cache groups, each with its number of layers, the spec of a layer, and its attention backends."""
     groups = getattr(config, "kv_cache_groups", None) or []
     backends = [sorted({str(part.backend.get_name()) for part in group}) for group in attention]
     return [
@@ -125,7 +125,7 @@ def _cache_groups(config: Any, attention: Iterable[Iterable[Any]]) -> list[dict[
 
 
 def _spec(layer: Any) -> dict[str, Any]:
-    """A KVCacheSpec: its class, its fields, its page. Specs of several layers in one are listed once each."""
+    """A KVCacheSpec: its class, its fields, its page. A spec that holds several lists each different one once."""
     facts: dict[str, Any] = {"kind": type(layer).__name__, "page_size_bytes": layer.page_size_bytes}
     for field in fields(layer) if is_dataclass(layer) else ():
         value = getattr(layer, field.name)
@@ -144,7 +144,7 @@ def _tensors(cache: Iterable[Any]) -> list[dict[str, int]]:
 
 
 def _described(module: Any) -> str:
-    """A module's class, with that of its attention or of its quantisation method."""
+    """A module's class, with the class of its attention or of its quantisation method."""
     behind = getattr(module, "impl", None) or getattr(module, "quant_method", None)
     name = type(module).__name__
     if behind is None:
@@ -155,7 +155,7 @@ def _described(module: Any) -> str:
 
 
 def _parameters(named: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """Parameters by name without layer numbers: dtype, shape, their count and the bytes of all."""
+    """Parameters by their names without layer numbers: dtype, shape, number, and the bytes of all."""
     sizes_of: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for name, value in named:
         key = NUMBER.sub(".N", name), str(value.dtype).removeprefix("torch."), tuple(value.shape)

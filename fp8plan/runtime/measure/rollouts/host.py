@@ -2,7 +2,7 @@
 
 A rollout of a small model is bound by Python, and a virtual machine's cores may share their hardware with a neighbour
 (profiles/README.md has measurements). So the engine's processes are moved to the faster cores before a run, and those
-cores are timed during it. The figures tell a disturbed run without a look at the prediction. A GPU at its power limit
+cores are timed during it. The figures show a disturbed run without a look at the prediction. A GPU at its power limit
 lowers its clock (fp8plan.model.cost.power).
 """
 
@@ -21,9 +21,9 @@ import psutil
 
 from fp8plan.runtime.measure.machine import gpu_power_w, sm_clock_mhz
 
-LOOP = 20_000  # turns, a quarter of a millisecond
-PROBES, SAMPLES = 5, 3  # loops whose best counts: before a run on each core, and at each sample during it
-QUIET = 1.25  # a core is quiet below this multiple of the fastest loop; a busy hyperthread beside it makes 1.7 to 2
+LOOP = 20_000  # turns of a loop, a quarter of a millisecond
+PROBES, SAMPLES = 5, 3  # loops of which the best counts: on each core before a run, and at each sample during it
+QUIET = 1.25  # multiple of the fastest loop below which a core is quiet; a busy hyperthread beside it makes 1.7 to 2
 SPARE = 3  # cores for the engine's sending and receiving threads, beside one for each process
 EVERY_S = 0.25
 STAT = Path("/proc/stat")
@@ -44,12 +44,12 @@ class Host:
         processes = [own, *own.children(recursive=True)]
         chosen = quiet(seconds, SPARE + len(processes))
         for thread in threads(processes):
-            with suppress(ProcessLookupError):  # the thread has ended meanwhile
+            with suppress(ProcessLookupError):  # the thread has ended
                 os.sched_setaffinity(thread, chosen)
         self._watched = [own, max(processes[1:], key=_user_seconds, default=own)]  # the front end and the engine
 
     def loop_s(self) -> float | None:
-        """Seconds of a loop on the slower of the cores of front end and engine; None if one has ended."""
+        """The seconds of a loop on the slower of two cores, of front end and engine; None if either has ended."""
         try:
             return max(self._probe(process.cpu_num(), SAMPLES) for process in self._watched)
         except psutil.NoSuchProcess:
@@ -69,7 +69,7 @@ def quiet(seconds: dict[int, float], fewest: int) -> list[int]:
 
 
 def loop_seconds(core: int, loops: int) -> float:
-    """CPU seconds of LOOP turns of an empty loop on `core`, the best of `loops`; waiting for the core does not count.
+    """CPU seconds of LOOP turns of an empty loop on `core`, the best of `loops`, without waiting for the core.
 
     Moves the calling thread, and back.
     """
@@ -82,7 +82,7 @@ def loop_seconds(core: int, loops: int) -> float:
 
 
 def threads(processes: Iterable[psutil.Process]) -> Sequence[int]:
-    """Ids of all their threads; a process that has ended has none."""
+    """The ids of all threads of these processes; a process that has ended has none."""
     ids: list[int] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):

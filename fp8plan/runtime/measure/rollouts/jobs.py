@@ -52,9 +52,9 @@ ENV = {
 class Options:
     """The settings that the command line adds to the cells.
 
-    warmup: for workloads that name none
+    warmup: the warm-up of workloads that name none
     env:    variables on top of the plan's
-    precisions, models, workloads: names to measure; empty: all of the cells
+    precisions, models, workloads: names to measure; empty: all in the cells
     gpu:    replaces the one that the cells name
     """
 
@@ -147,7 +147,7 @@ def _job(
 
 
 def _shape(setting: dict[str, Any]) -> ModelShape | None:
-    """The model's shape; None, with a note, if its config is found and fp8plan cannot read it."""
+    """The model's shape; None, with a note, if fp8plan finds its config but cannot read it."""
     find_config(setting["source"])
     try:
         return ModelShape.from_hf(setting["source"])
@@ -176,7 +176,7 @@ def _limits(setting: dict[str, Any], workloads: Sequence[Workload]) -> EngineLim
 def _kwargs(setup: EngineSetup, setting: dict[str, Any], readable: bool, options: Options) -> dict[str, Any]:
     """vLLM's arguments as a plan emits them, with random weights instead of the model's.
 
-    readable: fp8plan knows the model; else vLLM picks the limits in BY_LAYERS, unless the setting does
+    readable: fp8plan knows the model. Else vLLM picks the limits in BY_LAYERS that the setting leaves open
     """
     config = {name: value for name, value in find_config(setting["source"])[0].items() if not name.startswith("_")}
     folder = options.beside("configs").resolve() / setting["model"].strip("./").replace("/", "--")
@@ -191,7 +191,7 @@ def _kwargs(setup: EngineSetup, setting: dict[str, Any], readable: bool, options
 def _same_in_all_runs(
     setting: dict[str, Any], name: str, limits: EngineLimits, release: str, options: Options, routed: bool
 ) -> dict[str, Any]:
-    """The fields of a record that are known before the engine starts. routed: the model has experts, or may have"""
+    """The fields of a record that are known before the engine starts. routed: it has experts, or may have"""
     kept = {name: getattr(limits, name) for name in LIMITS - {"tensor_parallel_size", "enable_expert_parallel"}}
     return {
         "model": setting["model"],

@@ -19,12 +19,12 @@ disturbed attempt is the record. Beside the output lie
     <stem>.<model>.<precision>.log     each engine's log
     <stem>.configs                     config folders of the engines
     <stem>.engines.jsonl               each engine's KV cache groups, layers, weights, and telling lines of its log
-    <stem>.failed.jsonl                why an engine did not start or ended early
+    <stem>.failed.jsonl                the reason why an engine did not start, or ended early
     <stem>.trace.jsonl.gz              with --trace: every engine step
     <stem>.kernels.jsonl               with --kernels: the kernels of a few decode steps and their times
 
-A model that fp8plan cannot read is measured without a prediction: vLLM then picks the block size and whether prefixes
-are cached, unless the setting does. A setting may also have "config", a folder with the model's config.json (relative
+A model that fp8plan cannot read is measured without a prediction. vLLM then picks the block size and the prefix cache,
+unless the setting does. A setting may also have "config", a folder with the model's config.json (relative
 to CELLS.json), and "engine_args", further arguments of `vllm.LLM`.
 """
 
@@ -133,7 +133,7 @@ def _run(job: dict[str, Any], timeout_s: float) -> str | None:
     with open(job["log"], "ab") as log, tempfile.TemporaryDirectory() as folder:
         notes, start = os.dup(2), log.tell()
         file = Path(folder) / "job.json"
-        turn = Path(folder) / "turn"  # the child makes this file when its turn has come
+        turn = Path(folder) / "turn"  # the child makes this file once it has its turn
         more = {"notes_fd": notes, "log_start": start, "turn": str(turn)}
         file.write_text(json.dumps(job | more), encoding="utf-8")
         root = str(Path(fp8plan.__file__).resolve().parents[1])
@@ -181,7 +181,7 @@ def _last_line(log: str) -> str:
 
 
 def _cause(log: str, start: int) -> str:
-    """The first error after byte `start`: vLLM passes errors up through its processes, and the last one is empty."""
+    """The first error after byte `start`. vLLM passes errors up through its processes, and the last one is empty."""
     text = Path(log).read_bytes()[start:].decode(errors="replace")
     first = re.search(r"^.*?(\w*Error: .*)$", text, re.MULTILINE)
     return f"first error in the log: {first[1][:300]}" if first else f"last line of the log: {_last_line(log)}"

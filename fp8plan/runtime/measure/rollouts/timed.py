@@ -22,9 +22,9 @@ COUNTERS = {
     "vllm:prefix_cache_queries": "prefix_cache_queries",
     "vllm:prefix_cache_hits": "prefix_cache_hits",
 }
-# Counts engine steps that gave at least one token, not those that only fill prompts.
+# It counts engine steps that gave at least one token, and not those that only fill prompts.
 STEPS = "vllm:iteration_tokens_total"
-DECODE_STEPS, FILLING_STEPS = 16, 20  # timed decode steps; most steps that fill prompts before
+DECODE_STEPS, FILLING_STEPS = 16, 20  # timed decode steps; most steps before, which fill prompts
 PREFILL_STEPS, PREFILL_TOKENS, PROMPT = 2, 8000, 2000  # timed prefill steps; least tokens of a step; tokens of a prompt
 
 Row: TypeAlias = tuple[float, ...]
@@ -32,7 +32,7 @@ COLUMNS = ("t_s", "core_s", "running", "waiting", "kv_usage", "generation_tokens
 
 
 def token_prompts(work: Mapping[str, Any], vocabulary: int) -> list[dict[str, list[int]]]:
-    """Random tokens: one prompt for each prompt id, which its samples share."""
+    """Random tokens: one prompt for each prompt id. The samples of an id share it."""
     rng = np.random.default_rng(work["seed"])
     lengths = dict(zip(work["prompt_ids"], work["prompt_lengths"], strict=True))
     tokens = {name: rng.integers(0, vocabulary, (length,)).tolist() for name, length in lengths.items()}
@@ -70,7 +70,7 @@ def decode_kernels(llm: Any, batch: int, context: int) -> dict[str, Any]:
     kernels: [name, launches, microseconds] on the first GPU; kernels_us: microseconds of all
     span_us: as in worker.Recorded, for each GPU; other_gpus: kernels of the others, with tensor parallelism
     """
-    tokens = 3 * DECODE_STEPS + FILLING_STEPS  # the first requests decode while prompts of the others are filled
+    tokens = 3 * DECODE_STEPS + FILLING_STEPS  # the first requests decode while the others' prompts are filled
     return _kernels(llm, batch, context, tokens, {"steps": DECODE_STEPS, "requests": batch})
 
 
@@ -161,7 +161,7 @@ class Trace:
         self.begun = time.perf_counter()
 
     def slowest(self) -> dict[str, float]:
-        """Seconds of the first step, the requests' arrival included, and of the longest."""
+        """The seconds of the first step, with the requests' arrival, and of the longest step."""
         times = [row[0] for row in self.rows]
         steps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
         return {"first_step_s": round(steps[0], 6), "longest_step_s": round(max(steps), 6)}

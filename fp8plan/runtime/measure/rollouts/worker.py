@@ -72,8 +72,8 @@ class Recorded(NamedTuple):
 
     kernels: (name, launches, microseconds), the longest first
     tokens:  tokens of all requests
-    span_us: microseconds from the first kernel's begin to the last one's end, by step. A sum of kernels below it: the
-             GPU waited for its host; above it: kernels ran in parallel
+    span_us: microseconds from the first kernel's begin to the last one's end, by step. If the kernels' sum is less, the
+             GPU waited for its host. If it is more, kernels ran in parallel
     """
 
     kernels: list[tuple[str, float, float]]
@@ -84,7 +84,7 @@ class Recorded(NamedTuple):
 class StepKernels:
     """The kernels of `steps` steps in a row, by torch's profiler. Wraps the model runner's execute_model.
 
-    wanted: tokens of each request in a step -> whether to record it
+    wanted: tokens of each request in a step -> true to record the step
     tokens: tokens of all requests in the recorded steps
     """
 
@@ -136,9 +136,9 @@ class StepKernels:
 def spread_routers(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
     """Give routers weights of standard deviation 1 / sqrt(hidden), norms the weight 1, and all biases 0.
 
-    vLLM's dummy weights are within 0.001 of zero. A router's scores then differ by less than BF16 resolves or than a
-    learned bias, and every token goes to the same experts. The biases of linears are as large as the embeddings, and
-    decide the routing after some layers. Weights are changed in place, as captured CUDA graphs use them. Without
+    vLLM's dummy weights are within 0.001 of zero. A router's scores then differ by less than BF16 resolves, or by less
+    than a learned bias, and every token goes to the same experts. The biases of linears are as large as the embeddings,
+    and decide the routing after some layers. Weights are changed in place, as captured CUDA graphs use them. Without
     routers nothing is changed. Return the number of routers.
     """
     import torch
