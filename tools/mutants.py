@@ -204,7 +204,7 @@ class Chosen:
         self.rank = {test: rank for rank, test in enumerate(tests)}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = sorted((x for x in items if x.nodeid in self.rank), key=lambda item: self.rank[item.nodeid])
+        items[:] = sorted((item for item in items if item.nodeid in self.rank), key=lambda item: self.rank[item.nodeid])
 
 
 def forked(path: Path, tree: ast.Module | None, tests: list[str], plugin: Any, limit_s: int, log: Path) -> bool:

@@ -13,7 +13,7 @@ weights correct FP8 and staleness together. It does not see the orchestrator's s
 settings, as {"top_p": 0.95}.
 
 Ranks share only with `"share": true` in the settings. Leave it out if a rank's first step may have no token of the rl
-component (mixed with ce or ref_kl): the other ranks would wait for ever. Leave it out also with an optimiser that steps
+component (mixed with ce or ref_kl). Else the other ranks wait for ever. Leave it out also with an optimiser that steps
 in the backward pass (CPU offload).
 """
 

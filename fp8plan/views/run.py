@@ -126,7 +126,7 @@ def _table(steps: Steps, width: int, count: int | None) -> Table:
     for name, size in zip(("", "now", "against"), sizes, strict=False):
         table.add_column(name, width=size, justify="right" if name == "now" else "left", no_wrap=True)
     names = (f"last {len(steps):,} steps" if len(steps) > 1 else "last step", f"last {len(steps):,}", "")
-    table.add_column(next(x for x in names if len(x) <= room), width=room, no_wrap=True)
+    table.add_column(next(name for name in names if len(name) <= room), width=room, no_wrap=True)
     for line in lines(steps):
         bars = sparkline(line.values, room, line.scale)
         against = [Text(line.against, "dim")] if len(sizes) > 2 else []
@@ -222,9 +222,9 @@ def _state(steps: Steps) -> list[RenderableType]:
     last = steps.said[-1]
     rows = [("decision", f"{last.decision or 'none'}: {last.reason or ''}".rstrip(": "), "")]
     rows += [("causes", sentence(steps.attribution), "")] if steps.attribution else []
-    rows += [("alarm", f"{x}: {runs.meaning(x)}".rstrip(": "), WORST) for x in last.alarms]
+    rows += [("alarm", f"{alarm}: {runs.meaning(alarm)}".rstrip(": "), WORST) for alarm in last.alarms]
     guards = (x.guard for x in reversed(steps.said) if x.guard)
-    guard = next((x for x in guards if x.verdict or x.off), None)
+    guard = next((guard for guard in guards if guard.verdict or guard.off), None)
     if guard and (verdict := guard.verdict):
         action, cold = verdict.action or "none", bool(verdict.cold)
         fine = action == "none" and (cold or runs.as_fast(verdict) is not False)

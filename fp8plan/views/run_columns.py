@@ -97,7 +97,7 @@ def _events_of(steps: Steps, index: int) -> list[Event]:
         notable.append(Event(step, "decision", str(record.decision), record.reason or ""))
     if record.alarms:
         before = steps.said[index - 1].alarms if index else ()
-        if begun := [x for x in record.alarms if x not in before]:
+        if begun := [alarm for alarm in record.alarms if alarm not in before]:
             why = "; ".join(filter(None, map(meaning, begun)))
             notable.append(Event(step, "alarm", ", ".join(begun), why))
     verdict = record.guard.verdict if record.guard else None

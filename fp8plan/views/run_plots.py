@@ -95,7 +95,7 @@ def figure(steps: Steps, events: Sequence[Event]) -> Any:
     from plotly.subplots import make_subplots
 
     numbers = np.array(steps.numbers)
-    data = runs.columns(steps, {x for panel in PANELS for x in panel.metrics} - runs.OF_PREDICTED.keys())
+    data = runs.columns(steps, {name for panel in PANELS for name in panel.metrics} - runs.OF_PREDICTED.keys())
     shown = [p for p in PANELS if any(np.isfinite(data[trace.metric]).any() for trace in p.traces)] or [PANELS[0]]
     space = GAP / HEIGHT / len(shown)
     made: Any = make_subplots(rows=len(shown), cols=1, shared_xaxes=True, vertical_spacing=space)
@@ -105,7 +105,7 @@ def figure(steps: Steps, events: Sequence[Event]) -> Any:
         for trace in panel.traces:
             if np.isfinite(data[trace.metric]).any():
                 _draw(made, numbers, data, trace, legend, where)
-        made.update_yaxes(title_text=panel.label, **panel.axis([data[x] for x in panel.metrics]), **where)
+        made.update_yaxes(title_text=panel.label, **panel.axis([data[name] for name in panel.metrics]), **where)
         top = made.layout[f"yaxis{number if number > 1 else ''}"].domain[1]
         place = {"orientation": "h", "x": 1, "xanchor": "right", "y": top, "yanchor": "bottom"}
         made.update_layout({legend: place | {"bgcolor": "rgba(0,0,0,0)"}})
@@ -151,13 +151,13 @@ def _lonely(values: FloatArray) -> bool:
 
 def _marks(events: Sequence[Event], panels: int) -> list[dict[str, Any]]:
     """Draw alarms and actions of the guard as lines through all panels. Decisions show in the thresholds."""
-    marked = [x for x in events if x.kind != "decision"][-MARKED:]
+    marked = [event for event in events if event.kind != "decision"][-MARKED:]
     lines = {kind: {"color": colour, "width": 1.5, "dash": "dot"} for kind, colour in EVENT_COLOURS.items()}
     shape = {"type": "line", "y0": 0, "y1": 1, "opacity": 0.7, "layer": "below"}
     return [
-        shape | {"x0": x.step, "x1": x.step, "line": lines[x.kind], "xref": f"x{n}", "yref": f"y{n} domain"}
+        shape | {"x0": event.step, "x1": event.step, "line": lines[event.kind], "xref": f"x{n}", "yref": f"y{n} domain"}
         for n in ("", *range(2, panels + 1))
-        for x in marked
+        for event in marked
     ]
 
 

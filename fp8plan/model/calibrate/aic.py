@@ -101,7 +101,7 @@ def read_tables(card: Gpu, data: Path, package_version: str) -> Tables:
     folder = _folder(data, card)
     newest = _newest(folder, VLLM_GEMM)
     if newest is None:
-        known = ", ".join(x.name for x in importable(data)) or "none"
+        known = ", ".join(gpu.name for gpu in importable(data)) or "none"
         raise ConfigError(f"{PACKAGE} {package_version} has no vLLM tables of {card.name}; it has: {known}")
     gemm = _gemm(folder, "vllm")
     fp8, stand_in = _fp8_block(gemm, _gemm(folder, "sglang"), card)

@@ -1,7 +1,7 @@
 """Observations for `calibrate.fit` from timings of single kernels: the cost functions at the measured shapes.
 
 A row is a timing of one kernel in one layer; `QUANTITIES` lists the columns of each kernel. Rows of one weight shape,
-head layout or number of GPUs are one group, because a cost function has the same error at every batch size of a shape.
+head layout or number of GPUs are one group: a cost function has the same error at every batch size of a shape.
 """
 
 from __future__ import annotations

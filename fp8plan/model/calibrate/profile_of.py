@@ -234,17 +234,17 @@ def step_windows(folder: Path) -> list[Windows]:
         return []
     traces = read_traces(sorted(folder.glob("*.trace.jsonl.gz")))
     records = read_records(folder / "rollouts.jsonl")
-    return [windows(x, traces[x.fields["key"]]) for x in records if x.fields.get("key") in traces]
+    return [windows(record, traces[record.fields["key"]]) for record in records if record.fields.get("key") in traces]
 
 
 def observe_steps(steps: Sequence[Windows]) -> Observations:
     """The windows of several rollouts as observations of one kernel. A group is an engine: a model in a precision."""
 
     def predict(profile: Profile) -> Cost:
-        return together([x.cost(profile) for x in steps])
+        return together([run.cost(profile) for run in steps])
 
-    groups = np.concatenate([np.repeat(x.engine, x.seconds.size) for x in steps])
-    return Observations(STEPS, np.concatenate([x.seconds for x in steps]), groups, predict)
+    groups = np.concatenate([np.repeat(run.engine, run.seconds.size) for run in steps])
+    return Observations(STEPS, np.concatenate([run.seconds for run in steps]), groups, predict)
 
 
 def model_error(steps: Sequence[Windows], leaving_out: LeavingOut) -> float:
@@ -253,17 +253,17 @@ def model_error(steps: Sequence[Windows], leaving_out: LeavingOut) -> float:
     Each rollout is predicted by a fit that has not seen its engine, and counts by its seconds, as a short one is mostly
     start-up. The error that the covariance explains is subtracted, because the interval adds it again.
     """
-    engines = np.concatenate([np.repeat(x.engine, x.seconds.size) for x in steps])
+    engines = np.concatenate([np.repeat(run.engine, run.seconds.size) for run in steps])
     without = {engine: leaving_out.profile_without(STEPS, engines == engine) for engine in dict.fromkeys(engines)}
     unexplained = []
-    for x in steps:
-        profile = without[x.engine]
-        cost = x.cost(profile)
+    for run in steps:
+        profile = without[run.engine]
+        cost = run.cost(profile)
         total = cost.seconds.sum()
         slopes = np.array([partial.sum() / total for partial in cost.partials.values()])
         explained = slopes @ profile.covariance(list(cost.partials)) @ slopes
-        unexplained.append(np.log(total / x.seconds.sum()) ** 2 - explained)
-    weights = [x.seconds.sum() for x in steps]
+        unexplained.append(np.log(total / run.seconds.sum()) ** 2 - explained)
+    weights = [run.seconds.sum() for run in steps]
     return float(np.sqrt(max(np.average(unexplained, weights=weights), BETWEEN_CARDS**2)))
 
 
@@ -277,7 +277,7 @@ def _hull(rows: pd.DataFrame, steps: Sequence[Windows]) -> dict[str, dict[str, t
     of_kernels = hull(rows)
     covered = {quantity for own in of_kernels.values() for quantity in own}
     for name in set(QUANTITIES) - covered:
-        values = np.concatenate([getattr(x.batch, name) for x in steps])
+        values = np.concatenate([getattr(run.batch, name) for run in steps])
         used = values[values > 0]
         if used.size:
             ranges[name] = (float(used.min()), float(used.max()))

@@ -187,7 +187,7 @@ def _problem(profile: Profile) -> str | None:
         for quantity, (low, high) in ranges.items():
             if not low <= high:
                 return f"hull[{kernel!r}][{quantity!r}] is {[low, high]}; allowed: [lowest, highest]"
-    if not profile.tensor_parallel or any(not isinstance(x, int) or x < 1 for x in profile.tensor_parallel):
+    if not profile.tensor_parallel or any(not isinstance(size, int) or size < 1 for size in profile.tensor_parallel):
         return f"tensor_parallel is {profile.tensor_parallel!r}; allowed: whole numbers of at least 1"
     return _covariance_problem(profile.coefficients, profile.log_covariance) or _layers_problem(profile.layers)
 

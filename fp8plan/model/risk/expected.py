@@ -140,8 +140,8 @@ TOKEN_TIS: Final[Mapping[Level, float]] = {"low": 2.0, "moderate": 2.0, "high": 
 COUNTED_TIS: Final = 2.0
 COUNTED_MIS: Final = (0.5, 2.0)
 
-# KL per token that a KV cache clipped at scale 1.0 costs a model with large K: log(34.84 / 22.62), perplexity of
-# Qwen2-7B at scale 1.0 and with dynamic scales (vllm-project/vllm#11906).
+# KL per token that a KV cache clipped at scale 1.0 costs a model with large K: log(34.84 / 22.62). These are Qwen2-7B's
+# perplexities at scale 1.0 and with dynamic scales (vllm-project/vllm#11906).
 CLIPPED_KV_KL: Final = 0.43
 
 # Extra standard deviation of log KL for KV scales that nobody calibrated: a factor of two, assumed. No KL of

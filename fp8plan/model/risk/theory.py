@@ -270,8 +270,8 @@ def clipped_keys(shape: ModelShape) -> bool:
 
 
 def unmeasured_parts(shape: ModelShape) -> tuple[str, ...]:
-    """Names of the model's properties that no fitted observation has: small size, and mixers other than plain attention
-    over all tokens with norms over each head or none.
+    """Names of the model's properties that no fitted observation has: small size, and unmeasured mixers.
+    The measured one is plain attention over all tokens, with norms over each head or none.
     """
     small = [SMALL] if shape.num_parameters < SMALLEST_FITTED else []
     mixed = [name for layer in dict.fromkeys(shape.layers) for name in map(_name, mixers(layer)) if name]

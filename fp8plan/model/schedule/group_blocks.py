@@ -140,10 +140,10 @@ class Table:
 
     # States (mamba_cache_mode "align"): a step writes the state of its last token. The block of the step before is its
     # input, so a request holds two blocks for a while. This is vLLM 0.30. In 0.26 the search for blocks to free ends at
-    # the first gap, so under asynchronous scheduling the states of a long prefill may be held for longer.
+    # the first gap. So asynchronous scheduling may hold the states of a long prefill for longer there.
 
     def add_state(self, blocks: int) -> int:
-        """Add the state at the end of `blocks` blocks unless it is there, and return the number of new blocks."""
+        """Add the state of the last of `blocks` blocks unless it is there; returns the number of new blocks."""
         if blocks <= self.end:
             return 0
         if self.end:
@@ -154,11 +154,11 @@ class Table:
         return 1
 
     def has_old_states(self, processed: int, size: int) -> bool:
-        """True if states before the one of the last of `processed` tokens are held, or were."""
+        """True if `drop_states` may have states to drop."""
         return min((processed - 1) // size, len(self.blocks)) > self.start or self._before_last(processed, size)
 
     def drop_states(self, processed: int, size: int) -> list[Block]:
-        """Drop these states, and return their blocks, last one first."""
+        """Drop the states before that of the last of `processed` tokens; returns their blocks, the last one first."""
         end, last = min((processed - 1) // size, len(self.blocks)), self.last_state
         places = [*range(end - 1, self.start - 1, -1), *([last] if self._before_last(processed, size) else [])]
         self.start = max(end, self.start)

@@ -223,12 +223,12 @@ class GroupState(State):
         """True if the head of the queue may be admitted now, in a step in which all others decode."""
         if not self.queue or self.pool.free < self.head_needs or len(self.running) >= self.max_num_seqs:
             return False
-        now = (self.pool.changes, self.decoding)
-        if now == self.refused_at:
+        counts = (self.pool.changes, self.decoding)
+        if counts == self.refused_at:
             return False
         tokens, _ = self._admissible(self.queue[-1], self.budget - self.decoding)
         if not tokens:
-            self.refused_at = now
+            self.refused_at = counts
         return tokens > 0
 
     def _admit_and_end(self) -> None:

@@ -125,8 +125,8 @@ def schedule(
     longest_run:        most steps in one row; 1 gives a row per step
     groups:             specs of the KV-cache groups that share the pool, equal ones repeated; (): one group of full
                         attention, with limits.block_size
-    retain_all:         all full blocks of windows and states can be found in the prefix cache, as in vLLM 0.26, not
-                        only those where a prompt ends, as in vLLM 0.30
+    retain_all:         the prefix cache finds all full blocks of windows and states, as in vLLM 0.26. Else it finds
+                        those where a prompt ends, as in vLLM 0.30
 
     Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever. Raises ConfigError for
     groups whose prefix caching is not modelled.

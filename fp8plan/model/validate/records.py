@@ -102,7 +102,7 @@ def workload_of(batch: Batch, source: str) -> tuple[Workload, list[str]]:
 
 def _tokens(fields: Mapping[str, Any], name: str) -> NDArray[np.int64]:
     lengths = fields.get(name) or []
-    wrong = [x for x in lengths if not 1 <= x <= MOST_TOKENS]
+    wrong = [length for length in lengths if not 1 <= length <= MOST_TOKENS]
     if wrong or not lengths:
         problem = f"it has {str(wrong[0])[:60]}" if wrong else "it is empty"
         raise ConfigError(f"{name} must be a list of whole numbers of tokens, 1 to {MOST_TOKENS:,}; {problem}")

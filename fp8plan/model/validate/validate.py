@@ -37,8 +37,8 @@ class Accuracy:
     answered:          rows with a prediction; when there is none, the makespan's figures are nan
     makespan_bias:     mean of the errors with their signs; above 0: predicted too slow
     mape_by_precision: mean absolute error of the rows of each precision
-    ranked, ranked_right: groups of two precisions or more that are answered in full, and those among them whose
-                       predicted fastest row is measured the fastest, or within the noise of it
+    ranked, ranked_right: groups of two precisions or more that are answered in full, and those of them whose predicted
+                       fastest row was measured the fastest, or within the noise of it
     groups:            groups of two precisions or more, answered or not
     """
 
