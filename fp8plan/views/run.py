@@ -26,7 +26,7 @@ from fp8plan.views.text import FREE, Paragraph, Scale, duration, percent, sparkl
 NEWS: Final = 5  # events that are shown
 LEAST: Final = 6  # least bars of a sparkline; if the other columns leave less room, `against` goes
 GAP: Final = 1  # on either side of a rule between two columns
-INDENT: Final = 13  # of the texts of the decision, the alarms and the guard
+INDENT: Final = 13  # blanks before the texts of the decision, the alarms and the guard
 GOOD, BAD, WORST = "green", "yellow", "red"
 LOW_ESS: Final = 0.3, 0.5  # verl's documentation: below 0.5 is doubtful, below 0.3 a warning
 KL_SCALE: Final = Scale(span=10.0, log=True)

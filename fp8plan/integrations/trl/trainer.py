@@ -239,7 +239,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if missing := [name for name in NEEDED if name not in output]:
             raise ConfigError(f"TRL's batch lacks {', '.join(missing)}, which a plan needs; type: plan=None")
         mask = output["completion_mask"] * output.get("tool_mask", 1)
-        reward = {schemas.REWARD: self._metrics["train"]["reward"][-1]}  # of this batch, over all processes
+        reward = {schemas.REWARD: self._metrics["train"]["reward"][-1]}  # this batch's, over all processes
         train, rollout = output["old_per_token_logps"], output["sampling_per_token_logps"]
         step = self.monitor.step(train, rollout, mask.bool(), metrics=reward)
         ratio = ratio_of(step, mask)

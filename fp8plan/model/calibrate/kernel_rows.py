@@ -37,12 +37,12 @@ QUANTITIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attention_decode": (("heads", "kv_heads", "head_dim"), ("batch", "context")),
     "attention_prefill": (("heads", "kv_heads", "head_dim"), ("chunks", "chunk", "context")),
     "moe": (("experts", "top_k", "hidden", "inner"), ("tokens",)),
-    "kv_write": (("heads", "kv_heads", "head_dim"), ("tokens",)),  # of BF16 or FP8 KV
+    "kv_write": (("heads", "kv_heads", "head_dim"), ("tokens",)),  # BF16 or FP8 KV
     "quantise_query": (("heads", "kv_heads", "head_dim"), ("tokens",)),
     "norm": (("hidden",), ("m",)),
     "rotary": (("heads", "kv_heads", "head_dim"), ("m",)),
     "activation": (("inner",), ("m",)),
-    "sampling": (("vocabulary",), ("m",)),  # of vLLM's model runner v1 or v2
+    "sampling": (("vocabulary",), ("m",)),  # by vLLM's model runner v1 or v2
     "all_reduce": (("gpus",), ("bytes",)),
 }
 PRECISIONS = {"bf16": BF16, "fp8_block": FP8_BLOCK, "fp8": FP8_KV}
@@ -212,7 +212,7 @@ def _cost(kernel: str, rows: pd.DataFrame, card: Gpu, profile: Profile) -> Cost:
     if name == "sampling":
         return sampler_cost(rows.m.to_numpy(), _size(rows, "vocabulary"), dtype, card, profile)
     precision: Any = PRECISIONS.get(dtype)  # None for a kernel without a dtype
-    number = rows[QUANTITIES[name][1][0]].to_numpy()  # of rows, tokens, requests or bytes
+    number = rows[QUANTITIES[name][1][0]].to_numpy()  # rows, tokens, requests or bytes
     match name:
         case "gemm" | "linear" | "quantise":
             n = 1 if name == "quantise" else _size(rows, "n")

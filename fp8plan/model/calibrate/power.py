@@ -99,7 +99,7 @@ def kernel_uses(kernel: str, rows: pd.DataFrame, card: Gpu, profile: Profile) ->
     return seconds | {coefficient: work / peak_flops(card, dtype) for coefficient, work in math.items()}
 
 
-Kind = tuple[str, Array, dict[str, Array]]  # of RUNNING, bytes read, math's coefficient -> FLOPs
+Kind = tuple[str, Array, dict[str, Array]]  # a key of RUNNING, bytes read, math's coefficient -> FLOPs
 
 
 def _gemm(dtype: str, rows: pd.DataFrame) -> Kind:

@@ -83,7 +83,7 @@ class KernelError:
     rows, unseen: the rows of the fit, and the rows that are held out of every fit
     before:   by the prior (the datasheet profile)
     fitted:   by the fit, of its own rows
-    held_out: of the unseen rows; without any, by fits that have not seen the row's weight shape, head layout or engine
+    held_out: by the fit, of the unseen rows; without any, by fits that have not seen the row's shape, layout or engine
     worst:    the largest held-out error
     """
 

@@ -81,7 +81,7 @@ def emit_trl(job: Job, _: str) -> str:
     """The settings as JSON {"grpo_config", "trainer", "command", "env", "notes"}.
 
     trainer: the line that runs the plan, or null if TRL's own GRPOTrainer does
-    command: of the vLLM server, or null if vLLM runs inside the trainer
+    command: the vLLM server's, or null if vLLM runs inside the trainer
     """
     return json.dumps(_settings(job), indent=2)
 

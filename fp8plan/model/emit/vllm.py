@@ -94,7 +94,7 @@ class Job:
 
     setup:      the engine, with max_model_len filled in; data_parallel_size: the number of them that the trainer starts
     workload:   prompts, samples, max_prompt_tokens, max_response_tokens, and other facts on the rollout
-    thresholds: of the correction, as in Plan
+    thresholds: the correction's, as in Plan
     choice:     the plan's name for the engine: its precision, or its number if several layouts have that precision
     plan_file:  full path of the plan; None: it has not been written
     refused:    target -> the reason why it cannot start this engine though vLLM can, and the way out

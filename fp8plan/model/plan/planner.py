@@ -66,7 +66,7 @@ def predict(
 
     model:          a ModelShape, a hub id, or a folder with config.json
     gpu:            a Gpu or its name; "auto" asks the driver
-    limits:         of each engine. A limit that is not set takes vLLM's default for this GPU and model
+    limits:         limits of each engine. One that is not set takes vLLM's default for this GPU and model
     gpus:           GPUs in all. Every tensor-parallel size that divides them, a node and the model is tried, for MoE
                     models with expert parallelism too; the rest are replicas. None: the layout in `limits`
     gpus_per_node:  GPUs that reach each other without the network; None: the usual number for this GPU

@@ -62,7 +62,7 @@ class Observation:
 class MismatchFit:
     """The part of the fit that a plan needs.
 
-    coefficients, covariance: of COEFFICIENTS
+    coefficients, covariance: values of COEFFICIENTS, and their covariance
     noise_sd:                 standard deviation of log KL between runs of the same setting
     errors:                   the rounding errors that the terms were computed from
     """

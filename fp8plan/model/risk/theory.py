@@ -132,7 +132,7 @@ class Setting:
     layers, quantised_layers: pairs of sub-layers, and how many of them have FP8 linears; a sub-layer adds to the
                               residual stream: a mixer or an MLP
     kv_layers:                layers that read keys and values
-    moe, qk_norm:             of the model
+    moe, qk_norm:             true if the model has these
     fp8_weights, fp8_kv:      of the rollout
     e8m0:                     the FP8 GEMMs use power-of-two scales
     """

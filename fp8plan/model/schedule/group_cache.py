@@ -48,7 +48,7 @@ class CachingGroupPool(GroupPool):
             {prompt: [[] for _ in range(full)] for prompt, full in blocks.items()} for _ in groups
         ]
         self._state_copies: list[dict[tuple[int, int], list[Block]]] = [{} for _ in groups]
-        self._junction = [0] * requests  # how far another group's hit reached beyond the common one
+        self._junction = [0] * requests  # tokens of another group's longer hit; 0: none
         self._hits: list[list[Block]] = []  # objects found by the last look-up, by group
         self._hit_first: list[int] = []  # the first block of the hit that each group needs
         self._hit_free: list[int] = []  # number of the hit's free blocks, by group

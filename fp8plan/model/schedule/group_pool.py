@@ -219,7 +219,7 @@ class GroupPool:
         self._starts = [[0] * requests for _ in groups]  # the first of them, which it has freed
         self._lag = int(limits.async_scheduling)
         caching = limits.enable_prefix_caching
-        self._sizes = [group.block_size for group in groups if caching or group.kind != "state"]  # of growing groups
+        self._sizes = [group.block_size for group in groups if caching or group.kind != "state"]  # groups that grow
         self._cycle = lcm(*self._sizes)
         self._phases = [Phase() for _ in range(self._cycle)]
         self._taken = [0] * self._cycle  # by phase: blocks that steady requests take in a step

@@ -77,7 +77,7 @@ class CachingPool(Pool):
         self._shared = [shared[i] for i in group]  # the same for all siblings
         self._copies = [copies[i] for i in group]
         self._held_copy: list[Span | None] = [None] * len(group)
-        self._private: list[Span | None] = [None] * len(group)  # of the requests that do not run
+        self._private: list[Span | None] = [None] * len(group)  # blocks of requests that do not run
 
     def lookup(self, request: int, tokens: int) -> tuple[int, int]:
         most = (tokens - 1) // self._block_size

@@ -79,7 +79,7 @@ class Schedule:
     prompt_tokens: int  # in all requests
     requests: int
     num_blocks: int  # size of the pool that it was made for
-    groups: tuple[Spec, ...]  # that shared the pool
+    groups: tuple[Spec, ...]  # the groups that shared the pool
     blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
     windows: tuple[WindowWork, ...] = ()  # one for each distinct window among the KV-cache groups
     sampled: Sampled | None = None  # None: the schedule is of all requests, not of a sample

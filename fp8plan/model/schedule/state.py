@@ -180,7 +180,7 @@ class SchedulerState(State):
         # The unfinished requests as a ring in order of arrival. Its last entry, also at index -1, is no request.
         self.before = list(range(-1, requests))
         self.after = [*range(1, requests + 1), 0]
-        self.head = 0  # of the queue
+        self.head = 0  # first waiting request
         self.running = 0  # includes `leaving`
         self.partial: tuple[int, int] | None = None  # (request, computed tokens)
         self.in_phase = [0] * limits.block_size  # decoding requests that need a block in such steps

@@ -47,7 +47,7 @@ from fp8plan.runtime.measure.rollouts.timed import (
 from fp8plan.schemas import VERSIONS
 
 TRIES, AGAIN_S = 4, 4.0  # most attempts at a run; seconds after which none is added
-SHORT_RESPONSE, RAMP_STEPS = 64, 128  # of a short warm-up, which fills the batch within a few seconds
+SHORT_RESPONSE, RAMP_STEPS = 64, 128  # a short warm-up, which fills the batch within seconds
 FIRST_STALL_S, STALL_S = 0.5, 1.0  # longer steps are noted: probably a kernel was compiled
 
 
