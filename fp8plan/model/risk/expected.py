@@ -32,8 +32,7 @@ from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_rat
 Level = Literal["low", "moderate", "high"]
 LEVELS: Final[tuple[Level, ...]] = ("low", "moderate", "high")
 
-# A gain below this over a less risky precision is not worth the mismatch. Two cards of one kind differ by more: others
-# published 2 to 6%.
+# A gain below this is not worth more mismatch. Two cards of one kind differ by more: others published 2 to 6%.
 LEAST_GAIN: Final = 0.02
 
 
@@ -144,8 +143,7 @@ COUNTED_MIS: Final = (0.5, 2.0)
 # perplexities at scale 1.0 and with dynamic scales (vllm-project/vllm#11906).
 CLIPPED_KV_KL: Final = 0.43
 
-# Extra standard deviation of log KL for KV scales that nobody calibrated: a factor of two, assumed. No KL of
-# them is published.
+# Extra standard deviation of log KL for uncalibrated KV scales: a factor of two, assumed. No KL of them is published.
 UNCALIBRATED_SD: Final = log(2.0)
 
 # The largest ratio of the variance of a sequence's log-ratio to the sum over its tokens. Tokens are uncorrelated (see

@@ -65,8 +65,7 @@ class CachingPool(Pool):
     def __init__(self, num_blocks: int, block_size: int, prompts: IntArray, prompt_ids: IntArray) -> None:
         super().__init__(num_blocks)
         self._clean = num_blocks  # free blocks without a hash
-        # Free spans, least recently freed first. In a plain dict, each look at the first entry would pass all deleted
-        # ones.
+        # Free spans, least recently freed first. A plain dict would pass all deleted entries to find the first one.
         self._queue: OrderedDict[Span, None] = OrderedDict()
         self._block_size = block_size
         group: list[int] = prompt_ids.tolist()
