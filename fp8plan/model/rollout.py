@@ -239,7 +239,7 @@ def step_batch(plan: Schedule) -> StepBatch:
 
 
 def _tail_rows(plan: Schedule, max_num_seqs: int) -> slice:
-    """Rows of the tail: after the last one with a waiting request, or with TAIL_SHARE of the possible requests running."""
+    """Rows of the tail: after the last one with a request that waits, or with TAIL_SHARE of those that fit at once."""
     together = min(plan.requests, max_num_seqs)
     busy = np.flatnonzero((plan.waiting > 0) | (plan.running >= TAIL_SHARE * together))
     return slice(int(busy[-1]) + 1, None)

@@ -127,7 +127,7 @@ class Trail(Piece):
 class Table:
     """The blocks of one request in one group."""
 
-    __slots__ = ("blocks", "dropped", "end", "hashed", "hit", "last_state", "start")
+    __slots__ = ("blocks", "end", "hashed", "hit", "last_state", "start")
 
     def __init__(self) -> None:
         self.blocks: list[Block | None] = []  # blocks that are objects; None where one was freed or never needed
@@ -135,7 +135,6 @@ class Table:
         self.end = 0  # number of blocks, with those that it no longer holds
         self.hit = 0  # number of blocks found at its admission
         self.hashed = 0  # leading blocks that have a hash, or need none
-        self.dropped = 0  # leading entries of `blocks` that are known to be None
         self.last_state = -1  # in a group of states: the block of the step before the last
 
     # States (mamba_cache_mode "align"): a step writes the state of its last token. The block of the step before is its
