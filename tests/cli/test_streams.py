@@ -20,7 +20,7 @@ ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
 
 def shell(command: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`fp8plan` in a shell, with what the command does to its streams."""
-    program = f'fp8plan() {{ "{sys.executable}" -m fp8plan.cli "$@"; }}; set -o pipefail; '
+    program = f'fp8plan() {{ "{sys.executable}" -m fp8plan "$@"; }}; set -o pipefail; '
     return subprocess.run(
         ["bash", "-c", program + command], capture_output=True, text=True, timeout=120, env={**os.environ, **env}
     )
