@@ -37,7 +37,7 @@ probe() {
         > "$out/train.log" 2>&1
     cp "$model/training.json" "$out/probe"
     for precision in bf16 fp8_block fp8_kv fp8_block+fp8_kv; do
-        timeout 420 python3 -m fp8plan.cli probe "$model" --gpu h200 --precision "$precision" \
+        timeout 420 python3 -m fp8plan probe "$model" --gpu h200 --precision "$precision" \
             --prompts "$model/prompts.jsonl" --samples 4 --max-tokens 384 --gpu-memory-utilization 0.35 --json \
             --observations "$out/probe/$precision.csv" > "$out/probe/$precision.json" 2> "$out/probe_$precision.log"
     done
