@@ -59,7 +59,7 @@ AMPERE = {
 
 
 def memory_rows() -> list[tuple[str, float]]:
-    """What a GPU's memory goes to in the first report, in GiB, as vLLM 0.26 would count it."""
+    """The uses of a GPU's memory in the first report, in GiB, as vLLM 0.26 would count them."""
     found = SERVED.memory()
     return [
         ("allowed by `gpu_memory_utilization` 0.9", found.requested_bytes / GIB),

@@ -61,7 +61,7 @@ def tokenizer() -> Any:
 
 
 def messages(requests: int, length: int, logprobs: bool, words: int) -> list[list[bytes]]:
-    """What the engine process sends: frames of each step's EngineCoreOutputs."""
+    """The messages of the engine process: frames of each step's EngineCoreOutputs."""
     import numpy as np
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.outputs import LogprobsLists

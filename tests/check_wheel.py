@@ -1,7 +1,7 @@
-"""What must hold of an installed wheel: python check_wheel.py [--compiled], with the Python that it is installed for.
+"""Checks of an installed wheel: python check_wheel.py [--compiled], with the Python that it is installed for.
 
-`make wheel` runs it where nothing but the wheel and its dependencies is installed, tests/test_packaging.py beside all
-that tests need. The network is not used.
+`make wheel` runs it where nothing but the wheel and its dependencies is installed. tests/test_packaging.py runs it
+beside all that tests need. The network is not used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 IMPORT_S = 0.030  # of processor time: a busy machine is slow, not wrong
 COMPILED = "fp8plan.model.schedule"
-# What every process of a user's vLLM does, if there is a vLLM: it must not break one that is not supported.
+# Every process of a user's vLLM does this, if there is a vLLM. It must not break a vLLM that is not supported.
 PLUGIN = """
 import sys
 from importlib.metadata import entry_points
@@ -38,7 +38,7 @@ main()
 
 
 def python(folder: str, code: str, *words: str) -> str:
-    """What it prints, run outside of the repository."""
+    """Run the code outside of the repository. Returns what it prints."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "FP8PLAN_"))}
     command = [sys.executable, "-c", code, *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What every test shares: a closed network, and integrations that are skipped only where they are not installed."""
+"""Rules for every test: the network is closed, and integrations are skipped only where they are not installed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ OF_AVX512_BF16 = {
 
 
 def lacks_kernels(test: str) -> bool:
-    """Whether vLLM runs other kernels on this CPU than a test expects."""
+    """Return whether vLLM runs other kernels on this CPU than the test expects."""
     if test not in OF_AVX512 | OF_AVX512_BF16:
         return False
     import torch

@@ -1,4 +1,4 @@
-"""What a user installs: the wheel carries every data file, and the core neither needs nor reaches for torch or vllm."""
+"""The wheel that a user installs carries every data file. The core neither needs nor imports torch or vllm."""
 
 from __future__ import annotations
 

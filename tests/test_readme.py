@@ -62,7 +62,7 @@ def test_every_command_and_public_name_is_in_the_reference() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as they are made on the usual hosts."""
+    """The anchors of a page's headings, as the usual hosts make them."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 

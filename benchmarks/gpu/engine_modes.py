@@ -72,7 +72,10 @@ def requests(prompts: int = PROMPTS, samples: int = SAMPLES) -> list[Problem]:
 
 
 def setup_of(model: Path, gpu: Gpu, precision: str, memory: float) -> tuple[EngineSetup, dict[str, int]]:
-    """What runs, and vLLM's argument for its KV cache. memory: share of the GPU's"""
+    """The engine's setup, and vLLM's argument for its KV cache.
+
+    memory: share of the GPU's memory
+    """
     limits, pool = limits_of(gpu, TASK, memory)
     return EngineSetup(str(model), gpu, precision, limits), pool
 

@@ -41,7 +41,10 @@ class Failure:
 
 @dataclass
 class Signs:
-    """What was said, each thing once, in the order in which it came. known: what a healthy run says, too"""
+    """The signs of a failure, each once, in the order in which they came.
+
+    known: signs that a healthy run gives, too
+    """
 
     known: set[tuple[str, str]] = field(default_factory=set)
     found: dict[tuple[str, str], Sign] = field(default_factory=dict)
@@ -141,7 +144,7 @@ class Lab:
     # What the harness does
 
     def calm(self) -> None:
-        """See what a healthy run says, which no failure is blamed for: its alarms, and what the doctor finds."""
+        """Note a healthy run's alarms and the doctor's findings, so that no failure is blamed for them."""
         self.signs = Signs()
         self.restore()
         self._monitor = fp8plan.Monitor()
@@ -152,7 +155,7 @@ class Lab:
         self.signs = Signs(known=set(self.signs.found))
 
     def examine(self) -> None:
-        """What a healthy run asks the doctor."""
+        """Ask the doctor what a healthy run asks."""
         self.doctor()
 
     def restore(self) -> None:

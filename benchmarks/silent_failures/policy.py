@@ -31,7 +31,7 @@ class Rollout(NamedTuple):
 
 
 class Example(NamedTuple):
-    """What a step of training has: rollouts, and both sides' log-probs, padded [responses, longest] with a mask."""
+    """The data of a training step: rollouts, and both sides' log-probs, padded [responses, longest], with a mask."""
 
     rollouts: list[Rollout]
     train: torch.Tensor
@@ -85,7 +85,7 @@ class Policy:
             layer.self_attn.o_proj.register_parameter("bias", None)
 
     def tensors(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-        """What a sync sends, under the checkpoint's names; fresh tensors, to be changed at will."""
+        """The tensors that a sync sends, under the checkpoint's names. They are copies that a caller may change."""
         found = {}
         for name, tensor in self.model.named_parameters():
             found |= {part: x.detach().to(dtype, copy=True) for part, x in of_checkpoint(name, tensor).items()}

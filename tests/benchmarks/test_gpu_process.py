@@ -1,4 +1,4 @@
-"""How a measurement ends what it has started."""
+"""A measurement ends the processes that it has started."""
 
 from __future__ import annotations
 

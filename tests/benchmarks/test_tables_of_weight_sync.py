@@ -20,7 +20,10 @@ def row(what: str, boot: str = "b" * 36, mode: str = "inprocess", **more: Any) -
 
 
 def synced(what: str, load: float, kv: float = 0.05, *, first: float = 9.0, **more: Any) -> list[dict[str, Any]]:
-    """A first sync, which no median may count, and three that take `load`, 0.002 + 0.003 and `kv` seconds."""
+    """The rows of a first sync, which no median may count, and of three more.
+
+    The median of the three takes `load`, 0.002 + 0.003 and `kv` seconds.
+    """
     seconds = [{"begin": 0.002, "load": x, "finish": 0.003, "kv_scales": kv} for x in (first, load, load, load + 0.1)]
     reports = [
         {"seconds": one | {"total": sum(one.values())}, "bytes": 16 * GB, "weight_error": 0.026} for one in seconds
@@ -29,7 +32,7 @@ def synced(what: str, load: float, kv: float = 0.05, *, first: float = 9.0, **mo
 
 
 def run(step: float = 0.02, **more: Any) -> list[dict[str, Any]]:
-    """Of all that a column needs."""
+    """The rows of a run that has all that a column needs."""
     return [
         row("engine", engine={"weight_bytes": 8 * GB}, **more),
         *synced("step", step, **more),

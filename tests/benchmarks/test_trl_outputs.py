@@ -35,7 +35,7 @@ def test_a_server_without_the_route_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where `main` writes; nothing is started."""
+    """The file that `main` writes. Nothing is started."""
 
     @contextmanager
     def nothing(*args: Any) -> Iterator[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""What tests of the command line share: the outcome of a call, and what a refusal is."""
+"""Helpers for tests of the command line: the outcome of a call, and the form of a refusal."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ CONFIG: dict[str, Any] = {
 
 
 def files(folder: Path) -> None:
-    """What the commands below are pointed at."""
+    """Write the files that the commands below are given."""
     (folder / "folder.jsonl").mkdir()
     (folder / "folder.json").mkdir()
     (folder / "folder.png").mkdir()

@@ -79,7 +79,7 @@ class LossOutputs:
 
 
 def prime_rl_step(loss_fn: Callable[..., Any], kwargs: dict[str, Any], sequences: list[LossInputs]) -> Any:
-    """What prime-rl's compute_loss does with the rl component: a call for each sequence, figures stacked by name."""
+    """Do as prime-rl's compute_loss with the rl component: call once for each sequence, and stack figures by name."""
     total, figures = sequences[0].trainer_logprobs.sum() * 0.0, {}
     for inputs in sequences:
         result = loss_fn(inputs, **kwargs)

@@ -27,7 +27,7 @@ def settings_file(folder: Path, **settings: Any) -> str:
 
 
 def optimiser_steps() -> None:
-    """What every trainer does after its micro-batches."""
+    """Take an optimiser's step, as every trainer does after its micro-batches."""
     some = torch.nn.Parameter(torch.ones(1))
     some.grad = torch.ones(1)
     torch.optim.AdamW([some]).step()

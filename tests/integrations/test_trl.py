@@ -39,7 +39,7 @@ def live(trainer: Any) -> torch.nn.Module:
 
 
 def same_as_policy(trainer: Any) -> bool:
-    """Whether what can be read of the live weights is the policy's, bit for bit."""
+    """Return whether the live weights that the engine keeps unpacked equal the policy's, bit for bit."""
     policy = {name: tensor.detach().bfloat16() for name, tensor in trainer.model.named_parameters()}
     held = {name: x for name, x in live(trainer).named_parameters() if any(part in name for part in UNPACKED)}
     assert len(held) > 10
@@ -48,7 +48,10 @@ def same_as_policy(trainer: Any) -> bool:
 
 @dataclass
 class Run:
-    """What was seen of a run. after_sync: (the policy's weights, samples compared, seconds) of each sync"""
+    """Facts of a run.
+
+    after_sync: for each sync, (live weights are the policy's, samples compared, source of KV scales)
+    """
 
     plan: Plan
     history: list[dict[str, Any]]
@@ -65,7 +68,10 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """STEPS steps with an FP8 KV cache; then three more, after the first of which the guard wants a step down."""
+    """A run of STEPS steps with an FP8 KV cache, and of three more.
+
+    The guard advises a step down after the first of these three.
+    """
     from fp8plan.integrations.trl.colocated import PlannedGeneration
 
     folder = tmp_path_factory.mktemp("trl")

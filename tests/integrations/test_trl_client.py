@@ -16,7 +16,10 @@ PROMPTS = [[1, 2], [3]]
 
 
 class Session:
-    """Of requests: what was posted to where, and the answers of a server with the route, or without it."""
+    """A stand-in for a Session of requests that keeps what was posted to where.
+
+    status: the answer of fp8plan's route; 404 is that of a server without it
+    """
 
     def __init__(self, status: int = 200) -> None:
         self.status, self.posted = status, list[tuple[str, Any]]()

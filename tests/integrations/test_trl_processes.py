@@ -23,7 +23,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def trained(folder: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """What each of two processes has seen, and what they have logged. more: URL and PORT of a server"""
+    """Train in two processes. Returns what each of them has seen, and their common log.
+
+    more: URL and PORT of a server
+    """
     helpers = [ROOT, *(ROOT / "tests" / name for name in ("", "integrations", "model", "runtime"))]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

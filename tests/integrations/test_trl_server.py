@@ -48,7 +48,10 @@ def of(server: Server, **settings: Any) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """What was seen of a run. syncs: (weights version, samples compared, source of KV scales) of each"""
+    """Facts of a run.
+
+    syncs: for each sync, (weights version, samples compared, source of KV scales)
+    """
 
     plan: Plan
     history: list[dict[str, Any]]

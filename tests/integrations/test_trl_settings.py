@@ -1,4 +1,4 @@
-"""What TRL's settings and a plan mean together, and what is refused before an engine starts."""
+"""The meaning of TRL's settings together with a plan, and what is refused before an engine starts."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_a_truncation_from_below_is_refused(changed: dict[str, Any], match: str)
 
 
 def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> None:
-    """What TRL computes of these log-probs, in each of its modes, with its own formulas."""
+    """TRL's own formulas, in each of its modes, give the same for these log-probs."""
     from fp8plan.integrations.trl import trainer as correction
     from fp8plan.runtime.controller.laws import ConstantThresholds
     from fp8plan.runtime.monitor.monitor import Monitor

@@ -1,4 +1,4 @@
-"""What verl's configuration means to fp8plan, what is refused, and how verl finds the plugin."""
+"""The meaning of verl's configuration to fp8plan, what is refused, and how verl finds the plugin."""
 
 from __future__ import annotations
 

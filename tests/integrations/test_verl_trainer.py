@@ -23,7 +23,10 @@ LENGTHS = torch.tensor([20, 3, 7, 20, 1, 12, 20, 5])
 
 
 def batch_of(noise: float, seed: int = 0) -> dict[str, torch.Tensor]:
-    """What verl keeps of a batch when it computes advantages. noise: standard deviation of the log-ratios"""
+    """The part of a batch that verl keeps when it computes advantages.
+
+    noise: standard deviation of the log-ratios
+    """
     chance = torch.Generator().manual_seed(seed)
     rollout = -9 - torch.rand(ROWS, LENGTH, generator=chance)  # so far down that no noise makes it positive
     mask = (torch.arange(LENGTH) < LENGTHS[:, None]).long()

@@ -145,7 +145,7 @@ class Served:
         return self.begin(work).result(240)
 
     def rpc(self, method: str) -> Any:
-        """What the worker answers to one of fp8plan's methods."""
+        """The worker's answer to one of fp8plan's methods."""
         return self.do(self.server.collective_rpc(method))[0]["ok"]
 
     def sync(self, pairs: Iterable[tuple[str, Any]], step: int | None = None, **how: Any) -> None:

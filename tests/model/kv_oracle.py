@@ -54,7 +54,7 @@ def token_bytes(shape: Shape, element_bytes: int) -> int:
 
 
 def _config(rules: KvRules):
-    """What of a VllmConfig the planning reads."""
+    """The fields of a VllmConfig that vLLM reads to plan the KV cache."""
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     return SimpleNamespace(

@@ -53,5 +53,5 @@ def saved(**changes: Any) -> Plan:
 
 
 def index(precision: str) -> int:
-    """Where `plan()` keeps this precision."""
+    """The place of this precision among the choices of `plan()`."""
     return list(PRESETS).index(precision)

@@ -1,4 +1,4 @@
-"""What must hold between a schedule in runs of steps and the same in single steps."""
+"""A check that a schedule in runs of steps adds up to the same schedule in single steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def total(plan: Schedule, column: str) -> int:
 
 
 def assert_runs_add_up(runs: Schedule, single: Schedule) -> IntArray:
-    """Check it; returns the single step that begins each run."""
+    """Check the runs against the single steps. Returns the single step that begins each run."""
     last = np.cumsum(runs.steps) - 1  # the single step that ends each row
     first: IntArray = last - runs.steps + 1
     np.testing.assert_array_equal(runs.used_blocks, single.used_blocks[last])

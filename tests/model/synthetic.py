@@ -86,7 +86,7 @@ def record(folder: Path, fields: Mapping[str, Any]) -> Record:
 
 
 def trace_of(run: Record, by: Profile, noise: float = 0.0) -> dict[str, Any]:
-    """What the engine reports: per step that gives tokens, when it ended and how many."""
+    """A trace as the engine reports it: when each step that gives tokens ended, and how many it gave."""
     planned = schedule_with(run.batch, measured_kv(run), run.limits, longest_run=1)
     seconds = run.setup.step_model(by).seconds(step_batch(planned))
     seconds = seconds * np.exp(noise * np.random.default_rng(len(seconds)).standard_normal(len(seconds)))

@@ -117,7 +117,7 @@ def beside(model: Fields, quantised: Fields, folder: Path) -> None:
 
 
 def nested(name: str) -> Callable[[Fields, Fields, Path], None]:
-    """Of a multimodal model."""
+    """Return a writer of a multimodal model's config, whose `text_config` is quantised by the field `name`."""
 
     def write(model: Fields, quantised: Fields, folder: Path) -> None:
         text = model | {"model_type": "qwen3_vl_text", name: quantised}

@@ -232,7 +232,7 @@ def test_another_card_is_not_taken_for_a_known_one(name: str) -> None:
 
 @given(device=st.sampled_from(gpus()), gb=st.integers(1, 999))
 def test_a_name_with_another_memory_is_never_found(device: Gpu, gb: int) -> None:
-    """What is found has about the memory that the name says; the driver shows a tenth less at most."""
+    """A GPU that is found has about the memory that its name says. The driver shows at most a tenth less."""
     plain = re.sub(r"\b\d+GB\b", "", device.product)
     with suppress(ConfigError):
         found = find_gpu(f"{plain} {gb}GB")

@@ -167,7 +167,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def inputs_fit(size: int) -> bool:
-    """Whether vLLM quantises activations of this width."""
+    """Return whether vLLM quantises activations of this width."""
     import torch
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
@@ -179,7 +179,10 @@ def inputs_fit(size: int) -> bool:
 
 
 def loads(build: Any, parts: dict[Any, int], width: int) -> bool:
-    """Whether vLLM creates a layer of an FP8 checkpoint and loads its parts (name -> rows), each quantised whole."""
+    """Return whether vLLM creates a layer of an FP8 checkpoint and loads its parts.
+
+    parts: name -> rows; each part is quantised whole
+    """
     import torch
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
@@ -198,7 +201,7 @@ def loads(build: Any, parts: dict[Any, int], width: int) -> bool:
 
 
 def refusal(error: Exception, *expected: str) -> bool:
-    """False, if it is one of the errors that are expected."""
+    """Return False for an error that is expected, and raise any other."""
     if not any(words in str(error) for words in expected):
         raise error
     return False
@@ -212,7 +215,7 @@ class NoExpertParallel:
 
 
 def checkpoint_faults(shape: ModelShape, tp: int) -> set[str]:
-    """Layers that vLLM cannot cut so, of a checkpoint in FP8 blocks."""
+    """Layers of a checkpoint in FP8 blocks that vLLM cannot cut over `tp` ranks."""
     from vllm.model_executor.layers.quantization.utils.fp8_utils import validate_fp8_block_shape_moe
 
     found, hidden = online_faults(shape, tp), shape.hidden_size
@@ -229,7 +232,7 @@ def checkpoint_faults(shape: ModelShape, tp: int) -> set[str]:
 
 
 def loads_part(part: Any, cut: Linear, whole: Linear) -> bool:
-    """Whether vLLM loads one linear of a part, cut for a rank. Widths that do not matter are one block."""
+    """Return whether vLLM loads one linear of a part, cut for a rank. Widths that do not matter are one block."""
     from functools import partial
 
     from vllm.model_executor.layers import linear as vllm
@@ -249,7 +252,7 @@ def loads_part(part: Any, cut: Linear, whole: Linear) -> bool:
 
 
 def online_faults(shape: ModelShape, tp: int) -> set[str]:
-    """Layers whose inputs vLLM cannot quantise; experts are padded, so that they are none of them."""
+    """Layers whose inputs vLLM cannot quantise. Experts are never among them, because vLLM pads them."""
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod
 
     found = {x.name for x in shape.linears(tp) if x.quantisable and not inputs_fit(x.k)}

@@ -22,14 +22,14 @@ from fp8plan.runtime.engine.engine import RolloutEngine
 
 
 def said(engine: RolloutEngine) -> Outputs:
-    """What the engine says now; the long prompt without what is cached of it."""
+    """The engine's answers now. The long prompt is answered without its cached prefix."""
     short = [answer(engine, prompt) for prompt in PROMPTS]
     engine.llm.reset_prefix_cache()
     return [*short, answer(engine, LONG_PROMPT)]
 
 
 def interrupted(act: Callable[[], Any], delay_s: float, group: bool) -> None:
-    """Do `act`, with one SIGINT after a while, which may be too late."""
+    """Do `act`, and send one SIGINT after `delay_s`, when `act` may be over already."""
 
     def press() -> None:
         time.sleep(delay_s)

@@ -66,7 +66,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def folder() -> Path:
-    """Where checkpoints lie."""
+    """The folder that holds this process's checkpoints."""
     return Path(_folder().name)
 
 

@@ -50,7 +50,7 @@ class Server:
         return found
 
     def rpc(self, method: str, *args: Any) -> Any:
-        """What each worker answers to one of fp8plan's methods."""
+        """Each worker's answer to one of fp8plan's methods."""
         body = {"method": method, "args": list(args)}
         answer = requests.post(f"{self.url}/collective_rpc", json=body, timeout=60)
         answer.raise_for_status()

@@ -1,4 +1,4 @@
-"""What a user sees of a run: the terminal view, the page, and the commands that make them."""
+"""A user's views of a run: the terminal view, the page, and the commands that make them."""
 
 from __future__ import annotations
 
@@ -512,7 +512,7 @@ class Viewer:
         os.close(follower)
 
     def until(self, text: str) -> str:
-        """What is on the terminal from now on, up to a text."""
+        """Read what the terminal shows from now on, up to `text`."""
         seen, end = "", time.monotonic() + 60
         while text not in seen and time.monotonic() < end:
             if select.select([self.leader], [], [], 0.1)[0]:

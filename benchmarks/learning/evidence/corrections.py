@@ -1,4 +1,7 @@
-"""What corrections are worth under a mismatch that was made: tables of every setting, and of every law in one."""
+"""Tables of what corrections are worth under a mismatch that was made.
+
+One table has every correction of a file of runs; another has every setting, with the laws side by side.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +69,17 @@ class Measured(NamedTuple):
 
 
 def of_lines(path: Path) -> Measured:
-    """What was measured of runs of which a line each was kept."""
+    """The measurements in a file that keeps a line for each run."""
     runs = _rows(path)
     kls = {arm: {seed: fmean(row["kl_k3"][LATE]) for seed, row in rows.items()} for arm, rows in runs.items()}
     return Measured(_after(runs), kls)
 
 
 def of_runs(reward: Callable[[Runs], dict[Hashable, float]], *policies: Path, unfinished: bool = False) -> Measured:
-    """What was measured of the runs in the folders of policies. reward: which of their rewards"""
+    """The measurements of the runs in the folders of policies.
+
+    reward: which of the runs' rewards to take
+    """
     found = by_arm(*policies, unfinished=unfinished)
     kls = {arm: {key: _late_kl(run.rows("run.jsonl")) for key, run in runs.items()} for arm, runs in found.items()}
     return Measured({arm: reward(runs) for arm, runs in found.items()}, kls)

@@ -1,4 +1,4 @@
-"""Where the committed runs lie: folders of policies, and files with a line for each run."""
+"""Paths of the committed runs: folders of policies, and files with a line for each run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HERE: Final = Path(__file__).parents[1]
 LARGE_BATCHES, SMALL_BATCHES = (
     _HERE / "cpu" / "tiny-qk-norm" / name for name in ("control.jsonl", "small_batches.jsonl")
 )
-# Of runs that shared a GPU, those that are whole, and those that the end of a lease broke off.
+# Runs that shared a GPU: those that are whole, and those that the end of a lease broke off.
 H200, H100 = (_HERE / gpu / "shared" for gpu in ("h200", "h100"))
 H200_BROKEN_OFF, H100_BROKEN_OFF = (shared.with_name("broken_off") for shared in (H200, H100))
-ALONE: Final = H200.with_name("alone")  # of runs that had the GPU for themselves
+ALONE: Final = H200.with_name("alone")  # runs that had the GPU for themselves

@@ -1,4 +1,4 @@
-"""What is kept of runs, and the tables that are made of it."""
+"""The files that are kept of runs, and the tables that are made from them."""
 
 from __future__ import annotations
 

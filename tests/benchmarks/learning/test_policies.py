@@ -72,7 +72,7 @@ def test_a_policy_is_taught_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_of_rotary_heads_come_back_from_llama_cpp() -> None:
-    """What llama.cpp's own converter does to Hugging Face's rows, undone."""
+    """Our function undoes what llama.cpp's own converter does to Hugging Face's rows."""
     weight = np.arange(3 * 8 * 5).reshape(24, 5)
     theirs = weight.reshape(3, 2, 4, 5).swapaxes(1, 2).reshape(24, 5)
     assert not np.array_equal(theirs, weight)

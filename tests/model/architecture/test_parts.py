@@ -1,4 +1,4 @@
-"""What parts say of one rank: against vLLM's own calculators where there are some, else counted by hand."""
+"""The parts of one rank are held to vLLM's own calculators where there are some, and else counted by hand."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_parameters_equal_the_published_count(name: str) -> None:
 
 
 def test_aliases_have_the_parameters_of_their_model() -> None:
-    """Of other families, counts are held to transformers' own models (test_families)."""
+    """Counts of other families are held to transformers' own models in test_families."""
     counts = set(PUBLISHED.values())
     assert set(PUBLISHED) <= set(bundled_models())
     published = [ModelShape.from_hf(name) for name in bundled_models() if not name.startswith("fp8plan/")]

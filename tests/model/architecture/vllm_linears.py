@@ -1,4 +1,6 @@
-"""What vLLM itself builds of families' configs, on the meta device: a script, as it fills the process with groups.
+"""The linears that vLLM itself builds from families' configs, on the meta device.
+
+This is a script because vLLM fills the process with its groups.
 
 Type: python vllm_linears.py FOLDER..., each with a config.json, and with the patterns of linears that are not quantised
 as a list in ignored.json; without that file vLLM builds the checkpoint as it is stored. Prints one line of JSON for

@@ -36,7 +36,7 @@ def planned_of(run: Record) -> Schedule:
 
 
 def trace(plan: Schedule, seconds: Array, **more: Any) -> dict[str, Any]:
-    """What an engine reports whose steps take `seconds`, shape (rows of the plan,), each."""
+    """The trace of an engine whose steps take `seconds`, which has one value for each row of the plan."""
     each = np.repeat(np.arange(len(plan.steps)), plan.steps)
     ends, given = np.cumsum(seconds[each]), plan.sampled_requests[each]
     return {"core_s": ends[given > 0].tolist(), "generation_tokens": given[given > 0].tolist()} | more

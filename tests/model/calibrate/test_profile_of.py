@@ -159,7 +159,7 @@ def test_what_is_named_before_is_never_fitted(found: Calibration, folder: Path, 
 
 
 def test_an_engine_that_is_off_shows_in_the_model_error(tmp_path: Path) -> None:
-    """Of two engines one takes twice what the other says it should: neither can be predicted from the other."""
+    """One engine takes twice the time that the other's runs lead to expect, so neither predicts the other."""
     runs = [batch_fields(1), batch_fields(2, model="Qwen/Qwen3-0.6B")]
     folder = write(tmp_path, GPU, runs)
     slow_down(folder, "run 2", 2.0)
@@ -178,7 +178,10 @@ def slow_down(folder: Path, key: str, factor: float) -> None:
 
 
 def test_one_engine_without_kernels_is_enough(tmp_path: Path) -> None:
-    """Without that engine there is only the prior, so the error is the prior's, less what the fit says itself."""
+    """The model error is the prior's, as only the prior is left when this engine is held out.
+
+    The variance that the fit states itself is subtracted from the error's square.
+    """
     folder = write(tmp_path, GPU, [batch_fields(1, longest=900)])
     found = calibrate(folder, H200, "0.26.0")
     (steps,) = found.errors

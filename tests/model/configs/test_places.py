@@ -1,4 +1,4 @@
-"""What a user types for a model: a hub id or a path in any spelling, and one clear line for what holds no model."""
+"""A user names a model by a hub id or a path in any spelling. What holds no model gets one clear line."""
 
 from __future__ import annotations
 

@@ -210,7 +210,10 @@ def test_writing_the_cache_costs_what_was_measured_and_fp8_more() -> None:
 
 @pytest.mark.parametrize(("kv", "longer", "at_32_to_128"), [("bf16", 1.06, 1.15), ("fp8", 1.12, 1.29)])
 def test_unequal_contexts_were_measured_to_take_longer(kv: str, longer: float, at_32_to_128: float) -> None:
-    """What README says is not modelled: rows of lognormal contexts against those of equal ones with the same sum."""
+    """Rows of lognormal contexts take longer than those of equal ones with the same sum.
+
+    docs/limits.md says that this is not modelled.
+    """
     rows = pd.read_json(profiles_path() / "h200_sxm/vllm-0.26.0/kernels/attention.jsonl", lines=True)
     rows = rows[rows.kernel == f"attention_decode.{kv}"]
     same = ["batch", "context", "heads", "kv_heads", "head_dim"]

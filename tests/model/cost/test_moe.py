@@ -98,7 +98,7 @@ def test_near_published_h200_layer() -> None:
 
 
 def test_a_rank_of_two_is_the_layer_of_half_the_width() -> None:
-    """Of its own coefficients, and of what was timed of that width."""
+    """This holds for the coefficients of the cost, and for what was timed of that width."""
     half = replace(EXPERTS, intermediate_size=EXPERTS.intermediate_size // 2)
     timed = {"moe.bf16": {f"128x8x2048x{half.intermediate_size}": [[1.0, 4096.0], [0.3, 0.3]]}}
     for profile, factor in ((PROFILE, 1.0), (replace(PROFILE, layers=timed), np.exp(0.3))):

@@ -177,7 +177,7 @@ def test_gradient_by_finite_differences(step: StepModel, batch: StepBatch, seed:
 
 
 def test_a_fast_gpu_does_not_hide_an_uncertain_host() -> None:
-    """Where the host sets the pace, the upper end is the host's, whatever the precision."""
+    """The interval's upper end is at least the host's own where the host sets the pace, whatever the precision."""
     batch, weights = batch_of([(8, 1000, 0, 0)]), np.full(1, 500.0)
     name = "Qwen/Qwen3-0.6B"
     for precision in (BF16, FP8_BLOCK_KV):

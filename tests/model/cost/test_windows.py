@@ -1,4 +1,4 @@
-"""What a window or a chunk leaves of a step's reads, counted and by the shortcut for equal requests."""
+"""The reads of a step within a window or a chunk, counted and by the shortcut for equal requests."""
 
 from __future__ import annotations
 

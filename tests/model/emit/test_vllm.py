@@ -1,4 +1,4 @@
-"""What a Plan emits is parsed by the real vLLM, verl and TRL; what they cannot do is refused."""
+"""The real vLLM, verl and TRL parse what a Plan emits. Settings that they cannot run are refused."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_a_strange_model_path_reaches_verl_unchanged(path: str) -> None:
 
 
 def pasted(settings: str, folder: Path, behind: str) -> list[list[str]]:
-    """What bash starts when `settings` are pasted behind a line: the arguments of every call of `python`."""
+    """Paste `settings` into bash after the line `behind`. Returns the arguments of every call of `python`."""
     fake = folder / "python"
     record = f"import json, sys; print(json.dumps(sys.argv[1:]), file=open({str(folder / 'calls')!r}, 'a'))"
     fake.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(record)} "$@"\n')
@@ -390,7 +390,7 @@ def test_for_trl_the_scales_are_measured_colocated_and_in_a_server(gpus: int) ->
 
 @pytest.mark.vllm
 def test_vllm_still_begins_with_scales_of_one_and_has_no_setting_that_measures_them() -> None:
-    """What the notes rest on."""
+    """The notes on KV scales in what a plan emits rest on this."""
     from torch import nn
     from vllm import EngineArgs
     from vllm.model_executor.layers.attention.attention import set_default_quant_scales

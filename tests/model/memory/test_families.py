@@ -35,7 +35,7 @@ PLANNED = [record for record in engines() if record["model"] != NATIVE_MXFP4]
 
 
 def limits_of(record: dict[str, Any]) -> EngineLimits:
-    """What the engine was given. It chose its block size itself."""
+    """The limits that the engine was given. It chose its block size itself."""
     ranks, experts = record["tensor_parallel"], bool(record.get("expert_parallel"))
     given = {name: record[name] for name in GIVEN}
     return EngineLimits(**given, tensor_parallel_size=ranks, enable_expert_parallel=experts)

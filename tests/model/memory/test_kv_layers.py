@@ -1,4 +1,4 @@
-"""What the layers of whole models keep, and by which rules."""
+"""The KV cache that the layers of whole models keep, and the rules for it."""
 
 from __future__ import annotations
 

@@ -541,7 +541,7 @@ def test_kv_scales_left_at_one_are_riskier() -> None:
 
 
 def test_a_plan_knows_what_scales_of_one_would_cost() -> None:
-    """Of every FP8 KV cache, whatever the plan itself assumes."""
+    """Every choice with an FP8 KV cache has these figures, whatever scales the plan itself assumes."""
     good, unit = (by_precision(plan(DENSE, "h200", WORK, kv_scales_calibrated=c)) for c in (True, False))
     for name in PRESETS:
         told = unit[name]

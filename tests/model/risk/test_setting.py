@@ -1,4 +1,4 @@
-"""What of a model of any parts the mismatch depends on: families whose parts differ from layer to layer."""
+"""Properties of a model on which the mismatch depends, in families whose parts differ from layer to layer."""
 
 from __future__ import annotations
 

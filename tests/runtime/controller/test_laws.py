@@ -56,7 +56,7 @@ SEEN = {kl: found[0] for kl, found in BATCHES.items()}
 
 
 def width(thresholds: Any) -> tuple[float, ...]:
-    """How far each threshold is from 1; wider: none of them smaller."""
+    """The distance of each threshold from 1, as a logarithm. Wider means that none of them is smaller."""
     band = () if thresholds.band is None else (-log(thresholds.band[0]), log(thresholds.band[1]))
     return (*(() if thresholds.tis is None else (log(thresholds.tis),)), *band)
 
@@ -66,7 +66,7 @@ def no_wider(one: Any, other: Any) -> bool:
 
 
 def state_of(controller: AdaptiveThresholds, reach: float, kl: float | None) -> AdaptiveState:
-    """As after some steps that led to this reach and smoothed KL."""
+    """The state after some steps that led to this reach and smoothed KL."""
     fresh = controller.initial()
     return controller.resume(replace(fresh, reach=reach, kl=kl, steps=9), fresh)
 
@@ -101,7 +101,7 @@ def test_thresholds_stay_between_the_initial_ones_and_the_narrowest(controller, 
 @settings(deadline=None, max_examples=60)
 @given(adaptive, reaches, kls, st.sampled_from(sorted(SEEN)))
 def test_no_tightening_past_the_cap_or_the_floor_in_this_very_batch(controller, reach, before, kl):
-    """At the level of the thresholds. A band widens for the floor, if the initial one keeps it."""
+    """Shares are taken at the level of the thresholds. A band widens to keep the floor if the initial band keeps it."""
     seen, old = SEEN[kl], state_of(controller, reach, before)
     thresholds, state, decided = controller.update(old, seen)
     cut = 0.0 if thresholds.tis is None else seen.cut_share(thresholds.tis, controller.level)
@@ -118,7 +118,7 @@ def test_no_tightening_past_the_cap_or_the_floor_in_this_very_batch(controller, 
 @pytest.mark.parametrize("hold", [1, 15])
 @pytest.mark.parametrize("controller", SETTINGS)
 def test_ratios_that_spread_are_never_met_by_a_wider_threshold(controller, hold):
-    """Whether the mismatch grows in steps or stays: but where a limit stands in the way, which is said."""
+    """The mismatch grows in steps or stays. Only a limit in the way widens a band, and the decision says so."""
     stream = {(kl, seed): BATCHES[kl][seed % 5] for kl in KLS for seed in range(hold)}
     state, before, last = controller.initial(), controller.initial(), None
     for kl in KLS:
@@ -176,7 +176,7 @@ def test_steps_up_and_down():
 
 
 def test_hysteresis():
-    """What moves within the dead band moves nothing, on the way up and down."""
+    """A KL that moves within the dead band moves no threshold, on the way up or down."""
     controller = AdaptiveThresholds()
     _, state, _ = after(controller, [SEEN[0.1]] * 40)
     for factor in (0.9, 1.0, 1.1):
@@ -446,7 +446,7 @@ def test_alarms_tell_what_kl_does_not():
 
 
 class Planned:
-    """What controllers read of a plan."""
+    """The part of a plan that controllers read."""
 
     thresholds = {"token_tis": 1.5, "token_mis": [0.4, 3.0], "geometric_mis": [0.99, 1.01]}  # noqa: RUF012
 

@@ -118,7 +118,7 @@ def test_one_outlier_token_moves_nothing(controller, outlier, sigma):
 @pytest.mark.parametrize("controller", SETTINGS)
 @pytest.mark.parametrize("outlier", [5.0, 20.0, 50.0])
 def test_how_far_out_an_outlier_lies_says_nothing_even_in_a_tiny_batch(controller, outlier):
-    """Where one of 200 tokens is half a percent of them: it counts as any token beyond the bounds."""
+    """One of 200 tokens is half a percent of them. It counts as any token beyond the bounds, however far out."""
     plain = gaussian(0.8, 200)
     _, state, _ = after(controller, [mismatch_of(plain)] * 6)
     near, far = (controller.update(state, mismatch_of(np.append(plain[:-1], x)))[0] for x in (3.1, outlier))

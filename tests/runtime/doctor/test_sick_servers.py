@@ -311,7 +311,7 @@ WHOLE: dict[str, Any] = {
 
 
 def line_or_diagnosis(sick: dict[str, Answer]) -> str:
-    """What the doctor says, or its refusal, which is one line."""
+    """The doctor's diagnosis, joined into one line, or its refusal, which is one line already."""
     with serving(sick) as url:
         try:
             found = fp8plan.doctor(url, gpu="h200")

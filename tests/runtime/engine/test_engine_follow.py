@@ -1,4 +1,4 @@
-"""What the guard advises, done to a live engine: recalibrate, or start again in a safer precision."""
+"""A live engine follows the guard's advice: it recalibrates, or starts again in a safer precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is started with, and what is refused of one that runs. No engine is started here."""
+"""The settings that start an engine, and those that are refused of one that runs. No engine is started here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine writes while it starts is held back, and found when something fails."""
+"""The output of a starting engine is held back, and found when something fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print("after")
 
 
 def ran(folder: Path, inside: str = "", after: str = "") -> tuple[subprocess.CompletedProcess[str], list[Path]]:
-    """What was shown, and the files that are left."""
+    """Run PROGRAM with this code in it. Returns the process with its output, and the files that are left."""
     program, env = PROGRAM.format(inside=inside, after=after), os.environ | {"TMPDIR": str(folder)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=60)
     return done, list(folder.iterdir())

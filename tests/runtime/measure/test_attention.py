@@ -1,4 +1,4 @@
-"""What is measured of attention: the points, and the lengths and KV blocks of one call. The timing needs a GPU."""
+"""Measurements of attention: the points, and the lengths and KV blocks of one call. The timing needs a GPU."""
 
 from __future__ import annotations
 

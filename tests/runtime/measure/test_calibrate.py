@@ -1,4 +1,4 @@
-"""What `fp8plan calibrate` runs on a machine, one process after the other; and the cells that are shipped."""
+"""The processes that `fp8plan calibrate` runs one after the other on a machine, and the shipped cells."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_what_validates_is_not_what_is_fitted(jobs: Callable[[Path], list[dict[s
     assert len(judges) >= 2
 
     def workloads(files: list[Path]) -> set[str]:
-        """Of each engine: what is asked of it, without what names the run."""
+        """The work asked of each engine, without what names the run."""
         same = ("model", "gpu", "precision", "kv_cache_tokens")
         lengths = ("prompt_lengths", "response_lengths", "prompt_ids")
         return {

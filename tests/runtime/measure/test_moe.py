@@ -1,4 +1,4 @@
-"""What is measured of routed experts: the points, and which experts the tokens of a call go to."""
+"""Measurements of routed experts: the points, and the experts to which the tokens of a call go."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_load_counts_experts_and_tokens() -> None:
 
 
 def test_popularity_follows_the_power_law_asked_for() -> None:
-    """Of density x^-A on [1, E] a share (x^(1-A) - 1) / (E^(1-A) - 1) lies below x."""
+    """A density of x^-A on [1, E] has a share (x^(1-A) - 1) / (E^(1-A) - 1) below x."""
     x = grid.popularity(1000, "power_law_1.2")
     assert (np.diff(x) > 0).all()
     for value in (2.0, 10.0, 100.0):

@@ -180,7 +180,10 @@ def test_waiting_for_its_turn_is_none_of_an_engines_time(
 
 
 def _alive(process: int) -> bool:
-    """Whether it runs; one that ended and was not waited for by its adopter does not."""
+    """Return whether a process still runs after 5 s.
+
+    A zombie, which its adopter has not waited for, does not run.
+    """
     for _ in range(50):
         try:
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,4 +1,4 @@
-"""What is written down about the machine during a run."""
+"""Facts about the machine that are written down during a run."""
 
 from __future__ import annotations
 

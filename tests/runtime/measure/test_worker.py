@@ -1,4 +1,4 @@
-"""What measuring does inside vLLM's worker, on stand-ins."""
+"""Measurements inside vLLM's worker, on stand-ins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8plan.runtime.measure.rollouts.worker import StepKernels, decodes, fills,
 
 
 def parameters(**shapes: tuple[int, ...]) -> list[tuple[str, Any]]:
-    """Dummy weights as vLLM makes them, under the names that have __ for a dot."""
+    """Dummy weights as vLLM makes them. A dot in a name is written as __."""
     made = {name.replace("__", "."): torch.rand(shape) * 2e-3 - 1e-3 for name, shape in shapes.items()}
     return [(name, torch.nn.Parameter(x.to(torch.bfloat16))) for name, x in made.items()]
 

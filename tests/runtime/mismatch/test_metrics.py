@@ -106,7 +106,10 @@ def test_clipped_mass_and_kept_fraction(seed: int, c: float, low: float) -> None
 @settings(max_examples=15)
 @given(seeds, st.floats(1.01, 10), st.floats(0.05, 0.99), st.sampled_from(["sequence", "geometric"]))
 def test_figures_of_sequences_are_those_that_the_correction_says(seed: int, c: float, low: float, level: Any) -> None:
-    """Of its own weights, at the level of the thresholds; each sequence counts as its tokens do."""
+    """The correction says them of its own weights, at the level of the thresholds.
+
+    Each sequence counts as its tokens do.
+    """
     tokens = pack(*ragged(seed, rows=40, length=30, sd=0.1))
     found = measure(tokens).metrics()
     cut = correct(tokens, CorrectionSettings(level, thresholds=Thresholds(c)))

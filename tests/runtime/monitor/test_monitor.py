@@ -194,7 +194,7 @@ def test_without_a_guard_the_speed_is_told_and_what_runs() -> None:
 
 
 class Engine:
-    """What a Monitor takes from a RolloutEngine; test_engine_follow.py has a real one."""
+    """The part of a RolloutEngine that a Monitor uses; test_engine_follow.py has a real one."""
 
     def __init__(self) -> None:
         self.guard, self.guard_off = Guard(FACTS), None
@@ -295,7 +295,7 @@ def probe_of(**kls: float) -> Probe:
 
 
 def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
-    """Of an engine, also after a step down and without a plan; and of the guard's facts without an engine."""
+    """The engine's precision counts, also after a step down and without a plan. Without an engine, the guard's does."""
 
     def expected(monitor: Monitor) -> float:
         part = monitor.step(*batch(), fresh=True, sampling={}).attribution[-2]
@@ -313,7 +313,7 @@ def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
 
 @pytest.mark.parametrize("controller", [AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()])
 def test_the_kl_that_is_expected_is_that_of_the_precision_that_runs(controller: Any) -> None:
-    """Of another choice than the plan's own, and after a step down; and what a checkpoint says changes nothing."""
+    """The engine may run another choice than the plan's own, or step down. A checkpoint does not change this."""
     engine: Any = Launched("fp8_block")
     assert Monitor(controller=controller, plan=PLAN).state.limit_kl == 0.2
     monitor = Monitor(controller=controller, plan=PLAN, engine=engine)

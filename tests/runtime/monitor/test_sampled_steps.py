@@ -26,7 +26,7 @@ NUCLEUS = Sampling(top_p=0.8)
 
 
 class Engine:
-    """What a Monitor takes from a RolloutEngine. sampling: of its last rollout"""
+    """The part of a RolloutEngine that a Monitor uses. `sampling` is that of its last rollout."""
 
     guard_off = verdict = None
 

@@ -1,4 +1,4 @@
-"""What a probe is made of: the reference's log-probs, batches, prompts."""
+"""The parts of a probe: the reference's log-probs, batches and prompts."""
 
 from __future__ import annotations
 

@@ -53,14 +53,14 @@ def assert_equal(ours: Quantised, reference: Quantised) -> None:
 
 
 def empty(weight: torch.Tensor) -> Quantised:
-    """Where a weight may go, with other bytes than it will get."""
+    """A place for a quantised weight, filled with other bytes than it will get."""
     scale = torch.full(scale_shape(*weight.shape), -7.0, device=weight.device)
     return torch.full(weight.shape, 3.0, device=weight.device).to(E4M3), scale
 
 
 @st.composite
 def weights(draw: st.DrawFn) -> torch.Tensor:
-    """Of any size around the blocks', blocks of any magnitude, and some numbers of all kinds."""
+    """A weight of less than one block to a few, of any magnitude, with up to four special numbers."""
     rows, columns = draw(st.integers(1, 300)), draw(st.integers(1, 300))
     dtype = draw(st.sampled_from(DTYPES))
     weight = normal(rows, columns, seed=draw(st.integers(0, 2**32)), dtype=torch.float32)
@@ -171,7 +171,7 @@ def test_gaussian_weights_come_back_within_2_64_percent() -> None:
 
 @pytest.fixture(params=["torch", INTERPRETER, pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where groups run. Triton's interpreter wants TRITON_INTERPRET=1, and a machine without a GPU."""
+    """The device on which groups run. Triton's interpreter wants TRITON_INTERPRET=1 and a machine without a GPU."""
     if request.param == "triton_interpreter":
         if os.environ.get("TRITON_INTERPRET") != "1":
             pytest.skip("needs TRITON_INTERPRET=1")
@@ -184,7 +184,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups on the CPU by Triton's interpreter, with torch's conversion: its own loses the carry of a mantissa."""
+    """Run groups on the CPU by Triton's interpreter, with torch's conversion. Triton's own loses a mantissa's carry."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -202,7 +202,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def group(device: str) -> list[torch.Tensor]:
-    """Of several shapes and dtypes, one strided, one unaligned, three not finite."""
+    """Weights of several shapes and dtypes: one is strided, one is unaligned, and three are not finite."""
     found = [normal(*SHAPES[i % len(SHAPES)], seed=i, dtype=DTYPES[i % 3]) for i in range(21)]
     found += [normal(256, 900, seed=50)[:, 256:640], normal(1, 300 * 256 + 1).flatten()[1:].view(300, 256)]
     found += [torch.zeros(128, 128), normal(128, 384, seed=60) * 1e-6]

@@ -1,4 +1,4 @@
-"""Who may generate when, with an AsyncLLM that is only as much of one as a Front asks for."""
+"""The requests that a Front lets generate, and when. A stand-in has the part of an AsyncLLM that a Front uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8plan.runtime.server.routes import LifecycleFront
 
 
 class Engine:
-    """It tokenises a prompt for as long as it is not told to go on; vLLM counts the request only from then on."""
+    """An engine that tokenises a prompt until it is told to go on. vLLM counts the request only from then on."""
 
     vllm_config = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="auto", num_gpu_blocks=4, block_size=16),

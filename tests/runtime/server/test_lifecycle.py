@@ -196,7 +196,10 @@ def kept_by_a_pause(server: Server, pause: Callable[[], None] | None = None) -> 
 
 
 def refused_while_a_request_runs(server: Server, trainer: Any) -> tuple[str, Running]:
-    """What an update is told, and the request; on a busy machine one may be over before the update comes."""
+    """Return the refusal of an update, and the request that runs.
+
+    A busy machine may finish a request before the update comes. Then another is tried.
+    """
     for _ in range(20):
         request = Running(server, 240)
         try:
@@ -209,7 +212,7 @@ def refused_while_a_request_runs(server: Server, trainer: Any) -> tuple[str, Run
 
 
 def figures(server: Server) -> tuple[float, float]:
-    """The requests that run, as of the engine's last step, and the prompt tokens that it has filled since its start."""
+    """The numbers of requests that ran in the engine's last step, and of prompt tokens filled since its start."""
     lines = requests.get(f"{server.url}/metrics", timeout=30).text.splitlines()
     names = "vllm:num_requests_running{", "vllm:prompt_tokens_total{"
     runs, filled = (sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in names)

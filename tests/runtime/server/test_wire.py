@@ -1,4 +1,4 @@
-"""What comes from the wire to a real `vllm serve --api-key`: code is not run, and nothing that fails stays behind."""
+"""A real `vllm serve --api-key` runs no code that comes from the wire. What fails there leaves nothing behind."""
 
 from __future__ import annotations
 

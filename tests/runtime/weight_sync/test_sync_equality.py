@@ -119,7 +119,7 @@ def shuffled(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 class Source:
-    """What a vLLM WeightSource is to a sync."""
+    """The part of a vLLM WeightSource that a sync uses."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self._tensors = tensors

@@ -26,12 +26,12 @@ from fp8plan.runtime.weight_sync.state import SyncReport
 pytestmark = pytest.mark.vllm
 
 CASES = [(name, precision) for name, family in FAMILIES.items() for precision in family.precisions]
-# What vLLM's CPU build packs, and only that: linears, embeddings and experts that are not quantised.
+# The reasons for what vLLM's CPU build packs: linears, embeddings and experts that are not quantised, and only these.
 PACKED = ("a reload also sets cpu_linear", "vLLM keeps no weight of the checkpoint's shape", "in its own way")
 
 
 class Live(NamedTuple):
-    """What an engine runs with: checksums of all parameters, KV scales, and what it says."""
+    """The state of a running engine: checksums of all parameters, KV scales, and its outputs."""
 
     digests: dict[str, int]
     kv_scales: Scales | None

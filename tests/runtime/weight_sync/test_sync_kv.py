@@ -391,7 +391,7 @@ class Exact(NamedTuple):
 
 @pytest.fixture(scope="module")
 def exact() -> Exact:
-    """What a BF16 KV cache says, and the largest |q|, |k| and |v| that it sees."""
+    """The log-probs of a BF16 KV cache, and the largest |q|, |k| and |v| that it sees."""
     with started("dense", "a", "bf16") as engine:
         engine.sync_weights(with_outliers(weights("dense", "a")))
         engine.llm.collective_rpc("fp8plan_record_amax", args=(True,))

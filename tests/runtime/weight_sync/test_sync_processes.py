@@ -160,7 +160,10 @@ def test_who_presses_ctrl_c_twice_gets_out_of_a_call_that_hangs(subject: Subject
 
 
 def in_time(act: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """What `act` gives or raises; fails where it waits for ever, as it does for an answer of a process that is gone."""
+    """Return what `act` returns, or raise what it raises.
+
+    Fails if `act` is still waiting after `seconds`, as it would be for an answer of a process that is gone.
+    """
     results: list[Future[Any]] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What a worker says of itself."""
+"""A worker's facts about itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tensors go in a live vLLM model: boxes of views by brute force, and traces by making the copies they list."""
+"""Boxes of views are checked by brute force; traces of a live vLLM model, by making the copies that they list."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_making_the_copies_gives_the_fused_tensors(subject: Subject) -> None:
 
 
 def fused(sent: dict[str, Any], module: str, param: str) -> Any:
-    """What vLLM's parameter holds, put together from the names by hand."""
+    """The tensor that vLLM's parameter should hold, put together by hand from what was sent."""
     parent, _, last = module.rpartition(".")
     if last == "qkv_proj":
         return torch.cat([sent[f"{parent}.{part}_proj.weight"] for part in "qkv"])

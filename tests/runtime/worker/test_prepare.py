@@ -1,4 +1,4 @@
-"""What a manifest may hold that a rank has no place for."""
+"""Tensors in a manifest for which a rank has no place."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def quantised(weight: Any) -> Move:
 
 
 def checked(sent: dict[str, Any], moves: dict[str, tuple[Move, ...]], count: int = 8, seed: int = 0) -> dict[str, Any]:
-    """What a check of a sync that wrote `moves` says, in chunks of 3 tensors."""
+    """Return the check's findings on a sync that wrote `moves`, sent in chunks of 3 tensors."""
     manifest = [
         Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in sent.items()
     ]
