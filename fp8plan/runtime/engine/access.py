@@ -1,4 +1,4 @@
-"""Access to an engine: for rollouts, or for one procedure that changes it, and for neither while it sleeps.
+"""Access to an engine: rollouts have it, or one procedure that changes it. It serves no rollout while it sleeps.
 
 The second half prepares a started engine, so that a rollout compiles no kernel and collects no garbage.
 """
@@ -19,7 +19,7 @@ from fp8plan.model.cost.gemm import rows_of_every_kernel
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.weight_sync.state import SyncState
 
-TAGS: Final = ("weights", "kv_cache")  # of vLLM's sleep
+TAGS: Final = ("weights", "kv_cache")  # the parts that vLLM puts to sleep
 
 
 def refuse_shut_down(state: SyncState) -> None:
@@ -29,7 +29,7 @@ def refuse_shut_down(state: SyncState) -> None:
 
 
 def refuse_dead(state: SyncState) -> None:
-    """Raises NotServingError if there is no engine to do anything with."""
+    """Raises NotServingError if the engine has died."""
     if state.dead:
         raise NotServingError("the engine has died; call sync_weights with all weights, which starts it again")
 
@@ -38,7 +38,7 @@ def refuse_dead(state: SyncState) -> None:
 def generating(state: SyncState, only: bool = False) -> Iterator[None]:
     """Count a generate as running. Raises NotServingError while the weights must not be used.
 
-    only: refuse while another generate runs, too
+    only: refuse a second generate
     """
     with state.lock:
         if only and state.generating:
@@ -62,7 +62,7 @@ def generating(state: SyncState, only: bool = False) -> Iterator[None]:
 def alone(state: SyncState, busy: int) -> Iterator[None]:
     """Keep everybody else away from the engine. busy: unfinished requests that vLLM counts
 
-    Raises SyncError while there are any, or while another procedure runs.
+    Raises SyncError while any request or another procedure runs.
     """
     with state.lock:
         if state.running:
@@ -82,14 +82,14 @@ def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
     """Note that vLLM is put to sleep; yield False if it sleeps already.
 
     If that fails, the engine counts as asleep and refuses to generate until a wake-up and a complete sync.
-    Raises ConfigError for levels other than 1 and 2, SyncError if the engine sleeps in another way.
+    Raises ConfigError for levels other than 1 and 2, SyncError if the engine sleeps in part or at a lower level.
     """
     refuse_dead(state)
     if level not in (1, 2):
         raise ConfigError(
             f"level is {level!r}; allowed: 1, which keeps the weights on the host, and 2, which drops them"
         )
-    if state.asleep:  # vLLM would ignore it
+    if state.asleep:  # vLLM would ignore the call
         if state.asleep != frozenset(TAGS) or level > state.sleep_level:
             asleep = ", ".join(sorted(state.asleep))
             level_now = f"level {state.sleep_level}" if state.sleep_level else "perhaps not all of it"
@@ -98,7 +98,7 @@ def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
         return
     before = state.refusal
     state.refusal = "the engine was put to sleep, and that has not ended"
-    # An interrupted call may have put it to sleep all the same. Waking what is awake does no harm.
+    # An interrupted call may still have put it to sleep. Waking an engine that is awake does no harm.
     state.asleep, state.sleep_level = frozenset(TAGS), 0
     yield True
     state.sleep_level = level
@@ -106,7 +106,7 @@ def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
 
 
 def asleep_of(state: SyncState, tags: Sequence[str] | None) -> list[str]:
-    """Return the tags that sleep, of these or of all. Raises ConfigError for tags that vLLM does not have."""
+    """Return those of the tags (None: of all) that sleep. Raises ConfigError for tags that vLLM does not have."""
     refuse_dead(state)
     if isinstance(tags, str) or (unknown := [tag for tag in tags or () if tag not in TAGS]):
         wrong = tags if isinstance(tags, str) else unknown[0]
@@ -115,7 +115,7 @@ def asleep_of(state: SyncState, tags: Sequence[str] | None) -> list[str]:
 
 
 def refuse_asleep(state: SyncState, kv_amax: Any, scored: Any) -> None:
-    """Raises SyncError if a sync would write to, or run on, something that sleeps."""
+    """Raises SyncError if a part of the engine sleeps that a sync writes to or runs on."""
     if not state.asleep or state.dead:
         return
     runs = scored is not None or (state.fp8_kv and kv_amax is None)
@@ -129,7 +129,7 @@ def refuse_asleep(state: SyncState, kv_amax: Any, scored: Any) -> None:
 # vLLM picks the tiles of its MoE kernel by the nearest of these token counts (vllm/model_executor/layers/fused_moe).
 MOE_TILES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 
-BASE = 32  # of the digits at a prompt's start: some vocabularies are small
+BASE = 32  # number base of the digits at a prompt's start, small as some vocabularies are
 
 # With async scheduling vLLM frees the last blocks a moment after the last token is out.
 RESET_TRIES, RESET_WAIT_S = 50, 0.1
@@ -162,11 +162,11 @@ def deep_gemm_rows(setup: EngineSetup, most: int) -> list[int]:
 
 
 def warm_up_batches(setup: EngineSetup, max_model_len: int) -> list[list[list[int]]]:
-    """Return batches of prompts that, run one after the other, meet every kernel of a step.
+    """Return batches of prompts that together run every kernel of a step.
 
-    Each batch is one step of a certain number of tokens: MOE_TILES, odd and even, and `deep_gemm_rows`. It is one
-    prompt if that leaves room for a response. Otherwise a prompt of one token goes first. It keeps an engine in another
-    process busy until the other prompts have arrived, so that they run in one step.
+    Each batch is one step of a certain number of tokens: MOE_TILES, odd and even, and `deep_gemm_rows`. A batch is one
+    prompt if that leaves room for a response. Otherwise a prompt of one token goes first, to keep an engine in another
+    process busy until the other prompts have arrived. So these run in one step.
 
     A rollout would not do as warm-up: requests arrive one by one, so its first step holds any number of tokens.
     All prompts begin differently, or the prefix cache would hold all but their ends.

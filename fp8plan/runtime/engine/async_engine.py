@@ -115,7 +115,7 @@ class AsyncRolloutEngine(
             outputs = await asyncio.gather(*tasks)
             return [outputs] if call.what == "score" else outputs
         finally:
-            for task in tasks:  # one that failed must not leave the others running
+            for task in tasks:  # if one has failed, the others must not run on
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -150,10 +150,10 @@ class AsyncRolloutEngine(
             raise
 
     async def _whole(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Return what `work` returns. A task that is cancelled meanwhile waits for `work` first.
+        """Return the result of `work`. A task that is cancelled meanwhile first waits for `work` to end.
 
-        So the next call does not meet it. A second cancellation ends the wait at once, as PATIENCE_S does, and the
-        engine is given up.
+        So the next call does not run beside `work`. A second cancellation, or PATIENCE_S, ends the wait. The engine is
+        given up then.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -197,21 +197,21 @@ async def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call
 
 
 def forgetting_unsent(llm: Any) -> None:
-    """Have an AsyncLLM forget a request that it cannot send to its engine's process, as one with a seed of 70 bits.
+    """Make an AsyncLLM forget a request that it cannot send to its engine's process, e.g. with a seed of 70 bits.
 
-    It would count that request for ever, and no weights could be changed any more. The request raises ConfigError.
+    vLLM would count that request for ever, and no later sync could begin. The request raises ConfigError.
     """
     send = llm.engine_core.add_request_async
 
-    async def sent(request: Any) -> None:
+    async def send_or_forget(request: Any) -> None:
         try:
             await send(request)
         except Exception as error:
-            # With n responses vLLM sends a request for each, and the first ones may be there.
+            # With n responses vLLM sends n requests, and the first ones may have arrived.
             state = llm.output_processor.request_states.get(request.request_id)
-            whole = getattr(state, "parent_req", None) or request
-            with suppress(Exception):  # of an engine that has died, which counts nothing any more
-                await llm.abort(whole.request_id, internal=True)
+            parent = getattr(state, "parent_req", None) or request
+            with suppress(Exception):  # an engine that has died counts nothing any more
+                await llm.abort(parent.request_id, internal=True)
             if isinstance(error, OverflowError):
                 raise ConfigError(
                     f"the request cannot be sent to the engine: {error}; allowed: whole numbers of 64 bits (seed, also "
@@ -219,7 +219,7 @@ def forgetting_unsent(llm: Any) -> None:
                 ) from error
             raise
 
-    llm.engine_core.add_request_async = sent
+    llm.engine_core.add_request_async = send_or_forget
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
 
     launch: how it was started
     state:  the state of its weights
-    facts:  what really runs (runtime.worker.facts)
+    facts:  facts of the engine that runs (runtime.worker.facts)
     guard:  compares rollouts with the best profile's predictions; None if nothing can (`guard_off` says why)
     llm:    vLLM's own LLM or AsyncLLM; None while there is none, and in a fleet
     """
@@ -79,12 +79,12 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
     ) -> Made:
         """Start vLLM as the plan says. It may step down to the plan's precisions on the same layout.
 
-        choice:   index into plan.choices, or a precision of the plan; the chosen one unless given
+        choice:   index into plan.choices, or a precision of the plan; None: the chosen one
         settings: as `from_setup` takes them
 
         Raises ConfigError for a choice that the plan does not have, and as `from_setup` does.
         """
-        kind: Any = cls  # each has a from_setup of its own
+        kind: Any = cls  # each class has its own from_setup
         precisions = plan.precisions_beside(choice)
         engine: Made = kind.from_setup(plan.setup(choice), model_path, precisions=precisions, **settings)
         return engine
@@ -102,7 +102,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
 
         tensors:    {name: tensor}, a list or an iterator of (name, tensor) pairs, or a vLLM WeightSource. Hugging Face
                     names; full tensors of the checkpoint's shapes, in BF16, on any device (or E4M3 with FP32 scales,
-                    see SyncSettings.weights_in). An iterator must not write again to a tensor that it gave
+                    see SyncSettings.weights_in). An iterator must not write to a tensor that it has yielded
         manifest:   (name, dtype, shape) of each tensor of an iterator; None: the checkpoint's tensors are expected
         kv_amax:    {layer: largest |q|, |k|, |v|} from the trainer, for every attention layer by vLLM's name; None:
                     measured here, on kv_prompts
@@ -121,16 +121,16 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
     def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> Source:
         """Measure or set the KV scales without new weights, and return where they come from.
 
-        kv_amax, kv_prompts: as for `sync_weights`. Raises ConfigError for ones that scales cannot be made of,
-        SyncError while requests run. None is returned without an FP8 KV cache.
+        kv_amax, kv_prompts: as for `sync_weights`. Raises ConfigError if they give no scales, SyncError
+        while requests run. Returns None without an FP8 KV cache.
         """
         return self._drive(self._recalibrate(kv_amax, kv_prompts))
 
     def apply(self, verdict: Verdict | Action | None, escalate: Escalation | None = None) -> Done:
         """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision.
 
-        verdict:  of the guard, or its action alone
-        escalate: of a Monitor's decision; it is followed where the verdict advises nothing
+        verdict:  the guard's, or its action alone
+        escalate: the escalation that a Monitor decided; followed only if the verdict advises nothing
 
         After a restart the engine refuses to generate until a sync. Raises SyncError while requests run, ConfigError
         if the plan does not have that precision.
@@ -169,7 +169,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return alone(self.state, self._busy())
 
     def _opening(self) -> Procedure:
-        """Take over an engine that has started: read what runs, refuse what was not planned, compile kernels."""
+        """Take over an engine that has started: read its facts, refuse one that was not planned, compile kernels."""
         yield from self._read()
         if not self.launch.setup.gpu.is_cpu:
             for prompts in warm_up_batches(self.launch.setup, self._longest):
@@ -178,7 +178,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         self._watch()
 
     def _read(self) -> Procedure:
-        """Read what runs. Raises ConfigError for what was not planned."""
+        """Read the facts of the engine. Raises ConfigError if another engine was planned."""
         answers = yield from rpc("fp8plan_facts")
         self.facts = answers[0]
         self.launch.refuse_other(self.facts)
@@ -187,7 +187,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         self.state.longest_prompt = longest - 1
         self.launch = self.launch.holding(longest)
         self.state.kv_scales = None
-        if self.state.fp8_kv:  # 1.0, or those of its checkpoint
+        if self.state.fp8_kv:  # 1.0, or the checkpoint's own
             workers = yield from rpc("fp8plan_kv_scales")
             self.state.kv_scales = {layer: [parts[part] for part in PARTS] for layer, parts in workers[0].items()}
 
@@ -207,7 +207,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
                 self.guard = self._guarding()
             else:
                 self.guard.engine_changed(self._guarded_facts())
-        except Fp8PlanError as error:  # a GPU without a profile, say: everything but this comparison works
+        except Fp8PlanError as error:  # e.g. a GPU without a profile: all but this comparison works
             self.guard, self.guard_off = None, str(error)
 
     def _guarded_facts(self) -> EngineFacts:
@@ -246,7 +246,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
             yield from rpc("fp8plan_join", asdict(where))
 
     def _restart(self) -> Procedure:
-        """Start the engine anew, as `launch` says now. The engine counts as dead until all of it has gone well."""
+        """Start the engine anew from the present `launch`. It counts as dead until the whole start has succeeded."""
         state = self.state
         state.dead = True
         state.refusal = "the engine was started again, with the weights of its checkpoint"
@@ -269,8 +269,8 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
     def _calibration(self, amax: Any, prompts: Prompts | None) -> tuple[Any, str]:
         """Return the prompts to calibrate KV scales on, and where they come from.
 
-        Without prompts they are sequences of the last rollout, or random tokens before the first. An amax and a BF16
-        KV cache need none.
+        Without prompts they are sequences of the last rollout, or random tokens before the first. With an amax or a
+        BF16 KV cache none are needed.
         """
         if prompts is not None or amax is not None or not self.state.fp8_kv:
             return _as_lists(prompts), "calibration prompts"
@@ -297,7 +297,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
     def _remember(self, outputs: Sequence[Any], more: bool = False) -> None:
         """Keep some sequences of a rollout to calibrate and examine the engine with, and note NaN log-probs.
 
-        more: add them to those that are kept already
+        more: keep the earlier ones, too
         """
         most = min(CALIBRATION_TOKENS, self._longest - 1)
         chosen = outputs[:: max(1, len(outputs) // CALIBRATION_SEQUENCES)][:CALIBRATION_SEQUENCES]
@@ -323,7 +323,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
             before, state.refusal = state.refusal, "the KV scales were being changed, and that has not ended"
             try:
                 used = yield from kv_scales(state, kv_amax, prompts, where)
-                yield Call("reset")  # what is cached was written with other scales
+                yield Call("reset")  # the cached blocks were written with other scales
             except BaseException:
                 yield from self._rescale()
                 yield Call("reset")
@@ -345,12 +345,12 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
             yield from self._recalibrate(None, None)
             self._took(action)
         elif action != Action.NONE:
-            wanted = stepped_down(self.launch.precision, action)
-            if wanted == self.launch.precision:
-                raise ConfigError(f"{action.value} changes nothing in {wanted}; allowed: an action of the guard's")
+            safer = stepped_down(self.launch.precision, action)
+            if safer == self.launch.precision:
+                raise ConfigError(f"{action.value} changes nothing in {safer}; allowed: an action of the guard's")
             with self._alone():
-                self.launch = self.launch.with_precision(wanted)
-                self._took(action)  # should it not start, the next sync starts it in that precision
+                self.launch = self.launch.with_precision(safer)
+                self._took(action)  # if the start fails, the next sync starts it in that precision
                 yield from self._restart()
 
     def _took(self, action: Action) -> None:

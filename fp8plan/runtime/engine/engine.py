@@ -4,7 +4,7 @@
     for step in range(steps):
         outputs = engine.generate(prompts, sampling_params)
         ...                                                   # train on them
-        engine.apply(engine.verdict)                          # after a step down it wants a sync
+        engine.apply(engine.verdict)                          # after a step down, a sync must follow
         engine.sync_weights(trainer.named_bf16_tensors())
 
 `engine.llm` is vLLM's own LLM. Generate through the engine: only it knows when the weights must not be used.
@@ -126,7 +126,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
     def verdict(self) -> Verdict | None:
         """The guard's verdict on the last rollout. None before the first, and without a guard (`guard_off` says why).
 
-        It is worked out while the trainer goes on; reading it waits for that.
+        A thread works it out while the trainer goes on. Reading it waits for that thread.
         """
         return self._judge.last.verdict
 
@@ -138,7 +138,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
     def report_kl(self, kl_k3: float) -> None:
         """Report the trainer's mean k3 between its policy and the last rollout's, in nats per token.
 
-        The verdict on the next rollout counts it. Raises ConfigError if it is not finite.
+        The verdict on the next rollout takes it into account. Raises ConfigError if it is not finite.
         """
         self._judge.report_kl(kl_k3)
 
@@ -150,8 +150,8 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
             self._stop()
 
     def _start(self) -> None:
-        self._judge.wait()  # the guard must not learn of another engine meanwhile
-        self._half_done = False  # of the engine before it
+        self._judge.wait()  # the engine must not change while the guard judges
+        self._half_done = False  # it belonged to the engine before this one
         self.launch.prepare()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if self.mode == "multiprocess" else "0"
         from vllm import LLM
@@ -210,7 +210,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
             time.sleep(pause_s)
 
     def _finished(self, generate: Callable[[], Answer]) -> Answer:
-        """Return what `generate` returns. If it is broken off, nothing of it is left for the next one."""
+        """Return the result of `generate`. If it is broken off, its requests are aborted."""
         try:
             return self._alive(generate)
         except BaseException as error:
@@ -228,9 +228,9 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
         if self._half_done and self.mode == "inprocess":
             self._half_done, self.state.dead = False, True
             return
-        left = [*core.output_processor.parent_requests, *core.output_processor.request_states]
+        request_ids = [*core.output_processor.parent_requests, *core.output_processor.request_states]
         try:
-            self._alive(lambda: core.abort_request(left, internal=True))
+            self._alive(lambda: core.abort_request(request_ids, internal=True))
             self._reset_prefix_cache()
         except Exception as second:
             self.state.refusal = (

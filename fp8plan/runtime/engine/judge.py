@@ -28,17 +28,18 @@ class Judged(NamedTuple):
 
 
 def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Judged:
-    """Let the guard judge an observation. An error is noted: it must not cost the rollout."""
-    seen = None
+    """Let the guard judge an observation. An error goes into `off`, as it must not cost the rollout."""
+    observation = None
     try:
-        seen = observe()
-        return Judged(seen, None if guard is None or seen is None else guard.after_rollout(seen))
+        observation = observe()
+        verdict = None if guard is None or observation is None else guard.after_rollout(observation)
+        return Judged(observation, verdict)
     except Exception as error:
-        return Judged(seen, None, f"the last rollout cannot be compared: {error}")
+        return Judged(observation, None, f"the last rollout cannot be compared: {error}")
 
 
 class Judge:
-    """The timer of an engine's rollouts; `last` is the last one, Judged, and waits until it is worked out.
+    """The timer of an engine's rollouts. `last` is the Judged of the last one; reading it waits for the guard.
 
     engine: has `guard` and `guard_off`
     """
@@ -59,7 +60,7 @@ class Judge:
             wait([self._judging])
 
     def close(self) -> None:
-        """Judge no further rollout than the one that is being judged."""
+        """Judge no more rollouts after the one in progress."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def report_kl(self, kl_k3: float) -> None:

@@ -29,15 +29,15 @@ from fp8plan.runtime.worker.extension import EXTENSION
 # Arguments that decide the precision. The setup sets them.
 THE_SETUPS = ("model", "dtype", "quantization", "quantization_config", "kv_cache_dtype", "worker_extension_cls")
 
-# Arguments that most values make impossible to sync or correct for: the values that are allowed, and why.
+# Arguments of which only some values can be synced and corrected for -> those values, and why.
 NOT_SUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "data_parallel_size": ((1,), "a sync reaches one replica; start an engine for each"),
     "enable_eplb": ((False,), "experts that move between syncs would get each other's weights"),
     "logprobs_mode": (("processed_logprobs", "raw_logprobs"), "a correction needs log-probs, and logits are none"),
 }
 
-# Attention of vLLM that reads KV scales anew in every step: from the device, or on a CPU from the host. FlashInfer
-# keeps those of its first step (vllm/v1/attention/backends, 0.26 to 0.30).
+# Attention classes of vLLM that read KV scales anew in every step: from the device, or on a CPU from the host.
+# FlashInfer keeps those of its first step (vllm/v1/attention/backends, 0.26 to 0.30).
 LIVE_SCALES = ("FlashAttentionImpl", "TritonAttentionImpl", "CPUAttentionBackendImpl")
 
 
@@ -45,7 +45,7 @@ LIVE_SCALES = ("FlashAttentionImpl", "TritonAttentionImpl", "CPUAttentionBackend
 class Launch:
     """All that is needed to start one engine, again and again.
 
-    setup:      what runs. Its limits are the engine's own, and the cost model takes its model's shape
+    setup:      the setup that runs. Its limits are the engine's own. The cost model reads its model's shape
     kwargs:     arguments of vllm.LLM
     env:        environment variables of its processes
     keep_bf16:  how many first and last layers keep their linears in BF16
@@ -102,7 +102,7 @@ class Launch:
         return replace(self, setup=replace(self.setup, limits=limits))
 
     def prepare(self) -> None:
-        """Set the environment of the vLLM to come. Raises ConfigError for blockwise FP8 on a CPU that cannot run it."""
+        """Set the environment for vLLM's start. Raises ConfigError for blockwise FP8 on a CPU that cannot run it."""
         os.environ.update(self.env)
         if self.fp8_weights and self.device == "cpu" and not _cpu_has_blockwise_fp8():
             raise ConfigError(
@@ -136,7 +136,7 @@ class Launch:
 def refuse_fixed_scales(facts: Mapping[str, Any]) -> None:
     """Raises ConfigError for an engine with an FP8 KV cache whose scales cannot be measured or changed.
 
-    facts: of a worker (runtime.worker.facts)
+    facts: a worker's (runtime.worker.facts)
     """
     if facts["attention"] not in LIVE_SCALES:
         raise ConfigError(
@@ -192,8 +192,8 @@ def launch(
             f"{model} is quantised already ({method or where}); allowed: the BF16 checkpoint that the trainer started "
             "from, which vLLM quantises while it loads"
         )
-    known = {field.name for field in fields(EngineLimits)}
-    limits = replace(setup.limits, **{name: value for name, value in more.items() if name in known})
+    limit_names = {field.name for field in fields(EngineLimits)}
+    limits = replace(setup.limits, **{name: value for name, value in more.items() if name in limit_names})
     runs = replace(setup, model=model if local else setup.model, limits=replace(limits, data_parallel_size=1))
     kwargs = vllm_kwargs(runs) | {"model": model, "disable_log_stats": False} | dict(more)
     kwargs["worker_extension_cls"] = EXTENSION
@@ -215,7 +215,7 @@ def _config(model: str | Path, planned: str) -> dict[str, Any]:
 
 
 def _cpu_has_blockwise_fp8() -> bool:
-    """Return whether a kernel of vLLM or of a plugin runs here."""
+    """Return True if vLLM or a plugin has a blockwise FP8 kernel for this CPU."""
     from vllm.model_executor.kernels import linear
     from vllm.platforms.interface import PlatformEnum
     from vllm.plugins import load_general_plugins
@@ -240,14 +240,14 @@ def _keep_bf16(kwargs: dict[str, Any], ends: tuple[int, int], config: Mapping[st
     kwargs["quantization_config"] = settings
 
 
-STREAMS = (1, 2)  # stdout and stderr, of the processes that are started meanwhile, too
+STREAMS = (1, 2)  # stdout and stderr, which the processes started meanwhile inherit
 
 
 @contextmanager
 def held_back(engine_stays: bool = True) -> Iterator[Path]:
     """Write the output of this process, and of those it starts, to a file; yield its path.
 
-    engine_stays: keep the file until Python ends, as processes that were started here write to it as long as they live
+    engine_stays: keep the file until Python ends, as the processes started here write to it while they live
 
     An exception gets a note that names the file. The file then stays; so it does if an exception ends Python.
     """
@@ -292,7 +292,7 @@ def _last_error() -> BaseException | None:
 def _forget(name: str, before: BaseException | None) -> None:
     """Remove the file when Python ends, unless it ends with an exception.
 
-    before: the last exception that had been shown when the engine had started
+    before: `_last_error` when the engine had started
     """
     if _last_error() is not before:
         print(f"the engine's output is in {name}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Checks of the options that a caller hands to vLLM, by name.
+"""Checks of the names of the options that a caller hands to vLLM.
 
 The names of options are read from vLLM's source files. Importing vLLM would take seconds, and it reads environment
 variables that are set later (launch.Launch.prepare).
@@ -50,7 +50,7 @@ NOT_THE_POLICYS: Final[Mapping[str, str]] = {
     "states are rounded at random": "enable_mamba_cache_stochastic_rounding",
 }
 
-# Values at which options change nothing, if those are other than None, False, 0 or empty.
+# Values at which options change nothing, other than None, False, 0 and empty ones.
 NEUTRAL: Final = dict(
     word.split("=")
     for word in (
@@ -63,7 +63,7 @@ NEUTRAL: Final = dict(
     ).split()
 )
 
-# Options that a server's VllmConfig shows by their own names: the part of it that has them ("": itself) -> the options.
+# Parts of a server's VllmConfig ("": itself) -> the options that it shows there by their own names.
 SHOWN: Final[Mapping[str, str]] = {
     "": "speculative_config kv_transfer_config ec_transfer_config watermark_config",
     "model_config": "logits_processors hf_overrides model_impl override_generation_config",
@@ -104,8 +104,8 @@ def remarks(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 def arguments_of(engine: type[Any]) -> frozenset[str]:
     """Return the names of an engine's own arguments, for `refuse_unknown`."""
-    makers = (signature(maker).parameters.values() for maker in (engine.from_setup, engine.from_plan))
-    return frozenset(each.name for maker in makers for each in maker if each.kind != each.VAR_KEYWORD)
+    parameters = [p for maker in (engine.from_setup, engine.from_plan) for p in signature(maker).parameters.values()]
+    return frozenset(parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD)
 
 
 def refuse_unknown(
@@ -117,9 +117,9 @@ def refuse_unknown(
     server: options of `vllm serve` are allowed, too
     where:  name of the place that holds the options, for the error
     """
-    known = _engine_options() | (_server_options() if server else frozenset())
-    if known:
-        refuse_names(where, options, known, beside)
+    allowed = _engine_options() | (_server_options() if server else frozenset())
+    if allowed:
+        refuse_names(where, options, allowed, beside)
 
 
 def _given(table: Mapping[str, str], options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -141,13 +141,13 @@ def _engine_options() -> frozenset[str]:
     fields = _fields(_source("engine/arg_utils.py"), "EngineArgs", "AsyncEngineArgs")
     if not fields:
         return frozenset()
-    made = [
+    signatures = [
         function.args
         for node in _classes(_source("entrypoints/llm.py"), "LLM")
         for function in node.body
         if isinstance(function, ast.FunctionDef) and function.name == "__init__"
     ]
-    return fields | {argument.arg for each in made for argument in (*each.args, *each.kwonlyargs)} - {"self"}
+    return fields | {argument.arg for s in signatures for argument in (*s.args, *s.kwonlyargs)} - {"self"}
 
 
 @cache

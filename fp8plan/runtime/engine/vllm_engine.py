@@ -80,7 +80,7 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
         return engine._rpc(*call.arguments)
 
     def lost(self, error: Exception) -> Exception:
-        """Return the error to raise for one that an rpc raised.
+        """Return the error to raise in place of one from an rpc.
 
         Workers return their own errors as data, so an exception from another process means that it has ended.
         """
