@@ -2,8 +2,8 @@
 
 The formula is vllm.utils.deep_gemm.per_block_cast_to_fp8(weight, [128, 128], use_ue8m0=False), which vLLM's online
 `fp8_per_block` calls: amax = max |w| of a block, at least AMAX_FLOOR; scale = amax / 448; q = w * (1 / scale), rounded
-to E4M3; all in float32. A block at the edge counts as filled up with zeros; one of zeros has the scale
-AMAX_FLOOR / 448.
+to E4M3; all in float32. A block at the edge counts as filled up with zeros. A block of zeros has the
+scale AMAX_FLOOR / 448.
 
 Blocks that are not finite: with a NaN, the scale and every q are NaN. With an Inf and no NaN, the scale is Inf,
 infinite weights become NaN and finite ones zeros of their sign. As in vLLM the sign of a NaN is the device's own: q is
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 128
-AMAX_FLOOR = 1e-4  # of vLLM's function
+AMAX_FLOOR = 1e-4  # as in vLLM's function
 
 
 def scale_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def stands_alone(shape: Sequence[int], rows: slice, columns: slice) -> bool:
 
     It does if it starts at a block, and stops at one or at the weight's edge.
 
-    shape: [N, K] of the whole; rows, columns: start and stop of the part. Raises ConfigError for a part not inside.
+    shape: [N, K] of the whole; rows, columns: start and stop of the part. Raises ConfigError for a part outside.
     """
     sides = list(zip(shape, (rows, columns), strict=True))
     for size, part in sides:
@@ -121,7 +121,7 @@ def _tiles(scale: Tensor, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _spans(size: int) -> list[tuple[slice, slice, int]]:
-    """List (rows or columns, blocks, height of one): of the whole blocks, then of the block at the edge, if any."""
+    """List (rows or columns, blocks, size of a block) of the whole blocks, then of the block at the edge, if any."""
     whole, rest = divmod(size, BLOCK)
     spans = [(slice(0, whole * BLOCK), slice(0, whole), BLOCK)] if whole else []
     return spans + ([(slice(whole * BLOCK, size), slice(whole, whole + 1), rest)] if rest else [])

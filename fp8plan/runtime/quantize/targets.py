@@ -33,7 +33,7 @@ NOT_FINITE: Final = 2
 def quantized(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return (q, scale) of matrices [N, K], with the very bits that QuantizeTargets writes on their device.
 
-    On a GPU that divides as vLLM's compiled function does, and torch alone gives other bits. Raises ConfigError as
+    On a GPU it divides as vLLM's compiled function does; torch alone gives other bits. Raises ConfigError as
     QuantizeTargets does.
     """
     import torch
@@ -154,8 +154,8 @@ def _check_sources(
     device = flags.get_device()
     for i, (source, out, allowed) in enumerate(zip(sources, outs, dtypes, strict=True)):
         if source.shape != out.shape or source.dtype not in allowed or source.get_device() != device:
-            wanted = f"{' or '.join(map(str, allowed))} {list(out.shape)} on {out.device}"
-            raise ConfigError(f"source {i} is {described(source)}; its target takes {wanted}")
+            accepted = f"{' or '.join(map(str, allowed))} {list(out.shape)} on {out.device}"
+            raise ConfigError(f"source {i} is {described(source)}; its target takes {accepted}")
         if not _rows_contiguous(source):
             raise ConfigError(f"source {i} has strides {source.stride()}, the last must be 1; give .contiguous()")
 

@@ -35,14 +35,14 @@ from fp8plan.runtime.quantize.block_fp8 import AMAX_FLOOR, BLOCK, scale_shape
 ROUNDING = "compiled"
 ROUNDINGS = {"exact": (False, True), "eager": (True, True), "compiled": (True, False)}  # product, 1 / scale to nearest
 WARPS = 8
-ALIGNMENT = 16  # in bytes of addresses, in elements of rows: then 16 bytes are read and written at once
+ALIGNMENT = 16  # bytes for addresses, elements for rows: with it, 16 bytes are read and written at once
 FLAT, TILED = (1, 8192), (16, 512)  # rows and columns that one program copies: of contiguous tensors, of others
-COLUMNS = 8  # of the table
+COLUMNS = 8  # columns of the table
 
 Call = Callable[[], object]
-Key = tuple[torch.dtype, int, int]  # of a launch: dtype, rows and columns
+Key = tuple[torch.dtype, int, int]  # dtype, rows and columns of a launch
 
-# The bits of a float: how wide, all but the sign, the first that is not finite.
+# The bits of a float: an integer as wide, a mask of all but the sign, the least magnitude that is not finite.
 BITS = {
     torch.bfloat16: (tl.int16, 0x7FFF, 0x7F80),
     torch.float16: (tl.int16, 0x7FFF, 0x7C00),
@@ -59,7 +59,7 @@ _FLOOR_BITS = tl.constexpr(int(np.float32(AMAX_FLOOR).view(np.int32)))
 
 
 def addresses(*tensors: Sequence[Tensor]) -> np.ndarray:
-    """Tabulate sequences of equal length: in each row address and row stride in the first, in the second, ..."""
+    """Tabulate sequences of equal length: row i has address and row stride of the i-th tensor of each sequence."""
     rows = [[number for tensor in place for number in _address(tensor)] for place in zip(*tensors, strict=True)]
     return np.array(rows, dtype=np.int64).reshape(len(rows), 2 * len(tensors))
 
@@ -92,7 +92,7 @@ def copy_calls(sources: Sequence[Tensor], outs: Sequence[Tensor], flags: Tensor)
     """Return the launches that copy sources [N, K] or [N] into `outs`; otherwise as `quantize_calls`."""
     keys = [_as_copied(source, out) for source, out in zip(sources, outs, strict=True)]
     table = _table(addresses(sources, outs))
-    table[[rows == 1 for _, rows, _ in keys], 1:4:2] = 0  # the strides
+    table[[rows == 1 for _, rows, _ in keys], 1:4:2] = 0  # strides: one row has none
     calls: list[Call] = []
     for (dtype, rows, columns), members, on_device in _grouped(keys, table, flags):
         height, width = FLAT if rows == 1 else TILED
@@ -135,9 +135,9 @@ def _key(tensor: Tensor) -> Key:
 
 
 def _table(*parts: np.ndarray) -> np.ndarray:
-    """Join these columns and the index of the row, padded to COLUMNS."""
-    known = np.concatenate([*parts, np.arange(len(parts[0]))[:, None]], axis=1)
-    return np.pad(known, ((0, 0), (0, COLUMNS - known.shape[1])))
+    """Join the columns of `parts` and the number of each row, and pad them to COLUMNS."""
+    filled = np.concatenate([*parts, np.arange(len(parts[0]))[:, None]], axis=1)
+    return np.pad(filled, ((0, 0), (0, COLUMNS - filled.shape[1])))
 
 
 def _aligned(members: np.ndarray, columns: int) -> bool:
@@ -186,8 +186,8 @@ def _quantize(
     mask = None if WHOLE else (row < rows) & (column < columns)
     w = tl.load(source + row.to(tl.int64) * source_stride + column, mask, None if WHOLE else 0.0)
 
-    # Positive floats are ordered as their bits are, and NaN, which a maximum of floats would ignore, is above Inf. The
-    # bits of the source rather than of float32, so that registers hold it as it came until the scale is known.
+    # Positive floats are ordered as their bits are. NaN, which a maximum of floats would ignore, is above Inf.
+    # Registers hold the source's own bits, not float32, until the scale is known.
     largest = tl.max(w.to(BITS, bitcast=True) & MAGNITUDE)
     amax = largest.to(BITS).to(SOURCE, bitcast=True).to(tl.float32)
     amax = tl.maximum(amax.to(tl.int32, bitcast=True), _FLOOR_BITS).to(tl.float32, bitcast=True)
@@ -231,7 +231,7 @@ def _copy(
 
 @triton.jit
 def _raise(flag, largest, NOT_FINITE: tl.constexpr):
-    """Raise a flag to a block's (targets.FINITE, NOT_FINITE). largest: of the bits of its magnitudes"""
+    """Raise a flag to a block's (targets.FINITE, NOT_FINITE). largest: maximum of its magnitudes' bits"""
     if largest > 0:
         tl.atomic_max(flag, 1 + (largest >= NOT_FINITE).to(tl.int32), sem="relaxed")
 

@@ -1,11 +1,11 @@
-"""The weight-transfer backend "fp8plan", in a worker of `vllm serve`: vLLM's NCCL engine, into the live weights.
+"""The weight-transfer backend "fp8plan", in a worker of `vllm serve`: vLLM's NCCL engine, writing live weights.
 
 A client speaks to it as to vLLM's own "nccl" backend of the same version. Only the tensors take another way: they are
 checked against a manifest and written in place (runtime.worker.updates). Nothing that a trainer sends is run as code
 (runtime.weight_sync.plain_group).
 
-On CPUs the same protocol runs without NCCL: tensors go through the store of the rendezvous. That is for small models,
-as in tests and with a trainer on a CPU.
+On CPUs the same protocol runs without NCCL: tensors go through the store of the rendezvous. This suits small
+models, in tests or with a trainer on a CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fp8plan.runtime.worker.extension import Fp8PlanWorker
 from fp8plan.runtime.worker.nccl_receive import Arriving, PlainReceiver
 from fp8plan.runtime.worker.updates import Sink, Updates, over_ranks
 
-EXPIRY_S: Final = 60  # then the store forgets a broadcast: every rank has read it, or has died
+EXPIRY_S: Final = 60  # age at which the store forgets a broadcast: every rank has read it by then, or has died
 
 
 class StoreCommunicator:
@@ -76,7 +76,7 @@ def receive(
     for part in _parts(manifest, buffer_bytes):
         sizes = [entry.nbytes for entry in part]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-        if buffer_bytes is None:  # it comes in its own dtype and shape
+        if buffer_bytes is None:  # the tensor comes in its own dtype and shape
             group.broadcast(buffer.view(dtype_named(part[0].dtype)).view(part[0].shape), src=0)
         else:
             group.broadcast(buffer, src=0)
@@ -97,7 +97,7 @@ def _parts(manifest: Manifest, buffer_bytes: int | None) -> Iterator[Manifest]:
 
 
 LIMIT: Final = "FP8PLAN_TRANSFER_TIMEOUT_S"  # variable of the server's environment
-LIMIT_S: Final = 120.0  # without it: seconds without a broadcast, after which a trainer counts as gone
+LIMIT_S: Final = 120.0  # its default: seconds without a broadcast after which a trainer counts as gone
 NEEDS_FRONT = (
     "the KV cache is FP8, and only fp8plan's part of the server can measure its scales, which would stay at 1.0; "
     f"start `vllm serve` with {PLUGINS}={BACKEND} in its environment (beside other plugins that you use, by commas), "
@@ -106,7 +106,7 @@ NEEDS_FRONT = (
 
 
 class Fp8PlanTransfer(PlainReceiver):
-    """A worker's end. Making one raises ConfigError for an engine that cannot be synced this way.
+    """A worker's end of transfers. Raises ConfigError, when made, for an engine that they cannot sync.
 
     updates:  the worker's weight updates
     attached: True once fp8plan's part of the server's front end is there (runtime.server.front)
@@ -123,9 +123,9 @@ class Fp8PlanTransfer(PlainReceiver):
         if self._fp8_kv and BACKEND not in os.environ.get(PLUGINS, "").split(","):
             raise ConfigError(NEEDS_FRONT)
         _extend(vllm_config.parallel_config.worker_cls)
-        # vLLM gives the engine its model, and not the worker.
-        held = SimpleNamespace(get_model=lambda: model, model_config=self.model_config, vllm_config=vllm_config)
-        worker = SimpleNamespace(model_runner=held, vllm_config=vllm_config, device=device)
+        # vLLM hands the transfer engine the model, but not the worker.
+        runner = SimpleNamespace(get_model=lambda: model, model_config=self.model_config, vllm_config=vllm_config)
+        worker = SimpleNamespace(model_runner=runner, vllm_config=vllm_config, device=device)
         self.updates = Updates(worker, over_ranks)
 
     def opened(self, group: PlainGroup) -> Any:
@@ -162,14 +162,14 @@ class Fp8PlanTransfer(PlainReceiver):
         begun = time.perf_counter()
         try:
             self._receive(update_info, part, arriving)
-        except Exception as error:  # of the transfer: nothing more can come from this trainer
+        except Exception as error:  # the transfer has failed: nothing more can come from this trainer
             arriving.failure = "; ".join(filter(None, (arriving.failure, self._left(error))))
         if failures := list(filter(None, over_ranks(arriving.failure))):
             raise ConfigError(failures[0])
         self.updates.loaded(time.perf_counter() - begun, arriving.count)
 
     def _receive(self, update_info: Any, part: Manifest, arriving: Arriving) -> None:
-        """Take a part to its end. Raises SyncError if that does not come, or more comes than data."""
+        """Take a part to its end. Raises SyncError if it does not come, or is more than data."""
         if self.device.type == "cpu":
             # From 0.28 on the packing is announced when the group is made, before that with the tensors.
             packed = getattr(update_info, "packed", self.packed)

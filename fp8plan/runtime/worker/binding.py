@@ -66,18 +66,19 @@ def bind(model: torch.nn.Module, load_map: LoadMap, manifest: Sequence[Entry], l
             )
         except NotInPlaceError as reason:
             native = dict.fromkeys(load_map.modules[name], str(reason)) | native
-    # A tensor that feeds several modules goes one way.
+    # All modules that one tensor feeds are loaded in the same way.
     while (
-        mixed := {m for of in load_map.modules.values() if not native.keys().isdisjoint(of) for m in of} - native.keys()
+        mixed := {m for fed in load_map.modules.values() if not native.keys().isdisjoint(fed) for m in fed}
+        - native.keys()
     ):
         native |= dict.fromkeys(mixed, "shares a tensor with a module that vLLM loads")
-    everywhere = {module for of in load_map.modules.values() for module in of}
-    kept = {name: some for name, some in moves.items() if native.keys().isdisjoint(load_map.modules[name])}
+    everywhere = {module for fed in load_map.modules.values() for module in fed}
+    kept = {name: writes for name, writes in moves.items() if native.keys().isdisjoint(load_map.modules[name])}
     return Binding(kept, native, frozenset(everywhere - native.keys()))
 
 
 class NotInPlaceError(Exception):
-    """The live tensor does not have the checkpoint's layout. The message names its own."""
+    """A live tensor without the checkpoint's layout. The message says how it is laid out."""
 
 
 def _moves(layer: torch.nn.Module, copy: Copy, entry: Entry, load_map: LoadMap) -> Iterator[Move]:
@@ -109,8 +110,8 @@ def _moves(layer: torch.nn.Module, copy: Copy, entry: Entry, load_map: LoadMap) 
 def _fits(scale: torch.Tensor, shape: Sequence[int]) -> bool:
     import torch
 
-    wanted = (*shape[:-2], *scale_shape(*shape[-2:])) if len(shape) > 1 else None
-    return scale.dtype == torch.float32 and tuple(scale.shape) == wanted
+    expected = (*shape[:-2], *scale_shape(*shape[-2:])) if len(shape) > 1 else None
+    return scale.dtype == torch.float32 and tuple(scale.shape) == expected
 
 
 def _stands_alone(box: Box, shape: Sequence[int]) -> bool:
@@ -143,7 +144,7 @@ HARMLESS = ("_already_called_process_weights_after_loading", "moe_kernel", "moe_
 
 
 def refused(worker: Any, manifest: Sequence[Entry], load_map: LoadMap, binding: Binding) -> dict[str, str]:
-    """Return the kinds of modules that must not be written in place -> why. All modules of a kind share its fate.
+    """Return the kinds of modules that must not be written in place -> why. This holds for all modules of a kind.
 
     manifest: of BF16 tensors, as vLLM's loaders take no others. E4M3 and scales are written to the same places
 
@@ -160,7 +161,7 @@ def refused(worker: Any, manifest: Sequence[Entry], load_map: LoadMap, binding: 
 
 
 def derived_from(model: torch.nn.Module) -> dict[str, str]:
-    """Return the modules from whose weights others keep computed ones -> why vLLM must load them.
+    """Return the modules whose weights others keep in a computed form -> why vLLM must load them.
 
     Latent attention multiplies by matrices made of its kv_b_proj, which the end of vLLM's reload makes anew.
     """
@@ -229,7 +230,7 @@ def _random(entry: Entry, device: torch.device, seed: int) -> torch.Tensor:
 
 
 def _equal(move: Move, source: torch.Tensor) -> bool:
-    """Return True if vLLM has left the bits that the move would leave."""
+    """Return True if vLLM has written the bits that the move would write."""
     import torch
 
     part = source[tuple(slice(*extent) for extent in move.source)].reshape(move.target.shape)
@@ -241,7 +242,7 @@ def _equal(move: Move, source: torch.Tensor) -> bool:
 
 @contextmanager
 def _put_back(model: torch.nn.Module, fed: Sequence[torch.nn.Module]) -> Iterator[Places]:
-    """Put back all modules' tensors and attributes at the end, and the values of the fed ones.
+    """At the end, put back the tensors and attributes of all modules, and the values in the `fed` ones.
 
     Raises LostEngineError if that fails.
     """

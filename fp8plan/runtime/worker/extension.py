@@ -45,20 +45,20 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 class Fp8PlanWorker:
     """The mixin. Its names start with fp8plan_, so that they meet none of vLLM's."""
 
-    device: Any  # of vLLM's worker, as the next two
+    device: Any  # an attribute of vLLM's worker, as are the next two
     model_runner: Any
     weight_transfer_engine: Any
 
     @answering
     def fp8plan_facts(self) -> dict[str, Any]:
-        """Read what really runs: versions, kernels, E8M0, dtypes, CUDA graphs, memory (runtime.worker.facts)."""
+        """Read this worker's facts: versions, kernels, E8M0, dtypes, CUDA graphs, memory (runtime.worker.facts)."""
         return worker_facts(self)
 
     @answering
     def fp8plan_prepare(
         self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None, wide: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Check a manifest in a dry run; `fp8plan_begin` takes the number. wide: as in prepare.prepare"""
+        """Check a manifest in a dry run. `fp8plan_begin` takes the number in the answer. wide: as in prepare.prepare"""
         number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place, number, wide)
         quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
         return {
@@ -74,7 +74,7 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Write tensors of this very process."""
+        """Write tensors that lie in this process."""
         self._fp8plan_weights().load(numbers, tensors)
 
     @answering
@@ -92,7 +92,7 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_receive(self, now: bool) -> int | None:
-        """Take what the trainer sends and count the broadcasts; or (now=False) only see whether that is possible."""
+        """Take the trainer's tensors and count the broadcasts; with now=False only check that they could come."""
         receiver: Receiver | None = getattr(self, "_fp8plan_receiver", None)
         if receiver is None:
             raise ConfigError(

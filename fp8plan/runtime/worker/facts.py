@@ -1,4 +1,4 @@
-"""Facts about a vLLM worker, read from its live objects: what runs, and whether its weights are sound.
+"""Facts about a vLLM worker, read from its live objects: kernels, formats, settings, and faults of its weights.
 
 `zero_kv` clears its KV cache. `examine` finds weights that cannot be right, and ones that changed without a sync.
 """
@@ -155,12 +155,12 @@ def examine(worker: Any) -> dict[str, Any]:
     unsound, digests = {}, {}
     for name, tensor in model.named_parameters():
         digests[name] = digest(tensor.data)
-        if wrong := _wrong(name, tensor.data):
-            unsound[name] = wrong
-    before, known = getattr(worker, "_fp8plan_examined", (None, {}))
-    since = bool(known) and before == version
+        if fault := _wrong(name, tensor.data):
+            unsound[name] = fault
+    version_then, digests_then = getattr(worker, "_fp8plan_examined", (None, {}))
+    since = bool(digests_then) and version_then == version
     worker._fp8plan_examined = version, digests
-    changed = [name for name, value in digests.items() if since and known.get(name, value) != value]
+    changed = [name for name, value in digests.items() if since and digests_then.get(name, value) != value]
     return {"unsound": unsound, "changed": changed, "since": since}
 
 
@@ -172,7 +172,7 @@ def _wrong(name: str, tensor: torch.Tensor) -> str | None:
         return None
     least, most = torch.inf, -torch.inf
     for part in tensor.detach().reshape(-1).split(PART):
-        low, high = map(float, part.float().aminmax())  # NaN, if any is
+        low, high = map(float, part.float().aminmax())  # NaN if any value is
         if not (isfinite(low) and isfinite(high)):
             return "NaN or Inf"
         least, most = min(least, low), max(most, high)

@@ -15,7 +15,7 @@ Between 2^e and 2^(e+1) its values are 2^(e-3) apart, and rounding misses by at 
 
 1/16 leaves room for float32's roundings. The bound holds for all weights that were rounded once. Weights rounded twice
 break it: with DeepGEMM's E8M0 scales, 9% of Gaussian elements do. A limit on the RMS error could not tell the two apart
-(3.7% when rounded twice, up to 5.9% when rounded once), so that is reported and not judged.
+(3.7% when rounded twice, up to 5.9% when rounded once), so the RMS error is reported and not judged.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ class _Window(NamedTuple):
 
 
 class Samples:
-    """A sample of `count` tensors of a manifest, chosen by seed: others every step.
+    """A sample of `count` tensors of a manifest. Each `seed` chooses others.
 
-    seconds: the time that all of this has taken so far
+    seconds: time that choosing, keeping and comparing have taken so far
 
     Only tensors written in place are chosen, so a model that vLLM reloads whole has no samples.
     """
 
     def __init__(self, manifest: Sequence[Entry], binding: Binding, count: int, seed: int) -> None:
         begun, chance = time.perf_counter(), random.Random(seed)
-        # A few more than asked for, as some may be vLLM's to load.
+        # More are drawn than asked for, as vLLM may have to load some of them.
         numbers = chance.sample(range(len(manifest)), min(8 * count, len(manifest)))
         able = [number for number in numbers if binding.moves.get(manifest[number].name)]
         self._chosen = {
@@ -119,19 +119,19 @@ class Samples:
         for window, sent in self._kept:
             groups.setdefault((window.move.scale is None, window.size, sent.dtype), []).append((window, sent))
         rows = [_bits(group) if plain else _errors(group) for (plain, *_), group in groups.items()]
-        figures = torch.cat(rows).tolist()  # the wait
+        figures = torch.cat(rows).tolist()  # waits for the GPU
         names = [window.name for group in groups.values() for window, _ in group]
-        lost, size = (hypot(*(row[at] for row in figures)) for at in (2, 3))
+        error, size = (hypot(*(row[at] for row in figures)) for at in (2, 3))
         self.seconds += time.perf_counter() - begun
         return {
             "compared": len(names),
             "differ": [name for name, row in zip(names, figures, strict=True) if not _fits(*row)],
-            "weight_error": lost / size if size else None,
+            "weight_error": error / size if size else None,
         }
 
 
 def _fits(excess: float, amax: float, error: float, norm: float) -> bool:
-    """Return True if a window equals the sent one, by a row of `_errors`. NaN does not; zeros must be zeros."""
+    """Return True if a window equals the sent one, by its row of `_errors`. NaN does not. Zeros must stay zeros."""
     return excess <= MOST_OF_AMAX * max(amax, AMAX_FLOOR) if amax else excess <= 0
 
 
@@ -139,12 +139,12 @@ def _errors(group: Sequence[tuple[_Window, torch.Tensor]]) -> torch.Tensor:
     """Compare quantised windows: [windows, 4], largest |q s - w| - |w| / 16, largest |w|, norms of q s - w and of w."""
     import torch
 
-    wanted = torch.stack([sent for _, sent in group]).float()
+    original = torch.stack([sent for _, sent in group]).float()
     scales = torch.stack([window.scales() for window, _ in group]).repeat_interleave(BLOCK, -1)
     error = torch.stack([window.live() for window, _ in group]).float()
-    error.mul_(scales[..., : wanted.shape[-1]]).sub_(wanted)
-    size, both = wanted.abs(), (1, 2)
-    norms = [torch.linalg.vector_norm(matrix, dim=both) for matrix in (error, wanted)]
+    error.mul_(scales[..., : original.shape[-1]]).sub_(original)
+    size, both = original.abs(), (1, 2)
+    norms = [torch.linalg.vector_norm(matrix, dim=both) for matrix in (error, original)]
     return torch.stack([error.abs_().sub_(size, alpha=MOST_OF_ITSELF).amax(both), size.amax(both), *norms], -1)
 
 
@@ -168,7 +168,7 @@ def _window(name: str, move: Move, chance: random.Random) -> _Window:
 def _side(size: int, most: int, chance: random.Random) -> tuple[int, int]:
     """Choose a window's start, at a block, and its length, at most `most`.
 
-    It is shorter only at the edge of a tensor of other than whole blocks, so that most models' windows have one shape.
+    It is shorter only at the edge of a tensor of other than whole blocks. So most models' windows have one shape.
     """
     last = size if size % BLOCK else size - min(size, most) + 1
     start = chance.randrange(0, last, BLOCK)
@@ -199,14 +199,14 @@ class LiveWeights:
         self.version = 0
         self._prepared: dict[int, tuple[Prepared, bool]] = {}
         self._running: _Running | None = None
-        self._touched = False  # by the sync that was begun last; stays so when that is committed
+        self._touched = False  # True once the sync that was begun last has written, even after its commit
 
     def prepare(
         self, manifest: Manifest, in_place: bool = True, number: int | None = None, wide: Sequence[str] = ()
     ) -> tuple[int, Prepared]:
         """Check a manifest (runtime.worker.prepare); `begin` takes the number that this returns.
 
-        number: the same on all ranks, some of which may have failed to prepare other manifests; None: this rank's next
+        number: a number for the manifest that is the same on all ranks; None: the next one of this rank
         wide:   as in prepare
         """
         number = max(self._prepared, default=-1) + 1 if number is None else number
@@ -218,7 +218,7 @@ class LiveWeights:
         """Open a sync of a prepared manifest.
 
         samples: how many tensors to compare afterwards
-        version: number of the sync that served before; other samples are chosen after each
+        version: number of the sync that served before; each version compares other samples
         keep:    device of a copy of the weights to return to; None: no copy
         """
         self._touched = False
@@ -241,8 +241,8 @@ class LiveWeights:
         for number, tensor in zip(numbers, tensors, strict=True):
             shape, dtype = specs[number]
             if tensor.shape != shape or tensor.dtype != dtype:
-                name, sent = running.prepared.manifest[number].name, f"{tensor.dtype} {list(tensor.shape)}"
-                raise ConfigError(f"{name} is {sent}; announced: {dtype} {list(shape)}")
+                name, actual = running.prepared.manifest[number].name, f"{tensor.dtype} {list(tensor.shape)}"
+                raise ConfigError(f"{name} is {actual}; announced: {dtype} {list(shape)}")
         moved = [t if t.device == self._device else t.to(self._device, non_blocking=True) for t in tensors]
         self._touched = True
         with torch.no_grad():
@@ -281,18 +281,18 @@ class LiveWeights:
     def _refuse_content(self, running: _Running) -> None:
         """Raises ConfigError for NaN, Inf, and matrices of zeros that are not zeros in the checkpoint.
 
-        A trainer has not gathered such a matrix, or has lost it. Zeros that training begins with (biases, gates, new
-        parts) are zeros in the checkpoint, too. Vectors of zeros are allowed. Without the checkpoint's files here,
+        Such a matrix was not gathered by the trainer, or was lost. Zeros at the start of training (biases, gates, new
+        parts) are zeros in the checkpoint, too. Vectors of zeros are allowed. Without the checkpoint's files,
         zeros are refused only if all matrices are zero.
         """
         import torch
 
         flags = torch.cat([flag for flag, _, _ in running.flags])
-        odd = (flags != FINITE).nonzero().flatten().tolist()  # the wait
+        odd = (flags != FINITE).nonzero().flatten().tolist()  # waits for the GPU
         if not odd:
             return
-        parts = [part for _, some, _ in running.flags for part in some]
-        matrices = [matrix for _, _, some in running.flags for matrix in some]
+        parts = [part for _, parts, _ in running.flags for part in parts]
+        matrices = [matrix for _, _, matrices in running.flags for matrix in matrices]
         held = dict(zip(odd, flags[odd].tolist(), strict=True))
         if bad := list(dict.fromkeys(parts[at].name for at in odd if held[at] == NOT_FINITE)):
             raise ConfigError(f"not finite: {', '.join(bad[:4])} ({len(bad)} in all); allowed: no NaN, no Inf")
@@ -347,9 +347,9 @@ class LiveWeights:
         wait(self._device)
 
     def abort(self) -> bool:
-        """End a sync that failed. Return True if the weights are sure to be those of before it.
+        """End a sync that failed. Return True if the weights are certainly those from before it.
 
-        That is so if a copy came back, or the sync has written nothing, as where the copy did not fit into memory.
+        They are if a copy was restored, or if the sync wrote nothing, e.g. because the copy did not fit into memory.
         """
         running, self._running = self._running, None
         if running is None:
@@ -364,7 +364,7 @@ class LiveWeights:
 
 
 class Comparison:
-    """The live weights beside tensors that stream past: a window of each tensor that is written in place."""
+    """A comparison of live weights with a stream of tensors, by a window of each that a sync would write in place."""
 
     def __init__(self, prepared: Prepared, device: torch.device) -> None:
         self._prepared, self._device = prepared, device
@@ -388,5 +388,5 @@ class _Running:
     samples: Samples
     version: int
     snapshot: Snapshot | None
-    flags: list[tuple[torch.Tensor, list[Part], list[bool]]] = field(default_factory=list)  # and which are matrices
+    flags: list[tuple[torch.Tensor, list[Part], list[bool]]] = field(default_factory=list)  # True: a matrix
     done: set[int] = field(default_factory=set)

@@ -65,12 +65,12 @@ class LoadMap:
 
 
 def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
-    """Find the LoadMap of `manifest`. Raises ConfigError naming the tensor that a loader does not take."""
+    """Find the LoadMap of `manifest`. Raises ConfigError, with its name, for a tensor that a loader does not take."""
     import torch
 
     sources: dict[int, str] = {}
-    load: Any = model.load_weights  # vLLM's
-    sent: dict[str, torch.Tensor] = {}  # kept: a storage that is freed gives its number to the next one
+    load: Any = model.load_weights  # a method of vLLM's models
+    sent: dict[str, torch.Tensor] = {}  # kept alive: a freed storage would pass its number on to another
     seen: list[tuple[str, torch.Tensor, torch.Tensor, bool]] = []
     now, loading = "", Depth()
 
@@ -131,17 +131,17 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
 
 
 def box(view: torch.Tensor, shape: Sequence[int]) -> Box | None:
-    """Return the box that a view of a contiguous tensor of `shape` is; None if it is none (transposed, strided)."""
+    """Return the box that a view covers of a contiguous tensor of `shape`; None for a transposed or strided view."""
     offset, extents = int(view.storage_offset()), []
-    left = [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n != 1]
+    strides = [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n != 1]
     for dimension, size in enumerate(shape):
         stride = prod(shape[dimension + 1 :])
         start, offset = divmod(offset, stride) if stride else (0, 0)
-        extent = left.pop(0)[1] if left and left[0][0] == stride and size != 1 else 1
+        extent = strides.pop(0)[1] if strides and strides[0][0] == stride and size != 1 else 1
         if start + extent > size:
             return None
         extents.append((start, start + extent))
-    return None if left or offset else tuple(extents)
+    return None if strides or offset else tuple(extents)
 
 
 @contextmanager
@@ -151,9 +151,9 @@ def checkpoint_format(model: torch.nn.Module) -> Iterator[dict[tuple[str, str], 
     saved = [(layer, layer._parameters, layer._buffers) for layer in model.modules()]
     try:
         for module, layer in model.named_modules():
-            wanted, buffers = _metadata(layer)
-            layer.__dict__["_parameters"], layer.__dict__["_buffers"] = wanted, buffers
-            parameters |= {(module, name): tensor for name, tensor in wanted.items() if tensor is not None}
+            twins, buffers = _metadata(layer)
+            layer.__dict__["_parameters"], layer.__dict__["_buffers"] = twins, buffers
+            parameters |= {(module, name): tensor for name, tensor in twins.items() if tensor is not None}
         yield parameters
     finally:
         for layer, params, buffers in saved:
@@ -167,7 +167,7 @@ def _metadata(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     params, buffers = get_layerwise_info(layer).restore_metadata
-    # vLLM never moves SKIP_TENSORS. Of these a bias gets a twin to copy to, and expert tables stay, to be read.
+    # vLLM never moves SKIP_TENSORS. A bias among them gets a twin to copy to. Expert tables stay, as loaders read them.
     kept = {name: tensor for name, tensor in layer._parameters.items() if name in SKIP_TENSORS and tensor is not None}
     twins = {}
     for name, tensor in {**params, **kept}.items():
@@ -184,7 +184,7 @@ class Depth:
 
 
 def _count(parameter: Any, loading: Depth) -> None:
-    """Let `loading` count the calls of a parameter's loader, which vLLM's reload wraps to see loads."""
+    """Let `loading` count the running calls of a parameter's loader. vLLM's reload sees only loads through it."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader = getattr(parameter, "weight_loader", default_weight_loader)

@@ -1,4 +1,4 @@
-"""A worker's end of a transfer: vLLM's own NCCL engine, whose tensors go to the live weights instead of into a reload.
+"""A worker's end of a transfer: vLLM's own NCCL engine, whose tensors go to the live weights, not into a reload.
 
 A RolloutEngine makes its Receiver itself. vLLM's registry would make it at the start, and vLLM's own RPCs would write
 past the engine's state. A server's backend is registered instead: runtime.worker.backend.
@@ -30,7 +30,7 @@ class PlainReceiver(NCCLWeightTransferEngine):
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Meet the trainer. Returns once it has come."""
-        if getattr(init_info, "nccl_unique_id_b64", None) is not None:  # from 0.30 on: there is no store to meet at
+        if getattr(init_info, "nccl_unique_id_b64", None) is not None:  # from 0.30 on; it needs no store to meet at
             super().init_transfer_engine(init_info)
             return
         for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers"):  # announced here from 0.28 on
@@ -46,16 +46,16 @@ class PlainReceiver(NCCLWeightTransferEngine):
 
 
 class Receiver(PlainReceiver):
-    """A worker's end. Making one blocks until the trainer has come. Raises ConfigError without NCCL.
+    """A worker's end. Making one waits until the trainer has come. Raises ConfigError without NCCL.
 
-    worker: vLLM's; live: its weights
+    worker: vLLM's worker; live: its weights
     """
 
     def __init__(self, worker: Any, live: LiveWeights, where: Rendezvous) -> None:
         model = worker.model_runner.get_model()
         super().__init__(WeightTransferConfig(backend="nccl"), worker.vllm_config, worker.device, model)
         self._live, self._where = live, where
-        # From 0.30 on the packing is announced when the group is made, before that with the tensors.
+        # The packing goes into both messages, as versions differ in which one they read it from.
         self._packing = {
             "packed": True,
             "packed_buffer_size_bytes": where.buffer_bytes,
@@ -71,7 +71,7 @@ class Receiver(PlainReceiver):
         self.expect()
 
     def expect(self) -> None:
-        """Raises ConfigError if nothing could arrive any more."""
+        """Raises ConfigError if no more tensors can arrive."""
         working(self.model_update_group)
 
     def receive(self) -> int:
@@ -99,10 +99,10 @@ class Receiver(PlainReceiver):
 
 
 class Arriving:
-    """A stand-in for the model that vLLM loads into. After a failure, which is kept, it ignores the rest.
+    """A stand-in for the model that vLLM loads into. It keeps its first failure, and ignores all tensors after it.
 
     live:  takes tensors, by their numbers in the manifest; None after an earlier failure
-    renew: is called when tensors have come
+    renew: called when tensors have come
     """
 
     def __init__(self, live: LiveWeights | Sink | None, manifest: Manifest) -> None:
@@ -124,7 +124,7 @@ class Arriving:
             self.failure = text_of(error)
 
     def _write(self, live: LiveWeights | Sink, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Write on one stream, as vLLM's reload may keep tensors of one broadcast until the next, on another stream.
+        """Write on one stream. vLLM's reload may keep tensors until the next broadcast, which comes on another stream.
 
         The broadcast's stream waits for the writes, and vLLM waits for that stream before it reuses the buffer. All
         tensors are views of the buffer. One record_stream keeps it from reuse while a kept tensor is read.
@@ -142,5 +142,5 @@ class Arriving:
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:
     """Make vLLM's dataclass from the values that this version has."""
-    known = {field.name for field in fields(kind)}
-    return kind(**{name: value for name, value in values.items() if name in known})
+    names = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in values.items() if name in names})

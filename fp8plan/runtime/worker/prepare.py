@@ -27,7 +27,7 @@ class Program:
 
     entries, numbers: of the chunk's tensors
     moves:     name -> how it is written in place (fp8plan.runtime.worker.binding)
-    parts:     of the tensors that `run` flags (weight_sync.checkpoint.Part)
+    parts:     parts of tensors, for each of which `run` gives a flag (weight_sync.manifest.Part)
     matrices:  which of the parts are matrices
     native:    (position in the chunk, name) of tensors that go through vLLM's loader
     positions: number in the manifest -> position in the chunk
@@ -47,7 +47,7 @@ class Program:
         self.matrices = [is_matrix(move.target.shape) for _, _, move in (*quantised, *copied)]
 
     def run(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Queue the writes. Return what each part holds, int32 [len(parts)] on the device (quantize.targets)."""
+        """Queue the writes. Return the flag of each part, int32 [len(parts)] on the device (quantize.targets)."""
         import torch
 
         flags = torch.zeros(len(self.parts), dtype=torch.int32, device=device)
@@ -58,12 +58,12 @@ class Program:
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Return True for a shape with two dimensions of more than one element: no vector, such as a bias or a norm."""
+    """Return False for a vector, such as a bias or a norm: fewer than two dimensions of more than one element."""
     return sum(size > 1 for size in shape) > 1
 
 
 def _part(move: Move, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return the function that cuts out a move's source, as a vector or matrix; None if that is all, as it is."""
+    """Return the function that cuts out a move's source, as a vector or matrix; None if it is all, as it is."""
     if tuple(move.target.shape) == shape and move.source == tuple((0, size) for size in shape):
         return None
     window = tuple(slice(*extent) for extent in move.source)
@@ -71,7 +71,7 @@ def _part(move: Move, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Te
 
 
 class IncompleteError(ConfigError):
-    """A parameter that a manifest does not fill, though nothing in the manifest is wrong."""
+    """A parameter that a manifest does not fill, although its entries are right."""
 
 
 ONE_EXPERTS: Final = re.compile(r"\.experts\.\d+\.")  # in the name of one expert's tensor
@@ -83,13 +83,13 @@ class Prepared:
 
     binding:  the way of each tensor
     specs:    shape and dtype of each tensor, as torch compares them fastest
-    homes:    (module, parameter, address) of what is written in place
+    homes:    (module, parameter, address) of each live tensor that is written in place
     why:      kinds of modules that vLLM loads -> why
     ignored:  tensors that vLLM leaves out: a tied lm_head
     groups:   number of each tensor's group, which must come together
     layers:   dtype of their weights -> how many modules
     taken:    elements of each tensor that this rank loads
-    wide:     tensors that may be FP32 whatever the model keeps of them
+    wide:     tensors that may be FP32, whatever dtype the model keeps
     past:     (module, parameter) that vLLM's reload must be told of (vllm_reload.NativeReload)
     programs: the writes of each chunk that has come
     """
@@ -116,7 +116,7 @@ class Prepared:
 
     @property
     def moved(self) -> bool:
-        """Return whether a live tensor is elsewhere by now: writes would go to memory of something else."""
+        """Return True if a live tensor has moved: writes would go to memory that now holds something else."""
         live = ((layer._parameters.get(name), address) for layer, name, address in self.homes)
         return any(tensor is None or tensor.data_ptr() != address for tensor, address in live)
 
@@ -147,10 +147,12 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str]
     if in_place:  # tried in BF16: with E4M3 and scales vLLM's loaders would have nothing to quantise
         derived = {module: why for module, why in derived_from(model).items() if module in every}
         reasons = refused(worker, plain, traced, bind(model, traced, plain, derived))
-        left = {module: reasons[kind(layers[module])] for module in every if kind(layers[module]) in reasons} | derived
+        native = {
+            module: reasons[kind(layers[module])] for module in every if kind(layers[module]) in reasons
+        } | derived
     else:
-        left = dict.fromkeys(every, "in_place=False")
-    binding = bind(model, load_map, manifest, left)
+        native = dict.fromkeys(every, "in_place=False")
+    binding = bind(model, load_map, manifest, native)
     in_fp8 = {module for e in manifest if e.dtype == "float8_e4m3fn" for module in load_map.modules[e.name]}
     if stuck := sorted({kind(layers[module]) for module in in_fp8.intersection(binding.native)}):
         raise ConfigError(
@@ -174,9 +176,9 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str]
 
 
 def rounded(model: torch.nn.Module, manifest: Manifest) -> Manifest:
-    """Return a manifest with BF16 for each FP32 tensor that fills another parameter than FP32.
+    """Return the manifest with BF16 for each FP32 tensor whose parameter is not FP32.
 
-    Those are a trainer's master weights, which vLLM's loaders round as they copy them.
+    Such tensors are a trainer's master weights. vLLM's loaders round them as they copy them.
     """
     import torch
 
@@ -195,7 +197,7 @@ def rounded(model: torch.nn.Module, manifest: Manifest) -> Manifest:
 
 
 def _refuse_rounded(manifest: Manifest, load_map: LoadMap, wide: Sequence[str]) -> None:
-    """Raises ConfigError for an FP32 tensor that would lose bits, as a parameter that it fills is not FP32.
+    """Raises ConfigError for an FP32 tensor that would lose bits, because its parameter is not FP32.
 
     vLLM keeps routers' biases and the decays of state-space layers in FP32. A tensor of `wide` is rounded as at the
     engine's start.
@@ -209,9 +211,9 @@ def _refuse_rounded(manifest: Manifest, load_map: LoadMap, wide: Sequence[str]) 
 
 
 def _refuse_unknown(ignored: Sequence[str], config: Any, shares_experts: bool = False) -> None:
-    """Raises ConfigError for tensors that go nowhere, unless vLLM is known to leave them out.
+    """Raises ConfigError for tensors that vLLM ignores, unless it is known to leave them out.
 
-    With expert parallelism those of other ranks' experts pass, too. `_refuse_missing` finds missing experts of this
+    With expert parallelism the experts of other ranks pass, too. `_refuse_missing` finds missing experts of this
     rank.
     """
     if shares_experts:
@@ -234,10 +236,10 @@ def _refuse_missing(load_map: LoadMap, layers: Mapping[str, torch.nn.Module]) ->
         count, whole = load_map.covered[module, param], _wanted(layers[module], shape)
         if count >= whole or (count == 0 and address(module, param) in filled):
             continue
-        got = [name for name, copies in load_map.copies.items() if any(c[:2] == (module, param) for c in copies)]
+        sources = [name for name, copies in load_map.copies.items() if any(c[:2] == (module, param) for c in copies)]
         raise IncompleteError(
             f"missing: {whole - count} of {whole} elements of {module}.{param}, which got "
-            f"{', '.join(got) or 'nothing'}; send every tensor of the model, a fused layer needs all its parts"
+            f"{', '.join(sources) or 'nothing'}; send every tensor of the model, a fused layer needs all its parts"
         )
 
 

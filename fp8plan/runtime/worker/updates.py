@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     import torch
 
 SAMPLES: Final = 4  # tensors that are compared with what was sent, as in SyncSettings
-NUMBER: Final = 0  # of the one manifest that the worker remembers
+NUMBER: Final = 0  # number of the one manifest that the worker remembers
 
 
 class Streamed:
-    """Tensors on their way into the live weights, rounded where those are not FP32.
+    """A sink that writes tensors into the live weights at once, rounded where those are not FP32.
 
-    begin: opens the live weights. It is called when the first tensors are there, as announced ones may never come
+    begin: opens a sync of the live weights. Only the first tensors call it, as announced ones may never come
     """
 
     def __init__(self, live: LiveWeights, manifest: Manifest, held: Manifest, begin: Callable[[], None]) -> None:
@@ -46,7 +46,7 @@ class Streamed:
 
 
 class Staged:
-    """Tensors that wait on the host until the manifest is complete."""
+    """A sink whose tensors wait on the host until the manifest is complete."""
 
     def __init__(self) -> None:
         self.manifest: Manifest = ()
@@ -64,7 +64,7 @@ class _Update:
     """An open update.
 
     announced: all its tensors so far
-    scales:    KV scales of before, which a reload of any layer sets to 1.0
+    scales:    the KV scales before it, as a reload of any layer sets them to 1.0
     """
 
     begun: float
@@ -82,8 +82,8 @@ class Updates:
     worker: vLLM's Worker, or what LiveWeights reads of it
     agree:  gathers an object from all ranks of the engine, so that all refuse what one of them refuses
 
-    version: of the weights, counted from 1; 0: the checkpoint's
-    report:  of the last complete update; None before it
+    version: number of the weights, counted from 1; 0: the checkpoint's
+    report:  report of the last complete update; None before it
     refusal: why the weights must not be used; None while they may
     """
 
@@ -98,13 +98,13 @@ class Updates:
         self._open: _Update | None = None
 
     def start(self) -> None:
-        """Open an update. One that was left open has failed."""
+        """Open an update. An earlier one that is still open fails."""
         if self._open is not None:
             self.fail("its trainer has begun another")
         self._open = _Update(time.perf_counter())
 
     def announce(self, part: Manifest) -> Sink:
-        """Check tensors that are about to be sent, and return the place that they go to.
+        """Check tensors that are about to be sent, and return the sink that takes them.
 
         Raises ConfigError for tensors that the model does not take. Until something is written, the old weights serve.
         """
@@ -115,7 +115,7 @@ class Updates:
         if isinstance(update.sink, Staged):
             update.sink.manifest = update.announced
         elif update.announced != update.sink.manifest[: len(update.announced)]:
-            self._known = ((), (), 0)  # the next update is learned anew
+            self._known = ((), (), 0)  # so the next update is checked anew
             raise ConfigError(
                 f"{part[0].name if part else 'an empty part'} was not expected here; allowed: the parts of an update "
                 "hold the same tensors in the same order each time"
@@ -124,7 +124,7 @@ class Updates:
         return update.sink
 
     def finish(self) -> None:
-        """Close the update: everything came, all of it is finite, and a sample is what was sent.
+        """Close the update, and check it: all tensors came, are finite, and a sample equals the tensors sent.
 
         Raises ConfigError, after which the weights must not be used, unless nothing was written.
         """
@@ -174,8 +174,8 @@ class Updates:
 
     def _first(self, update: _Update) -> Sink:
         """Return a Streamed for a known or complete manifest, else a Staged; the same on all ranks."""
-        known = self._known[0]
-        if update.announced != known[: len(update.announced)] or not update.announced:
+        expected = self._known[0]
+        if update.announced != expected[: len(update.announced)] or not update.announced:
             try:
                 self._check(update.announced)
             except IncompleteError:
@@ -184,7 +184,7 @@ class Updates:
 
     def _check(self, sent: Manifest) -> None:
         """Let the live model, on every rank, check a whole manifest, and remember it."""
-        # As text: an error that is kept would keep its callers' frames, and with them the memory of the tensors.
+        # Text, as an error that is kept would keep its callers' frames, and with them the memory of the tensors.
         fault: tuple[bool, str] | None = None
         elements: tuple[int, ...] = ()
         try:
@@ -198,12 +198,12 @@ class Updates:
         except Fp8PlanError as error:
             fault = isinstance(error, IncompleteError), str(error)
         answers = self._agree((fault, elements))
-        wrong = [answer for answer, _ in answers if answer is not None]
+        faults = [fault for fault, _ in answers if fault is not None]
         for kind, others in ((ConfigError, False), (IncompleteError, True)):
-            for incomplete, text in wrong:
+            for incomplete, text in faults:
                 if incomplete is others:
                     raise kind(text)
-        refuse_leftovers(sent, [each for _, each in answers])
+        refuse_leftovers(sent, [elements for _, elements in answers])
         self._known = (sent, held, len(prepared.ignored))
 
     def _streamed(self, update: _Update) -> Streamed:
@@ -240,7 +240,7 @@ class Updates:
 
 
 def over_ranks(mine: Any) -> list[Any]:
-    """Return the values of all ranks of the engine."""
+    """Gather `mine` from all ranks of the engine."""
     import torch
     from vllm.distributed.parallel_state import get_world_group
 

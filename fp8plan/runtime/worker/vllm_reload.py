@@ -1,4 +1,4 @@
-"""vLLM's own layerwise reload, and the few things that it needs from outside: see runtime.vllm_versions.PATCHES."""
+"""vLLM's own layerwise reload, with the changes around it that runtime.vllm_versions.PATCHES lists."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def _same(value: Any, before: Any) -> bool:
 
 
 class Snapshot:
-    """A copy of a live model to return to. On "cpu" it is copied over the bus, on "cuda" it doubles the memory."""
+    """A copy of a live model to return to. On "cpu" it crosses the bus; on "cuda" the weights take twice the memory."""
 
     def __init__(self, model: torch.nn.Module, device: str) -> None:
         tensors = [*model.parameters(), *model.buffers()]
         once = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
         self._tensors = [(tensor, tensor.detach().to(device, copy=True)) for tensor in once.values()]
-        self._places = Places(model)  # on a CPU a layer's packed weights hang on its attributes
+        self._places = Places(model)  # on a CPU, attributes of a layer hold its packed weights
 
     def restore(self) -> None:
         """Put back the tensors, which CUDA graphs have captured, and their values; `refresh` must follow."""
@@ -106,7 +106,7 @@ class NativeReload:
     def close(self, modules: Iterable[str] = ()) -> None:
         """End the reload. Modules that got nothing keep their weights; incomplete ones hold garbage until the next.
 
-        modules: must have got something. Raises ConfigError if vLLM has not noticed it
+        modules: those that must have got weights. Raises ConfigError if vLLM has seen none for one of them
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -118,7 +118,7 @@ class NativeReload:
         refresh(self._model)
 
     def abandon(self) -> None:
-        """End the reload as an exception does. After the end this does nothing."""
+        """End the reload as an exception does. Does nothing once it has ended."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         if self._before is None:
@@ -135,7 +135,7 @@ class NativeReload:
 
         for module, param in self._past:
             twin = get_layerwise_info(self._model.get_submodule(module)).restore_metadata[0].get(param)
-            if twin is not None:  # vLLM leaves some live (SKIP_TENSORS): they are written to directly
+            if twin is not None:  # none for those that vLLM leaves live (SKIP_TENSORS), which are written to directly
                 self._loaders.append((twin, vars(twin).pop("weight_loader", None)))
 
     def _give_loaders_back(self) -> None:
@@ -145,7 +145,7 @@ class NativeReload:
         self._loaders = []
 
     def _parameters_past(self) -> list[torch.Tensor]:
-        """Return the parameters of `past` that still wait for values."""
+        """Return the parameters in `past` that still wait for values."""
         past = (self._model.get_submodule(module)._parameters.get(param) for module, param in self._past)
         return [tensor for tensor in past if tensor is not None and tensor.is_meta]
 
@@ -179,7 +179,7 @@ class NativeReload:
 
 @contextmanager
 def _redirected(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Hand copies to these meta parameters to their loaders."""
+    """Turn each copy to one of these meta parameters into a call of its loader."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -233,7 +233,7 @@ def refresh(model: torch.nn.Module) -> None:
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
     if head is None or embedding is None or not hasattr(head, "quant_method") or not _on_cpu(head):
         return
-    if head.weight.data_ptr() == embedding.weight.data_ptr():  # it keeps a packed copy, which no loader refreshes
+    if head.weight.data_ptr() == embedding.weight.data_ptr():  # the head keeps a packed copy, which no loader refreshes
         head.quant_method.process_weights_after_loading(head)
 
 
