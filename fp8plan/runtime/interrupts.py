@@ -23,9 +23,9 @@ from threading import Event, Thread
 from types import FrameType, TracebackType
 from typing import Any, Final, TypeVar
 
-SAME_PRESS_S: Final = 1.0  # a launcher that passes Ctrl-C on makes two signals of one press; a later one insists
+SAME_PRESS_S: Final = 1.0  # a launcher that passes Ctrl-C on makes two signals of one press, no longer apart than this
 
-_open: list[Held] = []  # of the main thread, the innermost last
+_open: list[Held] = []  # those of the main thread, the innermost last
 _thread = threading.local()
 
 
@@ -36,29 +36,29 @@ class Stopped(BaseException):
 class Held:
     """A `with` that holds SIGINT back, at most until its end.
 
-    give_up: called for a user who insists; the engine must count as lost afterwards
+    give_up: called at a second Ctrl-C; the engine must count as lost afterwards
     """
 
     def __init__(self, give_up: Callable[[], None]) -> None:
         self._give_up = give_up
-        self._handler: Any = None  # of the caller: Python's, which raises KeyboardInterrupt, or one of its own
-        self._first: float | None = None  # when it arrived that is still being dealt with
+        self._handler: Any = None  # the caller's handler: Python's, which raises KeyboardInterrupt, or its own
+        self._first: float | None = None  # arrival of the SIGINT that is being dealt with
         self._waiting = False
-        self._callers = False  # the caller's own code runs
+        self._callers = False  # True while the caller's own code runs
 
     def __enter__(self) -> None:
         handler = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread() and callable(handler):
             self._handler = handler
             signal.signal(signal.SIGINT, self._arrived)
-            _open.append(self)  # only once nothing can come between, which would leave it there
+            _open.append(self)  # last, so that no interrupt can leave it there
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._handler is None:
             return
         _open.remove(self)
-        if signal.getsignal(signal.SIGINT) == self._arrived:  # else the caller's code has set another
-            signal.signal(signal.SIGINT, self._handler)  # which may raise there and then
+        if signal.getsignal(signal.SIGINT) == self._arrived:  # else the caller's code has set another handler
+            signal.signal(signal.SIGINT, self._handler)  # it may raise at once
         self.let_in()
 
     def let_in(self) -> None:
@@ -66,7 +66,7 @@ class Held:
         if self._waiting:
             self._waiting = False
             self._handler(signal.SIGINT, None)
-            self._first = None  # it has not raised: the call goes on
+            self._first = None  # the handler has not raised, so the call goes on
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -120,9 +120,9 @@ def released() -> Iterator[None]:
 
 Answer = TypeVar("Answer")
 
-WATCH_S: Final = 0.1  # between two checks that the engine's process lives
-LAST_WORDS_S: Final = 5.0  # for a dead process's last answers
-PATIENCE_S: Final = 60.0  # for a call that is under way when its caller is interrupted
+WATCH_S: Final = 0.1  # seconds between two checks that the engine's process lives
+LAST_WORDS_S: Final = 5.0  # wait for the last answers of a dead process
+PATIENCE_S: Final = 60.0  # wait for a call whose caller is interrupted
 
 
 def watched(
@@ -182,7 +182,7 @@ def started_apart(start: Callable[[], Answer]) -> Answer:
 
     def begun() -> Answer:
         llm = start()
-        if over.is_set():  # nobody waits for it any more, and its processes came too late to be killed
+        if over.is_set():  # its caller has given up, and its processes came too late to be killed
             vllm: Any = llm
             getattr(vllm, "llm_engine", vllm).engine_core.shutdown()
         return llm
@@ -192,5 +192,5 @@ def started_apart(start: Callable[[], Answer]) -> Answer:
         for process in set(active_children()) - before:
             process.kill()
 
-    ensure_running()  # or Python starts it now, and lets SIGINT through again
+    ensure_running()  # else Python starts it later, and lets SIGINT through again
     return watched(begun, lambda: False, give_up, patience_s=0.0)

@@ -15,11 +15,11 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
-# A library in vLLM's server sets Python's own level to ERROR, which does not hold below vLLM's name.
+# A library in vLLM's server sets the root logger to ERROR. Loggers below vLLM's name are spared.
 logger = logging.getLogger("vllm.fp8plan")
 
 BACKEND: Final = "fp8plan"
-PROBE: Final = "fp8plan-doctor"  # in the ids of requests that belong to no rollout
+PROBE: Final = "fp8plan-doctor"  # part of the ids of requests that belong to no rollout
 STATUS: Final = "/fp8plan/status"
 ROLLOUT: Final = "/v1/fp8plan/rollout"  # vLLM asks for its --api-key below /v1
 API_KEY: Final = "VLLM_API_KEY"  # vLLM's own variable for its --api-key; fp8plan's clients take theirs from it
@@ -27,7 +27,7 @@ PLUGINS: Final = "VLLM_PLUGINS"  # vLLM's own variable: names of the plugins tha
 
 
 def register() -> None:
-    """Name the backend. Does nothing in a vLLM that is not supported, which fp8plan must not break."""
+    """Register the backend. Does nothing in a vLLM that is not supported, so as not to break it."""
     try:
         check_vllm_version()
     except ConfigError as error:
@@ -46,7 +46,7 @@ def authorization(api_key: str | None = None) -> dict[str, str]:
 
 
 def weight_sync_client(url: str, api_key: str | None = None, timeout: float = 300.0) -> Any:
-    """Return vLLM's own HTTP client of the weight-transfer lifecycle, which knows no API key, with one.
+    """Return vLLM's own HTTP client of the weight-transfer lifecycle, with an API key, which vLLM's lacks.
 
     api_key: None: the one in VLLM_API_KEY, if there is one
     timeout: seconds for each call

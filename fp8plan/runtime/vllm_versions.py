@@ -10,11 +10,11 @@ from fp8plan.version import NEWEST, RANGE, is_supported
 
 
 class Patch(NamedTuple):
-    """One place that leans on vLLM's inside.
+    """One place that leans on more than vLLM's public interface.
 
     does:     "reads", "calls" and "extends" change nothing in vLLM; "sets" writes attributes that vLLM itself writes;
               "wraps" and "swaps" are undone after use
-    names:    of vLLM or torch, as the code has them
+    names:    names in vLLM or torch, as the code spells them
     where:    files of fp8plan.runtime
     reason:   why the public interface is not enough
     versions: versions of vLLM that need it

@@ -21,7 +21,7 @@ from fp8plan.runtime.weight_sync.state import Call, SyncState, rpc
 if TYPE_CHECKING:
     import torch
 
-# Passes of the calibration prompts until none of its own scales clips: each at least doubles them.
+# Most passes of the calibration prompts. After each, scales that clipped are at least doubled.
 MOST_CALIBRATIONS = 12
 
 # Sequences of the last rollout that KV scales are calibrated on, and tokens of each; random tokens before the first.
@@ -29,7 +29,7 @@ CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
 RANDOM_TOKENS: Final = 256
 RANDOM: Final = "random tokens, as no rollout has run yet"
 
-# Limits of a trainer's amax: with them, and any margin that makes sense, scales are normal numbers of float32.
+# Limits of a trainer's amax. Within them scales are normal numbers of float32, with any sensible margin.
 LEAST_AMAX: Final = 1e-30
 MOST_AMAX: Final = 1e30
 
@@ -43,9 +43,9 @@ def kv_scales(
 ) -> Generator[Call, Any, str | None]:
     """Set KV scales by the trainer's amax, or by prompts that the live engine runs; return where they come from.
 
-    `refuse_calibration` must have passed both.
+    `refuse_calibration` must have passed amax and prompts.
 
-    source: name of the prompts, which is returned for them
+    source: name of the prompts, returned if they are used
     known:  scales of another replica with the same weights; nothing is measured then
     """
     if not state.fp8_kv:
@@ -69,7 +69,7 @@ def refuse_calibration(
 ) -> None:
     """Raises ConfigError if no KV scales can be made of an amax or prompts.
 
-    An amax must be finite, above 0 and complete. Prompts must fit the engine. Exactly one of both is needed. With a
+    An amax must be finite, above 0 and complete. Prompts must fit the engine. Exactly one of the two is needed. With a
     BF16 KV cache both are optional, and only values of a wrong kind are refused.
     """
     if amax is not None and not isinstance(amax, Mapping):
@@ -115,10 +115,10 @@ def random_prompts(vocabulary: int | None, longest: int) -> list[list[int]]:
 
 
 def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
-    """Measure the amax of prompts, run until none of the scales that they ran with clipped them.
+    """Measure the amax of prompts. They run again, with wider scales, until none is clipped.
 
-    It always begins at scales of 1.0. A layer's input depends a little on the scales of the layers before it, and the
-    same weights and prompts must give the same scales, whatever ran before.
+    The first scales are always 1.0: the same weights and prompts must give the same scales, whatever ran before, and a
+    layer's input depends a little on the scales of the layers before it.
     """
     scales = {layer: [1.0] * len(PARTS) for layer in state.kv_scales or ()}
     for _ in range(MOST_CALIBRATIONS):
@@ -172,11 +172,11 @@ def recording_amax(model: torch.nn.Module) -> Iterator[Callable[[], Amax]]:
                 recorded[layers[module]] = torch.maximum(before, largest)
         return attend(module, query, key, value, *args, **kwargs)
 
-    # Set in this table, not registered: an entry of it, such as that of verl's prefix grouper, hides registered ones.
+    # Set in this table, not registered: its entries, such as that of verl's prefix grouper, hide registered ones.
     ALL_ATTENTION_FUNCTIONS[name] = recording
     try:
         yield lambda: {layer: parts.tolist() for layer, parts in recorded.items()}
     finally:
         del ALL_ATTENTION_FUNCTIONS[name]
-        if ALL_ATTENTION_FUNCTIONS.get(name) is not attend:  # it stood in this table
+        if ALL_ATTENTION_FUNCTIONS.get(name) is not attend:  # it was an entry of this table, not registered
             ALL_ATTENTION_FUNCTIONS[name] = attend

@@ -31,7 +31,7 @@ Scales = dict[str, list[float]]  # layer -> scales of q, k, v
 
 
 def scales_from(amax: Mapping[str, Sequence[float]], margin: float = MARGIN) -> Scales:
-    """Return scales for `margin` times the amax; 1.0 for a layer that saw nothing. Raises ConfigError for NaN, Inf."""
+    """Return scales for `margin` times the amax; 1.0 for an amax of 0. Raises ConfigError for NaN, Inf."""
     scales = {}
     for layer, parts in amax.items():
         try:
@@ -53,7 +53,7 @@ def largest(ranks: Sequence[Amax]) -> Amax:
 def clipped(amax: Amax, scales: Scales) -> Scales:
     """Return wider scales, with twice the room, for the layers that were clipped in a calibration with `scales`.
 
-    Q is recorded after vLLM has quantised it, so its amax cannot exceed 448 scales: reaching that counts as clipped.
+    Q is recorded after vLLM has quantised it, so its amax cannot exceed 448 scales. Reaching that counts as clipped.
     """
     return {
         layer: [
@@ -92,18 +92,18 @@ def set_scales(model: torch.nn.Module, scales: Mapping[str, Sequence[float]]) ->
     layers = dict(attention_layers(model))
     if wrong := layers.keys() ^ scales.keys():
         raise ConfigError(f"scales for {sorted(wrong)[:4]}; allowed: one for each of {len(layers)} attention layers")
-    live, wanted = [], []
+    live, values = [], []
     for name, layer in layers.items():
         for part, scale in zip(PARTS, scales[name], strict=True):
             live.append(getattr(layer, f"_{part}_scale"))
-            wanted.append(float(scale))
+            values.append(float(scale))
             setattr(layer, f"_{part}_scale_float", float(scale))
             host = getattr(layer, f"_{part}_scale_cpu", None)
             if host is not None:
                 host.fill_(scale)
-    if live:  # all at once: a model has a hundred, and each launch takes time
-        sent = torch.tensor(wanted, dtype=torch.float32).to(live[0].device).unbind()
-        torch._foreach_copy_(live, [value.expand_as(scale) for value, scale in zip(sent, live, strict=True)])
+    if live:  # all at once: a model has a hundred scales, and each launch takes time
+        moved = torch.tensor(values, dtype=torch.float32).to(live[0].device).unbind()
+        torch._foreach_copy_(live, [value.expand_as(scale) for value, scale in zip(moved, live, strict=True)])
 
 
 @contextmanager
@@ -121,8 +121,8 @@ def keeping_scales(model: torch.nn.Module) -> Iterator[None]:
 class AmaxRecorder:
     """A recorder of the largest |q|, |k| and |v| that each attention layer of a model gets, until `stop`.
 
-    vLLM calls attention from Python, between the CUDA graphs, in every step that fills prompts; only steps of decodes
-    alone are whole graphs. So prompts with one response token show all values, and the engine's mode stays as it is.
+    vLLM calls attention from Python, between the CUDA graphs, in every step that fills prompts. Only steps without
+    prompts are whole graphs. So prompts with one response token show all values, and the engine's mode stays as it is.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -130,7 +130,7 @@ class AmaxRecorder:
 
         self._layers = dict(attention_layers(model))
         device = next(model.parameters()).device
-        self._amax = torch.full((len(self._layers), len(PARTS)), -1.0, dtype=torch.float32, device=device)  # not seen
+        self._amax = torch.full((len(self._layers), len(PARTS)), -1.0, dtype=torch.float32, device=device)  # -1: none
         for number, layer in enumerate(self._layers.values()):
             layer.impl.forward = self._wrapped(layer.impl.forward, self._amax[number])
 
@@ -155,8 +155,8 @@ class AmaxRecorder:
         return recording
 
     def stop(self) -> Amax:
-        """Return the amax, and leave the layers as they were. A layer that saw nothing has 0; empty if none saw any."""
+        """Return the amax, and leave the layers as they were. A layer that never ran has 0; empty if none ran."""
         for layer in self._layers.values():
             del layer.impl.forward
-        seen = bool((self._amax >= 0).any())
-        return dict(zip(self._layers, self._amax.clamp(min=0).tolist(), strict=True)) if seen else {}
+        any_ran = bool((self._amax >= 0).any())
+        return dict(zip(self._layers, self._amax.clamp(min=0).tolist(), strict=True)) if any_ran else {}

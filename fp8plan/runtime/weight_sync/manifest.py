@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     import torch
 
 # Formats of a sync. bf16: the trainer's tensors, quantised inside the engine. fp8_block: E4M3 weights and FP32 scales
-# for the layers that the engine holds in FP8, BF16 for the rest: half the bytes.
+# for the layers that the engine holds in FP8, and BF16 for the rest, which is half the bytes.
 FORMATS: Final = ("bf16", "fp8_block")
 
-SCALE_SUFFIX: Final = "_scale_inv"  # of a weight's scales, as in DeepSeek's checkpoints and in vLLM
+SCALE_SUFFIX: Final = "_scale_inv"  # suffix of a weight's scales, as in DeepSeek's checkpoints and in vLLM
 
-# Tensors that vLLM computes itself or has no use for. A tied lm_head is in a trainer's state_dict and in no checkpoint;
-# layers for multi-token prediction are the other way round.
+# Tensors that vLLM computes itself or does not use. A tied lm_head is in a trainer's state_dict and in no checkpoint.
+# Layers for multi-token prediction are in a checkpoint and in no state_dict.
 LEFT_OUT: Final = re.compile(r"lm_head\.|mtp\.|.*rotary_emb\.inv_freq$")
 
 
@@ -72,7 +72,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def manifest_of(source: Any) -> Manifest | None:
-    """Return the manifest of `source` without reading it; None for a bare iterator, which must be read to be known.
+    """Return the manifest of `source` without reading it; None for a bare iterator, whose tensors only reading shows.
 
     source: a mapping of names to tensors, a sequence of (name, tensor) pairs, a vLLM WeightSource (or another object
             with metadata() -> items with name, dtype and shape), or an iterator
@@ -114,10 +114,10 @@ def _refuse_other(source: Any) -> None:
 
 
 def pair_of(item: Any) -> tuple[str, torch.Tensor]:
-    """Return the (name, tensor) of an item that a source has given.
+    """Return the (name, tensor) in an item of a source.
 
-    Raises ConfigError for anything else, and for a tensor without plain values: on the meta device, sparse, or
-    quantised by torch.
+    Raises ConfigError for another item, and for a tensor without plain values: on the meta device, sparse, or quantised
+    by torch.
     """
     import torch
 
@@ -165,9 +165,9 @@ def read_manifest(triples: Any) -> Manifest:
 
 
 def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> None:
-    """Raises ConfigError for errors that show without the engine: doubles, and dtypes of the other format.
+    """Raises ConfigError for errors that show without the engine: names sent twice, and dtypes of the other format.
 
-    With the `expected` tensors (in the same format) these are also unknown names, other shapes and missing tensors.
+    With the `expected` tensors (in the same format) it also refuses unknown names, other shapes and missing tensors.
     Only vLLM's dry run knows which tensors it leaves out.
     """
     names = [entry.name for entry in manifest]
@@ -185,14 +185,14 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
             f"{next((name for name in known if 'layers' in name), next(iter(known)))}{_fused_hint(unknown)}"
         )
     for entry in (entry for entry in manifest if entry.name in known):
-        wanted = known[entry.name]
-        fp8 = "float8_e4m3fn" in (entry.dtype, wanted.dtype) or entry.name.endswith(SCALE_SUFFIX)
-        if fp8 and entry.dtype != wanted.dtype:
+        own = known[entry.name]
+        fp8 = "float8_e4m3fn" in (entry.dtype, own.dtype) or entry.name.endswith(SCALE_SUFFIX)
+        if fp8 and entry.dtype != own.dtype:
             raise ConfigError(
-                f"{entry.name} is {entry.dtype}; allowed: {wanted.dtype} (fp8plan.runtime.quantize.block_fp8.quantize)"
+                f"{entry.name} is {entry.dtype}; allowed: {own.dtype} (fp8plan.runtime.quantize.block_fp8.quantize)"
             )
-        if entry.shape != wanted.shape:
-            shapes = f"has shape {list(entry.shape)}; allowed: {list(wanted.shape)}, as in the checkpoint"
+        if entry.shape != own.shape:
+            shapes = f"has shape {list(entry.shape)}; allowed: {list(own.shape)}, as in the checkpoint"
             raise ConfigError(f"{entry.name} {shapes}")
     if missing := sorted(name for name in known.keys() - set(names) if not LEFT_OUT.match(name)):
         raise ConfigError(
@@ -210,7 +210,7 @@ def _fused_hint(unknown: Sequence[str]) -> str:
 
 
 def _refuse_format(manifest: Manifest, known: Mapping[str, Entry], weights_in: str) -> None:
-    """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for dtypes that nobody wants.
+    """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for dtypes that no format has.
 
     FP32 passes here: only the workers know which parameters are FP32 (worker.prepare).
     """
@@ -234,12 +234,12 @@ def only_bf16(entry: Entry) -> str:
 
 
 def stored_wide(expected: Manifest | None) -> list[str]:
-    """Return the names of the tensors that the checkpoint has in FP32: vLLM loads those as it did at the start."""
+    """Return the names of the tensors that the checkpoint has in FP32. A sync may send these in FP32, too."""
     return [entry.name for entry in expected or () if entry.dtype == "float32"]
 
 
 def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest:
-    """Return the fp8_block manifest of a BF16 one: those named in `quantised` become E4M3, followed by scales."""
+    """Return the fp8_block manifest of a BF16 one: each tensor in `quantised` becomes E4M3, followed by its scales."""
     chosen, entries = set(quantised), list[Entry]()
     for entry in manifest:
         if entry.name not in chosen:
@@ -266,7 +266,7 @@ class Part(NamedTuple):
 
 
 def local_folder(model: str, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """Find a model's files: the folder itself, or the Hugging Face cache's snapshot of a hub id. None: not here."""
+    """Find a model's files: the folder itself, or the Hugging Face cache's snapshot of a hub id. None: not found."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download

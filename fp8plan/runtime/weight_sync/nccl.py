@@ -1,23 +1,23 @@
-"""Weights from a trainer's GPU to the engine's over NCCL: the trainer's end, and what a sync takes instead of tensors.
+"""Weights from a trainer's GPU to the engine's over NCCL: the trainer's end, and the source of such a sync.
 
 One process trains and drives the engine:
 
     transfer = connect(engine.join_transfer, workers=1)
     engine.sync_weights(transfer.source(named_tensors))
 
-Or the trainer is a process of its own, that the driver tells when to send:
+Or the trainer is a process of its own. The driver tells it when to send:
 
     where = Rendezvous(address, port, world_size=2)
     trainer:  transfer = TrainerTransfer(where).ready();  transfer.send(named_tensors, manifest)
     driver:   engine.join_transfer(where);                engine.sync_weights(RemoteSource(manifest, tell_the_trainer))
 
-The bytes go as vLLM's packed broadcasts. A broadcast waits for all its ranks for ever, so no end may be left alone in
-one. Both first compare manifests over the rendezvous's store. The sender always sends every announced tensor (zeros
-after a failure), the receiver always takes them all, then both report success or failure. Nobody waits for a peer that
-has died.
+The bytes go as vLLM's packed broadcasts. A broadcast waits for all its ranks for ever, so no end may be alone in one.
+Both ends first compare manifests over the rendezvous's store. The sender always sends every announced tensor (zeros
+after a failure), and the receiver always takes them all. Then both report success or failure. Nobody waits for a peer
+that has died.
 
-In all functions `group` is vLLM's PyNcclCommunicator, in which the trainer is rank 0. Its own `group`, a PlainGroup,
-speaks without NCCL, over the store of the rendezvous, and waits 5 minutes at most.
+In all functions `group` is vLLM's PyNcclCommunicator, in which the trainer is rank 0. The `group` inside it, a
+PlainGroup, speaks without NCCL, over the store of the rendezvous, and waits 5 minutes at most.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BROKEN = "the transfer has broken off; connect the trainer and the engine again 
 def completed(
     pairs: Any, manifest: Manifest, device: torch.device, failures: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all announced tensors on `device`. From the first failure on, which is noted, they are zeros."""
+    """Yield all announced tensors on `device`. The first failure is noted, and all tensors from it on are zeros."""
     import torch
 
     stream = iter(((e.name, pairs[e.name]) for e in manifest) if isinstance(pairs, Mapping) else pairs)
@@ -66,7 +66,7 @@ def completed(
         if not failures:
             try:
                 tensor = _next(stream, entry)
-            except Exception as error:  # whatever it is, the workers wait for the rest
+            except Exception as error:  # after any error the workers still wait for the rest
                 failures.append(f"{type(error).__name__}: {error}")
         if entry is None:
             return
@@ -76,7 +76,7 @@ def completed(
 
 
 def _next(stream: Iterator[tuple[str, Any]], entry: Entry | None) -> torch.Tensor | None:
-    """Return the next tensor, which must be `entry`; None: expect the end. Raises ConfigError for anything else."""
+    """Return the next tensor, which must be `entry`; None: the end must come. Raises ConfigError for any other."""
     pair = next(stream, None)
     if entry is None:
         if pair is not None:
@@ -97,7 +97,7 @@ def digest(manifest: Manifest) -> str:
 
 
 def misaligned(manifest: Manifest, buffer_bytes: int) -> str | None:
-    """Return an error for the tensor that vLLM's packing, which leaves no gaps, cannot unpack again, if any."""
+    """Return an error for a tensor that vLLM cannot unpack again, if any. Its packing leaves no gaps."""
     at = 0
     for entry in manifest:
         size = dtype_named(entry.dtype).itemsize
@@ -112,7 +112,7 @@ def misaligned(manifest: Manifest, buffer_bytes: int) -> str | None:
 def agree(group: Any, key: str, failure: str | None = None) -> None:
     """Compare keys with all ranks. Raises SyncError for the first failure of a rank, other manifests, or no answer.
 
-    After no answer the group is not used again: its ends would speak of different syncs.
+    Without an answer the group is destroyed, as its ends would speak of different syncs.
     """
     try:
         reports = group.group.all_gather_obj((key, failure))
@@ -128,10 +128,10 @@ def agree(group: Any, key: str, failure: str | None = None) -> None:
 
 @contextmanager
 def limited(group: Any, seconds: float) -> Iterator[Callable[[], None]]:
-    """Break NCCL off after so many seconds, as broadcasts do not end whose other end has died.
+    """Break NCCL off after so many seconds: a broadcast does not end if its other end has died.
 
-    Yields a function that starts the count anew. Raises SyncError at the break; on a GPU LostEngineError, as CUDA does
-    not survive it (illegal memory access at the next use).
+    Yields a function that starts the count anew. Raises SyncError at the break, or LostEngineError on a GPU: CUDA does
+    not survive a break (illegal memory access at the next use).
     """
     ended, late, until = threading.Event(), threading.Event(), time.monotonic() + seconds
 
@@ -159,7 +159,7 @@ def limited(group: Any, seconds: float) -> Iterator[Callable[[], None]]:
 
 
 def working(group: Any) -> Any:
-    """Return the group. Raises ConfigError if it does not work, as vLLM's would then leave tensors as they are."""
+    """Return the group. Raises ConfigError if it is disabled, as its broadcasts would do nothing."""
     if group.disabled:
         raise ConfigError(f"NCCL does not work here, or no longer: {BROKEN}; unset VLLM_DISABLE_PYNCCL")
     return group
@@ -168,8 +168,8 @@ def working(group: Any) -> Any:
 class Lane:
     """A thread that does one call after another, and ends with this object or with the process.
 
-    A process waits at its end for the threads of a ThreadPoolExecutor, and one that waits in NCCL for ranks that have
-    failed would never end.
+    At its end a process waits for the threads of a ThreadPoolExecutor. A thread that waits in NCCL for failed ranks
+    would never end.
     """
 
     def __init__(self, name: str) -> None:
@@ -178,7 +178,7 @@ class Lane:
         finalize(self, self._work.put, None)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call a function once all before it are done; the Future has its result, or its error."""
+        """Call a function after all earlier ones. The Future has its result or its error."""
         future = Future[Any]()
         self._work.put(_Call(future, function, arguments))
         return future
@@ -204,12 +204,12 @@ def _done_in_turn(work: SimpleQueue[_Call | None]) -> None:
 class Rendezvous:
     """The meeting place of trainer and workers, and how tensors are packed; the same at both ends.
 
-    address, port: of the trainer's process, which listens there
+    address, port: the trainer's, whose process listens there
     world_size:    1 for the trainer, and the engine's workers (tensor x pipeline x data parallel), of all replicas
     buffer_bytes:  size of one broadcast, which its last tensor may exceed
     buffers:       broadcasts under way; each end holds one buffer more
-    limit_s:       seconds after which a sync is broken off: the other end has died
-    first_rank:    of the engine's workers; a fleet gives each replica its own
+    limit_s:       seconds after which a sync is broken off, as its other end must have died
+    first_rank:    rank of the engine's first worker; a fleet gives each replica its own
 
     Raises ConfigError for values out of range.
     """
@@ -229,10 +229,10 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSource:
-    """Tensors that a trainer sends to every worker by itself; a sync takes it in place of tensors.
+    """A source of a sync whose tensors a trainer sends to every worker by itself.
 
-    manifest: of the tensors, in their order
-    start:    makes the trainer send, without waiting for it; may return a Future, whose failure is the sync's
+    manifest: entries of the tensors, in their order
+    start:    makes the trainer send, without waiting for it. If it returns a Future that fails, the sync fails
     """
 
     manifest: Manifest
@@ -245,7 +245,7 @@ class RemoteSource:
 class TrainerTransfer:
     """The trainer's end, rank 0. It listens at once; `ready` waits for the workers.
 
-    device: the trainer's; the current CUDA device unless given
+    device: the trainer's; None: the current CUDA device
 
     One process at a time sends. With FSDP or Megatron the other ranks call `follow` with the same tensors, as gathering
     takes all ranks.
@@ -267,7 +267,7 @@ class TrainerTransfer:
     def send(self, pairs: Any, manifest: Any = None) -> None:
         """Send tensors as `sync_weights` takes them; return once every worker has them.
 
-        manifest: for an iterator, which must keep its order
+        manifest: needed for an iterator, which must keep its order
 
         Raises SyncError if either end failed.
         """

@@ -1,4 +1,4 @@
-"""The group in which a trainer and an engine's workers meet: vLLM's, in which a peer cannot run code.
+"""The group in which a trainer and an engine's workers meet. In it, unlike vLLM's, a peer cannot run code.
 
 vLLM's StatelessProcessGroup unpickles everything that comes over the store of the rendezvous, so any peer that reaches
 the store can run a program. PlainGroup takes data alone. Objects keep vLLM's format, for vLLM's and TRL's own trainers:
@@ -22,7 +22,7 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 from fp8plan.errors import SyncError
 
-# The classes of NCCL's id, as pickle names them. Everything else is plain values, which have no names.
+# The classes of NCCL's id, as pickle names them. Plain values name no class.
 ID: Final = {("_ctypes", "_unpickle"), (ncclUniqueId.__module__, ncclUniqueId.__name__)}
 
 
@@ -41,7 +41,7 @@ class PlainGroup(StatelessProcessGroup):  # type: ignore[misc]
 
     @classmethod
     def of(cls, group: StatelessProcessGroup) -> PlainGroup:
-        """Return a group of vLLM's, not used so far, as one that takes data alone."""
+        """Turn a group of vLLM's that is still unused into one that takes data alone."""
         if isinstance(group, cls):
             return group
         plain = cls(rank=group.rank, world_size=group.world_size, store=group.store)
@@ -49,7 +49,7 @@ class PlainGroup(StatelessProcessGroup):  # type: ignore[misc]
         return plain
 
     def broadcast_obj(self, obj: Any, src: int) -> Any:
-        """Send an object as vLLM does, or take one. Raises SyncError for one that is more than data."""
+        """Send an object as vLLM does, or take one. Raises SyncError for an object that is more than data."""
         if self.rank == src:
             return super().broadcast_obj(obj, src)
         return read(self._next(f"broadcast_from/{src}", src))
@@ -77,7 +77,7 @@ class PlainGroup(StatelessProcessGroup):  # type: ignore[misc]
         return tensor if flat.data_ptr() == tensor.data_ptr() else tensor.copy_(flat)
 
     def recv_obj(self, *_: Any) -> Any:
-        raise NotImplementedError  # vLLM's would unpickle, and no transfer needs it
+        raise NotImplementedError  # vLLM's own unpickles, and no transfer needs it
 
     recv = recv_obj
 
@@ -100,7 +100,7 @@ def communicator(group: PlainGroup) -> pynccl.PyNcclCommunicator:
 
 
 def read(content: bytes) -> Any:
-    """Return the plain values, or NCCL's id, in a pickle. Raises SyncError for any other, of which nothing is run."""
+    """Return the plain values, or NCCL's id, in a pickle. Raises SyncError for any other, and runs none of it."""
     try:
         return _Data(io.BytesIO(content)).load()
     except SyncError:

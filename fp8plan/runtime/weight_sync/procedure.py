@@ -1,7 +1,7 @@
 """One sync of new policy weights into a live engine, as a procedure that does no input or output itself.
 
-`replace_weights` is a generator: it yields what is to be done to the engine (a Call) and is sent the answer. So one
-procedure serves an engine in this process, in another, and under asyncio. The order is what keeps garbage away:
+`replace_weights` is a generator: it yields each Call to the engine, and is sent the answer. So one
+procedure serves an engine in this process, in another, and under asyncio. The order of the steps keeps garbage out:
 
 1. the manifest (names, dtypes, shapes) is checked here and by a dry run in every worker: an error leaves the old
    weights serving, untouched;
@@ -37,7 +37,7 @@ from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
 from fp8plan.runtime.weight_sync.stream import ALIGNMENT, Channel, chunks
 
-# Manifests that workers remember; a trainer sends one and the same every step, or few.
+# Manifests that workers remember. A trainer sends the same one every step, or one of few.
 MOST_PREPARED = 4
 
 
@@ -59,7 +59,7 @@ def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
 
 
 def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Checked]:
-    """Let the workers check a manifest. They are asked once for each, and remember the last MOST_PREPARED."""
+    """Let the workers check a manifest, once. They remember the last MOST_PREPARED manifests."""
     key = (manifest, state.settings.in_place)
     if key not in state.prepared:
         if len(state.prepared) == MOST_PREPARED:
@@ -78,10 +78,10 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
 def refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None:
     """Raises ConfigError for a tensor that all ranks together do not load whole.
 
-    vLLM's loaders silently take their part of a tensor that is too large. ranks: elements of each tensor that they load
+    vLLM's loaders silently take their part of too large a tensor. ranks: elements of each tensor that a rank loads
     """
     for entry, *loaded in zip(manifest, *ranks, strict=True):
-        scales = entry.name.endswith(manifests.SCALE_SUFFIX)  # one for many elements: their weight is checked
+        scales = entry.name.endswith(manifests.SCALE_SUFFIX)  # the weights that they belong to are checked
         if sum(loaded) < entry.numel and not scales:
             raise ConfigError(
                 f"vLLM's loader does not take {entry.name} of shape {list(entry.shape)} whole: {sum(loaded)} of "
@@ -130,7 +130,7 @@ def replace_weights(
         except ConfigError as error:
             serve = "the old weights serve, untouched" if before is None else "the engine still refuses to generate"
             raise SyncError(f"{error}. Nothing was sent; {serve}") from error
-        except LostEngineError as error:  # a trial that could not be undone
+        except LostEngineError as error:  # raised by a trial that could not be undone
             state.dead = True
             raise SyncError(f"{error}; the engine has died; the next sync_weights starts it again") from error
     counts = {"tensors": 0, "bytes": 0, "chunks": 0}
@@ -184,9 +184,9 @@ def replace_weights(
 
 
 def _begun(pairs: Iterable[Any]) -> Iterable[Any]:
-    """Return the trainer's pairs once the first one is there, as an error in that harms nothing yet.
+    """Return the trainer's pairs once the first one has come, because an error in it is still harmless.
 
-    Raises ConfigError, also for the trainer's own errors.
+    Raises ConfigError, even for the trainer's own errors.
     """
     stream = iter(pairs)
     try:
@@ -215,7 +215,7 @@ def _received(source: RemoteSource, manifest: Manifest, counts: dict[str, int]) 
 def streamed(
     state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: str
 ) -> Generator[Call, Any, dict[str, int]]:
-    """Give tensors to a worker's method, by complete groups. Returns counts of tensors, bytes and chunks."""
+    """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
     counts = {"tensors": 0, "bytes": 0, "chunks": 0}
     whole = sum(entry.nbytes + ALIGNMENT for entry in manifest)
     channel = Channel(state.staged_on, min(state.settings.chunk_bytes, whole))
@@ -226,7 +226,7 @@ def streamed(
             counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
             name, arguments = channel.message(method, numbers, tensors)
             yield from rpc(name, *arguments)
-            channel.close()  # all workers have it open: nothing is left behind, should this process be killed
+            channel.close()  # all workers have it open; removed now, it cannot outlive a killed process
     finally:
         channel.close()
     return counts
@@ -250,7 +250,7 @@ def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
 
 
 def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
-    """Return the mean k3 between the trainer and the engine on a sequence, the largest of all replicas.
+    """Return the mean k3 between the trainer and the engine on a sequence: that of the worst replica.
 
     Raises ConfigError above the limit.
     """
@@ -260,7 +260,7 @@ def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
         own = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
         ratios = [float(trainer - engine) for trainer, engine in zip(scored.logprobs, own, strict=True)]
         mean = sum(k3(min(ratio, LIMIT)) for ratio in ratios) / len(ratios)
-        if not mean <= limit:  # NaN is not
+        if not mean <= limit:  # NaN fails, too
             raise ConfigError(
                 f"the engine's log-probs differ from the trainer's: k3 {mean:.3g} per token; allowed: {limit:g}"
             )
@@ -293,7 +293,7 @@ def _fail(state: SyncState, error: BaseException, before: str | None, scales: Sc
                 yield from rpc("fp8plan_set_kv_scales", scales)
             yield Call("reset")
             yield from clean(state)
-            state.refusal = before  # a copy of weights that must not be used does not make them better
+            state.refusal = before  # restored weights that must not be used still must not be used
             what = what if before else "the old weights serve"
     except Exception as second:
         state.dead = state.dead or isinstance(second, LostEngineError)

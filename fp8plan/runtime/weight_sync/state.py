@@ -39,7 +39,7 @@ class SyncSettings:
 
     weights_in:  format that is sent: "bf16", or "fp8_block" (E4M3 and FP32 scales where the engine holds FP8, see
                  manifest.FORMATS)
-    in_place:    write the live tensors where that is proven to equal vLLM's reload; False: always vLLM's reload
+    in_place:    write live tensors directly where a trial has shown vLLM's own bits; False: always reload by vLLM
     chunk_bytes: size of one message of tensors
     rollback:    "cpu" or "cuda": keep a copy of the weights there, to return to after a failure; None: no copy
     samples:     tensors that are compared with the sent ones after a sync
@@ -60,9 +60,9 @@ class SyncSettings:
 
     @classmethod
     def planned(cls, preset: str, remote: bool) -> SyncSettings:
-        """Return the settings for a preset. E4M3 and scales, half the bytes, are sent over a link (`remote`) into FP8.
+        """Return the settings for a preset. FP8 engines get E4M3 and scales over a link (`remote`): half the bytes.
 
-        BF16 is sent if the tensors lie on the engine's GPUs, where quantising is one read and one write.
+        Else BF16 is sent: on the engine's own GPUs quantising is one read and one write.
         """
         return cls(weights_in="fp8_block" if remote and precision(preset).weights == "fp8_block" else "bf16")
 
@@ -85,7 +85,7 @@ class Scored(NamedTuple):
 class Checked(NamedTuple):
     """A manifest that the workers take.
 
-    number:  of the manifest, in the workers
+    number:  number of the manifest in the workers
     groups:  number of each tensor's group: fused tensors must come together
     sizes:   group -> how many tensors it has
     numbers: name -> number of the tensor in the manifest
@@ -103,13 +103,13 @@ class SyncState:
 
     staged_on:  device of the memory that tensors go through to another process; None: the engine is in this one
     refusal:    why the engine must not generate; None while it serves
-    dead:       it has died, and the next sync starts it again
-    shut_down:  its owner has shut it down, for good
+    dead:       True once the engine has died; the next sync starts it again
+    shut_down:  True once its owner has shut it down, for good
     running:    True while a sync, a calibration or a step down is under way
     generating: calls of generate under way
     asleep:     vLLM's tags that sleep: "weights", "kv_cache"
-    sleep_level: of that sleep; 0 if falling asleep has not ended
-    soiled:     unproven weights have run, and may have left NaN in the KV cache for the next request to read
+    sleep_level: level of that sleep; 0 if falling asleep has not ended
+    soiled:     True if unproven weights have run, which may have left NaN in the KV cache for the next request
     version:    number of the weights that serve
     expected:   tensors of the checkpoint it was started with, where known
     prepared:   manifests that the workers have checked
@@ -144,10 +144,10 @@ class SyncReport:
     """The report of a sync.
 
     version:      number of the weights that serve now, counted from 1
-    seconds:      of each phase (prepare, begin, load, finish, kv_scales, reset, score) and "total"; "check" is the
+    seconds:      time of each phase (prepare, begin, load, finish, kv_scales, reset, score) and "total"; "check" is the
                   self-check's part of begin, load and finish
     tensors, bytes: sent in all
-    chunks:       messages that they took
+    chunks:       number of messages
     layers:       dtype of their weights -> modules of one rank
     in_place, reloaded: modules written directly, and by vLLM's layerwise reload
     why_reloaded: kind of module -> why vLLM must load it
@@ -156,7 +156,7 @@ class SyncReport:
                   if vLLM reloads all
     weight_error: RMS error of the sampled quantised weights, a fraction: 2.6% for Gaussian ones; reported, not judged
     kv_scales:    layer -> scales of q, k, v; None with a BF16 KV cache
-    kv_source:    where those come from
+    kv_source:    name of their source
     scored_k3:    mean k3 per token of the scored sequence; None without one
     checks:       result of each worker's self-check, by rank: "compared", "weight_error", "seconds"
     """

@@ -31,7 +31,7 @@ def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[
     A group is held back until its last tensor has come. Raises SyncError for a tensor that was not announced, that came
     twice, or that was written to while it was held back: an iterator must not reuse its buffers.
     """
-    left: dict[int, int] = dict(checked.sizes)
+    missing: dict[int, int] = dict(checked.sizes)
     waiting: dict[int, list[tuple[int, torch.Tensor]]] = {}
     came: dict[int, tuple[str, int]] = {}
     numbers: list[int] = []
@@ -44,8 +44,8 @@ def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[
         came[number] = name, _version(tensor)
         group = checked.groups[number]
         waiting.setdefault(group, []).append((number, tensor))
-        left[group] -= 1
-        if left[group]:
+        missing[group] -= 1
+        if missing[group]:
             continue
         for number, tensor in waiting.pop(group):
             numbers.append(number)
@@ -55,7 +55,7 @@ def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[
             _refuse_reused(numbers, tensors, came)
             yield numbers, tensors
             numbers, tensors, size = [], [], 0
-    for group_tensors in waiting.values():  # the workers find what is missing
+    for group_tensors in waiting.values():  # incomplete groups: the workers report the missing tensors
         numbers += [number for number, _ in group_tensors]
         tensors += [tensor for _, tensor in group_tensors]
     if numbers:
@@ -66,7 +66,7 @@ def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[
 def _whole(pairs: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the trainer's pairs, with the shards of each tensor gathered.
 
-    Both run the trainer's code, which Ctrl-C may break off anywhere. Raises ConfigError as pair_of does.
+    Reading and gathering run the trainer's code, which Ctrl-C may break off anywhere. Raises ConfigError as pair_of.
     """
     stream = iter(pairs)
     while True:
@@ -98,7 +98,7 @@ ALIGNMENT: Final = 256  # bytes, as of CUDA's own allocations
 
 
 class Channel:
-    """The way of chunks to an engine's workers: as they are within one process, else through one shared buffer.
+    """The way of chunks to an engine's workers: directly within one process, else through one shared buffer.
 
     staged_on: device of the buffer, "cpu" or "cuda"; None: workers are in this process
     nbytes:    its least size
@@ -107,12 +107,12 @@ class Channel:
     def __init__(self, staged_on: str | None, nbytes: int) -> None:
         self._staged_on, self._nbytes = staged_on, nbytes
         self._buffer: torch.Tensor | None = None
-        self._path: str | None = None  # of the file behind the buffer
+        self._path: str | None = None  # name of the file behind the buffer
 
     def message(
         self, method: str, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> tuple[str, tuple[Any, ...]]:
-        """Return the worker's method and arguments that hand over a chunk: METHOD_staged in another process."""
+        """Return the worker's method, and arguments that hand over a chunk. In another process it is METHOD_staged."""
         if self._staged_on is None:
             return method, (numbers, tensors)
         need = sum(_padded(tensor.nbytes) for tensor in tensors)
@@ -148,7 +148,7 @@ class Channel:
 
 
 def _pack(buffer: torch.Tensor, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Copy tensors in, one behind the other. Return their layout: [[number, dtype, shape, offset], ...]."""
+    """Copy tensors into the buffer, one after the other. Return their layout: [[number, dtype, shape, offset], ...]."""
     import torch
 
     offsets = [0, *accumulate(_padded(tensor.nbytes) for tensor in tensors)][: len(tensors)]
@@ -170,8 +170,8 @@ def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
     import torch
 
     kind, where, nbytes = address
-    known: tuple[Any, Any] = getattr(worker, "_fp8plan_stage", (None, None))
-    if known[0] != where:
+    stage: tuple[Any, Any] = getattr(worker, "_fp8plan_stage", (None, None))
+    if stage[0] != where:
         if kind == "file":
             buffer = torch.from_file(where, shared=True, size=nbytes, dtype=torch.uint8)
         else:
@@ -180,8 +180,8 @@ def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
             parts = list(pickle.loads(where))
             parts[6] = worker.device.index or 0  # the device's number differs between processes, the memory does not
             buffer = rebuild_cuda_tensor(*parts)
-        known = worker._fp8plan_stage = (where, buffer)
-    staged: torch.Tensor = known[1]
+        stage = worker._fp8plan_stage = (where, buffer)
+    staged: torch.Tensor = stage[1]
     return staged
 
 

@@ -147,9 +147,7 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str]
     if in_place:  # tried in BF16: with E4M3 and scales vLLM's loaders would have nothing to quantise
         derived = {module: why for module, why in derived_from(model).items() if module in every}
         reasons = refused(worker, plain, traced, bind(model, traced, plain, derived))
-        native = {
-            module: reasons[kind(layers[module])] for module in every if kind(layers[module]) in reasons
-        } | derived
+        native = {m: reasons[kind(layers[m])] for m in every if kind(layers[m]) in reasons} | derived
     else:
         native = dict.fromkeys(every, "in_place=False")
     binding = bind(model, load_map, manifest, native)
