@@ -15,7 +15,7 @@ lies above every C) and with the batch (less noise to save). For a mask that dro
 B(h) the share of the weight that lies above h, give B(h) = h nu / (2 BIAS_WEIGHT).
 
 Both sides come from the tail P(ratio > c) on a fixed grid, which is a mean over tokens: tails of several batches
-average, and one token moves P by 1 / tokens however large its ratio. One token's worth is taken off all the same.
+average, and one token moves P by 1 / tokens however large its ratio. Still, OUTLIER tokens are taken off the tail.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LOWEST: Final = 1e-3  # smallest lower end of a band
 
 
 def tail(mismatch: Mismatch) -> FloatArray:
-    """Share of tokens with a ratio above each bound of GRID, less one token's worth; needs a token."""
+    """Share of tokens with a ratio above each bound of GRID, less that of OUTLIER tokens; needs a token."""
     return np.maximum(mismatch.tail(GRID) - OUTLIER / mismatch.tokens, 0.0)
 
 

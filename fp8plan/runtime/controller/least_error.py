@@ -9,8 +9,8 @@ C follows the tail of the ratios (more mismatch never gives a smaller C; `bounds
 the noise of the batch's gradient. A trainer measures the noise (`noise_scale`), or reports its gradients step by step
 (`Monitor.report_gradients`). Guess low: too high a noise scale costs more than too low a one.
 
-Bounds, a slew limit that is the same both ways, and a dead band surround the law. The floor on kept tokens is subject
-to neither of the last two. Batches are averaged only as far as one has too few tokens to speak for itself. The law
+Bounds, a slew limit that is the same both ways, and a dead band surround the law. Neither of the
+last two holds back the floor on kept tokens. Batches are averaged only if one alone has too few tokens. The law
 reads the share of tokens above each C, never their ratios, so one token of any ratio moves no more than one token. If
 the mean ratio is not 1, the ratios are not those of the policy that sampled, and never loosen a threshold.
 

@@ -17,11 +17,11 @@ SPIKE: Final = 5.0
 
 
 def noise_scale(norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float) -> float:
-    """Tokens in a batch whose gradient has noise as large as itself: for LeastErrorThresholds(noise_tokens=...).
+    """The gradient noise scale for LeastErrorThresholds(noise_tokens=...): tokens at which noise equals the gradient.
 
     norm2_*:  mean squared norm of the gradient (before clipping) over batches of tokens_* tokens each: a micro-batch
               and a whole batch of the same steps, say, averaged over some ten steps at least
-    By arXiv 1812.06162, appendix A: the mean squared norm is |G|^2 + V / tokens, and two sizes tell G and V apart.
+    By arXiv 1812.06162, appendix A: the mean squared norm is |G|^2 + V / tokens, so norms at two sizes give G and V.
 
     Raises ConfigError if tokens_small >= tokens_large, or if the norms leave no gradient or no noise: average longer.
     """

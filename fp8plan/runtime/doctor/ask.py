@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MOST_PROMPTS: Final = 8
 PROMPT_TOKENS: Final = 256  # most tokens of a prompt before a decode
 DECODED: Final = 32
-# Tokens of a distribution for a change of its temperature: vLLM's default of max_logprobs, and enough.
+# Likeliest tokens of which a distribution's temperature is changed: vLLM's default of max_logprobs is enough.
 FEW: Final = 20
 ENOUGH: Final = 1024
 # A server fills unset fields of a request from the model's generation_config.json.
@@ -36,7 +36,7 @@ NEUTRAL: Final = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0,
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
 }  # fmt: skip
-VOCABULARY: Final = 150_000  # tokens of an unknown one
+VOCABULARY: Final = 150_000  # tokens of an unknown vocabulary
 COLDEST, HOTTEST = 0.05, 20.0  # bounds of the search for a trainer's temperature
 
 
@@ -201,7 +201,7 @@ def asking_llm(llm: LLM) -> Ask:
         method, arguments = call.arguments
         try:
             return llm.collective_rpc(method if ours else getattr(Fp8PlanWorker, method), args=arguments)
-        except Exception as error:  # another process takes no functions, or the engine is dead
+        except Exception as error:  # another process takes no functions; or the engine is dead
             if "EngineDead" in type(error).__name__:
                 raise NotServingError("the engine has died; start another") from error
             first = (str(error) or type(error).__name__).splitlines()[0]

@@ -39,7 +39,7 @@ NOTHING: Final = "nothing tells"
 
 
 def precision(seen: Observed) -> Finding:
-    """The precision that runs is the one that was planned."""
+    """The engine runs the planned precision."""
     layers: list[str] = list(seen.facts.get("layers", ()))
     linears = sorted({kind.partition(" / ")[2] for kind in layers if "Linear" in kind})
     cache = seen.facts.get("kv_cache_dtype")

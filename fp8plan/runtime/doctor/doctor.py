@@ -1,4 +1,4 @@
-"""`fp8plan.doctor` finds what really runs, and its faults."""
+"""`fp8plan.doctor` finds the real settings of an engine, and its faults."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def doctor(
     api_key: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Diagnosis:
-    """Find what really runs, and its faults. It takes seconds, and changes neither weights nor scales.
+    """Find the real settings of an engine, and its faults. It takes seconds, and changes neither weights nor scales.
 
     target:      a RolloutEngine, a vllm.LLM, the URL of a `vllm serve`, a Monitor's run file, or a trainer's log
     prompts:     token ids of recent prompts of the engine, to check the prefix cache against the weights; None: those

@@ -16,7 +16,7 @@ MOST_K3: Final = 0.03
 NATS: Final = 0.05
 PART: Final = 0.6
 OTHER: Final = 0.05
-# Nats on average that no precision explains: FP8 is off by up to 0.2, other weights by more than 1.
+# Mean difference, in nats, that no precision explains: FP8 is off by up to 0.2, other weights by more than 1.
 DIFFERS: Final = 0.5
 # Least share of other tensors than the trainer's on a rank that missed a sync. Norms hardly change in training; one
 # layer of a model is far less.

@@ -100,11 +100,11 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         """Start replicas of vLLM, each on tensor_parallel_size GPUs of one host.
 
         model_path:       folder or Hugging Face id of the BF16 checkpoint, at hand on every host
-        replicas:         how many; the setup's data_parallel_size unless given
-        expected_tokens:  of a response to a prompt that was never seen
+        replicas:         number of replicas; None: the setup's data_parallel_size
+        expected_tokens:  tokens to expect of a response to a new prompt
         keep_weights:     keep what the last sync sent in Ray's object store, from which `replace` gives a new replica
                           its weights: as many bytes of host memory, during a sync twice as many
-        cpus_per_replica: that Ray reserves for each
+        cpus_per_replica: CPUs that Ray reserves for each replica
         wait_s:           seconds to wait until Ray's cluster has free places
         env:              environment variables of the replicas, beside their host's
         the rest:         as RolloutEngine.from_setup takes it
@@ -114,7 +114,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         """
         workers = vllm_kwargs.get("tensor_parallel_size", setup.limits.tensor_parallel_size)
         workers *= vllm_kwargs.get("pipeline_parallel_size", 1)
-        if workers > 1:  # in a placement group vLLM would place its workers by Ray itself, in other replicas' bundles
+        if workers > 1:  # in a placement group vLLM would let Ray place its workers, in other replicas' bundles
             vllm_kwargs.setdefault("distributed_executor_backend", "mp")
         launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions, arguments_of(cls))
         settings = sync or SyncSettings.planned(launched.precision, remote=False)
@@ -151,7 +151,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         """Generate as vllm.LLM.generate does, and return its RequestOutputs, in the order of the prompts.
 
         expected_lengths: tokens to expect of one response to each prompt. None: those of the same prompt's last
-                          responses, or else `expected_tokens`. They decide only which replica gets a prompt
+                          responses, or else `expected_tokens`. They only decide the replica of a prompt
 
         The requests of a replica that dies are answered by the others, from the start. Raises NotServingError once none
         is left, while another generate runs, or while the weights must not be used. Raises ConfigError for a token id
@@ -183,7 +183,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         with self._alone():
             refuse_dead(self.state)
             try:
-                self._waiting.add(number)  # first of all: whatever fails, it does not serve without the weights
+                self._waiting.add(number)  # first of all, so that it never serves without the weights, whatever fails
                 self.state.prepared.clear()  # the new one has not seen any manifest
                 self._members.stop([number])
                 self._members.start([number], self.launch)
@@ -217,7 +217,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
 
     @property
     def waiting(self) -> list[int]:
-        """The replicas that live without the weights that serve; the next sync gives them."""
+        """The replicas that live without the weights that serve. The next sync gives them new ones."""
         return sorted(self._members.living.keys() & self._waiting)
 
     @property
@@ -237,7 +237,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict that asks for something, or else of the replica that fell furthest behind its prediction."""
+        """The verdict with an action, or else that of the replica that fell furthest behind its prediction."""
         verdicts = [verdict for verdict in self.verdicts.values() if verdict is not None]
         return min(verdicts, key=lambda verdict: (verdict.action == Action.NONE, verdict.ratio), default=None)
 
@@ -272,7 +272,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         return self._members.sizes
 
     def _opening(self) -> Procedure:
-        """Read what runs; each replica has opened its engine, and guards it."""
+        """Read the facts of the engines. Each replica has opened its own, and guards it."""
         yield from self._read()
         self._watch()
         self._remind()
@@ -318,7 +318,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
     def _to_meet(self) -> Generator[Call, Any, int]:
         """Return the number of workers that a trainer meets: of the living replicas, or of all, which then start again.
 
-        A Call to all first shows which replica died while idle: the others would wait for it in the broadcast.
+        A first Call to all finds replicas that died while idle: the others would wait for them in the broadcast.
         """
         with self._alone(), suppress(NotServingError):
             yield from rpc("fp8plan_attention_layers")
@@ -333,7 +333,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         return self._members.collect(self._members.submit(method, dict.fromkeys(self._members.living, arguments)))
 
     def _judged(self) -> Finished | None:
-        """Return the last rollout once the guards have judged it, and note why one of them cannot."""
+        """Return the last rollout once the guards have judged it. Note the reason if one of them cannot."""
         done = self._rollouts.judged()
         if done is not None and self.guard is not None:
             self.guard_off = next((judged.off for judged in done.judgements.values() if judged.off), None)
@@ -367,7 +367,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         """Give a new replica the weights and KV scales that serve. It is lost if it does not take them."""
         state, calls = self.state, Calls(self._members, [number])
         try:
-            if self._kept is None:  # of the checkpoint, as all have
+            if self._kept is None:  # the weights of the checkpoint, as in all replicas
                 driven(self._rescale(), calls.answer)
                 return
             own = SyncState(replace(state.settings, rollback=None), None, state.fp8_kv)

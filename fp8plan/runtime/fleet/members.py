@@ -1,4 +1,4 @@
-"""The replicas of a fleet: Replica is an engine in a Ray actor, Members all actors, Calls the way of Calls to them."""
+"""The replicas of a fleet. Replica is an engine in a Ray actor, Members are all actors, Calls passes Calls to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp8plan.runtime.weight_sync.stream import Channel
 
 
 class Replica:
-    """A RolloutEngine in the process of a Ray actor. The fleet has the state of its weights; its own never changes.
+    """A RolloutEngine in the process of a Ray actor. The fleet keeps the state of its weights; its own never changes.
 
     It is made and then started, because an error in an actor's __init__ would lose its type.
     """
@@ -39,7 +39,7 @@ class Replica:
         """Do a Call."""
         self._close()
         reply = self._engine.answer(call)
-        if call == Call("rpc", ("fp8plan_commit", ())):  # a sync ends what a broken-off generate has left
+        if call == Call("rpc", ("fp8plan_commit", ())):  # a sync also clears the rest of a broken-off generate
             self._engine.state.refusal = None
         return reply
 
@@ -90,8 +90,8 @@ MOST_WORDS = 400  # characters of a death's cause
 class Terms(NamedTuple):
     """The terms on which every actor of a fleet is started.
 
-    workers: of vLLM in each replica, on a GPU each where device is "cuda"
-    cpus:    that Ray reserves for a replica
+    workers: number of vLLM's workers in each replica, on a GPU each where device is "cuda"
+    cpus:    CPUs that Ray reserves for a replica
     env:     further environment variables
     wait_s:  seconds to wait for free places
     """
@@ -115,7 +115,7 @@ class Members:
 
     living: number -> actor
     lost:   number -> cause of death, until another takes its place
-    terms:  of every start
+    terms:  terms of every start
     sizes:  the longest request and the vocabulary of each engine, in tokens
     born:   number of actors that were started so far
     """
@@ -135,23 +135,23 @@ class Members:
 
         Raises ConfigError if a place was lost with its host, and Ray finds no other.
         """
-        terms, made = self.terms, {}
+        terms, actors = self.terms, {}
         for number in numbers:
             options = place(self._group, number, terms.gpus, terms.cpus, terms.env)
             actor = self._ray.remote(Replica).options(**options)
-            made[number] = actor.remote(self._seeded(launched), terms.settings)
-            self.living[number] = made[number]
+            actors[number] = actor.remote(self._seeded(launched), terms.settings)
+            self.living[number] = actors[number]
             self.lost.pop(number, None)
         try:
-            starting = self.submit("start", dict.fromkeys(made, (terms.mode, terms.guard)))
+            starting = self.submit("start", dict.fromkeys(actors, (terms.mode, terms.guard)))
             while self._ray.wait([*starting.values()], num_returns=len(starting), timeout=LOOK_S)[1]:
-                await_places(self._group, made, terms.wait_s)
+                await_places(self._group, actors, terms.wait_s)
             sizes = self.collect(starting)
         except BaseException as error:
-            self.stop(made)  # some have started
-            self.lost = dict.fromkeys(made, f"it did not start: {error}") | self.lost
+            self.stop(actors)  # some have started
+            self.lost = dict.fromkeys(actors, f"it did not start: {error}") | self.lost
             raise
-        if dead := made.keys() - sizes.keys():
+        if dead := actors.keys() - sizes.keys():
             raise LostEngineError(f"the engine died while it started: {self.obituary(dead)}")
         self.sizes = next(iter(sizes.values()))
 
@@ -173,14 +173,14 @@ class Members:
         for number, reference in references.items():
             try:
                 answers[number] = self._ray.get(reference)
-            except RayTaskError as error:  # it lives, and has raised something
+            except RayTaskError as error:  # it lives, and has raised an error
                 if isinstance(error.cause, (NotServingError, LostEngineError)):
                     self.lose(number, str(error.cause))
                 else:
                     errors.append(error.cause)
             except _deaths() as error:
                 self.lose(number, _short(error))
-            except RayError as error:  # the object store is full, say: it lives
+            except RayError as error:  # e.g. the object store is full: it lives
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -243,10 +243,10 @@ def _deaths() -> tuple[type[Exception], ...]:
     return (
         exceptions.RayActorError,  # ActorDiedError and ActorUnavailableError
         exceptions.OutOfMemoryError,  # Ray's memory monitor has killed it
-        exceptions.ObjectReconstructionFailedError,  # its answer was there, and went with its host (seen with Ray 2.60)
+        exceptions.ObjectReconstructionFailedError,  # its answer was lost with its host (seen with Ray 2.60)
         exceptions.WorkerCrashedError,
         exceptions.NodeDiedError,
-        exceptions.RuntimeEnvSetupError,  # these have never lived
+        exceptions.RuntimeEnvSetupError,  # the actor never came to life
         exceptions.ActorUnschedulableError,
         exceptions.ActorPlacementGroupRemoved,
     )
@@ -267,15 +267,15 @@ class Calls:
     numbers: replicas that are asked; None: all that live
     keep:    keep the chunks of tensors that a sync loads in the object store
 
-    While replicas load a chunk of tensors, the next one is packed. So the answers to a chunk are those to the one
-    before.
+    While replicas load a chunk of tensors, the next one is packed. So sending a chunk returns the answers to the
+    one before.
     """
 
     def __init__(self, members: Members, numbers: Sequence[int] | None = None, keep: bool = False) -> None:
         self._members, self._numbers, self._keep = members, numbers, keep
         self._under_way: tuple[Call, dict[int, Any]] | None = None
         self.chunks: list[tuple[Sequence[int], Any]] = []
-        self.number: int | None = None  # of the manifest of the sync that has begun
+        self.number: int | None = None  # number of the manifest of the sync that has begun
 
     def answer(self, call: Call) -> Any:
         """Ask the replicas, and return their answer as one. Raises NotServingError if none is left."""
@@ -283,7 +283,7 @@ class Calls:
         if method in STREAMED:
             return self._streamed(*call.arguments)
         if method == "fp8plan_abort":
-            with suppress(Exception):  # whatever became of the chunk, living replicas must close their sync
+            with suppress(Exception):  # even if the chunk failed, living replicas must close their sync
                 self._landed()
         else:
             late = self._landed()

@@ -32,7 +32,7 @@ def placed(replicas: int, gpus: int, cpus: float, wait_s: float) -> Any:
 
     gpus, cpus: of each replica; wait_s: seconds to wait for others to free theirs
 
-    Raises ConfigError if the cluster has too few, or they do not get free.
+    Raises ConfigError if the cluster has too few, or if they stay taken.
     """
     package = ray()
     if not package.is_initialized():
@@ -53,7 +53,7 @@ def placed(replicas: int, gpus: int, cpus: float, wait_s: float) -> Any:
 def await_places(group: Any, numbers: Iterable[int], wait_s: float) -> None:
     """Wait until these bundles of a group have hosts. Ray looks for another host where one is lost.
 
-    Raises ConfigError if they do not get free, as an actor would wait for ever.
+    Raises ConfigError if they stay taken, as an actor would wait for ever.
     """
     from ray.util.placement_group import placement_group_table
 
@@ -95,7 +95,7 @@ def _text(resources: dict[str, float]) -> str:
 
 
 class FleetGuard(Guard):
-    """A Guard that tells the replicas' guards which rung the fleet has taken. Only those judge rollouts.
+    """A Guard that tells the replicas' guards the rung that the fleet has taken. Only the replicas' judge rollouts.
 
     facts: of one replica
     tell:  tells a rung to the replicas that live

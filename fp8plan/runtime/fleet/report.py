@@ -26,9 +26,9 @@ class Routing:
 
     replicas:        number of the replica that answered each request
     expected:        tokens that were expected of each request, over its samples
-    tokens:          tokens that came, over its samples
+    tokens:          tokens generated, over its samples
     seconds:         wall time of the whole call
-    replica_seconds: replica -> wall time of its part, or of both parts if it took over another's
+    replica_seconds: replica -> wall time of its part, with that of a part that it took over
     routed_tokens, static_tokens: tokens of the replica with most, as routed and in the static split
     predicted_routed_s, predicted_static_s: predicted makespans of the lengths that came; None if the cost model cannot
                      predict them (`off` says why). Their ratio is the gain of routing; only the first was really run
@@ -62,13 +62,13 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A rollout as it came, of which a Routing is made on request.
+    """The raw figures of a rollout. A Routing is made of them on request.
 
     observation: of all replicas together
     parts:       replica -> the requests that it answered, in the order in which it got them
     samples:     responses of each request that have tokens
     expected, replica_seconds, rerouted: as in Routing
-    judgements:  the replicas' guards' on their parts; empty until they are asked
+    judgements:  those of the replicas' guards on their parts; empty until they are asked
     """
 
     observation: Observation
@@ -131,7 +131,7 @@ def makespans(facts: EngineFacts, seen: Observation, splits: Sequence[Sequence[A
     """
     batch = seen.batch
     setup = facts.setup.holding(batch.longest)
-    if seen.kv_cache_tokens is not None:  # less vLLM's null block
+    if seen.kv_cache_tokens is not None:  # without vLLM's null block
         setup = with_blocks(setup, setup.blocks_in(seen.kv_cache_tokens) - 1)
     profile, _ = load_profile(find_gpu(facts.gpu), facts.engine_version)
     memory, model = setup.memory(batch.longest), setup.step_model(profile)

@@ -67,7 +67,7 @@ def name_of(prompt: Any) -> Hashable:
 class Rollouts:
     """The last rollout of a fleet, and the lengths that its prompts have had.
 
-    expected_tokens: of a response to a prompt that was never seen
+    expected_tokens: tokens to expect of a response to a new prompt
     """
 
     def __init__(self, members: Members, expected_tokens: float) -> None:
@@ -79,9 +79,9 @@ class Rollouts:
         """Return vLLM's RequestOutputs of one rollout, in the order of the prompts.
 
         serving: replicas that may be asked
-        lengths: tokens to expect of one response to each prompt; None: as they were seen before
+        lengths: tokens to expect of one response to each prompt; None: the lengths seen before
 
-        Raises ConfigError for lengths that make no sense, and as `dispatched` does.
+        Raises ConfigError for impossible lengths, and as `dispatched` does.
         """
         names = requests.names
         expected = self._seen.expected(names) if lengths is None else given_lengths(lengths, len(names))
@@ -127,7 +127,7 @@ class Dispatched(NamedTuple):
 
 
 def dispatched(members: Members, serving: Sequence[int], requests: Requests, loads: Sequence[float]) -> Dispatched:
-    """Have requests answered by these replicas. The others answer those of a replica that dies, from the start.
+    """Let these replicas answer requests. If one dies, the others answer its requests from the start.
 
     Raises NotServingError once no replica is left, and vLLM's errors.
     """

@@ -18,7 +18,7 @@ from fp8plan.errors import ConfigError
 
 Split = list[list[int]]  # numbers of each replica's requests, in the order in which it gets them
 
-MOST_PROMPTS: Final = 1 << 20  # whose lengths are remembered
+MOST_PROMPTS: Final = 1 << 20  # number of prompts whose lengths are remembered
 
 
 def consecutive(requests: int, replicas: int) -> Split:
@@ -73,7 +73,7 @@ class SeenLengths:
         for prompt, tokens in zip(prompts, responses, strict=True):
             lengths.setdefault(hash(prompt), []).append(tokens)
         for key, copies in lengths.items():
-            self._seen.pop(key, None)  # the order is by when each was seen last
+            self._seen.pop(key, None)  # the order is that of the last sight of each
             self._seen[key] = sum(copies) / len(copies)
         for key in list(self._seen)[: max(0, len(self._seen) - MOST_PROMPTS)]:
             del self._seen[key]

@@ -1,1 +1,1 @@
-"""Log-probs of trainer and rollout -> how far they differ, in one pass."""
+"""The mismatch between the log-probs of trainer and rollout, measured in one pass."""

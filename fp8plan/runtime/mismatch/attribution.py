@@ -53,7 +53,7 @@ class Expected(NamedTuple):
 
 
 def expected_by(plan: Plan, choice: int | str | None = None) -> Expected | None:
-    """The KL that a plan expects of `choice` (None: the one it chose); None if it expects none."""
+    """The KL that a plan expects of `choice` (None: the chosen one); None if it has no expectation."""
     try:
         chosen = plan.select(choice)
     except ConfigError:  # another plan than the engine's
@@ -106,7 +106,7 @@ def attributed(
     if not mismatch.tokens or not isfinite(total):
         return ()
     parts: list[Part] = []
-    open_causes: list[str] = []  # causes that nothing here tells from the rest
+    open_causes: list[str] = []  # causes that cannot be told from the rest here
     if synced is not None and not isfinite(synced.k3):  # its log-probs are NaN
         synced = None
     engine, left = mismatch if synced is None else synced, total
@@ -163,7 +163,7 @@ def _sampled(engine: Mismatch, sampling: Sampling | None, most: float) -> Part |
 
 
 def _rest(left: float, unknown: Sequence[str], expected: Expected | None, precision: tuple[str, ...]) -> list[Part]:
-    """Parts of the remaining KL: that of the precision, and that of the causes that nothing here tells apart."""
+    """Parts of the remaining KL: that of the precision, and that of the causes that cannot be told apart."""
     if expected is None:
         return [Part((*precision, *unknown, REST), left, left, left, "left over")]
     most = expected.kl if unknown else expected.high

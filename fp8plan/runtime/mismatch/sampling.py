@@ -1,7 +1,7 @@
 """The sampling parameters of a rollout, and how they bias the ratios between trainer and rollout.
 
     sampling = Sampling.of(sampling_params)          # vLLM's, a trainer's configuration, or the body of a request
-    for remark in sampling.remarks():                # what is biased, by how much, and what to type
+    for remark in sampling.remarks():                # the bias, its size, and the remedy
         print(remark)
 
 A ratio compares the trainer's log-prob with the engine's. Its mean is 1 only if both score the distribution that

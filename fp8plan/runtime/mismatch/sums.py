@@ -28,7 +28,7 @@ FloatArray = NDArray[np.float64]
 Numbers = TypeVar("Numbers", float, FloatArray, "torch.Tensor")
 
 LIMIT: Final = 20.0  # as verl's SAFETY_BOUND; the last bin of each sign is all beyond it
-TINY: Final = 1e-8  # what verl adds to counts and means before it divides
+TINY: Final = 1e-8  # verl adds this to counts and means before it divides
 SMALLEST: Final = 2.0**-16  # the first bin of each sign is [0, 2^-16)
 SHIFT: Final = 23 - 5  # of float32's 23 bits of mantissa, 5 count
 FIRST: Final = int(np.float32(SMALLEST).view(np.int32)) >> SHIFT

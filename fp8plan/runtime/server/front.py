@@ -5,7 +5,7 @@ All requests and all calls about weights pass through one object, the AsyncLLM. 
 - During an update nothing generates: requests wait if generation is paused, and are refused otherwise.
 - After a failed write the server refuses to generate until an update is complete.
 - Input that would end the engine is refused.
-- To resume, sleep or wake up is refused while the model may be half written.
+- Calls to resume, sleep or wake up are refused while the model may be half written.
 - After an update the KV scales are measured on the last generated sequences, and the prefix cache is emptied. While a
   pause keeps requests, the scales stay: their KV cache was written with these.
 
@@ -44,12 +44,12 @@ from fp8plan.runtime.worker.facts import preset_of
 from fp8plan.version import __version__
 
 LAST_SEQUENCES: Final = "the last sequences that were generated"
-# Hundredths of a second in which a request that vLLM does not count yet shows tokens, or ends if it was aborted.
+# Hundredths of a second for a request that vLLM does not count yet to show tokens, or to end if it was aborted.
 SETTLES: Final = 100
 
 
 class UpdateError(SyncError, ValueError):
-    """An update that failed, or a request that would meet such weights.
+    """An update that failed, or a request that would meet the weights of one.
 
     A ValueError, so that vLLM answers with status 400 and this text: TRL's client retries after a 500 and loses it.
     """
@@ -66,7 +66,7 @@ class Front:
     """
 
     wrapped: ClassVar[tuple[str, ...]] = ("generate", "resume_generation", "sleep", "wake_up")
-    asks_facts: ClassVar[str] = "fp8plan_facts"  # the workers' method
+    asks_facts: ClassVar[str] = "fp8plan_facts"  # name of the workers' method
 
     def __init__(self, engine: Any) -> None:
         config = engine.vllm_config
@@ -83,9 +83,9 @@ class Front:
         self.serve_s = 0.0  # seconds of the last measurement of KV scales, with the reset of the prefix cache
         self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in self.wrapped}
         self._updating = False
-        self._changed = asyncio.Condition()  # permission to generate has changed
+        self._changed = asyncio.Condition()  # notified when the permission to generate changes
         self._measuring = False
-        self._entering = 0  # requests that may generate, without an output so far
+        self._entering = 0  # number of requests that may generate and have no output so far
         self._under_way: list[str] = []  # calls that block the workers
         self._kept = asyncio.Event()  # set while there are such calls
         self._answered: dict[str, Any] = {}  # the workers' last answer
@@ -221,7 +221,7 @@ class Front:
         return outputs
 
     def _count(self, sampling_params: Any = None, **_: Any) -> None:
-        """Add a request's sampling; none if the engine gives logits in the place of log-probs."""
+        """Add a request's sampling, unless the engine gives logits in the place of log-probs."""
         with suppress(ConfigError):
             sampling = Sampling.of(sampling_params, self.facts.get("logprobs_mode", RAW))
             self.sampling = sampling if self.sampling is None else Sampling.mixed((self.sampling, sampling))
@@ -279,7 +279,7 @@ class Front:
 
     async def _serve(self) -> None:
         """Let the workers' weights serve: measure KV scales, empty the prefix cache. While a pause keeps requests,
-        neither is done, as their keys and values are or will be in the cache.
+        it does neither, as their keys and values are or will be in the cache.
         """
         self.serve_s = 0.0
         if self._unfinished():
@@ -314,7 +314,7 @@ class Front:
         state.soiled, state.refusal, self.sampling = False, None, None
 
     async def _failed(self, error: Exception) -> UpdateError:
-        """Note a failed update; return the error to raise, which says which weights serve."""
+        """Note a failed update. Return the error to raise, whose text says which weights serve."""
         text = str(error)
         with suppress(Exception):
             for answer in await self._drive(rpc("fp8plan_status")):

@@ -17,7 +17,7 @@ from fp8plan.runtime.engine.base import has_nan
 
 Generate = Callable[[Any, Any, str], AsyncGenerator[Any, None]]  # `generate` of an AsyncLLM or of a Front
 
-# Sampling parameters that mean the same to vLLM's engine as to its route for completions.
+# Sampling parameters with the same meaning in vLLM's engine and in its route for completions.
 SAMPLING: Final = (
     "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "frequency_penalty",
     "presence_penalty", "ignore_eos", "min_tokens", "stop", "stop_token_ids",
@@ -76,7 +76,7 @@ async def rolled_out(
 
 
 def refuse_broken(response: Any, number: int) -> None:
-    """Raise ResponseError for a response that nobody must train on. number: its prompt's"""
+    """Raise ResponseError for a response that nobody must train on. number: that of its prompt"""
     if response.finish_reason in BROKEN_OFF:
         raise ResponseError(
             f"a response to prompts[{number}] ended by {response.finish_reason!r}: it was aborted, as POST /pause does "

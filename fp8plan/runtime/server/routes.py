@@ -1,7 +1,7 @@
 """A vLLM endpoint plugin (vllm/plugins/endpoint_plugins) for servers with fp8plan's weight-transfer backend.
 
 It adds the routes, the Front for updates by vLLM's own lifecycle (start, parts, finish), and a check of the API key
-before every route. vLLM itself asks for the key only below /v1, and its routes for weights, which VLLM_SERVER_DEV_MODE
+before every route. vLLM itself asks for the key only below /v1. Its routes for weights, which VLLM_SERVER_DEV_MODE
 opens, are elsewhere.
 """
 
@@ -70,7 +70,7 @@ class LifecycleFront(Front):
     asks_facts: ClassVar = "fp8plan_attach"
 
     async def init_weight_transfer_engine(self, *args: Any, **kwargs: Any) -> None:
-        """Have the workers meet a trainer."""
+        """Let the workers meet a trainer."""
         await self._called("init_weight_transfer_engine", *args, **kwargs)
 
     async def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
@@ -104,7 +104,7 @@ class LifecycleFront(Front):
         await self._let(updating=False)
 
     async def _called(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Call vLLM's own method. The status names it meanwhile, as the workers cannot answer."""
+        """Call vLLM's own method. Meanwhile the status names this call, as the workers cannot answer."""
         self._under_way.append(name)
         self._kept.set()
         try:

@@ -1,1 +1,1 @@
-"""A `vllm serve` as the doctor sees it: a client that trusts no answer, the answers' types, and what they tell."""
+"""A `vllm serve` as the doctor sees it: a client that trusts no answer, and the types and meaning of the answers."""

@@ -254,7 +254,7 @@ def plain(answer: Struct) -> dict[str, Any]:
 def output_of(answer: Completion, prompt: Sequence[int], settings: Mapping[str, Any]) -> Any:
     """A completion in the form of vLLM's RequestOutput, with the fields that the doctor reads.
 
-    Raises ConfigError for one without token ids, and for one without the log-probs of the question.
+    Raises ConfigError for a completion without token ids, or without the log-probs that were asked for.
     """
     (choice,) = answer.choices
     if not choice.token_ids:

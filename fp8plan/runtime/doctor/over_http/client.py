@@ -1,4 +1,4 @@
-"""An HTTP client that trusts no server: neither the shape of its answers, nor their size, nor that they end.
+"""An HTTP client that trusts no server: answers may have any form and size, and may never end.
 
 Every answer has a deadline and a type. A server that breaks off, sends a byte a second, or does not answer like a
 `vllm serve`, gives one ConfigError.
@@ -28,16 +28,16 @@ from fp8plan.schemas import checked
 
 T = TypeVar("T")
 
-TIMEOUT_S: Final = 120.0  # for all questions of one doctor
-PAGE_S: Final = 20.0  # for a page, which costs a server nothing
-MOST_BYTES: Final = 1 << 26  # of one answer: log-probs of 256 tokens with 20 alternatives are 300 kB
+TIMEOUT_S: Final = 120.0  # seconds for all questions of one doctor
+PAGE_S: Final = 20.0  # seconds for a page, which costs a server nothing
+MOST_BYTES: Final = 1 << 26  # bytes of one answer: log-probs of 256 tokens with 20 alternatives are 300 kB
 # vLLM's server takes the first for its --api-key, and vLLM's own clients (`vllm chat`, `vllm bench serve`) the second.
 KEYS: Final = (API_KEY, "OPENAI_API_KEY")
 GIVE_URL: Final = "give the URL of a vllm serve that runs"
 
 
 class CannotLook(ConfigError):
-    """A server that cannot be looked at: the whole look ends, rather than one of its questions."""
+    """A server that cannot be examined: the whole examination ends, not only one of its questions."""
 
 
 class Refused(ConfigError):
@@ -117,7 +117,7 @@ class Server:
             content: bytes = answer.read(MOST_BYTES)
             if len(content) == MOST_BYTES:
                 raise ValueError(f"the answer has more than {MOST_BYTES} bytes")
-            if getattr(answer, "length", None):  # which `read` leaves to its caller
+            if getattr(answer, "length", None):  # bytes are missing; `read` leaves that check to its caller
                 raise IncompleteRead(content, answer.length)
         return content
 
