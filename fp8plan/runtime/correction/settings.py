@@ -89,7 +89,7 @@ REJECTIONS: Final = tuple(f"{over}_{k}" for over in OVER for k in ESTIMATORS if 
 class CorrectionSettings:
     """Settings of the correction of gradients.
 
-    level:      the ratio that is a token's weight: its own (biased, low variance), the product over its sequence
+    level:      the ratio that becomes a token's weight: its own (biased, low variance), the product over its sequence
                 (unbiased, useless once length x KL nears 20), or the geometric mean over it; None: no weights
     mode:       tis: min(ratio, thresholds.tis). icepop: 0 outside thresholds.band. mis: the same, and tokens outside
                 are masked out of the loss, so means over tokens do not count them

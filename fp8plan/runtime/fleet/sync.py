@@ -1,4 +1,4 @@
-"""One sync for all replicas: to its procedure (runtime.weight_sync.procedure) a fleet is an engine with more workers.
+"""One sync for all replicas. To its procedure (runtime.weight_sync.procedure) a fleet is an engine with more workers.
 
 Every Call goes to every replica, and their answers are merged into those of one engine. So a sync is a commit in two
 phases: a refusal of one replica ends it in all. "commit" comes when each has all weights, checked, and the same scales.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-STREAMED: Final = ("fp8plan_load", "fp8plan_compare_with")  # take tensors, which travel through the object store
+STREAMED: Final = ("fp8plan_load", "fp8plan_compare_with")  # methods whose tensors travel through the object store
 ALIKE: Final = ("fp8plan_prepare",)  # all replicas must answer the same; the first one's answer is used
 
 
@@ -29,7 +29,7 @@ def addressed(call: Call, position: int, replicas: int, workers: int) -> Call:
 
     Prompts are dealt out. Over NCCL each replica's workers get ranks of their own; all else goes to each as it is.
 
-    position: of the replica among those that are asked; workers: of each replica
+    position: number of the replica among those asked; workers: number in each replica
     """
     if call.what == "generate":
         prompts, settings = call.arguments
@@ -108,7 +108,7 @@ def unpacked(parts: Sequence[Packed]) -> list[torch.Tensor]:
 class Kept:
     """The stream of one sync, kept in the object store for new replicas.
 
-    manifest: of what was sent
+    manifest: entries of the tensors sent
     chunks:   (numbers in the manifest, reference to their Packed tensors), in order
     """
 

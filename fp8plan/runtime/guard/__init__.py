@@ -1,1 +1,1 @@
-"""The speed guard: what was seen, what was predicted, why they differ, what to do."""
+"""The speed guard: observation, prediction, causes of the difference, and advice."""

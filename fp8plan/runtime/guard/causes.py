@@ -1,9 +1,9 @@
-"""Likely causes, from facts, of a rollout that was slower than predicted, or whose FP8 gains little.
+"""Likely causes, from facts, why a rollout was slower than predicted, or why its FP8 gains little.
 
 Causes outside the prediction explain a gap: a compile, a slow host, a kernel or scales that the profile was not
 measured with, more preemptions than the lengths call for. Causes inside the prediction explain a small gain: no CUDA
-graphs, preemptions, a small pool, batches at which FP8 is not ahead. The cost of the latter is the difference to a
-prediction without the cause. Costs overlap (a larger pool also ends preemptions), so they do not add up.
+graphs, preemptions, a small pool, batches at which FP8 is not ahead. The cost of a cause inside is the difference
+to a prediction without it. Costs overlap (a larger pool also ends preemptions), so they do not add up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, Prediction, again, fallback, with_blocks
 
-# Preemptions per response, more than the predicted schedule can be wrong by.
+# Preemptions per response. The predicted schedule is never wrong by so many.
 MANY_PREEMPTIONS: Final = 0.05
 
 
@@ -197,7 +197,7 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
         yield Found(Cause.PREEMPTION, text, makespan - roomy.makespan_s, gap=False)
     try:
         planned = case.again(facts.setup)
-    except CapacityError:  # predicted not to fit, and yet it ran
+    except CapacityError:  # it ran, although predicted not to fit
         return
     if prediction.kv_cache_tokens < planned.memory.kv_cache_tokens:
         rest = "before the engine starts, or plan with the gpu_memory_utilization it gets"

@@ -45,8 +45,8 @@ def stepped_down(precision: str, action: Action) -> str:
 def answered(state: GuardState, precision: str, escalation: Escalation) -> tuple[GuardState, Action]:
     """The rung for a controller's escalation, and the state after it; pure.
 
-    The rung is a recalibration, unless there was one already, or the next rung that changes the precision. It is NONE
-    if no rung fits.
+    The rung is a recalibration or, if there was one already, the next rung that changes the precision. It is NONE if
+    no rung fits.
     """
     recalibrate = escalation == Escalation.RECALIBRATE_KV
     for rung in _below(state, precision):
@@ -70,7 +70,7 @@ RANGES: Final[dict[str, Range]] = {
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    """Settings of the guard: the speed that is too slow, the causes that count, and the time to step down.
+    """Settings of the guard: the speed that is too slow, the causes that count, and the patience before a step down.
 
     slack:      a rollout is fast enough down to the lower end of the 90% interval / (1 + slack): cards of one kind
                 differ by 2 to 6%, which the interval does not cover

@@ -1,6 +1,6 @@
 """The guard of an engine: it compares each rollout with its prediction, names causes, and advises a step down.
 
-The prediction is for what ran: its lengths, pool, limits and precision (observation.py). Causes follow from facts
+The prediction is for what the engine ran: lengths, pool, limits, precision (observation.py). Causes follow from facts
 (causes.py). Stepping down follows a ladder (fallback.py),
 
     recalibrate KV -> KV to BF16 -> all BF16        less the rungs that the running precision does not have,
@@ -8,7 +8,7 @@ The prediction is for what ran: its lengths, pool, limits and precision (observa
 and two symptoms lead to it, each with its own count:
 
 - Mismatch: KL over its limit. All rungs apply in order, the cheapest first: K and V scales, FP8 KV, FP8 weights. In
-  BF16 nothing is left to step down to: the precision is not the cause.
+  BF16 there is no lower rung: the precision is not the cause.
 - Speed: recalibration does not apply, because scales cost no time. The other rungs apply if less FP8 would be faster
   than this rollout. A slow host may slow BF16 as much as FP8, so BF16 is expected to miss its prediction by the factor
   by which this rollout missed its own. If every cause of the gap belongs to the FP8 that would go (a fallback kernel),
@@ -133,7 +133,7 @@ class Guard:
         return self.state.to_dict()
 
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
-        """Go on from a saved state. Raises ConfigError for anything else than a result of `state_dict`."""
+        """Go on from a saved state. Raises ConfigError for anything but a result of `state_dict`."""
         self.state = GuardState.from_dict(data)
 
 
@@ -196,7 +196,7 @@ def _expected(
 ) -> dict[Action, float]:
     """Rungs -> tokens per second after them, as the module's docstring says; without those that do not fit the GPU.
 
-    ratio: achieved / predicted; gaps: the causes of it
+    ratio: achieved / predicted; gaps: the causes of the gap
     """
     expected: dict[Action, float] = {}
     for action in ladder(facts.preset):

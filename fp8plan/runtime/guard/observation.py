@@ -1,4 +1,4 @@
-"""The guard's view of an engine and of one rollout, and the prediction for the very work that ran.
+"""The guard's view of an engine and of one rollout, and the prediction for exactly that rollout.
 
 The prediction has the rollout's lengths, the measured pool, and the engine's own limits. `fallback` compares the
 engine's kernels with those of its profile.
@@ -156,8 +156,8 @@ class Observation:
     kv_cache_tokens:  size of the measured pool, num_gpu_blocks * block_size; None: the predicted one
     compiled_files:   kernels compiled during the call (`access.compiled_files`); None: not known
     longest_step_s:   longest engine step; None: not known
-    arrival_s:        from the arrival of the first request to that of the last; None: not known, or all came at once
-    host_slowdown:    measured by `watch.Watch`; None: not known
+    arrival_s:        time from the first arrival of a request to the last; None: not known, or all came at once
+    host_slowdown:    measured by `Watch` in runtime.measure.rollouts.host; None: not known
     kl_k3:            mean k3 per token between trainer and rollout; None: not known
     sampling:         its sampling parameters, in a form that Sampling.of reads; None: not known
 
@@ -212,7 +212,7 @@ class Observation:
 
 
 def observation_of(outputs: Sequence[RequestOutput], seconds: float, **more: Any) -> Observation:
-    """Make the Observation of one `generate()` from what it returned. Each sample of a prompt counts as a response.
+    """Make the Observation of one `generate()` from its outputs. Each sample of a prompt counts as a response.
 
     outputs: finished RequestOutputs, in the order of their requests
     seconds: wall time of the call
@@ -291,7 +291,7 @@ class Prediction:
 def predict(facts: EngineFacts, observation: Observation, profile: Profile) -> Prediction:
     """Predict the work that ran, and the same with less FP8. Raises as the parts of the cost model do."""
     pool, setup = observation.kv_cache_tokens, facts.setup
-    if pool is not None:  # less vLLM's null block
+    if pool is not None:  # without vLLM's null block
         setup = with_blocks(setup, setup.blocks_in(pool) - 1)
     ran = again(setup, observation, profile)
     instead = {}

@@ -5,7 +5,7 @@
         step = monitor.step(train_logprobs, rollout_logprobs, mask)
         loss = step.loss(token_losses)
 
-One call sees the whole batch of one optimiser step, because the thresholds follow from all of it. Cut weights and mask
+One call sees the whole batch of one optimiser step, as thresholds follow from all its tokens. Cut weights and mask
 into micro-batches afterwards, like everything else. Over ranks, divide by the mask's sum over all of them.
 
 The order is: pack; measure, reduced over the ranks; the controller decides; correct with the new thresholds; the guard
@@ -56,7 +56,7 @@ class _Context(NamedTuple):
 
     number, rollout, fresh: arguments of `Monitor.step`
     begun:    seconds, by time.perf_counter
-    sampling: that of the step, or else of the Monitor; None: that of the rollout
+    sampling: the step's, or else the Monitor's; None: that of the rollout
     own:      the loop's own figures
     synced:   the mismatch under the weights that sampled; None: not known
     """
@@ -88,14 +88,14 @@ class Monitor:
     sampling:   how rollouts are sampled, as Sampling.of reads it; None: that of the engine's last rollout, if known
     group:      process group of the ranks that share the batch; None: all
 
-    If thresholds can do no more, `step.decided.escalate` names the next action. With a RolloutEngine, call before the
-    next sync
+    If thresholds cannot help further, `step.decided.escalate` names the next action. With a RolloutEngine, call before
+    the next sync
 
         engine.apply(step.verdict, step.decided.escalate)
 
     It follows the guard's advice, or else `escalate`. With another engine, the training loop acts itself: on
     "recalibrate_kv", and some steps later perhaps on "step_down", to a precision with less FP8. `escalate` is None if
-    the engine has nothing left to step down to; `step.decided.reason` says so.
+    the engine has no safer precision left; `step.decided.reason` says so.
 
     `failures` counts the lost records of each sink: a sink never stops training.
     Raises ConfigError for arguments that cannot work, for a sink that cannot be opened, and without torch.
@@ -132,7 +132,7 @@ class Monitor:
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
         self._fresh = self.state
         self.steps = 0
-        self._rolled_out = False  # a rollout is in a record
+        self._rolled_out = False  # True once a record has a rollout
         self._sinks = Sinks(sinks)
         self._open = rank(group) == 0
         if self._open:
@@ -179,7 +179,7 @@ class Monitor:
                   engine's last rollout, unless an earlier step had it
         sampling: how the rollout was sampled, as Sampling.of reads it; None: the Monitor's, or else the rollout's. If
                   it biases the ratios, a warning and every step's reason say so
-        number:   the step's number in the record; None: one more than before
+        number:   the step's number in the record; None: one more than the last
         metrics:  the loop's own figures for the record, from the first rank; the report draws `schemas.REWARD`,
                   "critic/rewards/mean". The Monitor's figures keep their names
 
@@ -287,7 +287,7 @@ class Monitor:
         self._expected = self._expectation()
         try:
             self._fresh = self.controller.initial(self._plan, running)
-        except ConfigError as error:  # another plan than the engine's; no reason to stop a step
+        except ConfigError as error:  # the plan is not the engine's, which is no reason to stop a step
             self._witness.warn_once("plan", f"the expected KL is still that from before the step down: {error}")
         else:
             self.state = expecting(self.state, self._fresh)
@@ -308,7 +308,7 @@ class Monitor:
         model = self._plan.model if self._plan is not None else getattr(facts, "model", None)
         try:
             return model is not None and bool(ModelShape.from_hf(model).parts_of(Experts))
-        except ConfigError:  # a model that is not planned
+        except ConfigError:  # a model that cannot be planned
             return False
 
     def _checked(self, rollout: Rollout, number: int) -> Rollout:
@@ -350,7 +350,7 @@ class Monitor:
             self._witness.warn_once("gradients", f"{name} do not use gradient norms; only LeastErrorThresholds do")
 
     def _writes(self) -> bool:
-        """True on the rank that writes, after opening its sinks: only a process group makes its number certain."""
+        """True on the rank that writes, after opening its sinks. Only a process group tells which rank that is."""
         if rank(self.group) or not self._sinks.sinks:
             return False
         if not self._open:
@@ -367,7 +367,7 @@ class Monitor:
         return {"steps": self.steps, "controller": self.state.to_dict(), "guard": guard}
 
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
-        """Go on from a saved state. Raises ConfigError for anything else than a result of `state_dict`."""
+        """Go on from a saved state. Raises ConfigError for anything but a result of `state_dict`."""
         instance("the monitor's state", data, Mapping, "what state_dict() returned")
         if set(data) != {"steps", "controller", "guard"}:
             raise ConfigError(f"the monitor's state has {', '.join(map(str, data))}; give what state_dict() returned")

@@ -90,7 +90,7 @@ def record_of(
             "off": guard_off,
         }
     return {
-        **rollout_fields(rollout, facts),  # the Monitor's own fields follow, and replace those of a rollout
+        **rollout_fields(rollout, facts),  # the Monitor's own fields follow, and replace the rollout's
         "schema_version": schemas.VERSIONS["record"],
         "step": number,
         "date": now(),
@@ -226,7 +226,7 @@ class RunReader:
     steps:    in order. A record replaces earlier ones with the same step number or a higher one, as in a run that went
               back to a checkpoint
     replaced: number of replaced records
-    returns:  number of step numbers that were not above the one before
+    returns:  number of records whose step number is not above the one before
     skipped:  number of lines that are no records
 
     A compressed file (.gz) is read again whenever it has changed.

@@ -2,7 +2,7 @@
 
 A sink that fails (full disk, closed endpoint, a bug of the function) never stops training. `Sinks` warns of the first
 failure of each, and counts the others; every record tries again, so a sink recovers when it can. A mistake that shows
-from the start (a missing folder or package, a busy port) is an error when the Monitor is made.
+at the start (a missing folder or package, a busy port) is an error when the Monitor is made.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sink(Protocol):
         """Get ready to write. Raises ConfigError for settings that can never work."""
 
     def write(self, record: Record) -> None:
-        """Write the record of one step. It may raise anything; the next record is tried all the same."""
+        """Write the record of one step. It may raise anything; the next record is still tried."""
 
     def close(self) -> None:
         """Release files and connections."""
@@ -51,7 +51,7 @@ class JsonLines:
     """The run file that `fp8plan monitor`, `report` and `validate` read (fp8plan.runtime.monitor.record).
 
     sync_s: seconds between two waits for the disk itself, against the loss of the machine, not of the process. 0: with
-            every record; None: never, the operating system does it within half a minute
+            every record; None: never, as the operating system writes within half a minute
 
     While the file cannot be written, memory keeps the last 256 records, to write them later. A warning names the first
     record that is dropped. Another gives their number once the file can be written again, or is closed.
@@ -66,8 +66,8 @@ class JsonLines:
             raise ConfigError(f"sync_s is {sync_s!r}; allowed: seconds, at least 0, or None")
         self.path, self.sync_s = Path(path), sync_s
         self._waiting = deque[tuple[Any, bytes]]()  # steps and their lines
-        self._dropped = list[Any]()  # steps that are in neither
-        self._unreported = False  # their number is still to be reported
+        self._dropped = list[Any]()  # steps that were dropped from memory and are in no file
+        self._unreported = False  # True while the number of dropped steps is not reported
         self._size: int | None = None  # bytes of the file after this run's last record
         self._shared = False  # a warning has named the other process that writes there
         self._synced = -float("inf")
@@ -179,7 +179,7 @@ class Sinks:
 
     failures: number of failures of each sink, in order
 
-    Raises ConfigError for anything else than a list of sinks.
+    Raises ConfigError for anything but a list of sinks.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:

@@ -40,7 +40,7 @@ ShownRecord: Any = msgspec.defstruct(
 
 
 class Said(NamedTuple):
-    """The words of one record: the controller's, the guard's, and what ran as (model, precision, GPU)."""
+    """The words of one record: the controller's, the guard's, and (model, precision, GPU)."""
 
     decision: str | None
     reason: str | None
@@ -63,7 +63,7 @@ class Steps:
     metrics:  each of SHOWN, step by step; nan: the record has none
     infinite: 1 if k3 was infinite: JSON has no such number, so the record has null despite its data
     attribution: the parts of the last step's KL, from its record
-    said:     the words
+    said:     the words of each record
     spans:    KL by position in the response, three numbers each (first token, tokens, k3), of all steps; spans without
               tokens or k3 are left out
     ends:     number of spans up to the end of each step

@@ -1,4 +1,4 @@
-"""The engine or guard behind a Monitor, and the Monitor's controller and decisions, fitted to settings and engine."""
+"""The engine or guard behind a Monitor, and the fit of its controller and decisions to settings and engine."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Witness:
             return None
 
     def can(self, escalation: Escalation) -> bool:
-        """False if the engine that runs has nothing left to do for an escalation; True if that is not known."""
+        """False if the engine that runs has no action left for an escalation; True if that is not known."""
         facts = self.running() if self.guard is None else self.guard.facts
         if facts is None or facts.precision not in PRESETS:
             return True
@@ -191,7 +191,7 @@ def suited(settings: CorrectionSettings, controller: Controller | None, plan: Pl
 
 
 def constant(settings: CorrectionSettings, plan: Plan | None, **kl: Any) -> ConstantThresholds:
-    """The thresholds of the plan, or else of the settings, as constants. kl: limit_kl, if it is not the default"""
+    """The thresholds of the plan, or else of the settings, as constants. kl: limit_kl, unless it is the default"""
     start = replace(settings.thresholds, **{_used(settings)[1]: None})
     planned = None if settings.level is None else plan
     return ConstantThresholds(*beginning(planned, settings.level or "token", start.tis, start.band), **kl)

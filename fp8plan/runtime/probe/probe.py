@@ -52,7 +52,7 @@ def probe(
     prompts:     token ids, texts or {"messages": ...}; None: 16 tasks of reasoning through the model's chat template
     gpu:         GPU on which the engines and the reference run; "auto" asks the driver; "cpu" runs on the CPU
     limits:      limits of each engine; None: vLLM's defaults for this GPU
-    most_prompts: take only the first so many prompts; None: all
+    most_prompts: number of prompts to take from the start; None: all
     progress:    called with a line of text at each new stage
     vllm_kwargs: further arguments of vllm.LLM
 
@@ -82,7 +82,7 @@ def probe(
             setup.check_precision()
             with held_back(engine_stays=False):
                 samples[preset.name], facts = sample(setup, tokens, settings, **vllm_kwargs)
-        except Exception as error:  # one engine's: the others may run
+        except Exception as error:  # the error of one engine: the others may run
             results[preset.name] = Probed(preset.name, error=_text_of(error))
             progress(f"{preset.name}: {results[preset.name].error}")
         else:
@@ -151,7 +151,7 @@ def _score(
             train = reference.score(rows, settings.temperature)
             prompts = [tuple(row.prompt) for row in rows]
             scored = compared(train, [row.logprobs for row in rows], settings.seed, prompts)
-        except Exception as error:  # one precision's, as when an engine's log-probs are all NaN
+        except Exception as error:  # the error of one precision, e.g. of an engine whose log-probs are all NaN
             scored = Probed(name, error=_text_of(error))
         seconds = dict(results[name].seconds or {}) | {"score": time.perf_counter() - begun}
         results[name] = replace(scored, precision=name, facts=results[name].facts, seconds=seconds)
@@ -173,7 +173,7 @@ def _predicted(model_path: str, measured: Probed, rows: Sequence[Sampled]) -> In
 
 
 def _refuse_absent(card: Gpu) -> None:
-    """Raise ConfigError for another GPU than the driver's. A product that fp8plan does not know may be any card."""
+    """Raise ConfigError for another GPU than the driver's. An unknown product may be any card."""
     if card.is_cpu:
         return
     product = gpu_facts()["gpu_product"]

@@ -1,6 +1,6 @@
 """Results of a probe with their intervals, as Python, as JSON, and as rows for the fit of fp8plan.model.risk.expected.
 
-Intervals come from resampled prompts: tokens share a text, and sequences a prompt, so only prompts are independent. A
+Intervals come from resampled prompts: only these are independent, as tokens share a text, and sequences a prompt. A
 resample draws as many prompts as there are, with replacement (bootstrap, 5th and 95th percentile). Every figure is made
 of sums over tokens, so a resample is one row of a matrix product of counts and sums. Heavy tails stay invisible: a
 token that is rarer than once in the sample is in no resample.
