@@ -20,7 +20,7 @@ def refuse_tokens(what: str, sequences: Any, vocabulary: int | None, longest: in
 
     what:       name of the argument, for the error
     sequences:  token ids of each sequence
-    vocabulary: ids of the model; None: not known, and any id of 0 or more will do
+    vocabulary: number of the model's ids; None: not known, so any id of 0 or more will do
     longest:    most tokens of a sequence; None: no limit
 
     The error names the sequence and the token by their numbers from 0, the id and the allowed range.
@@ -39,7 +39,7 @@ def refuse_tokens(what: str, sequences: Any, vocabulary: int | None, longest: in
 
 
 def refuse_prompts(prompts: Any, vocabulary: int | None) -> None:
-    """Raise ConfigError for a token id in prompts, as vllm.LLM.generate takes them, that the engine must not see.
+    """Raise ConfigError for a token id that the engine must not see, in prompts as vllm.LLM.generate takes them.
 
     vLLM checks text and everything else without token ids. In a prompt with images or other media, placeholders may
     have ids beyond the vocabulary.
@@ -73,7 +73,7 @@ def _all_fit(tokens: Sequence[Any] | np.ndarray, vocabulary: int | None) -> bool
         return True
     try:
         ids = np.asarray(tokens)
-    except (ValueError, TypeError, RuntimeError):  # lists of other lengths, or a tensor elsewhere
+    except (ValueError, TypeError, RuntimeError):  # lists of unequal lengths, or a tensor on a GPU
         return False
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         return False
