@@ -32,8 +32,7 @@ def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Ju
     observation = None
     try:
         observation = observe()
-        verdict = None if guard is None or observation is None else guard.after_rollout(observation)
-        return Judged(observation, verdict)
+        return Judged(observation, None if guard is None or observation is None else guard.after_rollout(observation))
     except Exception as error:
         return Judged(observation, None, f"the last rollout cannot be compared: {error}")
 

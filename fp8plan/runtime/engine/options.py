@@ -104,8 +104,8 @@ def remarks(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 def arguments_of(engine: type[Any]) -> frozenset[str]:
     """Return the names of an engine's own arguments, for `refuse_unknown`."""
-    parameters = [p for maker in (engine.from_setup, engine.from_plan) for p in signature(maker).parameters.values()]
-    return frozenset(parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD)
+    makers = (signature(maker).parameters.values() for maker in (engine.from_setup, engine.from_plan))
+    return frozenset(argument.name for maker in makers for argument in maker if argument.kind != argument.VAR_KEYWORD)
 
 
 def refuse_unknown(
