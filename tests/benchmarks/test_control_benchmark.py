@@ -21,7 +21,7 @@ from benchmarks.control.problem import (
     training_path,
 )
 from benchmarks.control.simulate import run
-from fp8plan.runtime.controller import law
+from fp8plan.runtime.controller import gradient_error
 from fp8plan.runtime.mismatch.measure import measure, pack
 
 RESULTS = json.loads((report.FOLDER / "results.json").read_text())["results"]
@@ -80,7 +80,7 @@ def test_the_stand_in_says_what_the_real_mismatch_says():
         assert seen.clipped_mass(c) == pytest.approx(real.clipped_mass(c), abs=2e-3)
         assert seen.cut_share(c) == pytest.approx(real.cut_share(c), abs=2e-3)
         assert seen.kept_fraction(1 / c, c) == pytest.approx(real.kept_fraction(1 / c, c), abs=2e-3)
-    np.testing.assert_allclose(law.tail(seen), law.tail(real), atol=2e-3)  # type: ignore[arg-type]
+    np.testing.assert_allclose(gradient_error.tail(seen), gradient_error.tail(real), atol=2e-3)  # type: ignore[arg-type]
 
 
 def test_every_scenario_runs_and_its_mismatch_is_finite():

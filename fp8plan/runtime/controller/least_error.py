@@ -3,7 +3,7 @@
     monitor = Monitor(controller=LeastErrorThresholds(noise_tokens=250_000))
 
 AdaptiveThresholds keep a run out of danger. This law instead finds the C that makes the gradient of one step most
-accurate (controller/law.py). benchmarks/control/laws.md has the laws that were considered, and the measurements.
+accurate (gradient_error.py). benchmarks/control/laws.md has the laws that were considered, and the measurements.
 
 C follows the tail of the ratios (more mismatch never gives a smaller C; `bounds` end at 8, as in published runs) and
 the noise of the batch's gradient. A trainer measures the noise (`noise_scale`), or reports its gradients step by step
@@ -28,7 +28,7 @@ import numpy as np
 
 from fp8plan.checks import Range
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.controller import law
+from fp8plan.runtime.controller import gradient_error
 from fp8plan.runtime.controller.noise import measured
 from fp8plan.runtime.controller.state import (
     Alarm,
@@ -66,7 +66,7 @@ RANGES: Final[dict[str, Range]] = {
 
 @dataclass(frozen=True, slots=True)
 class LeastErrorThresholds:
-    """Thresholds that follow the mismatch and the size of the batch, by the law of fp8plan.runtime.controller.law.
+    """Thresholds that follow the mismatch and the size of the batch, by the law of gradient_error.py.
 
     tis, band:    initial thresholds on pi_train / pi_rollout; None: not controlled. A plan's come first
     bounds:       (smallest, largest) C and upper end of the band
@@ -105,8 +105,10 @@ class LeastErrorThresholds:
 
     def __post_init__(self) -> None:
         check_law(self, RANGES)
-        if not (is_pair(self.bounds) and 1.0 <= self.bounds[0] < self.bounds[1] <= law.GRID[-1]):
-            raise ConfigError(f"bounds are {self.bounds!r}; allowed: (low, high), 1 <= low < high <= {law.GRID[-1]:g}")
+        if not (is_pair(self.bounds) and 1.0 <= self.bounds[0] < self.bounds[1] <= gradient_error.GRID[-1]):
+            raise ConfigError(
+                f"bounds are {self.bounds!r}; allowed: (low, high), 1 <= low < high <= {gradient_error.GRID[-1]:g}"
+            )
         lower, upper = self.bounds
         for name, start in (("tis", self.tis), ("band", None if self.band is None else self.band[1])):
             if start is not None and not lower <= start <= upper:
@@ -157,7 +159,7 @@ class LeastErrorThresholds:
 
     def _tailed(self, state: LeastErrorState, mismatch: Mismatch) -> LeastErrorState:
         """The state with this batch in its tail. Earlier batches count as far as this one lacks `tail_tokens`."""
-        above = law.tail(mismatch)
+        above = gradient_error.tail(mismatch)
         past = min(state.tail_tokens, max(self.tail_tokens - mismatch.tokens, 0.0))
         if past:
             above = (past * np.array(state.tail) + mismatch.tokens * above) / (past + mismatch.tokens)
@@ -178,17 +180,17 @@ class LeastErrorThresholds:
                 return now
             return min(max(wanted, now / self.slew[0]), now * self.slew[1])
 
-        tis = None if state.tis is None else step(state.tis, law.best_cap(above, noise, upper))
+        tis = None if state.tis is None else step(state.tis, gradient_error.best_cap(above, noise, upper))
         band = state.band
         if band is not None:
-            keeping = law.cap_of_share(above, 1.0 - self.min_kept, upper)  # a floor: no slew, no dead band
-            high = max(step(band[1], law.best_mask(above, noise, upper)), keeping if trusted else 0.0)
-            band = (law.low_end(mismatch, state.low or band[0], high, self.min_kept), high)
+            keeping = gradient_error.cap_of_share(above, 1.0 - self.min_kept, upper)  # a floor: no slew, no dead band
+            high = max(step(band[1], gradient_error.best_mask(above, noise, upper)), keeping if trusted else 0.0)
+            band = (gradient_error.low_end(mismatch, state.low or band[0], high, self.min_kept), high)
         return replace(state, tis=tis, band=band)
 
     def _strain(self, state: LeastErrorState, mismatch: Mismatch) -> str:
         """The limit that cannot be kept, as a sentence; empty if none."""
-        cut = 0.0 if state.tis is None else law.cut_share(np.array(state.tail), state.tis)
+        cut = 0.0 if state.tis is None else gradient_error.cut_share(np.array(state.tail), state.tis)
         if cut > self.max_clipped:
             return f"{cut:.0%} of the weight is cut away, above {self.max_clipped:.0%}"
         kept = 1.0 if state.band is None else mismatch.kept_fraction(*state.band)

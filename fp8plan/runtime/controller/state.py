@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from fp8plan.checks import Range, in_range, instance, is_number, whole
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.controller.law import GRID
+from fp8plan.runtime.controller.gradient_error import GRID
 from fp8plan.runtime.correction.settings import Thresholds
 from fp8plan.runtime.mismatch.metrics import ERRORS
 
@@ -162,7 +162,7 @@ class LeastErrorState(ControllerState):
     """The state of LeastErrorThresholds.
 
     low:         lower end of the band once more tokens are kept again; None without a band
-    tail:        share of tokens with a ratio above each bound of law.GRID, over the last `tail_tokens` tokens
+    tail:        share of tokens with a ratio above each bound of GRID, over the last `tail_tokens` tokens
     gradients, gradient2, gradient_noise: number and fading sums of the gradient norms from `noise.heard`
     """
 

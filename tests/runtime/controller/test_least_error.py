@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mismatch_batches import after, gaussian, mismatch_of
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.controller import law, noise
+from fp8plan.runtime.controller import gradient_error, noise
 from fp8plan.runtime.controller.laws import (
     Alarm,
     ControllerState,
@@ -45,7 +45,7 @@ def test_thresholds_stay_in_bounds_whatever_comes(controller, sequence):
         assert (thresholds.tis is None) == (controller.tis is None)
         assert thresholds.tis is None or lower <= thresholds.tis <= upper
         if controller.band is not None:
-            assert law.LOWEST <= thresholds.band[0] <= controller.band[0]
+            assert gradient_error.LOWEST <= thresholds.band[0] <= controller.band[0]
             assert lower <= thresholds.band[1] <= upper
         assert decided.reason
 
@@ -187,20 +187,21 @@ def test_the_law_is_where_the_estimated_error_is_least(sigma, share):
     """Against a search over C of the error itself, from all ratios."""
     log_ratio = gaussian(sigma, 400_000)
     ratio = np.exp(log_ratio)
-    capped = np.minimum(ratio, law.GRID[-1])
+    capped = np.minimum(ratio, gradient_error.GRID[-1])
     candidates = np.geomspace(1.0, 19.0, 150)
     error = [
-        law.BIAS_WEIGHT * np.mean(capped - np.minimum(ratio, c)) ** 2 + share * np.mean(np.minimum(ratio, c) ** 2)
+        gradient_error.BIAS_WEIGHT * np.mean(capped - np.minimum(ratio, c)) ** 2
+        + share * np.mean(np.minimum(ratio, c) ** 2)
         for c in candidates
     ]
-    found = law.best_cap(law.tail(mismatch_of(log_ratio)), share, law.GRID[-1])
+    found = gradient_error.best_cap(gradient_error.tail(mismatch_of(log_ratio)), share, gradient_error.GRID[-1])
     assert found == pytest.approx(candidates[int(np.argmin(error))], rel=0.05)
     masked = [
-        law.BIAS_WEIGHT * np.mean(np.where(ratio > h, capped, 0.0)) ** 2
+        gradient_error.BIAS_WEIGHT * np.mean(np.where(ratio > h, capped, 0.0)) ** 2
         + share * np.mean(np.where(ratio > h, 0.0, ratio) ** 2)
         for h in candidates
     ]
-    found = law.best_mask(law.tail(mismatch_of(log_ratio)), share, law.GRID[-1])
+    found = gradient_error.best_mask(gradient_error.tail(mismatch_of(log_ratio)), share, gradient_error.GRID[-1])
     assert found == pytest.approx(candidates[int(np.argmin(masked))], rel=0.05)
 
 
