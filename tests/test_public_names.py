@@ -86,7 +86,7 @@ def test_a_users_script_type_checks_and_its_slips_are_found(tmp_path: Path) -> N
         'note: Revealed type is "fp8plan.runtime.correction.correct.Correction"',
         'note: Revealed type is "float | None"',
         'note: Revealed type is "float | None"',
-        'error: Argument "gpus" to "plan" has incompatible type "str"; expected "int | None"  [arg-type]',
+        'error: Argument "gpus" has incompatible type "str"; expected "int | None"  [arg-type]',
         'error: Module has no attribute "plam"  [attr-defined]',
     ], checked.stdout  # and the summary
 
