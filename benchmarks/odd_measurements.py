@@ -342,7 +342,7 @@ LIVE = (
     ),
     Live(
         9, "a token id that the model has not", "not named", "named by prompt, place and range; the engine serves on",
-        {"runtime/engine/test_tokens.py": ("test_an_engine_serves_on_after_ids_that_it_has_not",)},
+        {"runtime/test_tokens.py": ("test_an_engine_serves_on_after_ids_that_it_has_not",)},
     ),
     Live(
         9, 'plan="auto" in a trainer, and the reward in its run file', "the choice is not printed; no reward",
