@@ -25,7 +25,7 @@ ARGS ?=
 
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-# Compiled modules are kept, also where the machine says otherwise: importing vLLM takes 21 s without them, and 10 with.
+# Compiled modules are kept, also where the machine says otherwise: without them importing vLLM takes twice as long.
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 

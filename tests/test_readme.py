@@ -190,11 +190,19 @@ def test_the_commands_run_as_they_are_pasted(tmp_path: Path) -> None:
     assert {"plan.json", "verl.args", "plan.html"} <= {path.name for path in tmp_path.iterdir()}
 
 
+RANKS = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+
+
+def started(example: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """The ended example. It does not inherit the rank and the port of a trainer that ran in this process."""
+    env = {name: value for name, value in os.environ.items() if name not in RANKS}
+    command = [sys.executable, f"examples/{example}", *words]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+
+
 def run(example: str, *words: str) -> str:
     """Its stdout. stderr is empty: what an engine writes while it starts is held back."""
-    done = subprocess.run(
-        [sys.executable, f"examples/{example}", *words], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    done = started(example, *words)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -237,8 +245,7 @@ def test_the_example_of_grpo_learns_and_its_run_can_be_read(tmp_path: Path) -> N
 @pytest.mark.trl
 def test_the_example_of_trl_learns_and_its_run_can_be_read(tmp_path: Path) -> None:
     run_file = tmp_path / "run.jsonl"
-    words = [sys.executable, "examples/trl_grpo.py", str(run_file)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = started("trl_grpo.py", str(run_file))
     assert done.returncode == 0, done.stderr  # where transformers warns of its own names
     chosen, why, *steps = done.stdout.splitlines()
     assert re.match(r"fp8plan: plan=\"auto\", choice='fp8_kv': fp8_kv for .* on cpu", chosen)
