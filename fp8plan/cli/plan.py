@@ -28,6 +28,7 @@ from fp8plan.cli.console import (
     show,
 )
 from fp8plan.errors import ConfigError
+from fp8plan.version import DEFAULT_VERSION
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -133,7 +134,7 @@ def plan_command(
     ] = None,
     async_scheduling: Annotated[bool, option(ENGINE)] = True,
     enforce_eager: Annotated[bool, option(ENGINE, flag="--enforce-eager")] = False,
-    engine_version: Annotated[str, option(ENGINE, "of vLLM")] = "0.26.0",
+    engine_version: Annotated[str, option(ENGINE, "of vLLM")] = DEFAULT_VERSION,
     strict: Annotated[bool, option(ENGINE, "only a profile of this very version", flag="--strict")] = False,
     precision: Annotated[
         list[str] | None, option(None, "bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", "all", metavar="NAME")

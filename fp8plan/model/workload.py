@@ -297,8 +297,8 @@ def _rows(path: Path, column: str) -> list[tuple[int, Any]]:
 
 def _has(names: list[str], column: str) -> str:
     """The end of an error: the columns of the file, and the likely intended one."""
-    meant = nearest(column, names, LIKE)
-    advice = f"call {meant!r} {column!r}" if meant else "add it"
+    intended = nearest(column, names, LIKE)
+    advice = f"call {intended!r} {column!r}" if intended else "add it"
     return f"it has {', '.join(map(str, names)) or 'nothing'}: {advice}"
 
 

@@ -32,6 +32,7 @@ from fp8plan.model.architecture.reading import read_model
 from fp8plan.model.configs import bundled_configs, find_config
 from fp8plan.model.configs.fields import Context
 from fp8plan.model.precision import BF16_BYTES, PRESETS, Precision, Stored
+from fp8plan.version import DEFAULT_VERSION
 
 VOCAB_PADDING = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py (0.26): DEFAULT_VOCAB_PADDING_SIZE
 
@@ -201,7 +202,7 @@ class ModelShape:
                 f"tensor_parallel_size {tensor_parallel_size} does not divide {self.name}: {fault}; allowed: {allowed}"
             )
 
-    def check_max_model_len(self, max_model_len: int, engine_version: str = "0.26.0") -> None:
+    def check_max_model_len(self, max_model_len: int, engine_version: str = DEFAULT_VERSION) -> None:
         """Raise ConfigError if max_model_len is beyond the model's context, as this vLLM does at start-up."""
         longest, origin = self.context.longest(engine_version)
         if max_model_len > longest:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.version import at_least
+from fp8plan.version import DEFAULT_VERSION, at_least
 
 # Names of a field in several families. The first that a config has counts.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -254,7 +254,7 @@ class Context:
             origin = f"{origin} {tokens}, times {factor:g} by its {kind} RoPE scaling"
         return int(tokens * factor), origin
 
-    def derived(self, engine_version: str = "0.26.0") -> int:
+    def derived(self, engine_version: str = DEFAULT_VERSION) -> int:
         """The max_model_len in tokens of an engine without a limit."""
         return self.default or self.longest(engine_version)[0]
 

@@ -29,7 +29,7 @@ from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout
 from fp8plan.model.shards import check_target
 from fp8plan.model.workload import Batch, Workload
-from fp8plan.version import version_warnings
+from fp8plan.version import DEFAULT_VERSION, version_warnings
 
 P = ParamSpec("P")
 
@@ -56,7 +56,7 @@ def predict(
     trainer: StepTimes | None = None,
     budget: RiskBudget | None = None,
     kv_scales_calibrated: bool = True,
-    engine_version: str = "0.26.0",
+    engine_version: str = DEFAULT_VERSION,
     strict: bool = False,
     profile: Profile | None = None,
     progress: Progress = iter,

@@ -20,6 +20,7 @@ import msgspec
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.profile import ASSUMED, ENGINE, Profile, parsed
+from fp8plan.version import DEFAULT_VERSION
 
 T = TypeVar("T")
 OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
@@ -100,7 +101,7 @@ def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
 
 
 def load_profile(
-    gpu: Gpu | str, engine_version: str = "0.26.0", strict: bool = False, profiles_dir: Path | None = None
+    gpu: Gpu | str, engine_version: str = DEFAULT_VERSION, strict: bool = False, profiles_dir: Path | None = None
 ) -> tuple[Profile, list[str]]:
     """The best profile for `gpu`, a Gpu or its name, and an engine version, and its warnings.
 
@@ -151,7 +152,7 @@ def _version(text: str) -> tuple[int, int, int]:
     return major, minor, patch
 
 
-def datasheet_profile(gpu: Gpu, engine_version: str = "0.26.0", profiles_dir: Path | None = None) -> Profile:
+def datasheet_profile(gpu: Gpu, engine_version: str = DEFAULT_VERSION, profiles_dir: Path | None = None) -> Profile:
     """The datasheet profile of one GPU, measured or not: the common coefficients, then those of its architecture.
 
     Architectures have different kernels (FlashAttention 3 exists on sm90 only), so backends and their few coefficients

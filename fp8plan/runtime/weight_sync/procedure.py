@@ -155,7 +155,7 @@ def replace_weights(
         with _timed(seconds, "reset"):
             yield Call("reset")
         with _timed(seconds, "score"):
-            k3 = None if scored is None else (yield from _score(scored, settings.scored_k3))
+            score = None if scored is None else (yield from _score(scored, settings.scored_k3))
             yield from rpc("fp8plan_commit")
             state.soiled = False
     except BaseException as error:
@@ -178,7 +178,7 @@ def replace_weights(
         weight_error=done["check"]["weight_error"],
         kv_scales=state.kv_scales,
         kv_source=used,
-        scored_k3=k3,
+        scored_k3=score,
         **counts,
     )
 
