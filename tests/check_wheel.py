@@ -63,6 +63,7 @@ def main(compiled: bool) -> None:
             "kv_pool",
             "scheduler",
             "state",
+            "windows",
         ):
             origin = str(getattr(find_spec(f"{COMPILED}.{name}"), "origin", None))
             assert origin.endswith(tuple(EXTENSION_SUFFIXES)), f"{name} is not compiled: {origin}"

@@ -18,7 +18,7 @@ from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.precision import BF16_BYTES, Precision
-from fp8plan.model.schedule.group_pool import pairs_read
+from fp8plan.model.schedule.windows import pairs_read
 
 # Quantisation reads a BF16 matrix twice (amax, then scale and round) and writes FP8 once: modelled.
 QUANTISE_READS = 2

@@ -1,136 +1,66 @@
-"""Blocks of a pool with prefix caching and several groups, runs of them in its free queue, and tables of requests.
+"""Free blocks of a pool that several groups share, the blocks that requests hold, and the rhythm of steady ones.
 
-Free blocks without a hash are only counted. Free blocks with a hash form a queue, the least recently freed first.
+Free blocks without a hash are only counted. A free block with a hash has a place in a queue, and the queue is evicted
+from its head. So a block is still there if its place is not before the head, unless a hit took it out.
+
 Requests share the full blocks of a prompt, so each such block is an object. So is each state. All other blocks are a
-request's own, and no other request finds them. They are counted while it runs, and queue in runs. A run is a `Span` of
-one request, or a `Step` in which many requests freed one block each.
+request's own, and no other request finds them. They are counted while it runs, and queue in pieces.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 
-class Freed:
-    """Neighbouring blocks in the queue."""
+class Block:
+    """A full block of a prompt, or a state. place: its last one in the queue; hashed: it can be found"""
 
-    __slots__ = ()
-
-    def evict(self, blocks: int) -> int:
-        """Evict at most that many blocks, and return the number evicted."""
-        raise NotImplementedError
-
-    def empty(self) -> bool:
-        return True
-
-
-class Block(Freed):
-    """A full block of a prompt, or a state. copies: the findable ones, oldest first; None: it is none of them"""
-
-    __slots__ = ("copies", "holders")
+    __slots__ = ("hashed", "holders", "place")
 
     def __init__(self) -> None:
         self.holders = 1
-        self.copies: list[Block] | None = None
-
-    def evict(self, blocks: int) -> int:
-        if self.copies is not None:
-            self.copies.remove(self)
-            self.copies = None
-        return 1
+        self.place = 0
+        self.hashed = False
 
 
-class Piece(Freed):
-    """Findable blocks of one request in one group."""
+class Piece:
+    """Findable blocks of one request in one group, in the queue. Places only rise with the number, or only fall."""
 
-    __slots__ = ()
+    __slots__ = ("numbers", "places")
 
-    def found(self) -> Sequence[int]:
-        """The numbers of these blocks."""
-        raise NotImplementedError
+    def __init__(self, numbers: range, places: Sequence[int]) -> None:
+        self.numbers, self.places = numbers, places
 
-    def pick(self, wanted: Sequence[int]) -> Sequence[int]:
-        """Take the wanted blocks that are here out of the queue, and return the other wanted ones."""
-        raise NotImplementedError
-
-
-class Span(Piece):
-    """Blocks of one request in one group, in the order of their numbers. They were freed together, last one first."""
-
-    __slots__ = ("blocks",)
-
-    def __init__(self, blocks: Sequence[int]) -> None:
-        self.blocks = blocks
-
-    def evict(self, blocks: int) -> int:
-        left = max(len(self.blocks) - blocks, 0)
-        gone = len(self.blocks) - left
-        self.blocks = self.blocks[:left]
-        return gone
-
-    def empty(self) -> bool:
-        return not self.blocks
-
-    def found(self) -> Sequence[int]:
-        return self.blocks
-
-    def pick(self, wanted: Sequence[int]) -> Sequence[int]:
-        picked = set(wanted).intersection(self.blocks)
-        left = [number for number in self.blocks if number not in picked]
-        if left and left[-1] - left[0] == len(left) - 1:
-            self.blocks = range(left[0], left[-1] + 1)
+    def found(self, head: int) -> range:
+        """The numbers of the blocks that have not been evicted."""
+        places = self.places
+        if not places or (places[0] >= head and places[-1] >= head):
+            return self.numbers
+        if places[0] > places[-1]:
+            left = max(len(places) - (head - places[-1]), 0)  # without a gap: such a piece was freed at once
+            self.numbers, self.places = self.numbers[:left], places[:left]
         else:
-            self.blocks = left
-        return [number for number in wanted if number not in picked]
+            gone = bisect_left(places, head)
+            self.numbers, self.places = self.numbers[gone:], places[gone:]
+        return self.numbers
 
-
-class Step(Freed):
-    """The blocks that steady requests freed in one step: one for each (request, group), in that order."""
-
-    __slots__ = ("pairs", "step")
-
-    def __init__(self, step: int, pairs: Sequence[tuple[int, int]]) -> None:
-        self.step, self.pairs = step, pairs
-
-    def evict(self, blocks: int) -> int:
-        gone = min(blocks, len(self.pairs))
-        self.pairs = self.pairs[gone:]
-        return gone
-
-    def empty(self) -> bool:
-        return not self.pairs
-
-
-class Trail(Piece):
-    """Blocks that one steady request freed in one group, and that were not yet evicted when it stopped."""
-
-    __slots__ = ("pair", "steps")
-
-    def __init__(self, pair: tuple[int, int], steps: dict[int, Step]) -> None:
-        self.pair, self.steps = pair, steps
-
-    def empty(self) -> bool:
-        return not self.found()
-
-    def found(self) -> Sequence[int]:
-        return [number for number, step in self.steps.items() if self.pair in step.pairs]
-
-    def pick(self, wanted: Sequence[int]) -> Sequence[int]:
-        picked = set(wanted).intersection(self.found())
-        for number in picked:
-            step = self.steps.pop(number)
-            step.pairs = [pair for pair in step.pairs if pair != self.pair]
-        return [number for number in wanted if number not in picked]
+    def part(self, start: int, end: int) -> Piece:
+        """The blocks [start, end) of the piece."""
+        first = self.numbers.start
+        return Piece(range(start, end), self.places[start - first : end - first])
 
 
 class Table:
-    """The blocks of one request in one group."""
+    """The blocks of one request in equal groups, which hold the same ones."""
 
     __slots__ = ("blocks", "end", "hashed", "hit", "last_state", "start")
 
-    def __init__(self) -> None:
-        self.blocks: list[Block | None] = []  # blocks that are objects; None where one was freed or never needed
+    def __init__(self, groups: int) -> None:
+        # By group: the blocks that are objects; None where one was freed or never needed.
+        self.blocks: list[list[Block | None]] = [[] for _ in range(groups)]
         self.start = 0  # the first block that the request holds
         self.end = 0  # number of blocks, with those that it no longer holds
         self.hit = 0  # number of blocks found at its admission
@@ -141,85 +71,168 @@ class Table:
     # input, so a request holds two blocks for a while. This is vLLM 0.30. In 0.26 the search for blocks to free ends at
     # the first gap. So asynchronous scheduling may hold the states of a long prefill for longer there.
 
-    def add_state(self, blocks: int) -> int:
-        """Add the state of the last of `blocks` blocks unless it is there; returns the number of new blocks."""
+    def add_state(self, blocks: int) -> bool:
+        """Add the state of the last of `blocks` blocks; returns False if it is there already."""
         if blocks <= self.end:
-            return 0
+            return False
         if self.end:
             self.last_state = self.end - 1
-        self.blocks += [None] * (blocks - 1 - self.end)
-        self.blocks.append(Block())
+        for states in self.blocks:
+            states += [None] * (blocks - 1 - self.end)
+            states.append(Block())
         self.end = blocks
-        return 1
+        return True
 
     def has_old_states(self, processed: int, size: int) -> bool:
         """True if `drop_states` may have states to drop."""
-        return min((processed - 1) // size, len(self.blocks)) > self.start or self._before_last(processed, size)
+        return min((processed - 1) // size, self.end) > self.start or self._before_last(processed, size)
 
     def drop_states(self, processed: int, size: int) -> list[Block]:
         """Drop the states before that of the last of `processed` tokens; returns their blocks, the last one first."""
-        end, last = min((processed - 1) // size, len(self.blocks)), self.last_state
+        end, last = min((processed - 1) // size, self.end), self.last_state
         places = [*range(end - 1, self.start - 1, -1), *([last] if self._before_last(processed, size) else [])]
         self.start = max(end, self.start)
-        blocks = []
-        for place in places:
-            block, self.blocks[place] = self.blocks[place], None
-            if block is not None:
-                blocks.append(block)
-        return blocks
+        dropped = []
+        for states in self.blocks:
+            for place in places:
+                block, states[place] = states[place], None
+                if block is not None:
+                    dropped.append(block)
+        return dropped
 
     def _before_last(self, processed: int, size: int) -> bool:
         return 0 <= self.last_state < -(-processed // size) - 1
 
 
+class Drops:
+    """The blocks that steady requests free in a step, in order of service.
+
+    requests: those that free blocks, in order
+    clean, hashed: blocks without and with a hash that those before each of them free; one more entry has the sums
+    offsets: by (request, group) the blocks with a hash that are freed before its own
+    """
+
+    __slots__ = ("clean", "hashed", "offsets", "requests")
+
+    def __init__(self, drops: dict[int, list[int]], counts: Sequence[int], keeps: Sequence[bool]) -> None:
+        self.requests = sorted(drops)
+        self.clean, self.hashed = [0], [0]
+        self.offsets: dict[tuple[int, int], int] = {}
+        clean = hashed = 0
+        for request in self.requests:
+            for at in drops[request]:
+                if keeps[at]:
+                    self.offsets[request, at] = hashed
+                    hashed += counts[at]
+                else:
+                    clean += counts[at]
+            self.clean.append(clean)
+            self.hashed.append(hashed)
+
+
+class Phase:
+    """The blocks that steady requests take and free in the steps with one remainder modulo the pool's cycle."""
+
+    __slots__ = ("drops", "freed", "taken", "takes")
+
+    def __init__(self) -> None:
+        self.takes: dict[int, int] = {}  # request -> blocks
+        self.taken = 0  # their sum
+        self.drops: dict[int, list[int]] = {}  # request -> groups in which it frees a block
+        self.freed: Drops | None = None  # the same in order of service; None: `drops` has changed
+
+
 class FreeQueue:
-    """The free blocks. clean: the number without a hash, which are handed out first."""
+    """The free blocks. clean: the number without a hash, which are handed out first; head: the place evicted next"""
 
     def __init__(self, blocks: int) -> None:
         self.clean = blocks
-        self._hashed: OrderedDict[Freed, None] = OrderedDict()  # least recently freed first
-        self._steps: dict[int, list[Step]] = {}  # the Steps in the queue, by number
-        self._oldest_step = 0  # the first step that may still be in the queue
+        self.head = 0
+        self._end = 0  # the place of the block that is freed next
+        self._gaps: list[tuple[int, int]] = []  # heap of the places [start, end) that hits have taken out
+        # By step: the (place of the first, the first, the end of those queued together) of its drops.
+        self._steps: dict[int, list[tuple[int, int, int, Drops]]] = {}
+        self._queued_steps: deque[int] = deque()
 
-    def add(self, freed: Freed) -> None:
-        self._hashed[freed] = None
+    def add(self, blocks: int) -> int:
+        """Queue blocks with a hash, and return the place of the first."""
+        place = self._end
+        self._end = place + blocks
+        return place
 
-    def add_step(self, step: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Queue one block of each (request, group)."""
-        freed = Step(step, pairs)
-        self._hashed[freed] = None
-        self._steps.setdefault(step, []).append(freed)
+    def add_piece(self, numbers: range) -> Piece:
+        """Queue blocks that a request frees together in one group, the last one first."""
+        place, count = self.add(len(numbers)), len(numbers)
+        return Piece(numbers, range(place + count - 1, place - 1, -1))
 
-    def remove(self, block: Block) -> None:
-        del self._hashed[block]
+    def remove(self, places: Sequence[int]) -> None:
+        """Take blocks out for a hit. places: those of blocks that were freed one after the other, or rising ones"""
+        if places[0] > places[-1]:
+            heappush(self._gaps, (places[-1], places[0] + 1))
+        else:
+            for place in places:
+                heappush(self._gaps, (place, place + 1))
 
     def take(self, blocks: int) -> int:
         """Hand out blocks, and return the number that had to be evicted."""
         self.clean -= blocks
         if self.clean >= 0:
             return 0
-        evicted = left = -self.clean
+        evicted = -self.clean
         self.clean = 0
-        while left:
-            oldest = next(iter(self._hashed))
-            left -= oldest.evict(left)
-            step = oldest.step if isinstance(oldest, Step) else -1
-            if step >= 0:
-                self._oldest_step = step
-            if oldest.empty():
-                del self._hashed[oldest]
-                if step >= 0:
-                    del self._steps[step][0]
-                    if not self._steps[step]:
-                        del self._steps[step]
+        self.evict(evicted)
         return evicted
 
-    def trail(self, pair: tuple[int, int], numbers: range, first_step: int, size: int) -> Trail:
-        """The queued blocks of a (request, group) that freed one every `size` steps, from `first_step` on."""
-        gone = max(0, -(-(self._oldest_step - first_step) // size))
-        here = {}
-        for number in numbers[gone:]:
-            for freed in self._steps.get(first_step + (number - numbers[0]) * size, ()):
-                if pair in freed.pairs:
-                    here[number] = freed
-        return Trail(pair, here)
+    def evict(self, blocks: int) -> None:
+        """Evict the blocks that were freed first."""
+        head, gaps = self.head + blocks, self._gaps
+        while gaps and gaps[0][0] < head:
+            start, end = heappop(gaps)
+            head += end - start
+        self.head = head
+
+    def has(self, copies: list[Block]) -> bool:
+        """True if one of the copies of a block can be found. Forgets evicted ones, so that the first one can."""
+        while copies:
+            oldest = copies[0]
+            if oldest.holders or oldest.place >= self.head:
+                return True
+            del copies[0]
+        return False
+
+    def add_drops(self, step: int, drops: Drops, start: int, end: int) -> None:
+        """Queue the blocks [start, end) of those with a hash that steady requests free in a step."""
+        if start == end:
+            return
+        while self._queued_steps:
+            place, first, last, _ = self._steps[self._queued_steps[0]][-1]
+            if place + last - first > self.head:
+                break
+            del self._steps[self._queued_steps.popleft()]
+        if step not in self._steps:
+            self._steps[step] = []
+            self._queued_steps.append(step)
+        self._steps[step].append((self.add(end - start), start, end, drops))
+
+    def trail(self, pair: tuple[int, int], numbers: range, last_step: int, size: int) -> list[int]:
+        """The places of the last of the blocks `numbers`, those that are not evicted, in order.
+
+        The (request, group) freed one every `size` steps in the rhythm, up to `last_step`.
+        """
+        places: list[int] = []
+        step = last_step
+        for _ in numbers:
+            place = self._place(pair, step)
+            if place < self.head:
+                break
+            places.append(place)
+            step -= size
+        places.reverse()
+        return places
+
+    def _place(self, pair: tuple[int, int], step: int) -> int:
+        for place, start, end, drops in self._steps.get(step, ()):
+            offset = drops.offsets.get(pair, -1)
+            if start <= offset < end:
+                return place + offset - start
+        return -1

@@ -10,18 +10,18 @@ The blocks themselves are in `group_blocks`.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
-
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
-from fp8plan.model.schedule.group_blocks import Block, FreeQueue, Piece, Span, Table
+from fp8plan.model.schedule.group_blocks import Block, Piece, Table
 from fp8plan.model.schedule.group_pool import NEVER, GroupPool, skipped_tokens
 
 
 class CachingGroupPool(GroupPool):
-    """A pool with prefix caching. All groups have one block size."""
+    """A pool with prefix caching. All groups have one block size.
+
+    Of equal groups that are followed as one, the first loses its blocks first. What it finds, the others find, too.
+    """
 
     def __init__(
         self,
@@ -34,37 +34,46 @@ class CachingGroupPool(GroupPool):
     ) -> None:
         requests = len(prompts)
         super().__init__(num_blocks, groups, limits, requests)
+        alone, groups = len(groups) == 1, tuple(self._groups)
         self._size = size = groups[0].block_size
-        self._retain_all = retain_all
+        self._alone = alone
         self._prompts: list[int] = prompts.tolist()
         self._prompt_ids: list[int] = prompt_ids.tolist()
-        self._queue = FreeQueue(num_blocks)
-        self._own: list[list[list[Piece]]] = [[[] for _ in range(requests)] for _ in groups]  # oldest first
-        self._tables = [[Table() for _ in range(requests)] for _ in groups]
+        self._tables = [[Table(count) for _ in range(requests)] for count in self._counts]
         self._full_prompts: list[int] = [prompt // size for prompt in self._prompts]  # full blocks
         blocks = dict(zip(self._prompt_ids, self._full_prompts, strict=True))
-        # The findable copies of the blocks of each prompt, and of the states that a request adds; oldest first.
-        self._prompt_copies: list[dict[int, list[list[Block]]]] = [
-            {prompt: [[] for _ in range(full)] for prompt, full in blocks.items()} for _ in groups
+        # By group and equal group: a request's pieces in the queue, the findable copies of the blocks of each prompt,
+        # and of the states that a request adds; oldest first.
+        self._own: list[list[dict[int, list[Piece]]]] = [[{} for _ in range(count)] for count in self._counts]
+        self._prompt_copies: list[list[dict[int, list[list[Block]]]]] = [
+            [{prompt: [[] for _ in range(full)] for prompt, full in blocks.items()} for _ in range(count)]
+            for count in self._counts
         ]
-        self._state_copies: list[dict[tuple[int, int], list[Block]]] = [{} for _ in groups]
+        self._state_copies: list[list[dict[tuple[int, int], list[Block]]]] = [
+            [{} for _ in range(count)] for count in self._counts
+        ]
         self._junction = [0] * requests  # tokens of another group's longer hit; 0: none
-        self._hits: list[list[Block]] = []  # objects found by the last look-up, by group
+        self._looked_up = (-1, 0, 0)  # the last look-up: the request, its tokens, and the pool's changes
+        self._hit = 0  # its result
+        self._hits: list[list[list[Block]]] = []  # the objects that it found, by group and equal group
         self._hit_first: list[int] = []  # the first block of the hit that each group needs
-        self._hit_free: list[int] = []  # number of the hit's free blocks, by group
+        self._hit_free = 0  # number of the hit's free blocks
         self._new_states: list[list[Block]] = []  # the copies of states that this step computes
-        self._alike = _alike(groups)
+        self._first_equal = [groups.index(group) for group in groups]
+        # The groups that are looked up, full attention first (`verify_and_split`). Of equal ones only the first.
+        self._searched = sorted(set(self._first_equal), key=lambda at: (not groups[at].keeps_all, at))
         self._states = [at for at, group in enumerate(groups) if group.kind == "state"]
+        self._states_taken = sum(self._counts[at] for at in self._states)
         self._followed_groups = sorted([*self._windows, *self._states])
         self._reach = [1 if group.kind == "state" else -(-(group.window - 1) // size) for group in groups]
         few = [group.kind in ("sliding", "state") and not retain_all for group in groups]
         # Groups in which every full block can be found. In the others a few blocks can, or none.
-        self._finds_all = [
+        self._keeps = [
             not (few[at] or (group.kind in ("sliding", "state") and not self._reach[at]))
             for at, group in enumerate(groups)
         ]
         self._finds_few = few
-        self._drops_clean = not all(self._finds_all[at] for at in self._followed_groups)
+        self._frees_clean = not all(self._keeps[at] for at in self._followed_groups)
 
     def begin_step(self) -> None:
         self._new_states.clear()
@@ -76,52 +85,56 @@ class CachingGroupPool(GroupPool):
         for at, group in enumerate(self._groups):
             more = blocks - self._tables[at][request].end
             if more > 0:
-                total += 1 if group.kind == "state" else more
+                total += (1 if group.kind == "state" else more) * self._counts[at]
         return total
 
     def take(self, request: int, tokens: int) -> None:
+        self._use(self.needs(request, tokens))
         blocks = -(-tokens // self._size)
+        shared = min(blocks, self._full_prompts[request])
         for at, group in enumerate(self._groups):
             table = self._tables[at][request]
-            more = blocks - table.end
-            if more <= 0:
-                continue
             if group.kind == "state":
-                self._use(table.add_state(blocks))
-                continue
-            shared = min(blocks, self._full_prompts[request])
-            table.blocks += [Block() for _ in range(len(table.blocks), shared)]
-            table.end = blocks
-            self._use(more)
+                table.add_state(blocks)
+            elif blocks > table.end:
+                for objects in table.blocks:
+                    objects += [Block() for _ in range(len(objects), shared)]
+                table.end = blocks
 
     def cache(self, request: int, tokens: int) -> None:
         for at in range(len(self._groups)):
             self._hash(at, request, tokens)
 
     def lookup(self, request: int, tokens: int) -> int:
+        looked_up = (request, tokens, self.changes)
+        if looked_up != self._looked_up:
+            self._hit = self._look_up(request, tokens)
+            self._looked_up = looked_up
+        return self._hit
+
+    def _look_up(self, request: int, tokens: int) -> int:
         size, hit, longest = self._size, tokens - 1, 0
         self._hit_first = [0] * len(self._groups)
-        full: dict[int, int] = {}  # hits of full attention in tokens, by the first of equal groups
-        simple = len(self._alike) == 2 and self._groups[self._alike[0][0]].keeps_all
+        full: dict[int, int] = {}  # hits of full attention in tokens
+        simple = len(self._searched) == 2 and self._groups[self._searched[0]].keeps_all
         while True:
             current = hit
-            for members in self._alike:
-                first = members[0]
-                if first in full:
-                    current = min(current, full[first])
+            for at in self._searched:
+                if at in full:
+                    current = min(current, full[at])
                     continue
-                current = self._find(request, members, current) * size
+                current = self._find(request, at, current) * size
                 longest = max(longest, current)
-                if self._groups[first].keeps_all:
-                    full[first] = current
+                if self._groups[at].keeps_all:
+                    full[at] = current
             if current >= hit:
                 break
             hit = current
-            if simple or len(self._groups) == 1:
+            if simple or self._alone:
                 break
         self._note_hits(request, hit)
         self.shared_prefix = longest if longest > hit else 0
-        if len(self._groups) > 1:
+        if not self._alone:
             self._junction[request] = self.shared_prefix
         return hit
 
@@ -129,17 +142,16 @@ class CachingGroupPool(GroupPool):
         total, blocks, hits = 0, -(-tokens // self._size), hit // self._size
         for at, group in enumerate(self._groups):
             if group.kind == "state":
-                copies = self._copies(at, request, hits - 1) if hits else None
+                copies = self._copies(at, 0, request, hits - 1) if hits else None
                 if any(copies is new for new in self._new_states):
                     return NEVER
-                total += int(blocks > hits)
+                total += int(blocks > hits) * self._counts[at]
             else:
                 wanted = min(blocks, self._caps[at]) if whole and self._caps[at] >= 0 else blocks
-                total += max(wanted - hits, 0)
-        free = sum(self._hit_free)
-        if free:
+                total += max(wanted - hits, 0) * self._counts[at]
+        if self._hit_free:
             self.hit_freed_blocks = True
-        return total + free
+        return total + self._hit_free
 
     def least_needs(self, request: int, tokens: int, hit: int) -> int:
         """Counts the request's own blocks, which are free or new. Others may hold all blocks of the prompt."""
@@ -157,29 +169,27 @@ class CachingGroupPool(GroupPool):
                 least = wanted - max(shared, skipped_tokens(group, hit) // self._size)
                 if hits > wanted:
                     least = min(least, self._reach[at])
-            total += max(least, 0)
+            total += max(least, 0) * self._counts[at]
         return total
 
     def admit(self, request: int, hit: int) -> None:
-        end, shared = hit // self._size, self._full_prompts[request]
+        end, shared, queue = hit // self._size, self._full_prompts[request], self._queue
         for at, group in enumerate(self._groups):
             table, first = self._tables[at][request], self._hit_first[at]
-            for block in self._hits[at]:
-                if not block.holders:
-                    self._queue.remove(block)
-                    self.free -= 1
-                block.holders += 1
-            shared_end = end if group.kind == "state" else min(end, shared)
-            table.blocks = [None] * (shared_end - len(self._hits[at]))
-            table.blocks += self._hits[at]
+            state = group.kind == "state"
+            own = end if state else max(first, shared)
+            for i, hits in enumerate(self._hits[at]):
+                for block in hits:
+                    if not block.holders:
+                        queue.remove((block.place,))
+                    block.holders += 1
+                objects: list[Block | None] = [None] * ((end if state else min(end, shared)) - len(hits))
+                objects += hits
+                table.blocks[i] = objects
+                if own < end:
+                    self._pick(self._own[at][i][request], own, end)
             table.start, table.end, table.hit, table.hashed = first, end, end, end
-            own = max(first, shared)
-            if end > own and group.kind != "state":
-                self.free -= end - own
-                wanted: Sequence[int] = range(own, end)
-                for piece in self._own[at][request]:
-                    if wanted:
-                        wanted = piece.pick(wanted)
+        self.free -= self._hit_free
         self.changes += 1
 
     def release(self, request: int, hashed_tokens: int) -> None:
@@ -188,50 +198,22 @@ class CachingGroupPool(GroupPool):
         for at, group in enumerate(self._groups):
             table = self._tables[at][request]
             if group.kind == "state":
-                for block in reversed(table.blocks):
-                    if block is not None:
-                        self._let_go(block)
+                for states in table.blocks:
+                    for block in reversed(states):
+                        if block is not None:
+                            self._let_go(block)
             else:
                 self._free_before(at, request, table.end)
-            self._tables[at][request] = Table()
+            self._tables[at][request] = Table(self._counts[at])
 
     # Steady requests
 
-    def serve(self, step: int) -> None:
-        phase = step % self._cycle
-        takes, followed = self._taken[phase], self._followed(step)
-        in_turn = self._queue.clean < takes and self._drops_clean and (followed or self._dropped[phase])
-        if self._states or in_turn:  # a block that comes free without a hash spares the next request an eviction
-            rhythm = self._phases[phase]
-            for request in sorted({*rhythm.takes, *rhythm.drops, *followed}):
-                self.drop_due(request, step)
-                self.take_due(request, step)
-            return
-        pairs, done = self._phases[phase].pairs(), 0
-        for request in followed:
-            end = bisect_left(pairs, (request,))
-            self._drop_regular(step, pairs[done:end])
-            self.drop_due(request, step)
-            done = bisect_left(pairs, (request + 1,))
-        self._drop_regular(step, pairs[done:] if done else pairs)
-        self._use(takes)
-
-    def take_due(self, request: int, step: int) -> None:
-        blocks = self.takes_due(request, step)
-        if blocks and self._states:
-            end = (step + self._offset[request]) // self._size + 1
-            blocks -= sum(1 - self._tables[at][request].add_state(end) for at in self._states)
-        self._use(blocks)
-
-    def _drop_regular(self, step: int, pairs: Sequence[tuple[int, int]]) -> None:
-        if not pairs:
-            return
-        self.free += len(pairs)
-        self.changes += 1
-        kept = [pair for pair in pairs if self._finds_all[pair[1]]] if self._drops_clean else pairs
-        self._queue.clean += len(pairs) - len(kept)
-        if kept:
-            self._queue.add_step(step, kept)
+    def _add_states(self, request: int, step: int) -> int:
+        end, new = (step + self._offset[request]) // self._size + 1, 0
+        for at in self._states:
+            if self._tables[at][request].add_state(end):
+                new += self._counts[at]
+        return new
 
     def _set_held(self, at: int, request: int, start: int, end: int) -> None:
         table, group = self._tables[at][request], self._groups[at]
@@ -240,13 +222,15 @@ class CachingGroupPool(GroupPool):
         table.end = end
         if start <= table.start:
             return
-        if self._finds_all[at]:
-            # The number of computed tokens at which the first block was freed.
-            change = (table.start + 1) * self._size + group.window - 1 + self._lag
+        if self._keeps[at]:
+            # The number of computed tokens at which the last block was freed.
+            change = start * self._size + group.window - 1 + self._lag
             numbers = range(table.start, start)
-            trail = self._queue.trail((request, at), numbers, change - self._offset[request], self._size)
-            if not trail.empty():
-                self._own[at][request].append(trail)
+            places = self._queue.trail((request, at), numbers, change - self._offset[request], self._size)
+            if places:
+                numbers = numbers[len(numbers) - len(places) :]
+                for i, own in enumerate(self._own[at]):
+                    own.setdefault(request, []).append(Piece(numbers, [place + i for place in places]))
         table.start = start
 
     def _start_of(self, at: int, request: int) -> int:
@@ -258,21 +242,16 @@ class CachingGroupPool(GroupPool):
 
     # Blocks
 
-    def _use(self, blocks: int) -> None:
-        self.free -= blocks
-        self.changes += 1
-        self.evictions += self._queue.take(blocks)
-
     def _let_go(self, block: Block) -> None:
         block.holders -= 1
         if block.holders:
             return
         self.free += 1
         self.changes += 1
-        if block.copies is None:
-            self._queue.clean += 1
+        if block.hashed:
+            block.place = self._queue.add(1)
         else:
-            self._queue.add(block)
+            self._queue.clean += 1
 
     def _drop(self, at: int, request: int, processed: int) -> None:
         table = self._tables[at][request]
@@ -291,44 +270,44 @@ class CachingGroupPool(GroupPool):
     def _free_before(self, at: int, request: int, end: int) -> None:
         """Free the blocks that a request holds before block `end`, the last one first."""
         table, shared = self._tables[at][request], self._full_prompts[request]
-        own = max(table.start, shared)
-        if end > own:
-            self._free_own(at, request, own, end)
-        for i in range(min(end, shared) - 1, table.start - 1, -1):
-            block = table.blocks[i]
-            if block is None:
-                break
-            table.blocks[i] = None
-            if block.holders > 1:
-                block.holders -= 1
-            else:
-                self._let_go(block)
+        own, first = max(table.start, shared), min(end, shared) - 1
+        for i, objects in enumerate(table.blocks):
+            if end > own:
+                self._free_own(at, i, request, own, end)
+            for number in range(first, table.start - 1, -1):
+                block = objects[number]
+                if block is None:
+                    break
+                objects[number] = None
+                if block.holders > 1:
+                    block.holders -= 1
+                else:
+                    self._let_go(block)
         table.start = end
 
-    def _free_own(self, at: int, request: int, start: int, end: int) -> None:
-        table, pieces = self._tables[at][request], self._own[at][request]
-        self.free += end - start
-        self.changes += 1
+    def _free_own(self, at: int, i: int, request: int, start: int, end: int) -> None:
+        table = self._tables[at][request]
         hashed = min(end, table.hashed)
         computed = self._findable(at, request, max(start, table.hit), hashed)
-        hit = range(start, min(table.hit, hashed))
-        self._queue.clean += end - start - len(computed) - len(hit)
-        if computed:
-            span = Span(computed)
-            self._queue.add(span)
-            pieces.append(span)
-        if hit:  # a hit takes the oldest copies
-            span = Span(hit)
-            self._queue.add(span)
-            pieces.insert(0, span)
+        pieces = self._own[at][i].setdefault(request, [])
+        queued = 0
+        for numbers in reversed(computed):
+            pieces.append(self._queue.add_piece(numbers))
+            queued += len(numbers)
+        if start < table.hit and start < hashed:  # a hit takes the oldest copies
+            piece = self._queue.add_piece(range(start, min(table.hit, hashed)))
+            pieces.insert(0, piece)
+            queued += len(piece.numbers)
+        self.free += queued
+        self._free_clean(end - start - queued)
 
     # Hashes
 
-    def _copies(self, at: int, request: int, block: int) -> list[Block]:
+    def _copies(self, at: int, i: int, request: int, block: int) -> list[Block]:
         """The objects that hold a block's content and can be found, oldest first."""
         if block < self._full_prompts[request]:
-            return self._prompt_copies[at][self._prompt_ids[request]][block]
-        return self._state_copies[at].setdefault((request, block), [])
+            return self._prompt_copies[at][i][self._prompt_ids[request]][block]
+        return self._state_copies[at][i].setdefault((request, block), [])
 
     def _hash(self, at: int, request: int, tokens: int) -> None:
         table = self._tables[at][request]
@@ -336,109 +315,120 @@ class CachingGroupPool(GroupPool):
         if end <= table.hashed:
             return
         state = self._groups[at].kind == "state"
-        for i in self._findable(at, request, table.hashed, end if state else min(end, self._full_prompts[request])):
-            block = table.blocks[i]
-            if block is not None:
-                block.copies = copies = self._copies(at, request, i)
-                copies.append(block)
-                if state:
-                    self._new_states.append(copies)
+        last = end if state else min(end, self._full_prompts[request])
+        for numbers in self._findable(at, request, table.hashed, last):
+            for i, objects in enumerate(table.blocks):
+                for number in numbers:
+                    block = objects[number]
+                    if block is not None:
+                        block.hashed = True
+                        copies = self._copies(at, i, request, number)
+                        copies.append(block)
+                        if state:
+                            self._new_states.append(copies)
         table.hashed = end
         self.changes += 1
 
-    def _findable(self, at: int, request: int, start: int, end: int) -> Sequence[int]:
-        """The blocks of [start, end) that get a hash (`reachable_block_mask`)."""
-        if self._finds_all[at]:
-            return range(start, end)
+    def _findable(self, at: int, request: int, start: int, end: int) -> list[range]:
+        """The blocks of [start, end) that get a hash (`reachable_block_mask`), in runs."""
+        if self._keeps[at]:
+            return [range(start, end)] if start < end else []
         if not self._finds_few[at]:
-            return ()
+            return []
+        runs: list[range] = []
         tails = {(self._prompts[request] - 1) // self._size, self._junction[request] // self._size}
-        kept = {i for tail in tails for i in range(max(start, tail - self._reach[at]), min(end, tail))}
-        return sorted(kept)
+        for tail in sorted(tails):
+            first = max(start, tail - self._reach[at], runs[-1].stop if runs else 0)
+            if first < min(end, tail):
+                runs.append(range(first, min(end, tail)))
+        return runs
 
     # Hits
 
-    def _find(self, request: int, members: list[int], tokens: int) -> int:
-        """The longest hit in equal groups, in blocks, of at most `tokens` tokens."""
-        group, most, shared = self._groups[members[0]], tokens // self._size, self._full_prompts[request]
+    def _find(self, request: int, at: int, tokens: int) -> int:
+        """The longest hit in a group, in blocks, of at most `tokens` tokens."""
+        group, most, shared, has = self._groups[at], tokens // self._size, self._full_prompts[request], self._queue.has
         if group.kind == "sliding":
-            return self._find_window(request, members, most)
+            return self._find_window(request, at, most)
         if group.kind == "state":
-            while most and not all(self._copies(at, request, most - 1) for at in members):
+            while most and not has(self._copies(at, 0, request, most - 1)):
                 most -= 1
             return most
-        i = skipped_tokens(group, tokens) // self._size
-        for at in members:
-            self._hit_first[at] = i
-        for copies in zip(*self._shelves(request, members, i, min(most, shared)), strict=True):
-            if not all(copies):
+        self._hit_first[at] = i = skipped_tokens(group, tokens) // self._size
+        for copies in self._shelf(request, at, 0)[i : min(most, shared)]:
+            if not has(copies):
                 return i
             i += 1
         while shared <= i < most:
-            end = min(self._own_run(at, request, i) for at in members)
+            end = max([run.stop for run in self._own_found(at, request) if i in run], default=i)
             if end == i:
                 break
             i = min(end, most)
         return i
 
-    def _shelves(self, request: int, members: Sequence[int], first: int, end: int) -> list[list[list[Block]]]:
-        """The findable copies of the prompt's blocks [first, end), by group."""
-        prompt = self._prompt_ids[request]
-        return [self._prompt_copies[at][prompt][first:end] for at in members]
+    def _shelf(self, request: int, at: int, i: int) -> list[list[Block]]:
+        """The copies of the blocks of the prompt."""
+        return self._prompt_copies[at][i][self._prompt_ids[request]]
 
-    def _own_run(self, at: int, request: int, start: int) -> int:
-        """The end of the run of its own blocks that a request finds from block `start` on."""
-        for piece in self._own[at][request]:
-            numbers = piece.found()
-            if start in numbers:
-                return numbers.stop if isinstance(numbers, range) else start + 1
-        return start
+    def _own_found(self, at: int, request: int) -> list[range]:
+        """The runs of its own blocks that a request finds."""
+        head = self._queue.head
+        return [piece.found(head) for piece in self._own[at][0].get(request, ())]
 
-    def _own_found(self, at: int, request: int) -> set[int]:
-        numbers: set[int] = set()
-        return numbers.union(*(piece.found() for piece in self._own[at][request]))
-
-    def _find_window(self, request: int, members: list[int], most: int) -> int:
-        run, last, need, shared = 0, most, self._reach[members[0]], min(most, self._full_prompts[request])
-        own: set[int] = set()
+    def _find_window(self, request: int, at: int, most: int) -> int:
+        need, shared, has = self._reach[at], min(most, self._full_prompts[request]), self._queue.has
+        first = end = most  # the blocks [first, end) are found
         if most > shared:
-            own = set.intersection(*(self._own_found(at, request) for at in members))
-        for i in sorted(own, reverse=True):
-            if i < most:
-                run = run + 1 if i == last - 1 else 1
-                last = i
-                if run >= need:
-                    return i + run
-        if last != shared:
-            run = 0
+            for run in sorted(self._own_found(at, request), key=lambda run: run.stop, reverse=True):
+                stop = min(run.stop, most)
+                if run.start >= stop:
+                    continue
+                if stop < first:
+                    end = stop
+                first = min(first, run.start)
+                if end - first >= need:
+                    return end
+        if first != shared:
+            end = shared
         i = shared
-        for copies in zip(*map(reversed, self._shelves(request, members, 0, shared)), strict=True):
+        for copies in reversed(self._shelf(request, at, 0)[:shared]):
             i -= 1
-            run = run + 1 if all(copies) else 0
-            if run and run >= need:
-                return i + run
-        return run
+            if not has(copies):
+                end = i
+            elif end - i >= need:
+                return end
+        return end
 
     def _note_hits(self, request: int, hit: int) -> None:
-        end, shared = hit // self._size, self._full_prompts[request]
-        self._hits, self._hit_free = [], []
+        end, shared, has = hit // self._size, self._full_prompts[request], self._queue.has
+        self._hits, self._hit_free = [], 0
         for at, group in enumerate(self._groups):
             state = group.kind == "state"
-            first = max(end - 1, 0) if state else max(skipped_tokens(group, hit) // self._size, self._hit_first[at])
-            self._hit_first[at] = first
             if state:
-                objects = [self._copies(at, request, first)[0]] if end else []
-                own = 0
+                first = max(end - 1, 0)
             else:
-                objects = [copies[0] for copies in self._shelves(request, [at], first, min(end, shared))[0]]
-                own = max(end - max(first, shared), 0)
-            self._hits.append(objects)
-            self._hit_free.append(own + len([block for block in objects if not block.holders]))
+                first = max(skipped_tokens(group, hit) // self._size, self._hit_first[self._first_equal[at]])
+                self._hit_free += max(end - max(first, shared), 0) * self._counts[at]
+            self._hit_first[at] = first
+            hits = []
+            for i in range(self._counts[at]):
+                if state:
+                    found = [self._copies(at, i, request, first)] if end else []
+                else:
+                    found = self._shelf(request, at, i)[first : min(end, shared)]
+                hits.append([copies[0] for copies in found if has(copies)])
+                self._hit_free += len([block for block in hits[-1] if not block.holders])
+            self._hits.append(hits)
 
-
-def _alike(groups: tuple[Spec, ...]) -> list[list[int]]:
-    """Indices of equal groups, which are looked up together; full attention first (`verify_and_split`)."""
-    members: dict[Spec, list[int]] = {}
-    for at, group in enumerate(groups):
-        members.setdefault(group, []).append(at)
-    return sorted(members.values(), key=lambda ids: not groups[ids[0]].keeps_all)
+    def _pick(self, pieces: list[Piece], start: int, end: int) -> None:
+        """Take a request's own blocks [start, end) out of the queue, the oldest copies."""
+        for i, piece in enumerate(pieces):
+            run = piece.found(self._queue.head)
+            first, last = max(start, run.start), min(end, run.stop)
+            if first < last:
+                self._queue.remove(piece.part(first, last).places)
+                rests = [piece.part(run.start, first), piece.part(last, run.stop)]
+                pieces[i : i + 1] = [rest for rest in rests if rest.numbers]
+                self._pick(pieces, start, first)
+                self._pick(pieces, last, end)
+                return

@@ -16,13 +16,14 @@ served. After that, all groups together must find their new blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from heapq import heappop, heappush
+from bisect import bisect_left
+from itertools import groupby
 from math import lcm
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec, blocks_of_window
+from fp8plan.model.schedule.group_blocks import Drops, FreeQueue, Phase
 
 NEVER = 2**62  # a step that does not come, and blocks that no pool has
 
@@ -90,117 +91,10 @@ def _next(above: int, start: int, period: int) -> int:
     return start + (cycles if cycles > 1 else 1) * period
 
 
-def tokens_read(group: Spec, before: int, after: int) -> int:
-    """The number of tokens whose keys the queries of positions [before, after) read."""
-    if group.kind == "sliding":
-        return after - max(0, before - group.window + 1)
-    return after - before // group.window * group.window
-
-
-def pairs_read(group: Spec, before: int, after: int) -> int:
-    """Query-key pairs of the queries of positions [before, after)."""
-    return _pairs_below(group, after) - _pairs_below(group, before)
-
-
-def _pairs_below(group: Spec, position: int) -> int:
-    window = group.window
-    if group.kind == "sliding":
-        growing = min(position, window)
-        return growing * (growing + 1) // 2 + (position - growing) * window
-    rest = position % window
-    return position // window * (window * (window + 1) // 2) + rest * (rest + 1) // 2
-
-
-class WindowMeter:
-    """KV tokens that the decoding requests read in a window: the last `window` tokens, or those of a chunk.
-
-    The next step reads `_reads` tokens, and each step after it `_growing` more, until a request comes to a turn. A full
-    window grows no more. At the beginning of a chunk, a request reads one chunk less.
-    """
-
-    def __init__(self, group: Spec, requests: int) -> None:
-        self.group = group
-        self._sliding = group.kind == "sliding"
-        self._window = group.window
-        self._requests = requests
-        self._now = 0
-        self._reads = self._growing = 0
-        self._turns: list[int] = []  # heap of step * requests + request; outdated where _turn_of differs
-        self._turn_of = [-1] * requests
-
-    def read_by(self, computed: int) -> int:
-        """KV tokens that the token after `computed` ones reads, itself included."""
-        if self._sliding:
-            return computed + 1 if computed < self._window else self._window
-        return computed % self._window + 1
-
-    def start(self, request: int, computed: int) -> None:
-        """Count a request from the next step on."""
-        read = self.read_by(computed)
-        self._reads += read
-        if not self._sliding or read < self._window:
-            self._growing += 1
-            self._turn(request, self._now + self._window - read + (not self._sliding))
-
-    def stop(self, request: int, computed: int) -> None:
-        """Stop counting a request, from the next step on."""
-        self._reads -= self.read_by(computed)
-        if self._turn_of[request] >= 0:
-            self._growing -= 1
-            self._turn_of[request] = -1
-
-    def advance(self, steps: int) -> int:
-        """Advance by that many steps, and return the KV tokens read in them."""
-        total, end, turns, requests = 0, self._now + steps, self._turns, self._requests
-        while self._now < end:
-            until = end
-            if turns and turns[0] // requests < end:
-                until = turns[0] // requests
-            steps = until - self._now
-            total += steps * self._reads + self._growing * (steps * (steps - 1) // 2)
-            self._reads += steps * self._growing
-            self._now = until
-            self._pass_turns()
-        return total
-
-    def _pass_turns(self) -> None:
-        turns, now, requests = self._turns, self._now, self._requests
-        while turns and turns[0] // requests <= now:
-            turn = heappop(turns)
-            request = turn % requests
-            if self._turn_of[request] != turn:
-                continue
-            if self._sliding:
-                self._growing -= 1
-                self._turn_of[request] = -1
-            else:
-                self._reads -= self._window
-                self._turn(request, now + self._window)
-
-    def _turn(self, request: int, step: int) -> None:
-        self._turn_of[request] = turn = step * self._requests + request
-        heappush(self._turns, turn)
-
-
-class Phase:
-    """The blocks that steady requests take and free in the steps with one remainder modulo the pool's cycle."""
-
-    __slots__ = ("drops", "freed", "takes")
-
-    def __init__(self) -> None:
-        self.takes: dict[int, int] = {}  # request -> blocks
-        self.drops: dict[int, list[int]] = {}  # request -> groups in which it frees a block
-        self.freed: list[tuple[int, int]] | None = None  # the result of `pairs`; None: `drops` has changed
-
-    def pairs(self) -> list[tuple[int, int]]:
-        """Each (request, group) that frees a block, in order of service."""
-        if self.freed is None:
-            self.freed = [(request, at) for request in sorted(self.drops) for at in self.drops[request]]
-        return self.freed
-
-
 class GroupPool:
     """The blocks that the scheduler hands out. `free` counts those that are left.
+
+    Equal groups in a row do the same, so they are followed as one; the lists by group have one entry for all of them.
 
     A request that decodes is steady from `start` to `stop`. It takes and frees its blocks in a fixed rhythm, so
     `serve` moves all steady ones on by a step at once. A calendar has the steps in which a request leaves the rhythm.
@@ -208,29 +102,37 @@ class GroupPool:
 
     def __init__(self, num_blocks: int, groups: tuple[Spec, ...], limits: EngineLimits, requests: int) -> None:
         self.free = num_blocks
+        self.lowest = num_blocks  # the fewest free blocks while `serve` went from request to request
         self.changes = 0  # counted, so that no look-up is repeated without one
         self.hit_freed_blocks = False
         self.evictions = 0  # number of evicted blocks that could still have been hit
         self.shared_prefix = 0  # tokens of one group's longer hit in the last look-up; 0: none
-        same = {group: group for group in groups}
-        self._groups = [same[group] for group in groups]  # equal ones are one object
-        self._caps = [admission_cap(group, limits) for group in groups]
-        self._ends = [[0] * requests for _ in groups]  # blocks that a request has taken
-        self._starts = [[0] * requests for _ in groups]  # the first of them, which it has freed
+        self._queue = FreeQueue(num_blocks)
+        rows = [list(equal) for _, equal in groupby(groups)]
+        self._groups = [equal[0] for equal in rows]
+        self._counts = [len(equal) for equal in rows]  # the number of groups that each stands for
+        self._caps = [admission_cap(group, limits) for group in self._groups]
+        self._ends = [[0] * requests for _ in rows]  # blocks that a request has taken
+        self._starts = [[0] * requests for _ in rows]  # the first of them, which it has freed
         self._lag = int(limits.async_scheduling)
         caching = limits.enable_prefix_caching
-        self._sizes = [group.block_size for group in groups if caching or group.kind != "state"]  # groups that grow
-        self._cycle = lcm(*self._sizes)
+        self._growth: dict[int, int] = {}  # size -> the blocks of that size that a request fills at once
+        for group in groups:
+            if caching or group.kind != "state":
+                self._growth[group.block_size] = self._growth.get(group.block_size, 0) + 1
+        self._cycle = lcm(*self._growth)
         self._phases = [Phase() for _ in range(self._cycle)]
-        self._taken = [0] * self._cycle  # by phase: blocks that steady requests take in a step
-        self._dropped = [0] * self._cycle  # and blocks that they free
-        self._windows = [at for at, group in enumerate(groups) if group.window]
+        self._windows = [at for at, group in enumerate(self._groups) if group.window]
         self._followed_groups = self._windows  # groups whose blocks steady requests free
+        self._keeps = [False] * len(rows)  # groups whose blocks have a hash when a steady request frees them
+        self._states: list[int] = []  # groups of states that the prefix cache keeps
+        self._states_taken = 0  # their number, which `takes_due` counts in full
+        self._frees_clean = True  # steady requests free blocks without a hash
         self._offset = [0] * requests  # a steady request has computed step + offset tokens
         self._since = [-1] * requests  # the step in which it became steady; -1: it is not
         self._in_flight = [0] * requests  # its tokens in flight in that step
         self._served = [-1] * requests  # the last step in which its blocks were freed one by one
-        self._regular = [[False] * requests for _ in groups]  # a steady request frees the group's blocks in the rhythm
+        self._regular = [[False] * requests for _ in rows]  # a steady request frees the group's blocks in the rhythm
         self._calendar: dict[int, list[int]] = {}  # step -> steady requests; outdated where _event differs
         self._event = [-1] * requests
 
@@ -248,18 +150,14 @@ class GroupPool:
         """The new blocks that a running request needs to hold that many tokens."""
         total = 0
         for at, group in enumerate(self._groups):
-            more = self._blocks(group, tokens) - self._ends[at][request]
-            if more > 0:
-                total += more
+            total += max(self._blocks(group, tokens) - self._ends[at][request], 0) * self._counts[at]
         return total
 
     def take(self, request: int, tokens: int) -> None:
         """Hand out the blocks that `needs` counts."""
+        self._use(self.needs(request, tokens))
         for at, group in enumerate(self._groups):
-            more = self._blocks(group, tokens) - self._ends[at][request]
-            if more > 0:
-                self._ends[at][request] += more
-                self._use(more)
+            self._ends[at][request] = max(self._blocks(group, tokens), self._ends[at][request])
 
     def cache(self, request: int, tokens: int) -> None:
         """Note that the first `tokens` tokens are computed: their full blocks become findable."""
@@ -275,7 +173,7 @@ class GroupPool:
             blocks = self._blocks(group, tokens)
             if whole and 0 <= self._caps[at] < blocks:
                 blocks = self._caps[at]
-            total += blocks
+            total += blocks * self._counts[at]
         return total
 
     def least_needs(self, request: int, tokens: int, hit: int) -> int:
@@ -287,10 +185,9 @@ class GroupPool:
 
     def release(self, request: int, hashed_tokens: int) -> None:
         """Free all blocks of a request; those that its first `hashed_tokens` tokens fill have a hash."""
-        for ends, starts in zip(self._ends, self._starts, strict=True):
-            self.free += ends[request] - starts[request]
-            ends[request] = starts[request] = 0
-        self.changes += 1
+        for at, count in enumerate(self._counts):
+            self._free_clean((self._ends[at][request] - self._starts[at][request]) * count)
+            self._ends[at][request] = self._starts[at][request] = 0
 
     # Steady requests
 
@@ -298,45 +195,53 @@ class GroupPool:
         """Let a request decode from `step` on. in_flight: its computed tokens that are not yet processed"""
         self._offset[request] = offset = computed - step
         self._since[request], self._in_flight[request] = step, in_flight
-        for size in self._sizes:
-            for phase in range(-offset % size, self._cycle, size):
-                takes = self._phases[phase].takes
-                takes[request] = takes.get(request, 0) + 1
-                self._taken[phase] += 1
+        for size, blocks in self._growth.items():
+            for at in range(-offset % size, self._cycle, size):
+                phase = self._phases[at]
+                phase.takes[request] = phase.takes.get(request, 0) + blocks
+                phase.taken += blocks
         if self._followed_groups:
             self._follow(request, step)
 
     def stop(self, request: int, step: int) -> None:
         """End the steady decoding of a request at `step`."""
         offset = self._offset[request]
-        for size in self._sizes:
-            for phase in range(-offset % size, self._cycle, size):
-                self._taken[phase] -= self._phases[phase].takes.pop(request, 0)
+        for size in self._growth:
+            for phase in self._phases[-offset % size :: size]:
+                phase.taken -= phase.takes.pop(request, 0)
         processed = step + offset - self._lag - (self._served[request] != step)
         for at, group in enumerate(self._groups):
             start, size = self._start_of(at, request), group.block_size
             if self._regular[at][request]:
                 self._regular[at][request] = False
-                for phase in range(self._rhythm(at, request), self._cycle, size):
-                    self._phases[phase].freed = None
-                    self._dropped[phase] -= len(self._phases[phase].drops.pop(request, ()))
+                for phase in self._phases[self._rhythm(at, request) :: size]:
+                    phase.freed = None
+                    phase.drops.pop(request, ())
                 start = max(start, skipped_tokens(group, processed) // size)
             self._set_held(at, request, start, self._blocks(group, step + offset))
         self._since[request] = self._event[request] = -1
 
     def takes(self, step: int) -> int:
         """The new blocks that all steady requests together need in a step."""
-        return self._taken[step % self._cycle]
+        return self._phases[step % self._cycle].taken
 
-    def serve(self, step: int) -> None:
-        """Serve all steady requests. There are at least `takes` free blocks."""
-        phase = step % self._cycle
-        if self._taken[phase] or self._dropped[phase]:
-            self.free += self._dropped[phase] - self._taken[phase]
-            self.changes += 1
-        for request in self._followed(step):
-            self.free -= len(self._phases[phase].drops.get(request, ()))
+    def serve(self, step: int, first: int = 0) -> int:
+        """Serve the steady requests from `first` on, up to one that does not find its blocks; returns it, or -1."""
+        phase, followed = self._phases[step % self._cycle], self._followed(step, first)
+        drops, clean = self._drops(phase), self._queue.clean
+        # A block that comes free without a hash spares the next request an eviction.
+        spares = self._frees_clean and clean < phase.taken and (bool(followed) or drops.clean[-1] > 0)
+        if first or phase.taken > self.free or spares or self._states:
+            return self._serve_in_turn(step, first, followed)
+        done = 0
+        for request in followed:
+            self._free(step, drops, done, request)
             self.drop_due(request, step)
+            done = request + 1
+        self._free(step, drops, done, NEVER)
+        if phase.taken:
+            self._use(phase.taken)
+        return -1
 
     def due(self, step: int) -> list[int]:
         """The steady requests whose blocks change in a step, in order of admission."""
@@ -346,17 +251,23 @@ class GroupPool:
     def drop_due(self, request: int, step: int) -> None:
         """Free the blocks that a steady request frees in a step."""
         self._served[request] = step
-        regular = self._phases[step % self._cycle].drops.get(request, ())
+        phase = self._phases[step % self._cycle]
+        drops = self._drops(phase)
         if self._event[request] != step:
-            self._drop_regular(step, [(request, at) for at in regular])
+            self._free(step, drops, request, request + 1)
             return
         computed = step + self._offset[request]
         processed = computed - (self._in_flight[request] if step == self._since[request] else self._lag)
+        regular = phase.drops.get(request, [])
         for at in self._followed_groups:
             if not self._regular[at][request]:
                 self._drop(at, request, processed)
             elif at in regular:
-                self._drop_regular(step, [(request, at)])
+                if self._keeps[at]:
+                    offset = drops.offsets[request, at]
+                    self._free_hashed(step, drops, offset, offset + self._counts[at])
+                else:
+                    self._free_clean(self._counts[at])
         self._plan(request, step)
 
     def takes_due(self, request: int, step: int) -> int:
@@ -365,13 +276,81 @@ class GroupPool:
 
     def take_due(self, request: int, step: int) -> None:
         """Hand out the blocks that `takes_due` counts."""
-        self._use(self.takes_due(request, step))
+        blocks = self.takes_due(request, step)
+        if blocks and self._states:
+            blocks += self._add_states(request, step) - self._states_taken
+        self._use(blocks)
 
     # How blocks are followed
 
-    def _use(self, blocks: int) -> None:
-        self.free -= blocks
+    def _serve_in_turn(self, step: int, first: int, followed: list[int]) -> int:
+        """Serve as `serve` does, one request after the other."""
+        phase, queue, events = self._phases[step % self._cycle], self._queue, set(followed)
+        takes, drops, evicted = phase.takes, self._drops(phase), 0
+        requests, clean, hashed = drops.requests, drops.clean, drops.hashed
+        queued = i = bisect_left(requests, first)
         self.changes += 1
+        self.lowest = self.free
+        short = -1
+        for request in sorted({*takes, *requests, *followed}):
+            if request < first:
+                continue
+            self._served[request] = step
+            here = i < len(requests) and requests[i] == request
+            if request in events:
+                queue.add_drops(step, drops, hashed[queued], hashed[i])
+                i += here
+                queued = i
+                self.drop_due(request, step)
+            elif here:
+                freed = clean[i + 1] - clean[i]
+                queue.clean += freed
+                self.free += freed + hashed[i + 1] - hashed[i]
+                i += 1
+            blocks = takes.get(request, 0)
+            if blocks > self.free:
+                short = request
+                break
+            if blocks and self._states:
+                blocks += self._add_states(request, step) - self._states_taken
+            self.free -= blocks
+            self.lowest = min(self.lowest, self.free)
+            queue.clean -= blocks
+            if queue.clean < 0:
+                evicted -= queue.clean
+                queue.clean = 0
+        queue.add_drops(step, drops, hashed[queued], hashed[i])
+        queue.evict(evicted)
+        self.evictions += evicted
+        return short
+
+    def _add_states(self, request: int, step: int) -> int:
+        """Add the states that a steady request begins in a step; returns the number that it did not have."""
+        return 0
+
+    def _use(self, blocks: int) -> None:
+        if blocks:
+            self.free -= blocks
+            self.changes += 1
+            self.evictions += self._queue.take(blocks)
+
+    def _free(self, step: int, drops: Drops, first: int, end: int) -> None:
+        """Free the blocks that the requests [first, end) free in the rhythm."""
+        i, j = bisect_left(drops.requests, first), bisect_left(drops.requests, end)
+        if i < j:
+            self._free_clean(drops.clean[j] - drops.clean[i])
+            self._free_hashed(step, drops, drops.hashed[i], drops.hashed[j])
+
+    def _free_clean(self, blocks: int) -> None:
+        self.free += blocks
+        self.changes += 1
+        self._queue.clean += blocks
+
+    def _free_hashed(self, step: int, drops: Drops, start: int, end: int) -> None:
+        """Free the blocks [start, end) of those with a hash that leave the windows in the rhythm."""
+        self.free += end - start
+        self.changes += 1
+        self._queue.add_drops(step, drops, start, end)
 
     def _drop(self, at: int, request: int, processed: int) -> None:
         """Free one group's blocks that no token after the first `processed` ones reads."""
@@ -379,13 +358,12 @@ class GroupPool:
         gone = start - self._starts[at][request]
         if gone > 0:
             self._starts[at][request] = start
-            self.free += gone
-            self.changes += 1
+            self._free_clean(gone * self._counts[at])
 
-    def _drop_regular(self, step: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Free one block of each (request, group), which leaves the window in the rhythm."""
-        self.free += len(pairs)
-        self.changes += 1
+    def _drops(self, phase: Phase) -> Drops:
+        if phase.freed is None:
+            phase.freed = Drops(phase.drops, self._counts, self._keeps)
+        return phase.freed
 
     def _set_held(self, at: int, request: int, start: int, end: int) -> None:
         """Note that a request, which is no longer steady, holds blocks [start, end)."""
@@ -398,43 +376,37 @@ class GroupPool:
         """The first block of a request in a group that may be freed in the rhythm."""
         return 0
 
-    def _followed(self, step: int) -> list[int]:
+    def _followed(self, step: int, first: int = 0) -> list[int]:
         """The steady requests that may free blocks out of the rhythm in a step, in order of admission."""
-        entries = self._calendar.pop(step, None)
-        return sorted({entry for entry in entries if self._event[entry] == step}) if entries else []
+        entries = self._calendar.get(step, ())
+        return sorted({entry for entry in entries if entry >= first and self._event[entry] == step})
 
     def _plan(self, request: int, step: int) -> None:
         """Enter the next step in which a request, served in `step`, may leave the rhythm, if there is one."""
         if step == self._since[request] and self._lag:
             self._follow(request, step + 1)  # tokens in flight before it decoded are processed then
             return
-        computed, following, change, last = step + self._offset[request], NEVER, NEVER, None
+        computed, following = step + self._offset[request], NEVER
         for at in self._followed_groups:
             if not self._regular[at][request]:
-                group = self._groups[at]
-                if group is not last:
-                    change, last = next_drop(group, computed, self._lag), group
-                following = min(following, self._next_followed(at, request, computed, change))
+                following = min(following, self._next_followed(at, request, computed))
         if following < NEVER:
             self._follow(request, following - self._offset[request])
 
-    def _next_followed(self, at: int, request: int, computed: int, change: int) -> int:
-        """The computed tokens at which a group must be looked at again; NEVER if it keeps the rhythm from now on.
-
-        change: the computed tokens at which it next frees blocks
-        """
+    def _next_followed(self, at: int, request: int, computed: int) -> int:
+        """The computed tokens at which a group must be looked at again; NEVER if it keeps the rhythm from now on."""
         group = self._groups[at]
+        change = next_drop(group, computed, self._lag)
         if group.kind != "sliding" or self._start_of(at, request) < self._regular_from(at, request):
             return change
         if change > computed + group.block_size:
             return change - group.block_size
         self._regular[at][request] = True
-        for phase in range(self._rhythm(at, request), self._cycle, group.block_size):
-            drops = self._phases[phase].drops.setdefault(request, [])
+        for phase in self._phases[self._rhythm(at, request) :: group.block_size]:
+            drops = phase.drops.setdefault(request, [])
             drops.append(at)
             drops.sort()
-            self._phases[phase].freed = None
-            self._dropped[phase] += 1
+            phase.freed = None
         return NEVER
 
     def _follow(self, request: int, step: int) -> None:

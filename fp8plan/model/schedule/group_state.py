@@ -13,8 +13,9 @@ from fp8plan.errors import CapacityError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
-from fp8plan.model.schedule.group_pool import GroupPool, WindowMeter, pairs_read, tokens_read
+from fp8plan.model.schedule.group_pool import GroupPool
 from fp8plan.model.schedule.state import Chunk, State, table_of
+from fp8plan.model.schedule.windows import WindowMeter, pairs_read, tokens_read
 
 
 class GroupState(State):
@@ -111,7 +112,7 @@ class GroupState(State):
     # One step in which anything may happen
 
     def _step(self) -> None:
-        pool, now = self.pool, self.now
+        pool = self.pool
         pool.begin_step()
         idle = not self.running  # then a step that admits nobody would repeat for ever
         chunks: list[Chunk] = []
@@ -120,7 +121,7 @@ class GroupState(State):
         if self.unsteady:
             budget, preemptions = self._serve_running(chunks, again)
         else:
-            preemptions = sum([self._serve_due(request) for request in pool.due(now) if self.steady[request]])
+            preemptions = self._serve_steady()
             budget = self.budget - self.decoding
         if not preemptions:
             cached = self._admit(budget, chunks)
@@ -181,10 +182,24 @@ class GroupState(State):
             i += 1
         return 0 if steady else i
 
+    def _serve_steady(self) -> int:
+        """Give all steady requests the blocks that they need in this step; returns the number of preemptions."""
+        pool, preemptions = self.pool, 0
+        short = pool.serve(self.now)
+        while short >= 0:
+            self.least_free = min(self.least_free, pool.lowest)
+            preemptions += self._make_room_and_take(short)
+            short = pool.serve(self.now, short + 1)
+        self.least_free = min(self.least_free, pool.lowest)
+        return preemptions
+
     def _serve_due(self, request: int) -> int:
         """Give a steady request the blocks that it needs in this step; returns the number of preemptions."""
+        self.pool.drop_due(request, self.now)
+        return self._make_room_and_take(request)
+
+    def _make_room_and_take(self, request: int) -> int:
         pool, now = self.pool, self.now
-        pool.drop_due(request, now)
         preemptions = self._make_room(request, pool.takes_due(request, now))
         if self.steady[request]:
             pool.take_due(request, now)

@@ -16,8 +16,9 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
-from fp8plan.model.schedule.group_pool import WindowMeter, admission_cap, next_drop, pairs_read, tokens_read
+from fp8plan.model.schedule.group_pool import admission_cap, next_drop
 from fp8plan.model.schedule.scheduler import Schedule, schedule, schedule_groups
+from fp8plan.model.schedule.windows import WindowMeter, pairs_read, tokens_read
 from fp8plan.model.workload import Batch
 
 COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
