@@ -16,14 +16,31 @@ from heapq import heappop, heappush
 
 
 class Block:
-    """A full block of a prompt, or a state. place: its last one in the queue; hashed: it can be found"""
+    """A full block of a prompt in each of some equal groups, or a state.
 
-    __slots__ = ("hashed", "holders", "place")
+    hashed: it can be found
+    place, last: the places of the first and the last group's block, when they were last queued
+    """
+
+    __slots__ = ("hashed", "holders", "last", "place")
 
     def __init__(self) -> None:
         self.holders = 1
-        self.place = 0
+        self.place = self.last = 0
         self.hashed = False
+
+    def places(self, groups: int) -> list[int]:
+        """The place of each group's block."""
+        return [self.place + i * (self.last - self.place) // max(groups - 1, 1) for i in range(groups)]
+
+    def split(self, groups: int) -> list[Block]:
+        """A block for each group."""
+        parts = []
+        for place in self.places(groups):
+            part = Block()
+            part.holders, part.hashed, part.place, part.last = self.holders, self.hashed, place, place
+            parts.append(part)
+        return parts
 
 
 class Piece:
@@ -160,11 +177,6 @@ class FreeQueue:
         self._end = place + blocks
         return place
 
-    def add_piece(self, numbers: range) -> Piece:
-        """Queue blocks that a request frees together in one group, the last one first."""
-        place, count = self.add(len(numbers)), len(numbers)
-        return Piece(numbers, range(place + count - 1, place - 1, -1))
-
     def remove(self, places: Sequence[int]) -> None:
         """Take blocks out for a hit. places: those of blocks that were freed one after the other, or rising ones"""
         if places[0] > places[-1]:
@@ -191,14 +203,18 @@ class FreeQueue:
             head += end - start
         self.head = head
 
-    def has(self, copies: list[Block]) -> bool:
-        """True if one of the copies of a block can be found. Forgets evicted ones, so that the first one can."""
-        while copies:
-            oldest = copies[0]
-            if oldest.holders or oldest.place >= self.head:
-                return True
-            del copies[0]
-        return False
+    def find(self, copies: list[Block]) -> int:
+        """The index of the oldest copy of a block that all groups find, or -1. Forgets copies that none finds."""
+        i = 0
+        while i < len(copies):
+            block = copies[i]
+            if block.holders or block.place >= self.head:
+                return i
+            if block.last < self.head:
+                del copies[i]
+            else:
+                i += 1
+        return -1
 
     def add_drops(self, step: int, drops: Drops, start: int, end: int) -> None:
         """Queue the blocks [start, end) of those with a hash that steady requests free in a step."""

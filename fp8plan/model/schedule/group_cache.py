@@ -39,16 +39,18 @@ class CachingGroupPool(GroupPool):
         self._alone = alone
         self._prompts: list[int] = prompts.tolist()
         self._prompt_ids: list[int] = prompt_ids.tolist()
-        self._tables = [[Table(count) for _ in range(requests)] for count in self._counts]
+        self._lists = [self._counts[at] if group.kind == "state" else 1 for at, group in enumerate(groups)]
+        self._tables = [[Table(lists) for _ in range(requests)] for lists in self._lists]
         self._full_prompts: list[int] = [prompt // size for prompt in self._prompts]  # full blocks
         blocks = dict(zip(self._prompt_ids, self._full_prompts, strict=True))
-        # By group and equal group: a request's pieces in the queue, the findable copies of the blocks of each prompt,
-        # and of the states that a request adds; oldest first.
+        # By group and equal group: each request's pieces in the queue, oldest first.
         self._own: list[list[dict[int, list[Piece]]]] = [[{} for _ in range(count)] for count in self._counts]
-        self._prompt_copies: list[list[dict[int, list[list[Block]]]]] = [
-            [{prompt: [[] for _ in range(full)] for prompt, full in blocks.items()} for _ in range(count)]
-            for count in self._counts
+        # By group, prompt, and equal group as in Table: the findable copies of each block of the prompt, oldest first.
+        self._prompt_copies: list[dict[int, list[list[list[Block]]]]] = [
+            {prompt: [[[] for _ in range(full)] for _ in range(lists)] for prompt, full in blocks.items()}
+            for lists in self._lists
         ]
+        # By group and equal group: the same of the states that a request adds.
         self._state_copies: list[list[dict[tuple[int, int], list[Block]]]] = [
             [{} for _ in range(count)] for count in self._counts
         ]
@@ -177,17 +179,20 @@ class CachingGroupPool(GroupPool):
         for at, group in enumerate(self._groups):
             table, first = self._tables[at][request], self._hit_first[at]
             state = group.kind == "state"
-            own = end if state else max(first, shared)
-            for i, hits in enumerate(self._hits[at]):
+            count = self._counts[at] // len(self._hits[at])
+            table.blocks = []
+            for hits in self._hits[at]:
                 for block in hits:
                     if not block.holders:
-                        queue.remove((block.place,))
+                        queue.remove(block.places(count))
                     block.holders += 1
                 objects: list[Block | None] = [None] * ((end if state else min(end, shared)) - len(hits))
                 objects += hits
-                table.blocks[i] = objects
-                if own < end:
-                    self._pick(self._own[at][i][request], own, end)
+                table.blocks.append(objects)
+            own = end if state else max(first, shared)
+            if own < end:
+                for pieces in self._own[at]:
+                    self._pick(pieces[request], own, end)
             table.start, table.end, table.hit, table.hashed = first, end, end, end
         self.free -= self._hit_free
         self.changes += 1
@@ -204,7 +209,7 @@ class CachingGroupPool(GroupPool):
                             self._let_go(block)
             else:
                 self._free_before(at, request, table.end)
-            self._tables[at][request] = Table(self._counts[at])
+            self._tables[at][request] = Table(self._lists[at])
 
     # Steady requests
 
@@ -249,7 +254,7 @@ class CachingGroupPool(GroupPool):
         self.free += 1
         self.changes += 1
         if block.hashed:
-            block.place = self._queue.add(1)
+            block.place = block.last = self._queue.add(1)
         else:
             self._queue.clean += 1
 
@@ -269,44 +274,75 @@ class CachingGroupPool(GroupPool):
 
     def _free_before(self, at: int, request: int, end: int) -> None:
         """Free the blocks that a request holds before block `end`, the last one first."""
-        table, shared = self._tables[at][request], self._full_prompts[request]
-        own, first = max(table.start, shared), min(end, shared) - 1
+        table, shared, queue = self._tables[at][request], self._full_prompts[request], self._queue
+        own, hashed, runs = max(table.start, shared), min(end, table.hashed), []
+        if own < end:
+            runs = self._findable(at, request, max(own, table.hit), hashed)
+            runs.reverse()
+            if own < min(table.hit, hashed):
+                runs.append(range(own, min(table.hit, hashed)))
+        queued = sum([len(run) for run in runs])
+        count = self._counts[at] // len(table.blocks)
         for i, objects in enumerate(table.blocks):
-            if end > own:
-                self._free_own(at, i, request, own, end)
-            for number in range(first, table.start - 1, -1):
+            clean, gone = max(end - own, 0) - queued, []
+            for number in range(min(end, shared) - 1, table.start - 1, -1):
                 block = objects[number]
                 if block is None:
                     break
                 objects[number] = None
-                if block.holders > 1:
-                    block.holders -= 1
-                else:
-                    self._let_go(block)
+                block.holders -= 1
+                if not block.holders:
+                    if block.hashed:
+                        gone.append(block)
+                    else:
+                        clean += 1
+            stride = queued + len(gone)  # each equal group frees all of its blocks before the next one
+            place = queue.add(stride * count)
+            for run in runs:
+                for equal in range(count):
+                    self._add_piece(at, i + equal, request, run, place + equal * stride)
+                place += len(run)
+            for block in gone:
+                block.place, block.last = place, place + (count - 1) * stride
+                place += 1
+            if clean or stride:
+                self.free += stride * count
+                self._free_clean(clean * count)
         table.start = end
 
-    def _free_own(self, at: int, i: int, request: int, start: int, end: int) -> None:
-        table = self._tables[at][request]
-        hashed = min(end, table.hashed)
-        computed = self._findable(at, request, max(start, table.hit), hashed)
-        pieces = self._own[at][i].setdefault(request, [])
-        queued = 0
-        for numbers in reversed(computed):
-            pieces.append(self._queue.add_piece(numbers))
-            queued += len(numbers)
-        if start < table.hit and start < hashed:  # a hit takes the oldest copies
-            piece = self._queue.add_piece(range(start, min(table.hit, hashed)))
+    def _add_piece(self, at: int, equal: int, request: int, run: range, place: int) -> None:
+        """Note that a request's own blocks are queued from a place on, the last one first."""
+        pieces = self._own[at][equal].setdefault(request, [])
+        piece = Piece(run, range(place + len(run) - 1, place - 1, -1))
+        if run.start < self._tables[at][request].hit:  # a hit takes the oldest copies
             pieces.insert(0, piece)
-            queued += len(piece.numbers)
-        self.free += queued
-        self._free_clean(end - start - queued)
+        else:
+            pieces.append(piece)
+
+    def _separate(self, at: int, prompt: int) -> None:
+        """Give equal groups blocks of their own for a prompt, because they have lost different copies of them."""
+        count = self._counts[at]
+        parts: dict[Block, list[Block]] = {}
+        shelf = self._prompt_copies[at][prompt][0]
+        tables = [self._tables[at][request] for request, its in enumerate(self._prompt_ids) if its == prompt]
+        held = [block for table in tables for block in table.blocks[0] if block is not None]
+        for block in [*held, *[block for copies in shelf for block in copies]]:
+            if block not in parts:
+                parts[block] = block.split(count)
+        for table in tables:
+            table.blocks = [
+                [block if block is None else parts[block][i] for block in table.blocks[0]] for i in range(count)
+            ]
+        self._prompt_copies[at][prompt] = [
+            [[parts[block][i] for block in copies] for copies in shelf] for i in range(count)
+        ]
 
     # Hashes
 
     def _copies(self, at: int, i: int, request: int, block: int) -> list[Block]:
         """The objects that hold a block's content and can be found, oldest first."""
         if block < self._full_prompts[request]:
-            return self._prompt_copies[at][i][self._prompt_ids[request]][block]
+            return self._prompt_copies[at][self._prompt_ids[request]][i][block]
         return self._state_copies[at][i].setdefault((request, block), [])
 
     def _hash(self, at: int, request: int, tokens: int) -> None:
@@ -347,17 +383,17 @@ class CachingGroupPool(GroupPool):
 
     def _find(self, request: int, at: int, tokens: int) -> int:
         """The longest hit in a group, in blocks, of at most `tokens` tokens."""
-        group, most, shared, has = self._groups[at], tokens // self._size, self._full_prompts[request], self._queue.has
+        group, most, shared = self._groups[at], tokens // self._size, self._full_prompts[request]
         if group.kind == "sliding":
             return self._find_window(request, at, most)
         if group.kind == "state":
-            while most and not has(self._copies(at, 0, request, most - 1)):
+            while most and self._queue.find(self._copies(at, 0, request, most - 1)) < 0:
                 most -= 1
             return most
         self._hit_first[at] = i = skipped_tokens(group, tokens) // self._size
-        for copies in self._shelf(request, at, 0)[i : min(most, shared)]:
-            if not has(copies):
-                return i
+        shelf = self._shelves(request, at)[0]
+        end = min(most, shared)
+        while i < end and self._queue.find(shelf[i]) >= 0:
             i += 1
         while shared <= i < most:
             end = max([run.stop for run in self._own_found(at, request) if i in run], default=i)
@@ -366,9 +402,8 @@ class CachingGroupPool(GroupPool):
             i = min(end, most)
         return i
 
-    def _shelf(self, request: int, at: int, i: int) -> list[list[Block]]:
-        """The copies of the blocks of the prompt."""
-        return self._prompt_copies[at][i][self._prompt_ids[request]]
+    def _shelves(self, request: int, at: int) -> list[list[list[Block]]]:
+        return self._prompt_copies[at][self._prompt_ids[request]]
 
     def _own_found(self, at: int, request: int) -> list[range]:
         """The runs of its own blocks that a request finds."""
@@ -376,7 +411,7 @@ class CachingGroupPool(GroupPool):
         return [piece.found(head) for piece in self._own[at][0].get(request, ())]
 
     def _find_window(self, request: int, at: int, most: int) -> int:
-        need, shared, has = self._reach[at], min(most, self._full_prompts[request]), self._queue.has
+        need, shared = self._reach[at], min(most, self._full_prompts[request])
         first = end = most  # the blocks [first, end) are found
         if most > shared:
             for run in sorted(self._own_found(at, request), key=lambda run: run.stop, reverse=True):
@@ -390,35 +425,38 @@ class CachingGroupPool(GroupPool):
                     return end
         if first != shared:
             end = shared
-        i = shared
-        for copies in reversed(self._shelf(request, at, 0)[:shared]):
-            i -= 1
-            if not has(copies):
+        shelf = self._shelves(request, at)[0]
+        for i in range(shared - 1, -1, -1):
+            if self._queue.find(shelf[i]) < 0:
                 end = i
             elif end - i >= need:
                 return end
         return end
 
     def _note_hits(self, request: int, hit: int) -> None:
-        end, shared, has = hit // self._size, self._full_prompts[request], self._queue.has
+        end, shared, find = hit // self._size, self._full_prompts[request], self._queue.find
         self._hits, self._hit_free = [], 0
         for at, group in enumerate(self._groups):
-            state = group.kind == "state"
-            if state:
+            count = self._counts[at]
+            if group.kind == "state":
                 first = max(end - 1, 0)
+                hits = [self._oldest([self._copies(at, i, request, first)] if end else []) for i in range(count)]
             else:
                 first = max(skipped_tokens(group, hit) // self._size, self._hit_first[self._first_equal[at]])
-                self._hit_free += max(end - max(first, shared), 0) * self._counts[at]
+                self._hit_free += max(end - max(first, shared), 0) * count
+                shelves = self._shelves(request, at)
+                if any([find(copies) > 0 for copies in shelves[0][first : min(end, shared)]]):
+                    self._separate(at, self._prompt_ids[request])
+                    shelves = self._shelves(request, at)
+                hits = [self._oldest(shelf[first : min(end, shared)]) for shelf in shelves]
             self._hit_first[at] = first
-            hits = []
-            for i in range(self._counts[at]):
-                if state:
-                    found = [self._copies(at, i, request, first)] if end else []
-                else:
-                    found = self._shelf(request, at, i)[first : min(end, shared)]
-                hits.append([copies[0] for copies in found if has(copies)])
-                self._hit_free += len([block for block in hits[-1] if not block.holders])
             self._hits.append(hits)
+            free = sum([len([block for block in blocks if not block.holders]) for blocks in hits])
+            self._hit_free += free * (count // len(hits))
+
+    def _oldest(self, shelf: list[list[Block]]) -> list[Block]:
+        """The oldest copy of each block."""
+        return [copies[self._queue.find(copies)] for copies in shelf]
 
     def _pick(self, pieces: list[Piece], start: int, end: int) -> None:
         """Take a request's own blocks [start, end) out of the queue, the oldest copies."""
