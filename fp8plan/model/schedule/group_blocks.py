@@ -203,18 +203,21 @@ class FreeQueue:
             head += end - start
         self.head = head
 
-    def find(self, copies: list[Block]) -> int:
-        """The index of the oldest copy of a block that all groups find, or -1. Forgets copies that none finds."""
-        i = 0
-        while i < len(copies):
-            block = copies[i]
+    def has(self, copies: list[Block]) -> bool:
+        """True if all groups find a copy of a block. Forgets the copies before it that none finds."""
+        while copies:
+            block = copies[0]
             if block.holders or block.place >= self.head:
-                return i
-            if block.last < self.head:
-                del copies[i]
-            else:
-                i += 1
-        return -1
+                return True
+            if block.last >= self.head:
+                return any(block.holders or block.place >= self.head for block in copies)
+            del copies[0]
+        return False
+
+    def oldest(self, copies: list[Block]) -> Block:
+        """The oldest copy of a block that all groups find. There is one."""
+        self.has(copies)
+        return next(block for block in copies if block.holders or block.place >= self.head)
 
     def add_drops(self, step: int, drops: Drops, start: int, end: int) -> None:
         """Queue the blocks [start, end) of those with a hash that steady requests free in a step."""

@@ -155,23 +155,17 @@ class CachingGroupPool(GroupPool):
             self.hit_freed_blocks = True
         return total + self._hit_free
 
-    def least_needs(self, request: int, tokens: int, hit: int) -> int:
+    def least_needs(self, request: int, tokens: int) -> int:
         """Counts the request's own blocks, which are free or new. Others may hold all blocks of the prompt."""
         if self._states:
             return 0
-        total, blocks, hits, shared = 0, -(-tokens // self._size), hit // self._size, self._full_prompts[request]
+        total, blocks, shared = 0, -(-tokens // self._size), self._full_prompts[request]
         for at, group in enumerate(self._groups):
-            cap = self._caps[at]
-            wanted = min(blocks, cap) if cap >= 0 else blocks
             if not group.window:
-                least = blocks - shared
-            elif group.kind == "chunked" or hits <= shared:
-                least = wanted - hits
-            else:
-                least = wanted - max(shared, skipped_tokens(group, hit) // self._size)
-                if hits > wanted:
-                    least = min(least, self._reach[at])
-            total += max(least, 0) * self._counts[at]
+                total += max(blocks - shared, 0) * self._counts[at]
+            elif group.kind == "sliding":  # a longer hit needs as many blocks, until it leaves the window before it
+                wanted = min(blocks, self._caps[at]) if self._caps[at] >= 0 else blocks
+                total += max(min(wanted - shared, self._reach[at]), 0) * self._counts[at]
         return total
 
     def admit(self, request: int, hit: int) -> None:
@@ -266,8 +260,8 @@ class CachingGroupPool(GroupPool):
                 for block in table.drop_states(processed, self._size):
                     self._let_go(block)
             return
-        end = skipped_tokens(self._groups[at], processed) // self._size
-        if end > table.start:
+        start, end = table.start, skipped_tokens(self._groups[at], processed) // self._size
+        if end > start:
             if end > table.hashed:
                 self._hash(at, request, processed)
             self._free_before(at, request, end)
@@ -387,13 +381,13 @@ class CachingGroupPool(GroupPool):
         if group.kind == "sliding":
             return self._find_window(request, at, most)
         if group.kind == "state":
-            while most and self._queue.find(self._copies(at, 0, request, most - 1)) < 0:
+            while most and not self._queue.has(self._copies(at, 0, request, most - 1)):
                 most -= 1
             return most
         self._hit_first[at] = i = skipped_tokens(group, tokens) // self._size
         shelf = self._shelves(request, at)[0]
         end = min(most, shared)
-        while i < end and self._queue.find(shelf[i]) >= 0:
+        while i < end and self._queue.has(shelf[i]):
             i += 1
         while shared <= i < most:
             end = max([run.stop for run in self._own_found(at, request) if i in run], default=i)
@@ -427,14 +421,14 @@ class CachingGroupPool(GroupPool):
             end = shared
         shelf = self._shelves(request, at)[0]
         for i in range(shared - 1, -1, -1):
-            if self._queue.find(shelf[i]) < 0:
+            if not self._queue.has(shelf[i]):
                 end = i
             elif end - i >= need:
                 return end
         return end
 
     def _note_hits(self, request: int, hit: int) -> None:
-        end, shared, find = hit // self._size, self._full_prompts[request], self._queue.find
+        end, shared = hit // self._size, self._full_prompts[request]
         self._hits, self._hit_free = [], 0
         for at, group in enumerate(self._groups):
             count = self._counts[at]
@@ -444,19 +438,19 @@ class CachingGroupPool(GroupPool):
             else:
                 first = max(skipped_tokens(group, hit) // self._size, self._hit_first[self._first_equal[at]])
                 self._hit_free += max(end - max(first, shared), 0) * count
-                shelves = self._shelves(request, at)
-                if any([find(copies) > 0 for copies in shelves[0][first : min(end, shared)]]):
+                last = min(end, shared)
+                hits = [self._oldest(shelf[first:last]) for shelf in self._shelves(request, at)]
+                if len(hits) < count and [copies[0] for copies in self._shelves(request, at)[0][first:last]] != hits[0]:
                     self._separate(at, self._prompt_ids[request])
-                    shelves = self._shelves(request, at)
-                hits = [self._oldest(shelf[first : min(end, shared)]) for shelf in shelves]
+                    hits = [self._oldest(shelf[first:last]) for shelf in self._shelves(request, at)]
             self._hit_first[at] = first
             self._hits.append(hits)
             free = sum([len([block for block in blocks if not block.holders]) for blocks in hits])
             self._hit_free += free * (count // len(hits))
 
     def _oldest(self, shelf: list[list[Block]]) -> list[Block]:
-        """The oldest copy of each block."""
-        return [copies[self._queue.find(copies)] for copies in shelf]
+        """The oldest copy of each block that all groups find."""
+        return [copies[0] if copies[0].holders else self._queue.oldest(copies) for copies in shelf]
 
     def _pick(self, pieces: list[Piece], start: int, end: int) -> None:
         """Take a request's own blocks [start, end) out of the queue, the oldest copies."""
