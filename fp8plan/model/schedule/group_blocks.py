@@ -84,6 +84,17 @@ class Table:
         self.hashed = 0  # leading blocks that have a hash, or need none
         self.last_state = -1  # in a group of states: the block of the step before the last
 
+    def let_one_go(self) -> bool:
+        """Let the first block go if other requests hold it, too; False if they may not."""
+        objects = self.blocks[0]
+        block = objects[self.start]
+        if block is None or block.holders == 1 or len(self.blocks) > 1:
+            return False
+        block.holders -= 1
+        objects[self.start] = None
+        self.start += 1
+        return True
+
     # States (mamba_cache_mode "align"): a step writes the state of its last token. The block of the step before is its
     # input, so a request holds two blocks for a while. This is vLLM 0.30. In 0.26 the search for blocks to free ends at
     # the first gap. So asynchronous scheduling may hold the states of a long prefill for longer there.
@@ -214,10 +225,39 @@ class FreeQueue:
             del copies[0]
         return False
 
-    def oldest(self, copies: list[Block]) -> Block:
-        """The oldest copy of a block that all groups find. There is one."""
-        self.has(copies)
-        return next(block for block in copies if block.holders or block.place >= self.head)
+    def found_to(self, shelf: list[list[Block]], start: int, end: int) -> int:
+        """The end of the run of blocks that all groups find, from `start` on. shelf: the copies of each block"""
+        head = self.head
+        for i in range(start, end):
+            copies = shelf[i]
+            if not (copies and (copies[0].holders or copies[0].place >= head)) and not self.has(copies):
+                return i
+        return end
+
+    def found_before(self, shelf: list[list[Block]], start: int, end: int, blocks: int) -> int:
+        """The end of the last run of so many blocks that all groups find, or of any run from block 0 on.
+
+        Block `start` and those after it up to `end` are found already.
+        """
+        head = self.head
+        for i in range(start - 1, -1, -1):
+            copies = shelf[i]
+            if not (copies and (copies[0].holders or copies[0].place >= head)) and not self.has(copies):
+                end = i
+            elif end - i >= blocks:
+                return end
+        return end
+
+    def oldest(self, shelf: list[list[Block]]) -> list[Block]:
+        """The oldest copy of each block that all groups find. There is one."""
+        head, found = self.head, []
+        for copies in shelf:
+            block = copies[0]
+            if not block.holders and block.place < head:
+                self.has(copies)
+                block = next(copy for copy in copies if copy.holders or copy.place >= head)
+            found.append(block)
+        return found
 
     def add_drops(self, step: int, drops: Drops, start: int, end: int) -> None:
         """Queue the blocks [start, end) of those with a hash that steady requests free in a step."""

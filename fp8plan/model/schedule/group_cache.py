@@ -57,7 +57,7 @@ class CachingGroupPool(GroupPool):
         self._junction = [0] * requests  # tokens of another group's longer hit; 0: none
         self._looked_up = (-1, 0, 0)  # the last look-up: the request, its tokens, and the pool's changes
         self._hit = 0  # its result
-        self._hits: list[list[list[Block]]] = []  # the objects that it found, by group and equal group
+        self._hits: list[list[list[Block]]] = []  # the objects that it found, by group and equal group; []: not noted
         self._hit_first: list[int] = []  # the first block of the hit that each group needs
         self._hit_free = 0  # number of the hit's free blocks
         self._new_states: list[list[Block]] = []  # the copies of states that this step computes
@@ -134,7 +134,7 @@ class CachingGroupPool(GroupPool):
             hit = current
             if simple or self._alone:
                 break
-        self._note_hits(request, hit)
+        self._hits.clear()
         self.shared_prefix = longest if longest > hit else 0
         if not self._alone:
             self._junction[request] = self.shared_prefix
@@ -151,6 +151,10 @@ class CachingGroupPool(GroupPool):
             else:
                 wanted = min(blocks, self._caps[at]) if whole and self._caps[at] >= 0 else blocks
                 total += max(wanted - hits, 0) * self._counts[at]
+        if total > self.free:
+            return total
+        if not self._hits:
+            self._note_hits(request, hit)
         if self._hit_free:
             self.hit_freed_blocks = True
         return total + self._hit_free
@@ -260,8 +264,8 @@ class CachingGroupPool(GroupPool):
                 for block in table.drop_states(processed, self._size):
                     self._let_go(block)
             return
-        start, end = table.start, skipped_tokens(self._groups[at], processed) // self._size
-        if end > start:
+        end = skipped_tokens(self._groups[at], processed) // self._size
+        if end > table.start:
             if end > table.hashed:
                 self._hash(at, request, processed)
             self._free_before(at, request, end)
@@ -269,6 +273,8 @@ class CachingGroupPool(GroupPool):
     def _free_before(self, at: int, request: int, end: int) -> None:
         """Free the blocks that a request holds before block `end`, the last one first."""
         table, shared, queue = self._tables[at][request], self._full_prompts[request], self._queue
+        if table.start + 1 == end <= shared and table.let_one_go():
+            return
         own, hashed, runs = max(table.start, shared), min(end, table.hashed), []
         if own < end:
             runs = self._findable(at, request, max(own, table.hit), hashed)
@@ -385,10 +391,8 @@ class CachingGroupPool(GroupPool):
                 most -= 1
             return most
         self._hit_first[at] = i = skipped_tokens(group, tokens) // self._size
-        shelf = self._shelves(request, at)[0]
-        end = min(most, shared)
-        while i < end and self._queue.has(shelf[i]):
-            i += 1
+        if i < min(most, shared):
+            i = self._queue.found_to(self._shelves(request, at)[0], i, min(most, shared))
         while shared <= i < most:
             end = max([run.stop for run in self._own_found(at, request) if i in run], default=i)
             if end == i:
@@ -419,38 +423,29 @@ class CachingGroupPool(GroupPool):
                     return end
         if first != shared:
             end = shared
-        shelf = self._shelves(request, at)[0]
-        for i in range(shared - 1, -1, -1):
-            if not self._queue.has(shelf[i]):
-                end = i
-            elif end - i >= need:
-                return end
-        return end
+        return self._queue.found_before(self._shelves(request, at)[0], shared, end, need)
 
     def _note_hits(self, request: int, hit: int) -> None:
-        end, shared = hit // self._size, self._full_prompts[request]
-        self._hits, self._hit_free = [], 0
+        """Note the blocks of the last look-up."""
+        end, shared, oldest = hit // self._size, self._full_prompts[request], self._queue.oldest
+        self._hit_free = 0
         for at, group in enumerate(self._groups):
             count = self._counts[at]
             if group.kind == "state":
                 first = max(end - 1, 0)
-                hits = [self._oldest([self._copies(at, i, request, first)] if end else []) for i in range(count)]
+                hits = [oldest([self._copies(at, i, request, first)] if end else []) for i in range(count)]
             else:
                 first = max(skipped_tokens(group, hit) // self._size, self._hit_first[self._first_equal[at]])
                 self._hit_free += max(end - max(first, shared), 0) * count
-                last = min(end, shared)
-                hits = [self._oldest(shelf[first:last]) for shelf in self._shelves(request, at)]
-                if len(hits) < count and [copies[0] for copies in self._shelves(request, at)[0][first:last]] != hits[0]:
+                shelves = [shelf[first : min(end, shared)] for shelf in self._shelves(request, at)]
+                hits = [oldest(shelf) for shelf in shelves]
+                if len(hits) < count and [copies[0] for copies in shelves[0]] != hits[0]:
                     self._separate(at, self._prompt_ids[request])
-                    hits = [self._oldest(shelf[first:last]) for shelf in self._shelves(request, at)]
+                    hits = [oldest(shelf[first : min(end, shared)]) for shelf in self._shelves(request, at)]
             self._hit_first[at] = first
             self._hits.append(hits)
             free = sum([len([block for block in blocks if not block.holders]) for blocks in hits])
             self._hit_free += free * (count // len(hits))
-
-    def _oldest(self, shelf: list[list[Block]]) -> list[Block]:
-        """The oldest copy of each block that all groups find."""
-        return [copies[0] if copies[0].holders else self._queue.oldest(copies) for copies in shelf]
 
     def _pick(self, pieces: list[Piece], start: int, end: int) -> None:
         """Take a request's own blocks [start, end) out of the queue, the oldest copies."""

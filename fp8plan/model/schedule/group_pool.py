@@ -167,7 +167,10 @@ class GroupPool:
         return 0
 
     def admission_needs(self, request: int, tokens: int, hit: int, whole: bool) -> int:
-        """Free blocks needed to admit the request looked up last. whole: for its whole prompt"""
+        """Free blocks needed to admit the request looked up last; if there are too few, a lower bound.
+
+        whole: for its whole prompt
+        """
         total = 0
         for at, group in enumerate(self._groups):
             blocks = self._blocks(group, tokens)
@@ -252,18 +255,17 @@ class GroupPool:
         """Free the blocks that a steady request frees in a step."""
         self._served[request] = step
         phase = self._phases[step % self._cycle]
-        drops = self._drops(phase)
         if self._event[request] != step:
-            self._free(step, drops, request, request + 1)
+            self._free(step, self._drops(phase), request, request + 1)
             return
         computed = step + self._offset[request]
         processed = computed - (self._in_flight[request] if step == self._since[request] else self._lag)
-        regular = phase.drops.get(request, [])
         for at in self._followed_groups:
             if not self._regular[at][request]:
                 self._drop(at, request, processed)
-            elif at in regular:
+            elif at in phase.drops.get(request, ()):
                 if self._keeps[at]:
+                    drops = self._drops(phase)
                     offset = drops.offsets[request, at]
                     self._free_hashed(step, drops, offset, offset + self._counts[at])
                 else:

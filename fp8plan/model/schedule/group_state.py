@@ -290,9 +290,9 @@ class GroupState(State):
             tokens = self._whole_blocks(request, hit, tokens)
             if not tokens:
                 return 0, hit
-        needed = pool.admission_needs(request, hit + tokens, hit, False)
-        if self.reserve_full_prompt:
-            needed = max(needed, pool.admission_needs(request, length, hit, True))
+        needed = pool.admission_needs(request, length, hit, True) if self.reserve_full_prompt else 0
+        if needed <= pool.free:
+            needed = max(needed, pool.admission_needs(request, hit + tokens, hit, False))
         if needed > pool.free:
             self.refused = True
             return 0, hit
