@@ -159,17 +159,20 @@ class CachingGroupPool(GroupPool):
             self.hit_freed_blocks = True
         return total + self._hit_free
 
-    def least_needs(self, request: int, tokens: int) -> int:
-        """Counts the request's own blocks, which are free or new. Others may hold all blocks of the prompt."""
+    def least_needs(self, request: int, tokens: int, hit: int) -> int:
+        """Counts the request's own blocks, which are free or new. Others may hold the prompt's blocks in the hit."""
         if self._states:
             return 0
-        total, blocks, shared = 0, -(-tokens // self._size), self._full_prompts[request]
+        total, blocks, hits, shared = 0, -(-tokens // self._size), hit // self._size, self._full_prompts[request]
         for at, group in enumerate(self._groups):
-            if not group.window:
-                total += max(blocks - shared, 0) * self._counts[at]
-            elif group.kind == "sliding":  # a longer hit needs as many blocks, until it leaves the window before it
-                wanted = min(blocks, self._caps[at]) if self._caps[at] >= 0 else blocks
-                total += max(min(wanted - shared, self._reach[at]), 0) * self._counts[at]
+            wanted = min(blocks, self._caps[at]) if self._caps[at] >= 0 else blocks
+            if group.kind != "sliding" or hits <= shared:
+                least = wanted - (hits if group.window else min(hits, shared))
+            else:
+                least = wanted - max(shared, skipped_tokens(group, hit) // self._size)
+                if hits > wanted:
+                    least = min(least, self._reach[at])
+            total += max(least, 0) * self._counts[at]
         return total
 
     def admit(self, request: int, hit: int) -> None:

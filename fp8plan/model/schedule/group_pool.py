@@ -179,9 +179,9 @@ class GroupPool:
             total += blocks * self._counts[at]
         return total
 
-    def least_needs(self, request: int, tokens: int) -> int:
-        """A lower bound of `admission_needs` for the whole prompt, whatever it hits."""
-        return self.admission_needs(request, tokens, 0, True)
+    def least_needs(self, request: int, tokens: int, hit: int) -> int:
+        """A lower bound of `admission_needs` for the whole prompt, for all hits of at most `hit` tokens."""
+        return self.admission_needs(request, tokens, hit, True)
 
     def admit(self, request: int, hit: int) -> None:
         """Hold the blocks that the last look-up hit."""

@@ -54,8 +54,6 @@ class GroupState(State):
         self.steady_from = [0] * requests
         self.unsteady = 0  # running requests that are not steady
         self.refused = False  # true once a request had to wait for blocks
-        # Free blocks without which each request, at the head of the queue, is sure to wait.
-        self.least_needs = [pool.least_needs(request, prompt) for request, prompt in enumerate(prompts)]
         self.refused_at = (-1, 0)  # the pool's changes and the decoding requests when the head last had to wait
         self.alone = 0  # preemptions in a row that left nobody running
         windows = {(group.kind, group.window): group for group in groups if group.window}
@@ -231,13 +229,14 @@ class GroupState(State):
         unknown = self.lag and self.last_step[request] == self.now - 1 and self.target[request] > self.length[request]
         self.hashed[request] = hashed = min(after, self.target[request] - int(unknown))
         self.pool.cache(request, hashed)
+        self.head_needs = 0  # the head may find more now
         self.last_tokens[request] = after - self.computed[request]
         self.last_step[request] = self.now
         self.computed[request] = after
 
     def _may_admit(self) -> bool:
         """True if the head of the queue may be admitted now, in a step in which all others decode."""
-        if not self.queue or len(self.running) >= self.max_num_seqs:
+        if not self.queue or self.pool.free < self.head_needs or len(self.running) >= self.max_num_seqs:
             return False
         counts = (self.pool.changes, self.decoding)
         if counts == self.refused_at:
@@ -280,7 +279,8 @@ class GroupState(State):
         pool, length = self.pool, self.length[request]
         if not budget:
             return 0, 0
-        if self.reserve_full_prompt and pool.free < self.least_needs[request]:
+        self.head_needs = pool.least_needs(request, length, length - 1) if self.reserve_full_prompt else 0
+        if pool.free < self.head_needs:
             self.refused = True
             return 0, 0
         hit = pool.lookup(request, length)
@@ -295,6 +295,8 @@ class GroupState(State):
             needed = max(needed, pool.admission_needs(request, hit + tokens, hit, False))
         if needed > pool.free:
             self.refused = True
+            # A hit grows only when others are prefilled.
+            self.head_needs = pool.least_needs(request, length, hit) if self.reserve_full_prompt else 0
             return 0, hit
         self.least_free = min(self.least_free, pool.free - needed)
         return tokens, hit
@@ -343,7 +345,7 @@ class GroupState(State):
         self.last_step[request] = -2
         self.queue.append(request)
         self.waiting += 1
-        self.least_needs[request] = self.pool.least_needs(request, self.length[request])
+        self.head_needs = 0
         self.pool.release(request, hashed)
         self.alone = 0 if self.running else self.alone + 1
         if self.alone > 1000:  # over and over, before it gets any further
