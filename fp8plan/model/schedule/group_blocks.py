@@ -76,7 +76,7 @@ class Table:
     __slots__ = ("blocks", "end", "hashed", "hit", "last_state", "start")
 
     def __init__(self, groups: int) -> None:
-        # By group: the blocks that are objects; None where one was freed or never needed.
+        # By group: the blocks that are objects; None where one was never needed, or for a state that was freed.
         self.blocks: list[list[Block | None]] = [[] for _ in range(groups)]
         self.start = 0  # the first block that the request holds
         self.end = 0  # number of blocks, with those that it no longer holds
@@ -86,12 +86,10 @@ class Table:
 
     def let_one_go(self) -> bool:
         """Let the first block go if other requests hold it, too; False if they may not."""
-        objects = self.blocks[0]
-        block = objects[self.start]
+        block = self.blocks[0][self.start]
         if block is None or block.holders == 1 or len(self.blocks) > 1:
             return False
         block.holders -= 1
-        objects[self.start] = None
         self.start += 1
         return True
 

@@ -214,6 +214,12 @@ class CachingGroupPool(GroupPool):
 
     # Steady requests
 
+    def start(self, request: int, step: int, computed: int, in_flight: int) -> None:
+        for at in self._followed_groups:
+            junction = self._junction[request] // self._size if self._finds_few[at] else 0
+            self._regular_from[at][request] = max(self._full_prompts[request], self._tables[at][request].hit, junction)
+        super().start(request, step, computed, in_flight)
+
     def _add_states(self, request: int, step: int) -> int:
         end, new = (step + self._offset[request]) // self._size + 1, 0
         for at in self._states:
@@ -241,10 +247,6 @@ class CachingGroupPool(GroupPool):
 
     def _start_of(self, at: int, request: int) -> int:
         return self._tables[at][request].start
-
-    def _regular_from(self, at: int, request: int) -> int:
-        junction = self._junction[request] // self._size if self._finds_few[at] else 0
-        return max(self._full_prompts[request], self._tables[at][request].hit, junction)
 
     # Blocks
 
@@ -288,17 +290,14 @@ class CachingGroupPool(GroupPool):
         count = self._counts[at] // len(table.blocks)
         for i, objects in enumerate(table.blocks):
             clean, gone = max(end - own, 0) - queued, []
-            for number in range(min(end, shared) - 1, table.start - 1, -1):
-                block = objects[number]
-                if block is None:
-                    break
-                objects[number] = None
-                block.holders -= 1
-                if not block.holders:
-                    if block.hashed:
-                        gone.append(block)
-                    else:
-                        clean += 1
+            for block in reversed(objects[table.start : min(end, shared)]):
+                if block is not None:
+                    block.holders -= 1
+                    if not block.holders:
+                        if block.hashed:
+                            gone.append(block)
+                        else:
+                            clean += 1
             stride = queued + len(gone)  # each equal group frees all of its blocks before the next one
             place = queue.add(stride * count)
             for run in runs:

@@ -133,6 +133,7 @@ class GroupPool:
         self._in_flight = [0] * requests  # its tokens in flight in that step
         self._served = [-1] * requests  # the last step in which its blocks were freed one by one
         self._regular = [[False] * requests for _ in rows]  # a steady request frees the group's blocks in the rhythm
+        self._regular_from = [[0] * requests for _ in rows]  # the first block that may be freed in the rhythm
         self._calendar: dict[int, list[int]] = {}  # step -> steady requests; outdated where _event differs
         self._event = [-1] * requests
 
@@ -238,12 +239,12 @@ class GroupPool:
             return self._serve_in_turn(step, first, followed)
         done = 0
         for request in followed:
-            self._free(step, drops, done, request)
+            i = bisect_left(drops.requests, request, done)
+            self._free(step, drops, done, i)
             self.drop_due(request, step)
-            done = request + 1
-        self._free(step, drops, done, NEVER)
-        if phase.taken:
-            self._use(phase.taken)
+            done = bisect_left(drops.requests, request + 1, i)
+        self._free(step, drops, done, len(drops.requests))
+        self._use(phase.taken)
         return -1
 
     def due(self, step: int) -> list[int]:
@@ -256,7 +257,9 @@ class GroupPool:
         self._served[request] = step
         phase = self._phases[step % self._cycle]
         if self._event[request] != step:
-            self._free(step, self._drops(phase), request, request + 1)
+            drops = self._drops(phase)
+            i = bisect_left(drops.requests, request)
+            self._free(step, drops, i, bisect_left(drops.requests, request + 1, i))
             return
         computed = step + self._offset[request]
         processed = computed - (self._in_flight[request] if step == self._since[request] else self._lag)
@@ -337,11 +340,10 @@ class GroupPool:
             self.evictions += self._queue.take(blocks)
 
     def _free(self, step: int, drops: Drops, first: int, end: int) -> None:
-        """Free the blocks that the requests [first, end) free in the rhythm."""
-        i, j = bisect_left(drops.requests, first), bisect_left(drops.requests, end)
-        if i < j:
-            self._free_clean(drops.clean[j] - drops.clean[i])
-            self._free_hashed(step, drops, drops.hashed[i], drops.hashed[j])
+        """Free the blocks that the requests from the first to before the end-th one of `drops` free in the rhythm."""
+        if first < end:
+            self._free_clean(drops.clean[end] - drops.clean[first])
+            self._free_hashed(step, drops, drops.hashed[first], drops.hashed[end])
 
     def _free_clean(self, blocks: int) -> None:
         self.free += blocks
@@ -374,10 +376,6 @@ class GroupPool:
     def _start_of(self, at: int, request: int) -> int:
         return self._starts[at][request]
 
-    def _regular_from(self, at: int, request: int) -> int:
-        """The first block of a request in a group that may be freed in the rhythm."""
-        return 0
-
     def _followed(self, step: int, first: int = 0) -> list[int]:
         """The steady requests that may free blocks out of the rhythm in a step, in order of admission."""
         entries = self._calendar.get(step, ())
@@ -399,7 +397,7 @@ class GroupPool:
         """The computed tokens at which a group must be looked at again; NEVER if it keeps the rhythm from now on."""
         group = self._groups[at]
         change = next_drop(group, computed, self._lag)
-        if group.kind != "sliding" or self._start_of(at, request) < self._regular_from(at, request):
+        if group.kind != "sliding" or self._start_of(at, request) < self._regular_from[at][request]:
             return change
         if change > computed + group.block_size:
             return change - group.block_size
