@@ -70,6 +70,11 @@ class Piece:
         return Piece(range(start, end), self.places[start - first : end - first])
 
 
+def queued_piece(numbers: range, place: int) -> Piece:
+    """A piece that is queued from a place on, its last block first."""
+    return Piece(numbers, range(place + len(numbers) - 1, place - 1, -1))
+
+
 class Table:
     """The blocks of one request in equal groups, which hold the same ones."""
 
@@ -193,6 +198,19 @@ class FreeQueue:
         else:
             for place in places:
                 heappush(self._gaps, (place, place + 1))
+
+    def pick(self, pieces: list[Piece], start: int, end: int) -> None:
+        """Take the blocks [start, end) of a request out for a hit, each from the first piece that has it."""
+        for i, piece in enumerate(pieces):
+            run = piece.found(self.head)
+            first, last = max(start, run.start), min(end, run.stop)
+            if first < last:
+                self.remove(piece.part(first, last).places)
+                rests = [piece.part(run.start, first), piece.part(last, run.stop)]
+                pieces[i : i + 1] = [rest for rest in rests if rest.numbers]
+                self.pick(pieces, start, first)
+                self.pick(pieces, last, end)
+                return
 
     def take(self, blocks: int) -> int:
         """Hand out blocks, and return the number that had to be evicted."""

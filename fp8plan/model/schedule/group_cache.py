@@ -13,7 +13,7 @@ from __future__ import annotations
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
-from fp8plan.model.schedule.group_blocks import Block, Piece, Table
+from fp8plan.model.schedule.group_blocks import Block, Piece, Table, queued_piece
 from fp8plan.model.schedule.group_pool import NEVER, GroupPool, skipped_tokens
 
 
@@ -34,18 +34,19 @@ class CachingGroupPool(GroupPool):
     ) -> None:
         requests = len(prompts)
         super().__init__(num_blocks, groups, limits, requests)
-        alone, groups = len(groups) == 1, tuple(self._groups)
+        self._alone = len(groups) == 1
+        groups = tuple(self._groups)
         self._size = size = groups[0].block_size
-        self._alone = alone
         self._prompts: list[int] = prompts.tolist()
         self._prompt_ids: list[int] = prompt_ids.tolist()
+        # The lists of objects in a table. Equal groups share one, until they lose different copies of a prompt's blocks.
         self._lists = [self._counts[at] if group.kind == "state" else 1 for at, group in enumerate(groups)]
         self._tables = [[Table(lists) for _ in range(requests)] for lists in self._lists]
         self._full_prompts: list[int] = [prompt // size for prompt in self._prompts]  # full blocks
         blocks = dict(zip(self._prompt_ids, self._full_prompts, strict=True))
         # By group and equal group: each request's pieces in the queue, oldest first.
         self._own: list[list[dict[int, list[Piece]]]] = [[{} for _ in range(count)] for count in self._counts]
-        # By group, prompt, and equal group as in Table: the findable copies of each block of the prompt, oldest first.
+        # By group, prompt, and list as in a table: the findable copies of each block of the prompt, oldest first.
         self._prompt_copies: list[dict[int, list[list[list[Block]]]]] = [
             {prompt: [[[] for _ in range(full)] for _ in range(lists)] for prompt, full in blocks.items()}
             for lists in self._lists
@@ -193,7 +194,7 @@ class CachingGroupPool(GroupPool):
             own = end if state else max(first, shared)
             if own < end:
                 for pieces in self._own[at]:
-                    self._pick(pieces[request], own, end)
+                    queue.pick(pieces[request], own, end)
             table.start, table.end, table.hit, table.hashed = first, end, end, end
         self.free -= self._hit_free
         self.changes += 1
@@ -302,7 +303,9 @@ class CachingGroupPool(GroupPool):
             place = queue.add(stride * count)
             for run in runs:
                 for equal in range(count):
-                    self._add_piece(at, i + equal, request, run, place + equal * stride)
+                    pieces = self._own[at][i + equal].setdefault(request, [])
+                    piece = queued_piece(run, place + equal * stride)
+                    pieces.insert(0 if run.start < table.hit else len(pieces), piece)  # a hit takes the oldest copies
                 place += len(run)
             for block in gone:
                 block.place, block.last = place, place + (count - 1) * stride
@@ -311,15 +314,6 @@ class CachingGroupPool(GroupPool):
                 self.free += stride * count
                 self._free_clean(clean * count)
         table.start = end
-
-    def _add_piece(self, at: int, equal: int, request: int, run: range, place: int) -> None:
-        """Note that a request's own blocks are queued from a place on, the last one first."""
-        pieces = self._own[at][equal].setdefault(request, [])
-        piece = Piece(run, range(place + len(run) - 1, place - 1, -1))
-        if run.start < self._tables[at][request].hit:  # a hit takes the oldest copies
-            pieces.insert(0, piece)
-        else:
-            pieces.append(piece)
 
     def _separate(self, at: int, prompt: int) -> None:
         """Give equal groups blocks of their own for a prompt, because they have lost different copies of them."""
@@ -403,6 +397,7 @@ class CachingGroupPool(GroupPool):
         return i
 
     def _shelves(self, request: int, at: int) -> list[list[list[Block]]]:
+        """The copies of each block of the prompt, for each list of objects in a table."""
         return self._prompt_copies[at][self._prompt_ids[request]]
 
     def _own_found(self, at: int, request: int) -> list[range]:
@@ -448,16 +443,3 @@ class CachingGroupPool(GroupPool):
             self._hits.append(hits)
             free = sum([len([block for block in blocks if not block.holders]) for blocks in hits])
             self._hit_free += free * (count // len(hits))
-
-    def _pick(self, pieces: list[Piece], start: int, end: int) -> None:
-        """Take a request's own blocks [start, end) out of the queue, the oldest copies."""
-        for i, piece in enumerate(pieces):
-            run = piece.found(self._queue.head)
-            first, last = max(start, run.start), min(end, run.stop)
-            if first < last:
-                self._queue.remove(piece.part(first, last).places)
-                rests = [piece.part(run.start, first), piece.part(last, run.stop)]
-                pieces[i : i + 1] = [rest for rest in rests if rest.numbers]
-                self._pick(pieces, start, first)
-                self._pick(pieces, last, end)
-                return
