@@ -39,7 +39,7 @@ class CachingGroupPool(GroupPool):
         self._size = size = groups[0].block_size
         self._prompts: list[int] = prompts.tolist()
         self._prompt_ids: list[int] = prompt_ids.tolist()
-        # The lists of objects in a table. Equal groups share one, until they lose different copies of a prompt's blocks.
+        # The lists of objects in a table. Equal groups share one, until they lose different copies of prompt blocks.
         self._lists = [self._counts[at] if group.kind == "state" else 1 for at, group in enumerate(groups)]
         self._tables = [[Table(lists) for _ in range(requests)] for lists in self._lists]
         self._full_prompts: list[int] = [prompt // size for prompt in self._prompts]  # full blocks
@@ -274,13 +274,12 @@ class CachingGroupPool(GroupPool):
         if end > table.start:
             if end > table.hashed:
                 self._hash(at, request, processed)
-            self._free_before(at, request, end)
+            if end > table.start + 1 or end > self._full_prompts[request] or not table.let_one_go():
+                self._free_before(at, request, end)
 
     def _free_before(self, at: int, request: int, end: int) -> None:
         """Free the blocks that a request holds before block `end`, the last one first."""
         table, shared, queue = self._tables[at][request], self._full_prompts[request], self._queue
-        if table.start + 1 == end <= shared and table.let_one_go():
-            return
         own, hashed, runs = max(table.start, shared), min(end, table.hashed), []
         if own < end:
             runs = self._findable(at, request, max(own, table.hit), hashed)

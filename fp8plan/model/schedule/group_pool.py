@@ -378,7 +378,9 @@ class GroupPool:
 
     def _followed(self, step: int, first: int = 0) -> list[int]:
         """The steady requests that may free blocks out of the rhythm in a step, in order of admission."""
-        entries = self._calendar.get(step, ())
+        entries = self._calendar.get(step)
+        if entries is None:
+            return []
         return sorted({entry for entry in entries if entry >= first and self._event[entry] == step})
 
     def _plan(self, request: int, step: int) -> None:

@@ -403,13 +403,15 @@ class GroupState(State):
             self._record(steps, decoding + len(again), kv_tokens, len(self.running), free)
         for meter in self.meters:
             reads = meter.advance(steps)
-            if served:
+            if chunks or again:
                 group = meter.group
                 self.window_rows += (
                     reads + sum([meter.read_by(before) for _, before, _ in again]),
                     sum([tokens_read(group, before, after) for _, before, after in chunks]),
                     sum([pairs_read(group, before, after) for _, before, after in chunks]),
                 )
+            elif served:
+                self.window_rows += (reads, 0, 0)
         self.now += steps
         self.context += steps * decoding
         started = [(request, after) for request, _, after in chunks if after == self.target[request]]
