@@ -326,7 +326,7 @@ class CachingGroupPool(GroupPool):
                 parts[block] = block.split(count)
         for table in tables:
             table.blocks = [
-                [block if block is None else parts[block][i] for block in table.blocks[0]] for i in range(count)
+                [None if block is None else parts[block][i] for block in table.blocks[0]] for i in range(count)
             ]
         self._prompt_copies[at][prompt] = [
             [[parts[block][i] for block in copies] for copies in shelf] for i in range(count)
