@@ -139,8 +139,8 @@ class Drops:
     """The blocks that steady requests free in a step, in order of service.
 
     requests: those that free blocks, in order
-    clean, hashed: blocks without and with a hash that those before each of them free; one more entry has the sums
-    offsets: by (request, group) the blocks with a hash that are freed before its own
+    clean, hashed: for each of them, the blocks without and with a hash that those before it free; at last the sums
+    offsets: for each (request, group), the blocks with a hash that are freed before its own
     """
 
     __slots__ = ("clean", "hashed", "offsets", "requests")
@@ -266,14 +266,14 @@ class FreeQueue:
 
     def oldest(self, shelf: list[list[Block]]) -> list[Block]:
         """The oldest copy of each block that all groups find. There is one."""
-        head, found = self.head, []
+        head, blocks = self.head, []
         for copies in shelf:
             block = copies[0]
             if not block.holders and block.place < head:
                 self.has(copies)
                 block = next(copy for copy in copies if copy.holders or copy.place >= head)
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def add_drops(self, step: int, drops: Drops, start: int, end: int) -> None:
         """Queue the blocks [start, end) of those with a hash that steady requests free in a step."""

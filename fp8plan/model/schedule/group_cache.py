@@ -20,7 +20,7 @@ from fp8plan.model.schedule.group_pool import NEVER, GroupPool, skipped_tokens
 class CachingGroupPool(GroupPool):
     """A pool with prefix caching. All groups have one block size.
 
-    Of equal groups that are followed as one, the first loses its blocks first. What it finds, the others find, too.
+    The first of equal groups loses its blocks before the others, so they find all that it finds. Only it is looked up.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class CachingGroupPool(GroupPool):
         count = self._counts[at]
         parts: dict[Block, list[Block]] = {}
         shelf = self._prompt_copies[at][prompt][0]
-        tables = [self._tables[at][request] for request, its in enumerate(self._prompt_ids) if its == prompt]
+        tables = [self._tables[at][request] for request, other in enumerate(self._prompt_ids) if other == prompt]
         held = [block for table in tables for block in table.blocks[0] if block is not None]
         for block in [*held, *[block for copies in shelf for block in copies]]:
             if block not in parts:
