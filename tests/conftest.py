@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -79,6 +81,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(message)
     if item.get_closest_marker("gpu") and not GPU:
         pytest.skip("no NVIDIA GPU")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """Leave what a file has imported out of garbage collection, if it has started an engine."""
+    yield
+    if imports := sys.modules.get("frozen_imports"):
+        imports.freeze_again()
 
 
 # A busy machine is slow, not wrong; tests of speed say so themselves. The same examples each time, so that a failure is

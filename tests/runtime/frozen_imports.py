@@ -9,12 +9,19 @@ from __future__ import annotations
 import gc
 from functools import cache
 
+_freeze = gc.freeze
+
 
 @cache
 def freeze_imports() -> None:
     """Freeze all there is, for good: vLLM and fp8plan would unfreeze it at each engine's end."""
     import vllm.v1.worker.cpu_worker  # noqa: F401 -- what an engine and its worker import
 
-    gc.collect()
-    gc.freeze()
+    freeze_again()
     gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
+
+
+def freeze_again() -> None:
+    """Freeze what was imported since, while no engine runs."""
+    gc.collect()
+    _freeze()

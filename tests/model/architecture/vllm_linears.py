@@ -10,6 +10,7 @@ layer's one expert.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -76,4 +77,5 @@ def main(*folders: str) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # it would walk all that vLLM imports, again and again
     main(*sys.argv[1:])
