@@ -1,0 +1,128 @@
+"""DeepGEMM's choice of tiles, against its rule written once more, layout by layout.
+
+Source of the rule: csrc/jit_kernels/heuristics of DeepGEMM, for sm90.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from fp8plan.model.cost.gemm import choose, rows_of_every_kernel
+
+H20, H200 = 78, 132  # SMs
+
+
+class Tile(NamedTuple):
+    """A candidate's cycles, its tile, cluster and waves."""
+
+    cycles: float
+    block_m: int
+    block_n: int
+    cluster: int
+    waves: int
+
+
+def rounded(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def fits(block_m: int, block_n: int) -> bool:
+    """True if the scales of a tile's columns, and its accumulators, fit the registers."""
+    if block_m == 256 and block_n > 128:
+        return False
+    return block_n <= 128 or block_n in (144, 160, 192)
+
+
+def stages(block_m: int, block_n: int, k: int) -> int:
+    """The stages of K that 227 KiB of shared memory hold beside the output tile, the barriers and the scales."""
+    scales = rounded((4 if 128 % block_n == 0 else 8) * -(-k // 128), 8)
+    beside = rounded(2 * block_m * block_n, 1024) + 256 + scales
+    return (227 * 1024 - beside) // (128 * block_m + 128 * block_n + rounded(4 * block_m, 128))
+
+
+def tile(m: int, n: int, k: int, sms: int, cluster_m: int, cluster_n: int, block_m: int, block_n: int) -> Tile:
+    blocks = -(-m // block_m) * -(-n // block_n)
+    waves = -(-blocks // sms)
+    output = 2 * block_m * block_n
+    l2 = (k * (block_m // cluster_n + block_n // cluster_m) + output) * blocks // min(64 * sms, int(8e6 / 1.3e3))
+    l1 = (k * (block_m + 2 * block_n + max(64, block_m)) + 2 * output) * blocks // (128 * sms)
+    full = np.float32(blocks) / np.float32(waves * sms)
+    return Tile(float(np.trunc(np.float32(max(l1, l2)) / full)), block_m, block_n, cluster_m * cluster_n, waves)
+
+
+def chosen(m: int, n: int, k: int, sms: int) -> Tile:
+    best = None
+    for (cluster_m, cluster_n), block_m, block_n in product(
+        ((1, 1), (1, 2), (2, 1)), (64, 128, 16, 32, 256), range(16, 208, 16)
+    ):
+        held = stages(block_m, block_n, k)
+        if not fits(block_m, block_n) or held < 3 or (held == 3 and block_m * block_n < 128 * 192):
+            continue
+        candidate = tile(m, n, k, sms, cluster_m, cluster_n, block_m, block_n)
+        if (block_m < 64 and m > block_m) or (candidate.cluster > 1 and candidate.waves <= 1):
+            continue
+        if best is None or candidate.cycles < best.cycles:  # the first of equally good ones
+            best = candidate
+    assert best is not None
+    return best
+
+
+@pytest.mark.parametrize("sms", [H20, H200])
+def test_tiles_are_those_of_the_rule(sms: int) -> None:
+    rows = [
+        1,
+        15,
+        16,
+        17,
+        32,
+        33,
+        63,
+        64,
+        65,
+        100,
+        128,
+        129,
+        200,
+        256,
+        257,
+        384,
+        500,
+        777,
+        1024,
+        2000,
+        4096,
+        9000,
+        16384,
+    ]
+    shapes = [
+        (128, 128),
+        (576, 2048),
+        (1024, 4096),
+        (2112, 7168),
+        (4096, 1536),
+        (6144, 4096),
+        (7168, 18432),
+        (24576, 4096),
+    ]
+    for n, k in shapes:
+        found = choose(np.array(rows), np.array(n), np.array(k), sms)
+        expected = [chosen(m, n, k, sms)[1:] for m in rows]
+        assert list(zip(*(column.tolist() for column in found), strict=True)) == expected
+
+
+def test_every_number_of_rows_is_looked_at() -> None:
+    assert rows_of_every_kernel([(4096, 4096)], 1, H200) == [1]
+    rows = rows_of_every_kernel([(4096, 4096)], 300, H200)
+    kernels = choose(np.arange(1, 301), np.array(4096), np.array(4096), H200)[:3]
+    first = {tuple(kernel): m for m, kernel in reversed(list(enumerate(zip(*kernels, strict=True), 1)))}
+    assert rows == sorted(first.values())
+
+
+def test_a_choice_is_kept_and_cannot_be_changed() -> None:
+    found = choose(np.array([64]), np.array(4096), np.array(4096), H200)
+    with pytest.raises(ValueError, match="read-only"):
+        found.block_m[0] = 1
