@@ -120,6 +120,7 @@ def test_every_number_of_rows_is_looked_at() -> None:
     kernels = choose(np.arange(1, 301), np.array(4096), np.array(4096), H200)[:3]
     first = {tuple(kernel): m for m, kernel in reversed(list(enumerate(zip(*kernels, strict=True), 1)))}
     assert rows == sorted(first.values())
+    assert rows_of_every_kernel([(4096, 4096)], rows[-1] - 1, H200) == rows[:-1]
 
 
 def test_a_choice_is_kept_and_cannot_be_changed() -> None:
