@@ -23,7 +23,7 @@ GPU ?= h200_sxm
 WORKLOAD ?= --prompts 32 --samples 16 --prompt-lengths fixed:1024 --response-lengths lognormal:mean=6000,sigma=0.9,max=20480
 ARGS ?=
 
-PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # Compiled modules are kept, also where the machine says otherwise: without them importing vLLM takes twice as long.
 export PYTHONDONTWRITEBYTECODE :=
