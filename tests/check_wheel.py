@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
 
 IMPORT_S = 0.030  # of processor time: a busy machine is slow, not wrong
-COMPILED = "fp8plan.model.schedule"
 # Every process of a user's vLLM does this, if there is a vLLM. It must not break a vLLM that is not supported.
 PLUGIN = """
 import sys
@@ -55,17 +55,11 @@ def main(compiled: bool) -> None:
     groups = {point.group for point in distribution("fp8plan").entry_points}
     assert groups == {"console_scripts", "verl.plugins", "vllm.general_plugins", "vllm.endpoint_plugins"}, groups
     if compiled:
-        for name in (
-            "group_blocks",
-            "group_cache",
-            "group_pool",
-            "group_state",
-            "kv_pool",
-            "scheduler",
-            "state",
-            "windows",
-        ):
-            origin = str(getattr(find_spec(f"{COMPILED}.{name}"), "origin", None))
+        project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))
+        modules = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["mypyc"]["include"]
+        assert len(modules) > 1, modules
+        for name in (path.removesuffix(".py").replace("/", ".") for path in modules):
+            origin = str(getattr(find_spec(name), "origin", None))
             assert origin.endswith(tuple(EXTENSION_SUFFIXES)), f"{name} is not compiled: {origin}"
     with tempfile.TemporaryDirectory() as folder:
         seconds = min(float(python(folder, IMPORT)) for _ in range(7))

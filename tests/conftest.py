@@ -85,7 +85,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
-    """Leave what a file has imported out of garbage collection, if it has started an engine."""
+    """Leave what a file has imported out of garbage collection, in a process that has started an engine."""
     yield
     if imports := sys.modules.get("frozen_imports"):
         imports.freeze_again()

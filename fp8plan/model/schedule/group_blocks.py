@@ -243,10 +243,8 @@ class FreeQueue:
 
     def found_to(self, shelf: list[list[Block]], start: int, end: int) -> int:
         """The end of the run of blocks that all groups find, from `start` on. shelf: the copies of each block"""
-        head = self.head
         for i in range(start, end):
-            copies = shelf[i]
-            if not (copies and (copies[0].holders or copies[0].place >= head)) and not self.has(copies):
+            if not self.has(shelf[i]):
                 return i
         return end
 
@@ -255,10 +253,8 @@ class FreeQueue:
 
         Block `start` and those after it up to `end` are found already.
         """
-        head = self.head
         for i in range(start - 1, -1, -1):
-            copies = shelf[i]
-            if not (copies and (copies[0].holders or copies[0].place >= head)) and not self.has(copies):
+            if not self.has(shelf[i]):
                 end = i
             elif end - i >= blocks:
                 return end

@@ -200,8 +200,7 @@ class GroupPool:
         self._offset[request] = offset = computed - step
         self._since[request], self._in_flight[request] = step, in_flight
         for size, blocks in self._growth.items():
-            for at in range(-offset % size, self._cycle, size):
-                phase = self._phases[at]
+            for phase in self._phases[-offset % size :: size]:
                 phase.takes[request] = phase.takes.get(request, 0) + blocks
                 phase.taken += blocks
         if self._followed_groups:

@@ -1,17 +1,20 @@
-"""DeepGEMM's choice of tiles, against its rule written once more, layout by layout.
+"""DeepGEMM's choice of tiles, against kernels that it compiled, and against the rule written once more, in scalars.
 
-Source of the rule: csrc/jit_kernels/heuristics of DeepGEMM, for sm90.
+The rule is the one that fp8plan/model/cost/gemm.py names. The kernels were compiled on an H200.
 """
 
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from fp8plan.model.cost.gemm import choose, rows_of_every_kernel
+from fp8plan.model.cost.gemm import SWAPPED_ROWS, choose, rows_of_every_kernel
+from fp8plan.model.profile.library import profiles_path
 
 H20, H200 = 78, 132  # SMs
 
@@ -74,44 +77,44 @@ def chosen(m: int, n: int, k: int, sms: int) -> Tile:
 @pytest.mark.parametrize("sms", [H20, H200])
 def test_tiles_are_those_of_the_rule(sms: int) -> None:
     rows = [
-        1,
-        15,
-        16,
-        17,
-        32,
-        33,
-        63,
-        64,
-        65,
-        100,
-        128,
-        129,
-        200,
-        256,
-        257,
-        384,
-        500,
-        777,
-        1024,
-        2000,
-        4096,
-        9000,
-        16384,
-    ]
+        1, 15, 16, 17, 32, 33, 63, 64, 65, 100, 128, 129, 200, 256, 257, 384, 500, 777, 1024, 2000, 4096, 9000, 16384,
+    ]  # fmt: skip
     shapes = [
-        (128, 128),
-        (576, 2048),
-        (1024, 4096),
-        (2112, 7168),
-        (4096, 1536),
-        (6144, 4096),
-        (7168, 18432),
-        (24576, 4096),
-    ]
+        (128, 128), (576, 2048), (1024, 4096), (2112, 7168), (4096, 1536), (6144, 4096), (7168, 18432), (24576, 4096),
+    ]  # fmt: skip
     for n, k in shapes:
         found = choose(np.array(rows), np.array(n), np.array(k), sms)
         expected = [chosen(m, n, k, sms)[1:] for m in rows]
         assert list(zip(*(column.tolist() for column in found), strict=True)) == expected
+
+
+def test_deep_gemm_compiles_the_kernels_that_the_rule_names() -> None:
+    """n, k, block_m, block_n and cluster size of every kernel compiled for the FP8 rows of an H200, and no other."""
+    compiled = np.loadtxt(Path(__file__).parents[2] / "data" / "deep_gemm_kernels.txt", dtype=int)
+    rows = pd.read_json(profiles_path() / "h200_sxm/vllm-0.26.0/kernels/gemm.jsonl", lines=True)
+    rows = rows[rows.kernel.isin(["gemm.fp8_block", "linear.fp8_block"]) & (rows.m >= SWAPPED_ROWS)]
+    m, n, k = (rows[x].to_numpy(np.int64) for x in ("m", "n", "k"))
+    chosen = choose(m, n, k, H200)
+    named = np.stack([n, k, chosen.block_m, chosen.block_n, chosen.cluster], axis=1)
+    assert {*map(tuple, named.tolist())} == {*map(tuple, compiled.tolist())}
+
+
+def test_a_few_numbers_of_rows_run_every_kernel_of_deep_gemm() -> None:
+    shapes, most = [(4096, 2048), (2048, 6144)], 3000
+    found = rows_of_every_kernel(shapes, most, H200)
+
+    def kernels(rows: object) -> set[tuple[int, ...]]:
+        m = np.asarray(rows)
+        chosen = [(n, k, choose(m, np.array(n), np.array(k), H200)) for n, k in shapes]
+        return {
+            (n, k, *x)
+            for n, k, c in chosen
+            for x in zip(*(a.tolist() for a in (c.block_m, c.block_n, c.cluster)), strict=True)
+        }
+
+    assert kernels(found) == kernels(np.arange(1, most + 1))
+    assert len(found) < 40
+    assert max(found) <= most
 
 
 def test_every_number_of_rows_is_looked_at() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,12 +14,9 @@ from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import Linear
 from fp8plan.model.calibrate.profile_of import is_held_out
 from fp8plan.model.cost.gemm import (
-    SWAPPED_ROWS,
-    choose,
     gemm_backend,
     gemm_cost,
     quantise_cost,
-    rows_of_every_kernel,
     tiling,
 )
 from fp8plan.model.hardware import find_gpu
@@ -126,35 +122,6 @@ def test_a_last_tile_that_is_half_empty_costs_more_than_a_fuller_one() -> None:
     half, fuller, whole = gemm_cost(np.array([96, 112, 128]), one(4096, 12288), FP8_BLOCK, H200, PROFILE).seconds
     assert half > 1.1 * fuller
     assert fuller == pytest.approx(whole, rel=0.01)
-
-
-def test_deep_gemm_compiles_the_kernels_that_the_rule_names() -> None:
-    """n, k, block_m, block_n and cluster size of every kernel compiled for the FP8 rows of an H200, and no other."""
-    compiled = np.loadtxt(Path(__file__).parents[2] / "data" / "deep_gemm_kernels.txt", dtype=int)
-    rows = pd.read_json(profiles_path() / "h200_sxm/vllm-0.26.0/kernels/gemm.jsonl", lines=True)
-    rows = rows[rows.kernel.isin(["gemm.fp8_block", "linear.fp8_block"]) & (rows.m >= SWAPPED_ROWS)]
-    m, n, k = (rows[x].to_numpy(np.int64) for x in ("m", "n", "k"))
-    chosen = choose(m, n, k, H200.sm_count)
-    named = np.stack([n, k, chosen.block_m, chosen.block_n, chosen.cluster], axis=1)
-    assert {*map(tuple, named.tolist())} == {*map(tuple, compiled.tolist())}
-
-
-def test_a_few_numbers_of_rows_run_every_kernel_of_deep_gemm() -> None:
-    shapes, most = [(4096, 2048), (2048, 6144)], 3000
-    found = rows_of_every_kernel(shapes, most, H200.sm_count)
-
-    def kernels(rows: object) -> set[tuple[int, ...]]:
-        m = np.asarray(rows)
-        chosen = [(n, k, choose(m, np.array(n), np.array(k), H200.sm_count)) for n, k in shapes]
-        return {
-            (n, k, *x)
-            for n, k, c in chosen
-            for x in zip(*(a.tolist() for a in (c.block_m, c.block_n, c.cluster)), strict=True)
-        }
-
-    assert kernels(found) == kernels(np.arange(1, most + 1))
-    assert len(found) < 40
-    assert max(found) <= most
 
 
 def test_few_columns_are_bound_by_the_sms_that_read_them() -> None:
