@@ -14,6 +14,7 @@ SM's own bandwidth decides (c, if a profile has sm_bandwidth).
 DeepGEMM compiles a kernel for the tile with the best estimate of cache traffic (deepseek-ai/DeepGEMM, which vLLM 0.26
 bundles: csrc/jit_kernels/heuristics/sm90.hpp). The rule has steps that no smooth formula has.
 tests/data/deep_gemm_kernels.txt lists the kernels that were compiled on an H200; the rule below gives the same.
+The rule's limit of shared memory is left out: up to a K of 241,664 every tile has the stages that it asks for.
 
 Shared experts are an MLP for every token. Up to STREAM_TOKENS tokens vLLM runs it on its own stream beside the routed
 experts (VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD; fused_moe/runner/shared_experts.py, 0.26). Routed experts wait for
@@ -41,9 +42,7 @@ from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
 
 STREAM_TOKENS = 256  # most tokens for which shared experts run on their own stream
-SHARED_MEMORY = 232448  # bytes of an SM that a kernel may use
 BLOCK_K = 128
-MOST_STAGES = 16
 L1_BYTES, L2_BYTES, L2_TOTAL = 128, 64, 8e6 / 1.3e3  # per cycle: of an SM, of an SM's share of L2, of all of L2
 
 
@@ -58,8 +57,7 @@ class Layout(NamedTuple):
 
 def _fits_registers(layout: Layout) -> bool:
     over = layout.block_n - BLOCK_K  # columns that need a second scale of the weights
-    scales = over <= 0 or layout.block_n % over == 0 or BLOCK_K % over == 0
-    return scales and not (layout.block_m > 128 and layout.block_n > 128)
+    return (over <= 0 or BLOCK_K % over == 0) and min(layout.block_m, layout.block_n) <= 128
 
 
 AT_ONCE = 256  # numbers of rows compared at once, in arrays that fit a CPU's cache
@@ -132,24 +130,10 @@ def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
     full = blocks.astype(np.float32) / (waves * sm_count).astype(np.float32)
     cycles = np.trunc(np.maximum(l1_cycles, l2_cycles).astype(np.float32) / full)
     few_rows = (block_m < 64) & (m > block_m)  # tiles of 16 and 32 are for few rows
-    forbidden = ~_pipelined(block_m, block_n, k) | few_rows
-    cycles[forbidden | ((cluster_m * cluster_n > 1) & (waves <= 1))] = np.inf
+    cycles[few_rows | ((cluster_m * cluster_n > 1) & (waves <= 1))] = np.inf
     best = np.argmin(cycles, axis=0)
     waves = np.take_along_axis(waves, best[None], axis=0)[0]
     return Chosen(block_m.ravel()[best], block_n.ravel()[best], (cluster_m * cluster_n).ravel()[best], waves)
-
-
-def _pipelined(block_m: IntArray, block_n: IntArray, k: IntArray) -> IntArray:
-    """True if shared memory holds enough stages of K to hide their loading, shape (layouts, sizes)."""
-    scales = np.where(BLOCK_K % block_n == 0, 1, 2) * 4 * -(-k // BLOCK_K)
-    fixed = _aligned(2 * block_m * block_n, 1024) + 16 * MOST_STAGES + _aligned(scales, 8)
-    stage = BLOCK_K * (block_m + block_n) + _aligned(4 * block_m, 128)
-    stages = np.minimum((SHARED_MEMORY - fixed) // stage, MOST_STAGES)
-    return np.asarray((stages >= 3) & ((stages >= 4) | (block_m * block_n >= 128 * 192)))
-
-
-def _aligned(size: IntArray, to: int) -> IntArray:
-    return np.asarray(-(-size // to) * to)
 
 
 class TilePolicy(NamedTuple):
@@ -201,11 +185,10 @@ def tiling(backend: str, m: FloatArray, n: FloatArray, k: FloatArray, sm_count: 
     if backend == FLASHINFER_DEEP_GEMM:
         return _flashinfer_deep_gemm(m.astype(np.int64), n.astype(np.int64), k.astype(np.int64), sm_count)
     policy = TILE_POLICIES[backend]
-    tile_m, tile_n = (np.array(side, dtype=float)[:, None, None] for side in zip(*policy.tiles, strict=True))
+    tile_m, tile_n = np.array(policy.tiles, dtype=float).T[:, :, None, None]
     tiles = np.ceil(m / tile_m) * np.ceil(n / tile_n)
-    most = np.maximum(1, np.floor(k / policy.split_k))
-    splits = np.minimum(np.maximum(np.floor(sm_count / tiles), 1), most)
-    waves = np.ceil(tiles * splits / sm_count)
+    splits = np.maximum(np.minimum(sm_count // tiles, k // policy.split_k), 1)
+    waves = np.ceil(tiles / sm_count)  # splits are for what fits in one wave, and leave it one
     return Tiling(waves / splits * tile_m * tile_n, waves / splits * 2 * (tile_m + tile_n), waves, splits)
 
 
@@ -213,7 +196,7 @@ def _flashinfer_deep_gemm(m: IntArray, n: IntArray, k: IntArray, sm_count: int) 
     """The one tiling of DeepGEMM. Its loads go into shared memory, and from there to the tensor cores."""
     chosen = choose(m, n, k, sm_count)
     swapped = m < SWAPPED_ROWS
-    few = np.where(m <= 16, 16, np.where(m <= 24, 24, 32))
+    few = np.maximum(-(-m // 8) * 8, 16)  # the tiles of the swapped kernel are 16, 24, ... rows high
     swapped_waves = np.ceil(np.ceil(n / 128) / sm_count)
     rows, columns = np.where(swapped, few, chosen.block_m), np.where(swapped, 128, chosen.block_n)
     waves = np.where(swapped, swapped_waves, chosen.waves)
@@ -221,7 +204,7 @@ def _flashinfer_deep_gemm(m: IntArray, n: IntArray, k: IntArray, sm_count: int) 
     loads = rows + columns + math_rows + columns
     last = m % chosen.block_m
     sparse = np.where(~swapped & (last > 0) & (2 * last <= chosen.block_m), waves - 1 + SPARSE, waves)
-    uneven = np.where(~swapped & ((columns > 128) | (columns % EVEN > 0)), UNEVEN, 1.0)
+    uneven = np.where((columns > 128) | (columns % EVEN > 0), UNEVEN, 1.0)
     tiles = (waves * math_rows * columns, sparse * loads * uneven, waves, np.ones_like(waves))
     return Tiling(*(np.asarray(x, dtype=float)[None] for x in tiles))
 
@@ -334,9 +317,7 @@ def overlapped(linears: Sequence[Linear], gpu: Gpu, experts: Sequence[Experts]) 
 
 def shared_cost(m: Array, linears: Sequence[Linear], precision: Precision, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds that the `overlapped` matrices of all layers add to steps of m tokens, shape (steps,)."""
-    alone = gemm_cost(m, linears, precision, gpu, profile)
-    if precision.weights != "bf16":
-        alone = alone + quantise_cost(m, linears, precision, gpu, profile)
+    alone = gemm_cost(m, linears, precision, gpu, profile) + quantise_cost(m, linears, precision, gpu, profile)
     for linear in linears:
         if linear.name == "shared_down_proj":
             alone = alone + activation_cost(m, linear.k, gpu, profile).scaled(linear.layers)

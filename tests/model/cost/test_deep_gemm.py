@@ -13,7 +13,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fp8plan.model.cost.gemm import SWAPPED_ROWS, choose, rows_of_every_kernel
+from fp8plan.model.cost.gemm import (
+    FLASHINFER_DEEP_GEMM,
+    LAYOUTS,
+    SWAPPED_ROWS,
+    Tiling,
+    choose,
+    rows_of_every_kernel,
+    tiling,
+)
 from fp8plan.model.profile.library import profiles_path
 
 H20, H200 = 78, 132  # SMs
@@ -74,6 +82,24 @@ def chosen(m: int, n: int, k: int, sms: int) -> Tile:
     return best
 
 
+def swapped_rows(m: int, n: int, sms: int) -> int:
+    """The rows of a tile of FlashInfer's kernel, which swaps A and B: a tile has 128 of the n columns.
+
+    get_best_gemm_config of FlashInfer (csrc/nv_internal/tensorrt_llm/deep_gemm/jit_utils.cuh) takes the tile with
+    the fewest waves, then with the fullest last wave, then the smallest one.
+    """
+
+    def rank(rows: int) -> tuple[int, int, int]:
+        blocks = -(-m // rows) * -(-n // 128)
+        return -(-blocks // sms), -(blocks % sms or sms), rows
+
+    return min(range(16, 129, 8), key=rank)
+
+
+def flashinfer(m: int, n: int, k: int) -> Tiling:
+    return Tiling(*(x.item() for x in tiling(FLASHINFER_DEEP_GEMM, *np.array([[[m]], [[n]], [[k]]], float), H200)))
+
+
 @pytest.mark.parametrize("sms", [H20, H200])
 def test_tiles_are_those_of_the_rule(sms: int) -> None:
     rows = [
@@ -130,3 +156,46 @@ def test_a_choice_is_kept_and_cannot_be_changed() -> None:
     found = choose(np.array([64]), np.array(4096), np.array(4096), H200)
     with pytest.raises(ValueError, match="read-only"):
         found.block_m[0] = 1
+
+
+def test_shared_memory_has_the_stages_for_every_tile_of_any_layer() -> None:
+    """So `choose` leaves that rule out. The deepest layer of Llama 3.1 405B has a K of 53,248."""
+    deepest = 241664
+    assert all(stages(x.block_m, x.block_n, deepest) >= 3 for x in LAYOUTS)
+    assert all(stages(x.block_m, x.block_n, deepest) >= 4 for x in LAYOUTS if x.block_m * x.block_n < 128 * 192)
+    assert stages(256, 80, deepest + 1) < 4
+
+
+@pytest.mark.parametrize(("n", "waves"), [(12288, 1), (16896, 1), (16960, 2), (37888, 3)])
+def test_below_32_rows_a_kernel_with_swapped_operands_runs(n: int, waves: int) -> None:
+    """One tile holds all rows if tiles of half as many rows would take more waves. Both operands are loaded twice."""
+    for m, rows in {1: 16, 16: 16, 17: 24, 24: 24, 25: 32, 31: 32}.items():
+        assert rows == swapped_rows(m, n, H200)
+        assert flashinfer(m, n, 4096) == (waves * rows * 128, waves * 2 * (rows + 128), waves, 1)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "tile", "waves", "loads"),
+    [
+        (32, 4096, (32, 32), 1, 32 + 32 + 64 + 32),  # a tensor core multiplies 64 rows
+        (33, 4096, (64, 32), 1, 192),
+        (65, 4096, (64, 64), 1, 1.2 * 256),  # 1 row in the last tile
+        (96, 4096, (64, 64), 1, 1.2 * 256),  # 32 rows
+        (97, 4096, (64, 64), 1, 256),
+        (128, 4096, (64, 64), 1, 256),
+        (512, 4096, (128, 128), 1, 512),
+        (640, 4096, (128, 160), 1, 1.3 * 576),  # wider than 128
+        (448, 4096, (64, 112), 2, 1.3 * 2 * 352),  # no multiple of 32 wide
+        (416, 4096, (64, 112), 2, 1.3 * (1 + 1.2) * 352),
+        (192, 6144, (64, 144), 1, 1.3 * 416),
+        (896, 12288, (256, 128), 3, (2 + 1.2) * 768),
+        (1024, 12288, (256, 128), 3, 3 * 768),
+    ],
+)
+def test_loads_count_wide_tiles_and_half_empty_ones_for_more(
+    m: int, n: int, tile: tuple[int, int], waves: int, loads: float
+) -> None:
+    best = chosen(m, n, 4096, H200)
+    assert (best.block_m, best.block_n, best.waves) == (*tile, waves)
+    work = flashinfer(m, n, 4096)
+    assert work == (waves * max(tile[0], 64) * tile[1], pytest.approx(loads), waves, 1)
