@@ -14,7 +14,8 @@ SM's own bandwidth decides (c, if a profile has sm_bandwidth).
 DeepGEMM compiles a kernel for the tile with the best estimate of cache traffic (deepseek-ai/DeepGEMM, which vLLM 0.26
 bundles: csrc/jit_kernels/heuristics/sm90.hpp). The rule has steps that no smooth formula has.
 tests/data/deep_gemm_kernels.txt lists the kernels that were compiled on an H200; the rule below gives the same.
-The rule's limit of shared memory is left out: up to a K of 241,664 every tile has the stages that it asks for.
+Two limits of the rule are left out. Up to a K of 241,664 shared memory holds the stages of every tile. An SM's share of
+L2, 64 bytes per cycle, takes no longer than L1, through which all of it goes twice at 128.
 
 Shared experts are an MLP for every token. Up to STREAM_TOKENS tokens vLLM runs it on its own stream beside the routed
 experts (VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD; fused_moe/runner/shared_experts.py, 0.26). Routed experts wait for
@@ -43,7 +44,7 @@ from fp8plan.model.profile.profile import Profile
 
 STREAM_TOKENS = 256  # most tokens for which shared experts run on their own stream
 BLOCK_K = 128
-L1_BYTES, L2_BYTES, L2_TOTAL = 128, 64, 8e6 / 1.3e3  # per cycle: of an SM, of an SM's share of L2, of all of L2
+L1_BYTES, L2_BYTES = 128, 8e6 / 1.3e3  # per cycle: of an SM, of all of L2
 
 
 class Layout(NamedTuple):
@@ -125,7 +126,7 @@ def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
     stored = 2 * block_m * block_n
     from_l2 = k * (block_m // cluster_n + block_n // cluster_m) + stored
     through_l1 = k * (block_m + block_n + np.maximum(64, block_m) + block_n) + 2 * stored
-    l2_cycles = from_l2 * blocks // int(min(L2_BYTES * sm_count, L2_TOTAL))
+    l2_cycles = from_l2 * blocks // int(L2_BYTES)
     l1_cycles = through_l1 * blocks // (L1_BYTES * sm_count)
     full = blocks.astype(np.float32) / (waves * sm_count).astype(np.float32)
     cycles = np.trunc(np.maximum(l1_cycles, l2_cycles).astype(np.float32) / full)
@@ -188,7 +189,7 @@ def tiling(backend: str, m: FloatArray, n: FloatArray, k: FloatArray, sm_count: 
     tile_m, tile_n = np.array(policy.tiles, dtype=float).T[:, :, None, None]
     tiles = np.ceil(m / tile_m) * np.ceil(n / tile_n)
     splits = np.maximum(np.minimum(sm_count // tiles, k // policy.split_k), 1)
-    waves = np.ceil(tiles / sm_count)  # splits are for what fits in one wave, and leave it one
+    waves = np.ceil(tiles / sm_count)  # K is split only if all parts fit in one wave
     return Tiling(waves / splits * tile_m * tile_n, waves / splits * 2 * (tile_m + tile_n), waves, splits)
 
 
