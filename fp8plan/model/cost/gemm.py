@@ -120,7 +120,7 @@ def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
     m, n, k = sizes
     # Arrays below have an axis of layouts before those of the sizes.
     axes = np.broadcast(m, n, k).ndim
-    cluster_m, cluster_n, block_m, block_n = np.array(LAYOUTS, dtype=np.int64).T.reshape(4, -1, *[1] * axes)
+    cluster_m, cluster_n, block_m, block_n = np.array(LAYOUTS, dtype=np.int64).T.reshape(4, len(LAYOUTS), *[1] * axes)
     blocks = -(-m // block_m) * -(-n // block_n)
     waves = -(-blocks // sm_count)
     stored = 2 * block_m * block_n
