@@ -18,6 +18,7 @@ pytest.register_assert_rewrite("tiny_models")  # what its engines said shows in 
 os.environ.pop("FP8PLAN_PROFILES", None)  # what this machine's user has calibrated is not under test
 os.environ["XDG_DATA_HOME"] = "/nowhere"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's and numpy's threads wait in a loop for cores that others use
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # without AMX, as fp8plan_cpu_kernels has vLLM do
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take most of the machine's memory
