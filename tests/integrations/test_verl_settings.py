@@ -51,6 +51,7 @@ def test_the_entry_point_is_the_plugin() -> None:
 
 
 def test_import_verl_registers_the_rollout_and_imports_nothing_more(tmp_path: Path) -> None:
+    """And another version of verl is an error at the rollout's first use."""
     done = run(
         "import sys, verl\n"
         "assert 'verl.workers.rollout.base' not in sys.modules, 'verl is as light as before'\n"
@@ -58,10 +59,17 @@ def test_import_verl_registers_the_rollout_and_imports_nothing_more(tmp_path: Pa
         "from verl.workers.rollout.replica import get_rollout_replica_class\n"
         "assert client['fp8plan', 'async'] == client['vllm', 'async']\n"
         "assert 'vllm' not in sys.modules\n"
-        "print(get_rollout_replica_class('fp8plan').__name__)\n",
+        "print(get_rollout_replica_class('fp8plan').__name__)\n"
+        "from fp8plan.integrations.verl import settings\n"
+        "settings.version = lambda package: '0.10.0'\n"
+        "get_rollout_replica_class('fp8plan')(0, None, None)\n",
         tmp_path,
     )
     assert done.stdout.splitlines()[-1:] == ["PlannedReplica"], done.stderr
+    assert done.stderr.rstrip().endswith(
+        "ConfigError: verl 0.10.0 with rollout.name=fp8plan is not supported; allowed: 0.9.1; type: pip install "
+        "'verl[verl-core]==0.9.1', or actor_rollout_ref.rollout.name=vllm"
+    )
 
 
 @pytest.mark.parametrize("named", ["vllm", "fp8plan"])
@@ -90,21 +98,6 @@ def test_a_verl_without_its_registries_is_heard_and_goes_on(
     (text,) = said
     assert "fp8plan does not know this verl (verl.workers.rollout.base: " in text
     assert "type: pip install 'fp8plan[verl]'" in text
-
-
-def test_another_verl_is_an_error_at_the_first_use(tmp_path: Path) -> None:
-    code = (
-        "import verl\n"
-        "from fp8plan.integrations.verl import settings\n"
-        "settings.version = lambda package: '0.10.0'\n"
-        "from verl.workers.rollout.replica import get_rollout_replica_class\n"
-        "get_rollout_replica_class('fp8plan')(0, None, None)\n"
-    )
-    said = run(code, tmp_path).stderr.rstrip()
-    assert said.endswith(
-        "ConfigError: verl 0.10.0 with rollout.name=fp8plan is not supported; allowed: 0.9.1; type: pip install "
-        "'verl[verl-core]==0.9.1', or actor_rollout_ref.rollout.name=vllm"
-    )
 
 
 def test_a_verl_whose_inside_has_changed_is_refused_with_what_is_gone() -> None:
