@@ -1,11 +1,8 @@
-"""Two processes that train one policy with TRL, each with an engine of its own, as `accelerate launch` starts them."""
+"""Two processes that train one policy with TRL, each with an engine of its own, ranked as by `accelerate launch`."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,33 +16,25 @@ from fp8plan.model.emit.trl import server_command
 
 pytestmark = [pytest.mark.trl, pytest.mark.vllm, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
-
 
 def trained(folder: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Train in two processes. Returns what each of them has seen, and their common log.
 
     more: URL and PORT of a server
     """
-    helpers = [ROOT, *(ROOT / "tests" / name for name in ("", "integrations", "model", "runtime"))]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(ROOT / "tests" / "integrations" / "two_processes.py"), model(), str(folder), *more],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, helpers)), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = done.stdout.split("SEEN ")[1:]  # of two processes, so that what one says may follow on the other's line
-    first, second = (json.JSONDecoder().raw_decode(text)[0] for text in said)
-    return first, second, done.stderr
+    import two_processes
+    import warm_processes  # it imports vLLM
+
+    log = folder / "log"
+    words = (model(), str(folder), *more)
+    code, said = warm_processes.output(two_processes.launch, *words, log=log, timeout_s=400)
+    assert code == 0, said[-3000:]
+    first, second = (json.loads((folder / f"seen_{rank}.json").read_text()) for rank in range(2))
+    return first, second, said
 
 
 def test_two_processes_train_one_policy_with_one_set_of_thresholds(tmp_path: Path) -> None:
-    first, second, stderr = trained(tmp_path)
+    first, second, log = trained(tmp_path)
     assert first["weights"] == second["weights"]
     assert first["state"] == second["state"]
     assert first["responses"] == second["responses"] == 16
@@ -54,17 +43,17 @@ def test_two_processes_train_one_policy_with_one_set_of_thresholds(tmp_path: Pat
     assert first["threshold_tis"] == second["threshold_tis"]
     # What the guard advises is said, and not done: both engines stay what they are.
     assert first["fp8_kv"] == second["fp8_kv"] == [1.0] * 3
-    assert "go on from a checkpoint with choice='bf16'" in stderr
+    assert "go on from a checkpoint with choice='bf16'" in log
 
 
 def test_two_processes_share_a_server(tmp_path: Path) -> None:
     setup = replace(cpu_plan("fp8_kv").setup(), model=model())
     with serving(server_command(setup)) as server:
-        first, second, stderr = trained(tmp_path, server.url, str(free_port()))
+        first, second, log = trained(tmp_path, server.url, str(free_port()))
         assert server.get("/fp8plan/status")["weights"]["version"] == 3
     assert first["weights"] == second["weights"]
     assert first["responses"] == second["responses"] == 32
     assert first["k3_kl"] == second["k3_kl"]
     assert all(0 < k3 < 0.05 for k3 in first["k3_kl"])
     assert first["threshold_tis"] == second["threshold_tis"]
-    assert "is another program; end both" in stderr
+    assert "is another program; end both" in log

@@ -1,25 +1,42 @@
-"""One of two processes that train together: MODEL FOLDER [URL PORT]; prints what it has seen as one line of JSON.
-
-URL: of a server; without one, each process has an engine of its own. PORT: where the first meets the server
-"""
+"""Two processes that train together."""
 
 import json
-import sys
+import os
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import conftest  # noqa: F401 -- the environment of an engine under test
 from trl_runs import logged, started
+from vllm_server import free_port
 
 from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.guard.guard import Guard, Verdict
+
+RANKS = 2
+
+
+def launch(model: str, folder: str, url: str = "", port: str = "0") -> None:
+    """Train a model in two processes; each writes what it has seen to a file of the folder.
+
+    url: of a server; without one, each process has an engine of its own. port: where the first meets the server
+    """
+    import trl.trainer.grpo_trainer  # noqa: F401 -- once for both
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    ranks = [get_context("fork").Process(target=train, args=(rank, model, folder, url, port)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0] * RANKS
 
 
 def judge(guard: Guard, observed: Any) -> Verdict:
     return Verdict(1.0, 2.0, 1.9, 2.1, 0.5, as_fast=False, causes=(), action=Action.KV_TO_BF16, reason="a test")
 
 
-def main(model: str, folder: str, url: str = "", port: str = "0") -> None:
+def train(rank: int, model: str, folder: str, url: str, port: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     Guard.after_rollout = judge  # type: ignore[method-assign]
     settings: dict[str, Any] = {"per_device_train_batch_size": 16, "max_steps": 3, "ddp_backend": "gloo"}
     settings["policy"] = model
@@ -32,8 +49,4 @@ def main(model: str, folder: str, url: str = "", port: str = "0") -> None:
         seen |= {"responses": trainer.plan.workload["prompts"] * trainer.plan.workload["samples"]}
         seen |= {"weights": [float(x.detach().double().sum()) for x in trainer.model.parameters()]}
         seen |= {"state": trainer.monitor.state_dict()["controller"]}
-    print(f"\nSEEN {json.dumps(seen)}", flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    Path(folder, f"seen_{rank}.json").write_text(json.dumps(seen))

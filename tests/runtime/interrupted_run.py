@@ -1,4 +1,4 @@
-"""Ctrl-C at random moments of an engine in another process: python interrupted_run.py INTERRUPTS SEED
+"""Ctrl-C at random moments of an engine in another process.
 
 After each, the engine says the same as ever, bit for bit, or refuses until a complete sync. Half of the signals go to
 the whole process group, as a terminal sends them; so this must be the leader of a session.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from threading import Thread
@@ -45,10 +44,11 @@ def interrupted(act: Callable[[], Any], delay_s: float, group: bool) -> None:
         pressing.join()
 
 
-def main(count: int, seed: int) -> None:
+def main(interrupts: str, seed: str) -> None:
+    """Press so many times. seed: of the moments"""
     from vllm import SamplingParams
 
-    chance = random.Random(seed)
+    chance = random.Random(int(seed))
     how = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     batch = [{"prompt_token_ids": list(prompt)} for prompt in (*PROMPTS, LONG_PROMPT) * 2]
     sent = {which: weights("dense", which) for which in "ab"}
@@ -68,7 +68,7 @@ def main(count: int, seed: int) -> None:
             act()
             took[name] = time.perf_counter() - begun
         serves = "b"
-        for number in range(count):
+        for number in range(int(interrupts)):
             name, version = list(acts)[number % len(acts)], engine.state.version
             interrupted(acts[name], chance.uniform(0, took[name]), group=chance.random() < 0.5)
             if engine.state.version != version:
@@ -81,7 +81,3 @@ def main(count: int, seed: int) -> None:
                     engine.sync_weights(sent[serves], kv_prompts=CALIBRATION)
             assert said(engine) == expected[serves], f"other bits after {number}: {name}"
             print(name, "refused" if refuses else "served", flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

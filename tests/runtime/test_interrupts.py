@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -19,8 +16,6 @@ import pytest
 
 from fp8plan.runtime import interrupts
 from fp8plan.runtime.interrupts import SAME_PRESS_S, Held, Stopped, let_in, released
-
-HERE = Path(__file__).parent
 
 
 def press() -> None:
@@ -362,18 +357,13 @@ INTERRUPTS = 21
 
 
 @vllm
-def test_an_interrupted_engine_says_the_same_as_ever_or_refuses() -> None:
+def test_an_interrupted_engine_says_the_same_as_ever_or_refuses(tmp_path: Path) -> None:
     """See interrupted_run.py; in a process of its own, as libzmq aborts that when a message is broken off."""
-    paths = [str(HERE), str(HERE.parent / "model"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "interrupted_run.py"), str(INTERRUPTS), "17"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        start_new_session=True,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = Counter(line for line in done.stdout.splitlines() if line.endswith(("served", "refused")))
-    assert sum(found.values()) == INTERRUPTS, done.stdout
+    import interrupted_run
+    import warm_processes  # it imports vLLM
+
+    code, said = warm_processes.output(interrupted_run.main, str(INTERRUPTS), "17", log=tmp_path / "log")
+    assert code == 0, said[-4000:]
+    found = Counter(line for line in said.splitlines() if line.endswith(("served", "refused")))
+    assert sum(found.values()) == INTERRUPTS, said
     assert found["generate served"] == found["recalibrate served"] == INTERRUPTS // 3

@@ -3,12 +3,12 @@ the real ones."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tiny_models import SEEDS, VOCABULARY, folder
+from tiny_models import SEEDS, VOCABULARY, folder, generate, started
 
 COMMON = {
     "vocab_size": VOCABULARY,
@@ -177,3 +177,11 @@ def weights(family: str, which: str) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return load_file(checkpoint(family, which) / "model.safetensors")
+
+
+def generate_at_width(family: str, hidden_size: str) -> None:
+    """Start an engine with FP8 weights on a model of another width, and generate; say "ran" if it does."""
+    FAMILIES[family] = replace(FAMILIES[family], config=FAMILIES[family].config | {"hidden_size": int(hidden_size)})
+    with started(checkpoint(family, "a"), "a", "fp8_block") as engine:
+        generate(engine)
+        print("ran")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ class Server:
     """A server that runs. url: without a slash at its end; log: what it has printed so far"""
 
     url: str
-    process: subprocess.Popen[bytes]
     log: Path
 
     def get(self, path: str) -> dict[str, Any]:
@@ -81,27 +81,32 @@ def serving(line: str) -> Iterator[Server]:
         url, process, log = launched(Path(folder), shlex.split(line))
         try:
             wait_for(url, process, log)
-            yield Server(url, process, log)
+            yield Server(url, log)
         finally:
             ended(process)
 
 
-def launched(folder: Path, words: list[str]) -> tuple[str, subprocess.Popen[bytes], Path]:
-    port = free_port()
-    start = words.index("vllm")
+def launched(folder: Path, words: list[str]) -> tuple[str, BaseProcess, Path]:
+    from warm_processes import program  # it imports vLLM
+
+    url, start, log = f"http://127.0.0.1:{(port := free_port())}", words.index("vllm"), folder / "log"
     told = dict(word.split("=", 1) for word in words[:start])
     told["VLLM_PLUGINS"] += ",fp8plan_cpu_kernels"  # blockwise FP8 on any CPU
+    told["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     # An environment that was installed before these entry points has not got them.
-    helpers = [ROOT, ROOT / "tests" / "runtime", ROOT / "tests" / "model"]
-    paths = [str(entry_points(folder)), *map(str, helpers), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | told | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    command = [sys.executable, str(ROOT / "tests" / "runtime" / "warm_server.py"), *words[start + 1 :]]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    log = folder / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    return f"http://127.0.0.1:{port}", process, log
+    told["PYTHONPATH"] = os.pathsep.join(filter(None, [str(entry_points(folder)), os.environ.get("PYTHONPATH")]))
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    return url, program(command_line, *words[start:], *address, log=log, env=os.environ | told), log
+
+
+def command_line(*words: str) -> None:
+    """vLLM's own, in a process that has imported it with the tests' environment."""
+    from vllm.entrypoints.cli.main import main
+
+    for place in (logger := logging.getLogger("vllm"), *logger.handlers):
+        place.setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    sys.argv = list(words)
+    main()
 
 
 def free_port() -> int:
@@ -127,9 +132,9 @@ def entry_points(folder: Path) -> Path:
     return folder
 
 
-def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(url: str, process: BaseProcess, log: Path) -> None:
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and process.is_alive():
         try:
             if requests.get(f"{url}/health", timeout=5).ok:
                 return
@@ -138,15 +143,12 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(f"the server did not start:\n{log.read_text(errors='replace')[-4000:]}")
 
 
-def ended(process: subprocess.Popen[bytes]) -> None:
+def ended(process: BaseProcess) -> None:
     """End a server and what it has started: its own process group."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.is_alive():
+            os.killpg(process.pid, number)
+            process.join(30)
 
 
 def outputs(server: Server, prompts: Any) -> list[tuple[list[int], list[float]]]:

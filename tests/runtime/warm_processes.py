@@ -1,11 +1,17 @@
-"""vLLM's processes, forked from one that has imported vLLM: importing it takes 7 s, twice for each engine.
+"""vLLM's processes, and programs that use vLLM, forked from a process that has imported it: that takes 8 s of CPU.
 
 On a CPU vLLM spawns them. Importing this module makes it take Python's forkserver instead, here and in them.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing import get_context, parent_process, set_forkserver_preload
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -13,15 +19,17 @@ from pathlib import Path
 import vllm.v1.engine.utils as engines
 import vllm.v1.executor.multiproc_executor as executor
 from frozen_imports import freeze_imports
+from vllm.distributed.device_communicators import shm_broadcast
 
 freeze_imports()
+shm_broadcast.sched_yield = partial(time.sleep, 5e-4)  # one who waits for a message would look for it without pause
 
 
 class WarmProcess(ForkServerProcess):
     """Has the environment of whoever starts it, as one that is spawned has, not the server's."""
 
-    def start(self) -> None:
-        self._environment = dict(os.environ)
+    def start(self, env: Mapping[str, str] = os.environ) -> None:
+        self._environment = dict(env)
         super().start()
 
     def run(self) -> None:
@@ -37,8 +45,37 @@ class WarmContext(ForkServerContext):
 WARM = WarmContext()
 
 
+def program(main: Callable[..., object], *words: str, log: Path, env: Mapping[str, str] = os.environ) -> WarmProcess:
+    """Start main(*words) as a shell would: the leader of a session. log: gets what it prints"""
+    process = WarmProcess(target=_run, args=(main, words, log))
+    process.start(env)
+    return process
+
+
+def output(main: Callable[..., object], *words: str, log: Path, timeout_s: float = 600) -> tuple[int | None, str]:
+    """The exit code of a program, and what it printed. Code -9: it was still running after timeout_s"""
+    process = program(main, *words, log=log)
+    process.join(timeout_s)
+    if process.is_alive():
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    return process.exitcode, log.read_text(errors="replace")
+
+
+def _run(main: Callable[..., object], words: tuple[str, ...], log: Path) -> None:
+    os.setsid()
+    with log.open("wb") as out:
+        for stream in (1, 2):
+            os.dup2(out.fileno(), stream)
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    try:
+        main(*words)
+    finally:
+        atexit._run_exitfuncs()  # which Python 3.11 leaves out in what it forks: temporary folders would stay
+
+
 def context() -> BaseContext:
-    """An engine's process would start a server of its own for its worker; it has imported all that it takes."""
+    """The forkserver's, but in a process of its own making: that would start another, and has imported all it takes."""
     return WARM if parent_process() is None else get_context("fork")
 
 
