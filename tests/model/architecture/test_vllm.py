@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -91,23 +88,21 @@ def test_vllm_builds_the_same_linears(tmp_path: Path) -> None:
     """
     pytest.importorskip("vllm")
     expected = dict(folder_of(name, odd, tmp_path) for odd in (False, True) for name in NAMES)
-    assert built(expected) == {x.name: y for x, y in expected.items()}
+    assert built(expected, tmp_path) == {x.name: y for x, y in expected.items()}
 
 
-def built(folders: Iterable[Path]) -> dict[str, Counter[tuple[int, int, bool]]]:
+def built(folders: Iterable[Path], tmp_path: Path) -> dict[str, Counter[tuple[int, int, bool]]]:
     """The linears that vLLM builds of each folder."""
-    paths = list(folders)
-    command = [sys.executable, str(SCRIPT), *map(str, paths)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-    )
-    found = [
-        Counter({(n, k, fp8): x for n, k, fp8, x in json.loads(line)})
-        for line in done.stdout.splitlines()
-        if line.startswith("[[")
-    ]
-    assert len(found) == len(paths), done.stderr[-2000:]
-    return {path.name: own for path, own in zip(paths, found, strict=True)}
+    import vllm_linears
+    import warm_processes
+
+    names, result = [str(folder) for folder in folders], tmp_path / "linears.jsonl"
+    code, said = warm_processes.output(vllm_linears.main, str(result), *names, log=tmp_path / "log")
+    assert code == 0, said[-2000:]
+    return {
+        Path(name).name: Counter({(n, k, fp8): x for n, k, fp8, x in json.loads(line)})
+        for name, line in zip(names, result.read_text().splitlines(), strict=True)
+    }
 
 
 # A checkpoint whose linears all differ in size, so that each can be told from the others.
@@ -161,4 +156,4 @@ def test_vllm_reads_the_same_format_of_a_checkpoint_and_leaves_the_same_linears_
             fp8 = shape.stored is not None and linear.quantised
             expected[folder][linear.n, linear.k, fp8] += linear.layers
     assert len({str(x) for x in expected.values()}) == len(STORED)
-    assert built(expected) == {folder.name: linears for folder, linears in expected.items()}
+    assert built(expected, tmp_path) == {folder.name: linears for folder, linears in expected.items()}

@@ -1,25 +1,15 @@
 """The linears that vLLM itself builds from families' configs, on the meta device.
 
-This is a script because vLLM fills the process with its groups.
-
-Type: python vllm_linears.py FOLDER..., each with a config.json, and with the patterns of linears that are not quantised
-as a list in ignored.json; without that file vLLM builds the checkpoint as it is stored. Prints one line of JSON for
-each folder: a list of [rows, columns, quantised, how many], of all linears but convolutions and lm_head, and of each
-layer's one expert.
+It runs in a process of its own because vLLM fills the process with its groups.
 """
 
 from __future__ import annotations
 
-import gc
 import json
-import os
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
-
-os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -30,10 +20,6 @@ from vllm.model_executor.layers.quantization import fp8, modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_fp8
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.network_utils import get_open_port
-
-# Kernels of FP8 checkpoints are chosen while linears are made, and a CPU has not all of them.
-for module in (fp8, modelopt, compressed_tensors_w8a8_fp8):
-    module.init_fp8_linear_kernel = MagicMock()
 
 
 def config_of(folder: Path) -> Any:
@@ -64,18 +50,23 @@ def matrices(model: torch.nn.Module) -> list[list[int]]:
     return [[*key, number] for key, number in found.items()]
 
 
-def main(*folders: str) -> None:
+def main(result: str, *folders: str) -> None:
+    """Write one line of JSON for each folder to the file `result`.
+
+    It is a list of [rows, columns, quantised, how many], of all linears but convolutions and lm_head, and of each
+    layer's one expert. A folder has a config.json, and the patterns of linears that are not quantised as a list in
+    ignored.json. Without that file vLLM builds the checkpoint as it is stored.
+    """
+    # Kernels of FP8 checkpoints are chosen while linears are made, and a CPU has not all of them.
+    for module in (fp8, modelopt, compressed_tensors_w8a8_fp8):
+        module.init_fp8_linear_kernel = MagicMock()
     # The first folder's model has experts: vLLM makes their process group only for such a model.
-    for number, folder in enumerate(folders):
-        config = config_of(Path(folder))
-        with set_current_vllm_config(config):
-            if number == 0:
-                init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
-                initialize_model_parallel(1, 1)
-            with torch.device("meta"):
-                print(json.dumps(matrices(initialize_model(config))), flush=True)
-
-
-if __name__ == "__main__":
-    gc.disable()  # it would walk all that vLLM imports, again and again
-    main(*sys.argv[1:])
+    with open(result, "w") as lines:
+        for number, folder in enumerate(folders):
+            config = config_of(Path(folder))
+            with set_current_vllm_config(config):
+                if number == 0:
+                    init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+                    initialize_model_parallel(1, 1)
+                with torch.device("meta"):
+                    print(json.dumps(matrices(initialize_model(config))), file=lines)
