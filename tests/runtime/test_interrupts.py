@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from threading import Event, Thread
 from types import FrameType, SimpleNamespace
@@ -367,3 +368,26 @@ def test_an_interrupted_engine_says_the_same_as_ever_or_refuses(tmp_path: Path) 
     found = Counter(line for line in said.splitlines() if line.endswith(("served", "refused")))
     assert sum(found.values()) == INTERRUPTS, said
     assert found["generate served"] == found["recalibrate served"] == INTERRUPTS // 3
+
+
+@vllm
+def test_a_program_blocks_the_signals_of_whoever_starts_it(tmp_path: Path) -> None:
+    """An engine's thread blocks SIGINT. If it is the first to start the server of them, that one blocks it, too."""
+    import warm_processes
+
+    ensure_running()  # as started_apart does; else Python unblocks SIGINT when it starts the server
+    tell = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    answers: list[str] = []
+
+    def start(log: str) -> None:
+        answers.append(warm_processes.output(exec, tell, log=tmp_path / log)[1])
+
+    def engine() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        start("blocked")
+
+    thread = Thread(target=engine)
+    thread.start()
+    thread.join()
+    start("free")
+    assert answers == ["True\n", "False\n"]

@@ -26,13 +26,14 @@ shm_broadcast.sched_yield = partial(time.sleep, 5e-4)  # one who waits for a mes
 
 
 class WarmProcess(ForkServerProcess):
-    """Has the environment of whoever starts it, as one that is spawned has, not the server's."""
+    """Has the environment and blocked signals of whoever starts it, as one that is spawned has, not the server's."""
 
     def start(self, env: Mapping[str, str] = os.environ) -> None:
-        self._environment = dict(env)
+        self._environment, self._blocked = dict(env), signal.pthread_sigmask(signal.SIG_BLOCK, ())
         super().start()
 
     def run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
         os.environ.clear()
         os.environ.update(self._environment)
         super().run()
