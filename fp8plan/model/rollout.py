@@ -20,6 +20,7 @@ import numpy as np
 
 from fp8plan.model.cost.base import Array, FloatArray, IntArray, StepBatch, WindowReads, joined
 from fp8plan.model.cost.host import start_cost
+from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan
@@ -56,7 +57,8 @@ class Timeline:
 class Rollout:
     """The time of rolling out one batch, and its parts.
 
-    makespan_s:          from the call to the last token of the slowest replica; low and high: 90% interval
+    makespan_s:          from the call to the last token of the slowest replica; low and high: 90% interval, within what
+                         the GPU's datasheet allows
     output_tokens:       response tokens of all replicas
     preemptions:         preemptions of all replicas
     recomputed_tokens:   tokens whose KV a preemption dropped
@@ -177,6 +179,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
             makespan * float(np.exp(side * np.hypot(np.log(end / makespan), Z90 * sampling)))
             for side, end in ((-1, low), (1, high))
         )
+    low = max(low, min(_least_seconds(plan, batch, model), makespan))
     ends: FloatArray = start + np.cumsum(seconds[slowest], dtype=np.float64)
     tail = _tail_rows(plan, model.limits.max_num_seqs)
     breakdown = {name: part * plan.weights for name, part in steps.breakdown().items()}
@@ -208,6 +211,12 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         simulated=plan.sampled.requests / sum(p.requests for p in replicas) if plan.sampled else 1.0,
         sampling_sd=sampling,
     )
+
+
+def _least_seconds(plan: Schedule, batch: StepBatch, model: StepModel) -> float:
+    """The seconds of the steps at the datasheet's bandwidth and peak. A model that stays in a cache may take less."""
+    bounds = np.maximum(bytes_bound(model, batch), flops_bound(model, batch))
+    return float((plan.weights * bounds).sum())
 
 
 def _timed(batches: Sequence[StepBatch], model: StepModel) -> tuple[list[Array], Callable[[int], TimedSteps]]:

@@ -333,7 +333,8 @@ def calibration_report(result: Calibration) -> RenderableType:
     text = (
         f"{profile.label}: {profile.source}. Median errors by the datasheet profile (before) and by the fit (after), "
         "of rows that no fit sees or, without any, by fits that have not seen the weight shape, head layout or engine "
-        f"(held out; worst). Model error, beyond the coefficients' covariance: {profile.model_error:.1%}."
+        f"(held out; worst). Error beyond the coefficients' covariance: {profile.shared_error:.1%} that all precisions "
+        f"share, and {profile.model_error:.1%} of each."
     )
     return Group(Fitted(rows), "", Paragraph(text))
 

@@ -20,12 +20,13 @@ from fp8plan.model.calibrate.kernel_rows import observe
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import PACES, Profile
 from fp8plan.model.rollout import schedule_with, step_batch
 from fp8plan.model.validate.records import Record, read_records
 
 H200 = find_gpu("h200")
-PRIOR = datasheet_profile(H200)
+SHEET = datasheet_profile(H200)
+PRIOR = SHEET.with_errors(0.0, SHEET.model_error)  # as `calibrate` has it: no pace is fitted
 SMALL = "fp8plan/dense-50m"
 POOL = 65536  # KV tokens, vLLM's null block included
 
@@ -37,9 +38,11 @@ def nature(seed: int, scale: float = 1.0) -> Profile:
     """A GPU that the datasheet profile allows: each coefficient drawn from it, `scale` of its sds off."""
     rng, values = np.random.default_rng(seed), {}
     for name, value in PRIOR.coefficients.items():
+        if name in PACES:
+            continue
         drawn = value * np.exp(scale * rng.standard_normal() * PRIOR.log_covariance[name][name] ** 0.5)
         values[name] = float(min(drawn, 1.0) if name.endswith("_efficiency") else drawn)
-    return replace(PRIOR, coefficients=values)
+    return replace(PRIOR, coefficients=PRIOR.coefficients | values)
 
 
 def gemms(kernel: str = "gemm.bf16", layers: Iterable[tuple[int, int]] = LAYERS) -> pd.DataFrame:

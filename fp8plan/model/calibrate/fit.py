@@ -220,7 +220,8 @@ def _covariance(
     """The covariance of the log coefficients, shape (names, names): the prior's share, and a jackknife over groups.
 
     To first order, leaving out a group moves the fit by (curvature of all the rest)^-1 (the group's pull). The usual
-    sandwich divides by the curvature of all groups. For few groups its sds are two to three times too small.
+    sandwich divides by the curvature of all groups. For few groups its sds are two to three times too small. No
+    direction is wider than in the prior.
     """
     pulls, curvatures = [], []
     for labels, sigma, (errors, slopes) in zip(groups, sigmas, rows, strict=True):
@@ -233,8 +234,18 @@ def _covariance(
     every = precision + sum(curvatures)
     inverse = np.linalg.inv(every)
     moves = np.array([np.linalg.solve(every - own, pull) for own, pull in zip(curvatures, pulls, strict=True)])
-    covariance = inverse @ precision @ inverse + moves.T @ moves
-    return np.asarray((covariance + covariance.T) / 2)
+    return within_prior(inverse @ precision @ inverse + moves.T @ moves, _prior(prior, names)[1])
+
+
+def within_prior(covariance: Array, spread: Array) -> Array:
+    """The covariance with no direction wider than in the prior, whose standard deviations are `spread`.
+
+    A jackknife can say more: without its only group, a coefficient moves back to the prior's value, however far.
+    """
+    scale = np.outer(spread, spread)
+    values, vectors = np.linalg.eigh((covariance + covariance.T) / 2 / scale)
+    narrowed = (vectors * np.clip(values, 0.0, 1.0)) @ vectors.T * scale
+    return np.asarray((narrowed + narrowed.T) / 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from fp8plan.model.cost.attention import NARROW
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.library import RARE_PARTS, WIDE_HEADS, datasheet_profile, rare_parts, without_rare_parts
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import Profile, between, error_parts
 from fp8plan.model.validate.records import read_records
 
 LINEARS = {"Qwen/Qwen3-14B": ("qkv_proj", "gate_up_proj", "down_proj"), "meta-llama/Llama-3.2-1B": ("down_proj",)}
@@ -112,7 +112,7 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     sheet, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
     rare = step_windows(folder / "families")
     prior = without_rare_parts(sheet, timed_rare_parts(rows[kept]), rare_parts(card))
-    prior = with_power(prior, [*steps, *rare], sheet, powers)
+    prior = with_power(prior.with_errors(0.0, 0.0), [*steps, *rare], sheet, powers)
     observations = [*observe(rows[kept], card), observe_steps(steps)]
     first = fit(observations, prior).profile
     # A second fit, with the timed layers that engine steps run, and with the known sizes of small kernels.
@@ -134,14 +134,13 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         kind="calibrated",
         source=_source(rows, powers, steps),
         residuals={kernel: robust_sd(values) for kernel, values in unseen.items()},
-        model_error=model_error(steps, leaving_out),
         hull=_hull(rows, steps),
         date=max(str(w.record.fields.get("date", ""))[:10] for w in steps) or datetime.now(UTC).date().isoformat(),
         notes={},
         layers=layer_residuals(rows[kept], card, fitted.profile),
         tensor_parallel=sorted({size for size, whole in (w.record.limits.cut for w in steps) if not whole}),
     )
-    return Calibration(profile, tuple(errors))
+    return Calibration(profile.with_errors(*error_parts(total_error(steps, leaving_out))), tuple(errors))
 
 
 def with_power(profile: Profile, steps: Sequence[Windows], known: Profile, kernels: pd.DataFrame) -> Profile:
@@ -160,12 +159,12 @@ def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) 
     """
     if not steps:
         return profile
+    measured = profile.coefficients.keys()
     started = replace(
         profile,
         coefficients=prior.coefficients | profile.coefficients,
-        log_covariance=prior.log_covariance | profile.log_covariance,
+        log_covariance=between(prior.log_covariance, prior.coefficients.keys() - measured) | profile.log_covariance,
     )
-    measured = profile.coefficients
     rare = [name for name in prior.coefficients if name.startswith(RARE_PARTS) and name not in measured]
     used = [run.cost(started).partials.keys() & set(rare) for run in steps]
     names = [name for name in rare if any(name in mine for mine in used)]
@@ -247,7 +246,7 @@ def observe_steps(steps: Sequence[Windows]) -> Observations:
     return Observations(STEPS, np.concatenate([run.seconds for run in steps]), groups, predict)
 
 
-def model_error(steps: Sequence[Windows], leaving_out: LeavingOut) -> float:
+def total_error(steps: Sequence[Windows], leaving_out: LeavingOut) -> float:
     """The sd of log(predicted / measured) of whole rollouts that the coefficients' covariance does not explain.
 
     Each rollout is predicted by a fit that has not seen its engine, and counts by its seconds, as a short one is mostly

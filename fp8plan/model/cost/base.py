@@ -130,6 +130,12 @@ def times(count: Array, name: str, value: float) -> Cost:
     return Cost(seconds, {name: seconds})
 
 
+def paced(cost: Cost, name: str, profile: Profile) -> Cost:
+    """The cost of the whole GPU, or the whole host, times its pace, the coefficient `name`."""
+    scaled = cost.scaled(profile.coefficient(name))
+    return scaled.plus_partials({name: scaled.seconds})
+
+
 def traffic(bytes_: Array, bandwidth: float, efficiency: tuple[str, float]) -> Cost:
     """The time to move `bytes_` at the fraction `efficiency` (name, value) of `bandwidth` bytes/s."""
     seconds = bytes_ / (bandwidth * efficiency[1])

@@ -16,12 +16,12 @@ import numpy as np
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, LayerInput, Mlp
 from fp8plan.model.cost.attention import heads_per_rank
-from fp8plan.model.cost.base import Array, Cost, StepBatch, constant, norm4, streaming_cost, times, traffic, zero
+from fp8plan.model.cost.base import Array, Cost, StepBatch, constant, norm4, paced, streaming_cost, times, traffic, zero
 from fp8plan.model.cost.mixers import KERNELS, mixers_of
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import model_runner
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES, Precision
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import HOST_PACE, Profile
 
 GROUPS = "host.groups"
 
@@ -129,13 +129,13 @@ def host_cost(batch: StepBatch, cache_groups: int, profile: Profile) -> Cost:
     cost = times(requests, *profile.named("host.request_seconds"))
     if cache_groups > 1:
         cost = cost + times(requests * float(cache_groups - 1), *profile.named(f"{GROUPS}.request_seconds"))
-    return cost + constant(*profile.named("host.step_seconds"), cost.seconds)
+    return paced(cost + constant(*profile.named("host.step_seconds"), cost.seconds), HOST_PACE, profile)
 
 
 def launch_cost(launched: Mapping[str, Array], profile: Profile) -> Cost:
     """Seconds of the host per step for launches outside of a CUDA graph. launched: the result of `launches`"""
     used = [times(number, *profile.named(name)) for name, number in launched.items() if number.any()]
-    return sum(used, zero(next(iter(launched.values()))))
+    return paced(sum(used, zero(next(iter(launched.values())))), HOST_PACE, profile)
 
 
 def launches(
@@ -186,4 +186,4 @@ def start_cost(requests: int, prompt_tokens: int, profile: Profile) -> Cost:
     arrivals = np.array([requests * profile.coefficient(each)])
     tokens = np.array([prompt_tokens * profile.coefficient(token)])
     fixed_cost = constant(*profile.named(fixed), arrivals)
-    return fixed_cost + Cost(arrivals + tokens, {each: arrivals, token: tokens})
+    return paced(fixed_cost + Cost(arrivals + tokens, {each: arrivals, token: tokens}), HOST_PACE, profile)

@@ -22,6 +22,7 @@ from fp8plan.model.cost.base import (
     following,
     gradient_of,
     norm8,
+    paced,
     tokens_of,
     total_of,
     where_busy,
@@ -48,7 +49,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import cudagraph_capture_sizes
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.library import rare_parts, with_kernels
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import GPU_PACE, Profile
 
 NEXT = " of next"  # suffix of the derivatives of the next step's seconds
 
@@ -106,7 +107,7 @@ class StepModel:
         for component in components:
             cost = component.per_step()
             gpu = gpu + (limit.cost(cost, kind_of(component.name, self.precision)) if limit else cost)
-        gpu = gpu.plus_partials(limit.watts if limit else {})
+        gpu = paced(gpu.plus_partials(limit.watts if limit else {}), GPU_PACE, self.profile)
         scheduling, launching = self._host(batch)
         ahead = lead(gpu, scheduling + launching, self._led(batch, launching))
         return self.joined(gpu, scheduling, launching, ahead)
@@ -309,9 +310,11 @@ class TimedSteps:
 
     def _gpu_gradient(self, weights: Array) -> dict[str, float]:
         """d sum(weights * seconds of the GPU) / d log(coefficient)"""
+        pace = {GPU_PACE: float((weights * self._gpu_seconds()).sum())}
+        weights = weights * self.model.profile.coefficient(GPU_PACE)
         if self.limit is None:
-            return gradient_of(self.components, weights)
-        gradient = {name: float((weights * x).sum()) for name, x in self.limit.watts.items()}
+            return gradient_of(self.components, weights) | pace
+        gradient = pace | {name: float((weights * x).sum()) for name, x in self.limit.watts.items()}
         for component in self.components:
             kind = kind_of(component.name, self.model.precision)
             for name, value in self.limit.gradient(component, kind, weights).items():
@@ -319,8 +322,9 @@ class TimedSteps:
         return gradient
 
     def _limited(self, component: Component) -> Array:
-        """Seconds of a component in each step, with the power limit."""
-        return component.seconds() * (1.0 if self.limit is None else self.limit.stretch)
+        """Seconds of a component in each step, with the power limit and at the GPU's pace."""
+        stretch = 1.0 if self.limit is None else self.limit.stretch
+        return component.seconds() * (stretch * self.model.profile.coefficient(GPU_PACE))
 
     def _gpu_seconds(self) -> Array:
         return sum(map(self._limited, self.components), np.zeros(1))

@@ -21,10 +21,6 @@ from fp8plan.model.risk.expected import LEAST_GAIN, LEVELS, RiskBudget
 from fp8plan.model.rollout import Z90, Rollout
 from fp8plan.model.shards import refusals
 
-# Correlation of the log errors of two precisions on one layout that the coefficients do not explain. From 65 speed-ups
-# in profiles/h200_sxm/vllm-0.26.0/validation/rollouts.jsonl without slow hosts: 0.39 plus or minus 0.10.
-SHARED_ERROR = 0.35
-
 
 class Timed(NamedTuple):
     """The predicted time of one choice, and the parts of its error.
@@ -103,9 +99,10 @@ def _percent(ratio: float) -> str:
 def speed_up(baseline: Timed, other: Timed, profile: Profile) -> SpeedUp:
     """The ratio of the speed of `other` to that of `baseline`, by the same profile.
 
-    Coefficients that both use move both, so only the difference of their gradients counts. The rest of the two errors
-    correlates by SHARED_ERROR; the layout's part does so only if both have the same layout. In an RL step a rollout's
-    error counts by its share. The errors of sampling a large batch are taken as independent.
+    Coefficients that both use move both, so only the difference of their gradients counts: the paces of GPU and host
+    cancel as far as both rollouts depend on them alike. The model errors are independent. The error of a layout that
+    both have cancels. In an RL step a rollout's error counts by its share. The errors of sampling a large batch are
+    taken as independent.
     """
     ratio = baseline.seconds / other.seconds
     if other.log_gradient is baseline.log_gradient and ratio == 1:
@@ -114,19 +111,13 @@ def speed_up(baseline: Timed, other: Timed, profile: Profile) -> SpeedUp:
     both = (baseline, other)
     gradients = [np.array([time.share * time.log_gradient.get(name, 0.0) for name in names]) for time in both]
     apart = gradients[0] - gradients[1]
-    layout, other_layout = (time.share * profile.layout_error(*time.cut) for time in both)
-    common = SHARED_ERROR if baseline.cut == other.cut else 0.0
     variance = float(apart @ profile.covariance(names) @ apart)
-    variance += profile.model_error**2 * _apart(baseline.share, other.share, SHARED_ERROR)
-    variance += _apart(layout, other_layout, common)
-    variance += sum((time.share * time.sampling_sd) ** 2 for time in both)
+    for time in both:
+        variance += time.share**2 * (profile.model_error**2 + time.sampling_sd**2)
+    layouts = [time.share * profile.layout_error(*time.cut) for time in both]
+    variance += (layouts[0] - layouts[1]) ** 2 if baseline.cut == other.cut else sum(sd**2 for sd in layouts)
     factor = float(np.exp(Z90 * np.sqrt(variance)))
     return SpeedUp(ratio, ratio / factor, ratio * factor)
-
-
-def _apart(first: float, second: float, correlation: float) -> float:
-    """The variance of the difference of two errors with these standard deviations."""
-    return first**2 + second**2 - 2 * correlation * first * second
 
 
 @dataclass(frozen=True, slots=True)

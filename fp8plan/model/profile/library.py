@@ -1,7 +1,7 @@
 """The folders of profiles, and the choice of the profile for a GPU and an engine version.
 
 A profile is data: `profiles/<gpu>/<engine>-<version>/profile.json`, or `profiles/datasheet.json` for any GPU. No
-fallback is silent: a near engine version comes with a warning and a doubled interval, the datasheet profile with the
+fallback is silent: a near engine version comes with a warning and a wider interval, the datasheet profile with the
 label "uncalibrated".
 """
 
@@ -19,7 +19,7 @@ import msgspec
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import Gpu, find_gpu
-from fp8plan.model.profile.profile import ASSUMED, ENGINE, Profile, parsed
+from fp8plan.model.profile.profile import ASSUMED, ENGINE, Profile, between, parsed
 from fp8plan.version import DEFAULT_VERSION
 
 T = TypeVar("T")
@@ -31,6 +31,7 @@ WIDE_HEADS = "wide_attention."
 NO_BLOCKS = "gemm.fp8."  # FP8 with one scale for a matrix or a row, which only checkpoints have
 RARE_PARTS = (*_MIXERS, WIDE_HEADS, NO_BLOCKS, "host.groups.", *(f"host.{mixer}" for mixer in _MIXERS))
 WIDENED_KV = "attention.fp8."
+DTYPES = ("bf16", "fp8", "fp8_block")  # words in the names of coefficients
 
 
 class ProfileEntry(NamedTuple):
@@ -106,7 +107,7 @@ def load_profile(
     """The best profile for `gpu`, a Gpu or its name, and an engine version, and its warnings.
 
     A profile of this very version comes first, the user's own (`own_profiles_path`) before a shipped one. Next is the
-    nearest engine version of the same GPU, with its standard deviations doubled. Last is the datasheet profile.
+    nearest engine version of the same GPU, with a wider interval. Last is the datasheet profile.
     `strict` allows the first kind only.
 
     Raises ProfileError if there is none or if its file is corrupt, and ConfigError if $FP8PLAN_PROFILES does not name a
@@ -130,8 +131,9 @@ def load_profile(
         )
     if near is not None:
         profile = _read(near)
-        used = f"using the one of {profile.engine} {profile.engine_version} with its interval doubled"
-        return profile.widened(2), [*unused, f"{absent} for {ENGINE} {engine_version}: {used}", *profile.remarks]
+        used = f"using the one of {profile.engine} {profile.engine_version} with a wider interval"
+        warnings = [*unused, f"{absent} for {ENGINE} {engine_version}: {used}", *profile.remarks]
+        return profile.of_another_version(), warnings
     generic = "datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
     warnings = [*unused, f"no measured profile of {gpu.name}: {generic}"]
     return datasheet_profile(gpu, engine_version, profiles_dir), warnings
@@ -174,13 +176,23 @@ def datasheet_profile(gpu: Gpu, engine_version: str = DEFAULT_VERSION, profiles_
         source=sheet.source,
         kernel_backends=common.kernel_backends | own.kernel_backends,
         coefficients={name: fact.value for name, fact in facts.items()},
-        log_covariance={name: {name: fact.log_sd**2} for name, fact in facts.items()},
+        log_covariance=_alike({name: fact.log_sd for name, fact in facts.items()}),
         residuals=sheet.residuals,
         model_error=sheet.model_error,
         hull=None,
         date=sheet.date,
         notes={name: fact.source for name, fact in facts.items()},
     )
+
+
+def _alike(sds: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The covariance of coefficients with these `sds`. Those of one kind, such as the efficiency of GEMMs in BF16 and
+    in FP8, are off alike: on four GPUs their errors correlate by 0.73. `model_error` covers the difference.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in sds:
+        kinds.setdefault(".".join(part for part in name.split(".") if part not in DTYPES), []).append(name)
+    return {a: {b: sds[a] * sds[b] for b in alike} for alike in kinds.values() for a in alike}
 
 
 def _listed(gpu: Gpu, architectures: Iterable[str]) -> str:
@@ -212,7 +224,7 @@ def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
         profile,
         kernel_backends=backends | profile.kernel_backends,
         coefficients=profile.coefficients | {name: sheet.coefficients[name] for name in names},
-        log_covariance=profile.log_covariance | {name: sheet.log_covariance[name] for name in names},
+        log_covariance=profile.log_covariance | between(sheet.log_covariance, names),
         notes=profile.notes | {name: ASSUMED + sheet.notes[name] for name in names},
     )
 
@@ -233,7 +245,7 @@ def without_rare_parts(profile: Profile, timed: Iterable[str] = (), parts: tuple
     def kept(table: Mapping[str, T]) -> dict[str, T]:
         return {name: value for name, value in table.items() if name in common}
 
-    covariance = {name: kept(row) for name, row in kept(profile.log_covariance).items()}
+    covariance = between(profile.log_covariance, common)
     return replace(profile, coefficients=kept(every), log_covariance=covariance, notes=kept(profile.notes))
 
 

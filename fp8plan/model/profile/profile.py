@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -26,6 +26,16 @@ ENGINE = "vllm"
 CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
 KINDS = ("datasheet", "calibrated", "imported")
 ASSUMED = "not measured on this GPU: "  # start of the note on a coefficient that the datasheet profile lent
+GPU_PACE, HOST_PACE = "gpu.pace", "host.pace"  # factors, 1.0, on all seconds of the GPU and on all of the host
+PACES = (GPU_PACE, HOST_PACE)
+
+# sd of log step time between engine versions, of what all precisions share and of each precision's own. From vLLM 0.26
+# to 0.33, BF16 rollouts on an H100 took the same time, and FP8 rollouts 3 to 5% less.
+VERSION_SD = 0.03
+
+# The part of the variance of a calibrated profile's error that all precisions of one model share. `python
+# tools/error_parts.py` estimates it.
+SHARED_VARIANCE = 0.35
 
 # sd of log step time for each doubling of tensor_parallel_size away from the measured sizes, taken as independent. It
 # is the error of makespans by the H200's import (0.082) beyond that by its calibration (0.036).
@@ -44,7 +54,8 @@ class Profile:
     coefficients:    name -> value; positive; SI units; an "..._efficiency" is a fraction of a datasheet peak, at most 1
     log_covariance:  covariance of the logs of the coefficients, as a symmetric sparse table: name -> name -> value
     residuals:       kernel -> relative RMS error left by the fit, on held-out points if there are any
-    model_error:     sd of log step time that the coefficients cannot explain
+    model_error:     sd of log step time that the coefficients cannot explain, independent between precisions. The part
+                     that all precisions share is the covariance of PACES
     hull:            kernel -> quantity -> (lowest, highest) measured; None when nothing was measured
     date:            day of the measurement, ISO 8601
     notes:           coefficient -> source of its value
@@ -72,6 +83,20 @@ class Profile:
     def __post_init__(self) -> None:
         if problem := _problem(self):
             raise ProfileError(f"profile {self.label}: {problem}")
+
+    def with_errors(self, shared: float, own: float) -> Profile:
+        """A copy of the profile whose error has these standard deviations.
+
+        shared: the part of the GPU, and of the host, that all precisions share
+        own:    the part of each precision, `model_error`
+        """
+        paces = {name: {name: shared**2} for name in PACES}
+        return replace(
+            self,
+            coefficients=self.coefficients | dict.fromkeys(PACES, 1.0),
+            log_covariance=self.log_covariance | paces,
+            model_error=own,
+        )
 
     def layout_error(self, tensor_parallel_size: int, expert_parallel: bool = False) -> float:
         """The standard deviation of log step time that an unmeasured layout adds; 0 for a layout that was measured.
@@ -146,10 +171,14 @@ class Profile:
         """Covariance of the logs of the coefficients `names`, shape (names, names); zero if unknown."""
         return _covariance_matrix(self.log_covariance, names)
 
-    def widened(self, factor: float) -> Profile:
-        """A copy of the profile with every standard deviation `factor` times as large."""
-        table = {a: {b: value * factor**2 for b, value in row.items()} for a, row in self.log_covariance.items()}
-        return replace(self, log_covariance=table, model_error=self.model_error * factor)
+    def of_another_version(self) -> Profile:
+        """A copy of the profile with the error of using it for another engine version."""
+        return self.with_errors(math.hypot(self.shared_error, VERSION_SD), math.hypot(self.model_error, VERSION_SD))
+
+    @property
+    def shared_error(self) -> float:
+        """The standard deviation of the log of the GPU's pace: the error that all precisions share."""
+        return math.sqrt(self.log_covariance.get(GPU_PACE, {}).get(GPU_PACE, 0.0))
 
     def to_json(self) -> str:
         """The profile as JSON, which `from_json` reads again."""
@@ -158,7 +187,15 @@ class Profile:
     @classmethod
     def from_json(cls, text: str, path: str = "profile.json") -> Profile:
         """Parse `to_json`'s text. Raises ProfileError naming `path` and the field that cannot be used."""
-        return parsed(text, path, cls)
+        profile = parsed(text, path, cls)
+        if GPU_PACE in profile.coefficients:
+            return profile
+        return profile.with_errors(*error_parts(profile.model_error))  # written before 2026-11-27
+
+
+def error_parts(error: float) -> tuple[float, float]:
+    """The standard deviations of the shared part of a calibrated profile's `error`, and of a precision's own."""
+    return error * math.sqrt(SHARED_VARIANCE), error * math.sqrt(1 - SHARED_VARIANCE)
 
 
 def layer_name(shape: Sequence[int]) -> str:
@@ -200,6 +237,11 @@ def _layers_problem(layers: Mapping[str, Any]) -> str | None:
             if not good or timed[0][0] < 1 or any(b <= a for a, b in pairwise(timed[0])):
                 return f"layers[{kernel!r}][{shape!r}] is not [rising numbers of rows, as many log ratios]"
     return None
+
+
+def between(table: Mapping[str, Mapping[str, float]], names: Collection[str]) -> dict[str, dict[str, float]]:
+    """The part of a sparse symmetric `table` between these `names`."""
+    return {a: {b: value for b, value in row.items() if b in names} for a, row in table.items() if a in names}
 
 
 def _covariance_problem(coefficients: Mapping[str, float], table: Mapping[str, Mapping[str, float]]) -> str | None:

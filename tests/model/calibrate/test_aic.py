@@ -13,11 +13,20 @@ import pytest
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.calibrate import aic as aic_import
-from fp8plan.model.calibrate.aic import Tables, Trial, find_data, import_all, import_profile, importable, read_tables
+from fp8plan.model.calibrate.aic import (
+    OWN_ERROR,
+    Tables,
+    Trial,
+    find_data,
+    import_all,
+    import_profile,
+    importable,
+    read_tables,
+)
 from fp8plan.model.calibrate.kernel_rows import observe, read_rows
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profile_path, profiles_path
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import VERSION_SD, Profile
 
 H100 = find_gpu("h100")
 LAUNCH = 0.06  # ms: what vLLM's fp8_block rows cannot be shorter than
@@ -189,7 +198,9 @@ def test_an_import_finds_the_coefficients_and_keeps_what_was_not_timed() -> None
 def test_a_trial_becomes_the_model_error_and_is_told() -> None:
     trial = Trial("h200_sxm", {"gemm.bf16": 0.05}, (float(np.log(1.3)), float(np.log(0.9))))
     profile = import_profile(H100, made_up(), trial)
-    assert profile.model_error == pytest.approx(np.sqrt((np.log(1.3) ** 2 + np.log(0.9) ** 2) / 2))
+    assert profile.model_error == OWN_ERROR
+    total = np.hypot(profile.shared_error, OWN_ERROR)
+    assert total == pytest.approx(np.sqrt((np.log(1.3) ** 2 + np.log(0.9) ** 2) / 2))
     text = "tested on h200_sxm: makespan of 2 measured rollouts, mean error 20.0%, worst 30.0%"
     assert profile.source == f"made up; {text}; median error of kernels: gemm.bf16 5.0%"
 
@@ -226,8 +237,8 @@ def test_profiles_are_written_where_they_are_found(package: Path, tmp_path: Path
     assert "not tested" in profile.source
     assert "not measured here" in profile.label
     near, said = load_profile(H100, "0.26.0", profiles_dir=output)
-    assert near.model_error == 2 * profile.model_error
-    assert ["interval doubled" in said[0], "not measured here" in said[1]] == [True, True]
+    assert near.model_error == pytest.approx(np.hypot(profile.model_error, VERSION_SD))
+    assert ["wider interval" in said[0], "not measured here" in said[1]] == [True, True]
     measured = replace(profile, kind="calibrated", engine_version="0.20.0")
     aic_import._written(measured, output)
     assert load_profile(H100, "0.26.0", profiles_dir=output)[0].engine_version == "0.20.0"

@@ -247,5 +247,6 @@ def test_starting_costs_once_and_by_request_and_by_prompt_token() -> None:
     cost = start_cost(7, 300, profile)
     assert cost.seconds == pytest.approx([0.5 + 0.07 + 0.03])
     partials = {name: float(values[0]) for name, values in cost.partials.items()}
+    assert partials.pop("host.pace") == pytest.approx(0.6)
     assert partials == pytest.approx(dict(zip(names, (0.5, 0.07, 0.03), strict=True)))
     assert_partials(lambda x: start_cost(7, 300, x), profile)

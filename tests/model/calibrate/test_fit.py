@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from synthetic import H200, PRIOR, decodes, gemms, nature, timed
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.calibrate.fit import LEAST_SIGMA, LeavingOut, Observations, fit, robust_sd
+from fp8plan.model.calibrate.fit import LEAST_SIGMA, LeavingOut, Observations, fit, robust_sd, within_prior
 from fp8plan.model.calibrate.kernel_rows import observe
 from fp8plan.model.cost.base import Array, Cost, together
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import Profile, between
 
 pytestmark = pytest.mark.slow
 
@@ -167,12 +167,22 @@ def test_what_nobody_measured_keeps_its_value_and_its_variance() -> None:
     assert max(abs(moved(found, PRIOR, name)) for name in used) > 0.05
 
 
+def test_no_direction_is_wider_than_in_the_prior() -> None:
+    """A jackknife over one group is as wide as the fit is away from the prior, here five of its sds."""
+    prior = replace(PRIOR, log_covariance={STEP: {STEP: 0.01}})
+    found = fit([in_steps([0.5, 0.5], [0, 0])], prior).profile
+    assert moved(found, PRIOR, STEP) > 0.4
+    assert sd(found, STEP) == pytest.approx(0.1)
+    narrow, spread = np.array([[4.0, 0.0], [0.0, 0.01]]), np.array([1.0, 1.0])
+    np.testing.assert_allclose(within_prior(narrow, spread), [[1, 0], [0, 0.01]], atol=1e-12)
+
+
 def test_a_coefficient_that_is_not_free_stays_as_it_is() -> None:
     rows = seen(timed(decodes(), nature(5), 0.02))
     found = fit([rows], PRIOR, DECODE[:1]).profile
     assert {x for x in PRIOR.coefficients if found.coefficients[x] != PRIOR.coefficients[x]} == {DECODE[0]}
     assert {x: sd(found, x) for x in DECODE[1:]} == {x: sd(PRIOR, x) for x in DECODE[1:]}
-    certain = replace(PRIOR, log_covariance={x: v for x, v in PRIOR.log_covariance.items() if x != DECODE[0]})
+    certain = replace(PRIOR, log_covariance=between(PRIOR.log_covariance, PRIOR.coefficients.keys() - {DECODE[0]}))
     assert fit([rows], certain).profile.coefficients[DECODE[0]] == PRIOR.coefficients[DECODE[0]]
 
 
@@ -211,7 +221,7 @@ def test_a_layer_that_is_off_is_predicted_wrongly_when_held_out() -> None:
     rows = timed(decodes(), nature(7), 0.01)
     off = rows.assign(seconds=np.where(rows.kv_heads == 4, 1.5 * rows.seconds, rows.seconds))
     observation = seen(off)
-    prior = replace(PRIOR, log_covariance={x: PRIOR.log_covariance[x] for x in ATTENTION})
+    prior = replace(PRIOR, log_covariance=between(PRIOR.log_covariance, ATTENTION))
     errors = LeavingOut([observation], prior, fit([observation], prior)).errors()
     assert np.median(errors[observation.kernel][rows.kv_heads == 4]) == pytest.approx(-np.log(1.5), abs=0.1)
     assert rms(errors[observation.kernel][rows.kv_heads == 8]) < 0.15

@@ -26,7 +26,7 @@ from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, PRESETS, Precision
 from fp8plan.model.profile.library import datasheet_profile, load_profile
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import Profile, between
 from fp8plan.model.setup import EngineSetup
 
 FIELDS = QUANTITIES
@@ -220,6 +220,7 @@ def test_what_the_host_launches(name: str, layers: int, experts: int, quantised:
     for precision in (BF16, FP8_BLOCK):
         step = model(name, precision)
         costs = step._host(batch)[1].partials
+        assert costs.pop("host.pace").tolist() == sum(costs.values()).tolist()
         seconds = {key: step.profile.coefficients[key] for key in costs}
         counts = {key.removeprefix("host."): (values / seconds[key]).round(6).tolist() for key, values in costs.items()}
         expected = {
@@ -350,13 +351,13 @@ def test_eager_small_steps_wait_for_the_host() -> None:
 def test_small_batches_gain_less_than_their_bytes() -> None:
     """Qwen3-8B on an H200, 8 requests: 5.8 ms a step in BF16, 4.3 in FP8 (`batch 8` of its profile's validation/).
 
-    Not calibrated: each within the 90% interval of its prediction, and the gain well under 2x.
+    Not calibrated: each within two standard deviations of its prediction, and the gain well under 2x.
     """
     batch = batch_of([(8, 8 * 640, 0, 0)])
     times = []
     for precision, measured in ((BF16, 5.8e-3), (FP8_BLOCK_KV, 4.3e-3)):
         step = model(precision=precision)
-        low, high = step.timed(batch).interval(np.ones(1), 1.645)
+        low, high = step.timed(batch).interval(np.ones(1), 2.0)
         assert low < measured < high
         times.append(step.seconds(batch).item())
     assert 1.0 < times[0] / times[1] < 1.6
@@ -445,7 +446,7 @@ def test_no_fp8_gpu_and_missing_kernel() -> None:
         model(precision=FP8_BLOCK, card=find_gpu("a100")).seconds(batch)
     whole = model().profile
     partly = {name: value for name, value in whole.coefficients.items() if not name.startswith("gemm.fp8_block")}
-    covariance = {name: row for name, row in whole.log_covariance.items() if name in partly}
+    covariance = between(whole.log_covariance, partly)
     profile = replace(whole, kind="calibrated", coefficients=partly, log_covariance=covariance)
     assert model(profile=profile).seconds(batch).item() > 0
     with pytest.raises(ProfileError, match=r"fp8_block.*fp8plan calibrate --gpu auto"):

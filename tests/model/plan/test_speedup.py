@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.choice import SHARED_ERROR, SpeedUp, Timed, speed_up
+from fp8plan.model.plan.choice import SpeedUp, Timed, speed_up
 from fp8plan.model.profile.library import datasheet_profile
+from fp8plan.model.profile.profile import GPU_PACE, HOST_PACE
 
 PROFILE = replace(datasheet_profile(find_gpu("h200")), model_error=0.1)
 SECONDS = st.floats(0.1, 1e4)
@@ -84,4 +86,14 @@ def test_two_layouts_share_no_error_of_their_layouts() -> None:
     assert across.high is not None
     assert PROFILE.layout_error(2) > 0
     assert across.high > same.high
-    assert 0 < SHARED_ERROR < 1
+    alone = speed_up(step(2, 0), step(1, 0), PROFILE)
+    assert same.high == pytest.approx(alone.high)  # what both have in common cancels
+
+
+def test_the_pace_of_gpu_and_host_cancels_as_far_as_both_depend_on_it() -> None:
+    wide = PROFILE.with_errors(0.2, 0.0)
+    bound = {"gpu": {GPU_PACE: 1.0}, "host": {HOST_PACE: 1.0}}
+    gpu, host = (Timed(1.0, 1.0, gradient) for gradient in bound.values())
+    assert speed_up(gpu, Timed(2.0, 2.0, {GPU_PACE: 1.0}), wide) == pytest.approx((0.5, 0.5, 0.5))
+    ratio, _, high = speed_up(gpu, host, wide)
+    assert high == pytest.approx(ratio * np.exp(1.6449 * 0.2 * 2**0.5))

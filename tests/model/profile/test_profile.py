@@ -13,9 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
+from fp8plan.model.calibrate.profile_of import BETWEEN_MODELS
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
-from fp8plan.model.profile.library import datasheet_profile, list_profiles, load_profile, profiles_path
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.library import (
+    RARE_PARTS,
+    ProfileEntry,
+    datasheet_profile,
+    list_profiles,
+    load_profile,
+    profiles_path,
+)
+from fp8plan.model.profile.profile import PACES, VERSION_SD, Profile, error_parts
 
 NAMES = ("gemm.bf16.launch_seconds", "gemm.bf16.bandwidth_efficiency", "overhead.step_seconds")
 
@@ -36,7 +44,8 @@ def calibrated(**changes: object) -> Profile:
         "hull": {"gemm": {"m": (1, 16384)}},
         "date": "2026-11-21",
     }
-    return Profile(**{**facts, **changes})  # type: ignore[arg-type]
+    profile = Profile(**{**facts, **changes})  # type: ignore[arg-type]
+    return profile.with_errors(0.02, profile.model_error)
 
 
 def write(folder: Path, profile: Profile) -> Path:
@@ -66,7 +75,8 @@ def test_datasheet_profile_is_complete_and_wide(card: object) -> None:
     assert (profile.kind, profile.gpu, profile.hull) == ("datasheet", card.name, None)  # type: ignore[attr-defined]
     assert "uncalibrated" in profile.label
     covariance = profile.covariance(list(profile.coefficients))
-    assert np.linalg.eigvalsh(covariance).min() > 0  # every coefficient of a datasheet is uncertain
+    assert np.diag(covariance).min() > 0  # every coefficient of a datasheet is uncertain
+    assert np.linalg.eigvalsh(covariance).min() > -1e-12
     assert set(profile.notes) == set(profile.coefficients)  # each says where it is from
     assert Profile.from_json(profile.to_json()) == profile
 
@@ -82,13 +92,14 @@ def test_exact_profile_is_used_without_a_word(tmp_path: Path) -> None:
     assert load_profile("h200", profiles_dir=tmp_path, strict=True) == (calibrated(), [])
 
 
-def test_nearest_version_is_used_with_a_warning_and_a_doubled_interval(tmp_path: Path) -> None:
+def test_nearest_version_is_used_with_a_warning_and_a_wider_interval(tmp_path: Path) -> None:
     write(tmp_path, calibrated(engine_version="0.25.1", model_error=0.1))
     write(tmp_path, calibrated(engine_version="0.9.0"))
     profile, warnings = load_profile(find_gpu("h200"), "0.26.0", profiles_dir=tmp_path)
     assert profile.engine_version == "0.25.1"
-    assert profile.model_error == pytest.approx(0.2)
-    np.testing.assert_allclose(profile.covariance(NAMES), 4 * calibrated().covariance(NAMES))
+    assert profile.model_error == pytest.approx(np.hypot(0.1, VERSION_SD))
+    assert profile.shared_error == pytest.approx(np.hypot(0.02, VERSION_SD))
+    np.testing.assert_allclose(profile.covariance(NAMES), calibrated().covariance(NAMES))
     assert "0.26.0" in warnings[0]
     assert "0.25.1" in warnings[0]
     with pytest.raises(ProfileError, match=r"0\.26\.0.*0\.25\.1.*--strict"):
@@ -251,13 +262,41 @@ def test_a_layout_nobody_measured_adds_what_an_engine_nobody_measured_does() -> 
     own, imported = (load_profile(name, version)[0] for name, version in (("h200", "0.26.0"), ("h100", "0.24.0")))
     assert own.kind == "calibrated"
     assert imported.kind == "imported"
-    excess = np.sqrt(imported.model_error**2 - own.model_error**2)
+    total, other = (np.hypot(profile.shared_error, profile.model_error) for profile in (imported, own))
+    excess = np.sqrt(total**2 - other**2)
     assert own.layout_error(2) == pytest.approx(excess, rel=0.02)
     assert own.layout_error(1) == 0
     assert own.layout_error(8) == pytest.approx(np.sqrt(3) * own.layout_error(2))
     seen = replace(own, tensor_parallel=[1, 4])
     assert seen.layout_error(4) == 0
     assert seen.layout_error(2) == seen.layout_error(8) == own.layout_error(2)
+
+
+def test_a_file_without_paces_has_its_error_split_into_a_shared_part_and_the_rest() -> None:
+    raw = json.loads(calibrated(model_error=0.1).to_json())
+    for name in PACES:
+        del raw["coefficients"][name], raw["log_covariance"][name]
+    old = Profile.from_json(json.dumps(raw))
+    assert (old.shared_error, old.model_error) == pytest.approx(error_parts(0.1))
+    assert np.hypot(old.shared_error, old.model_error) == pytest.approx(0.1)
+    assert [old.coefficients[name] for name in PACES] == [1, 1]
+    assert Profile.from_json(old.to_json()) == old
+
+
+@pytest.mark.parametrize("entry", [entry for entry in list_profiles(profiles_path()) if entry.kind != "datasheet"])
+def test_no_coefficient_is_wider_than_in_the_datasheet_profile(entry: ProfileEntry) -> None:
+    profile = Profile.from_json(entry.path.read_text())
+    sheet = datasheet_profile(find_gpu(profile.gpu))
+    for name, row in profile.log_covariance.items():
+        between_models = BETWEEN_MODELS if name.startswith(RARE_PARTS) else 0.0
+        assert row[name] <= (sheet.log_covariance[name][name] + between_models**2) * (1 + 1e-9), name
+
+
+def test_the_kinds_of_profiles_keep_their_order() -> None:
+    own, imported = (load_profile(*name)[0] for name in (("h200", "0.26.0"), ("h100", "0.24.0")))
+    kinds = [own, imported, datasheet_profile(find_gpu("h100"))]
+    for errors in ([x.shared_error for x in kinds], [x.model_error for x in kinds]):
+        assert errors == sorted(errors)
 
 
 def test_the_sizes_that_were_measured_are_kept_and_may_be_missing() -> None:
