@@ -61,8 +61,8 @@ TRIED_ON = "h200_sxm"  # the GPU that we measured; its import is for the trial o
 SAMPLE = 1000  # rows of each kernel: more do not move the coefficients
 UNSEEN = 4  # one weight shape or head layout in four is kept from the fit
 FEWEST_SHAPES = 8  # a kernel with fewer keeps none from the fit
-# sd of the error of makespans that is one precision's own, between that of calibrated and datasheet profiles. Too few
-# rollouts were measured on imported GPUs to tell it: their one speed-up without a slow host is off by 0.4%.
+# sd of the error of makespans that is one precision's own, chosen so that the interval of a speed-up lies between those
+# by calibrated and by datasheet profiles: too few rollouts were measured on imported GPUs to tell it.
 OWN_ERROR = 0.026
 ASSUMED = ("quantise",)  # the tables time them as a part of another kernel
 
