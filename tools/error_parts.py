@@ -31,7 +31,7 @@ from fp8plan.model.validate.validate import cell_of, simulated
 
 FOLDERS = {"h200": "h200_sxm/vllm-0.26.0", "h100": "h100_sxm/vllm-0.26.0", "cpu": "cpu/vllm-0.30.0"}
 H200 = ("validation/rollouts", "validation/again", "validation/anchor", "first_look/rollouts", "families/held_out")
-FILES = {"h200": H200, "h100": ("reports/rollouts",), "cpu": ("validation/rollouts",)}
+FILES = {"h200": H200, "h100": ("reports/rollouts", "validation/rollouts"), "cpu": ("validation/rollouts",)}
 MEASURED = {"h200": "h200_sxm/vllm-0.26.0", "h100": "h100_sxm/vllm-0.24.0", "cpu": "cpu/vllm-0.30.0"}
 SLOW_HOST = 1.75  # the least slowdown of a host that is left out
 
