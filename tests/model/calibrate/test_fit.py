@@ -168,11 +168,9 @@ def test_what_nobody_measured_keeps_its_value_and_its_variance() -> None:
 
 
 def test_no_direction_is_wider_than_in_the_prior() -> None:
-    """A jackknife over one group is as wide as the fit is away from the prior, here five of its sds."""
     prior = replace(PRIOR, log_covariance={STEP: {STEP: 0.01}})
-    found = fit([in_steps([0.5, 0.5], [0, 0])], prior).profile
-    assert moved(found, PRIOR, STEP) > 0.4
-    assert sd(found, STEP) == pytest.approx(0.1)
+    found = fit([in_steps([0.5, 0.5] * 20, [0] * 40)], prior).profile  # all in one group, far from the prior
+    assert 0 < sd(found, STEP) <= 0.1 * (1 + 1e-9)
     narrow, spread = np.array([[4.0, 0.0], [0.0, 0.01]]), np.array([1.0, 1.0])
     np.testing.assert_allclose(within_prior(narrow, spread), [[1, 0], [0, 0.01]], atol=1e-12)
 
