@@ -33,7 +33,7 @@ FOLDERS = {"h200": "h200_sxm/vllm-0.26.0", "h100": "h100_sxm/vllm-0.26.0", "cpu"
 H200 = ("validation/rollouts", "validation/again", "validation/anchor", "first_look/rollouts", "families/held_out")
 FILES = {"h200": H200, "h100": ("reports/rollouts", "validation/rollouts"), "cpu": ("validation/rollouts",)}
 MEASURED = {"h200": "h200_sxm/vllm-0.26.0", "h100": "h100_sxm/vllm-0.24.0", "cpu": "cpu/vllm-0.30.0"}
-SLOW_HOST = 1.75  # the least slowdown of a host that is left out
+SLOW_HOST = 1.5  # the least slowdown of a host, over the median of its file, that is left out
 
 
 class Cell(NamedTuple):
@@ -56,8 +56,10 @@ def cells(gpu: str, profile: Profile) -> list[Cell]:
     """The measured cells of a GPU, predicted by `profile`."""
     repeats: dict[object, list[Record]] = defaultdict(list)
     for path in (profiles_path() / FOLDERS[gpu] / f"{name}.jsonl" for name in FILES[gpu]):
-        for record in read_records(path):
-            if (record.fields.get("host_slowdown") or 1) < SLOW_HOST:
+        records = read_records(path)
+        slowdowns = [float(record.fields.get("host_slowdown") or 1) for record in records]
+        for record, slowdown in zip(records, slowdowns, strict=True):
+            if slowdown < SLOW_HOST * float(np.median(slowdowns)):
                 repeats[cell_of(record.fields | {"group": record.group})].append(record)
     return [
         Cell(same[0], simulated(same[0], profile).rollout, float(np.median([record.seconds for record in same])))

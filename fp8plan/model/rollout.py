@@ -12,6 +12,7 @@ whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -167,13 +168,14 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     at = [list(distinct).index(id(plan.steps)) for plan in replicas]
     batches = list(distinct.values())
     step_seconds, steps_of = _timed(batches, model)
-    seconds = [step_seconds[i] * plan.weights for i, plan in zip(at, replicas, strict=True)]
+    pace = math.prod(map(model.profile.coefficient, model.paces))
+    seconds = [step_seconds[i] * plan.weights * pace for i, plan in zip(at, replicas, strict=True)]
     slowest = int(np.argmax([row.sum() for row in seconds]))
     batch, plan, steps = batches[at[slowest]], replicas[slowest], steps_of(at[slowest])
     starting = start_cost(plan.requests, plan.prompt_tokens, model.profile)
-    start = float(starting.seconds[0])
+    start, weights = float(starting.seconds[0]) * pace, plan.weights * pace
     makespan = start + float(seconds[slowest].sum())
-    low, high = (start + end for end in steps.interval(plan.weights, Z90))
+    low, high = (start + end for end in steps.interval(weights, Z90))
     if sampling := pace_error(plan, seconds[slowest]):
         low, high = (
             makespan * float(np.exp(side * np.hypot(np.log(end / makespan), Z90 * sampling)))
@@ -182,11 +184,11 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     low = max(low, min(_least_seconds(plan, batch, model), makespan))
     ends: FloatArray = start + np.cumsum(seconds[slowest], dtype=np.float64)
     tail = _tail_rows(plan, model.limits.max_num_seqs)
-    breakdown = {name: part * plan.weights for name, part in steps.breakdown().items()}
+    breakdown = {name: part * weights for name, part in steps.breakdown().items()}
     breakdown["host"][0] += start
-    gradient = steps.gradient(plan.weights)
+    gradient = steps.gradient(weights) | dict.fromkeys(model.paces, makespan)
     for name, partial in starting.partials.items():
-        gradient[name] = gradient.get(name, 0.0) + float(partial[0])
+        gradient[name] = gradient.get(name, 0.0) + float(partial[0]) * pace
     return Rollout(
         makespan_s=makespan,
         makespan_low_s=low,

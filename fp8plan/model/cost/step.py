@@ -49,7 +49,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import cudagraph_capture_sizes
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.library import rare_parts, with_kernels
-from fp8plan.model.profile.profile import GPU_PACE, Profile
+from fp8plan.model.profile.profile import GPU_PACE, Profile, layout_pace, precision_pace
 
 NEXT = " of next"  # suffix of the derivatives of the next step's seconds
 
@@ -161,6 +161,12 @@ class StepModel:
     def _kernels(self) -> set[str]:
         """The kernels of mixers and linears, as prefixes of coefficients."""
         return kernels_of(self.shape, self.precision) | {f"gemm.{self.precision.gemm_dtype}"}
+
+    @property
+    def paces(self) -> list[str]:
+        """The factors on all seconds that observed rollouts gave: of the precision, and of the layout."""
+        names = precision_pace(self.precision.name), layout_pace(*self.limits.cut)
+        return [name for name in names if name in self.profile.coefficients]
 
     @property
     def _between_nodes(self) -> bool:
@@ -338,6 +344,7 @@ class TimedSteps:
 
     def _sigma(self, gradient: dict[str, float], total: float) -> float:
         """Standard deviation of log(total), from covariance, model error, and the error of an unmeasured layout."""
+        gradient = gradient | dict.fromkeys(self.model.paces, total)
         profile, g = self.model.profile, np.array(list(gradient.values())) / total
         variance = float(g @ profile.covariance(list(gradient)) @ g)
         unmeasured = profile.layout_error(*self.model.limits.cut)

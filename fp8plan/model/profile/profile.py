@@ -28,6 +28,7 @@ KINDS = ("datasheet", "calibrated", "imported")
 ASSUMED = "not measured on this GPU: "  # start of the note on a coefficient that the datasheet profile lent
 GPU_PACE, HOST_PACE = "gpu.pace", "host.pace"  # factors, 1.0, on all seconds of the GPU and on all of the host
 PACES = (GPU_PACE, HOST_PACE)
+PRECISION, LAYOUT = "precision.", "layout."
 
 # sd of log step time between engine versions, of what all precisions share and of each precision's own. From vLLM 0.26
 # to 0.33, BF16 rollouts on an H100 took the same time, and FP8 rollouts 3 to 5% less.
@@ -103,6 +104,8 @@ class Profile:
 
         expert_parallel: counts as a doubling of its own, as no fit has seen it
         """
+        if layout_pace(tensor_parallel_size, expert_parallel) in self.coefficients:
+            return 0.0
         doublings = min(abs(math.log2(tensor_parallel_size / size)) for size in self.tensor_parallel)
         return UNMEASURED_DOUBLING_SD * math.sqrt(doublings + expert_parallel)
 
@@ -191,6 +194,22 @@ class Profile:
         if GPU_PACE in profile.coefficients:
             return profile
         return profile.with_errors(*error_parts(profile.model_error))  # written before 2026-11-27
+
+
+def precision_pace(name: str) -> str:
+    """The coefficient of the seconds of all rollouts in one precision, which only observed rollouts give."""
+    return f"{PRECISION}{name}.pace"
+
+
+def layout_pace(tensor_parallel_size: int, expert_parallel: bool = False) -> str:
+    """The coefficient of the seconds of all rollouts on one layout, which only observed rollouts give."""
+    return f"{LAYOUT}{tensor_parallel_size}{'_ep' if expert_parallel else ''}.pace"
+
+
+def cut_of(pace: str) -> tuple[int, bool]:
+    """The layout of a `layout_pace`."""
+    size, _, whole_experts = pace.removeprefix(LAYOUT).removesuffix(".pace").partition("_")
+    return int(size), bool(whole_experts)
 
 
 def error_parts(error: float) -> tuple[float, float]:

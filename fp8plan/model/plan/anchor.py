@@ -1,0 +1,241 @@
+"""Anchoring: rollouts that were measured on the user's machine correct the profile behind a plan.
+
+A rollout's log time is linear, near the profile, in the logs of the coefficients (`Rollout.log_gradient`). So the
+coefficients, with the covariance of the profile, are the prior of a Bayesian linear regression on the measured log
+times. Each rollout also has errors of its own, with these standard deviations:
+
+- the pace of GPU and host, which the profile has as coefficients. A part of it belongs to the model
+- the pace of the precision, `precision_pace`, and of an unmeasured layout, `layout_pace`
+- the pace of another engine version than the plan's
+- WORKLOAD_SD and REST_SD, which no other rollout teaches
+
+Outliers, such as a rollout that compiled a kernel, count less: the errors of single rollouts follow Student's t
+distribution, by iteratively reweighted least squares (Lange, Little & Taylor, JASA 1989). The cost model is linearised
+again at each estimate (Gauss-Newton).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.precision import PRESETS, STORED_PRESETS
+from fp8plan.model.profile.library import with_kernels
+from fp8plan.model.profile.profile import (
+    HOST_PACE,
+    LAYOUT,
+    PACES,
+    PRECISION,
+    VERSION_SD,
+    Profile,
+    cut_of,
+    layout_pace,
+    precision_pace,
+)
+from fp8plan.model.rollout import Rollout, Simulated, rollout
+from fp8plan.model.validate.records import OF_ENGINE, Record
+from fp8plan.model.validate.validate import simulated
+
+Matrix = NDArray[np.float64]
+
+WORKLOAD_SD = 0.02  # sd of the error of one workload, which all precisions share
+REST_SD = 0.02  # sd of the error of one rollout
+HOST_SD = 0.3  # sd of the log of a host's pace; CPUs differ more than one GPU from the next
+MODEL_SHARE = 0.4  # the model's share in the variance of a pace
+DEGREES = 4  # degrees of freedom of Student's t
+ROUNDS = 12  # linearisations; the estimate moves by less than 1e-4 after half of them
+LEAST = 1e-6  # least number that an anchor keeps
+MOST = 8  # last rollouts of one engine that are used
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """The correction of a profile by measured rollouts.
+
+    shifts:   coefficient -> log of the factor on its value
+    learnt:   vectors over the coefficients. The sum of their outer products is taken from the prior's covariance
+    rollouts: a row for each rollout that was used: line, model, precision, engine_version, seconds, predicted_s by the
+              profile alone, anchored_s with the correction, and weight, which is near 1, or near 0 for an outlier
+    """
+
+    shifts: dict[str, float]
+    learnt: tuple[dict[str, float], ...]
+    rollouts: tuple[dict[str, Any], ...]
+
+    def applied(self, profile: Profile) -> Profile:
+        """The corrected profile."""
+        wide = prior(profile, self.shifts)
+        names = list(wide.log_covariance)
+        vectors = np.array([[vector.get(name, 0.0) for name in names] for vector in self.learnt]).reshape(
+            -1, len(names)
+        )
+        before = wide.covariance(names)
+        after = before - vectors.T @ vectors
+        host = names.index(HOST_PACE)
+        after[host, host] += max(HOST_SD**2 - before[host, host], 0.0)
+        after = _positive(after)
+        narrower = np.sqrt(np.minimum(1.0, before.diagonal() / np.maximum(after.diagonal(), LEAST**2)))
+        covariance = after * np.outer(narrower, narrower)
+        shift = np.array([self.shifts.get(name, 0.0) for name in names])
+        return replace(
+            _shifted(wide, names, shift),
+            log_covariance={
+                a: dict(zip(names, row, strict=True)) for a, row in zip(names, covariance.tolist(), strict=True)
+            },
+            source=f"{profile.source}; corrected by {len(self.rollouts)} measured rollouts",
+        )
+
+
+def prior(profile: Profile, names: Iterable[str] = ()) -> Profile:
+    """The profile with the errors of precisions and layouts as coefficients, and with the kernels of `names`."""
+    kernels = {name.rpartition(".")[0] for name in names if not name.endswith(".pace")}
+    wide = with_kernels(profile, find_gpu(profile.gpu), sorted(kernels))
+    own = max(profile.model_error**2 - REST_SD**2, 0.0)
+    paces = {precision_pace(name): own for name in PRESETS | STORED_PRESETS}
+    paces |= {name: profile.layout_error(*cut_of(name)) ** 2 for name in names if name.startswith(LAYOUT)}
+    paces = {name: variance for name, variance in paces.items() if name not in wide.coefficients}
+    return replace(
+        wide,
+        coefficients=wide.coefficients | dict.fromkeys(paces, 1.0),
+        log_covariance=wide.log_covariance | {name: {name: variance} for name, variance in paces.items()},
+        model_error=min(profile.model_error, REST_SD),
+    )
+
+
+def anchored(profile: Profile, model: str, engine_version: str, records: Sequence[Record]) -> Anchor:
+    """The correction of a profile by measured rollouts on its GPU.
+
+    model, engine_version: the plan's, as the records name them
+
+    Raises ConfigError, naming the line, for a record of another GPU or one that fp8plan cannot simulate.
+    """
+    latest = _latest(records)
+    alone = [_simulated(record, profile) for record in latest]
+    base = prior(profile, dict.fromkeys(name for each in alone for name in _coefficients(each)))
+    common = _Common(base, model, engine_version, [record.fields for record in latest])
+    seconds, count = np.log([record.seconds for record in latest]), len(latest)
+    shifts, weights = np.zeros((count, len(common.names))), np.ones(count)
+    for _ in range(ROUNDS):
+        rollouts = [
+            _predicted(each, _shifted(base, common.names, shift)) for each, shift in zip(alone, shifts, strict=True)
+        ]
+        slopes = np.array([[x.log_gradient.get(name, 0.0) for name in common.names] for x in rollouts])
+        gaps = seconds - np.log([x.makespan_s for x in rollouts]) + (slopes * shifts).sum(axis=1)
+        noise = WORKLOAD_SD**2 + REST_SD**2 + np.square([x.sampling_sd for x in rollouts])
+        spread = common.spread(slopes) + np.diag(noise / weights)
+        pulls = np.linalg.solve(spread, gaps)
+        shifts = np.array([common.with_coefficients(record.fields["model"], slopes).T @ pulls for record in latest])
+        left = noise / weights * pulls
+        weights = (DEGREES + 1) / (DEGREES + left**2 / noise)
+    moved = common.with_coefficients(model, slopes).T
+    values, vectors = np.linalg.eigh(spread)
+    return Anchor(
+        shifts=_sparse(common.names, moved @ pulls),
+        learnt=tuple(_sparse(common.names, vector) for vector in (moved @ vectors / np.sqrt(values)).T),
+        rollouts=tuple(
+            {name: record.fields[name] for name in ("model", "precision", "engine_version")}
+            | {"line": record.line, "seconds": record.seconds, "predicted_s": each.rollout.makespan_s}
+            | {"anchored_s": record.seconds * math.exp(-gap), "weight": min(weight, 1.0)}
+            for record, each, gap, weight in zip(latest, alone, left.tolist(), weights.tolist(), strict=True)
+        ),
+    )
+
+
+class _Common:
+    """The covariance of the errors that rollouts have in common.
+
+    Rollouts of two models share a part of the paces of GPU and host, and no pace of a precision. All rollouts of one
+    engine version other than the plan's share an error.
+    """
+
+    def __init__(self, base: Profile, model: str, engine_version: str, records: Sequence[Mapping[str, Any]]) -> None:
+        self.names, self._records, self._version = list(base.log_covariance), records, engine_version
+        same = base.covariance(self.names)
+        paces = [self.names.index(name) for name in PACES]
+        precisions = [number for number, name in enumerate(self.names) if name.startswith(PRECISION)]
+        same[paces, paces] = np.maximum(same[paces, paces] - WORKLOAD_SD**2, 0.0)
+        host = self.names.index(HOST_PACE)
+        same[host, host] = max(same[host, host], HOST_SD**2)
+        other = same.copy()
+        other[paces, paces] *= 1 - MODEL_SHARE
+        other[precisions, precisions] = 0.0
+        self._covariances = {True: same, False: other}
+
+    def with_coefficients(self, model: str, slopes: Matrix) -> Matrix:
+        """The covariance of each rollout with the coefficients for a model, shape (rollouts, names)."""
+        return np.array(
+            [
+                self._covariances[record["model"] == model] @ slope
+                for record, slope in zip(self._records, slopes, strict=True)
+            ]
+        )
+
+    def spread(self, slopes: Matrix) -> Matrix:
+        """The covariance of the rollouts with each other, shape (rollouts, rollouts)."""
+        rows = [
+            self.with_coefficients(record["model"], slopes) @ slope
+            for record, slope in zip(self._records, slopes, strict=True)
+        ]
+        apart = [record["engine_version"] for record in self._records]
+        versions = [[VERSION_SD**2 * (a == b != self._version) for b in apart] for a in apart]
+        return np.array(rows) + np.array(versions)
+
+
+def _simulated(record: Record, profile: Profile) -> Simulated:
+    """The record's rollout by the profile. Raises ConfigError naming the line."""
+    if record.setup.gpu.name != profile.gpu:
+        raise ConfigError(
+            f"line {record.line} was measured on {record.setup.gpu.name}; allowed: {profile.gpu}, the plan's"
+        )
+    try:
+        return simulated(record, profile)
+    except Fp8PlanError as error:
+        raise type(error)(f"line {record.line}: {error}") from None
+
+
+def _predicted(alone: Simulated, profile: Profile) -> Rollout:
+    """The simulated rollout by another profile. Its schedule stays the same."""
+    return rollout(alone.schedules, replace(alone.model, profile=profile))
+
+
+def _coefficients(alone: Simulated) -> list[str]:
+    """The coefficients behind a simulated rollout, and those of its precision and layout."""
+    model = alone.model
+    return [*alone.rollout.log_gradient, precision_pace(model.precision.name), layout_pace(*model.limits.cut)]
+
+
+def _latest(records: Sequence[Record]) -> list[Record]:
+    """The last MOST records of each engine and model, in order."""
+    engines: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        engines.setdefault(tuple(record.fields.get(name) for name in OF_ENGINE), []).append(record)
+    return sorted((record for own in engines.values() for record in own[-MOST:]), key=lambda record: record.line)
+
+
+def _shifted(base: Profile, names: Sequence[str], shift: Matrix) -> Profile:
+    """The profile with each coefficient times exp(shift)."""
+    factors = zip(names, np.exp(shift).tolist(), strict=True)
+    moved = {name: _bounded(name, base.coefficients[name] * factor) for name, factor in factors}
+    return replace(base, coefficients=base.coefficients | moved)
+
+
+def _bounded(name: str, value: float) -> float:
+    return min(value, 1.0) if name.endswith("_efficiency") else value
+
+
+def _sparse(names: Sequence[str], values: Matrix) -> dict[str, float]:
+    return {name: value for name, value in zip(names, values.tolist(), strict=True) if abs(value) > LEAST}
+
+
+def _positive(covariance: Matrix) -> Matrix:
+    """The nearest positive semidefinite matrix."""
+    values, vectors = np.linalg.eigh((covariance + covariance.T) / 2)
+    cleaned = (vectors * np.maximum(values, 0.0)) @ vectors.T
+    return (cleaned + cleaned.T) / 2
