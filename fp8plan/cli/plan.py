@@ -107,6 +107,14 @@ def plan_command(
             metavar="FILE.jsonl",
         ),
     ] = None,
+    observed: Annotated[
+        Path | None,
+        option(
+            WORKLOAD,
+            "measured rollouts of this machine, in any precision, which correct the prediction (the same files)",
+            metavar="FILE.jsonl",
+        ),
+    ] = None,
     prompts: Annotated[int | None, option(WORKLOAD, default="32")] = None,
     samples: Annotated[int | None, option(WORKLOAD, "responses per prompt", "16")] = None,
     prompt_lengths: Annotated[
@@ -182,6 +190,7 @@ def plan_command(
     from fp8plan.model.risk.expected import LEVELS, RiskBudget
     from fp8plan.model.rl_step import StepTimes
     from fp8plan.model.shards import strictest
+    from fp8plan.model.validate.records import read_run
 
     card = find_gpu(gpu)
     emissions = _emissions(emit or [])
@@ -225,6 +234,8 @@ def plan_command(
     at_one = kv_scales is None and any(target == "vllm" for target, _ in emissions)
     scales = kv_scales or ("unit" if at_one else "calibrated")
     rollout, notes = _workload(workload, prompts, samples, prompt_lengths, response_lengths, seed)
+    measured = None if observed is None else read_run(observed)
+    notes += measured.notes if measured else []
     prediction = predict(
         shape,
         card,
@@ -239,6 +250,7 @@ def plan_command(
         kv_scales_calibrated=scales == "calibrated",
         engine_version=engine_version,
         strict=strict,
+        observed=measured.records if measured else (),
         progress=progress("predicting"),
         workers=os.cpu_count() or 1,
     )

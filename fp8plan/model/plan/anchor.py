@@ -25,7 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
+from fp8plan.model.plan.choice import Choice
 from fp8plan.model.precision import PRESETS, STORED_PRESETS
 from fp8plan.model.profile.library import with_kernels
 from fp8plan.model.profile.profile import (
@@ -39,7 +41,7 @@ from fp8plan.model.profile.profile import (
     layout_pace,
     precision_pace,
 )
-from fp8plan.model.rollout import Rollout, Simulated, rollout
+from fp8plan.model.rollout import Z90, Rollout, Simulated, rollout
 from fp8plan.model.validate.records import OF_ENGINE, Record
 from fp8plan.model.validate.validate import simulated
 
@@ -53,6 +55,22 @@ DEGREES = 4  # degrees of freedom of Student's t
 ROUNDS = 12  # linearisations; the estimate moves by less than 1e-4 after half of them
 LEAST = 1e-6  # least number that an anchor keeps
 MOST = 8  # last rollouts of one engine that are used
+
+
+ODD = 0.3  # weight below which a rollout is named as an outlier
+NAMED = 0.005  # least change of a part that is named
+PARTS = {
+    "gpu.pace": "all of the GPU",
+    "gemm": "linear layers",
+    "attention": "attention",
+    "mla": "attention",
+    "moe": "experts",
+    "collective": "all-reduce",
+    "host": "the host",
+    "host.pace": "the host",
+    "precision": "this precision",
+    "layout": "this layout",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +110,87 @@ class Anchor:
             source=f"{profile.source}; corrected by {len(self.rollouts)} measured rollouts",
         )
 
+    def sentences(
+        self,
+        alone: Profile,
+        corrected: Profile,
+        choices: Sequence[Choice],
+        chosen: int,
+        rollouts: Sequence[Rollout | None],
+    ) -> tuple[str, ...]:
+        """The sentences of a plan on what the measured rollouts taught, and on the one that would teach most.
+
+        alone, corrected: the profile without and with the correction
+        rollouts:         one for each choice by the corrected profile, None if it cannot run
+        """
+        picked = choices[chosen]
+        beside = [i for i, c in enumerate(choices) if c.layout == picked.layout and rollouts[i] is not None]
+        slopes = {choices[i].precision: rollouts[i].log_gradient for i in beside}  # type: ignore[union-attr]
+        own, cut = slopes[picked.precision], picked.cut
+        before, now = (_half(_variance(profile, own, cut)) for profile in (alone, corrected))
+        changes = f"They change the time of {picked.precision} by {_changes(self.shifts, own)}."
+        sentences = [self._fit(), f"{changes} Its interval was +-{before:.0%} of the time, and is +-{now:.0%}."]
+        fp8 = [name for name in slopes if name != "bf16"]
+        other = "bf16" if picked.precision != "bf16" else next(iter(fp8), "")
+        if other not in slopes:
+            return tuple(sentences)
+        gain = {name: own.get(name, 0.0) - slopes[other].get(name, 0.0) for name in own | slopes[other]}
+        apart = [_variance(profile, gain, cut, 2, False) for profile in (alone, corrected)]
+        left = {name: apart[1] - _taught(corrected, gain, each) for name, each in slopes.items()}
+        best = min(left, key=lambda name: left[name])
+        before, now, then = map(_half, (*apart, left[best]))
+        sentences.append(
+            f"The interval of the speed-up over {other} was +-{before:.1%}, and is +-{now:.1%}. A measured rollout in "
+            f"{best} would tell most: +-{then:.1%}."
+        )
+        return tuple(sentences)
+
+    def _fit(self) -> str:
+        """A sentence on the measured rollouts before and after the correction."""
+        gaps = [
+            [abs(math.log(row["seconds"] / row[key])) for row in self.rollouts] for key in ("predicted_s", "anchored_s")
+        ]
+        before, now = (math.expm1(sum(gap) / len(gap)) for gap in gaps)
+        count = f"{len(self.rollouts)} measured rollout{'s' * (len(self.rollouts) > 1)}"
+        odd = [str(row["line"]) for row in self.rollouts if row["weight"] < ODD]
+        but = f" Line {', '.join(odd)} disagrees with the others and counts little." if odd else ""
+        verb = "correct" if len(self.rollouts) > 1 else "corrects"
+        return f"{count} {verb} the profile: it was off by {before:.1%}, and is by {now:.1%}.{but}"
+
+
+def _half(variance: float) -> float:
+    """The half-width of a 90% interval, as a fraction, of a log with this variance."""
+    return math.expm1(Z90 * math.sqrt(variance))
+
+
+def _variance(
+    profile: Profile, slopes: Mapping[str, float], cut: tuple[int, bool], rollouts: int = 1, layout: bool = True
+) -> float:
+    """The variance of a log time, or of the ratio of two `rollouts` on one layout, with these derivatives."""
+    g = np.array(list(slopes.values()))
+    own = rollouts * profile.model_error**2 + layout * profile.layout_error(*cut) ** 2
+    return float(g @ profile.covariance(list(slopes)) @ g) + own
+
+
+def _taught(profile: Profile, target: Mapping[str, float], slopes: Mapping[str, float]) -> float:
+    """The variance that a measured rollout takes from a log. target, slopes: the derivatives of the log, and of its."""
+    names = list(target | slopes)
+    covariance = profile.covariance(names)
+    wanted, seen = (np.array([each.get(name, 0.0) for name in names]) for each in (target, slopes))
+    noise = WORKLOAD_SD**2 + REST_SD**2
+    return float((wanted @ covariance @ seen) ** 2 / (seen @ covariance @ seen + noise))
+
+
+def _changes(shifts: Mapping[str, float], slopes: Mapping[str, float]) -> str:
+    """The words for the change of a rollout's time, and for its parts."""
+    parts: dict[str, float] = {}
+    for name, shift in shifts.items():
+        part = PARTS.get(name.partition(".")[0] if name not in PACES else name, "other kernels")
+        parts[part] = parts.get(part, 0.0) + shift * slopes.get(name, 0.0)
+    largest = sorted((part for part in parts if abs(parts[part]) >= NAMED), key=lambda part: -abs(parts[part]))
+    words = ", ".join(f"{part} {math.expm1(parts[part]):+.1%}" for part in largest)
+    return f"{math.expm1(sum(parts.values())):+.1%}" + (f" ({words})" if words else "")
+
 
 def prior(profile: Profile, names: Iterable[str] = ()) -> Profile:
     """The profile with the errors of precisions and layouts as coefficients, and with the kernels of `names`."""
@@ -109,17 +208,18 @@ def prior(profile: Profile, names: Iterable[str] = ()) -> Profile:
     )
 
 
-def anchored(profile: Profile, model: str, engine_version: str, records: Sequence[Record]) -> Anchor:
+def anchored(profile: Profile, shape: ModelShape, engine_version: str, records: Sequence[Record]) -> Anchor:
     """The correction of a profile by measured rollouts on its GPU.
 
-    model, engine_version: the plan's, as the records name them
+    shape, engine_version: the plan's model and version of vLLM
 
     Raises ConfigError, naming the line, for a record of another GPU or one that fp8plan cannot simulate.
     """
     latest = _latest(records)
     alone = [_simulated(record, profile) for record in latest]
     base = prior(profile, dict.fromkeys(name for each in alone for name in _coefficients(each)))
-    common = _Common(base, model, engine_version, [record.fields for record in latest])
+    models = [each.model.shape for each in alone]
+    common = _Common(base, engine_version, models, [record.fields["engine_version"] for record in latest])
     seconds, count = np.log([record.seconds for record in latest]), len(latest)
     shifts, weights = np.zeros((count, len(common.names))), np.ones(count)
     for _ in range(ROUNDS):
@@ -131,10 +231,10 @@ def anchored(profile: Profile, model: str, engine_version: str, records: Sequenc
         noise = WORKLOAD_SD**2 + REST_SD**2 + np.square([x.sampling_sd for x in rollouts])
         spread = common.spread(slopes) + np.diag(noise / weights)
         pulls = np.linalg.solve(spread, gaps)
-        shifts = np.array([common.with_coefficients(record.fields["model"], slopes).T @ pulls for record in latest])
+        shifts = np.array([common.with_coefficients(model, slopes).T @ pulls for model in models])
         left = noise / weights * pulls
         weights = (DEGREES + 1) / (DEGREES + left**2 / noise)
-    moved = common.with_coefficients(model, slopes).T
+    moved = common.with_coefficients(shape, slopes).T
     values, vectors = np.linalg.eigh(spread)
     return Anchor(
         shifts=_sparse(common.names, moved @ pulls),
@@ -155,8 +255,10 @@ class _Common:
     engine version other than the plan's share an error.
     """
 
-    def __init__(self, base: Profile, model: str, engine_version: str, records: Sequence[Mapping[str, Any]]) -> None:
-        self.names, self._records, self._version = list(base.log_covariance), records, engine_version
+    def __init__(
+        self, base: Profile, engine_version: str, models: Sequence[ModelShape], versions: Sequence[str]
+    ) -> None:
+        self.names, self._models = list(base.log_covariance), models
         same = base.covariance(self.names)
         paces = [self.names.index(name) for name in PACES]
         precisions = [number for number, name in enumerate(self.names) if name.startswith(PRECISION)]
@@ -167,25 +269,22 @@ class _Common:
         other[paces, paces] *= 1 - MODEL_SHARE
         other[precisions, precisions] = 0.0
         self._covariances = {True: same, False: other}
+        self._versions = np.array([[VERSION_SD**2 * (a == b != engine_version) for b in versions] for a in versions])
 
-    def with_coefficients(self, model: str, slopes: Matrix) -> Matrix:
+    def with_coefficients(self, model: ModelShape, slopes: Matrix) -> Matrix:
         """The covariance of each rollout with the coefficients for a model, shape (rollouts, names)."""
-        return np.array(
-            [
-                self._covariances[record["model"] == model] @ slope
-                for record, slope in zip(self._records, slopes, strict=True)
-            ]
-        )
+        pairs = zip(self._models, slopes, strict=True)
+        return np.array([self._covariances[_alike(other, model)] @ slope for other, slope in pairs])
 
     def spread(self, slopes: Matrix) -> Matrix:
         """The covariance of the rollouts with each other, shape (rollouts, rollouts)."""
-        rows = [
-            self.with_coefficients(record["model"], slopes) @ slope
-            for record, slope in zip(self._records, slopes, strict=True)
-        ]
-        apart = [record["engine_version"] for record in self._records]
-        versions = [[VERSION_SD**2 * (a == b != self._version) for b in apart] for a in apart]
-        return np.array(rows) + np.array(versions)
+        pairs = zip(self._models, slopes, strict=True)
+        return self._versions + np.array([self.with_coefficients(model, slopes) @ slope for model, slope in pairs])
+
+
+def _alike(one: ModelShape, other: ModelShape) -> bool:
+    """True for two checkpoints of one architecture and size."""
+    return (one.hidden_size, one.layers) == (other.hidden_size, other.layers)
 
 
 def _simulated(record: Record, profile: Profile) -> Simulated:

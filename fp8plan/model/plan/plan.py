@@ -18,6 +18,7 @@ from fp8plan.jsonl import parse
 from fp8plan.model.emit import trl, verl, vllm
 from fp8plan.model.emit.vllm import Expected, Job, check_kv_scales, measured_scales
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
 from fp8plan.model.risk.expected import LEVELS, Level, RiskBudget, check_thresholds
 from fp8plan.model.setup import EngineSetup
@@ -34,8 +35,8 @@ PREDICTED: Final = (
     "kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk extrapolated"
 ).split()
 
-# Fields that plans of schema 1.0 do not have. Their engines had the default.
-SINCE_1_1: Final = ("limits.enable_expert_parallel", "expert_parallel")
+# Fields that plans of schema 1.0 to 1.2 do not have. Their engines had the default, and their profiles no anchor.
+SINCE_1_1: Final = ("limits.enable_expert_parallel", "expert_parallel", "anchor")
 
 
 class UnitScales(msgspec.Struct):
@@ -101,6 +102,7 @@ class Plan:
     warnings:   caveats about the profile and the workload, one line each
     budget:     the limits of each level of risk, and the highest level that was accepted
     kv_scales:  one of KV_SCALES: the scales of an FP8 KV cache that kl_k3 and risk assume
+    anchor:     the correction of the profile by rollouts that the user measured; None without any
     fp8plan_version: the version that made the plan
 
     A choice is named by its index or by its precision. A precision means the one on the chosen layout, or the fastest
@@ -123,6 +125,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     budget: RiskBudget = field(default_factory=RiskBudget)
     kv_scales: str = "calibrated"
+    anchor: Anchor | None = None
     fp8plan_version: str = __version__
 
     def __post_init__(self) -> None:

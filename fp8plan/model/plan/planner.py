@@ -17,6 +17,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import check_share
+from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.plan.candidates import Problem, Progress, candidates, evaluated
 from fp8plan.model.plan.choice import as_choices, choose
 from fp8plan.model.plan.explain import explain
@@ -28,6 +29,7 @@ from fp8plan.model.risk.expected import RiskBudget, recommended_thresholds
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout
 from fp8plan.model.shards import check_target
+from fp8plan.model.validate.records import Record
 from fp8plan.model.workload import Batch, Workload
 from fp8plan.version import DEFAULT_VERSION, version_warnings
 
@@ -59,6 +61,7 @@ def predict(
     engine_version: str = DEFAULT_VERSION,
     strict: bool = False,
     profile: Profile | None = None,
+    observed: Sequence[Record] = (),
     progress: Progress = iter,
     workers: int = 1,
 ) -> Prediction:
@@ -79,6 +82,7 @@ def predict(
     engine_version: version of vLLM
     strict:         refuse a profile of another engine version
     profile:        used instead of the best known one
+    observed:       rollouts that were measured on this machine, which correct the profile (`read_records`)
     progress:       wraps the candidates while they are predicted, as tqdm does
     workers:        processes for the layouts of a large batch. They are forked: leave it at 1 beside threads
 
@@ -99,6 +103,8 @@ def predict(
     budget, risky = budget or RiskBudget(), check_share(card, limits)
     used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)
     warnings = [*warnings, *_not_measured(shape, used, strict)]
+    anchor = anchored(used, shape, engine_version, observed) if observed else None
+    alone, used = used, anchor.applied(used) if anchor else used
     layouts = candidates(
         shape, card, limits, gpus=gpus, precisions=precisions, requests=len(batch.prompts), target=target
     )
@@ -134,10 +140,12 @@ def predict(
             used,
             gpus_per_node=card.gpus_per_node,
             shape=shape,
-        ),
+        )
+        + (anchor.sentences(alone, used, choices, chosen, rollouts) if anchor else ()),
         warnings=(*version_warnings(engine_version), *warnings, *risky),
         budget=budget,
         kv_scales="calibrated" if kv_scales_calibrated else "unit",
+        anchor=anchor,
     )
     return Prediction(answer, rollouts, tuple(c.memory.usable_blocks if c.memory else None for c in tried))
 
