@@ -29,7 +29,13 @@ from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Rollout, rollout
 from fp8plan.model.validate.validate import simulated
 
-SCENARIOS = ("none", "one BF16 of another model", "one BF16 of the model", "two of the model", "all other of the model in BF16")
+SCENARIOS = (
+    "none",
+    "one BF16 of another model",
+    "one BF16 of the model",
+    "two of the model",
+    "all other of the model in BF16",
+)
 
 
 def chosen(scenario: str, target: list[Cell], models: Sequence[Sequence[Cell]]) -> Iterator[list[Cell]]:
@@ -53,7 +59,11 @@ def chosen(scenario: str, target: list[Cell], models: Sequence[Sequence[Cell]]) 
 
 
 def spread(cells: Sequence[Cell], most: int = 3) -> list[Cell]:
-    return [cells[i] for i in sorted({round(x) for x in np.linspace(0, len(cells) - 1, min(most, len(cells)))})] if cells else []
+    return (
+        [cells[i] for i in sorted({round(x) for x in np.linspace(0, len(cells) - 1, min(most, len(cells)))})]
+        if cells
+        else []
+    )
 
 
 def evaluated(every: Sequence[Cell], profile: Profile, scenario: str):
@@ -80,13 +90,19 @@ def evaluated(every: Sequence[Cell], profile: Profile, scenario: str):
                     s = sims[id(c)]
                     now[id(c)] = r = rollout(s.schedules, replace(s.model, profile=used))
                     makespans.append(
-                        (np.log(c.seconds / r.makespan_s), np.log(r.makespan_low_s / r.makespan_s), np.log(r.makespan_high_s / r.makespan_s))
+                        (
+                            np.log(c.seconds / r.makespan_s),
+                            np.log(r.makespan_low_s / r.makespan_s),
+                            np.log(r.makespan_high_s / r.makespan_s),
+                        )
                     )
                 for b in [c for c in target if c.precision == "bf16"][:1]:
                     for o in (c for c in target if c.precision != "bf16"):
                         gain = speed_up(*(timed(now[id(c)], c.record.limits.cut) for c in (b, o)), used)
                         real = b.seconds / o.seconds
-                        gains.append((np.log(real / gain.ratio), np.log(gain.low / gain.ratio), np.log(gain.high / gain.ratio)))
+                        gains.append(
+                            (np.log(real / gain.ratio), np.log(gain.low / gain.ratio), np.log(gain.high / gain.ratio))
+                        )
                         points.append(abs(real - gain.ratio) * 100)
     return np.array(makespans), np.array(gains), np.array(points)
 
@@ -102,11 +118,17 @@ def main() -> None:
     args = parser.parse_args()
     for gpu in [args.gpu] if args.gpu else ("h200", "h100", "cpu"):
         version = "0.30.0" if gpu == "cpu" else "0.26.0"
-        for label, profile in (("measured", load_profile(gpu, version, profiles_dir=profiles_path())[0]), ("datasheet", datasheet_profile(find_gpu(gpu), version))):
+        for label, profile in (
+            ("measured", load_profile(gpu, version, profiles_dir=profiles_path())[0]),
+            ("datasheet", datasheet_profile(find_gpu(gpu), version)),
+        ):
             every = cells(gpu, profile)
             for scenario in SCENARIOS:
                 makespans, gains, points = evaluated(every, profile, scenario)
-                print(f"{gpu} {label}, {scenario}: {len(makespans)} {line(makespans)} | {len(gains)} speed-ups {np.mean(points):.1f} points {line(gains)}", flush=True)
+                print(
+                    f"{gpu} {label}, {scenario}: {len(makespans)} {line(makespans)} | {len(gains)} speed-ups {np.mean(points):.1f} points {line(gains)}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.colocated import PolicyTensors
 from fp8plan.model.emit.trl import server_command
 from fp8plan.model.limits import LIMITS, EngineLimits, fields_of
+from fp8plan.model.plan.anchor import Anchor
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.judge import Judge
 from fp8plan.runtime.engine.launch import Launch
@@ -81,11 +82,12 @@ class ServerEngine:
     """The engine of a server, with the part of RolloutEngine that a Monitor and a trainer use.
 
     launch:    the plan that runs
+    anchor:    the plan's, for the guard
     guard:     compares rollouts with the prediction; None in all processes but the first, or without a profile
                (`guard_off` says why)
     """
 
-    def __init__(self, launched: Launch, served: Served, client: PlannedClient | None) -> None:
+    def __init__(self, launched: Launch, served: Served, client: PlannedClient | None, anchor: Anchor | None) -> None:
         assert served.status is not None
         self.launch, self.url = launched, served.url
         self.guard: Guard | None = None
@@ -99,7 +101,7 @@ class ServerEngine:
             for remark in remarks(options):
                 warn(remark)
             try:
-                self.guard = Guard(self.engine_facts(), GuardSettings())
+                self.guard = Guard(self.engine_facts(), GuardSettings(anchor=anchor))
             except Fp8PlanError as error:  # a GPU without a profile: everything works but this comparison
                 self.guard_off = str(error)
 

@@ -199,7 +199,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         plan = self._planned(model, on_cpu)
         launched = launch(plan.setup(self._choice), model, precisions=plan.precisions_beside(self._choice))
         check_server(served, launched)
-        self.rollout_engine = ServerEngine(launched, served, client)
+        self.rollout_engine = ServerEngine(launched, served, client, plan.anchor)
         return self.rollout_engine
 
     def _plan_for(self, model: str, gpu: str, limits: EngineLimits, responses: int) -> None:

@@ -34,7 +34,7 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.correction.settings import CorrectionSettings
 from fp8plan.runtime.correction.verl import from_verl
 from fp8plan.runtime.engine.options import remarks
-from fp8plan.runtime.guard.fallback import Action
+from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.guard import Guard
 from fp8plan.runtime.guard.observation import Observation
 from fp8plan.runtime.mismatch.sampling import Sampling
@@ -85,7 +85,7 @@ class PlannedTrainer:
         facts, guard = self._seen()[0]["facts"], None
         if self._timed:
             try:
-                guard = Guard(facts)
+                guard = Guard(facts, GuardSettings(anchor=self.plan.anchor))
             except Fp8PlanError as error:  # a GPU without a profile
                 logger.warning("fp8plan does not compare rollouts with a prediction: %s", error)
         sinks = self._settings.sinks()

@@ -80,7 +80,7 @@ class Anchor:
     shifts:   coefficient -> log of the factor on its value
     learnt:   vectors over the coefficients. The sum of their outer products is taken from the prior's covariance
     rollouts: a row for each rollout that was used: line, model, precision, engine_version, seconds, predicted_s by the
-              profile alone, anchored_s with the correction, and weight, which is near 1, or near 0 for an outlier
+              profile alone, anchored_s with the correction, and weight: about 1, and near 0 for an outlier
     """
 
     shifts: dict[str, float]
@@ -174,7 +174,7 @@ def _variance(
 
 def _taught(profile: Profile, target: Mapping[str, float], slopes: Mapping[str, float]) -> float:
     """The variance that a measured rollout takes from a log. target, slopes: the derivatives of the log, and of its."""
-    names = list(target | slopes)
+    names = list(dict.fromkeys((*target, *slopes)))
     covariance = profile.covariance(names)
     wanted, seen = (np.array([each.get(name, 0.0) for name in names]) for each in (target, slopes))
     noise = WORKLOAD_SD**2 + REST_SD**2
@@ -221,10 +221,11 @@ def anchored(profile: Profile, shape: ModelShape, engine_version: str, records: 
     models = [each.model.shape for each in alone]
     common = _Common(base, engine_version, models, [record.fields["engine_version"] for record in latest])
     seconds, count = np.log([record.seconds for record in latest]), len(latest)
+    bare = replace(base, log_covariance={})  # the steps below need no intervals
     shifts, weights = np.zeros((count, len(common.names))), np.ones(count)
     for _ in range(ROUNDS):
         rollouts = [
-            _predicted(each, _shifted(base, common.names, shift)) for each, shift in zip(alone, shifts, strict=True)
+            _predicted(each, _shifted(bare, common.names, shift)) for each, shift in zip(alone, shifts, strict=True)
         ]
         slopes = np.array([[x.log_gradient.get(name, 0.0) for name in common.names] for x in rollouts])
         gaps = seconds - np.log([x.makespan_s for x in rollouts]) + (slopes * shifts).sum(axis=1)
@@ -242,7 +243,7 @@ def anchored(profile: Profile, shape: ModelShape, engine_version: str, records: 
         rollouts=tuple(
             {name: record.fields[name] for name in ("model", "precision", "engine_version")}
             | {"line": record.line, "seconds": record.seconds, "predicted_s": each.rollout.makespan_s}
-            | {"anchored_s": record.seconds * math.exp(-gap), "weight": min(weight, 1.0)}
+            | {"anchored_s": record.seconds * math.exp(-gap), "weight": weight}
             for record, each, gap, weight in zip(latest, alone, left.tolist(), weights.tolist(), strict=True)
         ),
     )
@@ -274,12 +275,13 @@ class _Common:
     def with_coefficients(self, model: ModelShape, slopes: Matrix) -> Matrix:
         """The covariance of each rollout with the coefficients for a model, shape (rollouts, names)."""
         pairs = zip(self._models, slopes, strict=True)
-        return np.array([self._covariances[_alike(other, model)] @ slope for other, slope in pairs])
+        return np.asarray([self._covariances[_alike(other, model)] @ slope for other, slope in pairs])
 
     def spread(self, slopes: Matrix) -> Matrix:
         """The covariance of the rollouts with each other, shape (rollouts, rollouts)."""
         pairs = zip(self._models, slopes, strict=True)
-        return self._versions + np.array([self.with_coefficients(model, slopes) @ slope for model, slope in pairs])
+        rows = [self.with_coefficients(model, slopes) @ slope for model, slope in pairs]
+        return np.asarray(self._versions + np.array(rows))
 
 
 def _alike(one: ModelShape, other: ModelShape) -> bool:
@@ -337,4 +339,4 @@ def _positive(covariance: Matrix) -> Matrix:
     """The nearest positive semidefinite matrix."""
     values, vectors = np.linalg.eigh((covariance + covariance.T) / 2)
     cleaned = (vectors * np.maximum(values, 0.0)) @ vectors.T
-    return (cleaned + cleaned.T) / 2
+    return np.asarray((cleaned + cleaned.T) / 2)

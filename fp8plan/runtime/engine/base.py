@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isnan
 from operator import index
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -80,12 +80,14 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         """Start vLLM as the plan says. It may step down to the plan's precisions on the same layout.
 
         choice:   index into plan.choices, or a precision of the plan; None: the chosen one
-        settings: as `from_setup` takes them
+        settings: as `from_setup` takes them. The guard's get the plan's anchor
 
         Raises ConfigError for a choice that the plan does not have, and as `from_setup` does.
         """
         kind: Any = cls  # each class has its own from_setup
         precisions = plan.precisions_beside(choice)
+        if plan.anchor is not None:
+            settings["guard"] = replace(settings.get("guard") or GuardSettings(), anchor=plan.anchor)
         engine: Made = kind.from_setup(plan.setup(choice), model_path, precisions=precisions, **settings)
         return engine
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from fp8plan.checks import Range, in_range, whole
 from fp8plan.errors import ConfigError
+from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.risk.expected import RiskBudget
@@ -83,6 +84,7 @@ class GuardSettings:
     least_loss: least cost of a cause within the prediction, as a share of the predicted makespan
     stall_s:    seconds of a stall, which also takes over twice the longest predicted step: on an H200 steps without a
                 compile take up to 0.8 s, those with one 2.5 s and more
+    anchor:     corrects the profile by rollouts that were measured on this machine; None: the profile stands alone
     slow_host:  host_slowdown from which on the host is a cause: 1.25 is quiet (runtime.measure.rollouts.host), a core
                 with a busy other half has 1.7 to 2
 
@@ -98,6 +100,7 @@ class GuardSettings:
     least_loss: float = 0.05
     stall_s: float = 1.0
     slow_host: float = 1.5
+    anchor: Anchor | None = None
 
     def __post_init__(self) -> None:
         in_range(self, RANGES)

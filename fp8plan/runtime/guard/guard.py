@@ -94,6 +94,8 @@ class Guard:
             (profile, profile.remarks) if profile else load_profile(find_gpu(facts.gpu), facts.engine_version)
         )
         self.settings, self.state = settings or GuardSettings(), GuardState()
+        if self.settings.anchor is not None:
+            self.profile = self.settings.anchor.applied(self.profile)
         self.engine_changed(facts)
 
     def engine_changed(self, facts: EngineFacts) -> None:
