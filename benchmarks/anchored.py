@@ -1,134 +1,162 @@
 """The errors and intervals of predictions before and after one or two measured rollouts, on records that nobody fitted.
 
-    python -m benchmarks.anchored [--gpu h200|h100|cpu]
+    python -m benchmarks.anchored            writes benchmarks/results/anchored.jsonl; eight minutes on one core
 
-A target is a workload of a model, measured in BF16 and in other precisions. The profile is anchored to rollouts of other
-workloads, and predicts the target's makespans and speed-ups. The datasheet profile stands in for a GPU that nobody
-measured.
+A target is a workload of a model, measured in BF16 and in other precisions. The profile is anchored to rollouts of
+other workloads, in up to three ways, and predicts the target's makespans and speed-ups. The datasheet profile stands in
+for a GPU that nobody measured.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from error_parts import MEASURED, Cell, by_model, cells
-
+from benchmarks.error_parts import Cell, by_model, cells
+from benchmarks.tables.markdown import table as markdown
+from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.anchor import Anchor, anchored
+from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.plan.choice import speed_up, timed
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Rollout, rollout
 from fp8plan.model.validate.validate import simulated
 
-SCENARIOS = (
-    "none",
-    "one BF16 of another model",
-    "one BF16 of the model",
-    "two of the model",
-    "all other of the model in BF16",
-)
+RESULTS = Path(__file__).parent / "results" / "anchored.jsonl"
+VERSIONS = {"h200": "0.26.0", "h100": "0.26.0", "cpu": "0.30.0"}
+NONE, OTHER, OWN, TWO = "none", "BF16 of another model", "BF16 of the model", "BF16 and FP8 of the model"
+WAYS = 3  # anchors for each target and scenario
 
 
-def chosen(scenario: str, target: list[Cell], models: Sequence[Sequence[Cell]]) -> Iterator[list[Cell]]:
-    """The cells to anchor to, in up to three ways."""
+class Ratio(NamedTuple):
+    """The logs of a measured value, and of the ends of its interval, less that of the prediction; and its size."""
+
+    error: float
+    low: float
+    high: float
+    points: float  # 100 times the difference of a speed-up, or of a time as a share of the measured
+
+
+def anchors(scenario: str, target: Sequence[Cell], every: Sequence[Cell]) -> Iterator[list[Cell]]:
+    """The cells to anchor to, in up to WAYS ways."""
     model, group = target[0].record.fields["model"], target[0].record.group
-    own = [c for m in models for c in m if c.record.fields["model"] == model and c.record.group != group]
-    others = [c for m in models for c in m if c.record.fields["model"] != model and c.precision == "bf16"]
-    bf16 = [c for c in own if c.precision == "bf16"]
-    if scenario == "none":
+    own = [cell for cell in every if cell.record.fields["model"] == model and cell.record.group != group]
+    if scenario == NONE:
         yield []
-    elif scenario == SCENARIOS[1]:
-        yield from ([c] for c in spread(others))
-    elif scenario == SCENARIOS[2]:
-        yield from ([c] for c in spread(bf16))
-    elif scenario == SCENARIOS[3]:
-        for c in spread(bf16):
-            same = [o for o in own if o.record.group == c.record.group and o.precision != "bf16"]
-            yield from ([c, o] for o in same[:1])
-    elif bf16:
-        yield bf16
+    elif scenario == OTHER:
+        others = [cell for cell in every if cell.record.fields["model"] != model and cell.precision == "bf16"]
+        yield from ([cell] for cell in _spread(others))
+    else:
+        for cell in _spread([cell for cell in own if cell.precision == "bf16"]):
+            fp8 = [x for x in own if x.record.group == cell.record.group and x.precision != "bf16"]
+            if scenario == OWN:
+                yield [cell]
+            elif fp8:
+                yield [cell, fp8[0]]
 
 
-def spread(cells: Sequence[Cell], most: int = 3) -> list[Cell]:
-    return (
-        [cells[i] for i in sorted({round(x) for x in np.linspace(0, len(cells) - 1, min(most, len(cells)))})]
-        if cells
-        else []
-    )
+def _spread(cells: Sequence[Cell]) -> list[Cell]:
+    """Up to WAYS cells, from all over the list."""
+    places = np.linspace(0, len(cells) - 1, min(WAYS, len(cells))).round().astype(int)
+    return [cells[place] for place in sorted(set(places.tolist()))]
 
 
-def evaluated(every: Sequence[Cell], profile: Profile, scenario: str):
-    models = by_model(every)
-    cache: dict[tuple, Profile] = {}
-    sims: dict[int, object] = {}
-    makespans, gains, points = [], [], []
-    for model in models:
-        groups: dict[str, list[Cell]] = {}
-        for c in model:
-            groups.setdefault(c.record.group, []).append(c)
-        for target in groups.values():
-            for anchors in chosen(scenario, target, models):
-                key = (target[0].record.fields["model"], tuple(id(c) for c in anchors))
-                if key not in cache:
-                    records = [replace(c.record, seconds=c.seconds) for c in anchors]
-                    version = target[0].record.fields["engine_version"]
-                    cache[key] = anchored(profile, key[0], version, records).applied(profile) if records else profile
-                used = cache[key]
-                now = {}
-                for c in target:
-                    if id(c) not in sims:
-                        sims[id(c)] = simulated(c.record, profile)
-                    s = sims[id(c)]
-                    now[id(c)] = r = rollout(s.schedules, replace(s.model, profile=used))
-                    makespans.append(
-                        (
-                            np.log(c.seconds / r.makespan_s),
-                            np.log(r.makespan_low_s / r.makespan_s),
-                            np.log(r.makespan_high_s / r.makespan_s),
-                        )
-                    )
-                for b in [c for c in target if c.precision == "bf16"][:1]:
-                    for o in (c for c in target if c.precision != "bf16"):
-                        gain = speed_up(*(timed(now[id(c)], c.record.limits.cut) for c in (b, o)), used)
-                        real = b.seconds / o.seconds
-                        gains.append(
-                            (np.log(real / gain.ratio), np.log(gain.low / gain.ratio), np.log(gain.high / gain.ratio))
-                        )
-                        points.append(abs(real - gain.ratio) * 100)
-    return np.array(makespans), np.array(gains), np.array(points)
+def predictions(every: Sequence[Cell], profile: Profile, scenario: str) -> tuple[list[Ratio], list[Ratio]]:
+    """The makespans and the speed-ups of all targets, by the profile with the scenario's anchors."""
+    makespans, gains = list[Ratio](), list[Ratio]()
+    corrected: dict[tuple[str, tuple[int, ...]], Profile] = {}
+    alone = {id(cell): simulated(cell.record, profile) for cell in every}
+    for model in by_model(every):
+        name = model[0].record.fields["model"]
+        for group in dict.fromkeys(cell.record.group for cell in model):
+            target = [cell for cell in model if cell.record.group == group]
+            for used in anchors(scenario, target, every):
+                key = name, tuple(map(id, used))
+                if key not in corrected:
+                    corrected[key] = _corrected(profile, name, used)
+                now = [
+                    rollout(s.schedules, replace(s.model, profile=corrected[key]))
+                    for s in (alone[id(cell)] for cell in target)
+                ]
+                makespans += [_makespan(cell, made) for cell, made in zip(target, now, strict=True)]
+                gains += _gains(target, now, corrected[key])
+    return makespans, gains
 
 
-def line(rows):
-    e, lo, hi = rows.T
-    return f"mean |e| {np.mean(np.abs(e)):.1%} sd {np.std(e):.1%} rms {np.sqrt(np.mean(e**2)):.1%} held {np.mean((lo <= e) & (e <= hi)):.0%} half {np.median((np.exp(hi) - np.exp(lo)) / 2):.1%}"
+def _corrected(profile: Profile, model: str, used: Sequence[Cell]) -> Profile:
+    if not used:
+        return profile
+    records = [replace(cell.record, seconds=cell.seconds) for cell in used]
+    version = used[0].record.fields["engine_version"]
+    return anchored(profile, ModelShape.from_hf(model), version, records).applied(profile)
+
+
+def _makespan(cell: Cell, made: Rollout) -> Ratio:
+    ends = np.log(np.array([cell.seconds, made.makespan_low_s, made.makespan_high_s]) / made.makespan_s).tolist()
+    return Ratio(*ends, 100 * abs(made.makespan_s / cell.seconds - 1))
+
+
+def _gains(target: Sequence[Cell], made: Sequence[Rollout], profile: Profile) -> list[Ratio]:
+    """The speed-ups over the target's BF16, if it was measured."""
+    pairs = list(zip(target, made, strict=True))
+    gains = []
+    for slow, baseline in [pair for pair in pairs if pair[0].precision == "bf16"][:1]:
+        for fast, other in (pair for pair in pairs if pair[0].precision != "bf16"):
+            gain = speed_up(*(timed(x, slow.record.limits.cut) for x in (baseline, other)), profile)
+            measured = slow.seconds / fast.seconds
+            ends = [float(np.log((end or 0.0) / gain.ratio)) for end in (measured, gain.low, gain.high)]
+            gains.append(Ratio(*ends, 100 * abs(measured - gain.ratio)))
+    return gains
+
+
+def summary(ratios: Sequence[Ratio]) -> dict[str, float]:
+    error, low, high, points = np.array(ratios).T
+    return {
+        "number": len(ratios),
+        "points": float(np.mean(points)),
+        "rms": float(np.sqrt(np.mean(error**2))),
+        "held": float(np.mean((low <= error) & (error <= high))),
+        "half_width": float(np.median((np.exp(high) - np.exp(low)) / 2)),
+    }
+
+
+def measured() -> Iterator[dict[str, Any]]:
+    """A row for each GPU, profile and scenario."""
+    for gpu, version in VERSIONS.items():
+        own = load_profile(gpu, version, profiles_dir=profiles_path())[0]
+        for profile in (own, datasheet_profile(find_gpu(gpu), version)):
+            every = cells(gpu, profile)
+            for scenario in (NONE, OTHER, OWN, TWO):
+                makespans, gains = predictions(every, profile, scenario)
+                row = {"gpu": gpu, "profile": profile.kind, "engine_version": version, "anchor": scenario}
+                yield row | {"makespan": summary(makespans), "speedup": summary(gains)}
+
+
+def table() -> str:
+    """The table of docs/evidence/accuracy.md, from the committed results."""
+    head = ["GPU, profile", "anchor", "makespan error, mean", "90% interval, median", "holds"]
+    head += ["speed-up error, points", "90% interval, median", "holds"]
+    rows = []
+    for row in map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines()):
+        makespan, gain = row["makespan"], row["speedup"]
+        cells = [f"{row['gpu']}, {row['profile']}", row["anchor"], f"{makespan['points']:.1f}%"]
+        cells += [f"+-{makespan['half_width']:.1%}", f"{makespan['held']:.0%}", f"{gain['points']:.1f}"]
+        rows.append([*cells, f"+-{gain['half_width']:.1%}", f"{gain['held']:.0%} of {gain['number']:.0f}"])
+    return markdown(head, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--gpu", choices=sorted(MEASURED))
-    args = parser.parse_args()
-    for gpu in [args.gpu] if args.gpu else ("h200", "h100", "cpu"):
-        version = "0.30.0" if gpu == "cpu" else "0.26.0"
-        for label, profile in (
-            ("measured", load_profile(gpu, version, profiles_dir=profiles_path())[0]),
-            ("datasheet", datasheet_profile(find_gpu(gpu), version)),
-        ):
-            every = cells(gpu, profile)
-            for scenario in SCENARIOS:
-                makespans, gains, points = evaluated(every, profile, scenario)
-                print(
-                    f"{gpu} {label}, {scenario}: {len(makespans)} {line(makespans)} | {len(gains)} speed-ups {np.mean(points):.1f} points {line(gains)}",
-                    flush=True,
-                )
+    lines = []
+    for row in measured():
+        lines.append(json.dumps(row))
+        print(lines[-1], flush=True)
+    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

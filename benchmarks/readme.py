@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import anchored  # noqa: E402
 import correction_speed  # noqa: E402
 import odd_inputs  # noqa: E402
 import odd_measurements  # noqa: E402
@@ -62,6 +63,14 @@ def plan_table(answer: Plan) -> str:
     return markdown.table(heads, rows)
 
 
+def anchored_plan() -> str:
+    """The sentences of a plan on what measured rollouts taught it. The workload is the command line's default."""
+    work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
+    observed = read_records(ROOT / "profiles" / "h100_sxm" / "vllm-0.26.0" / "validation" / "anchored.jsonl")
+    made = plan("Qwen/Qwen3-14B", "h100_sxm", work, observed=observed)
+    return "".join(f"> {reason}\n>\n" for reason in made.reasons[-3:]).removesuffix("\n>\n")
+
+
 def pages() -> list[Path]:
     """README.md and the pages of docs/ that stand there as files."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -102,6 +111,8 @@ def blocks() -> dict[str, str]:
     """Name of a marked block -> its text."""
     work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
     made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
+    made["anchored plan"] = anchored_plan()
+    made["anchored"] = anchored.table()
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
     made["streams"] = streams.table()
     measured = validate(read_records(VALIDATION))

@@ -17,7 +17,7 @@ from synthetic import SMALL as TINY
 from typed import MODEL, PLAN
 
 from fp8plan.model.profile import library
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import Profile, between
 from fp8plan.runtime.measure import calibrate, machine
 from fp8plan.runtime.measure.rollouts import jobs as cells
 
@@ -94,8 +94,7 @@ def test_a_kernel_that_was_not_measured_is_named_with_the_command(
     fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     kept = {x: v for x, v in PRIOR.coefficients.items() if not x.startswith("attention.fp8")}
-    known = {x: v for x, v in PRIOR.log_covariance.items() if x in kept}
-    partly = replace(MEASURED, coefficients=kept, log_covariance=known)
+    partly = replace(MEASURED, coefficients=kept, log_covariance=between(PRIOR.log_covariance, kept))
     own_profile(monkeypatch, tmp_path / "own", partly.to_json())
     assert fp8plan(*PLAN, "--precision", "bf16").code == 0
     refused(fp8plan(*PLAN, "--precision", "fp8_kv"), "attention.fp8", "not measured", "fp8plan calibrate --gpu auto")

@@ -79,7 +79,7 @@ def test_an_fp8_kv_cache_on_ampere_holds_twice_the_tokens_and_is_timed_with_a_wi
     assert (fp8.kv_cache_tokens or 0) - 2 * (bf16.kv_cache_tokens or 0) in (0, 16)
     assert (bf16.preemptions or 0) > 2 * (fp8.preemptions or 0)
     assert fp8.extrapolated
-    assert (fp8.speedup_high or 0) > 2.2 * (fp8.speedup_low or 1)  # the profile's own doubt makes it 1.9
+    assert (fp8.speedup_high or 0) > 1.6 * (fp8.speedup_low or 1)  # FP8 with a measured kernel: 1.2
     assert sum("the tokens that it holds are certain" in reason for reason in starved.reasons) == 1
     assert (starved.kv_scales, fp8.refused_by.keys()) == ("unit", {"verl", "trl"})
     emitted = json.loads(starved.emit("vllm", "fp8_kv"))

@@ -34,8 +34,8 @@ PRECISION, LAYOUT = "precision.", "layout."
 # to 0.33, BF16 rollouts on an H100 took the same time, and FP8 rollouts 3 to 5% less.
 VERSION_SD = 0.03
 
-# The part of the variance of a calibrated profile's error that all precisions of one model share. `python
-# tools/error_parts.py` estimates it.
+# The part of the variance of a calibrated profile's error that all precisions of one model share. `python -m
+# benchmarks.error_parts` estimates it.
 SHARED_VARIANCE = 0.35
 
 # sd of log step time for each doubling of tensor_parallel_size away from the measured sizes, taken as independent. It

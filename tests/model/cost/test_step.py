@@ -26,7 +26,7 @@ from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, PRESETS, Precision
 from fp8plan.model.profile.library import datasheet_profile, load_profile
-from fp8plan.model.profile.profile import Profile, between
+from fp8plan.model.profile.profile import PACES, Profile, between
 from fp8plan.model.setup import EngineSetup
 
 FIELDS = QUANTITIES
@@ -78,6 +78,7 @@ def models(draw: st.DrawFn) -> StepModel:
         for (key, value), factor in zip(profile.coefficients.items(), factors, strict=True)
     }
     # A step in pieces, each a graph, that costs more launches than one without graphs is another machine's.
+    values |= dict.fromkeys(PACES, 1.0)  # a pace below 1 would be another GPU's
     values["host.piecewise_layer_seconds"] = min(values[f"host.{x}_layer_seconds"] for x in ("piecewise", "eager"))
     return model(
         name,

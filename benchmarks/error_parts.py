@@ -1,6 +1,6 @@
 """The parts of the error of predictions, and what the intervals hold, for each kind of profile.
 
-    python tools/error_parts.py
+    python -m benchmarks.error_parts
 
 The error of a makespan is e = log(predicted / measured). It has a part of the GPU and the model, which all precisions
 share, a part of the precision, a part of the workload, and the rest. The mean of e1 * e2 over pairs of rollouts of one
@@ -31,7 +31,11 @@ from fp8plan.model.validate.validate import cell_of, simulated
 
 FOLDERS = {"h200": "h200_sxm/vllm-0.26.0", "h100": "h100_sxm/vllm-0.26.0", "cpu": "cpu/vllm-0.30.0"}
 H200 = ("validation/rollouts", "validation/again", "validation/anchor", "first_look/rollouts", "families/held_out")
-FILES = {"h200": H200, "h100": ("reports/rollouts", "validation/rollouts"), "cpu": ("validation/rollouts",)}
+FILES = {
+    "h200": H200,
+    "h100": ("reports/rollouts", "validation/rollouts", "validation/anchored"),
+    "cpu": ("validation/rollouts",),
+}
 MEASURED = {"h200": "h200_sxm/vllm-0.26.0", "h100": "h100_sxm/vllm-0.24.0", "cpu": "cpu/vllm-0.30.0"}
 SLOW_HOST = 1.5  # the least slowdown of a host, over the median of its file, that is left out
 

@@ -1,0 +1,95 @@
+"""The gate of accuracy: predictions of all committed rollouts, held against those of the committed baseline.
+
+    python -m benchmarks.gate            compares, and fails if a file of records got worse
+    python -m benchmarks.gate --update   makes today's predictions the baseline
+
+Both sides are judged on the records that both have. A file of records fails if its makespans' mean error or its mean
+speed-up error is more than LIMIT points worse. All files together fail if the intervals hold LIMIT points less, and if
+a record of the baseline is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fp8plan.model.profile.library import profiles_path
+from fp8plan.model.validate.records import read_records
+from fp8plan.model.validate.validate import accuracy, validate
+
+BASELINE = Path(__file__).parent / "results" / "gate.jsonl"
+LIMIT = 2.0  # points
+NAMES = ("rollouts", "held_out", "again", "anchor", "anchored")  # of files with measured rollouts
+KEPT = ("line", "group", "precision", "seconds", "predicted_s", "predicted_low_s", "predicted_high_s")
+Rows = Mapping[tuple[str, int], Mapping[str, Any]]
+
+
+def files() -> list[Path]:
+    """The committed files of measured rollouts."""
+    folder = profiles_path()
+    return sorted(path for name in NAMES for path in folder.rglob(f"{name}.jsonl"))
+
+
+def predictions(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """A row for each record of the files."""
+    rows = []
+    for path in paths:
+        name = path.relative_to(profiles_path()).as_posix()
+        rows += [{"file": name} | {key: row[key] for key in KEPT} for row in validate(read_records(path)).records]
+    return rows
+
+
+def keyed(rows: Iterable[Mapping[str, Any]]) -> Rows:
+    return {(row["file"], row["line"]): row for row in rows}
+
+
+def faults(before: Rows, now: Rows) -> list[str]:
+    """Sentences on all that got worse from the baseline to now; empty if the gate is open."""
+    gone = [
+        f"line {line} of {file} is in the baseline and not in the records"
+        for file, line in before
+        if (file, line) not in now
+    ]
+    common = [key for key in before if key in now]
+    worse = []
+    for name in dict.fromkeys(file for file, _ in common):
+        old, new = (accuracy([side[key] for key in common if key[0] == name]) for side in (before, now))
+        pairs = {"mean error of makespans": (100 * old.makespan_mape, 100 * new.makespan_mape)}
+        if old.speedup_mae_points is not None and new.speedup_mae_points is not None:
+            pairs["mean error of speed-ups"] = old.speedup_mae_points, new.speedup_mae_points
+        worse += [
+            f"{name}: the {what} was {was:.1f} points and is {today:.1f}"
+            for what, (was, today) in pairs.items()
+            if today > was + LIMIT
+        ]
+    held = [100 * _held([side[key] for key in common]) for side in (before, now)]
+    if common and held[1] < held[0] - LIMIT:
+        worse.append(f"the intervals held {held[0]:.0f}% of the measured times and hold {held[1]:.0f}%")
+    return gone + worse
+
+
+def _held(rows: Sequence[Mapping[str, Any]]) -> float:
+    inside = [row["predicted_low_s"] <= row["seconds"] <= row["predicted_high_s"] for row in rows]
+    return sum(inside) / len(inside)
+
+
+def baseline() -> Rows:
+    return keyed(map(json.loads, BASELINE.read_text(encoding="utf-8").splitlines()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", action="store_true", help="write the baseline")
+    update, rows = parser.parse_args().update, predictions(files())
+    if update:
+        BASELINE.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    elif problems := faults(baseline(), keyed(rows)):
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()
