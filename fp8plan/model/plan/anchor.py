@@ -79,6 +79,7 @@ class Anchor:
 
     shifts:   coefficient -> log of the factor on its value
     learnt:   vectors over the coefficients. The sum of their outer products is taken from the prior's covariance
+    left_out: number of records of other GPUs, which teach nothing
     rollouts: a row for each rollout that was used: line, model, precision, engine_version, seconds, predicted_s by the
               profile alone, anchored_s with the correction, and weight: about 1, and near 0 for an outlier
     """
@@ -86,6 +87,7 @@ class Anchor:
     shifts: dict[str, float]
     learnt: tuple[dict[str, float], ...]
     rollouts: tuple[dict[str, Any], ...]
+    left_out: int = 0
 
     def applied(self, profile: Profile) -> Profile:
         """The corrected profile."""
@@ -155,6 +157,7 @@ class Anchor:
         odd = [str(row["line"]) for row in self.rollouts if row["weight"] < ODD]
         but = f" Line {', '.join(odd)} disagrees with the others and counts little." if odd else ""
         verb = "correct" if len(self.rollouts) > 1 else "corrects"
+        but += f" {self.left_out} of another GPU are left out." if self.left_out else ""
         return f"{count} {verb} the profile: it was off by {before:.1%}, and is by {now:.1%}.{but}"
 
 
@@ -213,9 +216,16 @@ def anchored(profile: Profile, shape: ModelShape, engine_version: str, records: 
 
     shape, engine_version: the plan's model and version of vLLM
 
-    Raises ConfigError, naming the line, for a record of another GPU or one that fp8plan cannot simulate.
+    Records of another GPU teach nothing and are left out.
+
+    Raises ConfigError if no record is left, and, naming the line, for one that fp8plan cannot simulate.
     """
-    latest = _latest(records)
+    here = [record for record in records if record.setup.gpu.name == profile.gpu]
+    if not here:
+        others = ", ".join(dict.fromkeys(record.setup.gpu.name for record in records)) or "no GPU"
+        allowed = f"at least one of {profile.gpu}, the plan's GPU"
+        raise ConfigError(f"the observed rollouts are of {others}; allowed: {allowed}")
+    latest = _latest(here)
     alone = [_simulated(record, profile) for record in latest]
     base = prior(profile, dict.fromkeys(name for each in alone for name in _coefficients(each)))
     models = [each.model.shape for each in alone]
@@ -246,6 +256,7 @@ def anchored(profile: Profile, shape: ModelShape, engine_version: str, records: 
             | {"anchored_s": record.seconds * math.exp(-gap), "weight": weight}
             for record, each, gap, weight in zip(latest, alone, left.tolist(), weights.tolist(), strict=True)
         ),
+        left_out=len(records) - len(here),
     )
 
 
@@ -291,10 +302,6 @@ def _alike(one: ModelShape, other: ModelShape) -> bool:
 
 def _simulated(record: Record, profile: Profile) -> Simulated:
     """The record's rollout by the profile. Raises ConfigError naming the line."""
-    if record.setup.gpu.name != profile.gpu:
-        raise ConfigError(
-            f"line {record.line} was measured on {record.setup.gpu.name}; allowed: {profile.gpu}, the plan's"
-        )
     try:
         return simulated(record, profile)
     except Fp8PlanError as error:

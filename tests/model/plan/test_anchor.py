@@ -179,10 +179,23 @@ def test_a_measured_layout_is_learnt_for_itself(measured: Any) -> None:
     assert predicted(corrected, records[0]).makespan_s == pytest.approx(records[0].seconds, rel=0.06)
 
 
-def test_a_rollout_of_another_gpu_is_refused_by_line(tmp_path: Any) -> None:
-    records = records_of(tmp_path, fields(), fields(gpu="h200_sxm"))
-    with pytest.raises(ConfigError, match="line 2 was measured on h200_sxm; allowed: h100_sxm"):
-        plan(MODEL, GPU, WORKLOAD, observed=records)
+def test_rollouts_of_another_gpu_teach_nothing(tmp_path: Any, measured: Any) -> None:
+    own = measured(paced(1.2), fields())
+    (other,) = records_of(tmp_path, fields(gpu="h200_sxm"))
+    both = anchored(SHEET, SHAPE, VERSION, [*own, other])
+    assert both.shifts == anchored(SHEET, SHAPE, VERSION, own).shifts
+    assert "1 of another GPU are left out" in both._fit()
+    with pytest.raises(ConfigError, match="the observed rollouts are of h200_sxm; allowed: at least one of h100_sxm"):
+        plan(MODEL, GPU, WORKLOAD, observed=[other])
+
+
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [({"seconds": 0.0}, "seconds is 0.0"), ({"prompt_lengths": [5]}, "1 prompt_lengths, 64 response_lengths")],
+)
+def test_a_record_that_contradicts_itself_is_refused_by_line(tmp_path: Any, broken: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"line 2 of .*{problem}"):
+        records_of(tmp_path, fields(), fields(**broken))
 
 
 def test_a_plan_carries_its_anchor(measured: Any) -> None:
