@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8plan.model.cost.base import Array, FloatArray, IntArray, StepBatch, WindowReads, joined
+from fp8plan.model.cost.grounds import MOST_UNSEEN, unseen
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.cost.step import StepModel, TimedSteps
@@ -69,6 +70,7 @@ class Rollout:
                          that could run together run
     parts, tail_parts:   component of the cost model -> its share of the makespan, and of the tail
     extrapolated:        reasons why the rollout is outside of the profile's measurements; empty if it is inside
+    rests_on:            of the slowest replica, as in fp8plan.model.cost.grounds
     log_gradient:        d log(makespan_s) / d log(coefficient of the profile)
     simulated:           share of the responses that were simulated; the others are assumed to go at their pace
     sampling_sd:         standard deviation of log(makespan_s) that sampling adds; the interval includes it
@@ -90,6 +92,7 @@ class Rollout:
     log_gradient: dict[str, float] = field(default_factory=dict)
     simulated: float = 1.0
     sampling_sd: float = 0.0
+    rests_on: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -106,8 +109,8 @@ class Simulated(NamedTuple):
 
     @property
     def extrapolated(self) -> bool:
-        """True if the profile was used outside of its measurements."""
-        return bool(self.rollout.extrapolated) or self.model.profile.layout_error(*self.model.limits.cut) > 0
+        """True if more than MOST_UNSEEN of the time is extrapolated or theory."""
+        return unseen(self.rollout.rests_on) > MOST_UNSEEN
 
 
 def simulate(
@@ -212,6 +215,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         log_gradient={name: value / makespan for name, value in gradient.items()},
         simulated=plan.sampled.requests / sum(p.requests for p in replicas) if plan.sampled else 1.0,
         sampling_sd=sampling,
+        rests_on=steps.rests_on(batch, plan.weights, starting),
     )
 
 

@@ -64,7 +64,7 @@ CHOICE_KEYS = (
     "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
     "output_tokens_per_s speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
     "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
-    "extrapolated refused_by expert_parallel step_speedup_low step_speedup_high"
+    "extrapolated refused_by expert_parallel step_speedup_low step_speedup_high rests_on"
 ).split()
 
 
@@ -107,7 +107,9 @@ def test_an_a100_lists_fp8_weights_as_unavailable_with_the_reason(fp8plan: Calla
                 "available",
                 "reason",
                 "refused_by",
+                "rests_on",
             )
+            assert not row["rests_on"]
             assert {row[key] for key in CHOICE_KEYS if key not in given} == {None}
     table = " ".join(fp8plan(*words).out.split())
     assert "Not available: fp8_block, fp8_block+fp8_kv: " in table

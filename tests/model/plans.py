@@ -20,7 +20,7 @@ def choice(precision: str, **known: Any) -> Choice:
     """Without any figure but those that are given."""
     numbers = dict.fromkeys(f.name for f in fields(Choice))
     layout = {"precision": precision, "tensor_parallel": 1, "data_parallel": 1, "available": True, "refused_by": {}}
-    return Choice(**(numbers | layout | {"expert_parallel": False} | known))
+    return Choice(**(numbers | layout | {"expert_parallel": False, "rests_on": {}} | known))
 
 
 def plan(**changes: Any) -> Plan:

@@ -39,7 +39,7 @@ from fp8plan.model.calibrate.kernel_rows import hull, observe, read_all
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES
 from fp8plan.model.profile.library import datasheet_profile, profile_path, rare_parts, without_rare_parts
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import FITTED, Profile
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
 
@@ -294,7 +294,7 @@ def import_profile(card: Gpu, tables: Tables, trial: Trial | None = None) -> Pro
         residuals=fitted.residuals | unseen,
         hull=hull(tables.rows),
         date=date.today().isoformat(),
-        notes=prior.notes | dict.fromkeys(free, f"fitted to {tables.source}"),
+        notes=prior.notes | dict.fromkeys(free, f"{FITTED}{tables.source}"),
     )
     return imported if trial is None else imported.with_errors(*trial.error_parts)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Experts, LayerInput
 from fp8plan.model.cost.base import (
-    QUANTITIES,
     Array,
     Component,
     Cost,
@@ -31,6 +31,7 @@ from fp8plan.model.cost.base import (
 )
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.gemm import gemm_cost, overlapped, quantise_cost, shared_cost
+from fp8plan.model.cost.grounds import excesses, rests_on
 from fp8plan.model.cost.host import GROUPS, host_cost, host_kernels, launch_cost, launches, layer_cost, sampling_cost
 from fp8plan.model.cost.mixers import SCHEDULE, caches_cost, kernels_of, mixer_costs, unscheduled_layers
 from fp8plan.model.cost.moe import moe_cost
@@ -132,31 +133,29 @@ class StepModel:
     def outside_hull(self, batch: StepBatch) -> list[str]:
         """The reasons why these steps are outside of the profile's measurements; empty if they are inside.
 
-        `Profile.layout_error` covers the layout. Layers count if they are larger or smaller than all timed ones.
-        Requests and tokens count only above the range: with fewer a step nears its fixed costs, which are known.
+        `Profile.layout_error` covers the layout.
         """
-        hull, reasons = self.profile.hull, []
-        if hull is None:
+        if self.profile.hull is None:
             return [f"nothing was measured on {self.gpu.name}: {self.profile.kind} profile"]
-        linears = [x for x in self.layers if x.quantised] or self.layers
-        quantities: dict[str, Array] = {name: getattr(batch, name) for name in QUANTITIES}
-        quantities |= {"m": self._padded(tokens_of(batch))}
-        quantities |= {"n": np.array([x.n for x in linears]), "k": np.array([x.k for x in linears])}
-        for kernel, ranges in hull.items():
-            dtype = kernel.partition(".")[2]
-            if dtype and dtype != (self.precision.kv if kernel.startswith("attention") else self.precision.gemm_dtype):
-                continue  # another precision's
-            for quantity, (low, high) in ranges.items():
-                values = quantities.get(quantity, np.zeros(0))
-                used = values[values > 0]  # 0 means none in this step, not a small amount
-                if used.size and (used.max() > high or (quantity in ("n", "k") and used.min() < low)):
-                    span = f"{used.min():g} to {used.max():g}"
-                    reasons.append(f"{kernel}: {quantity} {span}, measured {low:g} to {high:g}")
+        reasons = [str(excess) for excess in excesses(self, batch)]
         assumed = [kernel for kernel in sorted(self._kernels()) if self.profile.assumes(kernel)]
         reasons += [f"{kernel}: not measured on {self.gpu.name}" for kernel in assumed]
         if self.limits.expert_ranks > 1:
             reasons.append(f"moe: whole experts shared out over {self.limits.expert_ranks} GPUs, not measured")
         return reasons
+
+    @property
+    def main_linears(self) -> list[Linear]:
+        """The linears of the layers that the precision is about: the quantised ones, or all if there are none."""
+        return [x for x in self.layers if x.quantised] or self.layers
+
+    def padded(self, batch: StepBatch) -> Array:
+        """The tokens that the engine runs in each step, rounded up to a captured CUDA graph if there is one."""
+        tokens = tokens_of(batch)
+        sizes = np.array((0, *cudagraph_capture_sizes(self.limits)), dtype=np.int64)
+        largest = sizes[-1]
+        rounded = sizes[np.searchsorted(sizes, np.arange(largest + 1))]  # for every count with a graph
+        return np.where(tokens <= largest, rounded[np.minimum(tokens, largest)], tokens)
 
     def _kernels(self) -> set[str]:
         """The kernels of mixers and linears, as prefixes of coefficients."""
@@ -171,13 +170,6 @@ class StepModel:
     @property
     def _between_nodes(self) -> bool:
         return self.limits.tensor_parallel_size > self.gpu.gpus_per_node
-
-    def _padded(self, tokens: Array) -> Array:
-        """The tokens that the engine runs, rounded up to a captured CUDA graph if there is one."""
-        sizes = np.array((0, *cudagraph_capture_sizes(self.limits)), dtype=np.int64)
-        largest = sizes[-1]
-        rounded = sizes[np.searchsorted(sizes, np.arange(largest + 1))]  # for every count with a graph
-        return np.where(tokens <= largest, rounded[np.minimum(tokens, largest)], tokens)
 
     def _host(self, batch: StepBatch) -> tuple[Cost, Cost]:
         """Seconds that the host needs for scheduling and launching."""
@@ -201,10 +193,10 @@ class StepModel:
         return power_limit(self, batch, load_of(components, self.precision), self.profile) if known else None
 
     def _gpu_components(self, batch: StepBatch) -> list[Component]:
-        tp, tokens, profile = self.limits.tensor_parallel_size, tokens_of(batch), self._sustained
+        tp, profile = self.limits.tensor_parallel_size, self._sustained
         mixed = mixer_costs(batch, self.shape, self.precision, tp, self.gpu, profile)
         parts = [Component(name, cost, None) for name, cost in mixed.items()]
-        counts, inverse = _distinct(self._padded(tokens))
+        counts, inverse = _distinct(self.padded(batch))
         for name, cost in self._token_costs(counts, profile).items():
             parts.append(where_busy(name, cost, counts, inverse))
         rows, inverse = _distinct(whole(batch.sampled_requests))
@@ -274,6 +266,16 @@ class TimedSteps:
         parts = {component.name: self._limited(component) for component in self.components}
         parts["host"] = self.seconds() - sum(parts.values(), np.zeros(1))
         return parts
+
+    def rests_on(self, batch: StepBatch, weights: Array, start: Cost) -> dict[str, dict[str, Any]]:
+        """The grounds of sum(weights * seconds) and `start`, the result of `start_cost`, as in `grounds.rests_on`.
+
+        batch: the work of these steps
+        """
+        seconds = self.breakdown()
+        host = Component("host", self.scheduling + self.launching, None)
+        parts = [(part, seconds[part.name] * weights) for part in (*self.components, host)]
+        return rests_on(parts, start, self.model, batch)
 
     def interval(self, weights: Array, z: float) -> tuple[float, float]:
         """(low, high) of sum(weights * seconds), z standard deviations of its log to either side.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,9 +142,11 @@ class Choice:
     seq_reject_fraction:  part of the sequences that a sequence-level MIS would drop
     risk:                 "low", "moderate" or "high", by the rules of RiskBudget
     unit_kv_scales:       kl_k3, kl_k3_low, kl_k3_high and risk with K and V scales left at 1.0; None without FP8 KV
-    extrapolated:         the profile was used outside the measured range
+    extrapolated:         more than 10% of makespan_s is extrapolated or theory
     refused_by:           target -> the reason why it cannot start this layout, though vLLM can
     expert_parallel:      the GPUs of a replica share out whole experts
+    rests_on:             shares of makespan_s: {"shares": ground -> share, "kernels": component -> ground -> share}.
+                          Grounds: measured, imported, extrapolated, theory. {}: not known, as before schema 1.3
     """
 
     precision: str
@@ -177,6 +179,7 @@ class Choice:
     expert_parallel: bool = False
     step_speedup_low: float | None = None
     step_speedup_high: float | None = None
+    rests_on: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -299,7 +302,10 @@ def as_choices(candidates: Sequence[Candidate], profile: Profile) -> tuple[Choic
     return tuple(_choice(c, bf16.get(c.setup.limits), profile) for c in candidates)
 
 
-_OF_ROLLOUT = ("makespan_s", "makespan_low_s", "makespan_high_s", "output_tokens_per_s", "preemptions", "tail_fraction")
+_OF_ROLLOUT = (
+    *("makespan_s", "makespan_low_s", "makespan_high_s", "output_tokens_per_s", "preemptions", "tail_fraction"),
+    "rests_on",
+)
 _OF_KL = ("kl_k3", "kl_k3_low", "kl_k3_high")
 _OF_RISK = (*_OF_KL, "ess_raw", "clip_fraction", "seq_reject_fraction")
 
@@ -307,8 +313,9 @@ _OF_RISK = (*_OF_KL, "ess_raw", "clip_fraction", "seq_reject_fraction")
 def _choice(candidate: Candidate, bf16: Candidate | None, profile: Profile) -> Choice:
     rollout, risk, memory, setup = candidate.rollout, candidate.risk, candidate.memory, candidate.setup
     size, whole_experts = setup.limits.cut
-    figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(Choice))
+    figures: dict[str, Any] = dict.fromkeys(f.name for f in fields(Choice))
     figures |= {"precision": setup.precision.name, "reason": candidate.reason, "refused_by": {}, "available": False}
+    figures["rests_on"] = {}
     figures |= {"tensor_parallel": size, "data_parallel": setup.limits.data_parallel_size}
     figures["expert_parallel"] = whole_experts
     if rollout is None or risk is None or memory is None:

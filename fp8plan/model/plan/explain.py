@@ -8,6 +8,7 @@ from typing import cast
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
+from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.plan.choice import Choice, SpeedUp, several_layouts, speed_up, timed
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import Profile
@@ -18,6 +19,7 @@ from fp8plan.model.shards import left_in_bf16
 NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
 SLOWER = 0.01  # smaller losses are not either
 STEP_SHARES = (0.5, 0.8)  # shares of a rollout in an RL step
+LEAST_SHARE, MOST_PARTS = 0.005, 3  # of the grounds that a sentence names, and of the parts of each
 
 COMPONENTS = {
     "attention": "attention over the KV cache",
@@ -181,6 +183,7 @@ def explain(
         *(f"Mismatch: {reason}." for reason in risk.reasons),
         *(f"Correction: {note}." for note in advice.notes),
         *_of_a_sample(answer.rollout(picked)),
+        *_grounds(picked, profile),
         *_caveats(choices, answer.rollout(picked), profile),
         *_estimated(choices, profile),
         *_network(picked, gpus_per_node),
@@ -357,12 +360,26 @@ def _of_a_sample(timed: Rollout) -> list[str]:
     return [sentence]
 
 
+def _grounds(picked: Choice, profile: Profile) -> list[str]:
+    """A sentence on what the chosen time rests on, with the largest parts that were not measured or imported."""
+    if not picked.rests_on or profile.kind == "datasheet":
+        return []
+    said = []
+    for ground, share in picked.rests_on["shares"].items():
+        parts = {name: part.get(ground, 0.0) for name, part in picked.rests_on["kernels"].items()}
+        largest = sorted(parts, key=lambda name: -parts[name])[:MOST_PARTS]
+        named = ", ".join(COMPONENTS[name] for name in largest if parts[name] >= LEAST_SHARE)
+        if share >= LEAST_SHARE:
+            said.append(f"{share:.0%} {ground}" + (f" ({named})" if named and ground in UNSEEN else ""))
+    return [f"The time rests on: {', '.join(said)}."]
+
+
 def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> list[str]:
     if profile.kind == "datasheet":
         source = "times come from the GPU's datasheet and generic efficiencies"
         return [f"Uncalibrated: {source}, so trust the order of magnitude and the direction."]
     sentences = []
-    if timed.extrapolated or any(c.extrapolated and not profile.layout_error(*c.cut) for c in choices):
+    if any(c.extrapolated and not profile.layout_error(*c.cut) and _outside(c) for c in choices):
         ranges = f" ({'; '.join(timed.extrapolated)})" if timed.extrapolated else ""
         sentences.append(
             f"Part of this workload lies outside of what the profile {profile.label} was measured for{ranges}."
@@ -380,6 +397,11 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
             "routing, and the intervals are wider."
         )
     return sentences
+
+
+def _outside(choice: Choice) -> bool:
+    """True if shapes outside of the measured ranges take part of a choice's time, or if its grounds are not known."""
+    return not choice.rests_on or choice.rests_on["shares"].get("extrapolated", 0.0) > MOST_UNSEEN
 
 
 def _estimated(choices: Sequence[Choice], profile: Profile) -> list[str]:

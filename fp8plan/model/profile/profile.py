@@ -26,6 +26,7 @@ ENGINE = "vllm"
 CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
 KINDS = ("datasheet", "calibrated", "imported")
 ASSUMED = "not measured on this GPU: "  # start of the note on a coefficient that the datasheet profile lent
+FITTED = "fitted to "  # start of the note on a coefficient that was fitted to imported tables
 GPU_PACE, HOST_PACE = "gpu.pace", "host.pace"  # factors, 1.0, on all seconds of the GPU and on all of the host
 PACES = (GPU_PACE, HOST_PACE)
 PRECISION, LAYOUT = "precision.", "layout."

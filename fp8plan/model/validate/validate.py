@@ -225,6 +225,7 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> Compare
         "predicted_kv_cache_tokens": result.memory.pool_tokens,
         "predicted_preemptions": rollout.preemptions,
         "extrapolated": result.extrapolated,
+        "rests_on": rollout.rests_on,
     }
     return Compared(row, timed(rollout, record.setup.limits.cut), profile)
 

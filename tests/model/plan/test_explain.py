@@ -254,6 +254,28 @@ def test_what_was_not_measured_is_named() -> None:
     assert found[-1].endswith("was measured for (gemm.bf16: m 20000, measured 1 to 16384).")
 
 
+RESTS_ON: dict[str, dict[str, Any]] = {
+    "shares": {"measured": 0.916, "extrapolated": 0.06, "theory": 0.02, "imported": 0.004},
+    "kernels": {
+        "gemm": {"measured": 0.916},
+        "attention": {"extrapolated": 0.057},
+        "host": {"extrapolated": 0.003, "imported": 0.004},
+        "sampling": {"theory": 0.02},
+    },
+}
+
+
+def test_the_grounds_of_the_chosen_time_are_named_with_the_parts_that_were_not_measured() -> None:
+    found = reasons(row("bf16", 100, rests_on=RESTS_ON))
+    assert found[1:] == [
+        "The time rests on: 92% measured, 6% extrapolated (attention over the KV cache), 2% theory (sampling)."
+    ]
+    assert not any("rests on" in sentence for sentence in reasons(row("bf16", 100)))  # a plan of schema 1.2
+    assert len(reasons(row("bf16", 100, rests_on=RESTS_ON, extrapolated=True))) == 2  # theory is not outside
+    more = {**RESTS_ON, "shares": {"extrapolated": 0.2}}
+    assert "Part of this workload" in reasons(row("bf16", 100, rests_on=more, extrapolated=True))[-1]
+
+
 def test_risk_and_correction_are_passed_on_as_sentences() -> None:
     found = explain((row("bf16", 100),), 0, [TIMED], RISK, ADVICE, RiskBudget(), MEASURED)
     for text in (*RISK.reasons, *ADVICE.notes):

@@ -76,7 +76,7 @@ def test_to_dict_holds_the_documented_keys_in_order() -> None:
             "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
             "output_tokens_per_s speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
             "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
-            "extrapolated refused_by expert_parallel step_speedup_low step_speedup_high"
+            "extrapolated refused_by expert_parallel step_speedup_low step_speedup_high rests_on"
         ).split()
     )
     assert json.loads(json.dumps(data)) == data
@@ -88,6 +88,13 @@ def test_a_plan_of_schema_1_1_has_no_interval_of_its_step_s_speed_up() -> None:
     gain = Plan.from_json(json.dumps(data | {"schema_version": "1.1"})).select().step_gain
     assert gain == (1.5, None, None)
     assert (gain.cell, gain.over("bf16")) == ("1.50x", "1.50x as fast as bf16")
+
+
+def test_a_plan_of_schema_1_2_does_not_know_what_its_times_rest_on() -> None:
+    data: Any = plans.saved(choices=(plans.predicted("bf16", rests_on={"shares": {"theory": 1.0}}),)).to_dict()
+    assert Plan.from_json(json.dumps(data)).select().rests_on == {"shares": {"theory": 1.0}}
+    del data["choices"][0]["rests_on"]
+    assert Plan.from_json(json.dumps(data | {"schema_version": "1.2"})).select().rests_on == {}
 
 
 @pytest.mark.parametrize("where", ["", "limits", "choices.0", "budget"])

@@ -128,7 +128,8 @@ def test_a_faster_layout_that_nobody_measured_stands_back_and_is_named() -> None
         half = (choice.makespan_high_s / choice.makespan_low_s) ** 0.5 - 1  # type: ignore[operator]
         assert (half < 0.09) == (choice.tensor_parallel == 1)
         assert 0.12 < half < 0.17 or choice.tensor_parallel == 1
-        assert choice.extrapolated or choice.tensor_parallel == 1
+        assert bool(choice.rests_on["kernels"].get("collective")) == (choice.tensor_parallel == 2)
+        assert choice.extrapolated == (choice.rests_on["shares"].get("theory", 0) > 0.1)
         assert choice.speedup_low <= choice.speedup <= choice.speedup_high  # type: ignore[operator]
         assert (choice.speedup_low == choice.speedup_high) == (choice.precision == "bf16")
 
