@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +12,7 @@ from rich.console import Group, RenderableType
 
 from fp8plan.model.plan.choice import SpeedUp
 from fp8plan.model.plan.explain import seconds
+from fp8plan.model.profile.profile import KEPT
 from fp8plan.model.rollout import TAIL_SHARE
 from fp8plan.views.text import Column, Fitted, Paragraph, counted
 
@@ -354,6 +356,29 @@ def profiles_report(entries: Sequence[ProfileEntry]) -> RenderableType:
         Column("gpu", gpus, left=True),
         Column("engine", engines, left=True),
         Column("kind", [entry.kind for entry in entries], left=True),
+        Column("imported rows", [_kept(entry) for entry in entries]),
     ]
     lines = [f"{', '.join(of)}: {text}" for group in (sources, tests) for text, of in group.items()]
+    lines += _of_their_rows(entries)
     return Group(Fitted(columns), "", *(Paragraph(line, indent=2) for line in lines))
+
+
+def _kept(entry: ProfileEntry) -> str:
+    """The cell for the rows that an import kept of its tables."""
+    if entry.table_rows is None:
+        return "not recorded" if entry.kind == "imported" else ""
+    counts = entry.table_rows.values()
+    return f"{sum(x.get(KEPT, 0) for x in counts):,} of {sum(sum(x.values()) for x in counts):,}"
+
+
+def _of_their_rows(entries: Sequence[ProfileEntry]) -> list[str]:
+    """Sentences on the rows that imports left out, and on kernels whose times are flat."""
+    reasons, lines = Counter[str](), []
+    for counts in (counts for entry in entries for counts in (entry.table_rows or {}).values()):
+        reasons.update(counts)
+    del reasons[KEPT]
+    if reasons:
+        named = ", ".join(f"{reason} ({number:,})" for reason, number in reasons.most_common())
+        lines.append(f"left out by the imports (--json: by GPU and kernel): {named}")
+    flat = [f"{entry.gpu} {kernel} ({times})" for entry in entries for kernel, times in entry.flat.items()]
+    return [*lines, *([f"timed with launch gaps, so flat: {', '.join(flat)}"] if flat else [])]

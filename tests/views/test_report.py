@@ -135,6 +135,20 @@ def test_profiles_are_readable_at_80_columns_and_their_test_is_told_once() -> No
     assert "a100_sxm, b200, h100_sxm, l40s: tested on h200_sxm: makespan of 116" in text
     assert text.count("mean error") == 1
     assert "any GPU" in text
+    words = " ".join(text.split())
+    assert "h100_sxm linear.fp8_block (60 us with the least traffic, 63 with 4 times)" in words
+    assert "left out by the imports (--json: by GPU and kernel): sizes that no modelled engine runs (" in words
+
+
+def test_an_import_that_did_not_count_its_rows_says_so() -> None:
+    (entry,) = [entry for entry in list_profiles(profiles_path()) if entry.gpu == "l40s"]
+    for counts, said in (
+        (None, "not recorded"),
+        ({"moe.bf16": {"kept": 3}}, "3 of 3"),
+    ):
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(profiles_report([entry._replace(table_rows=counts)]))
+        assert said in console.export_text()
 
 
 def test_legends_define_the_words_of_the_headers(made: dict[str, Plan]) -> None:

@@ -1,7 +1,7 @@
 """Profiles of GPUs that nobody measured here, fitted to the tables of aiconfigurator-core (Apache-2.0).
 
 `read_tables` gives the tables in the form of our own measurements: a row per timing, in seconds. It leaves out rows
-that differ from a step of an engine:
+that differ from a step of an engine, and counts them by reason:
 
 - fp8_block GEMMs of vLLM's table that take less time than their launch by the host. They were timed without CUDA
   graphs, so they hold 0.06 to 0.34 ms of launching (ai-dynamo/aiconfigurator issue 1414). Below m = 2048 SGLang's
@@ -23,23 +23,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.calibrate.fit import Observations, fit, robust_sd
-from fp8plan.model.calibrate.kernel_rows import hull, observe, read_all
+from fp8plan.model.calibrate.kernel_rows import flat_kernels, hull, observe, read_all
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES
 from fp8plan.model.profile.library import datasheet_profile, profile_path, rare_parts, without_rare_parts
-from fp8plan.model.profile.profile import FITTED, Profile
+from fp8plan.model.profile.profile import FITTED, KEPT, Profile
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
 
@@ -47,6 +47,7 @@ PACKAGE = "aiconfigurator-core"
 INSTALL = "pip install 'fp8plan[aic]'"
 SYSTEMS = {"b200": "b200_sxm"}  # our name -> the package's, where they differ
 VLLM_GEMM = "gemm/vllm/*/gemm"
+FP8_LINEAR = "linear.fp8_block"  # its rows include the quantisation of the input
 
 DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8_block"}
 GEMM_COPIES = 6  # copies of the weights, which vLLM's and SGLang's collectors time in turn
@@ -61,6 +62,8 @@ TRIED_ON = "h200_sxm"  # the GPU that we measured; its import is for the trial o
 SAMPLE = 1000  # rows of each kernel: more do not move the coefficients
 UNSEEN = 4  # one weight shape or head layout in four is kept from the fit
 FEWEST_SHAPES = 8  # a kernel with fewer keeps none from the fit
+SHAPES = "sizes that no modelled engine runs"  # a reason to leave a row out
+Counts: TypeAlias = dict[str, dict[str, int]]
 # sd of the error of makespans that is one precision's own, chosen so that the interval of a speed-up lies between those
 # by calibrated and by datasheet profiles: too few rollouts were measured on imported GPUs to tell it.
 OWN_ERROR = 0.026
@@ -78,6 +81,8 @@ class Tables:
           moe.bf16|fp8_block:                      tokens, experts, top_k, hidden, inner (width of an expert on one
                                                    rank), skew (exponent of the power law of the experts' shares)
           all_reduce:                              gpus, bytes
+    counts: kernel -> KEPT, or the reason why it was left out -> rows of vLLM's tables
+    flat:   kernel -> times of vLLM's rows, as in `kernel_rows.flat_kernels`
     engine_version: version of the vLLM whose kernels were timed
     source:         package, versions, and what stands in for vLLM's own rows
     """
@@ -85,6 +90,8 @@ class Tables:
     rows: pd.DataFrame
     engine_version: str
     source: str
+    counts: Counts = field(default_factory=dict)
+    flat: dict[str, str] = field(default_factory=dict)
 
 
 def find_data() -> tuple[Path, str]:
@@ -107,12 +114,20 @@ def read_tables(card: Gpu, data: Path, package_version: str) -> Tables:
     if newest is None:
         known = ", ".join(gpu.name for gpu in importable(data)) or "none"
         raise ConfigError(f"{PACKAGE} {package_version} has no vLLM tables of {card.name}; it has: {known}")
-    gemm = _gemm(folder, "vllm")
-    fp8, stand_in = _fp8_block(gemm, _gemm(folder, "sglang"), card)
-    parts = [_bf16(gemm, card), fp8, _decode(folder, card), _prefill(folder), _moe(folder), _all_reduce(folder)]
+    counts: Counts = {}
+    gemm = _gemm(folder, "vllm", counts)
+    fp8, stand_in = _fp8_block(gemm, _gemm(folder, "sglang", {}), card, counts)
+    others = (
+        _decode(folder, card, counts),
+        _prefill(folder, counts),
+        _moe(folder, counts),
+        _all_reduce(folder, counts),
+    )
+    parts = [_bf16(gemm, card, counts), fp8, *others]
     rows = pd.concat([part for part in parts if not part.empty], ignore_index=True)
     version = newest.parent.name
-    return Tables(rows, version, f"{PACKAGE} {package_version} (Apache-2.0): tables of vLLM {version}{stand_in}")
+    source = f"{PACKAGE} {package_version} (Apache-2.0): tables of vLLM {version}{stand_in}"
+    return Tables(rows, version, source, counts, flat_kernels(gemm))
 
 
 def _folder(data: Path, card: Gpu) -> Path:
@@ -142,13 +157,34 @@ def _read(folder: Path, pattern: str, **columns: str) -> pd.DataFrame:
 
 
 def _named(kernel: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with their dtype in the kernel's name."""
-    return rows.assign(kernel=f"{kernel}." + rows.dtype.map(DTYPES)).drop(columns="dtype")
+    """The rows with their dtype in the kernel's name. Rows of other dtypes are of no kernel that is modelled."""
+    named = rows.assign(kernel=f"{kernel}." + rows.dtype.map(DTYPES)).drop(columns="dtype")
+    return named[named.kernel.notna()]
 
 
-def _gemm(folder: Path, framework: str) -> pd.DataFrame:
+def _keep(rows: pd.DataFrame, conditions: Mapping[str, pd.Series], counts: Counts) -> pd.DataFrame:
+    """The rows that pass all conditions. The others are counted by kernel under the first condition that they fail.
+
+    counts: as in Tables; rows that pass count as kept until they are left out later
+    """
+    for kernel, group in rows.groupby("kernel"):
+        of_kernel = counts.setdefault(str(kernel), {KEPT: len(group)})
+        for reason, passes in conditions.items():
+            failed = ~passes[group.index]
+            group = group[~failed]
+            of_kernel[KEPT] -= int(failed.sum())
+            if failed.any():
+                of_kernel[reason] = of_kernel.get(reason, 0) + int(failed.sum())
+    every = [passes[rows.index] for passes in conditions.values()]
+    return rows[np.logical_and.reduce(every)]
+
+
+def _gemm(folder: Path, framework: str, counts: Counts) -> pd.DataFrame:
     rows = _read(folder, f"gemm/{framework}/*/gemm", dtype="gemm_dtype", m="m", n="n", k="k")
-    return rows[(rows.m <= LONGEST_STEP) & (rows.n >= NARROWEST) & rows.k.between(NARROWEST, DEEPEST)]
+    rows = _named("gemm", rows[rows.dtype.isin(("bfloat16", "fp8_block"))])
+    rows = rows.assign(kernel=rows.kernel.replace("gemm.fp8_block", FP8_LINEAR))
+    run = (rows.m <= LONGEST_STEP) & (rows.n >= NARROWEST) & rows.k.between(NARROWEST, DEEPEST)
+    return _keep(rows, {SHAPES: run}, counts)
 
 
 def _cold(weights: pd.Series, card: Gpu) -> pd.Series:
@@ -156,59 +192,67 @@ def _cold(weights: pd.Series, card: Gpu) -> pd.Series:
     return GEMM_COPIES * weights > 2 * card.l2_bytes
 
 
-def _bf16(gemm: pd.DataFrame, card: Gpu) -> pd.DataFrame:
-    return _named("gemm", gemm[(gemm.dtype == "bfloat16") & _cold(gemm.n * gemm.k * BF16_BYTES, card)])
+def _bf16(gemm: pd.DataFrame, card: Gpu, counts: Counts) -> pd.DataFrame:
+    rows = gemm[gemm.kernel == "gemm.bf16"]
+    return _keep(rows, {"weights in the L2 cache": _cold(rows.n * rows.k * BF16_BYTES, card)}, counts)
 
 
-def _fp8_block(gemm: pd.DataFrame, sglang: pd.DataFrame, card: Gpu) -> tuple[pd.DataFrame, str]:
+def _fp8_block(gemm: pd.DataFrame, sglang: pd.DataFrame, card: Gpu, counts: Counts) -> tuple[pd.DataFrame, str]:
     """vLLM's rows that outlast the host's launch, SGLang's short ones, and a remark about them."""
-    own, other = gemm[gemm.dtype == "fp8_block"], sglang[sglang.dtype == "fp8_block"]
+    own, other = gemm[gemm.kernel == FP8_LINEAR], sglang[sglang.kernel == FP8_LINEAR]
     if own.empty or card.fp8_flops is None:
-        return own.iloc[:0], ""
+        return _keep(own, {"no FP8 tensor cores": own.m < 0}, counts), ""
     launch = own.seconds[own.m <= 16].median()
     read_s = own.n * own.k * FP8_BYTES / card.memory_bandwidth
     roofline = np.maximum(2.0 * own.m * own.n * own.k / card.fp8_flops, read_s)
     other = other[(other.m < LONG_ROWS) & _cold(other.n * other.k * FP8_BYTES, card)]
-    own = own[(roofline > launch) & ((own.m >= LONG_ROWS) | other.empty)]
+    long_rows = (own.m >= LONG_ROWS) | other.empty
+    conditions = {"shorter than the host's launch": roofline > launch, "SGLang's rows in their place": long_rows}
+    own = _keep(own, conditions, counts)
     remark = f", fp8_block GEMMs below m = {LONG_ROWS} of SGLang" if len(other) else ", only long fp8_block GEMMs"
-    return _named("linear", pd.concat([own, other])), remark
+    return pd.concat([own, other]), remark
 
 
-def _attention(folder: Path, phase: str, **columns: str) -> pd.DataFrame:
+def _attention(folder: Path, phase: str, kernel: str, counts: Counts, **columns: str) -> pd.DataFrame:
     columns |= {"heads": "num_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
     columns |= {"dtype": "kv_cache_dtype", "window": "window_size"}
-    rows = _read(folder, f"attention/vllm/*/{phase}_attention", **columns)
+    rows = _named(kernel, _read(folder, f"attention/vllm/*/{phase}_attention", **columns))
     grouped = (rows.kv_heads <= 8) & (rows.heads >= 4)
-    return rows[grouped & (rows.window == 0) & (rows.head_dim == 128)].drop(columns="window")
+    kept = _keep(rows, {SHAPES: grouped & (rows.window == 0) & (rows.head_dim == 128)}, counts)
+    return kept.drop(columns="window")
 
 
-def _decode(folder: Path, card: Gpu) -> pd.DataFrame:
-    rows = _attention(folder, "generation", batch="batch_size", context="step")
+def _decode(folder: Path, card: Gpu, counts: Counts) -> pd.DataFrame:
+    kernel = "attention_decode"
+    rows = _attention(folder, "generation", kernel, counts, batch="batch_size", context="step")
     rows = rows.assign(context=rows.context + 1)  # a query reads its own key too
-    per_token = 2 * rows.kv_heads * rows.head_dim * np.where(rows.dtype == "fp8", FP8_BYTES, BF16_BYTES)
-    share = rows.batch * rows.context * per_token / card.l2_bytes
-    return _named("attention_decode", rows[(share > 1) | (share < 1 / 16)])  # little KV costs nothing, cached or not
+    element = np.where(rows.kernel == f"{kernel}.fp8", FP8_BYTES, BF16_BYTES)
+    share = rows.batch * rows.context * (2 * rows.kv_heads * rows.head_dim * element) / card.l2_bytes
+    # Little KV costs nothing, cached or not.
+    return _keep(rows, {"KV in the L2 cache": (share > 1) | (share < 1 / 16)}, counts)
 
 
-def _prefill(folder: Path) -> pd.DataFrame:
-    rows = _attention(folder, "context", chunks="batch_size", chunk="isl")
-    return _named("attention_prefill", rows[rows.chunks * rows.chunk <= LONGEST_STEP].assign(context=0))
+def _prefill(folder: Path, counts: Counts) -> pd.DataFrame:
+    rows = _attention(folder, "context", "attention_prefill", counts, chunks="batch_size", chunk="isl")
+    return _keep(rows, {SHAPES: rows.chunks * rows.chunk <= LONGEST_STEP}, counts).assign(context=0)
 
 
-def _moe(folder: Path) -> pd.DataFrame:
+def _moe(folder: Path, counts: Counts) -> pd.DataFrame:
     shape = {"tokens": "num_tokens", "experts": "num_experts", "top_k": "topk", "hidden": "hidden_size"}
     split = {"inner": "inter_size", "tp": "moe_tp_size", "ep": "moe_ep_size", "skew": "distribution"}
     rows = _read(folder, "moe/vllm/*/moe", dtype="moe_dtype", **shape, **split)
+    rows = _named("moe", rows[rows.dtype.isin(("bfloat16", "fp8_block"))])
     rows = rows.assign(inner=rows.inner // rows.tp, skew=rows["skew"].str.extract(r"power_law_([\d.]+)", expand=False))
-    known = rows.dtype.isin(("bfloat16", "fp8_block")) & rows["skew"].notna()
-    kept = rows[known & (rows.ep == 1) & (rows.inner >= LEAST_INNER)]
-    return _named("moe", kept.astype({"skew": float}).drop(columns=["tp", "ep"]))
+    conditions = {"balanced routing": rows["skew"].notna(), "expert parallelism": rows.ep == 1}
+    kept = _keep(rows, conditions | {SHAPES: rows.inner >= LEAST_INNER}, counts)
+    return kept.astype({"skew": float}).drop(columns=["tp", "ep"])
 
 
-def _all_reduce(folder: Path) -> pd.DataFrame:
+def _all_reduce(folder: Path, counts: Counts) -> pd.DataFrame:
     rows = _read(folder, "comm/vllm/*/custom_allreduce", gpus="num_gpus", bytes="message_size")
     rows = rows.assign(bytes=rows.bytes * BF16_BYTES, kernel="all_reduce")  # their sizes are in elements
-    return rows[rows.backend.str.endswith("graph") & (rows.bytes <= LARGEST_MESSAGE)]
+    graphed = rows.backend.str.endswith("graph")
+    return _keep(rows, {"outside of CUDA graphs": graphed, SHAPES: rows.bytes <= LARGEST_MESSAGE}, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +339,8 @@ def import_profile(card: Gpu, tables: Tables, trial: Trial | None = None) -> Pro
         hull=hull(tables.rows),
         date=date.today().isoformat(),
         notes=prior.notes | dict.fromkeys(free, f"{FITTED}{tables.source}"),
+        table_rows=tables.counts,
+        flat=tables.flat,
     )
     return imported if trial is None else imported.with_errors(*trial.error_parts)
 

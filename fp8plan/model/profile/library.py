@@ -43,6 +43,8 @@ class ProfileEntry(NamedTuple):
     kind: str
     source: str
     path: Path
+    table_rows: dict[str, dict[str, int]] | None  # this and `flat` as in Profile
+    flat: dict[str, str]
 
 
 def profiles_path() -> Path:
@@ -93,11 +95,11 @@ def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
     entries, folders = [], _folders(profiles_dir)
     for path in (path for folder in folders for path in sorted(folder.glob("*/*/profile.json"))):
         p = _read(path)
-        entries.append(ProfileEntry(p.gpu, p.engine, p.engine_version, p.kind, p.source, path))
+        entries.append(ProfileEntry(p.gpu, p.engine, p.engine_version, p.kind, p.source, path, p.table_rows, p.flat))
     sheet = folders[-1] / "datasheet.json"
     if sheet.is_file():
         source = parsed(sheet.read_text(encoding="utf-8"), str(sheet), Datasheet).source
-        entries.append(ProfileEntry("*", ENGINE, "*", "datasheet", source, sheet))
+        entries.append(ProfileEntry("*", ENGINE, "*", "datasheet", source, sheet, None, {}))
     return tuple(entries)
 
 

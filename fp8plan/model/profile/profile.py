@@ -27,6 +27,7 @@ CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
 KINDS = ("datasheet", "calibrated", "imported")
 ASSUMED = "not measured on this GPU: "  # start of the note on a coefficient that the datasheet profile lent
 FITTED = "fitted to "  # start of the note on a coefficient that was fitted to imported tables
+KEPT = "kept"  # the imported rows in `table_rows` that were not left out
 GPU_PACE, HOST_PACE = "gpu.pace", "host.pace"  # factors, 1.0, on all seconds of the GPU and on all of the host
 PACES = (GPU_PACE, HOST_PACE)
 PRECISION, LAYOUT = "precision.", "layout."
@@ -62,6 +63,8 @@ class Profile:
     date:            day of the measurement, ISO 8601
     notes:           coefficient -> source of its value
     tensor_parallel: the sizes whose rollouts are behind model_error
+    table_rows:      kernel -> KEPT, or the reason why it was left out -> rows of imported tables; None: not recorded
+    flat:            kernel whose time does not grow with its traffic -> its times, in words
     layers:          kernel -> shape ("NxK" of a GEMM, "EXPERTSxTOP_KxHIDDENxINNER") -> [rows, log(measured seconds /
                      seconds by the coefficients)]: layers that were timed themselves
     """
@@ -81,6 +84,8 @@ class Profile:
     notes: dict[str, str] = field(default_factory=dict)
     layers: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
     tensor_parallel: list[int] = field(default_factory=lambda: [1])
+    table_rows: dict[str, dict[str, int]] | None = None
+    flat: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if problem := _problem(self):

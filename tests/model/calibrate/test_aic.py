@@ -142,6 +142,42 @@ def test_all_reduces_are_those_in_graphs_in_bytes_of_the_newest_version(data: Pa
     assert read(data, "all_reduce").bytes.tolist() == [2048]  # their sizes are BF16 elements
 
 
+def test_rows_that_are_left_out_are_counted_by_their_reason(data: Path) -> None:
+    fast = [gemm("fp8_block", m, 8192, 8192, LAUNCH) for m in (1, 8, 16)] + [gemm("fp8_block", 4096, 8192, 8192, 0.4)]
+    others = [gemm("bfloat16", 1, 1024, 1024, 0.005), gemm("bfloat16", 1, 512, 4096, 0.005)]
+    unknown = gemm("nvfp4", 1, 4096, 4096, 0.01)
+    kept = gemm("bfloat16", 64, 4096, 4096, 0.02)
+    write(data, "h100_sxm/gemm/vllm/0.24.0/gemm", [kept, *others, *fast, unknown])
+    write(data, "h100_sxm/comm/vllm/0.24.0/custom_allreduce", [all_reduce(64), all_reduce(64, "vLLM_custom_eager")])
+    write(data, "h100_sxm/moe/vllm/0.24.0/moe", [moe("bfloat16", 16, "balanced", ep=2), moe("fp8", 16, "balanced")])
+    tables = read_tables(H100, data, "0.12.0")
+    assert tables.counts == {
+        "gemm.bf16": {"kept": 1, "sizes that no modelled engine runs": 1, "weights in the L2 cache": 1},
+        "linear.fp8_block": {"kept": 1, "shorter than the host's launch": 3},
+        "moe.bf16": {"kept": 0, "balanced routing": 1},  # the first reason of two
+        "all_reduce": {"kept": 1, "outside of CUDA graphs": 1},
+    }
+    assert tables.rows.kernel.value_counts().to_dict() == {k: x["kept"] for k, x in tables.counts.items() if x["kept"]}
+
+
+def test_a_table_that_was_timed_with_launch_gaps_is_flagged(data: Path) -> None:
+    sizes = [1024 * 2**i for i in range(5)]
+    rows = [gemm("fp8_block", m, n, 8192, LAUNCH * (1 + n / 1e6)) for m in (1, 16, 64) for n in sizes]
+    rows += [gemm("bfloat16", m, n, 8192, 0.003 + n * 8192 / 2e9) for m in (1, 16, 64) for n in sizes]
+    write(data, "h100_sxm/gemm/vllm/0.24.0/gemm", rows)
+    flat = read_tables(H100, data, "0.12.0").flat
+    assert flat == {"linear.fp8_block": "60 us with the least traffic, 60 with 4 times"}
+
+
+def test_the_imports_that_we_ship_say_what_they_left_out_and_which_of_their_tables_are_flat() -> None:
+    for gpu, flat in (("h100", ["linear.fp8_block"]), ("b200", ["linear.fp8_block"]), ("a100", [])):
+        (path,) = (profiles_path() / find_gpu(gpu).name).glob("vllm-0.[12]4.0/profile.json")
+        profile = Profile.from_json(path.read_text())
+        assert list(profile.flat) == flat
+        assert profile.table_rows is not None
+        assert all(counts["kept"] > 0 for counts in profile.table_rows.values())
+
+
 def test_a_gpu_without_tables_and_a_table_without_a_column_are_named(data: Path) -> None:
     assert importable(data) == (H100,)
     with pytest.raises(ConfigError, match="no vLLM tables of h20; it has: h100_sxm"):

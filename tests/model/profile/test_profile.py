@@ -170,7 +170,7 @@ def test_file_without_a_field_or_not_json(tmp_path: Path) -> None:
         ("date", None, "date is None; allowed: text"),
         ("model_error", float("nan"), "is not JSON: it holds NaN; allowed: finite numbers, or null"),
         ("schema_version", "2.0", r"has schema 2.0; this is fp8plan .*, which reads schema 1.x: type: pip inst"),
-        ("schema_version", "newest", "schema_version is 'newest'; allowed: text such as '1.0'"),
+        ("schema_version", "newest", "schema_version is 'newest'; allowed: text such as '1.1'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_to_the_entry(field: str, value: object, message: str) -> None:
@@ -190,7 +190,7 @@ def test_an_entry_of_the_datasheet_that_lacks_a_field_is_named(tmp_path: Path) -
 
 def test_a_later_version_of_the_same_schema_may_say_more_and_the_first_had_no_version() -> None:
     raw = json.loads(calibrated().to_json())
-    assert raw.pop("schema_version") == "1.0"
+    assert raw.pop("schema_version") == "1.1"
     for text in (json.dumps(raw), json.dumps(raw | {"schema_version": "1.7", "colour": {"r": [1]}})):
         assert Profile.from_json(text) == calibrated()
 
