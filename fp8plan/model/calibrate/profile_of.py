@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from math import isclose
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ from fp8plan.model.cost.attention import NARROW
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.library import RARE_PARTS, WIDE_HEADS, datasheet_profile, rare_parts, without_rare_parts
-from fp8plan.model.profile.profile import Profile, between, error_parts
+from fp8plan.model.profile.profile import PACES, Profile, between, error_parts
 from fp8plan.model.validate.records import read_records
 
 LINEARS = {"Qwen/Qwen3-14B": ("qkv_proj", "gate_up_proj", "down_proj"), "meta-llama/Llama-3.2-1B": ("down_proj",)}
@@ -129,19 +130,27 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         number, worst = never.get(timed.kernel, np.zeros(0)).size, float(np.max(np.abs(np.expm1(elsewhere))))
         before, after = _median(timed.errors(prior)), _median(timed.errors(fitted.profile))
         errors.append(KernelError(timed.kernel, timed.seconds.size, number, before, after, _median(elsewhere), worst))
+    whole = with_rare_parts(fitted.profile, rare, sheet)
     profile = replace(
-        with_rare_parts(fitted.profile, rare, sheet),
+        whole,
         kind="calibrated",
         source=_source(rows, powers, steps),
         residuals={kernel: robust_sd(values) for kernel, values in unseen.items()},
         hull=_hull(rows, steps),
         date=max(str(w.record.fields.get("date", ""))[:10] for w in steps) or datetime.now(UTC).date().isoformat(),
-        notes={},
+        notes=_unmoved(whole, sheet),
         layers=layer_residuals(rows[kept], card, fitted.profile),
         flat=flat_kernels(rows),
         tensor_parallel=sorted({size for size, whole in (w.record.limits.cut for w in steps) if not whole}),
     )
     return Calibration(profile.with_errors(*error_parts(total_error(steps, leaving_out))), tuple(errors))
+
+
+def _unmoved(fitted: Profile, sheet: Profile) -> dict[str, str]:
+    """The coefficients that no measurement moved -> the datasheet's source of their values."""
+    shared = fitted.coefficients.keys() & sheet.coefficients.keys() - {*PACES}
+    unmoved = (name for name in sorted(shared) if isclose(fitted.coefficients[name], sheet.coefficients[name]))
+    return {name: sheet.notes[name] for name in unmoved}
 
 
 def with_power(profile: Profile, steps: Sequence[Windows], known: Profile, kernels: pd.DataFrame) -> Profile:

@@ -36,6 +36,7 @@ def with_network(profile: Profile) -> Profile:
         profile,
         coefficients=profile.coefficients | {name: value for name, (value, _) in missing.items()},
         log_covariance=profile.log_covariance | {name: {name: sd**2} for name, (_, sd) in missing.items()},
+        notes=profile.notes | dict.fromkeys(missing, "assumed for all networks"),
     )
 
 

@@ -1,15 +1,15 @@
 """The grounds of a predicted time: the shares of it that are measured, imported, extrapolated, or theory.
 
 Each component of a step is split over its coefficients, in proportion to the derivatives by their logs. Coefficients
-with the datasheet's value are theory. The others are measured or imported, as the profile is. They count as
-extrapolated in a step that has a quantity outside of the range that was measured for the component's kernels.
+with the datasheet's value are theory, by the profile's notes. The others are measured or imported, as the profile is.
+They count as extrapolated in a step that has a quantity outside of the range that was measured for the component's
+kernels. Observed rollouts change paces and values, but not the grounds.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +17,6 @@ import numpy as np
 from fp8plan.model.architecture import Linear
 from fp8plan.model.cost.base import QUANTITIES, Array, Component, Cost, StepBatch
 from fp8plan.model.cost.power import Engine
-from fp8plan.model.profile.library import datasheet_facts
 from fp8plan.model.profile.profile import FITTED, Profile
 
 UNSEEN = ("extrapolated", "theory")
@@ -25,8 +24,7 @@ GROUNDS = ("measured", "imported", *UNSEEN)
 # A time is called extrapolated if a larger share of it is extrapolated or theory. Of 71 rollouts that no fit has seen
 # (families/held_out.jsonl of the H200's profile) 14 are. Their mean error is 4.0%, and that of the others 2.6%.
 MOST_UNSEEN = 0.1
-# Factors on the seconds of a whole GPU or host. They are no parts of a time.
-FACTORS = ("clock.", "memory.", "power.", "gpu.pace", "host.pace")
+FACTORS = ("clock.", "memory.", "power.")  # starts of coefficients that slow a whole GPU, as paces do
 OF_LAYERS = ("n", "k")  # quantities of linear layers, which count below their range too
 WITH_RANGES = ("attention", "gemm", "sampling")  # components whose kernels have ranges; other ranges are of all
 
@@ -131,24 +129,18 @@ def _theory(cost: Cost, model: Profiled) -> Array:
     """The share of a cost that coefficients with the datasheet's value make up, of the shape of its seconds."""
     if model.profile.hull is None:
         return np.ones_like(cost.seconds)
-    parts = {name: np.abs(partial) for name, partial in cost.partials.items() if not name.startswith(FACTORS)}
-    lent = _lent(parts, model)
+    parts = {name: np.abs(partial) for name, partial in cost.partials.items() if not _is_factor(name)}
+    notes = {name: model.profile.notes.get(name, FITTED) for name in parts}
+    lent = [name for name, note in notes.items() if not note.startswith(FITTED)]
     if not lent:
         return np.zeros_like(cost.seconds)
     total = sum(parts.values(), np.zeros_like(cost.seconds))
     return np.asarray(sum(parts[name] for name in lent) / np.where(total > 0, total, 1.0))
 
 
-def _lent(names: Collection[str], model: Profiled) -> list[str]:
-    """The coefficients with the datasheet's value, by the profile's notes; a calibrated profile has none on its own."""
-    profile, sheet = model.profile, datasheet_facts(model.gpu)
-
-    def lent(name: str) -> bool:
-        if note := profile.notes.get(name):
-            return not note.startswith(FITTED)
-        return name in sheet and math.isclose(sheet[name].value, profile.coefficients[name])
-
-    return [name for name in names if lent(name)]
+def _is_factor(name: str) -> bool:
+    """True for a coefficient on all seconds of a GPU, host, precision or layout, which is no part of a time."""
+    return name.startswith(FACTORS) or name.endswith(".pace")
 
 
 def _outside(component: str, model: Profiled, outside: list[Excess], steps: int) -> Array:
@@ -157,8 +149,8 @@ def _outside(component: str, model: Profiled, outside: list[Excess], steps: int)
     A linear layer's share of a GEMM's seconds is taken as that of its weights. Without a measurement of the layout,
     all-reduces and the host are extrapolated, and experts that are shared out whole.
     """
-    whole_experts = model.limits.expert_ranks > 1
-    unmeasured = model.profile.layout_error(*model.limits.cut) > 0
+    size, whole_experts = model.limits.cut
+    unmeasured = whole_experts or size not in model.profile.tensor_parallel
     if (component in ("collective", "host") and unmeasured) or (component == "moe" and whole_experts):
         return np.ones(steps)
     shares = np.zeros(steps)

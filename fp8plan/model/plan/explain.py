@@ -379,7 +379,7 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
         source = "times come from the GPU's datasheet and generic efficiencies"
         return [f"Uncalibrated: {source}, so trust the order of magnitude and the direction."]
     sentences = []
-    if any(c.extrapolated and not profile.layout_error(*c.cut) and _outside(c) for c in choices):
+    if any(c.extrapolated and _outside(c, profile) for c in choices):
         ranges = f" ({'; '.join(timed.extrapolated)})" if timed.extrapolated else ""
         sentences.append(
             f"Part of this workload lies outside of what the profile {profile.label} was measured for{ranges}."
@@ -399,8 +399,10 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
     return sentences
 
 
-def _outside(choice: Choice) -> bool:
-    """True if shapes outside of the measured ranges take part of a choice's time, or if its grounds are not known."""
+def _outside(choice: Choice, profile: Profile) -> bool:
+    """True if shapes outside of the measured ranges take much of a choice's time, or if its grounds are not known."""
+    if choice.expert_parallel or choice.tensor_parallel not in profile.tensor_parallel:
+        return False
     return not choice.rests_on or choice.rests_on["shares"].get("extrapolated", 0.0) > MOST_UNSEEN
 
 

@@ -163,15 +163,20 @@ def datasheet_profile(gpu: Gpu, engine_version: str = DEFAULT_VERSION, profiles_
     are listed per architecture. An unlisted one, such as 8.6, has the kernels of the nearest earlier one of its
     generation. A CPU has nothing in common with GPUs.
     """
-    sheet = _sheet(profiles_dir)
-    parts, facts = _parts(sheet, gpu), datasheet_facts(gpu, profiles_dir)
+    path = (profiles_dir or profiles_path()) / "datasheet.json"
+    if not path.is_file():
+        raise ProfileError(f"{path} is missing: reinstall fp8plan")
+    sheet = _datasheet(path, path.stat().st_mtime_ns)
+    common = Coefficients() if gpu.is_cpu else sheet.common
+    own = sheet.by_architecture.get(_listed(gpu, sheet.by_architecture), Coefficients())
+    facts = common.coefficients | own.coefficients
     return Profile(
         gpu=gpu.name,
         engine=ENGINE,
         engine_version=engine_version,
         kind="datasheet",
         source=sheet.source,
-        kernel_backends=parts[0].kernel_backends | parts[1].kernel_backends,
+        kernel_backends=common.kernel_backends | own.kernel_backends,
         coefficients={name: fact.value for name, fact in facts.items()},
         log_covariance=_alike({name: fact.log_sd for name, fact in facts.items()}),
         residuals=sheet.residuals,
@@ -190,25 +195,6 @@ def _alike(sds: Mapping[str, float]) -> dict[str, dict[str, float]]:
     for name in sds:
         kinds.setdefault(".".join(part for part in name.split(".") if part not in DTYPES), []).append(name)
     return {a: {b: sds[a] * sds[b] for b in alike} for alike in kinds.values() for a in alike}
-
-
-def datasheet_facts(gpu: Gpu, profiles_dir: Path | None = None) -> dict[str, Fact]:
-    """The coefficients of the datasheet profile of one GPU."""
-    common, own = _parts(_sheet(profiles_dir), gpu)
-    return common.coefficients | own.coefficients
-
-
-def _sheet(profiles_dir: Path | None) -> Datasheet:
-    path = (profiles_dir or profiles_path()) / "datasheet.json"
-    if not path.is_file():
-        raise ProfileError(f"{path} is missing: reinstall fp8plan")
-    return _datasheet(path, path.stat().st_mtime_ns)
-
-
-def _parts(sheet: Datasheet, gpu: Gpu) -> tuple[Coefficients, Coefficients]:
-    """The coefficients of all GPUs, and those of the GPU's architecture."""
-    common = Coefficients() if gpu.is_cpu else sheet.common
-    return common, sheet.by_architecture.get(_listed(gpu, sheet.by_architecture), Coefficients())
 
 
 def _listed(gpu: Gpu, architectures: Iterable[str]) -> str:

@@ -17,9 +17,10 @@ from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.precision import PRESETS, precision
 from fp8plan.model.profile.library import datasheet_profile, load_profile
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import GPU_PACE, HOST_PACE, Profile, layout_pace, precision_pace
 
 H200 = find_gpu("h200")
 DENSE, EXPERTS = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"
@@ -71,8 +72,8 @@ def test_the_shares_of_all_kernels_add_up_to_the_whole(
 def test_a_datasheet_is_theory_alone_and_a_measured_range_is_not() -> None:
     assert grounds(decoding([8]), SHEET)["shares"] == pytest.approx({"theory": 1})
     assert grounds(decoding([8]))["shares"] == pytest.approx({"measured": 1})
-    relabelled = replace(SHEET, kind="calibrated", notes={}, hull={"gemm": {"m": (1, 512)}})
-    assert grounds(decoding([8]), relabelled)["shares"] == pytest.approx({"theory": 1})  # its values say so
+    relabelled = replace(SHEET, kind="calibrated", hull={"gemm": {"m": (1, 512)}})
+    assert grounds(decoding([8]), relabelled)["shares"] == pytest.approx({"theory": 1})  # its notes say so
 
 
 def test_only_the_steps_beyond_the_range_are_extrapolated_and_only_in_the_kernel_that_it_is_of() -> None:
@@ -121,3 +122,29 @@ def test_an_unmeasured_layout_leaves_all_reduces_and_experts_that_are_shared_out
     assert set(found["attention"]) == {"measured"}
     sliced = grounds(decoding([64]), name=EXPERTS, tensor_parallel_size=2)["kernels"]
     assert set(sliced["moe"]) == {"measured"}
+
+
+@pytest.mark.parametrize(("gpu", "size"), [("h200", 1), ("h200", 2), ("h100", 1), ("a100", 2), ("b300", 1)])
+def test_observed_rollouts_do_not_change_the_grounds(gpu: str, size: int) -> None:
+    """A layout's pace covers its all-reduces and its host as a whole, but nobody measured them."""
+    profile = load_profile(find_gpu(gpu))[0]
+
+    def known(corrected: Profile) -> dict[str, dict[str, Any]]:
+        return grounds(decoding([8, 64]), corrected, gpu=gpu, tensor_parallel_size=size)
+
+    before = known(profile)
+    paces = dict.fromkeys((GPU_PACE, HOST_PACE, precision_pace("bf16"), layout_pace(size)), 0.3)
+    paced = known(Anchor(paces, (), ()).applied(profile))
+    assert paced["shares"] == pytest.approx(before["shares"])
+    assert paced["kernels"].keys() == before["kernels"].keys()
+    for name, part in paced["kernels"].items():
+        assert part == pytest.approx(before["kernels"][name])
+    every = known(Anchor(paces | dict.fromkeys(profile.log_covariance, -0.1), (), ()).applied(profile))
+    assert {name: set(part) for name, part in every["kernels"].items()} == {
+        name: set(part) for name, part in before["kernels"].items()
+    }
+
+
+def test_an_assumed_network_is_theory() -> None:
+    found = grounds(decoding([64]), load_profile(find_gpu("h100"))[0], gpu="h100", tensor_parallel_size=16)
+    assert found["kernels"]["collective"]["theory"] > 0
