@@ -400,10 +400,14 @@ def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> lis
 
 
 def _outside(choice: Choice, profile: Profile) -> bool:
-    """True if shapes outside of the measured ranges take much of a choice's time, or if its grounds are not known."""
+    """True if kernels or shapes outside of the measurements take much of an extrapolated choice's time.
+
+    The datasheet lends every import some kernels, which `_grounds` names.
+    """
     if choice.expert_parallel or choice.tensor_parallel not in profile.tensor_parallel:
         return False
-    return not choice.rests_on or choice.rests_on["shares"].get("extrapolated", 0.0) > MOST_UNSEEN
+    beyond = choice.rests_on.get("shares", {}).get("extrapolated", 0.0) > MOST_UNSEEN
+    return beyond or not choice.rests_on or profile.kind == "calibrated"
 
 
 def _estimated(choices: Sequence[Choice], profile: Profile) -> list[str]:

@@ -271,9 +271,18 @@ def test_the_grounds_of_the_chosen_time_are_named_with_the_parts_that_were_not_m
         "The time rests on: 92% measured, 6% extrapolated (attention over the KV cache), 2% theory (sampling)."
     ]
     assert not any("rests on" in sentence for sentence in reasons(row("bf16", 100)))  # a plan of schema 1.2
-    assert len(reasons(row("bf16", 100, rests_on=RESTS_ON, extrapolated=True))) == 2  # theory is not outside
-    more = {**RESTS_ON, "shares": {"extrapolated": 0.2}}
-    assert "Part of this workload" in reasons(row("bf16", 100, rests_on=more, extrapolated=True))[-1]
+
+
+def test_theory_is_outside_of_a_calibration_and_a_part_of_every_import() -> None:
+    imported = replace(MEASURED, kind="imported")
+    for shares, profile, outside in (
+        ({"extrapolated": 0.2}, MEASURED, True),
+        ({"theory": 0.2}, MEASURED, True),
+        ({"extrapolated": 0.2}, imported, True),
+        ({"theory": 0.2}, imported, False),
+    ):
+        said = reasons(row("bf16", 100, rests_on={"shares": shares, "kernels": {}}, extrapolated=True), profile=profile)
+        assert any("Part of this workload" in sentence for sentence in said) == outside
 
 
 def test_risk_and_correction_are_passed_on_as_sentences() -> None:
