@@ -85,6 +85,9 @@ def test_the_profile_says_what_it_is(found: Calibration) -> None:
     assert profile.date == "2026-11-21"
     assert profile.source == ("66 timings of 2 kernels and 4 rollouts of 3 engines, measured on GPU-synthetic")
     assert Profile.from_json(profile.to_json()) == profile
+    untimed = "attention.fp8.decode_bandwidth_efficiency"  # all runs are in BF16
+    assert profile.notes[untimed] == PRIOR.notes[untimed]
+    assert not profile.notes.keys() & {"gemm.bf16.launch_seconds", "host.step_seconds", *PACES}
 
 
 def test_layers_that_were_fitted_are_kept_as_they_were_timed_and_held_out_ones_are_not(
