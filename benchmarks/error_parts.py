@@ -2,13 +2,14 @@
 
     python -m benchmarks.error_parts
 
-The error of a makespan is e = log(predicted / measured). It has a part of the GPU and the model, which all precisions
-share, a part of the precision, a part of the workload, and the rest. The mean of e1 * e2 over pairs of rollouts of one
-model estimates the variance of the parts that the two have in common. Each model counts the same. A speed-up's error
-has the parts of the precision and the rest of both its rollouts.
+The error of a makespan is e = log(predicted / measured). It has parts of the GPU and of the model, which all precisions
+share, a part of the precision, a part of the workload, and the rest. The mean of e1 * e2 over pairs of rollouts
+estimates the variance of the parts that the two have in common. Each model, or pair of models, counts the same.
+A speed-up's error has the parts of the precision and the rest of both its rollouts.
 
 `gpu.pace` and `host.pace` of the datasheet profile, its model_error, SHARED_VARIANCE and the imported profiles'
-OWN_ERROR are chosen by these figures. Rollouts with a slow host are left out, and repeats of a cell count once.
+OWN_ERROR are chosen by these figures, and so are MODEL_SHARE, WORKLOAD_SD and REST_SD of an anchor. Rollouts with a
+slow host are left out, and repeats of a cell count once.
 """
 
 from __future__ import annotations
@@ -84,6 +85,14 @@ def in_common(models: Sequence[Sequence[Cell]], alike: Callable[[Cell, Cell], bo
     return float(np.mean([float(np.mean(pairs)) for pairs in products if pairs] or [0.0]))
 
 
+def across(models: Sequence[Sequence[Cell]]) -> float:
+    """The mean product of the errors of pairs of cells of two models, in different precisions."""
+    products = [
+        [a.error * b.error for a in x for b in y if a.precision != b.precision] for x, y in combinations(models, 2)
+    ]
+    return float(np.mean([float(np.mean(pairs)) for pairs in products if pairs] or [0.0]))
+
+
 def parts(every: Sequence[Cell]) -> dict[str, float]:
     """Part of the error -> its standard deviation."""
     models = by_model(every)
@@ -92,7 +101,15 @@ def parts(every: Sequence[Cell]) -> dict[str, float]:
     workload = in_common(models, lambda a, b: a.record.group == b.record.group and a.precision != b.precision) - model
     precision = in_common(models, lambda a, b: a.record.group != b.record.group and a.precision == b.precision) - model
     rest = total - model - workload - precision
-    variances = {"total": total, "model": model, "workload": workload, "precision": precision, "rest": rest}
+    gpu = across(models)
+    variances = {
+        "total": total,
+        "GPU": gpu,
+        "model": model - max(gpu, 0.0),
+        "workload": workload,
+        "precision": precision,
+        "rest": rest,
+    }
     return {name: float(np.sqrt(max(variance, 0.0))) for name, variance in variances.items()}
 
 
@@ -133,7 +150,7 @@ def held(rows: NDArray[np.float64]) -> str:
 
 def main() -> None:
     """Print a row for each kind of profile and each GPU with measured rollouts."""
-    columns = ["profile, GPU", "cells, models", "total", "model", "workload", "precision", "rest"]
+    columns = ["profile, GPU", "cells, models", "total", "GPU", "model", "workload", "precision", "rest"]
     columns += ["makespans held, half-width", "speed-ups", "sd of their error", "held, half-width"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for gpu, kind in (("h200", "calibrated"), ("cpu", "calibrated"), ("h100", "imported")):

@@ -52,11 +52,11 @@ REST_SD = 0.02  # sd of the error of one rollout
 HOST_SD = 0.3  # sd of the log of a host's pace; CPUs differ more than one GPU from the next
 MODEL_SHARE = 0.4  # the model's share in the variance of a pace
 DEGREES = 4  # degrees of freedom of Student's t
-ROUNDS = 12  # linearisations; the estimate moves by less than 1e-4 after half of them
+ROUNDS = 30  # most linearisations
+SETTLED = 1e-4  # move of the log times at which no further linearisation is made
+REWEIGHTINGS = 500  # most of them for each linearisation
 LEAST = 1e-6  # least number that an anchor keeps
 MOST = 8  # last rollouts of one engine that are used
-
-
 ODD = 0.3  # weight below which a rollout is named as an outlier
 NAMED = 0.005  # least change of a part that is named
 PARTS = {
@@ -233,6 +233,7 @@ def anchored(profile: Profile, shape: ModelShape, engine_version: str, records: 
     seconds, count = np.log([record.seconds for record in latest]), len(latest)
     bare = replace(base, log_covariance={})  # the steps below need no intervals
     shifts, weights = np.zeros((count, len(common.names))), np.ones(count)
+    left = np.full(count, math.inf)
     for _ in range(ROUNDS):
         rollouts = [
             _predicted(each, _shifted(bare, common.names, shift)) for each, shift in zip(alone, shifts, strict=True)
@@ -240,11 +241,17 @@ def anchored(profile: Profile, shape: ModelShape, engine_version: str, records: 
         slopes = np.array([[x.log_gradient.get(name, 0.0) for name in common.names] for x in rollouts])
         gaps = seconds - np.log([x.makespan_s for x in rollouts]) + (slopes * shifts).sum(axis=1)
         noise = WORKLOAD_SD**2 + REST_SD**2 + np.square([x.sampling_sd for x in rollouts])
-        spread = common.spread(slopes) + np.diag(noise / weights)
-        pulls = np.linalg.solve(spread, gaps)
+        in_common, last = common.spread(slopes), left
+        for _ in range(REWEIGHTINGS):
+            spread = in_common + np.diag(noise / weights)
+            pulls = np.linalg.solve(spread, gaps)
+            left = noise / weights * pulls
+            weights, before = (DEGREES + 1) / (DEGREES + left**2 / noise), weights
+            if np.allclose(weights, before, rtol=1e-9):
+                break
         shifts = np.array([common.with_coefficients(model, slopes).T @ pulls for model in models])
-        left = noise / weights * pulls
-        weights = (DEGREES + 1) / (DEGREES + left**2 / noise)
+        if np.allclose(left, last, rtol=0.0, atol=SETTLED):
+            break
     moved = common.with_coefficients(shape, slopes).T
     values, vectors = np.linalg.eigh(spread)
     return Anchor(
