@@ -13,34 +13,23 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from benchmarks.error_parts import Cell, by_model, cells
+from benchmarks.error_parts import Cell, Ratio, by_model, cells, gains, makespan, summary
 from benchmarks.tables.markdown import table as markdown
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.anchor import anchored
-from fp8plan.model.plan.choice import speed_up, timed
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.rollout import Rollout, rollout
-from fp8plan.model.validate.validate import simulated
+from fp8plan.model.rollout import rollout
 
 RESULTS = Path(__file__).parent / "results" / "anchored.jsonl"
 VERSIONS = {"h200": "0.26.0", "h100": "0.26.0", "cpu": "0.30.0"}
 NONE, OTHER, OWN, TWO = "none", "BF16 of another model", "BF16 of the model", "BF16 and FP8 of the model"
 WAYS = 3  # anchors for each target and scenario
-
-
-class Ratio(NamedTuple):
-    """The logs of a measured value, and of the ends of its interval, less that of the prediction; and its size."""
-
-    error: float
-    low: float
-    high: float
-    points: float  # 100 times the difference of a speed-up, or of a time as a share of the measured
 
 
 def anchors(scenario: str, target: Sequence[Cell], every: Sequence[Cell]) -> Iterator[list[Cell]]:
@@ -69,9 +58,8 @@ def _spread(cells: Sequence[Cell]) -> list[Cell]:
 
 def predictions(every: Sequence[Cell], profile: Profile, scenario: str) -> tuple[list[Ratio], list[Ratio]]:
     """The makespans and the speed-ups of all targets, by the profile with the scenario's anchors."""
-    makespans, gains = list[Ratio](), list[Ratio]()
+    makespans, speed_ups = list[Ratio](), list[Ratio]()
     corrected: dict[tuple[str, tuple[int, ...]], Profile] = {}
-    alone = {id(cell): simulated(cell.record, profile) for cell in every}
     for model in by_model(every):
         name = model[0].record.fields["model"]
         for group in dict.fromkeys(cell.record.group for cell in model):
@@ -82,11 +70,11 @@ def predictions(every: Sequence[Cell], profile: Profile, scenario: str) -> tuple
                     corrected[key] = _corrected(profile, name, used)
                 now = [
                     rollout(s.schedules, replace(s.model, profile=corrected[key]))
-                    for s in (alone[id(cell)] for cell in target)
+                    for s in (cell.simulated for cell in target)
                 ]
-                makespans += [_makespan(cell, made) for cell, made in zip(target, now, strict=True)]
-                gains += _gains(target, now, corrected[key])
-    return makespans, gains
+                makespans += [makespan(cell, made) for cell, made in zip(target, now, strict=True)]
+                speed_ups += gains(target, now, corrected[key])
+    return makespans, speed_ups
 
 
 def _corrected(profile: Profile, model: str, used: Sequence[Cell]) -> Profile:
@@ -97,35 +85,6 @@ def _corrected(profile: Profile, model: str, used: Sequence[Cell]) -> Profile:
     return anchored(profile, ModelShape.from_hf(model), version, records).applied(profile)
 
 
-def _makespan(cell: Cell, made: Rollout) -> Ratio:
-    ends = np.log(np.array([cell.seconds, made.makespan_low_s, made.makespan_high_s]) / made.makespan_s).tolist()
-    return Ratio(*ends, 100 * abs(made.makespan_s / cell.seconds - 1))
-
-
-def _gains(target: Sequence[Cell], made: Sequence[Rollout], profile: Profile) -> list[Ratio]:
-    """The speed-ups over the target's BF16, if it was measured."""
-    pairs = list(zip(target, made, strict=True))
-    gains = []
-    for slow, baseline in [pair for pair in pairs if pair[0].precision == "bf16"][:1]:
-        for fast, other in (pair for pair in pairs if pair[0].precision != "bf16"):
-            gain = speed_up(*(timed(x, slow.record.limits.cut) for x in (baseline, other)), profile)
-            measured = slow.seconds / fast.seconds
-            ends = [float(np.log((end or 0.0) / gain.ratio)) for end in (measured, gain.low, gain.high)]
-            gains.append(Ratio(*ends, 100 * abs(measured - gain.ratio)))
-    return gains
-
-
-def summary(ratios: Sequence[Ratio]) -> dict[str, float]:
-    error, low, high, points = np.array(ratios).T
-    return {
-        "number": len(ratios),
-        "points": float(np.mean(points)),
-        "rms": float(np.sqrt(np.mean(error**2))),
-        "held": float(np.mean((low <= error) & (error <= high))),
-        "half_width": float(np.median((np.exp(high) - np.exp(low)) / 2)),
-    }
-
-
 def measured() -> Iterator[dict[str, Any]]:
     """A row for each GPU, profile and scenario."""
     for gpu, version in VERSIONS.items():
@@ -133,9 +92,9 @@ def measured() -> Iterator[dict[str, Any]]:
         for profile in (own, datasheet_profile(find_gpu(gpu), version)):
             every = cells(gpu, profile)
             for scenario in (NONE, OTHER, OWN, TWO):
-                makespans, gains = predictions(every, profile, scenario)
+                makespans, speed_ups = predictions(every, profile, scenario)
                 row = {"gpu": gpu, "profile": profile.kind, "engine_version": version, "anchor": scenario}
-                yield row | {"makespan": summary(makespans), "speedup": summary(gains)}
+                yield row | {"makespan": summary(makespans), "speedup": summary(speed_ups)}
 
 
 def table() -> str:

@@ -20,13 +20,12 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.choice import speed_up, timed
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.rollout import Rollout
+from fp8plan.model.rollout import Rollout, Simulated
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import cell_of, simulated
 
@@ -45,8 +44,12 @@ class Cell(NamedTuple):
     """One model, workload, precision and KV cache. seconds: the median of its repeats"""
 
     record: Record
-    rollout: Rollout
+    simulated: Simulated
     seconds: float
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.simulated.rollout
 
     @property
     def precision(self) -> str:
@@ -55,6 +58,15 @@ class Cell(NamedTuple):
     @property
     def error(self) -> float:
         return float(np.log(self.rollout.makespan_s / self.seconds))
+
+
+class Ratio(NamedTuple):
+    """The logs of a measured value, and of the ends of its interval, less that of the prediction; and its size."""
+
+    error: float
+    low: float
+    high: float
+    points: float  # 100 times the difference of a speed-up, or of a time as a share of the measured
 
 
 def cells(gpu: str, profile: Profile) -> list[Cell]:
@@ -67,7 +79,7 @@ def cells(gpu: str, profile: Profile) -> list[Cell]:
             if slowdown < SLOW_HOST * float(np.median(slowdowns)):
                 repeats[cell_of(record.fields | {"group": record.group})].append(record)
     return [
-        Cell(same[0], simulated(same[0], profile).rollout, float(np.median([record.seconds for record in same])))
+        Cell(same[0], simulated(same[0], profile), float(np.median([record.seconds for record in same])))
         for same in repeats.values()
     ]
 
@@ -113,39 +125,49 @@ def parts(every: Sequence[Cell]) -> dict[str, float]:
     return {name: float(np.sqrt(max(variance, 0.0))) for name, variance in variances.items()}
 
 
-def speed_ups(every: Sequence[Cell], profile: Profile) -> NDArray[np.float64]:
-    """The log error of each speed-up over BF16, and the ends of its interval, in logs from the prediction: (n, 3)."""
-    rows, groups = list[tuple[float, ...]](), dict[str, list[Cell]]()
-    for cell in every:
-        groups.setdefault(cell.record.group, []).append(cell)
-    for group in groups.values():
-        for bf16 in [cell for cell in group if cell.precision == "bf16"][:1]:
-            for other in (cell for cell in group if cell.precision != "bf16"):
-                baseline, faster = (timed(cell.rollout, cell.record.limits.cut) for cell in (bf16, other))
-                gain = speed_up(baseline, faster, profile)
-                ends = (float(np.log((end or 0.0) / gain.ratio)) for end in (gain.low, gain.high))
-                rows.append((other.error - bf16.error, *ends))
-    return np.array(rows)
+def makespan(cell: Cell, made: Rollout) -> Ratio:
+    """The cell's time and that of its rollout by some profile."""
+    ends = np.log(np.array([cell.seconds, made.makespan_low_s, made.makespan_high_s]) / made.makespan_s).tolist()
+    return Ratio(*ends, 100 * abs(made.makespan_s / cell.seconds - 1))
+
+
+def gains(target: Sequence[Cell], made: Sequence[Rollout], profile: Profile) -> list[Ratio]:
+    """The speed-ups of one workload over its BF16, if that was measured. made: the cells' rollouts by the profile"""
+    pairs, ratios = list(zip(target, made, strict=True)), []
+    for slow, baseline in [pair for pair in pairs if pair[0].precision == "bf16"][:1]:
+        for fast, other in (pair for pair in pairs if pair[0].precision != "bf16"):
+            gain = speed_up(*(timed(x, slow.record.limits.cut) for x in (baseline, other)), profile)
+            measured = slow.seconds / fast.seconds
+            ends = [float(np.log((end or 0.0) / gain.ratio)) for end in (measured, gain.low, gain.high)]
+            ratios.append(Ratio(*ends, 100 * abs(measured - gain.ratio)))
+    return ratios
+
+
+def summary(ratios: Sequence[Ratio]) -> dict[str, float]:
+    """The number of the ratios, their mean error in points and in logs, the share that is held, and its half-width."""
+    error, low, high, points = np.array(ratios).T
+    return {
+        "number": len(ratios),
+        "points": float(np.mean(points)),
+        "rms": float(np.sqrt(np.mean(error**2))),
+        "held": float(np.mean((low <= error) & (error <= high))),
+        "half_width": float(np.median((np.exp(high) - np.exp(low)) / 2)),
+    }
 
 
 def row(label: str, gpu: str, profile: Profile) -> str:
-    every = cells(gpu, profile)
-    ends = [np.log([x.rollout.makespan_low_s, x.rollout.makespan_high_s]) - np.log(x.rollout.makespan_s) for x in every]
-    makespans = np.array([(-cell.error, *low_high) for cell, low_high in zip(every, ends, strict=True)])
-    gains = speed_ups(every, profile)
+    every, groups = cells(gpu, profile), dict[str, list[Cell]]()
+    for cell in every:
+        groups.setdefault(cell.record.group, []).append(cell)
+    speed_ups = [gain for own in groups.values() for gain in gains(own, [cell.rollout for cell in own], profile)]
+    times, ratios = (summary(x) for x in ([makespan(cell, cell.rollout) for cell in every], speed_ups))
     sds = " | ".join(f"{sd:.1%}" for sd in parts(every).values())
-    error = np.std(gains[:, 0])
+    error = np.std([gain.error for gain in speed_ups])
+    held = [f"{x['held']:.0%}, {x['half_width']:.1%}" for x in (times, ratios)]
     return (
-        f"| {label}, {gpu} | {len(every)}, {len(by_model(every))} | {sds} | {held(makespans)} | {len(gains)} "
-        f"| {error:.1%} | {held(gains)} |"
+        f"| {label}, {gpu} | {len(every)}, {len(by_model(every))} | {sds} | {held[0]} | {len(speed_ups)} "
+        f"| {error:.1%} | {held[1]} |"
     )
-
-
-def held(rows: NDArray[np.float64]) -> str:
-    """The share of the rows (error, low, high) inside their interval, and the median half-width."""
-    error, low, high = rows.T
-    inside, half = (low <= error) & (error <= high), (np.exp(high) - np.exp(low)) / 2
-    return f"{np.mean(inside):.0%}, {np.median(half):.1%}"
 
 
 def main() -> None:

@@ -187,7 +187,8 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     low = max(low, min(_least_seconds(plan, batch, model), makespan))
     ends: FloatArray = start + np.cumsum(seconds[slowest], dtype=np.float64)
     tail = _tail_rows(plan, model.limits.max_num_seqs)
-    breakdown = {name: part * weights for name, part in steps.breakdown().items()}
+    once = {name: part * plan.weights for name, part in steps.breakdown().items()}
+    breakdown = {name: part * pace for name, part in once.items()}
     breakdown["host"][0] += start
     gradient = steps.gradient(weights) | dict.fromkeys(model.paces, makespan)
     for name, partial in starting.partials.items():
@@ -215,7 +216,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         log_gradient={name: value / makespan for name, value in gradient.items()},
         simulated=plan.sampled.requests / sum(p.requests for p in replicas) if plan.sampled else 1.0,
         sampling_sd=sampling,
-        rests_on=steps.rests_on(batch, plan.weights, starting),
+        rests_on=steps.rests_on(batch, once, starting),
     )
 
 

@@ -82,9 +82,8 @@ class ServerEngine:
     """The engine of a server, with the part of RolloutEngine that a Monitor and a trainer use.
 
     launch:    the plan that runs
-    anchor:    the plan's, for the guard
-    guard:     compares rollouts with the prediction; None in all processes but the first, or without a profile
-               (`guard_off` says why)
+    guard:     compares rollouts with the prediction, corrected by the plan's anchor; None in all processes but the
+               first, or without a profile (`guard_off` says why)
     """
 
     def __init__(self, launched: Launch, served: Served, client: PlannedClient | None, anchor: Anchor | None) -> None:

@@ -6,7 +6,7 @@ and sampling are evaluated per step. No loop runs over steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -267,14 +267,14 @@ class TimedSteps:
         parts["host"] = self.seconds() - sum(parts.values(), np.zeros(1))
         return parts
 
-    def rests_on(self, batch: StepBatch, weights: Array, start: Cost) -> dict[str, dict[str, Any]]:
-        """The grounds of sum(weights * seconds) and `start`, the result of `start_cost`, as in `grounds.rests_on`.
+    def rests_on(self, batch: StepBatch, seconds: Mapping[str, Array], start: Cost) -> dict[str, dict[str, Any]]:
+        """The grounds of all steps and `start`, the result of `start_cost`, as in `grounds.rests_on`.
 
-        batch: the work of these steps
+        batch:   the work of these steps
+        seconds: component -> seconds of each step, the result of `breakdown`, times the number of times that it runs
         """
-        seconds = self.breakdown()
         host = Component("host", self.scheduling + self.launching, None)
-        parts = [(part, seconds[part.name] * weights) for part in (*self.components, host)]
+        parts = [(part, seconds[part.name]) for part in (*self.components, host)]
         return rests_on(parts, start, self.model, batch)
 
     def interval(self, weights: Array, z: float) -> tuple[float, float]:

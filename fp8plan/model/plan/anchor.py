@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.choice import Choice
+from fp8plan.model.plan.choice import Choice, SpeedUp, speed_up, timed
 from fp8plan.model.precision import PRESETS, STORED_PRESETS
 from fp8plan.model.profile.library import with_kernels
 from fp8plan.model.profile.profile import (
@@ -126,21 +126,23 @@ class Anchor:
         rollouts:         one for each choice by the corrected profile, None if it cannot run
         """
         picked = choices[chosen]
-        beside = [i for i, c in enumerate(choices) if c.layout == picked.layout and rollouts[i] is not None]
-        slopes = {choices[i].precision: rollouts[i].log_gradient for i in beside}  # type: ignore[union-attr]
-        own, cut = slopes[picked.precision], picked.cut
-        before, now = (_half(_variance(profile, own, cut)) for profile in (alone, corrected))
-        changes = f"They change the time of {picked.precision} by {_changes(self.shifts, own)}."
+        beside = zip(choices, rollouts, strict=True)
+        runs = {c.precision: run for c, run in beside if run is not None and c.layout == picked.layout}
+        slopes, cut = runs[picked.precision].log_gradient, picked.cut
+        before, now = (_half(_variance(profile, slopes, cut)) for profile in (alone, corrected))
+        changes = f"They change the time of {picked.precision} by {_changes(self.shifts, slopes)}."
         sentences = [self._fit(), f"{changes} Its interval was +-{before:.0%} of the time, and is +-{now:.0%}."]
-        fp8 = [name for name in slopes if name != "bf16"]
+        fp8 = [name for name in runs if name != "bf16"]
         other = "bf16" if picked.precision != "bf16" else next(iter(fp8), "")
-        if other not in slopes:
+        if other not in runs:
             return tuple(sentences)
-        gain = {name: own.get(name, 0.0) - slopes[other].get(name, 0.0) for name in own | slopes[other]}
-        apart = [_variance(profile, gain, cut, 2, False) for profile in (alone, corrected)]
-        left = {name: apart[1] - _taught(corrected, gain, each) for name, each in slopes.items()}
-        best = min(left, key=lambda name: left[name])
-        before, now, then = map(_half, (*apart, left[best]))
+        base, own = (timed(runs[name], cut) for name in (other, picked.precision))
+        before, now = (_half_width(speed_up(base, own, profile)) for profile in (alone, corrected))
+        names = (*slopes, *base.log_gradient)
+        apart = {name: slopes.get(name, 0.0) - base.log_gradient.get(name, 0.0) for name in names}
+        taught = {name: _taught(corrected, apart, run.log_gradient) for name, run in runs.items()}
+        best = max(taught, key=lambda name: taught[name])
+        then = _half((math.log1p(now) / Z90) ** 2 - taught[best])
         sentences.append(
             f"The interval of the speed-up over {other} was +-{before:.1%}, and is +-{now:.1%}. A measured rollout in "
             f"{best} would tell most: +-{then:.1%}."
@@ -166,12 +168,15 @@ def _half(variance: float) -> float:
     return math.expm1(Z90 * math.sqrt(variance))
 
 
-def _variance(
-    profile: Profile, slopes: Mapping[str, float], cut: tuple[int, bool], rollouts: int = 1, layout: bool = True
-) -> float:
-    """The variance of a log time, or of the ratio of two `rollouts` on one layout, with these derivatives."""
+def _half_width(gain: SpeedUp) -> float:
+    """The half-width of the interval of a speed-up, as a fraction of it."""
+    return (gain.high or gain.ratio) / gain.ratio - 1
+
+
+def _variance(profile: Profile, slopes: Mapping[str, float], cut: tuple[int, bool]) -> float:
+    """The variance of the log time of a rollout with these derivatives. cut: its layout, as in EngineLimits"""
     g = np.array(list(slopes.values()))
-    own = rollouts * profile.model_error**2 + layout * profile.layout_error(*cut) ** 2
+    own = profile.model_error**2 + profile.layout_error(*cut) ** 2
     return float(g @ profile.covariance(list(slopes)) @ g) + own
 
 

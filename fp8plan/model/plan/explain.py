@@ -364,14 +364,14 @@ def _grounds(picked: Choice, profile: Profile) -> list[str]:
     """A sentence on what the chosen time rests on, with the largest parts that were not measured or imported."""
     if not picked.rests_on or profile.kind == "datasheet":
         return []
-    said = []
+    grounds = []
     for ground, share in picked.rests_on["shares"].items():
         parts = {name: part.get(ground, 0.0) for name, part in picked.rests_on["kernels"].items()}
         largest = sorted(parts, key=lambda name: -parts[name])[:MOST_PARTS]
         named = ", ".join(COMPONENTS[name] for name in largest if parts[name] >= LEAST_SHARE)
         if share >= LEAST_SHARE:
-            said.append(f"{share:.0%} {ground}" + (f" ({named})" if named and ground in UNSEEN else ""))
-    return [f"The time rests on: {', '.join(said)}."]
+            grounds.append(f"{share:.0%} {ground}" + (f" ({named})" if named and ground in UNSEEN else ""))
+    return [f"The time rests on: {', '.join(grounds)}."]
 
 
 def _caveats(choices: Sequence[Choice], timed: Rollout, profile: Profile) -> list[str]:

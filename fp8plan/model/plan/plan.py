@@ -36,7 +36,7 @@ PREDICTED: Final = (
 ).split()
 
 # Fields that plans of schema 1.0 to 1.2 do not have. Their engines had the default, and their profiles no anchor.
-SINCE_1_1: Final = ("limits.enable_expert_parallel", "expert_parallel", "anchor")
+SINCE_1_0: Final = ("limits.enable_expert_parallel", "expert_parallel", "anchor")
 
 
 class UnitScales(msgspec.Struct):
@@ -62,7 +62,7 @@ def _read(data: Any) -> Plan:
 def _check_complete(written: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError for an absent field, even one with a default: the plan may have had another value."""
     for name, value in written.items():
-        if name not in data and f"{where}{name}" not in SINCE_1_1:
+        if name not in data and f"{where}{name}" not in SINCE_1_0:
             raise ConfigError(f"the plan: field {f'{where}{name}'!r} is missing")
         if isinstance(value, dict):
             _check_complete(value, data[name], f"{where}{name}.")

@@ -32,8 +32,8 @@ GPU_PACE, HOST_PACE = "gpu.pace", "host.pace"  # factors, 1.0, on all seconds of
 PACES = (GPU_PACE, HOST_PACE)
 PRECISION, LAYOUT = "precision.", "layout."
 
-# sd of log step time between engine versions, of what all precisions share and of each precision's own. From vLLM 0.26
-# to 0.33, BF16 rollouts on an H100 took the same time, and FP8 rollouts 3 to 5% less.
+# sd of log step time between engine versions, of what all precisions share and of each precision's own. It is taken
+# from a report, without records here: on H100s FP8 rollouts took 3 to 5% less with vLLM 0.33 than with 0.26.
 VERSION_SD = 0.03
 
 # The part of the variance of a calibrated profile's error that all precisions of one model share. `python -m

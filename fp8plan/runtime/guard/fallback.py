@@ -84,9 +84,9 @@ class GuardSettings:
     least_loss: least cost of a cause within the prediction, as a share of the predicted makespan
     stall_s:    seconds of a stall, which also takes over twice the longest predicted step: on an H200 steps without a
                 compile take up to 0.8 s, those with one 2.5 s and more
-    anchor:     corrects the profile by rollouts that were measured on this machine; None: the profile stands alone
     slow_host:  host_slowdown from which on the host is a cause: 1.25 is quiet (runtime.measure.rollouts.host), a core
                 with a busy other half has 1.7 to 2
+    anchor:     corrects the profile by rollouts that were measured on this machine; None: the profile stands alone
 
     Raises ConfigError for values out of range.
     """

@@ -44,7 +44,9 @@ def grounds(
 ) -> dict[str, dict[str, Any]]:
     model = StepModel(ModelShape.from_hf(name), find_gpu(gpu), precision(preset), EngineLimits(**more), profile)
     weights = np.arange(1.0, 1 + batch.decode_requests.size)
-    return model.timed(batch).rests_on(batch, weights, start_cost(8, 8000, profile))
+    steps = model.timed(batch)
+    seconds = {name: part * weights for name, part in steps.breakdown().items()}
+    return steps.rests_on(batch, seconds, start_cost(8, 8000, profile))
 
 
 @settings(deadline=None, max_examples=25)
