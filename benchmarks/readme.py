@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import anchored  # noqa: E402
 import correction_speed  # noqa: E402
+import inside  # noqa: E402
 import odd_inputs  # noqa: E402
 import odd_measurements  # noqa: E402
 import speed  # noqa: E402
@@ -113,6 +114,7 @@ def blocks() -> dict[str, str]:
     made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
     made["anchored plan"] = anchored_plan()
     made["anchored"] = anchored.table()
+    made["inside"] = inside.table()
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
     made["streams"] = streams.table()
     measured = validate(read_records(VALIDATION))
@@ -129,8 +131,7 @@ def blocks() -> dict[str, str]:
     made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu.table()
     made |= {"verl outputs": verl_outputs.table(), "trl outputs": trl_outputs.table()}
-    made |= {"verl on GPUs": trainers.verl(), "verl outputs on a GPU": trainers.verl_outputs()}
-    made |= {"trl on GPUs": trainers.trl(), "fleet on GPUs": fleet.committed()}
+    made |= {"verl on GPUs": trainers.verl(), "trl on GPUs": trainers.trl(), "fleet on GPUs": fleet.committed()}
     made["probe"] = probe.table()
     made |= {"odd inputs": odd_inputs.table(), "odd measurements": odd_measurements.table()}
     made["odd measurements in engines"] = odd_measurements.live_table()

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.3", "profile": "1.1", "record": "1.3", "probe": "1.0"}
+VERSIONS: Final = {"plan": "1.4", "profile": "1.1", "record": "1.4", "probe": "1.0"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
@@ -49,6 +49,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     seconds:         wall time; null in the record of a training step that had no rollout
     first_rollout:   true: the first rollout that its writer saw, perhaps of an engine that had not compiled yet
     sampling:        the rollout's sampling parameters (fp8plan.Sampling, field by field); null: not known
+    inside:          the program that called the engine, as in `fp8plan plan --inside`; null: own
     """
 
     model: str | None = None
@@ -78,6 +79,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     experts_hit: int | None = None
     first_rollout: bool | None = None
     sampling: dict[str, Any] | None = None
+    inside: str | None = None
 
 
 # A long run has a million of the parts below. They hold no circles, so the garbage collector may skip them.

@@ -83,21 +83,6 @@ def _trl_steps(run: list[Row]) -> list[Row]:
     return [row for row in _steps(run) if "step_time" in row]
 
 
-def verl_outputs() -> str:
-    """Tokens/s of fp8plan's first two runs: before it asked vLLM for fewer outputs, and after."""
-    figures = ("fp8plan/tokens_per_s", "fp8plan/predicted_tokens_per_s")
-    names = ("an output for each token, as verl asks", "finished requests")
-    runs = [found for run in runs_of(jsonl.rows(VERL)) if (found := _steps(run)) and figures[0] in found[0]]
-    found = ((len(steps) - WARM, *(_median(steps, name) for name in figures)) for steps in runs[:2])
-    return table(
-        ("vLLM is asked for", "steps", "tokens/s", "predicted", "of it"),
-        (
-            (name, str(steps), f"{had:,.0f}", f"{told:,.0f}", f"{had / told:.0%}")
-            for name, (steps, had, told) in zip(names, found, strict=True)
-        ),
-    )
-
-
 def runs_of(rows: Iterable[Row], first: str = "command") -> Iterator[list[Row]]:
     """The rows of one run after the other; a run begins with a row of what `first` says."""
     run: list[Row] = []
@@ -137,7 +122,7 @@ def _from_to(values: Sequence[float], form: str) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
-    print(verl(), verl_outputs(), trl(), sep="\n\n")
+    print(verl(), trl(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -142,6 +142,15 @@ def plan_command(
     ] = None,
     async_scheduling: Annotated[bool, option(ENGINE)] = True,
     enforce_eager: Annotated[bool, option(ENGINE, flag="--enforce-eager")] = False,
+    inside: Annotated[
+        str | None,
+        option(
+            ENGINE,
+            "its caller: own, verl, trl (colocated), server (of TRL); without fp8plan: verl-stock, server-stock",
+            "that of --emit, else own",
+            metavar="NAME",
+        ),
+    ] = None,
     engine_version: Annotated[str, option(ENGINE, "of vLLM")] = DEFAULT_VERSION,
     strict: Annotated[bool, option(ENGINE, "only a profile of this very version", flag="--strict")] = False,
     precision: Annotated[
@@ -244,6 +253,7 @@ def plan_command(
         gpus=gpus,
         gpus_per_node=gpus_per_node,
         target=strictest(target for target, _ in emissions),
+        inside=inside,
         precisions=precision,
         trainer=StepTimes(**trainer) if trainer else None,
         budget=RiskBudget(accept=accept),

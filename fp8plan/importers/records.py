@@ -19,8 +19,10 @@ from fp8plan.importers.figures import Figures, figures
 from fp8plan.importers.logged import Counted, Logged, Measured, Note, Request, Source, Text, counted, name_of
 from fp8plan.jsonl import parse
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision
+from fp8plan.model.setup import check_inside
 from fp8plan.schemas import REQUIRED, VERSIONS
 from fp8plan.version import __version__
 
@@ -255,7 +257,7 @@ class RolloutStream:
                 )
             self._counter = Counter(load_tokenizer(tokenizer), self._source.special_tokens, self._tools, self._note)
         version = {"schema_version": VERSIONS["record"], "fp8plan_version": __version__}
-        self._facts = version | {"imported_from": f"{trainer} {folder}"} | facts
+        self._facts = version | {"imported_from": f"{trainer} {folder}", "inside": self._source.inside} | facts
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         sizes = [logged.path.stat().st_size for logged in self._chosen]
@@ -351,6 +353,7 @@ def _checked(engine: Mapping[str, Any]) -> dict[str, Any]:
         precision(fields["precision"])
     if "model" in fields:
         ModelShape.from_hf(fields["model"])
+    check_inside(fields.get("inside", OWN))
     return fields
 
 

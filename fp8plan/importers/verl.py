@@ -59,4 +59,5 @@ SOURCE = Source(
     requests,
     seconds="timing_s/gen",
     mean_response="response_length/mean",
+    inside="verl-stock",
 )

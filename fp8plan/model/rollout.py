@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8plan.model.cost.base import Array, FloatArray, IntArray, StepBatch, WindowReads, joined
+from fp8plan.model.cost.base import Array, Cost, FloatArray, IntArray, StepBatch, WindowReads, joined
 from fp8plan.model.cost.grounds import MOST_UNSEEN, unseen
-from fp8plan.model.cost.host import start_cost
+from fp8plan.model.cost.host import front_cost, start_cost
 from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
@@ -172,13 +172,22 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     batches = list(distinct.values())
     step_seconds, steps_of = _timed(batches, model)
     pace = math.prod(map(model.profile.coefficient, model.paces))
-    seconds = [step_seconds[i] * plan.weights * pace for i, plan in zip(at, replicas, strict=True)]
+    fronts = [front_cost(model.inside, plan.weights * plan.sampled_requests, model.profile) for plan in replicas]
+    seconds = [
+        step_seconds[i] * plan.weights * pace + front.seconds
+        for i, plan, front in zip(at, replicas, fronts, strict=True)
+    ]
     slowest = int(np.argmax([row.sum() for row in seconds]))
-    batch, plan, steps = batches[at[slowest]], replicas[slowest], steps_of(at[slowest])
+    batch, plan, steps, front = batches[at[slowest]], replicas[slowest], steps_of(at[slowest]), fronts[slowest]
     starting = start_cost(plan.requests, plan.prompt_tokens, model.profile)
     start, weights = float(starting.seconds[0]) * pace, plan.weights * pace
     makespan = start + float(seconds[slowest].sum())
-    low, high = (start + end for end in steps.interval(weights, Z90))
+    in_front = float(front.seconds.sum())
+    doubt = in_front and Z90 * _front_error(front, model.profile)
+    low, high = (
+        start + end + in_front * math.exp(side * doubt)
+        for side, end in zip((-1, 1), steps.interval(weights, Z90), strict=True)
+    )
     if sampling := pace_error(plan, seconds[slowest]):
         low, high = (
             makespan * float(np.exp(side * np.hypot(np.log(end / makespan), Z90 * sampling)))
@@ -190,9 +199,11 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     once = {name: part * plan.weights for name, part in steps.breakdown().items()}
     breakdown = {name: part * pace for name, part in once.items()}
     breakdown["host"][0] += start
-    gradient = steps.gradient(weights) | dict.fromkeys(model.paces, makespan)
+    breakdown["front"] = front.seconds
+    gradient = steps.gradient(weights) | dict.fromkeys(model.paces, makespan - in_front)
     for name, partial in starting.partials.items():
         gradient[name] = gradient.get(name, 0.0) + float(partial[0]) * pace
+    gradient |= {name: float(partial.sum()) for name, partial in front.partials.items()}
     return Rollout(
         makespan_s=makespan,
         makespan_low_s=low,
@@ -216,8 +227,14 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         log_gradient={name: value / makespan for name, value in gradient.items()},
         simulated=plan.sampled.requests / sum(p.requests for p in replicas) if plan.sampled else 1.0,
         sampling_sd=sampling,
-        rests_on=steps.rests_on(batch, once, starting),
+        rests_on=steps.rests_on(batch, once, starting, front.scaled(1 / pace)),
     )
+
+
+def _front_error(front: Cost, profile: Profile) -> float:
+    """The standard deviation of the log of a front's seconds."""
+    shares = np.array([float(partial.sum()) for partial in front.partials.values()]) / float(front.seconds.sum())
+    return math.sqrt(shares @ profile.covariance(list(front.partials)) @ shares)
 
 
 def _least_seconds(plan: Schedule, batch: StepBatch, model: StepModel) -> float:

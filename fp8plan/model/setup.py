@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.cost.host import INSIDE, OWN
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -32,6 +33,13 @@ def default_limits(gpu: Gpu, model: str | Path | ModelShape, **limits: Any) -> E
     return EngineLimits.for_gpu(gpu, recurrent, **limits)
 
 
+def check_inside(inside: str) -> str:
+    """The name of a program that calls the engine. Raises ConfigError if it is none of INSIDE."""
+    if inside not in INSIDE:
+        raise ConfigError(f"inside is {inside!r}; allowed: {', '.join(INSIDE)}")
+    return inside
+
+
 @dataclass(frozen=True, init=False)
 class EngineSetup:
     """The engine of `limits.data_parallel_size` replicas.
@@ -41,12 +49,14 @@ class EngineSetup:
     gpu:       a Gpu or its name; "auto" asks the driver
     precision: a Precision or the name of a preset
     limits:    fields that are left out take vLLM's default for this GPU; None: vLLM's defaults for this model
+    inside:    the program that calls the engine, one of fp8plan.model.cost.host.INSIDE
     """
 
     model: str | ModelShape
     gpu: Gpu
     precision: Precision
     limits: EngineLimits
+    inside: str
 
     def __init__(
         self,
@@ -54,6 +64,7 @@ class EngineSetup:
         gpu: Gpu | str,
         precision: Precision | str = "bf16",
         limits: EngineLimits | None = None,
+        inside: str = OWN,
     ) -> None:
         card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
         fields = {
@@ -61,6 +72,7 @@ class EngineSetup:
             "gpu": card,
             "precision": precision if isinstance(precision, Precision) else find_precision(precision),
             "limits": limits.derived(card) if limits else default_limits(card, model),
+            "inside": check_inside(inside),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -129,7 +141,8 @@ class EngineSetup:
 
     def step_model(self, profile: Profile, experts_hit: int | None = None) -> StepModel:
         """The cost model of one replica's steps. experts_hit: as in StepModel"""
-        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile, experts_hit, self._cache_groups)
+        groups = self._cache_groups
+        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile, experts_hit, groups, self.inside)
 
     @cached_property
     def _cache_groups(self) -> int:

@@ -24,7 +24,6 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.shards import TARGETS
 
 
 def test_own_profiles_that_are_not_there_are_told(
@@ -56,7 +55,7 @@ def test_the_prompts_of_a_trace_are_used_and_said(fp8plan: Callable[..., Done]) 
 
 PLAN_KEYS = (
     "schema_version fp8plan_version model gpu profile limits workload seed choices chosen thresholds reasons warnings "
-    "budget kv_scales anchor"
+    "budget kv_scales anchor inside"
 ).split()
 
 
@@ -393,12 +392,12 @@ def pasted(python: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "inside"), [("vllm", "own"), ("verl", "verl"), ("trl", "trl")])
 def test_settings_on_stdout_leave_the_choice_and_its_reason_on_stderr(
-    fp8plan: Callable[..., Done], target: str
+    fp8plan: Callable[..., Done], target: str, inside: str
 ) -> None:
     """stdout is the settings alone, from `plan` and from `emit`; stderr says what was chosen and why."""
-    assert fp8plan(*PLAN, "--json", "plan.json").code == 0
+    assert fp8plan(*PLAN, "--inside", inside, "--json", "plan.json").code == 0
     plan = Plan.from_json(Path("plan.json").read_text())
     for words in ([*PLAN, "--emit", target, "--json", "plan.json"], ["emit", "plan.json", target]):
         done = fp8plan(*words)
@@ -407,7 +406,7 @@ def test_settings_on_stdout_leave_the_choice_and_its_reason_on_stderr(
     other = fp8plan("emit", "plan.json", target, "--choice", "fp8_block")
     notes = ["note: these settings are of fp8_block, which is not the plan's choice", f"note: {plan.reasons[0]}"]
     assert other.err.splitlines() == (notes if plan.select().precision != "fp8_block" else notes[1:])
-    assert f"note: {plan.reasons[0]}" in fp8plan(*PLAN, "--json").err.splitlines()
+    assert f"note: {plan.reasons[0]}" in fp8plan(*PLAN, "--inside", inside, "--json").err.splitlines()
     assert plan.reasons[0] not in fp8plan(*PLAN, "--emit", f"{target}=settings").err  # the table has it
 
 

@@ -185,7 +185,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             limits = planning.colocated_limits(model, self.args, responses, on_cpu)
             self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses)
         plan = self._planned(model, on_cpu)
-        self.rollout_engine = RolloutEngine.from_plan(plan, model, choice=self._choice, **of_trl)
+        self.rollout_engine = RolloutEngine.from_plan(replace(plan, inside="trl"), model, choice=self._choice, **of_trl)
         return self.rollout_engine
 
     def _connect(self, generation: PlannedServer, served: Served, client: PlannedClient | None) -> ServerEngine:
@@ -197,7 +197,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.plan is None:
             self._plan_for(model, gpu, limits_of(served.config, on_cpu), self.args.generation_batch_size)
         plan = self._planned(model, on_cpu)
-        launched = launch(plan.setup(self._choice), model, precisions=plan.precisions_beside(self._choice))
+        setup = replace(plan.setup(self._choice), inside="server")
+        launched = launch(setup, model, precisions=plan.precisions_beside(self._choice))
         check_server(served, launched)
         self.rollout_engine = ServerEngine(launched, served, client, plan.anchor)
         return self.rollout_engine

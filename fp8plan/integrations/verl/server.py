@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -80,7 +80,7 @@ class PlannedServer(vLLMHttpServer):
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
         self._launch = launch(
-            self._plan.setup(),
+            replace(self._plan.setup(), inside="verl"),
             self.model_config.local_path,
             more=dict(engine_kwargs),
             precisions=self._plan.precisions_beside(),

@@ -88,7 +88,7 @@ def excesses(model: Profiled, batch: StepBatch) -> Iterator[Excess]:
 
 
 def rests_on(
-    parts: Sequence[tuple[Component, Array]], start: Cost, model: Profiled, batch: StepBatch
+    parts: Sequence[tuple[Component, Array]], start: Cost, front: Cost, model: Profiled, batch: StepBatch
 ) -> dict[str, dict[str, Any]]:
     """The shares of a time by their grounds: {"shares": ground -> share, "kernels": component -> ground -> share}.
 
@@ -96,6 +96,7 @@ def rests_on(
 
     parts:   the components of the steps of `batch`, and the seconds that each step takes for them, shape (steps,)
     start:   the result of `start_cost`: seconds of the host before the steps
+    front:   the result of `front_cost`, which was measured on other machines: imported
     """
     outside = list(excesses(model, batch))
     known = "imported" if model.profile.kind == "imported" else "measured"
@@ -108,6 +109,7 @@ def rests_on(
     theory = start.seconds * _theory(start, model)
     for ground, value in ((known, start.seconds - theory), ("theory", theory)):
         spent["host"][ground] += float(value[0])
+    spent["front"] = {"imported": float(front.seconds.sum())}
     total = sum(sum(part.values()) for part in spent.values())
     kernels = {
         name: {ground: part[ground] / total for ground in GROUNDS if part.get(ground)} for name, part in spent.items()

@@ -3,7 +3,8 @@
 GPU, per layer: norms with the residual's addition, rotary embedding, activation, and gaps between kernels
 (`layer_cost`). GPU, per step: input preparation and sampling (`sampling_cost`). Host: scheduling, and launches outside
 of a CUDA graph (`host_cost`, `launch_cost`). With async scheduling the host prepares step t + 1 while the GPU runs step
-t (`fp8plan.model.cost.step`). Once per rollout the requests reach the engine (`start_cost`).
+t (`fp8plan.model.cost.step`). Once per rollout the requests reach the engine (`start_cost`). A trainer's front end
+passes prompts and tokens on (`front_cost`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,17 @@ from fp8plan.model.precision import BF16_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import HOST_PACE, Profile
 
 GROUPS = "host.groups"
+
+# Programs that call the engine, and their fronts: Python between the trainer and the engine's process.
+OWN = "own"  # a loop around `LLM.generate` or `RolloutEngine`, as profiles are measured: no front
+INSIDE = {
+    OWN: "your own loop around the engine",
+    "verl": "verl with fp8plan",
+    "verl-stock": "verl's own vLLM rollout, by verl's timing_s/gen",
+    "trl": "TRL with vllm_mode=colocate and fp8plan",
+    "server": "TRL with a vLLM server and fp8plan",
+    "server-stock": "TRL's own client of a vLLM server",
+}
 
 
 def layer_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
@@ -187,3 +199,27 @@ def start_cost(requests: int, prompt_tokens: int, profile: Profile) -> Cost:
     tokens = np.array([prompt_tokens * profile.coefficient(token)])
     fixed_cost = constant(*profile.named(fixed), arrivals)
     return paced(fixed_cost + Cost(arrivals + tokens, {each: arrivals, token: tokens}), HOST_PACE, profile)
+
+
+def front(inside: str) -> set[str]:
+    """The kernels of a program's front, as prefixes of coefficients. inside: one of INSIDE"""
+    return set() if inside == OWN else {f"front.{inside}"}
+
+
+def front_cost(inside: str, tokens: Array, profile: Profile) -> Cost:
+    """Seconds that the front adds while it passes on `tokens` response tokens, and before, of the shape of `tokens`.
+
+    The first row has the seconds before. The front is a Python thread, or several. In measured runs each token made the
+    rollout longer (docs/evidence/speed.md), though the engine works meanwhile.
+    """
+    total = zero(tokens)
+    for name, count in (("token_seconds", tokens), ("start_seconds", np.arange(tokens.size) == 0)):
+        coefficient = f"front.{inside}.{name}"
+        if coefficient in profile.coefficients:
+            total = total + times(np.asarray(count, dtype=np.float64), *profile.named(coefficient))
+    return total
+
+
+def wait_seconds(inside: str, profile: Profile) -> float:
+    """Seconds of an RL step from a rollout's last token until the trainer goes on."""
+    return profile.coefficients.get(f"front.{inside}.wait_seconds", 0.0)

@@ -32,7 +32,17 @@ from fp8plan.model.cost.base import (
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.gemm import gemm_cost, overlapped, quantise_cost, shared_cost
 from fp8plan.model.cost.grounds import excesses, rests_on
-from fp8plan.model.cost.host import GROUPS, host_cost, host_kernels, launch_cost, launches, layer_cost, sampling_cost
+from fp8plan.model.cost.host import (
+    GROUPS,
+    OWN,
+    front,
+    host_cost,
+    host_kernels,
+    launch_cost,
+    launches,
+    layer_cost,
+    sampling_cost,
+)
 from fp8plan.model.cost.mixers import SCHEDULE, caches_cost, kernels_of, mixer_costs, unscheduled_layers
 from fp8plan.model.cost.moe import moe_cost
 from fp8plan.model.cost.power import (
@@ -62,6 +72,7 @@ class StepModel:
     layers, head: the linears of one rank, and lm_head
     cache_groups: groups of layers with their own block table (fp8plan.model.memory.kv_plan)
     experts_hit:  distinct experts of a layer that a step's tokens go to; None: as under even routing
+    inside:       the program that calls the engine, one of fp8plan.model.cost.host.INSIDE
     """
 
     shape: ModelShape
@@ -71,6 +82,7 @@ class StepModel:
     profile: Profile
     experts_hit: int | None = None
     cache_groups: int = 1
+    inside: str = OWN
     layers: list[Linear] = field(init=False, repr=False, compare=False)
     head: Linear = field(init=False, repr=False, compare=False)
     _sustained: Profile = field(init=False, repr=False, compare=False)
@@ -83,7 +95,7 @@ class StepModel:
         rare = {kernel for kernel in self._kernels() if f"{kernel}.".startswith(parts)}
         rare |= {SCHEDULE} if unscheduled_layers(self.shape, self.precision, self.profile) else set()
         rare |= {GROUPS} if self.cache_groups > 1 else set()
-        rare |= set(host_kernels(self.shape))
+        rare |= set(host_kernels(self.shape)) | front(self.inside)
         object.__setattr__(self, "profile", with_kernels(self.profile, self.gpu, rare))
         if self._between_nodes:
             object.__setattr__(self, "profile", with_network(self.profile))
@@ -267,15 +279,17 @@ class TimedSteps:
         parts["host"] = self.seconds() - sum(parts.values(), np.zeros(1))
         return parts
 
-    def rests_on(self, batch: StepBatch, seconds: Mapping[str, Array], start: Cost) -> dict[str, dict[str, Any]]:
-        """The grounds of all steps and `start`, the result of `start_cost`, as in `grounds.rests_on`.
+    def rests_on(
+        self, batch: StepBatch, seconds: Mapping[str, Array], start: Cost, front: Cost
+    ) -> dict[str, dict[str, Any]]:
+        """The grounds of all steps, `start` and `front`, as in `grounds.rests_on`.
 
         batch:   the work of these steps
         seconds: component -> seconds of each step, the result of `breakdown`, times the number of times that it runs
         """
         host = Component("host", self.scheduling + self.launching, None)
         parts = [(part, seconds[part.name]) for part in (*self.components, host)]
-        return rests_on(parts, start, self.model, batch)
+        return rests_on(parts, start, front, self.model, batch)
 
     def interval(self, weights: Array, z: float) -> tuple[float, float]:
         """(low, high) of sum(weights * seconds), z standard deviations of its log to either side.

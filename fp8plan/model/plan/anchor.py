@@ -7,7 +7,7 @@ times. Each rollout also has errors of its own, with these standard deviations:
 - the pace of GPU and host, which the profile has as coefficients. A part of it belongs to the model
 - the pace of the precision, `precision_pace`, and of an unmeasured layout, `layout_pace`
 - the pace of another engine version than the plan's
-- WORKLOAD_SD and REST_SD, which no other rollout teaches
+- WORKLOAD_SD, REST_SD and FRONT_SD, which no other rollout teaches
 
 Outliers, such as a rollout that compiled a kernel, count less: the errors of single rollouts follow Student's t
 distribution, by iteratively reweighted least squares (Lange, Little & Taylor, JASA 1989). The cost model is linearised
@@ -49,6 +49,7 @@ Matrix = NDArray[np.float64]
 
 WORKLOAD_SD = 0.02  # sd of the error of one workload, which all precisions share
 REST_SD = 0.02  # sd of the error of one rollout
+FRONT_SD = 0.25  # sd of the log of a front's seconds from one rollout to the next (python -m benchmarks.inside)
 HOST_SD = 0.3  # sd of the log of a host's pace; CPUs differ more than one GPU from the next
 MODEL_SHARE = 0.4  # the model's share in the variance of a pace
 DEGREES = 4  # degrees of freedom of Student's t
@@ -68,6 +69,7 @@ PARTS = {
     "collective": "all-reduce",
     "host": "the host",
     "host.pace": "the host",
+    "front": "the front end",
     "precision": "this precision",
     "layout": "this layout",
 }
@@ -131,6 +133,12 @@ class Anchor:
         slopes, cut = runs[picked.precision].log_gradient, picked.cut
         before, now = (_half(_variance(profile, slopes, cut)) for profile in (alone, corrected))
         changes = f"They change the time of {picked.precision} by {_changes(self.shifts, slopes)}."
+        changes += "".join(
+            f" The trainer's front end takes {corrected.coefficient(name) * 1e6:.0f} us a token, not "
+            f"{corrected.coefficient(name) * math.exp(-self.shifts[name]) * 1e6:.0f}."
+            for name in self.shifts
+            if name.startswith("front.") and name in slopes and name.endswith(".token_seconds")
+        )
         sentences = [self._fit(), f"{changes} Its interval was +-{before:.0%} of the time, and is +-{now:.0%}."]
         fp8 = [name for name in runs if name != "bf16"]
         other = "bf16" if picked.precision != "bf16" else next(iter(fp8), "")
@@ -245,7 +253,7 @@ def anchored(profile: Profile, shape: ModelShape, engine_version: str, records: 
         ]
         slopes = np.array([[x.log_gradient.get(name, 0.0) for name in common.names] for x in rollouts])
         gaps = seconds - np.log([x.makespan_s for x in rollouts]) + (slopes * shifts).sum(axis=1)
-        noise = WORKLOAD_SD**2 + REST_SD**2 + np.square([x.sampling_sd for x in rollouts])
+        noise = np.array([_noise(each) for each in rollouts])
         in_common, last = common.spread(slopes), left
         for _ in range(REWEIGHTINGS):
             spread = in_common + np.diag(noise / weights)
@@ -270,6 +278,12 @@ def anchored(profile: Profile, shape: ModelShape, engine_version: str, records: 
         ),
         left_out=len(records) - len(here),
     )
+
+
+def _noise(rollout: Rollout) -> float:
+    """The variance of a rollout's log time that no other rollout teaches."""
+    front = FRONT_SD * rollout.parts.get("front", 0.0)
+    return WORKLOAD_SD**2 + REST_SD**2 + rollout.sampling_sd**2 + front**2
 
 
 class _Common:

@@ -15,6 +15,7 @@ from typing import Any
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
+from fp8plan.model.cost.host import OWN, wait_seconds
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import why_not_kept
@@ -83,6 +84,7 @@ def candidates(
     precisions: Sequence[str] | None,
     requests: int,
     target: str,
+    inside: str = OWN,
 ) -> list[Candidate]:
     """Every layout of `gpus` in every precision, each with its memory or the reason why it cannot run.
 
@@ -90,7 +92,7 @@ def candidates(
     the first reason if no candidate can run.
     """
     tried = [
-        _placed(EngineSetup(shape, gpu, preset, layout), requests, target, explicit=precisions is not None)
+        _placed(EngineSetup(shape, gpu, preset, layout, inside), requests, target, explicit=precisions is not None)
         for layout in _layouts(shape, limits, gpus, gpu)
         for preset in _precisions(precisions, shape)
     ]
@@ -257,7 +259,8 @@ def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> Iterator[
         if problem.times is not None:
             tokens = int((problem.batch.prompts + problem.batch.responses).sum())
             sync = weight_sync_seconds(timed.model, problem.times, problem.kv_scales_calibrated)
-            step_s = timed.rollout.makespan_s + problem.times.seconds(tokens) + sum(sync.values())
+            wait = wait_seconds(candidate.setup.inside, timed.model.profile)
+            step_s = timed.rollout.makespan_s + problem.times.seconds(tokens) + sum(sync.values()) + wait
         doubt = problem.profile.layout_doubt(*candidate.setup.limits.cut)
         candidate = replace(candidate, rollout=timed.rollout, extrapolated=timed.extrapolated)
         yield replace(candidate, step_s=step_s, layout_doubt=doubt)

@@ -33,6 +33,7 @@ COMPONENTS = {
     "sampling": "sampling",
     "collective": "all-reduce",
     "host": "waiting for the host",
+    "front": "the trainer's front end",
 }
 
 
@@ -111,6 +112,8 @@ def where_from(answer: Answer) -> list[str]:
             f"so preemptions fall from {baseline.preemptions:,} to {picked.preemptions:,}."
         )
     sentences.append(f"The time goes to {_largest(rollout.parts)}.")
+    if "front" in rollout.parts:
+        sentences.append(f"Of it {rollout.parts['front']:.1%} are the trainer's front end (--inside).")
     if rollout.tail_fraction > TAIL_SHARE:
         sentences.append(
             f"{rollout.tail_fraction:.0%} of the rollout is tail: nothing waits, and fewer than a quarter of the "

@@ -15,13 +15,14 @@ import msgspec
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import parse
+from fp8plan.model.cost.host import OWN
 from fp8plan.model.emit import trl, verl, vllm
 from fp8plan.model.emit.vllm import Expected, Job, check_kv_scales, measured_scales
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
 from fp8plan.model.risk.expected import LEVELS, Level, RiskBudget, check_thresholds
-from fp8plan.model.setup import EngineSetup
+from fp8plan.model.setup import EngineSetup, check_inside
 from fp8plan.model.shards import check_target
 from fp8plan.schemas import VERSIONS, check_version, checked
 from fp8plan.version import __version__
@@ -35,8 +36,8 @@ PREDICTED: Final = (
     "kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk extrapolated"
 ).split()
 
-# Fields that plans of schema 1.0 to 1.2 do not have. Their engines had the default, and their profiles no anchor.
-SINCE_1_0: Final = ("limits.enable_expert_parallel", "expert_parallel", "anchor")
+# Fields that plans of schema 1.0 to 1.3 do not have. Their engines had the default, and their profiles no anchor.
+SINCE_1_0: Final = ("limits.enable_expert_parallel", "expert_parallel", "anchor", "inside")
 
 
 class UnitScales(msgspec.Struct):
@@ -103,6 +104,7 @@ class Plan:
     budget:     the limits of each level of risk, and the highest level that was accepted
     kv_scales:  one of KV_SCALES: the scales of an FP8 KV cache that kl_k3 and risk assume
     anchor:     the correction of the profile by rollouts that the user measured; None without any
+    inside:     the program that calls the engines, as in `plan`
     fp8plan_version: the version that made the plan
 
     A choice is named by its index or by its precision. A precision means the one on the chosen layout, or the fastest
@@ -126,11 +128,13 @@ class Plan:
     budget: RiskBudget = field(default_factory=RiskBudget)
     kv_scales: str = "calibrated"
     anchor: Anchor | None = None
+    inside: str = OWN
     fp8plan_version: str = __version__
 
     def __post_init__(self) -> None:
         plain_fields(self)
         check_kv_scales(self.kv_scales)
+        check_inside(self.inside)
         if not 0 <= self.chosen < len(self.choices):
             raise ConfigError(f"chosen is {self.chosen}; allowed: 0 to {len(self.choices) - 1}, an index into choices")
         check_thresholds(self.thresholds)
@@ -208,7 +212,7 @@ class Plan:
             data_parallel_size=picked.data_parallel,
             enable_expert_parallel=picked.expert_parallel,
         )
-        return EngineSetup(self.model, self.gpu, picked.preset, limits)
+        return EngineSetup(self.model, self.gpu, picked.preset, limits, self.inside)
 
     def precisions_beside(self, choice: int | str | None = None) -> tuple[str, ...]:
         """The precisions that can run on a replica like that of this choice: as many GPUs, and the model cut alike."""

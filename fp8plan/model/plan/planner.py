@@ -14,6 +14,7 @@ import numpy as np
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import check_share
@@ -28,6 +29,7 @@ from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import RiskBudget, recommended_thresholds
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout
+from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
 from fp8plan.model.validate.records import Record
 from fp8plan.model.workload import Batch, Workload
@@ -54,6 +56,7 @@ def predict(
     gpus: int | None = None,
     gpus_per_node: int | None = None,
     target: str = "vllm",
+    inside: str | None = None,
     precisions: Sequence[str] | None = None,
     trainer: StepTimes | None = None,
     budget: RiskBudget | None = None,
@@ -74,6 +77,8 @@ def predict(
                     models with expert parallelism too; the rest are replicas. None: the layout in `limits`
     gpus_per_node:  GPUs that reach each other without the network; None: the usual number for this GPU
     target:         the program that starts the engines, "vllm", "verl" or "trl". Each cuts FP8 weights in its own way
+    inside:         the program that calls the engines: own, verl or server, trl, or stock ones of cost.host.INSIDE.
+                    None: the target's own; for trl a server if an engine may have several GPUs
     precisions:     preset names; None: all, and those that this GPU cannot run are listed as unavailable
     trainer:        the other parts of an RL step; None: only the rollout is compared
     budget:         the highest mismatch risk that may be chosen
@@ -94,6 +99,7 @@ def predict(
     _check_kinds(locals())
     check_target(target)
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
+    inside = check_inside(inside or _calls(target, gpus or (limits or EngineLimits()).tensor_parallel_size))
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     card = card if gpus_per_node is None else replace(card, gpus_per_node=gpus_per_node)
     batch = workload.batch()
@@ -106,7 +112,14 @@ def predict(
     anchor = anchored(used, shape, engine_version, observed) if observed else None
     alone, used = used, anchor.applied(used) if anchor else used
     layouts = candidates(
-        shape, card, limits, gpus=gpus, precisions=precisions, requests=len(batch.prompts), target=target
+        shape,
+        card,
+        limits,
+        gpus=gpus,
+        precisions=precisions,
+        requests=len(batch.prompts),
+        target=target,
+        inside=inside,
     )
     fixed_scales = card.why_fixed_kv_scales(FP8_KV)
     if fixed_scales and any(c.setup.precision.kv == "fp8" and c.memory for c in layouts):
@@ -146,8 +159,15 @@ def predict(
         budget=budget,
         kv_scales="calibrated" if kv_scales_calibrated else "unit",
         anchor=anchor,
+        inside=inside,
     )
     return Prediction(answer, rollouts, tuple(c.memory.usable_blocks if c.memory else None for c in tried))
+
+
+def _calls(target: str, gpus: int) -> str:
+    """The program that calls the engines that `target` starts. gpus: at most so many for an engine"""
+    by_target = {"vllm": OWN, "verl": "verl", "trl": "trl" if gpus == 1 else "server"}
+    return by_target[target]
 
 
 def _without_rollouts(predict: Callable[P, Prediction]) -> Callable[P, Plan]:

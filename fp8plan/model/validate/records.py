@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.jsonl import TORN, lines, read, torn_note
+from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
@@ -30,7 +31,7 @@ NO_ROLLOUT: Final = "a Monitor knows rollouts from its engine, or from step(...,
 WARMING: Final = "it compiles and fills caches, and predictions are of warm engines"
 COUNT_IT: Final = "--include-first counts it"
 # A change in one of these fields, from record to record, means a new engine.
-OF_ENGINE: Final = ("model", "engine_version", "precision", "gpu", *RECORDED)
+OF_ENGINE: Final = ("model", "engine_version", "precision", "gpu", "inside", *RECORDED)
 
 
 def batch_of(fields: Mapping[str, Any]) -> Batch:
@@ -129,7 +130,8 @@ class Record:
     @property
     def setup(self) -> EngineSetup:
         """The engine that ran. Raises ConfigError for a model, GPU or precision that fp8plan does not know."""
-        return EngineSetup(self.fields["model"], self.fields["gpu"], self.fields["precision"], self.limits)
+        inside = self.fields.get("inside") or OWN
+        return EngineSetup(self.fields["model"], self.fields["gpu"], self.fields["precision"], self.limits, inside)
 
 
 def read_records(path: str | Path, include_first: bool = False) -> list[Record]:
@@ -193,7 +195,7 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
         if _without_rollout(fields):
             without_rollout += 1
             continue
-        record = _record(fields, number, where)
+        record = record_of(fields, number, where)
         first_of_writer = fields.get("first_rollout") is True
         marked |= first_of_writer
         begins = first_of_writer or (is_of_monitor(fields) and _begins(fields, before, marked))
@@ -236,7 +238,7 @@ def _without_rollout(fields: dict[str, Any]) -> bool:
     return is_of_monitor(fields) and fields.get("seconds") is None
 
 
-def _record(fields: dict[str, Any], number: int, where: str) -> Record:
+def record_of(fields: dict[str, Any], number: int, where: str) -> Record:
     missing = [name for name in REQUIRED if fields.get(name) is None]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; a record needs {', '.join(REQUIRED)}")
@@ -282,5 +284,6 @@ def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
     same += [getattr(limits, limit) for name, limit in RECORDED.items() if name == limit]
     same += [limits.tensor_parallel_size, limits.data_parallel_size]
     same += ["expert_parallel"] if limits.enable_expert_parallel else []
+    same += [fields["inside"]] if fields.get("inside") else []
     name = f"{fields['model']} on {gpu}, {len(batch.responses)} responses"
     return f"{name} [{sha256(json.dumps(same).encode()).hexdigest()[:8]}]"

@@ -16,6 +16,7 @@ import numpy as np
 
 from fp8plan.checks import Range, in_range
 from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.cost.host import OWN
 from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.precision import PRESETS, Precision
 from fp8plan.model.precision import precision as find_precision
@@ -97,6 +98,7 @@ class EngineFacts:
     e8m0:            True if DeepGEMM's scales are powers of two; None: not known, or no weight is FP8
     cudagraph_mode:  name of vLLM's CUDAGraphMode; None: not known
     not_predicted:   options of the engine that the cost model does not know (runtime.engine.options)
+    inside:          as in EngineSetup
     """
 
     model: str
@@ -108,6 +110,7 @@ class EngineFacts:
     e8m0: bool | None = None
     cudagraph_mode: str | None = None
     not_predicted: Sequence[str] = ()
+    inside: str = OWN
 
     @property
     def preset(self) -> Precision:
@@ -116,7 +119,8 @@ class EngineFacts:
     @property
     def setup(self) -> EngineSetup:
         """The engine in the cost model's terms."""
-        return EngineSetup(self.model, self.gpu, self.precision, replace(self.limits, enforce_eager=self.eager))
+        limits = replace(self.limits, enforce_eager=self.eager)
+        return EngineSetup(self.model, self.gpu, self.precision, limits, self.inside)
 
     @property
     def eager(self) -> bool:
@@ -142,6 +146,7 @@ def facts_of(setup: EngineSetup, facts: Mapping[str, Any], not_predicted: Sequen
         e8m0=facts["e8m0"],
         cudagraph_mode=facts["cudagraph_mode"],
         not_predicted=not_predicted,
+        inside=setup.inside,
     )
 
 
@@ -357,4 +362,5 @@ def _engine_fields(facts: EngineFacts) -> dict[str, Any]:
         "kv_cache_tokens": imposed,
         "kernel_backends": dict(facts.kernel_backends),
         "e8m0": facts.e8m0,
+        "inside": facts.inside,
     }

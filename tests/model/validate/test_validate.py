@@ -251,10 +251,10 @@ def test_an_error_while_predicting_names_the_line_and_keeps_its_type(tmp_path: P
 
 
 def test_a_record_says_its_version_and_a_newer_one_is_refused(tmp_path: Path) -> None:
-    (row,) = validated(tmp_path, {"schema_version": "1.3", "later": [1]}).records
+    (row,) = validated(tmp_path, {"schema_version": "1.4", "later": [1]}).records
     assert row["later"] == [1]
     told = r"line 2 of .*records\.jsonl has schema 2\.0; this is fp8plan .*, which reads schema 1\.x: type: pip install"
     with pytest.raises(ConfigError, match=told):
         validated(tmp_path, {}, {"schema_version": "2.0"})
-    with pytest.raises(ConfigError, match=r"line 1 of .*: schema_version is 2; allowed: text such as '1\.3'"):
+    with pytest.raises(ConfigError, match=r"line 1 of .*: schema_version is 2; allowed: text such as '1\.4'"):
         validated(tmp_path, {"schema_version": 2})

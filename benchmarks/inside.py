@@ -1,0 +1,177 @@
+"""Predicted rollouts inside verl and TRL beside those that ran there: by the engine alone, with the trainer's front
+(`--inside`), and anchored to a run's first two warm steps.
+
+    python -m benchmarks.inside              prints the table of docs/evidence/trainers.md; ten seconds on one core
+
+Runs are those of benchmarks.gpu.verl_grpo and benchmarks.gpu.trl_server in benchmarks/results. Their rows have the mean
+length of a step's responses. With random weights a response ends at each token with the same chance, so its length is
+geometric. A run's first step is left out: the engine compiled in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from benchmarks.tables.markdown import table as markdown
+from benchmarks.tables.trainers import TRL, TRL_H100, VERL, VERL_H100, runs_of
+from fp8plan import jsonl
+from fp8plan.model.configs import find_config
+from fp8plan.model.cost.host import OWN, front
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.plan.anchor import anchored
+from fp8plan.model.profile.library import load_profile, with_kernels
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.validate.records import Record, record_of
+from fp8plan.model.validate.validate import simulated
+
+VERSION = "0.26.0"
+FIRST = 2  # warm steps that a run is anchored to
+WORDS_OF_VERL = 34  # of a prompt
+DEFAULT = "Qwen/Qwen3-0.6B"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The warm steps of one run as records of one engine. looks_s: seconds between verl's looks for answers"""
+
+    name: str
+    records: list[Record]
+    looks_s: float = 2.0
+
+
+def lengths(mean: float, limit: int, count: int) -> list[int]:
+    """Geometric lengths, cut at `limit`, whose mean is nearly `mean`: quantiles of their distribution."""
+    shares = (np.arange(count) + 0.5) / count
+    chances = np.geomspace(1e-7, 0.5, 400)  # that a response ends at a token
+    drawn = [np.minimum(limit, 1 + np.log(shares) / np.log1p(-chance)).astype(int) for chance in chances]
+    return min(drawn, key=lambda tokens: abs(float(tokens.mean()) - mean)).tolist()
+
+
+def runs(folder: Path) -> Iterator[Run]:
+    """All runs with steps in which the engine and the trainer took turns. folder: for the models' configs"""
+    for file in (VERL, VERL_H100):
+        for rows in runs_of(jsonl.rows(file)):
+            if rows[0]["mode"] == "sync":
+                yield _verl(rows, "h200" if file == VERL else "h100", folder)
+    for file in (TRL, TRL_H100):
+        for rows in runs_of(jsonl.rows(file), "server"):
+            if any("fp8plan.tokens_per_s" in row for row in rows):
+                yield _trl(rows, "h200" if file == TRL else "h100")
+
+
+def _verl(rows: Sequence[dict[str, Any]], gpu: str, folder: Path) -> Run:
+    command, steps = rows[0], [row for row in rows if row["what"] == "step"][1:]
+    ours = "fp8plan/tokens_per_s" in steps[0] and "date" in command  # before, verl asked for an output for each token
+    words = dict(word.partition("=")[::2] for word in command["words"])
+    number = lambda name: int(next(value for word, value in words.items() if word.endswith(name)))  # noqa: E731
+    engines = command["gpus"] if ours else 1
+    requests = number("train_batch_size") * number("rollout.n") // engines
+    fields = {
+        "model": _model(command.get("model", DEFAULT), command.get("vocabulary"), folder),
+        "gpu": gpu,
+        "precision": command["precision"],
+        "inside": "verl" if ours else "verl-stock",
+        "data_parallel": 1 if ours else command["gpus"],
+        "gpu_memory_utilization": float(words["actor_rollout_ref.rollout.gpu_memory_utilization"]),
+        **{name: number(f"rollout.{name}") for name in ("max_model_len", "max_num_seqs")},
+        "prompt_ids": [i // number("rollout.n") for i in range(requests)],
+        "prompt_lengths": [WORDS_OF_VERL] * requests,
+    }
+    records = []
+    for line, row in enumerate(steps):
+        tokens = lengths(row["response_length/mean"], number("max_response_length"), requests)
+        seconds = sum(tokens) / row["fp8plan/tokens_per_s"] if ours else row["timing_s/gen"]
+        records.append(_record(line, fields | {"response_lengths": tokens, "seconds": seconds}))
+    name = f"verl, {command['gpus']} {gpu.upper()}"
+    return Run(name, records, 0.1 if any("custom_sampler" in word for word in words) else 2.0)
+
+
+def _trl(rows: Sequence[dict[str, Any]], gpu: str) -> Run:
+    """A run of 64 responses a step whose server was asked by TRL's own client, as fp8plan had no route yet."""
+    command, steps = rows[0], [row for row in rows if "fp8plan.tokens_per_s" in row][1:]
+    words = command["command"].split()
+    fields = {"model": DEFAULT, "gpu": gpu, "precision": command["precision"], "inside": "server-stock"}
+    for name, kind in {"gpu-memory-utilization": float, "max-model-len": int, "max-num-seqs": int}.items():
+        fields[name.replace("-", "_")] = kind(words[words.index(f"--{name}") + 1])
+    fields |= {"prompt_lengths": [64] * 64, "prompt_ids": [i // 8 for i in range(64)]}
+    records = []
+    for line, row in enumerate(steps):
+        tokens = lengths(row["completions.mean_length"], 256, 64)
+        seconds = sum(tokens) / row["fp8plan.tokens_per_s"]
+        records.append(_record(line, fields | {"response_lengths": tokens, "seconds": seconds}))
+    return Run(f"TRL's server, {gpu.upper()}", records)
+
+
+def _model(name: str, vocabulary: int | None, folder: Path) -> str:
+    """The model, or a folder with its config.json with another vocabulary."""
+    if vocabulary is None:
+        return name
+    place = folder / f"{name.replace('/', '--')}-{vocabulary}"
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_text(json.dumps(find_config(name)[0] | {"vocab_size": vocabulary}))
+    return str(place)
+
+
+def _record(line: int, fields: dict[str, Any]) -> Record:
+    return record_of(fields | {"engine_version": VERSION}, line + 1, f"step {line + 2}")
+
+
+def front_of(run: Run, profile: Profile) -> Profile:
+    """The profile with the front's wait for this run's looks: half of the time between two."""
+    fields = run.records[0].fields
+    profile = with_kernels(profile, find_gpu(fields["gpu"]), front(fields["inside"]))
+    name, usual = f"front.{fields['inside']}.start_seconds", Run.looks_s
+    if name not in profile.coefficients:
+        return profile
+    wait = profile.coefficients[name] + (run.looks_s - usual) / 2
+    return replace(profile, coefficients=profile.coefficients | {name: wait})
+
+
+def error(records: Sequence[Record], profile: Profile, inside: str | None = None) -> tuple[float, float, float]:
+    """Mean absolute error of a step, error of all steps together, and the share of steps inside of the 90% interval.
+
+    inside: None: as recorded
+    """
+    gaps, held, totals = [], [], [0.0, 0.0]
+    for record in records:
+        asked = record if inside is None else replace(record, fields=record.fields | {"inside": inside})
+        ran = simulated(asked, profile).rollout
+        gaps.append(ran.makespan_s / record.seconds - 1)
+        totals = [totals[0] + ran.makespan_s, totals[1] + record.seconds]
+        held.append(ran.makespan_low_s <= record.seconds <= ran.makespan_high_s)
+    return float(np.abs(gaps).mean()), totals[0] / totals[1] - 1, float(np.mean(held))
+
+
+def lines() -> Iterator[tuple[str, ...]]:
+    """The rows of the table."""
+    every = []
+    with TemporaryDirectory() as folder:
+        for run in runs(Path(folder)):
+            first, rest = run.records[:FIRST], run.records[FIRST:]
+            fields = rest[0].fields
+            profile = front_of(run, load_profile(find_gpu(fields["gpu"]), VERSION)[0])
+            corrected = anchored(profile, first[0].setup.shape, VERSION, first).applied(profile)
+            errors = [error(rest, profile, OWN), error(rest, profile), error(rest, corrected)]
+            every.append((errors, len(rest)))
+            cells = (f"{size:.1%} ({together:+.1%})" for size, together, _ in errors)
+            yield run.name, fields["inside"], f"`{fields['precision']}`", str(len(rest)), *cells
+    steps = [count for _, count in every]
+    means = np.average([errors for errors, _ in every], axis=0, weights=steps)
+    cells = (f"{size:.1%}, {held:.0%} held" for size, _, held in means)
+    yield "all", "", "", str(sum(steps)), *cells
+
+
+def table() -> str:
+    """The errors of each run, in Markdown."""
+    return markdown(("run", "`--inside`", "precision", "steps", "own", "with the front", "and anchored"), lines())
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,123 @@
+"""The front: seconds of a trainer's Python between it and the engine, in rollouts, plans and anchors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.cost.host import INSIDE, OWN
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.anchor import anchored
+from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.planner import plan
+from fp8plan.model.profile.library import datasheet_profile, load_profile
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.rl_step import StepTimes
+from fp8plan.model.rollout import Rollout, simulate
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.validate.records import Record, record_of
+from fp8plan.model.workload import Fixed, Workload
+
+MODEL = "Qwen/Qwen3-0.6B"
+WORK = Workload(32, 8, Fixed(64), Fixed(512), 0)
+TOKENS = 32 * 8 * 512
+H200, _ = load_profile("h200", "0.26.0")
+SHEET = datasheet_profile(find_gpu("h200"))
+
+
+def ran(inside: str, profile: Profile = H200, model: str = MODEL, **limits: Any) -> Rollout:
+    setup = EngineSetup(model, "h200", "bf16", EngineLimits(**limits), inside)
+    return simulate(setup.holding(576), WORK.batch(), profile).rollout
+
+
+def record(inside: str, seconds: float, model: str = MODEL) -> Record:
+    fields = {"model": model, "gpu": "h200", "engine_version": "0.26.0", "precision": "bf16", "inside": inside}
+    lengths = {"prompt_lengths": [64] * 256, "response_lengths": [512] * 256, "seconds": seconds}
+    return record_of(fields | lengths, 1, "line 1")
+
+
+@pytest.mark.parametrize("inside", [name for name in INSIDE if name != OWN])
+def test_every_front_has_seconds_for_each_token_on_a_gpu_and_on_a_cpu(inside: str) -> None:
+    for gpu in ("h200", "cpu"):
+        assert datasheet_profile(find_gpu(gpu)).coefficient(f"front.{inside}.token_seconds") > 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_rollout_takes_as_much_longer_as_the_front_takes_for_the_tokens_of_one_replica(replicas: int) -> None:
+    alone, within = ran(OWN, data_parallel_size=replicas), ran("verl-stock", data_parallel_size=replicas)
+    front = {part: SHEET.coefficient(f"front.verl-stock.{part}_seconds") for part in ("token", "start")}
+    more = front["start"] + TOKENS / replicas * front["token"]
+    assert within.makespan_s - alone.makespan_s == pytest.approx(more)
+    assert within.parts["front"] == pytest.approx(more / within.makespan_s)
+    assert "front" not in alone.parts
+    assert within.timeline.seconds[-1] == pytest.approx(within.makespan_s)
+    assert sum(within.rests_on["shares"].values()) == pytest.approx(1)
+    assert within.rests_on["kernels"]["front"]["imported"] == pytest.approx(within.parts["front"])
+
+
+def test_the_derivatives_are_those_of_the_makespan() -> None:
+    within = ran("verl")
+    name = "front.verl.token_seconds"
+    lent = replace(
+        H200,
+        coefficients=H200.coefficients | {name: SHEET.coefficient(name) * 1.01},
+        log_covariance=H200.log_covariance | {name: {name: 0.0}},
+    )
+    slope = np.log(ran("verl", lent).makespan_s / within.makespan_s) / np.log(1.01)
+    assert within.log_gradient[name] == pytest.approx(slope, rel=0.01)
+    # Without an error of its own the front makes the interval narrower, relative to the time.
+    wide, narrow = (np.log(run.makespan_high_s / run.makespan_low_s) for run in (within, ran("verl", lent)))
+    assert narrow < wide
+
+
+def test_a_plan_is_inside_of_the_program_that_it_is_for() -> None:
+    for target, gpus, inside in (("vllm", 1, "own"), ("verl", 2, "verl"), ("trl", 1, "trl"), ("trl", 2, "server")):
+        assert plan(MODEL, "h200", WORK, target=target, gpus=gpus, precisions=["bf16"]).inside == inside
+    chosen = plan(MODEL, "h200", WORK, target="verl", inside="own", precisions=["bf16"])
+    assert chosen.inside == "own"
+    assert Plan.from_json(chosen.to_json()) == chosen
+    with pytest.raises(ConfigError, match="inside is 'slime'; allowed: own, verl"):
+        plan(MODEL, "h200", WORK, inside="slime")
+
+
+def test_an_rl_step_waits_until_verl_looks_for_the_answers() -> None:
+    own, verl = (
+        plan(MODEL, "h200", WORK, inside=name, precisions=["bf16"], trainer=StepTimes(train_s=1, logprob_s=1)).select()
+        for name in ("own", "verl")
+    )
+    wait = SHEET.coefficient("front.verl.wait_seconds")
+    longer = (verl.makespan_s or 0) - (own.makespan_s or 0)
+    assert (verl.rl_step_s or 0) - (own.rl_step_s or 0) == pytest.approx(wait + longer)
+
+
+def test_a_slow_front_is_learnt_for_its_program() -> None:
+    name, front = "front.server-stock.token_seconds", "server-stock"
+    usual = ran(front).makespan_s
+    anchor = anchored(H200, EngineSetup(MODEL, "h200").shape, "0.26.0", [record(front, 1.3 * usual)] * 3)
+    corrected = anchor.applied(H200)
+    assert 1.05 < corrected.coefficient(name) / SHEET.coefficient(name) < 1.6
+    moved, alone = (ran(x, corrected).makespan_s / ran(x).makespan_s for x in (front, OWN))
+    assert 1.1 < moved < 1.3
+    assert alone < moved
+
+
+def test_a_step_whose_time_is_mostly_front_teaches_less_about_the_gpu() -> None:
+    model = "Qwen/Qwen3-8B"
+    shape = EngineSetup(model, "h200").shape
+    shifts = [
+        anchored(SHEET, shape, "0.26.0", [record(x, 1.2 * ran(x, SHEET, model).makespan_s, model)]).shifts["gpu.pace"]
+        for x in (OWN, "server-stock")
+    ]
+    assert 0 < shifts[1] < 0.7 * shifts[0]
+
+
+def test_the_sentences_say_what_the_front_takes() -> None:
+    observed = [record("verl", 1.4 * ran("verl").makespan_s)]
+    reasons = plan(MODEL, "h200", WORK, inside="verl", precisions=["bf16"], observed=observed).reasons
+    assert any("are the trainer's front end" in sentence for sentence in reasons)
+    assert any("front end takes" in sentence and "us a token, not 6" in sentence for sentence in reasons)
