@@ -49,6 +49,7 @@ from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 TRAINER, SERVER = "0", "1"  # GPUs
 PARTS = ("fp8plan", "stock")
 PROMPT, COMPLETION, BATCH, GENERATIONS = 64, 256, 64, 8
+BEGUN = time.perf_counter()  # when this process was
 ACCUMULATED = 4  # parts of a batch that the trainer takes one after the other: the logits of all at once fill an H100
 
 
@@ -81,7 +82,7 @@ def main(words: list[str] | None = None) -> None:
 
 def note(args: argparse.Namespace, part: str, what: str, **found: Any) -> None:
     facts = {"part": part, "precision": args.precision, "date": now()}
-    if what in ("server", "failed"):  # not with a sync: asking the GPU takes time
+    if what in ("server", "engine", "failed"):  # not with a sync: asking the GPU takes time
         facts |= {f"{name}_version": version(name) for name in ("trl", "transformers")} | {"source": source_hash()}
         facts |= {"model": args.model} | machine_facts() | engine_facts()
     write(args.output, {"what": what} | facts | found)
@@ -197,16 +198,10 @@ def free_port() -> int:
 def train(args: argparse.Namespace, folder: str) -> None:
     """Run GRPO against the server, and time its syncs. folder: for what the trainer writes"""
     import trl
-    from datasets import Dataset
 
     (part,) = args.parts
-    on_cpu = find_gpu(args.gpu).is_cpu
-    prompts = [" ".join(f"w{(7 * row + word) % 1000}" for word in range(PROMPT)) for row in range(256)]
     config = trl.GRPOConfig(
-        output_dir=folder,
-        use_cpu=on_cpu,
-        bf16=not on_cpu,
-        use_vllm=True,
+        **common(args, folder),
         vllm_mode="server",
         vllm_server_base_url=args.train,
         vllm_group_port=free_port(),
@@ -214,22 +209,64 @@ def train(args: argparse.Namespace, folder: str) -> None:
         gradient_accumulation_steps=ACCUMULATED,
         num_generations=GENERATIONS,
         max_completion_length=COMPLETION,
-        learning_rate=1e-5,
-        max_steps=args.steps,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        seed=0,
-        model_init_kwargs={"dtype": "bfloat16"},
     )
-    trainer = made(part, args, config, Dataset.from_dict({"prompt": prompts}))
+    followed(part, args, made(part, args, config, prompts()))
+
+
+def common(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Settings of GRPOConfig that each mode of TRL gets. folder: for what the trainer writes"""
+    on_cpu = find_gpu(args.gpu).is_cpu
+    return {
+        "output_dir": folder,
+        "use_cpu": on_cpu,
+        "bf16": not on_cpu,
+        "use_vllm": True,
+        "learning_rate": 1e-5,
+        "max_steps": args.steps,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "seed": 0,
+        "model_init_kwargs": {"dtype": "bfloat16"},
+    }
+
+
+def prompts() -> Any:
+    """A dataset of prompts of PROMPT tokens."""
+    from datasets import Dataset
+
+    rows = [" ".join(f"w{(7 * row + word) % 1000}" for word in range(PROMPT)) for row in range(256)]
+    return Dataset.from_dict({"prompt": rows})
+
+
+def followed(part: str, args: argparse.Namespace, trainer: Any) -> None:
+    """Train, and write a row of each sync, of each step as it ends, and of the end.
+
+    Training stops before a step that would probably last beyond args.deadline.
+    """
+    import torch
+    from transformers import TrainerCallback
+
+    class Rows(TrainerCallback):  # type: ignore[misc]
+        ended = time.perf_counter()
+
+        def on_log(self, _: Any, state: Any, control: Any, logs: Mapping[str, Any], **more: Any) -> None:
+            figures = {name.replace("/", "."): value for name, value in logs.items()}
+            note(args, part, "step", **figures | {"step": state.global_step})
+
+        def on_step_end(self, _: Any, state: Any, control: Any, **more: Any) -> None:
+            before, self.ended = self.ended, time.perf_counter()
+            if 2 * self.ended - before - BEGUN > args.deadline:
+                control.should_training_stop = True
+
     seconds = timed(part, args, trainer)
     begun = time.perf_counter()
+    trainer.add_callback(Rows())
     trainer.train()
     total = time.perf_counter() - begun
-    for row in trainer.state.log_history:
-        note(args, part, "step", **{name.replace("/", "."): value for name, value in row.items()})
-    note(args, part, "done", train_s=total, syncs=len(seconds), median_sync_s=statistics.median(seconds))
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    found = {"train_s": total, "syncs": len(seconds), "median_sync_s": statistics.median(seconds)}
+    note(args, part, "done", **found, peak_memory_bytes=peak)
 
 
 def made(part: str, args: argparse.Namespace, config: Any, prompts: Any) -> Any:

@@ -36,6 +36,7 @@ from typing import Any, Final
 
 from benchmarks.gpu import verl_reward
 from benchmarks.gpu.process import end
+from benchmarks.gpu.run_file import name_model
 from benchmarks.gpu.source import source_hash
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import now, write
@@ -43,7 +44,7 @@ from fp8plan.model.configs import find_config
 from fp8plan.runtime.measure.machine import gpu_facts
 
 PARTS: Final = ("stock", "bf16", "fp8plan")
-PROMPT, RESPONSE, BATCH, SAMPLES = 64, 512, 32, 8  # tokens, tokens, prompts, responses to each
+PROMPT, BATCH, SAMPLES = 64, 32, 8  # tokens, prompts, responses to each
 WORDS: Final = 32  # of a prompt
 VOCABULARY: Final = 8192
 CPUS: Final = 64  # that Ray counts: verl's stores and workers ask for one each, and wait for ever where there are fewer
@@ -68,6 +69,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--mode", choices=("sync", "colocate_async", "separate_async"), default="sync")
     parser.add_argument("--gpus", type=int, default=1, help="with separate_async one of them trains, the others sample")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--response", type=int, default=512, help="tokens of a response at most")
+    parser.add_argument("--micro-batch", type=int, default=16, help="responses that are trained at once")
     parser.add_argument("--memory", type=float, help="share of a GPU for an engine; 0.4, of its own GPU 0.8")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--limit-s", type=float, default=720.0, help="after which a part is ended")
@@ -149,7 +152,7 @@ def command(part: str, folder: Path, told: Any) -> list[str]:
         "data.val_files": folder / "prompts.parquet",
         "data.train_batch_size": BATCH,
         "data.max_prompt_length": PROMPT,
-        "data.max_response_length": RESPONSE,
+        "data.max_response_length": told.response,
         "data.seed": 0,
         "reward.custom_reward_function.path": verl_reward.__file__,
         "actor_rollout_ref.model.path": folder / "model",
@@ -159,14 +162,14 @@ def command(part: str, folder: Path, told: Any) -> list[str]:
         "actor_rollout_ref.model.use_fused_kernels": True,
         f"{actor}.optim.lr": 1e-5,
         f"{actor}.ppo_mini_batch_size": BATCH // 4 if separate else BATCH,
-        f"{actor}.ppo_micro_batch_size_per_gpu": 16,
+        f"{actor}.ppo_micro_batch_size_per_gpu": told.micro_batch,
         f"{actor}.use_kl_loss": False,
         f"{rollout}.n": SAMPLES,
         f"{rollout}.tensor_model_parallel_size": told.tensor_parallel,
         f"{rollout}.gpu_memory_utilization": told.memory or (0.8 if separate else 0.4),
-        f"{rollout}.max_model_len": PROMPT + RESPONSE,
+        f"{rollout}.max_model_len": PROMPT + told.response,
         f"{rollout}.max_num_seqs": BATCH * SAMPLES,
-        f"{rollout}.log_prob_micro_batch_size_per_gpu": 16,
+        f"{rollout}.log_prob_micro_batch_size_per_gpu": told.micro_batch,
         f"{rollout}.calculate_log_probs": True,
         f"{rollout}.name": "vllm",
         "ray_kwargs.ray_init.num_cpus": CPUS,
@@ -223,7 +226,7 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
     env = os.environ | {"VERL_FILE_LOGGER_PATH": str(figures), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     env["VERL_LOGGING_LEVEL"] = "WARNING"  # verl 0.9.1's separate_async dies of one of its lines at INFO
     about = {"part": part, "mode": told.mode, "gpus": told.gpus, "precision": precision(part, told)}
-    about |= {"model": told.model, "vocabulary": told.vocabulary}
+    about |= {"model": told.model, "vocabulary": told.vocabulary, "response": told.response}
 
     def note(what: str, **found: Any) -> None:
         write(told.output, {"what": what} | about | found)
@@ -240,6 +243,7 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
             code = f"ended after {told.limit_s:g} s"
             end(process)
     seconds = time.perf_counter() - begun
+    name_model(folder / f"{part}.run.jsonl", folder / "model", told.model)
     rows = steps_of(figures)
     for row in rows:
         note("step", **row)

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(**changes: Any) -> Any:
     return SimpleNamespace(
         **{"mode": "sync", "gpus": 1, "tensor_parallel": 1, "steps": 20, "precision": "fp8_kv"}
-        | {"memory": None, "target_kl": None}
+        | {"memory": None, "target_kl": None, "response": 512, "micro_batch": 16}
         | changes
     )
 

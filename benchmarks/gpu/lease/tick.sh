@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One beat of a lease: start jobs, wait, and bring back what there is.
+# One beat of a lease: start jobs, wait until all jobs have ended but at most SECONDS, and bring back what there is.
 #     bash benchmarks/gpu/lease/tick.sh SECONDS [JOB...]
 # JOB: a script in jobs/, started unless it was; its log is ~/res/JOB.log. What it writes to ~/res comes back.
 set -u
@@ -12,10 +12,17 @@ for job in "$@"; do
     [ -f "$here/jobs/$job.sh" ] || { echo "no job $job; there are $(ls "$here/jobs")" >&2; exit 2; }
     mkdir ~/started/"$job" 2> /dev/null || continue
     cp "$here/jobs/$job.sh" ~/started/"$job"
-    setsid bash ~/started/"$job/$job.sh" > ~/res/"$job".log 2>&1 < /dev/null &
+    setsid bash -c 'bash "$0/$1.sh"; touch "$0/ended"' ~/started/"$job" "$job" > ~/res/"$job".log 2>&1 < /dev/null &
     echo $! > ~/started/"$job"/group
 done
-sleep "$seconds"
+running() {
+    for job in ~/started/*; do
+        [ -e "$job/ended" ] || return 0
+    done
+    return 1
+}
+until=$((SECONDS + seconds))
+while [ $SECONDS -lt $until ] && running; do sleep 1; done
 tail -n 2 ~/res/*.log
 nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
 tar -C ~ --exclude='*.safetensors' --exclude='*.pt' -czf "$OUT/res.tgz" res
