@@ -11,7 +11,7 @@ predict() { # NAME OPTION...
     fp8plan plan Qwen/Qwen3-1.7B --gpu h100_sxm --engine-version 0.26.0 --accept high --samples 8 --max-model-len 2112 \
         --response-lengths fixed:2048 --json "$out/$1.json" "${@:2}" > "$out/$1.txt"
 }
-predict verl --prompts 32 --prompt-lengths fixed:34 --gpu-memory-utilization 0.4 --max-num-seqs 256 \
+predict verl --inside verl --prompts 32 --prompt-lengths fixed:34 --gpu-memory-utilization 0.4 --max-num-seqs 256 \
     --max-num-batched-tokens 8192 "$@"
-predict trl --prompts 16 --prompt-lengths fixed:64 --gpu-memory-utilization 0.3 --max-num-seqs 128 \
+predict trl --inside trl --prompts 16 --prompt-lengths fixed:64 --gpu-memory-utilization 0.3 --max-num-seqs 128 \
     --max-num-batched-tokens 4096 "$@"
