@@ -98,13 +98,19 @@ class Cause(msgspec.Struct, gc=False):
 
 
 class Verdict(msgspec.Struct, gc=False):
-    """The guard's verdict on one rollout. within: the name of as_fast until schema 1.1"""
+    """The guard's verdict on one rollout.
+
+    as_fast:  null if a slow rollout was not judged, because measured rollouts had not yet corrected the prediction
+    within:   the name of as_fast until schema 1.1
+    anchored: true if measured rollouts had corrected the prediction
+    """
 
     action: str | None = None
     reason: str | None = None
     as_fast: bool | None = None
     within: bool | None = None
     cold: bool | None = None
+    anchored: bool | None = None
     causes: list[Cause] | None = None
 
 

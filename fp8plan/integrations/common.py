@@ -205,7 +205,7 @@ def metrics_of(step: Step, preset: Precision, report: SyncReport | None) -> dict
     figures |= {"fp8plan/fp8_weights": float(preset.weights != "bf16"), "fp8plan/fp8_kv": float(preset.kv == "fp8")}
     if step.verdict is not None:
         figures["fp8plan/speed_ratio"] = step.verdict.ratio
-        figures["fp8plan/as_fast_as_predicted"] = float(step.verdict.as_fast)
+        figures["fp8plan/as_fast_as_predicted"] = float(step.verdict.as_fast is not False)
         figures["fp8plan/advice"] = float(DEPTH[step.verdict.action])  # steps down the ladder of precisions; 0: none
     if report is not None:
         figures["fp8plan/sync_s"] = report.seconds["total"]

@@ -202,9 +202,9 @@ def _speed(steps: Steps) -> Line:
     style, against = "", ""
     if now is not None and predicted:
         guard = steps.said[at].guard
-        judged = runs.as_fast(guard.verdict) if guard and guard.verdict else None  # the guard allows for noise
-        fine = (low is None or now >= low) if judged is None else judged
-        style = GOOD if fine else "" if steps.said[at].cold else BAD
+        verdict = guard.verdict if guard else None
+        fine = runs.as_fast(verdict) if verdict else low is None or now >= low  # the guard allows for noise
+        style = GOOD if fine else "" if fine is None or steps.said[at].cold else BAD
         against = f"predicted {predicted:,.0f} ({_times(now / predicted)})"
         if style == BAD:
             against = f"predicted {low:,.0f}-{high:,.0f}" if high is not None else against
@@ -227,9 +227,10 @@ def _state(steps: Steps) -> list[RenderableType]:
     guard = next((guard for guard in guards if guard.verdict or guard.off), None)
     if guard and (verdict := guard.verdict):
         action, cold = verdict.action or "none", bool(verdict.cold)
-        fine = action == "none" and (cold or runs.as_fast(verdict) is not False)
+        as_fast = runs.as_fast(verdict)
+        fine = action == "none" and (cold or as_fast is not False)
         advice = "" if action == "none" else f"{action}: "
-        rows.append(("guard", f"{advice}{verdict.reason or ''}", BAD if not fine else "" if cold else GOOD))
+        rows.append(("guard", f"{advice}{verdict.reason or ''}", BAD if not fine else GOOD if as_fast else ""))
         rows += [("  cause", cause.sentence or "", BAD) for cause in verdict.causes or () if not fine]
     if guard and guard.off:
         rows.append(("guard", f"off: {guard.off}", BAD))

@@ -72,7 +72,7 @@ def over_limit(steps: Steps) -> NDArray[np.bool_]:
 
 
 def as_fast(verdict: Verdict) -> bool | None:
-    """True if a rollout was as fast as predicted, by the guard; None if that is unknown. Schema 1.1 has `within`."""
+    """True if a rollout was as fast as predicted, by the guard; None if it did not judge. Schema 1.1 has `within`."""
     return verdict.within if verdict.as_fast is None else verdict.as_fast
 
 

@@ -111,6 +111,7 @@ def _guard(row: dict[str, Any], step: int, steps: int) -> dict[str, Any]:
         "action": "kv_to_bf16" if down else "none",
         "reason": f"{said}{'' if as_fast else ': too slow'}; {why}",
         "cold": False,
+        "anchored": True,
     }
     rung = "kv_to_bf16" if step >= int(0.8 * steps) else "none"
     return {"verdict": verdict, "state": {"rung": rung, "slow": 0 if as_fast else 1, "mismatched": 0}, "off": None}

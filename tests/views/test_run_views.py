@@ -327,6 +327,19 @@ def test_a_speed_that_the_guard_takes_for_noise_is_no_warning(tmp_path: Path) ->
     assert style(row | {"guard": None}) == "yellow predicted 8,700-9,800"
 
 
+def test_a_slow_rollout_that_is_not_judged_is_no_warning(tmp_path: Path) -> None:
+    row = json.loads(json.dumps(RUN[0]))
+    row["metrics"]["fp8plan/tokens_per_s"] = 3000.0
+    row["guard"]["verdict"] |= {"as_fast": None, "anchored": False}
+    (speed,) = (x for x in lines(steps_of([row])) if x.label == "tokens/s")
+    assert (speed.style, speed.against) == ("", "predicted 9,200 (0.33x)")
+    console = Console(width=80, force_terminal=True, color_system="standard")
+    with console.capture() as caught:
+        console.print(RunView(written(tmp_path / "run.jsonl", [row])))
+    (guard,) = (x for x in caught.get().splitlines() if "guard" in x)
+    assert not re.search("\x1b\\[3[23]m", guard)  # neither green nor yellow
+
+
 def test_between_two_rollouts_the_last_one_is_shown(tmp_path: Path) -> None:
     bare = {name: x for name, x in RUN[1]["metrics"].items() if "tokens_per_s" not in name}
     guard = RUN[1]["guard"] | {"verdict": None}

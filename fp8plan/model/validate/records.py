@@ -239,6 +239,7 @@ def _without_rollout(fields: dict[str, Any]) -> bool:
 
 
 def record_of(fields: dict[str, Any], number: int, where: str) -> Record:
+    """The fields of a line as a Record. Raises ConfigError, which says `where`, for fields that cannot be used."""
     missing = [name for name in REQUIRED if fields.get(name) is None]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; a record needs {', '.join(REQUIRED)}")

@@ -227,7 +227,9 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         Both makespans are worked out when it is read.
         """
         done = self._judged()
-        return None if done is None else done.routing(super().engine_facts(), self.replicas)
+        if done is None:
+            return None
+        return done.routing(super().engine_facts(), self.replicas, self._guard_settings.anchor)
 
     @property
     def verdicts(self) -> dict[int, Verdict | None]:

@@ -10,10 +10,11 @@ import numpy as np
 
 from fp8plan.errors import Fp8PlanError
 from fp8plan.model.hardware import find_gpu
+from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import rollout, schedules
 from fp8plan.runtime.fleet.routing import Split, consecutive, largest
-from fp8plan.runtime.guard.observation import EngineFacts, Observation, with_blocks
+from fp8plan.runtime.guard.observation import EngineFacts, Observation, with_pool
 from fp8plan.runtime.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -92,8 +93,8 @@ class Finished:
         )
         return replace(self, observation=whole, judgements=ours)
 
-    def routing(self, facts: EngineFacts, count: int) -> Routing:
-        """Compare both splits. facts: of one replica; count: of replicas"""
+    def routing(self, facts: EngineFacts, count: int, anchor: Anchor | None = None) -> Routing:
+        """Compare both splits. facts: of one replica; count: of replicas; anchor: as for `makespans`"""
         rows = np.split(np.arange(sum(self.samples)), np.cumsum(self.samples)[:-1])
         lengths = self.observation.response_lengths
         tokens = [sum(lengths[row] for row in some) for some in rows]
@@ -103,7 +104,7 @@ class Finished:
         off = None
         try:
             by_row = [[np.concatenate([rows[n] for n in part]) for part in split if part] for split in splits]
-            predicted = [*makespans(facts, self.observation, by_row)]
+            predicted = [*makespans(facts, self.observation, by_row, anchor)]
         except Fp8PlanError as error:
             off = str(error)
         return Routing(
@@ -121,19 +122,22 @@ class Finished:
         )
 
 
-def makespans(facts: EngineFacts, seen: Observation, splits: Sequence[Sequence[Any]]) -> list[float]:
+def makespans(
+    facts: EngineFacts, seen: Observation, splits: Sequence[Sequence[Any]], anchor: Anchor | None = None
+) -> list[float]:
     """Predict the makespan of each split of the responses that came, in seconds: of its slowest replica.
 
     facts:  of one replica
     splits: for each the rows of every replica
+    anchor: corrects the profile; None: the profile stands alone
 
     Raises ProfileError, ConfigError or CapacityError if the cost model cannot predict this engine.
     """
     batch = seen.batch
-    setup = facts.setup.holding(batch.longest)
-    if seen.kv_cache_tokens is not None:  # without vLLM's null block
-        setup = with_blocks(setup, setup.blocks_in(seen.kv_cache_tokens) - 1)
+    setup = with_pool(facts.setup.holding(batch.longest), seen.kv_cache_tokens)
     profile, _ = load_profile(find_gpu(facts.gpu), facts.engine_version)
+    if anchor is not None:
+        profile = anchor.applied(profile)
     memory, model = setup.memory(batch.longest), setup.step_model(profile)
     parts = ([batch.take(rows) for rows in split] for split in splits)
     return [rollout(schedules(part, memory.kv, setup.limits), model).makespan_s for part in parts]

@@ -8,9 +8,10 @@ to a prediction without it. Costs overlap (a larger pool also ends preemptions),
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from statistics import median
 from typing import Final, NamedTuple
 
 from fp8plan.errors import CapacityError
@@ -40,7 +41,12 @@ class Cause(StrEnum):
     KV_POOL = "kv_pool"
     ARRIVALS = "arrivals"
     HOST = "host"
+    MACHINE = "machine"
     UNKNOWN = "unknown"
+
+
+# Causes of a gap that the next rollout need not have, so that no anchor takes it for the machine's pace.
+DISTURBANCES: Final = {Cause.COMPILING, Cause.HOST, Cause.PREEMPTION}
 
 
 class Found(NamedTuple):
@@ -80,15 +86,20 @@ class Case(NamedTuple):
 
 
 def causes(case: Case) -> tuple[Found, ...]:
-    """The likely causes: those of a gap first, then the rest, each by cost; UNKNOWN for a gap without any."""
+    """The likely causes: those of a gap first, then the rest, each by cost; UNKNOWN for a gap without any.
+
+    Without an anchor a gap may be the profile's, so it is not UNKNOWN.
+    """
     likely = [*_of_the_engine(case)]
     if not case.as_fast:
         likely += _disturbances(case)
         known = [each for each in likely if each.gap]
         rest = case.gap_s - sum(each.lost_s or 0.0 for each in known)
         # The cost of late requests is known, so they do not hide the rest.
-        if all(each.cause == Cause.ARRIVALS for each in known) and rest >= case.gap_s / 2:
-            likely.append(_unknown(case, rest))
+        late = all(each.cause == Cause.ARRIVALS for each in known)
+        if late and rest >= case.gap_s / 2 and case.settings.anchor is not None:
+            text = f"{seconds(rest)} s more than predicted, and nothing that was looked at explains it"
+            likely.append(Found(Cause.UNKNOWN, f"{text}: {_looking(case.facts)}"))
     least = case.settings.least_loss * case.prediction.makespan_s
     likely += [each for each in _in_the_prediction(case) if (each.lost_s or 0.0) >= least]
     likely += _no_gain(case)
@@ -161,15 +172,31 @@ def _stall(case: Case) -> tuple[float | None, str]:
     return (longest - usual if longest > 2 * usual else None), words
 
 
-def _unknown(case: Case, rest: float) -> Found:
-    """The cause of the `rest` of a gap, in seconds, that no other cause explains."""
-    cpu = find_gpu(case.facts.gpu).is_cpu
-    where, machine = ("the host (top)", "cpu") if cpu else ("the GPU and the host (nvidia-smi, top)", "auto")
+def machine(facts: EngineFacts, shares: Sequence[float], low: float, high: float) -> Found | None:
+    """The finding that the first rollouts are not as the profile predicts; None if they are.
+
+    shares:    achieved / predicted speed of the first rollouts
+    low, high: the ends of the profile's 90% interval, as shares of the predicted speed
+    """
+    share = median(shares)
+    if low <= share <= high:
+        return None
     text = (
-        f"{seconds(rest)} s more than predicted, and nothing that was looked at explains it: look for other processes "
-        f"on {where}, or measure this machine (fp8plan calibrate --gpu {machine})"
+        f"this machine makes {share:.0%} of the tokens/s that the profile predicts (90%: {low:.0%} to {high:.0%}). The "
+        f"first {len(shares)} rollouts are the reference from now on"
     )
-    return Found(Cause.UNKNOWN, text)
+    if share < low:
+        text += f". For more speed {_looking(facts)}"
+    if facts.preset.uses_fp8:
+        text += f". Only a measured bf16 rollout shows what {facts.precision} gains here (fp8plan plan --observed)"
+    return Found(Cause.MACHINE, text, gap=False)
+
+
+def _looking(facts: EngineFacts) -> str:
+    """The words for where to look for a loss that nothing explains."""
+    cpu = find_gpu(facts.gpu).is_cpu
+    where, gpu = ("the host (top)", "cpu") if cpu else ("the GPU and the host (nvidia-smi, top)", "auto")
+    return f"look for other processes on {where}, or measure this machine (fp8plan calibrate --gpu {gpu})"
 
 
 def _in_the_prediction(case: Case) -> Iterator[Found]:

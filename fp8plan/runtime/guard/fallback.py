@@ -86,7 +86,7 @@ class GuardSettings:
                 compile take up to 0.8 s, those with one 2.5 s and more
     slow_host:  host_slowdown from which on the host is a cause: 1.25 is quiet (runtime.measure.rollouts.host), a core
                 with a busy other half has 1.7 to 2
-    anchor:     corrects the profile by rollouts that were measured on this machine; None: the profile stands alone
+    anchor:     corrects the profile by rollouts that were measured on this machine; None: by the first of the run
 
     Raises ConfigError for values out of range.
     """
@@ -149,7 +149,7 @@ class Symptoms:
 
     precision:    preset that ran
     tokens_per_s: achieved response tokens per second
-    as_fast:      it was as fast as predicted, or faster
+    as_fast:      it was as fast as predicted, or faster; None: slower, and not judged
     compiled:     a kernel was compiled: the speed says nothing
     expected:     rung -> expected tokens per second after it; only rungs that can help speed
     kl_k3:        mean k3 per token between trainer and rollout; None: not known
@@ -158,7 +158,7 @@ class Symptoms:
 
     precision: str
     tokens_per_s: float
-    as_fast: bool
+    as_fast: bool | None
     compiled: bool
     expected: Mapping[Action, float]
     kl_k3: float | None
@@ -211,6 +211,8 @@ def _nothing_to_do(symptoms: Symptoms, gains: Mapping[Action, float]) -> str:
         return "a kernel was compiled, so this rollout is not counted"
     if symptoms.cold:
         return "the engine's first rollout is a cold start, so it is not counted"
+    if symptoms.as_fast is None:
+        return "it is not judged: no rollouts of this machine have corrected the prediction so far"
     if symptoms.as_fast:
         return "nothing to do"
     if not gains:

@@ -1,5 +1,8 @@
 """The guard of an engine: it compares each rollout with its prediction, names causes, and advises a step down.
 
+A profile knows a GPU, not this machine and the trainer in front of the engine. So measured rollouts correct it: the
+plan's anchor, or else FIRST rollouts of this run. Until then no rollout is called slow because of the profile alone.
+
 The prediction is for what the engine ran: lengths, pool, limits, precision (observation.py). Causes follow from facts
 (causes.py). Stepping down follows a ladder (fallback.py),
 
@@ -23,16 +26,20 @@ rung once, also from a saved state. It only advises: the owner of the engine act
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any, Final
 
-from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.errors import ConfigError, Fp8PlanError, warn
 from fp8plan.model.hardware import find_gpu
+from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import PACES, Profile
+from fp8plan.model.validate.records import record_of
+from fp8plan.model.validate.validate import simulated
 from fp8plan.runtime.controller.state import Escalation
-from fp8plan.runtime.guard.causes import Case, Cause, Found, causes
+from fp8plan.runtime.guard.causes import DISTURBANCES, Case, Cause, Found, causes, machine
 from fp8plan.runtime.guard.fallback import (
     DEPTH,
     Action,
@@ -44,7 +51,16 @@ from fp8plan.runtime.guard.fallback import (
     ladder,
     stepped_down,
 )
-from fp8plan.runtime.guard.observation import EngineFacts, Observation, Prediction, predict
+from fp8plan.runtime.guard.observation import (
+    EngineFacts,
+    Observation,
+    Prediction,
+    predict,
+    rollout_fields,
+    with_pool,
+)
+
+FIRST: Final = 3  # rollouts of the run that correct the profile: the fewest whose median a single odd one does not move
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +68,12 @@ class Verdict:
     """The guard's verdict on one rollout. Speeds are in response tokens per second, low and high a 90% interval.
 
     ratio:   achieved / predicted speed
-    as_fast: it was no slower than low / (1 + GuardSettings.slack)
+    as_fast: it was no slower than low / (1 + GuardSettings.slack); None: it was, and the profile alone says so
     causes:  the likely ones: those of a gap first, each by cost
     action:  the advice
     reason:  the reason for the action, or for none
     cold:    it was the engine's first rollout, and slower than predicted, which is no sign of anything
+    anchored: measured rollouts had corrected the prediction
     """
 
     tokens_per_s: float
@@ -64,11 +81,12 @@ class Verdict:
     low_tokens_per_s: float
     high_tokens_per_s: float
     ratio: float
-    as_fast: bool
+    as_fast: bool | None
     causes: tuple[Found, ...]
     action: Action
     reason: str
     cold: bool = False
+    anchored: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a log."""
@@ -81,8 +99,9 @@ class Guard:
 
     facts:    those of the engine
     settings: None: the defaults
-    profile:  measurements to predict from; None: the best for the engine's GPU and vLLM's version
+    profile:  measurements to predict from, before a correction; None: the best for the engine's GPU and vLLM's version
     warnings: remarks on the profile, for the user
+    rollouts: rollout records of the run's first rollouts, which correct the profile; empty with an anchor in `settings`
 
     Raises ProfileError, ConfigError or CapacityError at once if the cost model cannot predict this engine.
     """
@@ -90,12 +109,12 @@ class Guard:
     def __init__(
         self, facts: EngineFacts, settings: GuardSettings | None = None, profile: Profile | None = None
     ) -> None:
-        self.profile, self.warnings = (
+        self._alone, self.warnings = (
             (profile, profile.remarks) if profile else load_profile(find_gpu(facts.gpu), facts.engine_version)
         )
         self.settings, self.state = settings or GuardSettings(), GuardState()
-        if self.settings.anchor is not None:
-            self.profile = self.settings.anchor.applied(self.profile)
+        self.profile = self.settings.anchor.applied(self._alone) if self.settings.anchor else self._alone
+        self.rollouts: list[dict[str, Any]] = []
         self.engine_changed(facts)
 
     def engine_changed(self, facts: EngineFacts) -> None:
@@ -111,8 +130,46 @@ class Guard:
     def after_rollout(self, observation: Observation) -> Verdict:
         """Judge a rollout. Call it once for each, in order. Raises as the cost model does."""
         self.state, verdict = update(self.state, observation, self.facts, self.profile, self.settings, self._first)
+        if self.settings.anchor is None and not self._first and teaches(observation, verdict):
+            ran = with_pool(self.facts.setup, observation.kv_cache_tokens)
+            self.rollouts.append(rollout_fields(observation, replace(self.facts, limits=ran.limits)))
+            verdict = self._learnt(verdict)
         self._first = False
         return verdict
+
+    def _learnt(self, verdict: Verdict) -> Verdict:
+        """The verdict on the last of the first rollouts, with a finding if the profile is off by more than it says."""
+        shares = self._correct(self.rollouts)
+        if not shares:
+            return verdict
+        slack, predicted = 1 + self.settings.slack, verdict.predicted_tokens_per_s
+        low, high = verdict.low_tokens_per_s / slack / predicted, verdict.high_tokens_per_s * slack / predicted
+        finding = machine(self.facts, shares, low, high)
+        if finding is None:
+            return verdict
+        warn(finding.sentence)
+        return replace(verdict, causes=(*verdict.causes, finding), reason=f"{verdict.reason}; {finding.sentence}")
+
+    def _correct(self, rows: list[dict[str, Any]]) -> list[float]:
+        """Correct the profile by rollouts, if they are FIRST or more.
+
+        Their median sets the pace of GPU and host alike, because nothing tells them apart. It may be far from the
+        profile, and an anchor would take it for an outlier. The anchor then narrows the interval.
+
+        Returns their achieved / predicted speeds by the profile alone, or an empty list. Raises ConfigError for
+        impossible rows.
+        """
+        records = [record_of(row, number, f"the guard's rollout {number}") for number, row in enumerate(rows, start=1)]
+        if len(records) < FIRST:
+            anchor, paced, shares = None, self._alone, []
+        else:
+            shares = [simulated(record, self._alone).rollout.makespan_s / record.seconds for record in records]
+            paces = {name: self._alone.coefficients[name] / median(shares) for name in PACES}
+            paced = replace(self._alone, coefficients=self._alone.coefficients | paces)
+            anchor = anchored(paced, self.facts.setup.shape, self.facts.engine_version, records)
+        self.rollouts, self.settings = rows, replace(self.settings, anchor=anchor)
+        self.profile = anchor.applied(paced) if anchor else paced
+        return shares
 
     def answer(self, escalation: Escalation) -> Action:
         """The action for an escalation of the controller: a new rung, or NONE.
@@ -132,11 +189,27 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save with a checkpoint, as plain data for JSON."""
-        return self.state.to_dict()
+        return self.state.to_dict() | {"rollouts": list(self.rollouts)}
 
     def load_state_dict(self, data: Mapping[str, Any]) -> None:
-        """Go on from a saved state. Raises ConfigError for anything but a result of `state_dict`."""
-        self.state = GuardState.from_dict(data)
+        """Go on from a saved state. Raises ConfigError for anything but a result of `state_dict`.
+
+        Saved rollouts of another GPU do not count, and none does if the settings have an anchor.
+        """
+        rows: Any = data.get("rollouts", [])
+        state = GuardState.from_dict({name: value for name, value in data.items() if name != "rollouts"})
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ConfigError(f"rollouts of the guard's state are {rows!r:.60}; allowed: a list of rollout records")
+        if self.settings.anchor is None or self.rollouts:
+            same = {"model": self.facts.model}  # the folder may have moved
+            self._correct([row | same for row in rows if row.get("gpu") == self.facts.gpu])
+        self.state = state
+
+
+def teaches(observation: Observation, verdict: Verdict) -> bool:
+    """True for a rollout that may correct the prediction: no disturbance and no other FP8 kernel explains its gap."""
+    disturbed = any(each.gap and each.cause in DISTURBANCES for each in verdict.causes)
+    return verdict.as_fast is not False and not observation.compiled_files and not disturbed
 
 
 def answer(guard: Guard | None, precision: str, escalation: Escalation) -> Action:
@@ -157,14 +230,19 @@ def update(
 ) -> tuple[GuardState, Verdict]:
     """The state and the verdict after one rollout; pure. Raises as the cost model does.
 
-    first: it is the first rollout of a started engine
+    profile: as corrected by the anchor of the settings, if they have one
+    first:   it is the first rollout of a started engine
+
+    Without an anchor a slow rollout is judged only if FP8 runs on another kernel than the profile was measured with.
     """
     prediction = predict(facts, observation, profile)
     achieved = observation.tokens_per_s
-    as_fast = achieved >= prediction.low_tokens_per_s / (1 + settings.slack)
-    cold = first and not as_fast
-    likely = causes(Case(facts, observation, prediction, profile, settings, as_fast or cold))
-    gaps = () if as_fast else tuple(each for each in likely if each.gap)
+    fast = achieved >= prediction.low_tokens_per_s / (1 + settings.slack)
+    cold = first and not fast
+    likely = causes(Case(facts, observation, prediction, profile, settings, fast or cold))
+    gaps = () if fast else tuple(each for each in likely if each.gap)
+    judged = fast or cold or settings.anchor is not None or any(each.of_fp8 for each in gaps)
+    as_fast = fast if judged else None
     symptoms = Symptoms(
         precision=facts.precision,
         tokens_per_s=achieved,
@@ -188,8 +266,9 @@ def update(
         as_fast=as_fast,
         causes=likely,
         action=action,
-        reason=f"{speed}{'' if as_fast or cold else ': too slow'}; {why}",
+        reason=f"{speed}{': too slow' if judged and not (fast or cold) else ''}; {why}",
         cold=cold,
+        anchored=settings.anchor is not None,
     )
 
 

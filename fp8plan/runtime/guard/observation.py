@@ -295,9 +295,7 @@ class Prediction:
 
 def predict(facts: EngineFacts, observation: Observation, profile: Profile) -> Prediction:
     """Predict the work that ran, and the same with less FP8. Raises as the parts of the cost model do."""
-    pool, setup = observation.kv_cache_tokens, facts.setup
-    if pool is not None:  # without vLLM's null block
-        setup = with_blocks(setup, setup.blocks_in(pool) - 1)
+    setup = with_pool(facts.setup, observation.kv_cache_tokens)
     ran = again(setup, observation, profile)
     instead = {}
     for preset in fallbacks(facts.setup.precision):
@@ -316,6 +314,11 @@ def again(
     if reason := setup.gpu.why_not(setup.precision):
         raise ConfigError(f"{setup.precision.name} cannot be predicted on {setup.gpu.name}: {reason}")
     return simulate(setup.holding(observation.batch.longest), observation.batch, profile, known=known)
+
+
+def with_pool(setup: EngineSetup, tokens: int | None) -> EngineSetup:
+    """The same engine with a measured pool. tokens: as in Observation.kv_cache_tokens"""
+    return setup if tokens is None else with_blocks(setup, setup.blocks_in(tokens) - 1)  # without vLLM's null block
 
 
 def with_blocks(setup: EngineSetup, blocks: int) -> EngineSetup:

@@ -86,7 +86,7 @@ def record_of(
     if guard is not None or step.verdict is not None or guard_off is not None:
         judged = {
             "verdict": None if step.verdict is None else step.verdict.to_dict(),
-            "state": None if guard is None else guard.state_dict(),
+            "state": None if guard is None else guard.state.to_dict(),
             "off": guard_off,
         }
     return {

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
 
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.profile.library import load_profile
+from fp8plan.model.profile.profile import PACES
 from fp8plan.model.rollout import simulate
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.judge import Judged
@@ -53,6 +56,13 @@ def test_two_long_responses_apart_take_less_than_together() -> None:
     assert routing.off is None
     assert json.loads(json.dumps(routing.to_dict()))["tokens"] == list(RESPONSES)
     assert "10,400 routed, 18,200 split statically; predicted " in str(routing)
+
+
+def test_the_anchor_of_a_plan_corrects_both_splits() -> None:
+    alone = finished(APART).routing(FACTS, 2)
+    slower = finished(APART).routing(FACTS, 2, Anchor(dict.fromkeys(PACES, math.log(1.3)), (), ()))
+    for name in ("predicted_routed_s", "predicted_static_s"):
+        assert getattr(slower, name) == pytest.approx(1.3 * getattr(alone, name), rel=0.01)
 
 
 def test_a_split_that_is_the_static_one_gains_nothing() -> None:

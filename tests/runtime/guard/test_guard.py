@@ -15,6 +15,7 @@ import pytest
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.plan.explain import seconds
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
@@ -25,6 +26,7 @@ from fp8plan.runtime.guard.observation import EngineFacts, Observation, fallback
 
 VALIDATION = profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation"
 PROFILE: Profile = load_profile(find_gpu("h200_sxm"), "0.26.0")[0]
+ANCHORED = GuardSettings(anchor=Anchor({}, (), ()))  # the profile is right: gaps are not its own
 LENGTHS = ("prompt_lengths", "response_lengths", "prompt_ids")
 TIMES = ("longest_step_s", "host_slowdown")
 
@@ -47,7 +49,7 @@ def observed(record: Record, **changes: Any) -> Observation:
 
 
 def judged(record: Record, settings: GuardSettings | None = None, **facts: Any) -> Verdict:
-    return update(GuardState(), observed(record), facts_of(record, **facts), PROFILE, settings or GuardSettings())[1]
+    return update(GuardState(), observed(record), facts_of(record, **facts), PROFILE, settings or ANCHORED)[1]
 
 
 def pick(model: str, precision: str, workload: str, name: str = "rollouts") -> Record:
@@ -57,7 +59,7 @@ def pick(model: str, precision: str, workload: str, name: str = "rollouts") -> R
 
 def found(record: Record, cause: Cause, observation: Observation | None = None, **facts: Any) -> list[Found]:
     case = observation or observed(record)
-    _, verdict = update(GuardState(), case, facts_of(record, **facts), PROFILE, GuardSettings())
+    _, verdict = update(GuardState(), case, facts_of(record, **facts), PROFILE, ANCHORED)
     return [x for x in verdict.causes if x.cause == cause]
 
 
@@ -108,7 +110,7 @@ def test_no_healthy_engine_is_stepped_down() -> None:
     """Whatever came before: one more bad rollout would be enough."""
     edge = GuardState(slow=GuardSettings().patience - 1)
     for record in records("rollouts"):
-        _, verdict = update(edge, observed(record), facts_of(record), PROFILE, GuardSettings())
+        _, verdict = update(edge, observed(record), facts_of(record), PROFILE, ANCHORED)
         assert verdict.action == Action.NONE, verdict.reason
 
 
@@ -160,7 +162,7 @@ def test_a_disturbed_host_leads_nowhere() -> None:
     wanted = {"model": "Qwen/Qwen3-1.7B", "precision": "fp8_block", "workload": "batch 512"}
     disturbed = [r for r in records("again") if wanted.items() <= r.fields.items() and r.seconds > 4]
     assert len(disturbed) >= 3
-    guard = Guard(facts_of(disturbed[0]), profile=PROFILE)
+    guard = Guard(facts_of(disturbed[0]), ANCHORED, PROFILE)
     guard.after_rollout(observed(disturbed[0]))  # a cold start says nothing
     for record in disturbed:
         verdict = guard.after_rollout(observed(record))
@@ -320,7 +322,7 @@ def test_a_pause_without_a_compile_is_the_hosts() -> None:
     (named,) = found(record, Cause.COMPILING, replace(paused, compiled_files=None))  # nobody looked: likelier
     assert "as if a kernel was compiled" in named.sentence
     prefill = pick("Qwen3-14B", "fp8_block", "batch 512")  # steps of 0.4 s are its own
-    settings = GuardSettings(stall_s=0.1)
+    settings = replace(ANCHORED, stall_s=0.1)
     quiet = replace(slower(prefill, 1.2), compiled_files=0, host_slowdown=None)
     own, beyond = (replace(quiet, longest_step_s=s) for s in (0.6, 1.2))
     for case, cause in ((own, Cause.UNKNOWN), (beyond, Cause.HOST)):
@@ -349,11 +351,11 @@ def test_requests_that_come_late_explain_a_gap() -> None:
 def test_a_gap_without_any_cause_is_unknown_and_causes_are_ordered_by_what_they_cost() -> None:
     record = pick("Qwen3-14B", "bf16", "KV-starved")
     case = slower(record, 1.5)
-    _, verdict = update(GuardState(), case, facts_of(record), PROFILE, GuardSettings())
+    _, verdict = update(GuardState(), case, facts_of(record), PROFILE, ANCHORED)
     assert [x.cause for x in verdict.causes] == [Cause.UNKNOWN, Cause.PREEMPTION]
     assert seconds(case.seconds / 3) in verdict.causes[0].sentence
     limits = replace(record.limits, enforce_eager=True)
-    both = judged(record, GuardSettings(least_loss=0.01), limits=limits).causes
+    both = judged(record, replace(ANCHORED, least_loss=0.01), limits=limits).causes
     assert [x.cause for x in both] == [Cause.CUDA_GRAPHS_OFF, Cause.PREEMPTION]
 
 
@@ -379,7 +381,7 @@ def test_a_fallback_kernel_that_is_slower_than_bf16_ends_in_bf16() -> None:
     assert rollouts(record, 2.0, 2, **marlin).action == Action.NONE
     assert rollouts(record, 1.15, 9, **marlin).action == Action.NONE  # slow, and still faster than bf16
     assert rollouts(record, 2.0, 9).action == Action.NONE  # the same gap without a cause
-    assert rollouts(record, 2.0, 3, GuardSettings(unknown_is_fp8=True)).action == Action.ALL_BF16
+    assert rollouts(record, 2.0, 3, replace(ANCHORED, unknown_is_fp8=True)).action == Action.ALL_BF16
 
 
 def test_only_what_goes_with_the_rung_is_cured_by_it() -> None:
@@ -463,7 +465,7 @@ def test_on_a_cpu_no_advice_is_about_a_gpu() -> None:
     facts = EngineFacts("fp8plan/dense-50m", "cpu", "0.30.0", "fp8_kv", limits)
     work = Observation(1.0, [256] * 8, [200] * 8)
     slow = replace(work, seconds=9 * predict(facts, work, profile).makespan_s)
-    told = update(GuardState(), slow, facts, profile, GuardSettings())[1].causes
+    told = update(GuardState(), slow, facts, profile, ANCHORED)[1].causes
     assert {Cause.UNKNOWN, Cause.PREEMPTION} <= {x.cause for x in told}
     for cause in told:
         assert not re.search(r"nvidia|GPU|gpu_memory|tensor_parallel|--gpu auto", cause.sentence), cause

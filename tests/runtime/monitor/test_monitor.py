@@ -221,7 +221,11 @@ def test_an_engine_gives_rollout_verdict_and_what_runs_once_and_is_told_the_kl()
     first, second = (monitor.step(*batch()) for _ in range(2))  # two steps on one rollout
     assert (first.verdict, second.verdict) == (engine.verdict, None)
     assert engine.told == [x.mismatch.k3_robust for x in (first, second)]
-    assert taken[0]["guard"] == {"verdict": engine.verdict.to_dict(), "state": engine.guard.state_dict(), "off": None}
+    assert taken[0]["guard"] == {
+        "verdict": engine.verdict.to_dict(),
+        "state": engine.guard.state.to_dict(),
+        "off": None,
+    }
     assert [x.get("seconds") for x in taken] == [0.9, None]
     assert [x["precision"] for x in taken] == [FACTS.precision] * 2
     assert engine.guard.state.mismatched == 1  # it was asked by the engine alone
@@ -254,10 +258,11 @@ def test_an_engine_is_told_no_kl_that_is_no_number_or_of_no_token(changes: dict[
 @pytest.mark.parametrize(
     ("own", "tokens", "kl"), [(None, 9, MISMATCH.k3_robust), (0.5, 9, 0.5), (None, 0, None), (0.5, 0, 0.5)]
 )
-@pytest.mark.parametrize("guard", [Guard(FACTS), None])
+@pytest.mark.parametrize("guarded", [True, False])
 def test_a_rollout_without_a_kl_gets_that_of_its_tokens(
-    guard: Guard | None, own: float | None, tokens: int, kl: float | None
+    guarded: bool, own: float | None, tokens: int, kl: float | None
 ) -> None:
+    guard = Guard(FACTS) if guarded else None
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = Witness(None, guard, None).judged(replace(SEEN, kl_k3=own), replace(MISMATCH, tokens=tokens))
