@@ -201,7 +201,7 @@ def started(example: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def run(example: str, *words: str) -> str:
-    """Its stdout. stderr is empty: what an engine writes while it starts is held back. This CPU may have its own pace."""
+    """Its stdout. stderr is empty but for the pace of this CPU: what an engine writes while it starts is held back."""
     done = started(example, *words)
     rest = re.sub(r".*RuntimeWarning: fp8plan: this machine makes .*\n  warn\(.*\n", "", done.stderr)
     assert (done.returncode, rest) == (0, "")
