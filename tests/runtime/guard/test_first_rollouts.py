@@ -13,6 +13,7 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.profile.library import datasheet_profile, load_profile
+from fp8plan.model.profile.profile import PACES
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.guard import FIRST, Cause, Guard, Verdict
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, predict
@@ -214,16 +215,22 @@ def test_the_measured_pool_and_the_engines_limits_count() -> None:
     starved = replace(WORK, kv_cache_tokens=pool)
     predicted = predict(FACTS, starved, PROFILE)
     assert predicted.makespan_s > 1.2 * ALONE.makespan_s
-    guard, _ = run()
-    for _ in range(FIRST):
-        guard.after_rollout(replace(starved, seconds=predicted.makespan_s, preemptions=predicted.rollout.preemptions))
-    (anchor,) = [guard.settings.anchor]
-    assert anchor is not None
-    assert [row["predicted_s"] for row in anchor.rollouts] == pytest.approx([predicted.makespan_s] * FIRST)
+    starved = replace(starved, seconds=predicted.makespan_s, preemptions=predicted.rollout.preemptions)
     eager = replace(FACTS, cudagraph_mode="NONE")
-    slower = predict(eager, WORK, PROFILE).makespan_s
-    guard = Guard(eager, profile=PROFILE)
-    for _ in range(FIRST + 1):
-        guard.after_rollout(replace(WORK, seconds=slower))
-    assert guard.settings.anchor is not None
-    assert guard.settings.anchor.rollouts[0]["predicted_s"] == pytest.approx(slower)
+    launched = replace(WORK, seconds=predict(eager, WORK, PROFILE).makespan_s)
+    assert launched.seconds > 1.2 * ALONE.makespan_s
+    for facts, rollout in ((FACTS, starved), (eager, launched)):
+        guard, _ = run(facts=facts)
+        for _ in range(FIRST):
+            guard.after_rollout(rollout)
+        assert guard.settings.anchor is not None
+        assert [guard.profile.coefficients[name] for name in PACES] == pytest.approx([1.0, 1.0], abs=0.01)
+
+
+@pytest.mark.parametrize("compiled", [0, 3])
+def test_a_first_rollout_and_one_that_compiles_correct_nothing_however_fast(compiled: int) -> None:
+    guard = Guard(FACTS, profile=PROFILE)
+    assert guard.after_rollout(at(1.0)).as_fast
+    assert guard.rollouts == []
+    guard.after_rollout(at(0.97, compiled_files=compiled))
+    assert len(guard.rollouts) == (compiled == 0)
