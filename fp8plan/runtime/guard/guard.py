@@ -153,8 +153,8 @@ class Guard:
     def _correct(self, rows: list[dict[str, Any]]) -> list[float]:
         """Correct the profile by rollouts, if they are FIRST or more.
 
-        Their median sets the pace of GPU and host alike, because nothing tells them apart. It may be far from the
-        profile, and an anchor would take it for an outlier. The anchor then narrows the interval.
+        Their median sets the pace of GPU, host and front end alike, because nothing tells them apart. It may be far
+        from the profile, and an anchor would take it for an outlier. The anchor then narrows the interval.
 
         Returns their achieved / predicted speeds by the profile alone, or an empty list. Raises ConfigError for
         impossible rows.
@@ -164,8 +164,9 @@ class Guard:
             anchor, paced, shares = None, self._alone, []
         else:
             shares = [simulated(record, self._alone).rollout.makespan_s / record.seconds for record in records]
-            paces = {name: self._alone.coefficients[name] / median(shares) for name in PACES}
-            paced = replace(self._alone, coefficients=self._alone.coefficients | paces)
+            known, share = self._alone.coefficients, median(shares)
+            paces = {name: known[name] / share for name in known if name in PACES or name.startswith("front.")}
+            paced = replace(self._alone, coefficients=known | paces)
             anchor = anchored(paced, self.facts.setup.shape, self.facts.engine_version, records)
         self.rollouts, self.settings = rows, replace(self.settings, anchor=anchor)
         self.profile = anchor.applied(paced) if anchor else paced

@@ -234,3 +234,16 @@ def test_a_first_rollout_and_one_that_compiles_correct_nothing_however_fast(comp
     assert guard.rollouts == []
     guard.after_rollout(at(0.97, compiled_files=compiled))
     assert len(guard.rollouts) == (compiled == 0)
+
+
+@pytest.mark.parametrize("inside", ["verl", "trl", "server"])
+def test_a_trainers_front_end_has_the_pace_of_the_machine(inside: str) -> None:
+    facts = replace(FACTS, inside=inside)
+    predicted = predict(facts, WORK, PROFILE).makespan_s
+    assert predicted > ALONE.makespan_s
+    guard = Guard(facts, profile=PROFILE)
+    shares = (0.1, *[0.5] * (FIRST + 1), 0.4)
+    *_, same, slower = [guard.after_rollout(replace(WORK, seconds=predicted / share)) for share in shares]
+    assert (same.as_fast, slower.as_fast) == (True, False)
+    assert same.ratio == pytest.approx(1.0, abs=0.02)
+    assert {row["inside"] for row in guard.rollouts} == {inside}
