@@ -18,6 +18,7 @@ from fp8plan.errors import ConfigError
 class Grid(StrEnum):
     quick = "quick"
     full = "full"
+    anchor = "anchor"
 
 
 @app.command("probe", cls=GroupedCommand)
@@ -104,7 +105,9 @@ def calibrate_command(
     output: Annotated[
         Path | None, typer.Option(help="folder of measurements and profile.json; default: where plans look for it")
     ] = None,
-    grid: Annotated[Grid, typer.Option(help="quick: about 15 minutes; full: about forty")] = Grid.quick,
+    grid: Annotated[
+        Grid, typer.Option(help="quick: about 15 minutes; full: about forty; anchor: two engines, 3 minutes")
+    ] = Grid.quick,
     fit_only: Annotated[bool, typer.Option("--fit-only", help="fit the measurements that are there")] = False,
 ) -> None:
     """Measure this GPU, and fit its profile.
@@ -112,24 +115,27 @@ def calibrate_command(
     Through vLLM's own kernels and engine. Type it again to go on.
     """
     from fp8plan.model.calibrate.profile_of import calibrate, measured_version
+    from fp8plan.model.calibrate.two_engines import TWO_ENGINES, calibrate_by_two_engines, check_replaceable
     from fp8plan.model.hardware import find_gpu
     from fp8plan.model.profile.library import own_profiles_path, profile_path
     from fp8plan.views.report import calibration_report
 
-    card = find_gpu(gpu)
+    card, by_two = find_gpu(gpu), grid is Grid.anchor
     if fit_only:
         if output is None:
             raise ConfigError("--fit-only needs --output, the folder of the measurements")
-        folder, version = output, measured_version(output)
+        folder, version = output, measured_version(output, TWO_ENGINES if by_two else "steps")
     else:
         from fp8plan.runtime.measure.calibrate import measure
         from fp8plan.runtime.measure.rollouts.jobs import engine_version
 
         version = engine_version()
         folder = output or profile_path(own_profiles_path(), card.name, version).parent
+        if by_two:
+            check_replaceable(folder)
         measure(folder, card, grid.value)
     print(f"fitting what {folder} holds, about a minute", file=sys.stderr)
-    calibration = calibrate(folder, card, version)
+    calibration = (calibrate_by_two_engines if by_two else calibrate)(folder, card, version)
     (folder / "profile.json").write_text(calibration.profile.to_json(), encoding="utf-8")
     show(calibration_report(calibration))
     print(f"written: {folder / 'profile.json'}", file=sys.stderr)

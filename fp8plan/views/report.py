@@ -333,7 +333,7 @@ def calibration_report(result: Calibration) -> RenderableType:
         *(Column(name, [f"{getattr(kernel, field):.1%}" for kernel in errors]) for name, field in shares.items()),
     ]
     text = (
-        f"{profile.label}: {profile.source}. Median errors by the datasheet profile (before) and by the fit (after), "
+        f"{profile.label}: {profile.source}. Median errors by {result.prior} (before) and by the fit (after), "
         "of rows that no fit sees or, without any, by fits that have not seen the weight shape, head layout or engine "
         f"(held out; worst). Error beyond the coefficients' covariance: {profile.shared_error:.1%} that all precisions "
         f"share, and {profile.model_error:.1%} of each."

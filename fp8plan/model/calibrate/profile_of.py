@@ -18,7 +18,7 @@ modelled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import isclose
@@ -38,7 +38,7 @@ from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.library import RARE_PARTS, WIDE_HEADS, datasheet_profile, rare_parts, without_rare_parts
 from fp8plan.model.profile.profile import PACES, Profile, between, error_parts
-from fp8plan.model.validate.records import read_records
+from fp8plan.model.validate.records import Record, read_records
 
 LINEARS = {"Qwen/Qwen3-14B": ("qkv_proj", "gate_up_proj", "down_proj"), "meta-llama/Llama-3.2-1B": ("down_proj",)}
 ATTENTION = ("Qwen/Qwen3-14B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.2-1B")
@@ -99,8 +99,11 @@ class KernelError:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
+    """A profile, the errors of its kernels, and the label of the profile that it began with."""
+
     profile: Profile
     errors: tuple[KernelError, ...]
+    prior: str = "the datasheet profile"
 
 
 def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
@@ -108,8 +111,8 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     rows, steps = kernel_rows(folder / "kernels"), step_windows(folder / "steps")
     powers = power_rows(folder / "kernels")
     if not steps:
-        raise _no_rollouts(folder)
-    _check_same(steps, card, engine_version)
+        raise no_rollouts(folder)
+    check_same([run.record for run in steps], card, engine_version)
     sheet, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
     rare = step_windows(folder / "families")
     prior = without_rare_parts(sheet, timed_rare_parts(rows[kept]), rare_parts(card))
@@ -196,11 +199,14 @@ def timed_rare_parts(rows: pd.DataFrame) -> set[str]:
     return {f"{WIDE_HEADS}{dtype}.{phase}_" for phase, dtype in kernels.itertuples(index=False)}
 
 
-def measured_version(folder: Path) -> str:
-    """The engine version of the rollouts in `folder`. Raises ConfigError if there are none, or several versions."""
-    file = folder / "steps" / "rollouts.jsonl"
+def measured_version(folder: Path, steps: str = "steps") -> str:
+    """The engine version of the rollouts in `folder`. Raises ConfigError if there are none, or several versions.
+
+    steps: the subfolder with the rollouts
+    """
+    file = folder / steps / "rollouts.jsonl"
     if not file.is_file():
-        raise _no_rollouts(folder)
+        raise no_rollouts(folder, steps)
     versions = sorted({str(record.fields["engine_version"]) for record in read_records(file)})
     if len(versions) > 1:
         raise ConfigError(
@@ -209,8 +215,8 @@ def measured_version(folder: Path) -> str:
     return versions[0]
 
 
-def _no_rollouts(folder: Path) -> ConfigError:
-    return ConfigError(f"{folder / 'steps'} has no measured rollouts; type: fp8plan calibrate --output {folder}")
+def no_rollouts(folder: Path, steps: str = "steps") -> ConfigError:
+    return ConfigError(f"{folder / steps} has no measured rollouts; type: fp8plan calibrate --output {folder}")
 
 
 def kernel_rows(folder: Path) -> pd.DataFrame:
@@ -225,9 +231,9 @@ def power_rows(folder: Path) -> pd.DataFrame:
     return rows[rows.power_w.notna()] if len(rows) else rows
 
 
-def _check_same(steps: Sequence[Windows], card: Gpu, engine_version: str) -> None:
+def check_same(records: Iterable[Record], card: Gpu, engine_version: str) -> None:
     """Raise ConfigError for rollouts of another GPU or engine version than the profile's."""
-    for record in (run.record for run in steps):
+    for record in records:
         gpu, version = find_gpu(record.fields["gpu"]).name, record.fields["engine_version"]
         if (gpu, version) != (card.name, engine_version):
             raise ConfigError(
@@ -294,10 +300,15 @@ def _hull(rows: pd.DataFrame, steps: Sequence[Windows]) -> dict[str, dict[str, t
 
 
 def _source(rows: pd.DataFrame, powers: pd.DataFrame, steps: Sequence[Windows]) -> str:
-    fields = [x.record.fields for x in steps]
-    cards = sorted({str(x.get("gpu_uuid") or f"{x.get('cpu_count')} cores of {x.get('cpu_model')}") for x in fields})
     engines = len({x.engine for x in steps})
     kernels = [f"{len(rows)} timings of {rows.kernel.nunique()} kernels"] if len(rows) else []
     kernels += [f"{len(powers)} readings of their power"] if len(powers) else []
-    rollouts = f"{len(steps)} rollouts of {engines} engines, measured on {', '.join(cards)}"
+    rollouts = f"{len(steps)} rollouts of {engines} engines, measured on {cards_of([x.record for x in steps])}"
     return " and ".join(filter(None, [", ".join(kernels), rollouts]))
+
+
+def cards_of(records: Iterable[Record]) -> str:
+    """The GPUs, or CPUs, on which these rollouts were measured."""
+    fields = [record.fields for record in records]
+    cards = {str(x.get("gpu_uuid") or f"{x.get('cpu_count')} cores of {x.get('cpu_model')}") for x in fields}
+    return ", ".join(sorted(cards))

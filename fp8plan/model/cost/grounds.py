@@ -1,7 +1,8 @@
 """The grounds of a predicted time: the shares of it that are measured, imported, extrapolated, or theory.
 
 Each component of a step is split over its coefficients, in proportion to the derivatives by their logs. Coefficients
-with the datasheet's value are theory, by the profile's notes. The others are measured or imported, as the profile is.
+with the datasheet's value are theory, by the profile's notes. The others are measured or imported, as the profile is,
+or as the notes of an anchored profile say.
 They count as extrapolated in a step that has a quantity outside of the range that was measured for the component's
 kernels. Observed rollouts change paces and values, but not the grounds.
 """
@@ -17,7 +18,7 @@ import numpy as np
 from fp8plan.model.architecture import Linear
 from fp8plan.model.cost.base import QUANTITIES, Array, Component, Cost, StepBatch
 from fp8plan.model.cost.power import Engine
-from fp8plan.model.profile.profile import FITTED, Profile
+from fp8plan.model.profile.profile import ANCHORED, FITTED, SEEN, Profile
 
 UNSEEN = ("extrapolated", "theory")
 GROUNDS = ("measured", "imported", *UNSEEN)
@@ -99,15 +100,19 @@ def rests_on(
     front:   the result of `front_cost`, which was measured on other machines: imported
     """
     outside = list(excesses(model, batch))
-    known = "imported" if model.profile.kind == "imported" else "measured"
     spent: dict[str, dict[str, float]] = {}
     for part, taken in parts:
         theory = taken * part.gathered(_theory(part.cost, model))
         beyond = (taken - theory) * _outside(part.name, model, outside, taken.size)
-        totals = [float(x.sum()) for x in (taken - theory - beyond, beyond, theory)]
-        spent[part.name] = dict(zip((known, "extrapolated", "theory"), totals, strict=True))
+        known = taken - theory - beyond
+        imported = known * part.gathered(_imported(part.cost, model))
+        totals = [float(x.sum()) for x in (known - imported, imported, beyond, theory)]
+        spent[part.name] = dict(zip(GROUNDS, totals, strict=True))
     theory = start.seconds * _theory(start, model)
-    for ground, value in ((known, start.seconds - theory), ("theory", theory)):
+    imported = (start.seconds - theory) * _imported(start, model)
+    for ground, value in zip(
+        ("measured", "imported", "theory"), (start.seconds - theory - imported, imported, theory), strict=True
+    ):
         spent["host"][ground] += float(value[0])
     spent["front"] = {"imported": float(front.seconds.sum())}
     total = sum(sum(part.values()) for part in spent.values())
@@ -133,11 +138,24 @@ def _theory(cost: Cost, model: Profiled) -> Array:
         return np.ones_like(cost.seconds)
     parts = {name: np.abs(partial) for name, partial in cost.partials.items() if not _is_factor(name)}
     notes = {name: model.profile.notes.get(name, FITTED) for name in parts}
-    lent = [name for name, note in notes.items() if not note.startswith(FITTED)]
+    lent = [name for name, note in notes.items() if not note.startswith((FITTED, SEEN))]
     if not lent:
         return np.zeros_like(cost.seconds)
     total = sum(parts.values(), np.zeros_like(cost.seconds))
     return np.asarray(sum(parts[name] for name in lent) / np.where(total > 0, total, 1.0))
+
+
+def _imported(cost: Cost, model: Profiled) -> Array:
+    """The share that is imported, of a cost less its theory, of the shape of its seconds."""
+    if model.profile.kind != ANCHORED:
+        return np.full_like(cost.seconds, model.profile.kind == "imported")
+    here, there = np.zeros_like(cost.seconds), np.zeros_like(cost.seconds)
+    for name, partial in cost.partials.items():
+        note = model.profile.notes.get(name, SEEN)
+        if not _is_factor(name) and note.startswith((FITTED, SEEN)):
+            where = there if note.startswith(FITTED) else here
+            where += np.abs(partial)
+    return np.asarray(there / np.where(here + there > 0, here + there, 1.0))
 
 
 def _is_factor(name: str) -> bool:

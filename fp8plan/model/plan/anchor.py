@@ -224,10 +224,10 @@ def prior(profile: Profile, names: Iterable[str] = ()) -> Profile:
     )
 
 
-def anchored(profile: Profile, shape: ModelShape, engine_version: str, records: Sequence[Record]) -> Anchor:
+def anchored(profile: Profile, shape: ModelShape | None, engine_version: str, records: Sequence[Record]) -> Anchor:
     """The correction of a profile by measured rollouts on its GPU.
 
-    shape, engine_version: the plan's model and version of vLLM
+    shape, engine_version: the plan's model and version of vLLM; None: any other model than the measured ones
 
     Records of another GPU teach nothing and are left out.
 
@@ -309,7 +309,7 @@ class _Common:
         self._covariances = {True: same, False: other}
         self._versions = np.array([[VERSION_SD**2 * (a == b != engine_version) for b in versions] for a in versions])
 
-    def with_coefficients(self, model: ModelShape, slopes: Matrix) -> Matrix:
+    def with_coefficients(self, model: ModelShape | None, slopes: Matrix) -> Matrix:
         """The covariance of each rollout with the coefficients for a model, shape (rollouts, names)."""
         pairs = zip(self._models, slopes, strict=True)
         return np.asarray([self._covariances[_alike(other, model)] @ slope for other, slope in pairs])
@@ -321,9 +321,9 @@ class _Common:
         return np.asarray(self._versions + np.array(rows))
 
 
-def _alike(one: ModelShape, other: ModelShape) -> bool:
+def _alike(one: ModelShape, other: ModelShape | None) -> bool:
     """True for two checkpoints of one architecture and size."""
-    return (one.hidden_size, one.layers) == (other.hidden_size, other.layers)
+    return other is not None and (one.hidden_size, one.layers) == (other.hidden_size, other.layers)
 
 
 def _simulated(record: Record, profile: Profile) -> Simulated:

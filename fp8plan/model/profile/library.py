@@ -141,14 +141,37 @@ def load_profile(
     return datasheet_profile(gpu, engine_version, profiles_dir), warnings
 
 
+def nearest_profile(gpu: Gpu, engine_version: str, profiles_dir: Path | None = None) -> Profile:
+    """The profile that is known before a GPU and an engine version are measured, with the error of its use for them.
+
+    A calibrated one of this GPU comes first, then one of a sibling (the same compute capability), then an imported one,
+    then the datasheet profile. The nearest engine version counts. Anchored ones do not, as they were made so. A CPU has
+    the datasheet profile alone, because CPUs differ by several times.
+    """
+    every = () if gpu.is_cpu else list_profiles(profiles_dir)
+    own = [entry for entry in every if entry.gpu == gpu.name]
+    siblings = [entry for entry in every if entry.gpu not in (gpu.name, "*", "cpu")]
+    siblings = [entry for entry in siblings if find_gpu(entry.gpu).compute_capability == gpu.compute_capability]
+    for kind, entries in (("calibrated", own), ("calibrated", siblings), ("imported", own)):
+        if alike := [entry for entry in entries if entry.kind == kind]:
+            profile = _read(min(alike, key=lambda entry: _apart(entry.engine_version, engine_version)).path)
+            profile = profile if profile.engine_version == engine_version else profile.of_another_version()
+            return profile if profile.gpu == gpu.name else profile.of_sibling(gpu.name)
+    return datasheet_profile(gpu, engine_version, profiles_dir)
+
+
 def _nearest(folders: Sequence[Path], engine_version: str) -> Path | None:
     def distance(path: Path) -> tuple[int, ...]:  # measured profiles go before imported ones
-        other = _version(path.parent.name.removeprefix(f"{ENGINE}-"))
-        apart = (abs(a - b) for a, b in zip(other, _version(engine_version), strict=True))
-        return (_read(path).kind == "imported", *apart)
+        other = path.parent.name.removeprefix(f"{ENGINE}-")
+        return (_read(path).kind == "imported", *_apart(other, engine_version))
 
     paths = [path for folder in folders for path in sorted(folder.glob(f"{ENGINE}-*/profile.json"))]
     return min(paths, key=distance, default=None)
+
+
+def _apart(one: str, other: str) -> tuple[int, ...]:
+    """The distance of two versions: major, minor, patch."""
+    return tuple(abs(a - b) for a, b in zip(_version(one), _version(other), strict=True))
 
 
 def _version(text: str) -> tuple[int, int, int]:

@@ -24,9 +24,11 @@ T = TypeVar("T")
 
 ENGINE = "vllm"
 CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
-KINDS = ("datasheet", "calibrated", "imported")
+ANCHORED = "anchored"
+KINDS = ("datasheet", "calibrated", "imported", ANCHORED)
 ASSUMED = "not measured on this GPU: "  # start of the note on a coefficient that the datasheet profile lent
-FITTED = "fitted to "  # start of the note on a coefficient that was fitted to imported tables
+FITTED = "fitted to "  # start of the note on a coefficient that was fitted to imported tables or on another GPU
+SEEN = "measured in "  # start of the note on a coefficient of an anchored profile that was measured on its GPU
 KEPT = "kept"  # the imported rows in `table_rows` that were not left out
 GPU_PACE, HOST_PACE = "gpu.pace", "host.pace"  # factors, 1.0, on all seconds of the GPU and on all of the host
 PACES = (GPU_PACE, HOST_PACE)
@@ -35,6 +37,11 @@ PRECISION, LAYOUT = "precision.", "layout."
 # sd of log step time between engine versions, of what all precisions share and of each precision's own. It is taken
 # from a report, without records here: on H100s FP8 rollouts took 3 to 5% less with vLLM 0.33 than with 0.26.
 VERSION_SD = 0.03
+
+# sds of log step time that a profile gets when it is used for a sibling, a GPU of the same architecture: of what all
+# precisions share, and of each one's own. The H200's is off by 4.4% on 43 rollouts of H100s (`benchmarks.two_engines`).
+# One pair of GPUs tells little, so the shared part is twice that, as an imported profile's is.
+SIBLING_SD, SIBLING_OWN_SD = 0.08, 0.03
 
 # The part of the variance of a calibrated profile's error that all precisions of one model share. `python -m
 # benchmarks.error_parts` estimates it.
@@ -51,7 +58,8 @@ class Profile:
 
     gpu:             GPU name, as `Gpu.name`
     engine, engine_version: the measured engine, e.g. "vllm", "0.26.0"
-    kind:            "datasheet" (generic efficiencies), "calibrated" (measured here) or "imported" (others' tables)
+    kind:            "datasheet" (generic efficiencies), "calibrated" (measured here), "imported" (others' tables) or
+                     "anchored" (another profile, corrected by the rollouts of two engines here)
     source:          the origin of the numbers
     kernel_backends: kernel ("gemm.fp8_block", "attention.bf16", ...) -> implementation
     coefficients:    name -> value; positive; SI units; an "..._efficiency" is a fraction of a datasheet peak, at most 1
@@ -116,8 +124,9 @@ class Profile:
         return UNMEASURED_DOUBLING_SD * math.sqrt(doublings + expert_parallel)
 
     def layout_doubt(self, tensor_parallel_size: int, expert_parallel: bool = False) -> float:
-        """The `layout_error` of a calibrated profile. It is 0 in the others, in which no layout was measured."""
-        return self.layout_error(tensor_parallel_size, expert_parallel) if self.kind == "calibrated" else 0.0
+        """The `layout_error` of a measured profile. It is 0 in the others, in which no layout was measured."""
+        measured = self.kind in ("calibrated", ANCHORED)
+        return self.layout_error(tensor_parallel_size, expert_parallel) if measured else 0.0
 
     def assumes(self, kernel: str) -> bool:
         """True if the datasheet stands in for a kernel that was not measured."""
@@ -134,6 +143,10 @@ class Profile:
         """The warnings for every use of the profile."""
         if self.gpu == "cpu" and self.kind == "calibrated":
             return [f"CPUs differ by several times, and the interval knows one: {self.source}"]
+        if self.kind == ANCHORED:
+            return [
+                f"the profile of {self.gpu} rests on the rollouts of two engines, and on what `fp8plan profiles` says"
+            ]
         if self.kind != "imported":
             return []
         return [f"the profile of {self.gpu} is imported, not measured here; `fp8plan profiles` says how far off it is"]
@@ -183,6 +196,17 @@ class Profile:
     def of_another_version(self) -> Profile:
         """A copy of the profile with the error of using it for another engine version."""
         return self.with_errors(math.hypot(self.shared_error, VERSION_SD), math.hypot(self.model_error, VERSION_SD))
+
+    def of_sibling(self, gpu: str) -> Profile:
+        """The profile as an import for another GPU of the same architecture, with the error of that use."""
+        origin = f"measurements of {self.gpu} with {self.engine} {self.engine_version}"
+        errors = math.hypot(self.shared_error, SIBLING_SD), math.hypot(self.model_error, SIBLING_OWN_SD)
+        there = replace(self, gpu=gpu, kind="imported", source=f"{origin}: {self.source}")
+        return there.with_notes(f"{FITTED}{origin}").with_errors(*errors)
+
+    def with_notes(self, note: str) -> Profile:
+        """A copy of the profile with a note on each coefficient that has none."""
+        return replace(self, notes=dict.fromkeys(self.coefficients.keys() - {*PACES}, note) | self.notes)
 
     @property
     def shared_error(self) -> float:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.calibrate.two_engines import TWO_ENGINES
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.memory.plan import memory_plan
 from fp8plan.model.precision import Precision, precision
@@ -26,8 +27,9 @@ from fp8plan.model.setup import default_limits
 
 PACKAGE = __spec__.parent
 KERNELS = ("gemm", "attention", "moe", "elementwise", "power")
-CELLS = {"quick": "quick.json", "full": "fit.json"}
-CPU_CELLS = "cpu.json"  # for both grids: kernels are timed on GPUs only
+ANCHOR = "anchor"  # the grid of two engines, which times no kernels
+CELLS = {"quick": "quick.json", "full": "fit.json", ANCHOR: "two_engines.json"}
+CPU_CELLS = {"quick": "cpu.json", "full": "cpu.json", ANCHOR: "cpu_two_engines.json"}  # kernels are timed on GPUs only
 LONGEST_ENGINE_S = 900
 COMPILERS = min(6, (os.cpu_count() or 1) // 2)  # processes that first compile kernels; each takes some GB of the GPU
 
@@ -38,17 +40,18 @@ def note(text: str) -> None:
 
 
 def measure(folder: Path, card: Gpu, grid: str) -> None:
-    """Make the measurements that `folder` lacks, on the first visible GPU or on the CPU. grid: "quick" or "full"
+    """Make the measurements that `folder` lacks, on the first visible GPU or on the CPU. grid: a key of CELLS
 
     Raises ConfigError if a measurement cannot be made here at all. Single points that fail are noted and left out.
     """
-    for name in () if card.is_cpu else KERNELS:
+    for name in () if card.is_cpu or grid == ANCHOR else KERNELS:
         words = "--output", str(folder / "kernels"), "--grid", grid, "--gpu", card.name, "--compile-in", str(COMPILERS)
         _run(f"kernels.{name}", *words, *_only(name, card, grid))
-    steps = folder / "steps"
+    steps = folder / (TWO_ENGINES if grid == ANCHOR else "steps")
     steps.mkdir(parents=True, exist_ok=True)
-    cells = Path(__file__).parent / "cells" / (CPU_CELLS if card.is_cpu else CELLS[grid])
-    settings = cells_for(card, json.loads(cells.read_text(encoding="utf-8")))
+    cells = Path(__file__).parent / "cells" / (CPU_CELLS if card.is_cpu else CELLS)[grid]
+    shipped = json.loads(cells.read_text(encoding="utf-8"))
+    settings = two_engines(card, shipped) if grid == ANCHOR else cells_for(card, shipped)
     (steps / "cells.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     output = ("--output", str(steps / "rollouts.jsonl"), "--trace", "--timeout", str(LONGEST_ENGINE_S))
     _run("rollouts.run", "--cells", str(steps / "cells.json"), *output)
@@ -79,6 +82,17 @@ def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]
             f"none of the calibration's models fits {card.name}; measure your own: {PACKAGE}.rollouts.run"
         )
     return kept
+
+
+def two_engines(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The settings of the first two engines that fit `card`, in the order of the cells.
+
+    Raises ConfigError if none fits.
+    """
+    engines = [(each, name) for each in settings for name in each["precisions"] if _fits(card, each, precision(name))]
+    chosen = engines[:2]
+    kept = [each | {"precisions": [name for of, name in chosen if of is each]} for each in settings]
+    return cells_for(card, [each for each in kept if each["precisions"]])
 
 
 def _fits(card: Gpu, setting: dict[str, Any], preset: Precision) -> bool:

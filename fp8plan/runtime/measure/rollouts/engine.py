@@ -155,7 +155,9 @@ def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> N
     memory = facts["measured_kv_cache_tokens"]
     note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
     trace, host = Trace(llm), None if find_gpu(job["fields"]["gpu"]).is_cpu else Host()
+    begun = time.perf_counter()
     ladder = prefill_ladder(llm, job["fields"] | {"model": job["kwargs"]["model"]})
+    facts["compile_s"] = time.perf_counter() - begun
     note(f"prompts of {', '.join(map(str, ladder))} tokens ran, so that their kernels are compiled")
     for work in job["work"]:
         prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
