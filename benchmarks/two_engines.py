@@ -1,4 +1,4 @@
-"""The errors and intervals of profiles by two engines (`fp8plan calibrate --grid anchor`), beside their priors' and a full one's.
+"""The errors and intervals of profiles by two engines (`fp8plan calibrate --grid anchor`), and of their priors.
 
     python -m benchmarks.two_engines               by the committed steps of the H200 that are nearest to the grid's
     python -m benchmarks.two_engines FOLDER h100   by the rollouts that `calibrate --output FOLDER` measured on an H100
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.anchored import VERSIONS
@@ -35,13 +34,12 @@ def priors(gpu: str) -> Iterator[tuple[str, Profile]]:
     """The profiles that could be there before any measurement of this GPU, each with a name."""
     card, version, folder = find_gpu(gpu), VERSIONS[gpu], profiles_path()
     yield "datasheet", datasheet_profile(card, version)
-    other = {"h200": "h100", "h100": "h200"}.get(gpu)
-    if gpu == "h100":
-        yield "import of the H100", load_profile(card, version, profiles_dir=folder)[0]
-        yield "H200's calibration", nearest_profile(card, version, folder)
-    elif other is not None:
-        sibling = load_profile(other, version, profiles_dir=folder)[0]
-        yield "import of the H100", sibling.of_sibling(card.name)
+    imported = load_profile("h100", version, profiles_dir=folder)[0]
+    if gpu == "h200":
+        yield "import of the H100", imported.of_sibling(card.name)
+    elif gpu == "h100":
+        yield "import of the H100", imported
+        yield "calibration of the H200", nearest_profile(card, version, folder)
 
 
 def row(label: str, every: Sequence[Cell]) -> list[str]:

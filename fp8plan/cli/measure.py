@@ -121,18 +121,19 @@ def calibrate_command(
     from fp8plan.views.report import calibration_report
 
     card, by_two = find_gpu(gpu), grid is Grid.anchor
-    if fit_only:
-        if output is None:
-            raise ConfigError("--fit-only needs --output, the folder of the measurements")
-        folder, version = output, measured_version(output, TWO_ENGINES if by_two else "steps")
-    else:
+    if not fit_only:
         from fp8plan.runtime.measure.calibrate import measure
         from fp8plan.runtime.measure.rollouts.jobs import engine_version
 
         version = engine_version()
         folder = output or profile_path(own_profiles_path(), card.name, version).parent
-        if by_two:
-            check_replaceable(folder)
+    elif output is None:
+        raise ConfigError("--fit-only needs --output, the folder of the measurements")
+    else:
+        folder, version = output, measured_version(output, TWO_ENGINES if by_two else "steps")
+    if by_two:
+        check_replaceable(folder)
+    if not fit_only:
         measure(folder, card, grid.value)
     print(f"fitting what {folder} holds, about a minute", file=sys.stderr)
     calibration = (calibrate_by_two_engines if by_two else calibrate)(folder, card, version)

@@ -40,9 +40,8 @@ LEAST_SHARE, LEAST_TAKEN = 0.03, 0.5
 def calibrate_by_two_engines(folder: Path, card: Gpu, engine_version: str) -> Calibration:
     """Correct the nearest profile by the rollouts in `folder`.
 
-    Raises ConfigError if there are none, for those of another GPU or version, and where a full calibration is.
+    Raises ConfigError if there are none, and for those of another GPU or version.
     """
-    check_replaceable(folder)
     file = folder / TWO_ENGINES / "rollouts.jsonl"
     if not file.is_file():
         raise no_rollouts(folder, TWO_ENGINES)
