@@ -1,9 +1,10 @@
 """The errors and intervals of profiles by two engines (`fp8plan calibrate --grid anchor`), and of their priors.
 
-    python -m benchmarks.two_engines               by the committed steps of the H200 that are nearest to the grid's
-    python -m benchmarks.two_engines FOLDER h100   by the rollouts that `calibrate --output FOLDER` measured on an H100
+    python -m benchmarks.two_engines h200          by the committed rollouts that are nearest to the grid's
+    python -m benchmarks.two_engines h100          likewise
+    python -m benchmarks.two_engines h100 FOLDER   by the rollouts that `calibrate --output FOLDER` measured
 
-All measured rollouts of the GPU judge (benchmarks.error_parts.FILES). No profile by two engines has seen them.
+All measured rollouts of the GPU judge (benchmarks.error_parts.FILES), but for those of the two engines' model.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ from fp8plan.model.profile.library import datasheet_profile, load_profile, neare
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
 
-MODEL, PRECISIONS = "fp8plan/moe-7b", ("bf16", "fp8_block+fp8_kv")  # the grid's engines
+PRECISIONS = "bf16", "fp8_block+fp8_kv"  # of the grid's engines
+# GPU -> the model and the file of the committed rollouts that are nearest to the grid's
+NEAREST = {
+    "h200": ("fp8plan/moe-7b", "steps/rollouts.jsonl"),
+    "h100": ("Qwen/Qwen3-30B-A3B", "validation/rollouts.jsonl"),
+}
 
 
 def committed(gpu: str) -> list[Record]:
-    """The committed rollouts of the grid's two engines."""
-    records = read_records(profiles_path() / FOLDERS[gpu] / "steps" / "rollouts.jsonl")
-    return [x for x in records if x.fields["model"] == MODEL and x.fields["precision"] in PRECISIONS]
+    """The committed rollouts that are nearest to those of the grid's two engines."""
+    model, file = NEAREST[gpu]
+    records = read_records(profiles_path() / FOLDERS[gpu] / file)
+    return [x for x in records if x.fields["model"] == model and x.fields["precision"] in PRECISIONS]
 
 
 def priors(gpu: str) -> Iterator[tuple[str, Profile]]:
@@ -58,22 +65,27 @@ def row(label: str, every: Sequence[Cell]) -> list[str]:
 
 def table(gpu: str, records: Sequence[Record]) -> str:
     """A row for each prior, for its correction by `records`, and for the full calibration if there is one."""
+    models = {record.fields["model"] for record in records}
+
+    def judged(profile: Profile) -> list[Cell]:
+        return [cell for cell in cells(gpu, profile) if cell.record.fields["model"] not in models]
+
     head = ["profile", "makespan error, mean", "90% interval, median", "holds"]
     head += ["speed-up error, points", "90% interval, median", "holds"]
     rows = []
     for name, prior in priors(gpu):
-        rows.append(row(name, cells(gpu, prior)))
-        rows.append(row(f"{name}, two engines", cells(gpu, by_two_engines(prior, records, VERSIONS[gpu]))))
+        rows.append(row(name, judged(prior)))
+        rows.append(row(f"{name}, two engines", judged(by_two_engines(prior, records, VERSIONS[gpu]))))
     full = load_profile(gpu, VERSIONS[gpu], profiles_dir=profiles_path())[0]
     if full.kind == "calibrated" and full.gpu == find_gpu(gpu).name and full.engine_version == VERSIONS[gpu]:
-        rows.append(row("full calibration", cells(gpu, full)))
+        rows.append(row("full calibration", judged(full)))
     return markdown(head, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", help="of a measured grid; default: the H200's committed steps")
-    parser.add_argument("gpu", choices=list(FOLDERS), nargs="?", default="h200")
+    parser.add_argument("gpu", choices=list(NEAREST))
+    parser.add_argument("folder", type=Path, nargs="?", help="of a measured grid; default: the committed rollouts")
     words = parser.parse_args()
     measured = words.folder and read_records(words.folder / TWO_ENGINES / "rollouts.jsonl")
     print(table(words.gpu, measured or committed(words.gpu)))
