@@ -39,6 +39,7 @@ LEFT = 0.01  # share of the work in flight that may still be from the start when
 PIECE = 128  # most requests of one prompt that a sample takes or leaves out together
 DRAWS = 200  # random samples, of which the one most like the batch is used
 CHUNKS = 10  # parts of the middle, whose paces are compared
+LEAST_SECONDS = 1e-12  # of a row, as a divisor
 Z90 = 1.6449  # a normal variable is within +-Z90 standard deviations with probability 90%
 TAIL_SHARE = 0.25
 ROWS_AT_ONCE = 1_000_000  # most rows of several replicas that are timed together; a row takes about a kilobyte
@@ -172,11 +173,12 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     batches = list(distinct.values())
     step_seconds, steps_of = _timed(batches, model)
     pace = math.prod(map(model.profile.coefficient, model.paces))
-    fronts = [front_cost(model.inside, plan.weights * plan.sampled_requests, model.profile) for plan in replicas]
-    seconds = [
-        step_seconds[i] * plan.weights * pace + front.seconds
-        for i, plan, front in zip(at, replicas, fronts, strict=True)
+    in_engine = [step_seconds[i] * plan.weights * pace for i, plan in zip(at, replicas, strict=True)]
+    fronts = [
+        front_cost(model.inside, engine, plan.weights * plan.sampled_requests, model.profile)
+        for engine, plan in zip(in_engine, replicas, strict=True)
     ]
+    seconds = [engine + front.seconds for engine, front in zip(in_engine, fronts, strict=True)]
     slowest = int(np.argmax([row.sum() for row in seconds]))
     batch, plan, steps, front = batches[at[slowest]], replicas[slowest], steps_of(at[slowest]), fronts[slowest]
     starting = start_cost(plan.requests, plan.prompt_tokens, model.profile)
@@ -200,7 +202,10 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     breakdown = {name: part * pace for name, part in once.items()}
     breakdown["host"][0] += start
     breakdown["front"] = front.seconds
-    gradient = steps.gradient(weights) | dict.fromkeys(model.paces, makespan - in_front)
+    # Beside a front that overlaps with the engine, a second of the engine counts less: d sqrt(e^2 + f^2) / d e.
+    beside = in_engine[slowest] / np.maximum(in_engine[slowest] + _overlapping(front), LEAST_SECONDS)
+    gradient = steps.gradient(weights * beside)
+    gradient |= dict.fromkeys(model.paces, start + float((in_engine[slowest] * beside).sum()))
     for name, partial in starting.partials.items():
         gradient[name] = gradient.get(name, 0.0) + float(partial[0]) * pace
     gradient |= {name: float(partial.sum()) for name, partial in front.partials.items()}
@@ -229,6 +234,12 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         sampling_sd=sampling,
         rests_on=steps.rests_on(batch, once, starting, front.scaled(1 / pace)),
     )
+
+
+def _overlapping(front: Cost) -> Array:
+    """The seconds of each row that a front adds by working beside the engine."""
+    apart = [seconds for name, seconds in front.partials.items() if not name.endswith("thread_seconds")]
+    return front.seconds - sum(apart, np.zeros_like(front.seconds))
 
 
 def _front_error(front: Cost, profile: Profile) -> float:

@@ -16,6 +16,7 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.server.rollout import enough
 from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_named
 from fp8plan.runtime.weight_sync.state import SyncReport
 
@@ -88,7 +89,14 @@ class EngineAsLlm:
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
-        self.generate, self.sleep, self.wake_up = engine.generate, engine.sleep, engine.wake_up
+        self.sleep, self.wake_up = engine.sleep, engine.wake_up
+
+    def generate(self, prompts: Any, sampling_params: Any, **more: Any) -> list[Any]:
+        """Generate as an LLM does, without the text, which TRL decodes itself.
+
+        The engine runs in this process, so its GPU waits while Python makes text and objects for each token.
+        """
+        return self._engine.generate(prompts, sampling_params=enough(sampling_params), **more)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine.llm, name)

@@ -17,7 +17,19 @@ import numpy as np
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, LayerInput, Mlp
 from fp8plan.model.cost.attention import heads_per_rank
-from fp8plan.model.cost.base import Array, Cost, StepBatch, constant, norm4, paced, streaming_cost, times, traffic, zero
+from fp8plan.model.cost.base import (
+    Array,
+    Cost,
+    StepBatch,
+    constant,
+    norm2,
+    norm4,
+    paced,
+    streaming_cost,
+    times,
+    traffic,
+    zero,
+)
 from fp8plan.model.cost.mixers import KERNELS, mixers_of
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import model_runner
@@ -33,6 +45,7 @@ INSIDE = {
     "verl": "verl with fp8plan",
     "verl-stock": "verl's own vLLM rollout, by verl's timing_s/gen",
     "trl": "TRL with vllm_mode=colocate and fp8plan",
+    "trl-stock": "TRL's own vllm_mode=colocate",
     "server": "TRL with a vLLM server and fp8plan",
     "server-stock": "TRL's own client of a vLLM server",
 }
@@ -206,17 +219,27 @@ def front(inside: str) -> set[str]:
     return set() if inside == OWN else {f"front.{inside}"}
 
 
-def front_cost(inside: str, tokens: Array, profile: Profile) -> Cost:
-    """Seconds that the front adds while it passes on `tokens` response tokens, and before, of the shape of `tokens`.
+def front_cost(inside: str, engine: Array, tokens: Array, profile: Profile) -> Cost:
+    """Seconds that the front adds to rows of steps, of the shape of both.
 
-    The first row has the seconds before. The front is a Python thread, or several. In measured runs each token made the
-    rollout longer (docs/evidence/speed.md), though the engine works meanwhile.
+    engine: seconds of the engine's steps
+    tokens: response tokens that they make
+
+    A front in the engine's way (`token_seconds`) adds its whole time. One that works beside the engine
+    (`thread_seconds`) lengthens it as one of two limits that overlap in part: the root of the sum of squares. The first
+    row also has what comes before (`start_seconds`). docs/evidence/trainers.md has the measurements.
     """
     total = zero(tokens)
-    for name, count in (("token_seconds", tokens), ("start_seconds", np.arange(tokens.size) == 0)):
-        coefficient = f"front.{inside}.{name}"
-        if coefficient in profile.coefficients:
-            total = total + times(np.asarray(count, dtype=np.float64), *profile.named(coefficient))
+    counts = {"token_seconds": tokens, "start_seconds": np.arange(tokens.size) == 0, "thread_seconds": tokens}
+    for part, count in counts.items():
+        coefficient = f"front.{inside}.{part}"
+        if coefficient not in profile.coefficients:
+            continue
+        cost = times(np.asarray(count, dtype=np.float64), *profile.named(coefficient))
+        if part == "thread_seconds":
+            both = norm2(Cost(engine, {}), cost)
+            cost = Cost(both.seconds - engine, both.partials)
+        total = total + cost
     return total
 
 

@@ -133,12 +133,11 @@ class Anchor:
         slopes, cut = runs[picked.precision].log_gradient, picked.cut
         before, now = (_half(_variance(profile, slopes, cut)) for profile in (alone, corrected))
         changes = f"They change the time of {picked.precision} by {_changes(self.shifts, slopes)}."
-        changes += "".join(
-            f" The trainer's front end takes {corrected.coefficient(name) * 1e6:.0f} us a token, not "
-            f"{corrected.coefficient(name) * math.exp(-self.shifts[name]) * 1e6:.0f}."
-            for name in self.shifts
-            if name.startswith("front.") and name in slopes and name.endswith(".token_seconds")
-        )
+        for name in sorted(self.shifts.keys() & slopes.keys()):
+            if name.startswith("front.") and not name.endswith(".start_seconds"):
+                taken = 1e6 * corrected.coefficient(name)
+                usual = taken * math.exp(-self.shifts[name])
+                changes += f" The trainer's front end takes {taken:.0f} us a token, not {usual:.0f}."
         sentences = [self._fit(), f"{changes} Its interval was +-{before:.0%} of the time, and is +-{now:.0%}."]
         fp8 = [name for name in runs if name != "bf16"]
         other = "bf16" if picked.precision != "bf16" else next(iter(fp8), "")

@@ -44,14 +44,14 @@ def record(inside: str, seconds: float, model: str = MODEL) -> Record:
 @pytest.mark.parametrize("inside", [name for name in INSIDE if name != OWN])
 def test_every_front_has_seconds_for_each_token_on_a_gpu_and_on_a_cpu(inside: str) -> None:
     for gpu in ("h200", "cpu"):
-        assert datasheet_profile(find_gpu(gpu)).coefficient(f"front.{inside}.token_seconds") > 0
+        known = datasheet_profile(find_gpu(gpu)).coefficients
+        assert sum(known.get(f"front.{inside}.{part}_seconds", 0) for part in ("token", "thread")) > 0
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_rollout_takes_as_much_longer_as_the_front_takes_for_the_tokens_of_one_replica(replicas: int) -> None:
-    alone, within = ran(OWN, data_parallel_size=replicas), ran("verl-stock", data_parallel_size=replicas)
-    front = {part: SHEET.coefficient(f"front.verl-stock.{part}_seconds") for part in ("token", "start")}
-    more = front["start"] + TOKENS / replicas * front["token"]
+def test_a_front_in_the_way_adds_its_time_for_the_tokens_of_one_replica(replicas: int) -> None:
+    alone, within = ran(OWN, data_parallel_size=replicas), ran("server", data_parallel_size=replicas)
+    more = TOKENS / replicas * SHEET.coefficient("front.server.token_seconds")
     assert within.makespan_s - alone.makespan_s == pytest.approx(more)
     assert within.parts["front"] == pytest.approx(more / within.makespan_s)
     assert "front" not in alone.parts
@@ -60,19 +60,39 @@ def test_a_rollout_takes_as_much_longer_as_the_front_takes_for_the_tokens_of_one
     assert within.rests_on["kernels"]["front"]["imported"] == pytest.approx(within.parts["front"])
 
 
-def test_the_derivatives_are_those_of_the_makespan() -> None:
-    within = ran("verl")
-    name = "front.verl.token_seconds"
-    lent = replace(
+@pytest.mark.parametrize("model", [MODEL, "Qwen/Qwen3-14B"])
+def test_a_front_beside_the_engine_adds_less_the_slower_the_engine_is(model: str) -> None:
+    alone, within = ran(OWN, model=model).makespan_s, ran("verl", model=model).makespan_s
+    thread = TOKENS * SHEET.coefficient("front.verl.thread_seconds")
+    both = float(np.hypot(alone, thread))  # of steps that are all alike
+    assert max(alone, thread) < within < alone + thread
+    assert within == pytest.approx(both, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["front.verl.thread_seconds", "front.server.token_seconds", "gpu.pace", "host.pace"])
+def test_the_derivatives_are_those_of_the_makespan(name: str) -> None:
+    inside = "server" if "server" in name else "verl"
+    within = ran(inside)
+    value = H200.coefficients.get(name) or SHEET.coefficient(name)
+    moved = replace(
         H200,
-        coefficients=H200.coefficients | {name: SHEET.coefficient(name) * 1.01},
+        coefficients=H200.coefficients | {name: value * 1.001},
         log_covariance=H200.log_covariance | {name: {name: 0.0}},
     )
-    slope = np.log(ran("verl", lent).makespan_s / within.makespan_s) / np.log(1.01)
-    assert within.log_gradient[name] == pytest.approx(slope, rel=0.01)
-    # Without an error of its own the front makes the interval narrower, relative to the time.
-    wide, narrow = (np.log(run.makespan_high_s / run.makespan_low_s) for run in (within, ran("verl", lent)))
-    assert narrow < wide
+    slope = np.log(ran(inside, moved).makespan_s / within.makespan_s) / np.log(1.001)
+    assert within.log_gradient[name] == pytest.approx(slope, rel=0.02)
+
+
+def test_the_fronts_error_widens_the_interval() -> None:
+    name = "front.server-stock.token_seconds"
+    sure = replace(
+        H200,
+        coefficients=H200.coefficients | {name: SHEET.coefficient(name)},
+        log_covariance=H200.log_covariance | {name: {name: 0.0}},
+    )
+    unsure, certain = ran("server-stock"), ran("server-stock", sure)
+    assert unsure.makespan_s == certain.makespan_s
+    assert unsure.makespan_low_s < certain.makespan_low_s < certain.makespan_high_s < unsure.makespan_high_s
 
 
 def test_a_plan_is_inside_of_the_program_that_it_is_for() -> None:
@@ -120,4 +140,4 @@ def test_the_sentences_say_what_the_front_takes() -> None:
     observed = [record("verl", 1.4 * ran("verl").makespan_s)]
     reasons = plan(MODEL, "h200", WORK, inside="verl", precisions=["bf16"], observed=observed).reasons
     assert any("are the trainer's front end" in sentence for sentence in reasons)
-    assert any("front end takes" in sentence and "us a token, not 6" in sentence for sentence in reasons)
+    assert any("front end takes" in sentence and "us a token, not 20" in sentence for sentence in reasons)
