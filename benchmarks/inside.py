@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tables.markdown import table as markdown
-from benchmarks.tables.trainers import TRL, TRL_H100, VERL, VERL_H100, runs_of
+from benchmarks.tables.trainers import RESULTS, TRL, TRL_H100, VERL, VERL_H100, runs_of
 from fp8plan import jsonl
 from fp8plan.model.configs import find_config
 from fp8plan.model.cost.host import OWN, front
@@ -28,9 +28,10 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.profile.library import load_profile, with_kernels
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.validate.records import Record, record_of
+from fp8plan.model.validate.records import Record, read_records, record_of
 from fp8plan.model.validate.validate import simulated
 
+LONG = RESULTS / "long_answers"
 VERSION = "0.26.0"
 FIRST = 2  # warm steps that a run is anchored to
 WORDS_OF_VERL = 34  # of a prompt
@@ -64,6 +65,11 @@ def runs(folder: Path) -> Iterator[Run]:
         for rows in runs_of(jsonl.rows(file), "server"):
             if any("fp8plan.tokens_per_s" in row for row in rows):
                 yield _trl(rows, "h200" if file == TRL else "h100")
+    for trainer, inside in (("verl", "verl"), ("trl", "trl-stock")):  # fp8plan's outputs came to TRL after this run
+        for precision in ("fp8", "bf16"):
+            warm = read_records(LONG / f"{trainer}_{precision}.jsonl")
+            records = [replace(record, fields=record.fields | {"inside": inside}) for record in warm]
+            yield Run(f"{'verl' if trainer == 'verl' else 'TRL, colocated'}, 1 H100, 2,048 tokens", records)
 
 
 def _verl(rows: Sequence[dict[str, Any]], gpu: str, folder: Path) -> Run:
@@ -155,17 +161,30 @@ def lines() -> Iterator[tuple[str, ...]]:
     with TemporaryDirectory() as folder:
         for run in runs(Path(folder)):
             first, rest = run.records[:FIRST], run.records[FIRST:]
-            fields = rest[0].fields
+            fields = run.records[0].fields
             profile = front_of(run, load_profile(find_gpu(fields["gpu"]), VERSION)[0])
-            corrected = anchored(profile, first[0].setup.shape, VERSION, first).applied(profile)
-            errors = [error(rest, profile, OWN), error(rest, profile), error(rest, corrected)]
-            every.append((errors, len(rest)))
-            cells = (f"{size:.1%} ({together:+.1%})" for size, together, _ in errors)
-            yield run.name, fields["inside"], f"`{fields['precision']}`", str(len(rest)), *cells
-    steps = [count for _, count in every]
-    means = np.average([errors for errors, _ in every], axis=0, weights=steps)
-    cells = (f"{size:.1%}, {held:.0%} held" for size, _, held in means)
-    yield "all", "", "", str(sum(steps)), *cells
+            errors = [error(run.records, profile, OWN), error(run.records, profile)]
+            if rest:
+                corrected = anchored(profile, first[0].setup.shape, VERSION, first).applied(profile)
+                errors.append(error(rest, corrected))
+            every += [
+                (column, len(rest) if column == 2 else len(run.records), each) for column, each in enumerate(errors)
+            ]
+            cells = [f"{size:.1%} ({together:+.1%})" for size, together, _ in errors]
+            yield (
+                run.name,
+                fields["inside"],
+                f"`{fields['precision']}`",
+                str(len(run.records)),
+                *cells,
+                *[""] * (3 - len(cells)),
+            )
+    cells = []
+    for column in range(3):
+        counts, errors = zip(*((count, each) for place, count, each in every if place == column), strict=True)
+        size, _, held = np.average(errors, axis=0, weights=counts)
+        cells.append(f"{size:.1%}, {held:.0%} held of {sum(counts)}")
+    yield "all", "", "", "", *cells
 
 
 def table() -> str:

@@ -24,6 +24,7 @@ import odd_measurements  # noqa: E402
 import speed  # noqa: E402
 import streams  # noqa: E402
 import trl_outputs  # noqa: E402
+import two_engines  # noqa: E402
 import verl_outputs  # noqa: E402
 from control import report as control_report  # noqa: E402
 from learning import changes  # noqa: E402
@@ -115,6 +116,7 @@ def blocks() -> dict[str, str]:
     made["anchored plan"] = anchored_plan()
     made["anchored"] = anchored.table()
     made["inside"] = inside.table()
+    made |= {f"two engines of {gpu}": two_engines.committed_table(gpu) for gpu in ("h200", "h100")}
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
     made["streams"] = streams.table()
     measured = validate(read_records(VALIDATION))

@@ -22,6 +22,7 @@ from fp8plan.model.profile.library import datasheet_profile, load_profile, neare
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
 
+GRID = Path(__file__).parent / "results" / "grid_h100"
 PRECISIONS = "bf16", "fp8_block+fp8_kv"  # of the grid's engines
 # GPU -> the model and the file of the committed rollouts that are nearest to the grid's
 NEAREST = {
@@ -35,6 +36,11 @@ def committed(gpu: str) -> list[Record]:
     model, file = NEAREST[gpu]
     records = read_records(profiles_path() / FOLDERS[gpu] / file)
     return [x for x in records if x.fields["model"] == model and x.fields["precision"] in PRECISIONS]
+
+
+def committed_table(gpu: str) -> str:
+    """The table of docs/evidence/accuracy.md: the H100's grid ran there, and the H200's is made of other rollouts."""
+    return table(gpu, read_records(GRID / TWO_ENGINES / "rollouts.jsonl") if gpu == "h100" else committed(gpu))
 
 
 def priors(gpu: str) -> Iterator[tuple[str, Profile]]:

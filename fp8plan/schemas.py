@@ -46,6 +46,8 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     experts_hit:     distinct experts of a layer that each step's tokens went to, if known
     prompt_lengths, response_lengths: tokens of each response
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
+    compiled_files:  kernels that were compiled meanwhile
+    host_slowdown:   as many times as long took a loop of Python as on a quiet core
     seconds:         wall time; null in the record of a training step that had no rollout
     first_rollout:   true: the first rollout that its writer saw, perhaps of an engine that had not compiled yet
     sampling:        the rollout's sampling parameters (fp8plan.Sampling, field by field); null: not known
@@ -73,6 +75,8 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     response_lengths: list[int] | None = None
     prompt_ids: list[Any] | None = None
     seconds: float | None = None
+    compiled_files: int | None = None
+    host_slowdown: float | None = None
     preemptions: int | None = None
     measured_kv_cache_tokens: int | None = None
     num_gpu_blocks: int | None = None

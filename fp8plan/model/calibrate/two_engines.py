@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, warn
 from fp8plan.jsonl import rows
 from fp8plan.model.calibrate.profile_of import STEPS, Calibration, KernelError, cards_of, check_same, no_rollouts
 from fp8plan.model.cost.base import QUANTITIES
@@ -48,6 +48,12 @@ def calibrate_by_two_engines(folder: Path, card: Gpu, engine_version: str) -> Ca
     records, prior = read_records(file), nearest_profile(card, engine_version)
     check_same(records, card, engine_version)
     profile = by_two_engines(prior, records, engine_version)
+    slowdowns = [record.fields.get("host_slowdown") or 1.0 for record in records]
+    if (usual := float(np.median(slowdowns))) > anchor.QUIET_HOST:
+        warn(
+            f"Python took {usual:.1f} times as long as on a quiet core while the rollouts ran, so those that wait for "
+            "it tell little: if anything else ran on this host, end it and calibrate again with another --output"
+        )
     source = f"{profile.source} ({seconds_spent(rows(file), rows(file.with_suffix('.set_aside.jsonl')))})"
     return Calibration(replace(profile, source=source), _errors(prior, profile, records), prior.label)
 

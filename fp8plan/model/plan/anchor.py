@@ -7,7 +7,7 @@ times. Each rollout also has errors of its own, with these standard deviations:
 - the pace of GPU and host, which the profile has as coefficients. A part of it belongs to the model
 - the pace of the precision, `precision_pace`, and of an unmeasured layout, `layout_pace`
 - the pace of another engine version than the plan's
-- WORKLOAD_SD, REST_SD and FRONT_SD, which no other rollout teaches
+- WORKLOAD_SD, REST_SD and FRONT_SD, which no other rollout teaches, and more on a busy host or with a compile
 
 Outliers, such as a rollout that compiled a kernel, count less: the errors of single rollouts follow Student's t
 distribution, by iteratively reweighted least squares (Lange, Little & Taylor, JASA 1989). The cost model is linearised
@@ -52,6 +52,8 @@ REST_SD = 0.02  # sd of the error of one rollout
 FRONT_SD = 0.25  # sd of the log of a front's seconds from one rollout to the next (python -m benchmarks.inside)
 HOST_SD = 0.3  # sd of the log of a host's pace; CPUs differ more than one GPU from the next
 MODEL_SHARE = 0.4  # the model's share in the variance of a pace
+QUIET_HOST = 1.25  # host_slowdown up to which a core is quiet (fp8plan.runtime.measure.rollouts.host)
+COMPILED_SD = 0.5  # sd of the log time of a rollout that compiled a kernel
 DEGREES = 4  # degrees of freedom of Student's t
 ROUNDS = 30  # most linearisations
 SETTLED = 1e-4  # move of the log times at which no further linearisation is made
@@ -245,6 +247,7 @@ def anchored(profile: Profile, shape: ModelShape | None, engine_version: str, re
     seconds, count = np.log([record.seconds for record in latest]), len(latest)
     bare = replace(base, log_covariance={})  # the steps below need no intervals
     shifts, weights = np.zeros((count, len(common.names))), np.ones(count)
+    disturbed = np.array([_disturbance(*pair, bare) for pair in zip(latest, alone, strict=True)])
     left = np.full(count, math.inf)
     for _ in range(ROUNDS):
         rollouts = [
@@ -252,7 +255,7 @@ def anchored(profile: Profile, shape: ModelShape | None, engine_version: str, re
         ]
         slopes = np.array([[x.log_gradient.get(name, 0.0) for name in common.names] for x in rollouts])
         gaps = seconds - np.log([x.makespan_s for x in rollouts]) + (slopes * shifts).sum(axis=1)
-        noise = np.array([_noise(each) for each in rollouts])
+        noise = disturbed + np.array([_noise(each) for each in rollouts])
         in_common, last = common.spread(slopes), left
         for _ in range(REWEIGHTINGS):
             spread = in_common + np.diag(noise / weights)
@@ -283,6 +286,17 @@ def _noise(rollout: Rollout) -> float:
     """The variance of a rollout's log time that no other rollout teaches."""
     front = FRONT_SD * rollout.parts.get("front", 0.0)
     return WORKLOAD_SD**2 + REST_SD**2 + rollout.sampling_sd**2 + front**2
+
+
+def _disturbance(record: Record, alone: Simulated, profile: Profile) -> float:
+    """The variance that a compile adds to a rollout's log time, and a busy host, by as much as it may have waited."""
+    variance = COMPILED_SD**2 if record.fields.get("compiled_files") else 0.0
+    slowdown = (record.fields.get("host_slowdown") or 1.0) / QUIET_HOST
+    if slowdown > 1:
+        names = [HOST_PACE]
+        usual, slow = (_predicted(alone, _shifted(profile, names, np.log([x]))) for x in (1.0, slowdown))
+        variance += math.log(slow.makespan_s / usual.makespan_s) ** 2
+    return variance
 
 
 class _Common:

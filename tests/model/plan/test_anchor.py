@@ -229,3 +229,19 @@ def test_the_rollout_that_would_tell_most_is_of_the_other_precision(measured: An
     (sentence,) = [reason for reason in made.reasons if "would tell most" in reason]
     assert f"A measured rollout in {made.choices[made.chosen].precision} would tell most" in sentence
     assert VERSION_SD > 0
+
+
+def test_a_rollout_with_a_compile_teaches_little(measured: Any) -> None:
+    warm, cold = measured(paced(1.3), fields(compiled_files=0), fields(compiled_files=3))
+    moved, little = (anchored(SHEET, SHAPE, VERSION, [record]).shifts[GPU_PACE] for record in (warm, cold))
+    assert 0 < little < 0.4 * moved
+
+
+def test_a_busy_host_makes_a_rollout_teach_less_as_far_as_it_waits_for_the_host(measured: Any) -> None:
+    """A GPU-bound rollout does not wait, so nothing changes."""
+    small = "Qwen/Qwen3-0.6B"
+    for model, name, least, most in ((small, HOST_PACE, 0.0, 0.6), (MODEL, GPU_PACE, 0.95, 1.0)):
+        quiet, busy = measured(paced(1.5, name), *(fields(model=model, host_slowdown=x) for x in (1.2, 2.5)))
+        shape = ModelShape.from_hf(model)
+        moved, less = (anchored(SHEET, shape, VERSION, [record]).shifts[name] for record in (quiet, busy))
+        assert least * moved < less < most * moved
