@@ -46,7 +46,7 @@ def grounds(
     weights = np.arange(1.0, 1 + batch.decode_requests.size)
     steps = model.timed(batch)
     seconds = {name: part * weights for name, part in steps.breakdown().items()}
-    return steps.rests_on(batch, seconds, start_cost(8, 8000, profile), front_cost("own", weights, profile))
+    return steps.rests_on(batch, seconds, start_cost(8, 8000, profile), front_cost("own", weights, weights, profile))
 
 
 @settings(deadline=None, max_examples=25)
