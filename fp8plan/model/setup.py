@@ -19,6 +19,7 @@ from fp8plan.model.memory.plan import MemoryPlan, memory_plan
 from fp8plan.model.precision import Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile
+from fp8plan.version import DEFAULT_VERSION, NEWEST_ON_CPU
 
 
 def default_limits(gpu: Gpu, model: str | Path | ModelShape, **limits: Any) -> EngineLimits:
@@ -31,6 +32,11 @@ def default_limits(gpu: Gpu, model: str | Path | ModelShape, **limits: Any) -> E
     except ConfigError:
         recurrent = False
     return EngineLimits.for_gpu(gpu, recurrent, **limits)
+
+
+def default_version(gpu: Gpu) -> str:
+    """The version of vLLM that is planned for unless the user names another."""
+    return NEWEST_ON_CPU if gpu.is_cpu else DEFAULT_VERSION
 
 
 def check_inside(inside: str) -> str:
@@ -50,6 +56,7 @@ class EngineSetup:
     precision: a Precision or the name of a preset
     limits:    fields that are left out take vLLM's default for this GPU; None: vLLM's defaults for this model
     inside:    the program that calls the engine, one of fp8plan.model.cost.host.INSIDE
+    engine_version: version of vLLM; None: DEFAULT_VERSION, on a CPU NEWEST_ON_CPU
     """
 
     model: str | ModelShape
@@ -57,6 +64,7 @@ class EngineSetup:
     precision: Precision
     limits: EngineLimits
     inside: str
+    engine_version: str
 
     def __init__(
         self,
@@ -65,6 +73,7 @@ class EngineSetup:
         precision: Precision | str = "bf16",
         limits: EngineLimits | None = None,
         inside: str = OWN,
+        engine_version: str | None = None,
     ) -> None:
         card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
         fields = {
@@ -73,6 +82,7 @@ class EngineSetup:
             "precision": precision if isinstance(precision, Precision) else find_precision(precision),
             "limits": limits.derived(card) if limits else default_limits(card, model),
             "inside": check_inside(inside),
+            "engine_version": engine_version or default_version(card),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -124,12 +134,13 @@ class EngineSetup:
 
     def memory(self, longest_request: int | None = None) -> MemoryPlan:
         """The memory of one rank and its KV pool. Raises as `memory_plan` does."""
-        return memory_plan(self.shape, self.precision, self.gpu, self.limits, longest_request)
+        return memory_plan(self.shape, self.precision, self.gpu, self.limits, longest_request, self.engine_version)
 
     def kv_plan(self, num_gpu_blocks: int) -> KvPlan:
         """The KV cache of an engine with a pool of `num_gpu_blocks`, including the null block."""
         longest, gpu = self.shape.context.derived(), self.gpu
-        caches = model_caches(self.shape, self.precision, self.limits, longest, gpu.is_cpu, gpu.compute_capability)
+        where = gpu.is_cpu, gpu.compute_capability, self.engine_version
+        caches = model_caches(self.shape, self.precision, self.limits, longest, *where)
         return plan_kv_cache(*caches, num_blocks=num_gpu_blocks)
 
     def blocks_in(self, pool_tokens: int) -> int:
@@ -141,8 +152,8 @@ class EngineSetup:
 
     def step_model(self, profile: Profile, experts_hit: int | None = None) -> StepModel:
         """The cost model of one replica's steps. experts_hit: as in StepModel"""
-        groups = self._cache_groups
-        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile, experts_hit, groups, self.inside)
+        facts = (experts_hit, self._cache_groups, self.inside, self.engine_version)
+        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile, *facts)
 
     @cached_property
     def _cache_groups(self) -> int:

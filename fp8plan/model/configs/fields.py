@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.version import DEFAULT_VERSION, at_least
+from fp8plan.version import DEFAULT_VERSION, has
 
 # Names of a field in several families. The first that a config has counts.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -244,7 +244,7 @@ class Context:
         """The longest max_model_len in tokens that a version of vLLM allows, and the fields that it comes from."""
         tokens, origin, factor, kind = self.positions, self.field, 1.0, ""
         for scaling in self.scalings:
-            if scaling.kind in YARN and at_least(engine_version, (0, 30)):
+            if scaling.kind in YARN and has(engine_version, "yarn scales max_position_embeddings"):
                 continue  # max_position_embeddings includes the scaling
             if scaling.kind in (*LENGTHENING, *YARN):
                 factor, kind = factor if scaling.factor is None else scaling.factor, scaling.kind

@@ -61,6 +61,7 @@ from fp8plan.model.memory.plan import cudagraph_capture_sizes
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.library import rare_parts, with_kernels
 from fp8plan.model.profile.profile import GPU_PACE, Profile, layout_pace, precision_pace
+from fp8plan.version import DEFAULT_VERSION
 
 NEXT = " of next"  # suffix of the derivatives of the next step's seconds
 
@@ -73,6 +74,7 @@ class StepModel:
     cache_groups: groups of layers with their own block table (fp8plan.model.memory.kv_plan)
     experts_hit:  distinct experts of a layer that a step's tokens go to; None: as under even routing
     inside:       the program that calls the engine, one of fp8plan.model.cost.host.INSIDE
+    engine_version: version of vLLM
     """
 
     shape: ModelShape
@@ -83,6 +85,7 @@ class StepModel:
     experts_hit: int | None = None
     cache_groups: int = 1
     inside: str = OWN
+    engine_version: str = DEFAULT_VERSION
     layers: list[Linear] = field(init=False, repr=False, compare=False)
     head: Linear = field(init=False, repr=False, compare=False)
     _sustained: Profile = field(init=False, repr=False, compare=False)
@@ -164,7 +167,7 @@ class StepModel:
     def padded(self, batch: StepBatch) -> Array:
         """The tokens that the engine runs in each step, rounded up to a captured CUDA graph if there is one."""
         tokens = tokens_of(batch)
-        sizes = np.array((0, *cudagraph_capture_sizes(self.limits)), dtype=np.int64)
+        sizes = np.array((0, *self._graphs), dtype=np.int64)
         largest = sizes[-1]
         rounded = sizes[np.searchsorted(sizes, np.arange(largest + 1))]  # for every count with a graph
         return np.where(tokens <= largest, rounded[np.minimum(tokens, largest)], tokens)
@@ -180,12 +183,16 @@ class StepModel:
         return [name for name in names if name in self.profile.coefficients]
 
     @property
+    def _graphs(self) -> tuple[int, ...]:
+        return cudagraph_capture_sizes(self.shape, self.gpu, self.limits, self.engine_version)
+
+    @property
     def _between_nodes(self) -> bool:
         return self.limits.tensor_parallel_size > self.gpu.gpus_per_node
 
     def _host(self, batch: StepBatch) -> tuple[Cost, Cost]:
         """Seconds that the host needs for scheduling and launching."""
-        graphed = tokens_of(batch) <= max(cudagraph_capture_sizes(self.limits), default=0)
+        graphed = tokens_of(batch) <= max(self._graphs, default=0)
         launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self.layers, self.precision)
         return host_cost(batch, self.cache_groups, self.profile), launch_cost(launched, self.profile)
 

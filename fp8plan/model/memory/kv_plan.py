@@ -79,7 +79,7 @@ def _one_type(specs: Sequence[Spec], rules: KvRules) -> bool:
             "full" if spec.keeps_all else spec.kind,
             spec.window,
             spec.block_size,
-            spec.page_bytes if spec.kind == "state" and rules.vllm == "0.30" else 0,
+            spec.page_bytes if spec.kind == "state" and rules.has("states of two sizes are two types") else 0,
         )
         for spec in specs
     }
@@ -91,7 +91,8 @@ def _keep_all(specs: Sequence[Spec], rules: KvRules) -> list[Spec]:
     full = {spec.block_size for spec in specs if spec.keeps_all}
     if not full:
         return list(specs)
-    common = full.pop() if len(full) == 1 and rules.vllm == "0.30" else 0  # 0.26 keeps every block size
+    one = rules.has("one block size without the hybrid manager")
+    common = full.pop() if len(full) == 1 and one else 0
     kept = [
         spec._replace(kind="full", block_size=common or spec.block_size, window=0)
         if spec.kind in ("sliding", "chunked")
@@ -121,7 +122,7 @@ def _with_page(spec: Spec, page: int, rules: KvRules) -> Spec:
         return spec
     if spec.kind != "state" and page % spec.page_bytes == 0:
         return spec._replace(block_size=spec.block_size * (page // spec.page_bytes))
-    if spec.kind == "latent" and rules.vllm == "0.30":  # 0.26 asks the backend; all dense ones on Hopper agree
+    if spec.kind == "latent" and rules.has("latents are not padded"):  # before, all dense backends on Hopper pad
         raise _Unalike(f"a page of {spec.page_bytes} bytes beside one of {page}")
     return spec._replace(padded=page)
 
@@ -192,7 +193,7 @@ class KvPlan:
 
         0.30 retains only those at the end of a prompt (prefix_cache_retention_interval is 0).
         """
-        return self.rules.vllm == "0.26"
+        return not self.rules.has("only ends of prompts are retained")
 
     @property
     def request_blocks(self) -> int:

@@ -34,10 +34,11 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.mixers import Cache, CacheKind
-from fp8plan.model.architecture.parts import Attention, LatentAttention, Mamba2, Mixer, mixers
+from fp8plan.model.architecture.parts import Attention, DeltaNet, LatentAttention, Mamba2, Mixer, mixers
 from fp8plan.model.hardware import FIRST_FP8_CAPABILITY, dotted
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import Precision
+from fp8plan.version import DEFAULT_VERSION, has
 
 # A token's latent in FP8 if an indexer picks tokens: 512 numbers, four scales, and 64 numbers of BF16 (fp8_ds_mla:
 # vllm/v1/attention/backends/mla/flashmla_sparse.py, 0.26 and 0.30). In BF16 it is the plain latent.
@@ -46,7 +47,6 @@ INDEXER_SCALE_BLOCK: Final = 128  # a scale of four bytes for each (DeepseekV32I
 
 MLA_HYBRID_BLOCK: Final = 128  # tokens
 
-VllmVersion: TypeAlias = Literal["0.26", "0.30"]
 StateMode: TypeAlias = Literal["none", "align", "all"]
 
 
@@ -57,6 +57,7 @@ class LayerCache(NamedTuple):
     token_bytes: int = 0
     window: int = 0  # tokens: the window, or a chunked cache's chunk
     state_bytes: int = 0  # of one request
+    checkpoint: str = ""  # the difference of version.SINCE with which a state has one more block
 
 
 def in_bytes(cache: Cache, kv_bytes: int, sparse: bool = False) -> LayerCache:
@@ -97,7 +98,7 @@ class KvRules:
     kernel_block: int = 16
     state_mode: StateMode | None = None
     state_chunk: int = 0
-    vllm: VllmVersion = "0.26"
+    vllm: str = DEFAULT_VERSION
 
     @classmethod
     def of(
@@ -106,7 +107,7 @@ class KvRules:
         longest_request: int,
         kernel_block: int = 16,
         state_chunk: int = 0,
-        vllm: VllmVersion = "0.26",
+        vllm: str = DEFAULT_VERSION,
     ) -> KvRules:
         """The rules of an engine with `limits`. longest_request: tokens, used if max_model_len is None"""
         return cls(
@@ -119,6 +120,10 @@ class KvRules:
             state_chunk=state_chunk,
             vllm=vllm,
         )
+
+    def has(self, difference: str) -> bool:
+        """True if this vLLM has a difference of fp8plan.version.SINCE."""
+        return has(self.vllm, difference)
 
     @property
     def in_flight_tokens(self) -> int:
@@ -137,7 +142,7 @@ class KvRules:
             return "none"
         if self.state_mode is not None:
             return self.state_mode
-        return "all" if self.state_chunk and self.vllm == "0.26" else "align"
+        return "all" if self.state_chunk and not self.has("states are always aligned") else "align"
 
 
 class Spec(NamedTuple):
@@ -148,6 +153,7 @@ class Spec(NamedTuple):
     block_size: tokens in a page; for a state, tokens between two kept states
     window:     tokens, for sliding and chunked; else 0
     padded:     bytes that the page is padded to, or 0
+    checkpoints: blocks of a kept state beside the usual two
     """
 
     kind: CacheKind
@@ -156,6 +162,7 @@ class Spec(NamedTuple):
     token_bytes: int = 0
     state_bytes: int = 0
     padded: int = 0
+    checkpoints: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -169,7 +176,7 @@ class Spec(NamedTuple):
 def blocks_of(spec: Spec, rules: KvRules, tokens: int) -> int:
     """The most blocks that one request of `tokens` holds at once (max_memory_usage_bytes of each spec)."""
     if spec.kind == "state":
-        return {"none": 1, "align": 2, "all": ceil(tokens / spec.block_size)}[rules.kept_states]
+        return {"none": 1, "align": 2 + spec.checkpoints, "all": ceil(tokens / spec.block_size)}[rules.kept_states]
     if spec.window:
         return blocks_of_window(spec, rules.in_flight_tokens, tokens)
     return ceil(tokens / spec.block_size)
@@ -191,10 +198,12 @@ def specs(caches: Sequence[LayerCache], rules: KvRules) -> list[Spec]:
 
 def _spec(cache: LayerCache, rules: KvRules, block_size: int, state_block: int, padded: int) -> Spec:
     if cache.kind == "state":
-        return Spec("state", state_block, state_bytes=cache.state_bytes, padded=padded)
+        checkpoints = int(bool(cache.checkpoint) and rules.has(cache.checkpoint))
+        return Spec("state", state_block, state_bytes=cache.state_bytes, padded=padded, checkpoints=checkpoints)
     if cache.kind == "sliding":
         # Attention.get_kv_cache_spec: 0.26 starts from the kernel's smallest block, 0.30 from the largest that fits.
-        multiple = 1 if rules.vllm == "0.26" else max(1, block_size // rules.kernel_block)
+        largest = rules.has("windows start from the largest block")
+        multiple = max(1, block_size // rules.kernel_block) if largest else 1
         block_size = multiple * rules.kernel_block
     return Spec(cache.kind, block_size, cache.window, cache.token_bytes)
 
@@ -218,7 +227,7 @@ def block_sizes(caches: Iterable[LayerCache], rules: KvRules) -> tuple[int, int,
         )
     token_bytes = tokens.pop()
     step = max(rules.kernel_block, rules.block_size)
-    if rules.vllm == "0.30" and any(cache.kind == "latent" for cache in caches):
+    if rules.has("latents beside states have blocks of 128") and any(cache.kind == "latent" for cache in caches):
         step = max(step, MLA_HYBRID_BLOCK)
     if mode == "all":
         if not rules.state_chunk:
@@ -244,7 +253,7 @@ FLASHINFER_HEAD_DIMS: Final = (64, 128, 256)  # heads with an FP8 kernel on Ampe
 def why_no_fp8_kv(
     caches: Iterable[Cache | LayerCache],
     head_dims: Collection[int] = (),
-    vllm: VllmVersion = "0.26",
+    vllm: str = DEFAULT_VERSION,
     *,
     sinks: bool = False,
     capability: tuple[int, int] | None = None,
@@ -264,15 +273,16 @@ def why_no_fp8_kv(
     if capability is not None and capability < FIRST_FP8_CAPABILITY:
         return _why_not_by_flashinfer("latent" in kinds, head_dims, sinks, capability)
     only = set(head_dims)
-    if vllm == "0.26" and len(only) == 1 and max(only) > MOST_FA3_HEAD_DIM and kinds != {"latent"}:
+    unknown = len(only) == 1 and max(only) > MOST_FA3_HEAD_DIM and kinds != {"latent"}
+    if unknown and not has(vllm, "FP8 KV for heads above 256 on Hopper"):
         if capability is not None and capability[0] != 9:
             return (
-                f"fp8plan does not know which kernel of vLLM 0.26 reads heads of {max(only)} numbers in FP8 on compute "
-                f"capability {dotted(capability)}"
+                f"fp8plan does not know which kernel of vLLM {vllm} reads heads of {max(only)} numbers in FP8 on "
+                f"compute capability {dotted(capability)}"
             )
         return (
-            f"fp8plan does not know whether vLLM 0.26 reads heads of {max(only)} numbers in FP8 on Hopper: it chooses "
-            "FlashAttention 4 for them (get_flash_attn_version in vllm/v1/attention/backends/fa_utils.py)"
+            f"fp8plan does not know whether vLLM {vllm} reads heads of {max(only)} numbers in FP8 on Hopper: it "
+            "chooses FlashAttention 4 for them (get_flash_attn_version in vllm/v1/attention/backends/fa_utils.py)"
         )
     return None
 
@@ -318,43 +328,49 @@ def model_caches(
     longest_request: int,
     on_cpu: bool = False,
     capability: tuple[int, int] | None = None,
+    vllm: str = DEFAULT_VERSION,
 ) -> ModelCaches:
-    """The caches of a model under `limits`: in vLLM 0.26 on a GPU, and in 0.30 on a CPU, as in their profiles.
+    """The caches of a model under `limits`.
 
     longest_request: tokens, used if limits.max_model_len is None
     capability:      compute capability of the GPU; None: Hopper's
+    vllm:            the version
 
     Raises ConfigError if vLLM cannot keep them in this precision, or keeps them in a way that is not modelled.
     """
     layers = layer_caches(shape, precision, limits.tensor_parallel_size)
     if not layers:
         raise ConfigError(f"{shape.name}: no layer keeps anything of earlier tokens; allowed: models with attention")
-    _check_states(shape, limits, on_cpu)
-    if reason := why_not_kept(shape, precision, on_cpu, capability):
+    _check_states(shape, limits, vllm)
+    if reason := why_not_kept(shape, precision, on_cpu, capability, vllm):
         raise ConfigError(f"{shape.name} in {precision.name}: {reason}; allowed: a precision with a BF16 KV cache")
     if on_cpu:
-        return ModelCaches(layers, KvRules.of(limits, longest_request, CPU_BLOCK, vllm="0.30"))
+        return ModelCaches(layers, KvRules.of(limits, longest_request, CPU_BLOCK, vllm=vllm))
     sparse = any(_sparse(attention) for attention, _ in shape.parts_of(LatentAttention))
     block = kernel_block(layers, precision.kv_element_bytes, sparse)
     # Without a given block vLLM takes the kernel's. Here a smaller block means the same.
     limits = replace(limits, block_size=max(limits.block_size, block))
-    return ModelCaches(layers, KvRules.of(limits, longest_request, block))
+    return ModelCaches(layers, KvRules.of(limits, longest_request, block, vllm=vllm))
 
 
 def why_not_kept(
-    shape: ModelShape, precision: Precision, on_cpu: bool = False, capability: tuple[int, int] | None = None
+    shape: ModelShape,
+    precision: Precision,
+    on_cpu: bool = False,
+    capability: tuple[int, int] | None = None,
+    vllm: str = DEFAULT_VERSION,
 ) -> str | None:
-    """The reason why vLLM (0.26 on a GPU) cannot keep this model's caches in this precision; None if it can.
+    """The reason why this version of vLLM cannot keep this model's caches in this precision; None if it can.
 
     capability: compute capability of the GPU; None: Hopper's
     """
     if precision.kv != "fp8":
         return None
     if on_cpu:  # one kernel reads heads of every size
-        return why_no_fp8_kv(shape.caches())
+        return why_no_fp8_kv(shape.caches(), vllm=vllm)
     layers = [attention for attention, _ in shape.parts_of(Attention)]
     head_dims, sinks = {x.head_dim for x in layers}, any(x.sinks for x in layers)
-    return why_no_fp8_kv(shape.caches(), head_dims, sinks=sinks, capability=capability)
+    return why_no_fp8_kv(shape.caches(), head_dims, vllm, sinks=sinks, capability=capability)
 
 
 def layer_caches(shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1) -> tuple[LayerCache, ...]:
@@ -368,6 +384,9 @@ def layer_caches(shape: ModelShape, precision: Precision, tensor_parallel_size: 
 def _of_mixer(mixer: Mixer, kv_bytes: int, tp: int) -> tuple[LayerCache, ...]:
     """The caches of one mixer. Cached: most layers are equal, and a search plans memory thousands of times."""
     caches = tuple(in_bytes(cache, kv_bytes, _sparse(mixer)) for cache in mixer.caches(tp))
+    if isinstance(mixer, Mamba2 | DeltaNet):
+        kind = "Mamba 2 has" if isinstance(mixer, Mamba2) else "gated delta nets have"
+        return tuple(cache._replace(checkpoint=f"{kind} a checkpoint block") for cache in caches)
     if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
         return *caches, indexer_cache(mixer.indexer.head_dim)
     return caches
@@ -378,14 +397,15 @@ def _sparse(mixer: Mixer) -> bool:
     return isinstance(mixer, LatentAttention) and (mixer.indexer is not None or mixer.shares_index)
 
 
-def _check_states(shape: ModelShape, limits: EngineLimits, on_cpu: bool) -> None:
-    """Raise ConfigError if vLLM 0.26 would keep a state for every block of tokens (mamba_cache_mode "all").
+def _check_states(shape: ModelShape, limits: EngineLimits, vllm: str) -> None:
+    """Raise ConfigError if vLLM would keep a state for every block of tokens (mamba_cache_mode "all").
 
     With prefix caching it does for model classes with SupportsMambaPrefixCaching, which all have Mamba 2.
     """
-    if limits.enable_prefix_caching and not on_cpu and shape.parts_of(Mamba2):
+    aligned = has(vllm, "states are always aligned")
+    if limits.enable_prefix_caching and not aligned and shape.parts_of(Mamba2):
         raise ConfigError(
-            f"{shape.name}: enable_prefix_caching is True, with which vLLM 0.26 keeps a state of its Mamba layers for "
-            "every block of tokens (mamba_cache_mode 'all'), and that is not modelled; allowed: False, vLLM's default "
-            "for models with recurrent layers"
+            f"{shape.name}: enable_prefix_caching is True, with which vLLM {vllm} keeps a state of its Mamba layers "
+            "for every block of tokens (mamba_cache_mode 'all'), and that is not modelled; allowed: False, vLLM's "
+            "default for models with recurrent layers"
         )

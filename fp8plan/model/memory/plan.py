@@ -31,6 +31,7 @@ from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import model_caches
 from fp8plan.model.precision import BF16_BYTES, FP8_BLOCK, FP8_BYTES, Precision
 from fp8plan.model.shards import why_not_shardable
+from fp8plan.version import DEFAULT_VERSION, has
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -44,26 +45,41 @@ CUDAGRAPH_FULL_BYTES = 8 * MIB
 CUDAGRAPH_FP8_BYTES = 2 * MIB
 
 
-def cudagraph_capture_sizes(limits: EngineLimits) -> tuple[int, ...]:
-    """Batch sizes that vLLM 0.26 captures as CUDA graphs, ascending; () with enforce_eager.
+BLACKWELL_DATA_CENTER = 10  # major compute capability of B200 and B300
 
-    Source: vllm/config/vllm.py, _set_cudagraph_sizes.
+
+def cudagraph_capture_sizes(
+    shape: ModelShape, gpu: Gpu, limits: EngineLimits, engine_version: str = DEFAULT_VERSION
+) -> tuple[int, ...]:
+    """Batch sizes that vLLM captures as CUDA graphs, ascending; () with enforce_eager.
+
+    Source: vllm/config/vllm.py, _set_cudagraph_sizes; for gpt-oss vllm/model_executor/models/config.py.
     """
     if limits.enforce_eager:
         return ()
-    largest = min(2 * limits.max_num_seqs, 512, limits.max_num_batched_tokens)
-    sizes = {*(1, 2, 4), *range(8, 256, 8), *range(256, 513, 16)}
+    blackwell = gpu.compute_capability is not None and gpu.compute_capability[0] == BLACKWELL_DATA_CENTER
+    larger = blackwell and has(engine_version, "Blackwell captures up to 1024")
+    largest = min(2 * limits.max_num_seqs, 1024 if larger else 512)
+    if shape.model_type == "gpt_oss":
+        largest = 1024
+    largest = min(largest, limits.max_num_batched_tokens)
+    sizes = {*(1, 2, 4), *range(8, 256, 8), *range(256, largest + 1, 16)}
     sizes.add(limits.max_num_batched_tokens)  # the full budget is captured too, if it is not too large
+    if has(engine_version, "max_num_seqs is captured"):
+        sizes.add(limits.max_num_seqs)
     return tuple(sorted(size for size in sizes if size <= largest))
 
 
-def cudagraph_reserve_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> int:
+def cudagraph_reserve_bytes(
+    shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, engine_version: str = DEFAULT_VERSION
+) -> int:
     """Bytes set aside for CUDA graphs before the KV pool is sized (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=1).
 
     The V2 model runner reserves none (profile_cudagraph_memory returns 0). V1 captures every size piecewise, and sizes
     up to max_num_seqs also as full graphs.
     """
-    sizes = cudagraph_capture_sizes(limits)
+    captured = cudagraph_capture_sizes(shape, gpu, limits, engine_version)
+    sizes = [size for size in captured if size <= 512]  # the 83 graphs of gpt-oss took no more than 51 of others
     if model_runner(shape, gpu) == "v2" or not sizes:
         return 0
     more_full = sum(size <= limits.max_num_seqs for size in sizes) - 1
@@ -211,7 +227,12 @@ class MemoryPlan:
 
 
 def memory_plan(
-    shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, longest_request: int | None = None
+    shape: ModelShape,
+    precision: Precision,
+    gpu: Gpu,
+    limits: EngineLimits,
+    longest_request: int | None = None,
+    engine_version: str = DEFAULT_VERSION,
 ) -> MemoryPlan:
     """The memory of one rank, and its KV pool.
 
@@ -220,7 +241,7 @@ def memory_plan(
     Raises ConfigError if vLLM cannot cut the model so, or keep its caches in this precision. Raises CapacityError if
     the KV pool holds less than one request of max_model_len (the engine would refuse to start).
     """
-    plan = _unchecked_plan(shape, precision, gpu, limits, longest_request)
+    plan = _unchecked_plan(shape, precision, gpu, limits, longest_request, engine_version)
     tokens = limits.max_model_len or longest_request or 1
     if not _holds(plan, tokens):
         raise CapacityError(_does_not_fit(shape, precision, gpu, limits, plan, tokens))
@@ -269,16 +290,21 @@ def check_pool(plan: MemoryPlan, gpu: Gpu, limits: EngineLimits) -> None:
 
 
 def _unchecked_plan(
-    shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, longest_request: int | None
+    shape: ModelShape,
+    precision: Precision,
+    gpu: Gpu,
+    limits: EngineLimits,
+    longest_request: int | None,
+    engine_version: str,
 ) -> MemoryPlan:
     shape.check_tensor_parallel(limits.tensor_parallel_size, limits.enable_expert_parallel)
     if reason := shape.why_not(precision):
         raise ConfigError(f"{precision.name}: {reason}")
     longest = limits.max_model_len or longest_request or shape.context.derived()
-    caches, rules = model_caches(shape, precision, limits, longest, gpu.is_cpu, gpu.compute_capability)
+    caches, rules = model_caches(shape, precision, limits, longest, gpu.is_cpu, gpu.compute_capability, engine_version)
     empty = plan_kv_cache(caches, rules, num_blocks=0)
     limits = replace(limits, max_model_len=longest, block_size=rules.block_size)
-    terms = _cpu_terms(shape, precision) if gpu.is_cpu else _gpu_terms(shape, precision, gpu, limits)
+    terms = _cpu_terms(shape, precision) if gpu.is_cpu else _gpu_terms(shape, precision, gpu, limits, engine_version)
     plan = MemoryPlan(**terms, kv=empty, imposed=limits.num_gpu_blocks is not None)
     if limits.num_gpu_blocks is not None:
         blocks = limits.num_gpu_blocks + 1
@@ -287,7 +313,9 @@ def _unchecked_plan(
     return replace(plan, kv=replace(empty, num_blocks=blocks))
 
 
-def _gpu_terms(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> dict[str, int]:
+def _gpu_terms(
+    shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, engine_version: str
+) -> dict[str, int]:
     tp = limits.tensor_parallel_size
     alone = NON_TORCH_BYTES if model_runner(shape, gpu) == "v2" else NON_TORCH_V1_BYTES
     return {
@@ -295,7 +323,7 @@ def _gpu_terms(shape: ModelShape, precision: Precision, gpu: Gpu, limits: Engine
         "weights_bytes": loaded_weight_bytes(shape, precision, tp, limits.expert_ranks, not gpu.stores_fp8_only),
         "activation_bytes": activation_peak_bytes(shape, precision, gpu, limits),
         "non_torch_bytes": alone + (NON_TORCH_PARALLEL_BYTES if tp > 1 else 0),
-        "cudagraph_bytes": cudagraph_reserve_bytes(shape, precision, gpu, limits),
+        "cudagraph_bytes": cudagraph_reserve_bytes(shape, precision, gpu, limits, engine_version),
     }
 
 
@@ -340,7 +368,7 @@ def _ways_out(
     """The single changes that make the model fit, in words."""
 
     def fits(changed: EngineLimits, wanted: Precision = precision) -> bool:
-        return _holds(_unchecked_plan(shape, wanted, gpu, changed, tokens), tokens)
+        return _holds(_unchecked_plan(shape, wanted, gpu, changed, tokens, plan.kv.rules.vllm), tokens)
 
     whole = limits.enable_expert_parallel
     layouts = () if gpu.is_cpu else shape.allowed_tensor_parallel(expert_parallel=whole)

@@ -85,14 +85,16 @@ def candidates(
     requests: int,
     target: str,
     inside: str = OWN,
+    engine_version: str | None = None,
 ) -> list[Candidate]:
     """Every layout of `gpus` in every precision, each with its memory or the reason why it cannot run.
 
     Raises ConfigError if a precision in `precisions` is not possible on this GPU, and CapacityError or ConfigError with
     the first reason if no candidate can run.
     """
+    facts = inside, engine_version
     tried = [
-        _placed(EngineSetup(shape, gpu, preset, layout, inside), requests, target, explicit=precisions is not None)
+        _placed(EngineSetup(shape, gpu, preset, layout, *facts), requests, target, explicit=precisions is not None)
         for layout in _layouts(shape, limits, gpus, gpu)
         for preset in _precisions(precisions, shape)
     ]
@@ -157,7 +159,7 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
 def _no_fp8_kv(setup: EngineSetup) -> str | None:
     """The reason why vLLM has no FP8 format for this model's cache; None if it has one, or needs none."""
     shape, gpu = setup.shape, setup.gpu
-    reason = why_not_kept(shape, setup.precision, gpu.is_cpu, gpu.compute_capability)
+    reason = why_not_kept(shape, setup.precision, gpu.is_cpu, gpu.compute_capability, setup.engine_version)
     others = [preset for preset in _precisions(None, shape) if preset.kv == "bf16"]
     known = [preset.name for preset in others if shape.why_not(preset) is None and gpu.why_not(preset) is None]
     return reason and f"{reason}; allowed: {', '.join(known)}"

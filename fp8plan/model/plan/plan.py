@@ -37,7 +37,7 @@ PREDICTED: Final = (
 ).split()
 
 # Fields that plans of schema 1.0 to 1.3 do not have. Their engines had the default, and their profiles no anchor.
-SINCE_1_0: Final = ("limits.enable_expert_parallel", "expert_parallel", "anchor", "inside")
+SINCE_1_0: Final = ("limits.enable_expert_parallel", "expert_parallel", "anchor", "inside", "engine_version")
 
 
 class UnitScales(msgspec.Struct):
@@ -105,6 +105,7 @@ class Plan:
     kv_scales:  one of KV_SCALES: the scales of an FP8 KV cache that kl_k3 and risk assume
     anchor:     the correction of the profile by rollouts that the user measured; None without any
     inside:     the program that calls the engines, as in `plan`
+    engine_version: version of vLLM that is planned; None: the profile's, as before schema 1.4
     fp8plan_version: the version that made the plan
 
     A choice is named by its index or by its precision. A precision means the one on the chosen layout, or the fastest
@@ -129,6 +130,7 @@ class Plan:
     kv_scales: str = "calibrated"
     anchor: Anchor | None = None
     inside: str = OWN
+    engine_version: str | None = None
     fp8plan_version: str = __version__
 
     def __post_init__(self) -> None:
@@ -212,7 +214,14 @@ class Plan:
             data_parallel_size=picked.data_parallel,
             enable_expert_parallel=picked.expert_parallel,
         )
-        return EngineSetup(self.model, self.gpu, picked.preset, limits, self.inside)
+        return EngineSetup(
+            self.model,
+            self.gpu,
+            picked.preset,
+            limits,
+            self.inside,
+            self.engine_version or self.profile["engine_version"],
+        )
 
     def precisions_beside(self, choice: int | str | None = None) -> tuple[str, ...]:
         """The precisions that can run on a replica like that of this choice: as many GPUs, and the model cut alike."""

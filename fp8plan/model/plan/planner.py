@@ -29,11 +29,11 @@ from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import RiskBudget, recommended_thresholds
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout
-from fp8plan.model.setup import check_inside
+from fp8plan.model.setup import check_inside, default_version
 from fp8plan.model.shards import check_target
 from fp8plan.model.validate.records import Record
 from fp8plan.model.workload import Batch, Workload
-from fp8plan.version import DEFAULT_VERSION, version_warnings
+from fp8plan.version import version_warnings
 
 P = ParamSpec("P")
 
@@ -61,7 +61,7 @@ def predict(
     trainer: StepTimes | None = None,
     budget: RiskBudget | None = None,
     kv_scales_calibrated: bool = True,
-    engine_version: str = DEFAULT_VERSION,
+    engine_version: str | None = None,
     strict: bool = False,
     profile: Profile | None = None,
     observed: Sequence[Record] = (),
@@ -84,7 +84,7 @@ def predict(
     budget:         the highest mismatch risk that may be chosen
     kv_scales_calibrated: K and V scales of FP8 KV are measured after each sync. False: they stay at 1.0, as in engines
                     that keep the scales they started with (Gpu.why_fixed_kv_scales)
-    engine_version: version of vLLM
+    engine_version: version of vLLM; None: 0.26.0, on a CPU 0.30.0
     strict:         refuse a profile of another engine version
     profile:        used instead of the best known one
     observed:       rollouts that were measured on this machine, which correct the profile (`read_records`)
@@ -102,6 +102,7 @@ def predict(
     inside = check_inside(inside or _calls(target, gpus or (limits or EngineLimits()).tensor_parallel_size))
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     card = card if gpus_per_node is None else replace(card, gpus_per_node=gpus_per_node)
+    engine_version = engine_version or default_version(card)
     batch = workload.batch()
     longest = workload.prompt_lengths.longest + workload.response_lengths.longest
     limits = (limits or EngineLimits.for_gpu(card, shape.recurrent)).holding(longest)
@@ -120,6 +121,7 @@ def predict(
         requests=len(batch.prompts),
         target=target,
         inside=inside,
+        engine_version=engine_version,
     )
     fixed_scales = card.why_fixed_kv_scales(FP8_KV)
     if fixed_scales and any(c.setup.precision.kv == "fp8" and c.memory for c in layouts):
@@ -160,6 +162,7 @@ def predict(
         kv_scales="calibrated" if kv_scales_calibrated else "unit",
         anchor=anchor,
         inside=inside,
+        engine_version=engine_version,
     )
     return Prediction(answer, rollouts, tuple(c.memory.usable_blocks if c.memory else None for c in tried))
 
@@ -197,7 +200,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "trainer": (StepTimes, NoneType),
     "budget": (RiskBudget, NoneType),
     "kv_scales_calibrated": (bool,),
-    "engine_version": (str,),
+    "engine_version": (str, NoneType),
     "strict": (bool,),
     "profile": (Profile, NoneType),
 }

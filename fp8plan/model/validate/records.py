@@ -131,7 +131,14 @@ class Record:
     def setup(self) -> EngineSetup:
         """The engine that ran. Raises ConfigError for a model, GPU or precision that fp8plan does not know."""
         inside = self.fields.get("inside") or OWN
-        return EngineSetup(self.fields["model"], self.fields["gpu"], self.fields["precision"], self.limits, inside)
+        return EngineSetup(
+            self.fields["model"],
+            self.fields["gpu"],
+            self.fields["precision"],
+            self.limits,
+            inside,
+            self.fields["engine_version"],
+        )
 
 
 def read_records(path: str | Path, include_first: bool = False) -> list[Record]:

@@ -120,7 +120,7 @@ class EngineFacts:
     def setup(self) -> EngineSetup:
         """The engine in the cost model's terms."""
         limits = replace(self.limits, enforce_eager=self.eager)
-        return EngineSetup(self.model, self.gpu, self.precision, limits, self.inside)
+        return EngineSetup(self.model, self.gpu, self.precision, limits, self.inside, self.engine_version)
 
     @property
     def eager(self) -> bool:

@@ -27,7 +27,7 @@ def test_only_moe_models_reserve_for_cuda_graphs() -> None:
 def test_capture_sizes_equal_the_list_vllm_logs() -> None:
     # An engine with max_num_seqs 256 logs this list (vLLM PR 30515) and, of it, "PIECEWISE=51 (largest=512), FULL=35
     # (largest=256)" (LMCache issue 3430).
-    sizes = cudagraph_capture_sizes(EngineLimits(max_num_seqs=256))
+    sizes = cudagraph_capture_sizes(QWEN3_8B, H200, EngineLimits(max_num_seqs=256))
     assert sizes[:6] == (1, 2, 4, 8, 16, 24)
     assert sizes[33:37] == (248, 256, 272, 288)
     assert (len(sizes), sizes[-1]) == (51, 512)
@@ -44,4 +44,24 @@ def test_capture_sizes_equal_the_list_vllm_logs() -> None:
     ],
 )
 def test_capture_sizes_at_the_edges(limits: EngineLimits, expected: tuple[int, ...]) -> None:
-    assert cudagraph_capture_sizes(limits) == expected
+    assert cudagraph_capture_sizes(QWEN3_8B, H200, limits) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "version", "largest", "own"),
+    [
+        ("Qwen3-8B", "h200", "0.26.0", 512, False),
+        ("Qwen3-8B", "h200", "0.31.0", 512, True),
+        ("Qwen3-8B", "b200", "0.27.0", 512, False),
+        ("Qwen3-8B", "b200", "0.28.0", 992, False),
+        ("Qwen3-8B", "rtx5090", "0.28.0", 512, False),
+        ("fp8plan/gpt-oss-20b-bf16", "h200", "0.26.0", 1024, False),
+    ],
+)
+def test_the_largest_graph_depends_on_gpu_model_and_version(
+    model: str, gpu: str, version: str, largest: int, own: bool
+) -> None:
+    limits = EngineLimits(max_num_seqs=501, max_num_batched_tokens=8192)  # twice as many are no listed size
+    sizes = cudagraph_capture_sizes(ModelShape.from_hf(model), find_gpu(gpu), limits, version)
+    assert sizes[-1] == largest
+    assert (501 in sizes) is own

@@ -14,6 +14,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import plan_kv_cache
 from fp8plan.model.memory.kv_specs import LayerCache, layer_caches, model_caches, why_not_kept
 from fp8plan.model.precision import BF16, FP8_KV
+from fp8plan.model.setup import EngineSetup
 
 DEEPSEEK = shape_of("deepseek-ai/DeepSeek-V2-Lite")
 NEMOTRON = shape_of("nvidia/Nemotron-H-8B-Base-8K")
@@ -48,11 +49,13 @@ def test_fp8_latents_are_kept_in_the_kernels_blocks() -> None:
     assert block_size(128, on_cpu=True) == 128
 
 
-def test_rules_are_those_of_the_version_that_was_measured() -> None:
+def test_rules_are_those_of_the_machine_and_of_the_engines_version() -> None:
     on_gpu, on_cpu = (model_caches(QWEN3, BF16, EngineLimits(), 4096, cpu).rules for cpu in (False, True))
-    assert (on_gpu.vllm, on_cpu.vllm) == ("0.26", "0.30")
     assert (on_gpu.kernel_block, on_cpu.kernel_block) == (16, 32)
     assert on_gpu.max_model_len == 4096
+    assert [EngineSetup("Qwen/Qwen3-8B", gpu).kv_plan(9).rules.vllm for gpu in ("h200", "cpu")] == ["0.26.0", "0.30.0"]
+    later = EngineSetup("Qwen/Qwen3-8B", "h200", engine_version="0.33.0")
+    assert later.kv_plan(9).rules.vllm == later.memory(512).kv.rules.vllm == "0.33.0"
 
 
 def test_a_state_for_every_block_is_not_modelled() -> None:

@@ -68,7 +68,7 @@ def test_to_dict_holds_the_documented_keys_in_order() -> None:
     data = plans.saved().to_dict()
     assert list(data) == [
         "schema_version", "fp8plan_version", "model", "gpu", "profile", "limits", "workload", "seed", "choices",
-        "chosen", "thresholds", "reasons", "warnings", "budget", "kv_scales", "anchor", "inside",
+        "chosen", "thresholds", "reasons", "warnings", "budget", "kv_scales", "anchor", "inside", "engine_version",
     ]  # fmt: skip
     assert (
         list(data["choices"][0])
