@@ -82,7 +82,7 @@ class EngineSetup:
             "precision": precision if isinstance(precision, Precision) else find_precision(precision),
             "limits": limits.derived(card) if limits else default_limits(card, model),
             "inside": check_inside(inside),
-            "engine_version": engine_version or default_version(card),
+            "engine_version": default_version(card) if engine_version is None else engine_version,
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)

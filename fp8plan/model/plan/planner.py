@@ -102,7 +102,7 @@ def predict(
     inside = check_inside(inside or _calls(target, gpus or (limits or EngineLimits()).tensor_parallel_size))
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     card = card if gpus_per_node is None else replace(card, gpus_per_node=gpus_per_node)
-    engine_version = engine_version or default_version(card)
+    engine_version = default_version(card) if engine_version is None else engine_version
     batch = workload.batch()
     longest = workload.prompt_lengths.longest + workload.response_lengths.longest
     limits = (limits or EngineLimits.for_gpu(card, shape.recurrent)).holding(longest)

@@ -78,7 +78,7 @@ def probe(
         progress(f"{preset.name}: an engine starts and samples {len(tokens) * settings.samples} responses")
         begun = time.perf_counter()
         try:
-            setup = EngineSetup(model_path, card, preset, limits).holding(longest)
+            setup = EngineSetup(model_path, card, preset, limits, engine_version=version).holding(longest)
             setup.check_precision()
             with held_back(engine_stays=False):
                 samples[preset.name], facts = sample(setup, tokens, settings, **vllm_kwargs)

@@ -115,7 +115,7 @@ def _job(
     shape, source, gpu = _shape(setting), setting["source"], setting["gpu"]
     planned = workloads if shape else []
     plans = [plan(source, gpu, w, limits=limits, precisions=[name], engine_version=release) for w in planned]
-    setup = plans[0].setup() if plans else EngineSetup(source, gpu, name, limits)
+    setup = plans[0].setup() if plans else EngineSetup(source, gpu, name, limits, engine_version=release)
     routed = shape is None or bool(shape.parts_of(Experts))
     same = _same_in_all_runs(setting, name, limits, release, options, routed)
     choices = [each.select() for each in plans]
