@@ -23,7 +23,7 @@ from benchmarks.tables.markdown import table as markdown
 from benchmarks.tables.trainers import RESULTS, TRL, TRL_H100, VERL, VERL_H100, runs_of
 from fp8plan import jsonl
 from fp8plan.model.configs import find_config
-from fp8plan.model.cost.host import OWN, front
+from fp8plan.model.cost.host import OWN, front_kernels
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.profile.library import load_profile, with_kernels
@@ -132,7 +132,7 @@ def _record(line: int, fields: dict[str, Any]) -> Record:
 def front_of(run: Run, profile: Profile) -> Profile:
     """The profile with the front's wait for this run's looks: half of the time between two."""
     fields = run.records[0].fields
-    profile = with_kernels(profile, find_gpu(fields["gpu"]), front(fields["inside"]))
+    profile = with_kernels(profile, find_gpu(fields["gpu"]), front_kernels(fields["inside"]))
     name, usual = f"front.{fields['inside']}.start_seconds", Run.looks_s
     if name not in profile.coefficients:
         return profile

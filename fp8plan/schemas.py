@@ -47,7 +47,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     prompt_lengths, response_lengths: tokens of each response
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
     compiled_files:  kernels that were compiled meanwhile
-    host_slowdown:   as many times as long took a loop of Python as on a quiet core
+    host_slowdown:   time of a loop of Python, as a multiple of a quiet core's
     seconds:         wall time; null in the record of a training step that had no rollout
     first_rollout:   true: the first rollout that its writer saw, perhaps of an engine that had not compiled yet
     sampling:        the rollout's sampling parameters (fp8plan.Sampling, field by field); null: not known

@@ -12,8 +12,8 @@ OLDEST, NEWEST = (0, 26), (0, 30)
 DEFAULT_VERSION = "0.26.0"  # of plans, unless the user names another
 NEWEST_ON_CPU = "0.30.0"
 
-# Differences between versions of vLLM -> the first minor version that has them. 0.27 to 0.29 were read for those with
-# their number only. To add a version: docs/guides/extend.md.
+# Differences between versions of vLLM -> the first minor version that has them. Versions 0.27 to 0.29 were read only
+# for the rows that name them.
 SINCE: Final = {
     # Limits of a model (vllm/config/model.py)
     "yarn scales max_position_embeddings": (0, 30),
@@ -55,7 +55,7 @@ def version_warnings(version: str) -> list[str]:
     """A warning for plans of an unsupported version; else []."""
     if is_supported(version):
         return []
-    return [f"vLLM {version} is not supported, and is planned as vLLM {RANGE} would run; fp8plan starts no other"]
+    return [f"vLLM {version} is not supported: the plan knows some of its differences, and fp8plan starts only {RANGE}"]
 
 
 def _minor(version: str) -> tuple[int, int] | None:

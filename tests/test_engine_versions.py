@@ -29,4 +29,6 @@ def test_the_minor_version_decides(version: str, supported: bool) -> None:
 @pytest.mark.parametrize("version", ["0.10.0", "0.31.0"])
 def test_a_plan_of_another_version_says_so(version: str) -> None:
     note = plan("Qwen/Qwen3-0.6B", "h200", Workload(1, 1, Fixed(16), Fixed(16)), engine_version=version).warnings[0]
-    assert note.startswith(f"vLLM {version} is not supported, and is planned as vLLM 0.26 to 0.30 would run")
+    assert note.startswith(
+        f"vLLM {version} is not supported: the plan knows some of its differences, and fp8plan starts only 0.26 to 0.30"
+    )

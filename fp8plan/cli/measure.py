@@ -106,7 +106,10 @@ def calibrate_command(
         Path | None, typer.Option(help="folder of measurements and profile.json; default: where plans look for it")
     ] = None,
     grid: Annotated[
-        Grid, typer.Option(help="quick: about 15 minutes; full: about forty; anchor: two engines, 3 minutes")
+        Grid,
+        typer.Option(
+            help="quick: about 15 minutes; full: about forty; anchor: two engines, about 7 minutes with their starts"
+        ),
     ] = Grid.quick,
     fit_only: Annotated[bool, typer.Option("--fit-only", help="fit the measurements that are there")] = False,
 ) -> None:

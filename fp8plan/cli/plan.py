@@ -145,7 +145,8 @@ def plan_command(
         str | None,
         option(
             ENGINE,
-            "its caller: own, verl, trl (colocated), server (of TRL); without fp8plan: verl-stock, server-stock",
+            "its caller: own, verl, trl (colocated), server (of TRL); without fp8plan: verl-stock, trl-stock, "
+            "server-stock",
             "that of --emit, else own",
             metavar="NAME",
         ),

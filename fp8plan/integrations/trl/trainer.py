@@ -183,7 +183,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.plan is None:
             responses = generation.max_num_seqs
             limits = planning.colocated_limits(model, self.args, responses, on_cpu)
-            self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses)
+            self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses, "trl")
         plan = self._planned(model, on_cpu)
         self.rollout_engine = RolloutEngine.from_plan(replace(plan, inside="trl"), model, choice=self._choice, **of_trl)
         return self.rollout_engine
@@ -195,7 +195,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         gpu = find_gpu(served.status["facts"]["device"]).name if served.status else fallback
         on_cpu = find_gpu(gpu).is_cpu
         if self.plan is None:
-            self._plan_for(model, gpu, limits_of(served.config, on_cpu), self.args.generation_batch_size)
+            self._plan_for(model, gpu, limits_of(served.config, on_cpu), self.args.generation_batch_size, "server")
         plan = self._planned(model, on_cpu)
         setup = replace(plan.setup(self._choice), inside="server")
         launched = launch(setup, model, precisions=plan.precisions_beside(self._choice))
@@ -203,7 +203,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.rollout_engine = ServerEngine(launched, served, client, plan.anchor)
         return self.rollout_engine
 
-    def _plan_for(self, model: str, gpu: str, limits: EngineLimits, responses: int) -> None:
+    def _plan_for(self, model: str, gpu: str, limits: EngineLimits, responses: int, inside: str) -> None:
         self.plan = plan_for(
             model,
             gpu,
@@ -212,6 +212,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             samples=self.args.num_generations,
             longest_response=self.args.max_completion_length,
             prompt_lengths=self._prompt_lengths(),
+            inside=inside,
         )
 
     def _planned(self, model: str, on_cpu: bool) -> Plan:

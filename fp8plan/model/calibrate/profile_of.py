@@ -216,7 +216,8 @@ def measured_version(folder: Path, steps: str = "steps") -> str:
 
 
 def no_rollouts(folder: Path, steps: str = "steps") -> ConfigError:
-    return ConfigError(f"{folder / steps} has no measured rollouts; type: fp8plan calibrate --output {folder}")
+    grid = "" if steps == "steps" else f" --grid {steps}"
+    return ConfigError(f"{folder / steps} has no measured rollouts; type: fp8plan calibrate{grid} --output {folder}")
 
 
 def kernel_rows(folder: Path) -> pd.DataFrame:

@@ -4,9 +4,8 @@
     FOLDER/anchor/rollouts.set_aside.jsonl   attempts at them that a slow host or a compiled kernel disturbed
     FOLDER/profile.json                      the profile, which `fp8plan calibrate` writes
 
-The nearest profile is the prior. It is corrected as a plan is by observed rollouts (fp8plan.model.plan.anchor), but for
-any other model than the measured ones. Kernels whose time the rollouts tell are noted as measured. The others keep the
-prior's ground.
+The nearest profile is corrected as a plan is by observed rollouts (fp8plan.model.plan.anchor). The result serves other
+models. Kernels that fill enough of the rollouts are noted as measured.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def calibrate_by_two_engines(folder: Path, card: Gpu, engine_version: str) -> Ca
     slowdowns = [record.fields.get("host_slowdown") or 1.0 for record in records]
     if (usual := float(np.median(slowdowns))) > anchor.QUIET_HOST:
         warn(
-            f"Python took {usual:.1f} times as long as on a quiet core while the rollouts ran, so those that wait for "
-            "it tell little: if anything else ran on this host, end it and calibrate again with another --output"
+            f"Python took {usual:.1f} times as long as on a quiet core, so the rollouts tell little about the host. "
+            "End other programs, and calibrate again with another --output"
         )
     source = f"{profile.source} ({seconds_spent(rows(file), rows(file.with_suffix('.set_aside.jsonl')))})"
     return Calibration(replace(profile, source=source), _errors(prior, profile, records), prior.label)
@@ -115,10 +114,17 @@ def _measured(prior: Profile, corrected: Profile, runs: Sequence[Simulated]) -> 
     for name in wide.log_covariance:
         if not name.endswith(".pace"):
             kernels[name.rpartition(".")[0]].append(name)
-    return [name for kernel, names in kernels.items() if _told(kernel, names, wide, corrected, runs) for name in names]
+    return [
+        name
+        for kernel, names in kernels.items()
+        if _is_measured(kernel, names, wide, corrected, runs)
+        for name in names
+    ]
 
 
-def _told(kernel: str, names: Sequence[str], wide: Profile, corrected: Profile, runs: Sequence[Simulated]) -> bool:
+def _is_measured(
+    kernel: str, names: Sequence[str], wide: Profile, corrected: Profile, runs: Sequence[Simulated]
+) -> bool:
     """True if the rollouts tell the time of a kernel, which depends on these coefficients and on a pace."""
     slopes = np.array([[run.rollout.log_gradient.get(name, 0.0) for name in names] for run in runs])
     shares = np.abs(slopes).sum(axis=1)
@@ -158,7 +164,7 @@ def _errors(prior: Profile, profile: Profile, records: Sequence[Record]) -> tupl
         engines[f"{record.fields['model']} {record.fields['precision']}"].append(record)
     errors = []
     for engine, own in engines.items():
-        others = [record for record in records if record not in own]
+        others = [record for other, rest in engines.items() if other != engine for record in rest]
         unseen = by_two_engines(prior, others, profile.engine_version) if others else prior
         before, fitted, held_out = (
             [abs(simulated(record, each).rollout.makespan_s / record.seconds - 1) for record in own]

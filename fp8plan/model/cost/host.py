@@ -214,20 +214,19 @@ def start_cost(requests: int, prompt_tokens: int, profile: Profile) -> Cost:
     return paced(fixed_cost + Cost(arrivals + tokens, {each: arrivals, token: tokens}), HOST_PACE, profile)
 
 
-def front(inside: str) -> set[str]:
+def front_kernels(inside: str) -> set[str]:
     """The kernels of a program's front, as prefixes of coefficients. inside: one of INSIDE"""
     return set() if inside == OWN else {f"front.{inside}"}
 
 
 def front_cost(inside: str, engine: Array, tokens: Array, profile: Profile) -> Cost:
-    """Seconds that the front adds to rows of steps, of the shape of both.
+    """Seconds that the front adds to each row of steps, of the shape of both arrays.
 
     engine: seconds of the engine's steps
     tokens: response tokens that they make
 
-    A front in the engine's way (`token_seconds`) adds its whole time. One that works beside the engine
-    (`thread_seconds`) lengthens it as one of two limits that overlap in part: the root of the sum of squares. The first
-    row also has what comes before (`start_seconds`). docs/evidence/trainers.md has the measurements.
+    `token_seconds` are added. `thread_seconds` overlap with the engine: together they take the root of the sum of
+    squares. `start_seconds` come once, in the first row. docs/evidence/trainers.md has the measurements.
     """
     total = zero(tokens)
     counts = {"token_seconds": tokens, "start_seconds": np.arange(tokens.size) == 0, "thread_seconds": tokens}

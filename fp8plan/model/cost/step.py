@@ -35,7 +35,7 @@ from fp8plan.model.cost.grounds import excesses, rests_on
 from fp8plan.model.cost.host import (
     GROUPS,
     OWN,
-    front,
+    front_kernels,
     host_cost,
     host_kernels,
     launch_cost,
@@ -98,7 +98,7 @@ class StepModel:
         rare = {kernel for kernel in self._kernels() if f"{kernel}.".startswith(parts)}
         rare |= {SCHEDULE} if unscheduled_layers(self.shape, self.precision, self.profile) else set()
         rare |= {GROUPS} if self.cache_groups > 1 else set()
-        rare |= set(host_kernels(self.shape)) | front(self.inside)
+        rare |= set(host_kernels(self.shape)) | front_kernels(self.inside)
         object.__setattr__(self, "profile", with_kernels(self.profile, self.gpu, rare))
         if self._between_nodes:
             object.__setattr__(self, "profile", with_network(self.profile))

@@ -72,7 +72,7 @@ def group_layers(specs: Sequence[Spec], rules: KvRules) -> tuple[CacheGroup, ...
 def _one_type(specs: Sequence[Spec], rules: KvRules) -> bool:
     """True if all layers need the same blocks (is_kv_cache_spec_uniform, UniformTypeKVCacheSpecs.is_uniform_type).
 
-    Only 0.26 ignores the sizes of states.
+    vLLM before 0.30 ignores the sizes of states.
     """
     types = {
         (
@@ -91,8 +91,8 @@ def _keep_all(specs: Sequence[Spec], rules: KvRules) -> list[Spec]:
     full = {spec.block_size for spec in specs if spec.keeps_all}
     if not full:
         return list(specs)
-    one = rules.has("one block size without the hybrid manager")
-    common = full.pop() if len(full) == 1 and one else 0
+    single_size = rules.has("one block size without the hybrid manager")
+    common = full.pop() if len(full) == 1 and single_size else 0
     kept = [
         spec._replace(kind="full", block_size=common or spec.block_size, window=0)
         if spec.kind in ("sliding", "chunked")

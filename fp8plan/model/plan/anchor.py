@@ -7,7 +7,7 @@ times. Each rollout also has errors of its own, with these standard deviations:
 - the pace of GPU and host, which the profile has as coefficients. A part of it belongs to the model
 - the pace of the precision, `precision_pace`, and of an unmeasured layout, `layout_pace`
 - the pace of another engine version than the plan's
-- WORKLOAD_SD, REST_SD and FRONT_SD, which no other rollout teaches, and more on a busy host or with a compile
+- WORKLOAD_SD, REST_SD and FRONT_SD, which are each rollout's own. A busy host or a compile adds more
 
 Outliers, such as a rollout that compiled a kernel, count less: the errors of single rollouts follow Student's t
 distribution, by iteratively reweighted least squares (Lange, Little & Taylor, JASA 1989). The cost model is linearised
@@ -289,13 +289,12 @@ def _noise(rollout: Rollout) -> float:
 
 
 def _disturbance(record: Record, alone: Simulated, profile: Profile) -> float:
-    """The variance that a compile adds to a rollout's log time, and a busy host, by as much as it may have waited."""
+    """The variance that a compile and a busy host add to a rollout's log time."""
     variance = COMPILED_SD**2 if record.fields.get("compiled_files") else 0.0
     slowdown = (record.fields.get("host_slowdown") or 1.0) / QUIET_HOST
     if slowdown > 1:
-        names = [HOST_PACE]
-        usual, slow = (_predicted(alone, _shifted(profile, names, np.log([x]))) for x in (1.0, slowdown))
-        variance += math.log(slow.makespan_s / usual.makespan_s) ** 2
+        slow = _predicted(alone, _shifted(profile, [HOST_PACE], np.log([slowdown])))
+        variance += math.log(slow.makespan_s / alone.rollout.makespan_s) ** 2
     return variance
 
 

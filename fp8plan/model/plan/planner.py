@@ -77,8 +77,8 @@ def predict(
                     models with expert parallelism too; the rest are replicas. None: the layout in `limits`
     gpus_per_node:  GPUs that reach each other without the network; None: the usual number for this GPU
     target:         the program that starts the engines, "vllm", "verl" or "trl". Each cuts FP8 weights in its own way
-    inside:         the program that calls the engines: own, verl or server, trl, or stock ones of cost.host.INSIDE.
-                    None: the target's own; for trl a server if an engine may have several GPUs
+    inside:         the program that calls the engines, a key of fp8plan.model.cost.host.INSIDE. None: the target's;
+                    for trl "server" if an engine may have several GPUs, else "trl"
     precisions:     preset names; None: all, and those that this GPU cannot run are listed as unavailable
     trainer:        the other parts of an RL step; None: only the rollout is compared
     budget:         the highest mismatch risk that may be chosen

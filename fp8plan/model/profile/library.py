@@ -29,7 +29,7 @@ OWN_PROFILES = "FP8PLAN_PROFILES"  # environment variable
 _MIXERS = ("mla.", "delta_net.", "mamba2.", "short_conv.")
 WIDE_HEADS = "wide_attention."
 NO_BLOCKS = "gemm.fp8."  # FP8 with one scale for a matrix or a row, which only checkpoints have
-RARE_PARTS = (*_MIXERS, WIDE_HEADS, NO_BLOCKS, "host.groups.", *(f"host.{mixer}" for mixer in _MIXERS))
+RARE_PARTS = (*_MIXERS, "front.", WIDE_HEADS, NO_BLOCKS, "host.groups.", *(f"host.{mixer}" for mixer in _MIXERS))
 WIDENED_KV = "attention.fp8."
 DTYPES = ("bf16", "fp8", "fp8_block")  # words in the names of coefficients
 
@@ -142,11 +142,11 @@ def load_profile(
 
 
 def nearest_profile(gpu: Gpu, engine_version: str, profiles_dir: Path | None = None) -> Profile:
-    """The profile that is known before a GPU and an engine version are measured, with the error of its use for them.
+    """The best profile to start from before this GPU is measured, with the error of its use for it.
 
-    A calibrated one of this GPU comes first, then one of a sibling (the same compute capability), then an imported one,
-    then the datasheet profile. The nearest engine version counts. Anchored ones do not, as they were made so. A CPU has
-    the datasheet profile alone, because CPUs differ by several times.
+    In this order: calibrated here, calibrated on a sibling (the same compute capability), imported, datasheet. The
+    nearest engine version wins. Anchored profiles are left out. A CPU has the datasheet alone: CPUs differ by several
+    times.
     """
     every = () if gpu.is_cpu else list_profiles(profiles_dir)
     own = [entry for entry in every if entry.gpu == gpu.name]

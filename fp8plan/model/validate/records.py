@@ -23,7 +23,7 @@ from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
-from fp8plan.model.setup import EngineSetup
+from fp8plan.model.setup import EngineSetup, check_inside
 from fp8plan.model.workload import MOST_TOKENS, Batch, Trace, Workload
 from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, checked
 
@@ -252,6 +252,7 @@ def record_of(fields: dict[str, Any], number: int, where: str) -> Record:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; a record needs {', '.join(REQUIRED)}")
     check_fields(fields, where)
     try:
+        check_inside(fields.get("inside") or OWN)
         batch, seconds = batch_of(fields), _seconds(fields)
         limits = recorded_limits(fields).holding(batch.longest)
     except Fp8PlanError as error:
@@ -292,6 +293,6 @@ def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
     same += [getattr(limits, limit) for name, limit in RECORDED.items() if name == limit]
     same += [limits.tensor_parallel_size, limits.data_parallel_size]
     same += ["expert_parallel"] if limits.enable_expert_parallel else []
-    same += [fields["inside"]] if fields.get("inside") else []
+    same += [] if (inside := fields.get("inside") or OWN) == OWN else [inside]
     name = f"{fields['model']} on {gpu}, {len(batch.responses)} responses"
     return f"{name} [{sha256(json.dumps(same).encode()).hexdigest()[:8]}]"

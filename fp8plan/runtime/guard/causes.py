@@ -182,8 +182,8 @@ def machine(facts: EngineFacts, shares: Sequence[float], low: float, high: float
     if low <= share <= high:
         return None
     text = (
-        f"this machine makes {share:.0%} of the tokens/s that the profile predicts (90%: {low:.0%} to {high:.0%}). The "
-        f"first {len(shares)} rollouts are the reference from now on"
+        f"this machine makes {share:.0%} of the tokens/s that the profile predicts (allowed: {low:.0%} to {high:.0%}). "
+        f"The first {len(shares)} rollouts are the reference from now on"
     )
     if share < low:
         text += f". For more speed {_looking(facts)}"

@@ -86,7 +86,7 @@ class GuardSettings:
                 compile take up to 0.8 s, those with one 2.5 s and more
     slow_host:  host_slowdown from which on the host is a cause: 1.25 is quiet (runtime.measure.rollouts.host), a core
                 with a busy other half has 1.7 to 2
-    anchor:     corrects the profile by rollouts that were measured on this machine; None: by the first of the run
+    anchor:     corrects the profile by rollouts that were measured on this machine; None: the run's first ones do
 
     Raises ConfigError for values out of range.
     """

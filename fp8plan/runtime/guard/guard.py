@@ -1,6 +1,6 @@
 """The guard of an engine: it compares each rollout with its prediction, names causes, and advises a step down.
 
-A profile knows a GPU, not this machine and the trainer in front of the engine. So measured rollouts correct it: the
+A profile knows a GPU. It does not know this machine, or the trainer's load on it. So measured rollouts correct it: the
 plan's anchor, or else FIRST rollouts of this run. Until then no rollout is called slow because of the profile alone.
 
 The prediction is for what the engine ran: lengths, pool, limits, precision (observation.py). Causes follow from facts
@@ -25,16 +25,18 @@ rung once, also from a saved state. It only advises: the owner of the engine act
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError, Fp8PlanError, warn
+from fp8plan.model.cost.host import front_kernels
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.precision import precision as find_precision
-from fp8plan.model.profile.library import load_profile
+from fp8plan.model.profile.library import load_profile, with_kernels
 from fp8plan.model.profile.profile import PACES, Profile
 from fp8plan.model.validate.records import record_of
 from fp8plan.model.validate.validate import simulated
@@ -60,7 +62,8 @@ from fp8plan.runtime.guard.observation import (
     with_pool,
 )
 
-FIRST: Final = 3  # rollouts of the run that correct the profile: the fewest whose median a single odd one does not move
+FIRST: Final = 3  # rollouts of the run that correct the profile: one odd one does not move their median
+PER_TOKEN: Final = r"front\..*\.(token|thread)_seconds"  # a front's coefficients that follow its machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class Verdict:
     """The guard's verdict on one rollout. Speeds are in response tokens per second, low and high a 90% interval.
 
     ratio:   achieved / predicted speed
-    as_fast: it was no slower than low / (1 + GuardSettings.slack); None: it was, and the profile alone says so
+    as_fast: it reached low / (1 + GuardSettings.slack). None: it did not, and nothing has corrected the profile yet
     causes:  the likely ones: those of a gap first, each by cost
     action:  the advice
     reason:  the reason for the action, or for none
@@ -153,8 +156,8 @@ class Guard:
     def _correct(self, rows: list[dict[str, Any]]) -> list[float]:
         """Correct the profile by rollouts, if they are FIRST or more.
 
-        Their median sets the pace of GPU, host and front end alike, because nothing tells them apart. It may be far
-        from the profile, and an anchor would take it for an outlier. The anchor then narrows the interval.
+        Their median sets the pace of GPU, host and front alike, because nothing tells them apart. It may be far from
+        the profile, and an anchor would take it for an outlier. The anchor then narrows the interval.
 
         Returns their achieved / predicted speeds by the profile alone, or an empty list. Raises ConfigError for
         impossible rows.
@@ -164,9 +167,10 @@ class Guard:
             anchor, paced, shares = None, self._alone, []
         else:
             shares = [simulated(record, self._alone).rollout.makespan_s / record.seconds for record in records]
-            known, share = self._alone.coefficients, median(shares)
-            paces = {name: known[name] / share for name in known if name in PACES or name.startswith("front.")}
-            paced = replace(self._alone, coefficients=known | paces)
+            whole = with_kernels(self._alone, find_gpu(self.facts.gpu), front_kernels(self.facts.inside))
+            known, share = whole.coefficients, median(shares)
+            paced_names = [name for name in known if name in PACES or re.fullmatch(PER_TOKEN, name)]
+            paced = replace(whole, coefficients=known | {name: known[name] / share for name in paced_names})
             anchor = anchored(paced, self.facts.setup.shape, self.facts.engine_version, records)
         self.rollouts, self.settings = rows, replace(self.settings, anchor=anchor)
         self.profile = anchor.applied(paced) if anchor else paced

@@ -365,5 +365,5 @@ def _engine_fields(facts: EngineFacts) -> dict[str, Any]:
         "kv_cache_tokens": imposed,
         "kernel_backends": dict(facts.kernel_backends),
         "e8m0": facts.e8m0,
-        "inside": facts.inside,
+        "inside": None if facts.inside == OWN else facts.inside,
     }

@@ -18,12 +18,10 @@ from typing import Any
 from tqdm import tqdm
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.model.architecture import ModelShape
 from fp8plan.model.calibrate.two_engines import TWO_ENGINES
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.memory.plan import memory_plan
 from fp8plan.model.precision import Precision, precision
-from fp8plan.model.setup import default_limits
+from fp8plan.model.setup import EngineSetup, default_limits
 
 PACKAGE = __spec__.parent
 KERNELS = ("gemm", "attention", "moe", "elementwise", "power")
@@ -106,7 +104,7 @@ def _fits(card: Gpu, setting: dict[str, Any], preset: Precision) -> bool:
     imposed = {key: setting[key] for key in ("gpu_memory_utilization", "max_model_len") if key in setting}
     limits = default_limits(card, setting["model"], **imposed)
     try:
-        memory_plan(ModelShape.from_hf(setting["model"]), preset, card, limits, setting["max_model_len"])
+        EngineSetup(setting["model"], card, preset, limits).memory(setting["max_model_len"])
     except Fp8PlanError:
         return False
     return True

@@ -139,5 +139,5 @@ def test_a_step_whose_time_is_mostly_front_teaches_less_about_the_gpu() -> None:
 def test_the_sentences_say_what_the_front_takes() -> None:
     observed = [record("verl", 1.4 * ran("verl").makespan_s)]
     reasons = plan(MODEL, "h200", WORK, inside="verl", precisions=["bf16"], observed=observed).reasons
-    assert any("are the trainer's front end" in sentence for sentence in reasons)
+    assert any("The trainer's front end (--inside) takes" in sentence for sentence in reasons)
     assert any("front end takes" in sentence and "us a token, not 20" in sentence for sentence in reasons)

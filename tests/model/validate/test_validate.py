@@ -258,3 +258,13 @@ def test_a_record_says_its_version_and_a_newer_one_is_refused(tmp_path: Path) ->
         validated(tmp_path, {}, {"schema_version": "2.0"})
     with pytest.raises(ConfigError, match=r"line 1 of .*: schema_version is 2; allowed: text such as '1\.4'"):
         validated(tmp_path, {"schema_version": 2})
+
+
+def test_an_unknown_caller_is_refused_by_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 2 of .*: inside is 'slime'; allowed: own, verl"):
+        validated(tmp_path, {}, {"inside": "slime"})
+
+
+def test_own_loops_and_records_without_a_caller_are_one_group(tmp_path: Path) -> None:
+    rows = validated(tmp_path, {}, {"precision": "fp8_block", "inside": "own"}).records
+    assert len({row["group"] for row in rows}) == 1

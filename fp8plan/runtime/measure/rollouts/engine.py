@@ -110,7 +110,10 @@ def prefill_ladder(llm: Any, fields: Mapping[str, Any]) -> list[int]:
     """Run batches of prompts that use every kernel of a record's model. Return the tokens of each batch."""
     from vllm import SamplingParams
 
-    setup = EngineSetup(fields["model"], fields["gpu"], fields["precision"], recorded_limits(fields))
+    limits = recorded_limits(fields)
+    setup = EngineSetup(
+        fields["model"], fields["gpu"], fields["precision"], limits, engine_version=fields["engine_version"]
+    )
     batches = warm_up_batches(setup, llm.llm_engine.model_config.max_model_len)
     for prompts in batches:
         params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
