@@ -21,7 +21,7 @@ import numpy as np
 
 from fp8plan.model.cost.base import Array, Cost, FloatArray, IntArray, StepBatch, WindowReads, joined
 from fp8plan.model.cost.grounds import MOST_UNSEEN, unseen
-from fp8plan.model.cost.host import front_cost, start_cost
+from fp8plan.model.cost.host import ONE_FOR_ALL, front_cost, start_cost
 from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
@@ -174,8 +174,9 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     step_seconds, steps_of = _timed(batches, model)
     pace = math.prod(map(model.profile.coefficient, model.paces))
     in_engine = [step_seconds[i] * plan.weights * pace for i, plan in zip(at, replicas, strict=True)]
+    passing = len(replicas) if model.inside in ONE_FOR_ALL else 1  # replicas whose tokens pass the same front
     fronts = [
-        front_cost(model.inside, engine, plan.weights * plan.sampled_requests, model.profile)
+        front_cost(model.inside, engine, passing * plan.weights * plan.sampled_requests, model.profile)
         for engine, plan in zip(in_engine, replicas, strict=True)
     ]
     seconds = [engine + front.seconds for engine, front in zip(in_engine, fronts, strict=True)]

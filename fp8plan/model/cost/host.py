@@ -49,6 +49,7 @@ INSIDE = {
     "server": "TRL with a vLLM server and fp8plan",
     "server-stock": "TRL's own client of a vLLM server",
 }
+ONE_FOR_ALL = ("server", "server-stock")  # whose front is one for all replicas
 
 
 def layer_cost(m: Array, shape: ModelShape, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:

@@ -48,10 +48,11 @@ def test_every_front_has_seconds_for_each_token_on_a_gpu_and_on_a_cpu(inside: st
         assert sum(known.get(f"front.{inside}.{part}_seconds", 0) for part in ("token", "thread")) > 0
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_front_in_the_way_adds_its_time_for_the_tokens_of_one_replica(replicas: int) -> None:
-    alone, within = ran(OWN, data_parallel_size=replicas), ran("server", data_parallel_size=replicas)
-    more = TOKENS / replicas * SHEET.coefficient("front.server.token_seconds")
+@pytest.mark.parametrize(("inside", "passing"), [("trl-stock", TOKENS // 2), ("server", TOKENS)])
+def test_a_front_in_the_way_adds_its_time_for_the_tokens_that_pass_it(inside: str, passing: int) -> None:
+    """Each of two replicas has half of the tokens. A server has one front for both."""
+    alone, within = ran(OWN, data_parallel_size=2), ran(inside, data_parallel_size=2)
+    more = passing * SHEET.coefficient(f"front.{inside}.token_seconds")
     assert within.makespan_s - alone.makespan_s == pytest.approx(more)
     assert within.parts["front"] == pytest.approx(more / within.makespan_s)
     assert "front" not in alone.parts
