@@ -77,7 +77,10 @@ def _verl(rows: Sequence[dict[str, Any]], gpu: str, folder: Path) -> Run:
     command, steps = rows[0], [row for row in rows if row["what"] == "step"][1:]
     ours = "fp8plan/tokens_per_s" in steps[0] and "date" in command  # before, verl asked for an output for each token
     words = dict(word.partition("=")[::2] for word in command["words"])
-    number = lambda name: int(next(value for word, value in words.items() if word.endswith(name)))  # noqa: E731
+
+    def number(name: str) -> int:
+        return int(next(value for word, value in words.items() if word.endswith(name)))
+
     engines = command["gpus"] if ours else 1
     requests = number("train_batch_size") * number("rollout.n") // engines
     fields = {

@@ -35,6 +35,7 @@ FIRST: Final = "1.0"  # the version of files that name none
 LENGTHS: Final = ("prompt_lengths", "response_lengths", "prompt_ids")
 # The fields that a rollout record needs. Any other that is absent or null takes vLLM's default.
 REQUIRED: Final = ("model", "gpu", "engine_version", "precision", "prompt_lengths", "response_lengths", "seconds")
+QUIET_HOST: Final = 1.25  # host_slowdown up to which a core is quiet; a busy hyperthread beside it makes 1.7 to 2
 
 
 class RolloutRecord(msgspec.Struct, kw_only=True):

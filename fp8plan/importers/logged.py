@@ -77,7 +77,7 @@ class Source:
     special_tokens: the trainer's tokenizer adds its special tokens (BOS) to plain prompts
     repeats:  true if a rollout is the one in the file before; None: it never is
     seconds, mean_response: names of its figures: seconds of generation, mean tokens of a response; None: not logged
-    inside:   the program that called the engine, as the seconds have it (fp8plan.model.cost.host.INSIDE)
+    inside:   the program that called the engine, one of fp8plan.model.cost.host.INSIDE; None: a loop of its own
     overwritten: a figure that marks the steps whose logged rollout is an evaluation's; None: there are none
     """
 
@@ -91,7 +91,7 @@ class Source:
     seconds: str | None = None
     mean_response: str | None = None
     overwritten: str | None = None
-    inside: str = "own"
+    inside: str | None = None
 
     def rollouts(self, folder: Path) -> list[Logged]:
         """Find the rollouts of a folder by step, without reading them. Raises ConfigError for a folder without any."""

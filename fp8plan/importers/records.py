@@ -19,10 +19,9 @@ from fp8plan.importers.figures import Figures, figures
 from fp8plan.importers.logged import Counted, Logged, Measured, Note, Request, Source, Text, counted, name_of
 from fp8plan.jsonl import parse
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import precision
-from fp8plan.model.setup import check_inside
+from fp8plan.model.validate.records import caller_of
 from fp8plan.schemas import REQUIRED, VERSIONS
 from fp8plan.version import __version__
 
@@ -353,7 +352,7 @@ def _checked(engine: Mapping[str, Any]) -> dict[str, Any]:
         precision(fields["precision"])
     if "model" in fields:
         ModelShape.from_hf(fields["model"])
-    check_inside(fields.get("inside", OWN))
+    caller_of(fields)
     return fields
 
 

@@ -327,16 +327,22 @@ def test_a_speed_that_the_guard_takes_for_noise_is_no_warning(tmp_path: Path) ->
     assert style(row | {"guard": None}) == "yellow predicted 8,700-9,800"
 
 
-def test_a_slow_rollout_that_is_not_judged_is_no_warning(tmp_path: Path) -> None:
+def guard_line_without_warning(tmp_path: Path, verdict: dict[str, Any]) -> str:
+    """The guard's line in the terminal for a third of the predicted speed, which is shown as no warning."""
     row = json.loads(json.dumps(RUN[0]))
     row["metrics"]["fp8plan/tokens_per_s"] = 3000.0
-    row["guard"]["verdict"] |= {"as_fast": None, "anchored": False}
+    row["guard"]["verdict"] |= verdict
     (speed,) = (x for x in lines(steps_of([row])) if x.label == "tokens/s")
     assert (speed.style, speed.against) == ("", "predicted 9,200 (0.33x)")
     console = Console(width=80, force_terminal=True, color_system="standard")
     with console.capture() as caught:
         console.print(RunView(written(tmp_path / "run.jsonl", [row])))
     (guard,) = (x for x in caught.get().splitlines() if "guard" in x)
+    return guard
+
+
+def test_a_slow_rollout_that_is_not_judged_is_no_warning(tmp_path: Path) -> None:
+    guard = guard_line_without_warning(tmp_path, {"as_fast": None, "anchored": False})
     assert not re.search("\x1b\\[3[23]m", guard)  # neither green nor yellow
 
 
@@ -601,15 +607,7 @@ def test_what_is_no_run_file_is_one_error(tmp_path: Path, fp8plan: Any) -> None:
 
 
 def test_a_cold_start_is_no_warning(tmp_path: Path) -> None:
-    row = json.loads(json.dumps(RUN[0]))
-    row["metrics"]["fp8plan/tokens_per_s"] = 3000.0
-    row["guard"]["verdict"] |= {"as_fast": False, "cold": True, "causes": []}
-    (speed,) = (x for x in lines(steps_of([row])) if x.label == "tokens/s")
-    assert (speed.style, speed.against) == ("", "predicted 9,200 (0.33x)")
-    console = Console(width=80, force_terminal=True, color_system="standard")
-    with console.capture() as caught:
-        console.print(RunView(written(tmp_path / "run.jsonl", [row])))
-    (guard,) = (x for x in caught.get().splitlines() if "guard" in x)
+    guard = guard_line_without_warning(tmp_path, {"as_fast": False, "cold": True, "causes": []})
     assert "\x1b[33m" not in guard
 
 

@@ -29,8 +29,9 @@ from fp8plan.model.profile.profile import ANCHORED, FITTED, GPU_PACE, HOST_PACE,
 from fp8plan.model.rollout import Simulated, step_batch
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
+from fp8plan.schemas import QUIET_HOST
 
-TWO_ENGINES = "anchor"  # subfolder
+TWO_ENGINES = "anchor"  # the grid, and its subfolder
 # A kernel is measured if a rollout spends LEAST_SHARE of its time in it, and the rollouts take LEAST_TAKEN of the
 # variance of that time.
 LEAST_SHARE, LEAST_TAKEN = 0.03, 0.5
@@ -48,7 +49,7 @@ def calibrate_by_two_engines(folder: Path, card: Gpu, engine_version: str) -> Ca
     check_same(records, card, engine_version)
     profile = by_two_engines(prior, records, engine_version)
     slowdowns = [record.fields.get("host_slowdown") or 1.0 for record in records]
-    if (usual := float(np.median(slowdowns))) > anchor.QUIET_HOST:
+    if (usual := float(np.median(slowdowns))) > QUIET_HOST:
         warn(
             f"Python took {usual:.1f} times as long as on a quiet core, so the rollouts tell little about the host. "
             "End other programs, and calibrate again with another --output"

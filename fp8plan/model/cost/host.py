@@ -39,16 +39,10 @@ from fp8plan.model.profile.profile import HOST_PACE, Profile
 GROUPS = "host.groups"
 
 # Programs that call the engine, and their fronts: Python between the trainer and the engine's process.
+# "server" is a vLLM server that TRL asks, and "-stock" the same program without fp8plan. verl-stock has the seconds of
+# verl's log (timing_s/gen).
 OWN = "own"  # a loop around `LLM.generate` or `RolloutEngine`, as profiles are measured: no front
-INSIDE = {
-    OWN: "your own loop around the engine",
-    "verl": "verl with fp8plan",
-    "verl-stock": "verl's own vLLM rollout, by verl's timing_s/gen",
-    "trl": "TRL with vllm_mode=colocate and fp8plan",
-    "trl-stock": "TRL's own vllm_mode=colocate",
-    "server": "TRL with a vLLM server and fp8plan",
-    "server-stock": "TRL's own client of a vLLM server",
-}
+INSIDE = (OWN, "verl", "verl-stock", "trl", "trl-stock", "server", "server-stock")
 ONE_FOR_ALL = ("server", "server-stock")  # whose front is one for all replicas
 
 

@@ -44,6 +44,7 @@ from fp8plan.model.profile.profile import (
 from fp8plan.model.rollout import Z90, Rollout, Simulated, rollout
 from fp8plan.model.validate.records import OF_ENGINE, Record
 from fp8plan.model.validate.validate import simulated
+from fp8plan.schemas import QUIET_HOST
 
 Matrix = NDArray[np.float64]
 
@@ -52,7 +53,6 @@ REST_SD = 0.02  # sd of the error of one rollout
 FRONT_SD = 0.25  # sd of the log of a front's seconds from one rollout to the next (python -m benchmarks.inside)
 HOST_SD = 0.3  # sd of the log of a host's pace; CPUs differ more than one GPU from the next
 MODEL_SHARE = 0.4  # the model's share in the variance of a pace
-QUIET_HOST = 1.25  # host_slowdown up to which a core is quiet (fp8plan.runtime.measure.rollouts.host)
 COMPILED_SD = 0.5  # sd of the log time of a rollout that compiled a kernel
 DEGREES = 4  # degrees of freedom of Student's t
 ROUNDS = 30  # most linearisations
@@ -137,9 +137,9 @@ class Anchor:
         changes = f"They change the time of {picked.precision} by {_changes(self.shifts, slopes)}."
         for name in sorted(self.shifts.keys() & slopes.keys()):
             if name.startswith("front.") and not name.endswith(".start_seconds"):
-                taken = 1e6 * corrected.coefficient(name)
-                usual = taken * math.exp(-self.shifts[name])
-                changes += f" The trainer's front end takes {taken:.0f} us a token, not {usual:.0f}."
+                token_us = 1e6 * corrected.coefficient(name)
+                usual_us = token_us * math.exp(-self.shifts[name])
+                changes += f" The trainer's front end takes {token_us:.0f} us a token, not {usual_us:.0f}."
         sentences = [self._fit(), f"{changes} Its interval was +-{before:.0%} of the time, and is +-{now:.0%}."]
         fp8 = [name for name in runs if name != "bf16"]
         other = "bf16" if picked.precision != "bf16" else next(iter(fp8), "")

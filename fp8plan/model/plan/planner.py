@@ -77,7 +77,7 @@ def predict(
                     models with expert parallelism too; the rest are replicas. None: the layout in `limits`
     gpus_per_node:  GPUs that reach each other without the network; None: the usual number for this GPU
     target:         the program that starts the engines, "vllm", "verl" or "trl". Each cuts FP8 weights in its own way
-    inside:         the program that calls the engines, a key of fp8plan.model.cost.host.INSIDE. None: the target's;
+    inside:         the program that calls the engines, one of fp8plan.model.cost.host.INSIDE. None: the target's;
                     for trl "server" if an engine may have several GPUs, else "trl"
     precisions:     preset names; None: all, and those that this GPU cannot run are listed as unavailable
     trainer:        the other parts of an RL step; None: only the rollout is compared
@@ -99,7 +99,8 @@ def predict(
     _check_kinds(locals())
     check_target(target)
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
-    inside = check_inside(inside or _calls(target, gpus or (limits or EngineLimits()).tensor_parallel_size))
+    most_gpus = gpus or (limits or EngineLimits()).tensor_parallel_size
+    inside = check_inside(_calls(target, most_gpus) if inside is None else inside)
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     card = card if gpus_per_node is None else replace(card, gpus_per_node=gpus_per_node)
     engine_version = default_version(card) if engine_version is None else engine_version

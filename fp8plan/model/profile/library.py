@@ -192,7 +192,7 @@ def datasheet_profile(gpu: Gpu, engine_version: str = DEFAULT_VERSION, profiles_
     sheet = _datasheet(path, path.stat().st_mtime_ns)
     common = Coefficients() if gpu.is_cpu else sheet.common
     own = sheet.by_architecture.get(_listed(gpu, sheet.by_architecture), Coefficients())
-    facts = common.coefficients | own.coefficients
+    facts = common.coefficients | sheet.everywhere.coefficients | own.coefficients
     return Profile(
         gpu=gpu.name,
         engine=ENGINE,
@@ -283,7 +283,7 @@ class Fact(msgspec.Struct):
 
 
 class Coefficients(msgspec.Struct):
-    """The part of the datasheet profile for one architecture, or for all GPUs."""
+    """The part of the datasheet profile for one architecture, for all GPUs (common), or for CPUs too (everywhere)."""
 
     kernel_backends: dict[str, str] = {}
     coefficients: dict[str, Fact] = {}
@@ -295,6 +295,7 @@ class Datasheet(msgspec.Struct):
     source: str
     date: str
     common: Coefficients
+    everywhere: Coefficients
     by_architecture: dict[str, Coefficients]
     residuals: dict[str, float]
     model_error: float

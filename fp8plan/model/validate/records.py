@@ -130,13 +130,12 @@ class Record:
     @property
     def setup(self) -> EngineSetup:
         """The engine that ran. Raises ConfigError for a model, GPU or precision that fp8plan does not know."""
-        inside = self.fields.get("inside") or OWN
         return EngineSetup(
             self.fields["model"],
             self.fields["gpu"],
             self.fields["precision"],
             self.limits,
-            inside,
+            caller_of(self.fields),
             self.fields["engine_version"],
         )
 
@@ -252,7 +251,7 @@ def record_of(fields: dict[str, Any], number: int, where: str) -> Record:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; a record needs {', '.join(REQUIRED)}")
     check_fields(fields, where)
     try:
-        check_inside(fields.get("inside") or OWN)
+        caller_of(fields)
         batch, seconds = batch_of(fields), _seconds(fields)
         limits = recorded_limits(fields).holding(batch.longest)
     except Fp8PlanError as error:
@@ -265,6 +264,11 @@ def check_fields(fields: dict[str, Any], where: str) -> None:
     engine = checked(fields, RolloutRecord, where).engine or ENGINE
     if engine != ENGINE:
         raise ConfigError(f"{where}: engine is {engine!r}; allowed: {ENGINE}, the one that is modelled")
+
+
+def caller_of(fields: Mapping[str, Any]) -> str:
+    """The program that called the engine of a record. Raises ConfigError for one that fp8plan does not know."""
+    return check_inside(fields.get("inside") or OWN)
 
 
 def recorded_limits(fields: Mapping[str, Any]) -> EngineLimits:
@@ -293,6 +297,6 @@ def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
     same += [getattr(limits, limit) for name, limit in RECORDED.items() if name == limit]
     same += [limits.tensor_parallel_size, limits.data_parallel_size]
     same += ["expert_parallel"] if limits.enable_expert_parallel else []
-    same += [] if (inside := fields.get("inside") or OWN) == OWN else [inside]
+    same += [] if (caller := caller_of(fields)) == OWN else [caller]
     name = f"{fields['model']} on {gpu}, {len(batch.responses)} responses"
     return f"{name} [{sha256(json.dumps(same).encode()).hexdigest()[:8]}]"

@@ -25,9 +25,12 @@ from fp8plan.model.setup import EngineSetup, default_limits
 
 PACKAGE = __spec__.parent
 KERNELS = ("gemm", "attention", "moe", "elementwise", "power")
-ANCHOR = "anchor"  # the grid of two engines, which times no kernels
-CELLS = {"quick": "quick.json", "full": "fit.json", ANCHOR: "two_engines.json"}
-CPU_CELLS = {"quick": "cpu.json", "full": "cpu.json", ANCHOR: "cpu_two_engines.json"}  # kernels are timed on GPUs only
+CELLS = {"quick": "quick.json", "full": "fit.json", TWO_ENGINES: "two_engines.json"}
+CPU_CELLS = {
+    "quick": "cpu.json",
+    "full": "cpu.json",
+    TWO_ENGINES: "cpu_two_engines.json",
+}  # kernels are for GPUs
 LONGEST_ENGINE_S = 900
 COMPILERS = min(6, (os.cpu_count() or 1) // 2)  # processes that first compile kernels; each takes some GB of the GPU
 
@@ -42,14 +45,14 @@ def measure(folder: Path, card: Gpu, grid: str) -> None:
 
     Raises ConfigError if a measurement cannot be made here at all. Single points that fail are noted and left out.
     """
-    for name in () if card.is_cpu or grid == ANCHOR else KERNELS:
+    for name in () if card.is_cpu or grid == TWO_ENGINES else KERNELS:
         words = "--output", str(folder / "kernels"), "--grid", grid, "--gpu", card.name, "--compile-in", str(COMPILERS)
         _run(f"kernels.{name}", *words, *_only(name, card, grid))
-    steps = folder / (TWO_ENGINES if grid == ANCHOR else "steps")
+    steps = folder / (TWO_ENGINES if grid == TWO_ENGINES else "steps")
     steps.mkdir(parents=True, exist_ok=True)
     cells = Path(__file__).parent / "cells" / (CPU_CELLS if card.is_cpu else CELLS)[grid]
     shipped = json.loads(cells.read_text(encoding="utf-8"))
-    settings = two_engines(card, shipped) if grid == ANCHOR else cells_for(card, shipped)
+    settings = two_engines(card, shipped) if grid == TWO_ENGINES else cells_for(card, shipped)
     (steps / "cells.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     output = ("--output", str(steps / "rollouts.jsonl"), "--trace", "--timeout", str(LONGEST_ENGINE_S))
     _run("rollouts.run", "--cells", str(steps / "cells.json"), *output)

@@ -150,7 +150,7 @@ def test_the_grid_of_two_engines_times_no_kernels(
     machine: Callable[..., Machine], tmp_path: Path, gpu: str, engines: list[tuple[str, str]]
 ) -> None:
     started, card = machine(), find_gpu(gpu)
-    calibrate.measure(tmp_path, card, calibrate.ANCHOR)
+    calibrate.measure(tmp_path, card, calibrate.TWO_ENGINES)
     ((name, words),) = started.started
     assert (name, words[words.index("--output") + 1]) == ("rollouts", str(tmp_path / "anchor" / "rollouts.jsonl"))
     asked = json.loads((tmp_path / "anchor" / "cells.json").read_text())
@@ -161,7 +161,7 @@ def test_the_grid_of_two_engines_times_no_kernels(
 
 def test_small_gpus_have_a_smaller_model() -> None:
     small = find_gpu("datasheet:memory_gib=16,bandwidth_gb_s=500,bf16_tflops=100,sms=60,compute_capability=8.9")
-    shipped = json.loads((FOLDER / calibrate.CELLS[calibrate.ANCHOR]).read_text())
+    shipped = json.loads((FOLDER / calibrate.CELLS[calibrate.TWO_ENGINES]).read_text())
     assert [x["model"] for x in calibrate.two_engines(small, shipped)] == [DENSE]
 
 

@@ -34,7 +34,7 @@ from fp8plan.runtime.measure.rollouts.engine_facts import (
     telling_lines,
     uses_e8m0,
 )
-from fp8plan.runtime.measure.rollouts.host import QUIET, Host, Watch
+from fp8plan.runtime.measure.rollouts.host import Host, Watch
 from fp8plan.runtime.measure.rollouts.timed import (
     Row,
     Trace,
@@ -44,7 +44,7 @@ from fp8plan.runtime.measure.rollouts.timed import (
     token_prompts,
     write_trace,
 )
-from fp8plan.schemas import VERSIONS
+from fp8plan.schemas import QUIET_HOST, VERSIONS
 
 TRIES, AGAIN_S = 4, 4.0  # most attempts at a run; seconds after which none is added
 SHORT_RESPONSE, RAMP_STEPS = 64, 128  # a short warm-up, which fills the batch within seconds
@@ -82,7 +82,7 @@ def disturbance(attempt: Attempt) -> tuple[int, float]:
     (0, 0) is clean. The pair decides about repetition and the attempt to keep, whatever its seconds.
     """
     slowdown = attempt.facts["host_slowdown"] or 1.0
-    return attempt.facts["compiled_files"], max(slowdown - QUIET, 0.0)
+    return attempt.facts["compiled_files"], max(slowdown - QUIET_HOST, 0.0)
 
 
 def listed(tries: Sequence[Attempt]) -> str:

@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 
 from fp8plan.runtime.measure.machine import gpu_power_w, sm_clock_mhz
+from fp8plan.schemas import QUIET_HOST
 
 LOOP = 20_000  # turns of a loop, a quarter of a millisecond
 PROBES, SAMPLES = 5, 3  # loops of which the best counts: on each core before a run, and at each sample during it
-QUIET = 1.25  # multiple of the fastest loop below which a core is quiet; a busy hyperthread beside it makes 1.7 to 2
 SPARE = 3  # cores for the engine's sending and receiving threads, beside one for each process
 EVERY_S = 0.25
 STAT = Path("/proc/stat")
@@ -62,9 +62,9 @@ class Host:
 
 
 def quiet(seconds: dict[int, float], fewest: int) -> list[int]:
-    """The cores whose loop took less than QUIET times the fastest, at least `fewest`. seconds: loop of each core"""
+    """The cores whose loop took under QUIET_HOST times the fastest, at least `fewest`. seconds: loop of each core"""
     order = sorted(seconds, key=seconds.__getitem__)
-    close = [core for core in order if seconds[core] < QUIET * seconds[order[0]]]
+    close = [core for core in order if seconds[core] < QUIET_HOST * seconds[order[0]]]
     return order[: max(len(close), fewest)]
 
 
