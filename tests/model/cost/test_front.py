@@ -102,8 +102,9 @@ def test_a_plan_is_inside_of_the_program_that_it_is_for() -> None:
     chosen = plan(MODEL, "h200", WORK, target="verl", inside="own", precisions=["bf16"])
     assert chosen.inside == "own"
     assert Plan.from_json(chosen.to_json()) == chosen
-    with pytest.raises(ConfigError, match="inside is 'slime'; allowed: own, verl"):
-        plan(MODEL, "h200", WORK, inside="slime")
+    for name in ("slime", ""):
+        with pytest.raises(ConfigError, match=f"inside is '{name}'; allowed: own, verl"):
+            plan(MODEL, "h200", WORK, inside=name)
 
 
 def test_an_rl_step_waits_until_verl_looks_for_the_answers() -> None:
