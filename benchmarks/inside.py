@@ -66,11 +66,12 @@ def runs(folder: Path) -> Iterator[Run]:
         for rows in runs_of(jsonl.rows(file), "server"):
             if any("fp8plan.tokens_per_s" in row for row in rows):
                 yield _trl(rows, "h200" if file == TRL else "h100")
-    for trainer, inside in (("verl", "verl"), ("trl", "trl-stock")):  # fp8plan's outputs came to TRL after this run
-        for precision in ("fp8", "bf16"):
-            warm = read_records(LONG / f"{trainer}_{precision}.jsonl")
-            records = [replace(record, fields=record.fields | {"inside": inside}) for record in warm]
-            yield Run(f"{'verl' if trainer == 'verl' else 'TRL, colocated'}, 1 H100, 2,048 tokens", records)
+    # fp8plan's outputs came to TRL after the runs "trl"
+    stems = {"verl_fp8": "verl", "verl_bf16": "verl", "trl_fp8": "trl-stock", "trl_bf16": "trl-stock", "trl_outputs_bf16": "trl"}
+    for stem, inside in stems.items():
+        warm = read_records(LONG / f"{stem}.jsonl")
+        records = [replace(record, fields=record.fields | {"inside": inside}) for record in warm]
+        yield Run(f"{'verl' if inside == 'verl' else 'TRL, colocated'}, 1 H100, 2,048 tokens", records)
 
 
 def _verl(rows: Sequence[dict[str, Any]], gpu: str, folder: Path) -> Run:
