@@ -67,7 +67,13 @@ def runs(folder: Path) -> Iterator[Run]:
             if any("fp8plan.tokens_per_s" in row for row in rows):
                 yield _trl(rows, "h200" if file == TRL else "h100")
     # fp8plan's outputs came to TRL after the runs "trl"
-    stems = {"verl_fp8": "verl", "verl_bf16": "verl", "trl_fp8": "trl-stock", "trl_bf16": "trl-stock", "trl_outputs_bf16": "trl"}
+    stems = {
+        "verl_fp8": "verl",
+        "verl_bf16": "verl",
+        "trl_fp8": "trl-stock",
+        "trl_bf16": "trl-stock",
+        "trl_outputs_bf16": "trl",
+    }
     for stem, inside in stems.items():
         warm = read_records(LONG / f"{stem}.jsonl")
         records = [replace(record, fields=record.fields | {"inside": inside}) for record in warm]
