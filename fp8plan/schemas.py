@@ -81,6 +81,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     preemptions: int | None = None
     measured_kv_cache_tokens: int | None = None
     num_gpu_blocks: int | None = None
+    cudagraph_largest_batch: int | None = None
     experts_hit: int | None = None
     first_rollout: bool | None = None
     sampling: dict[str, Any] | None = None

@@ -136,6 +136,9 @@ def plan_command(
     max_num_batched_tokens: Annotated[int | None, option(ENGINE, default=VLLM_S)] = None,
     block_size: Annotated[int | None, option(ENGINE, default=VLLM_S)] = None,
     num_gpu_blocks: Annotated[int | None, option(ENGINE, "impose the KV pool", "what the memory holds")] = None,
+    max_cudagraph_capture_size: Annotated[
+        int | None, option(ENGINE, "tokens of the largest step with a CUDA graph", VLLM_S)
+    ] = None,
     prefix_caching: Annotated[
         bool | None, option(ENGINE, default="on, off for recurrent layers", flag=PREFIX_CACHING)
     ] = None,
@@ -232,6 +235,7 @@ def plan_command(
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         num_gpu_blocks=num_gpu_blocks,
+        max_cudagraph_capture_size=max_cudagraph_capture_size,
     )
     trainer = not_none(
         train_s=train_s,

@@ -51,6 +51,7 @@ LIMITS: Final = (
     Limit("enforce_eager", "model_config", "enforce_eager", "enforce_eager"),
     Limit("scheduler_reserve_full_isl", "scheduler_config"),
     Limit("num_gpu_blocks", "cache_config"),
+    Limit("max_cudagraph_capture_size", "compilation_config", "cudagraph_largest_batch"),
 )
 RECORDED: Final = {limit.record: limit.field for limit in LIMITS if limit.record}
 VERLS: Final = {limit.verl: limit.field for limit in LIMITS if limit.verl}
@@ -105,6 +106,8 @@ class EngineLimits:
     num_gpu_blocks:         impose the KV pool (blocks the scheduler can use) instead of predicting it
     enable_expert_parallel: each GPU of a replica holds whole experts instead of a slice of each; needs a model with
                             experts, and changes nothing at tensor_parallel_size 1
+    max_cudagraph_capture_size: the most tokens of a step that runs as a CUDA graph; None: at most 512 or, on data
+                            center Blackwell since vLLM 0.28 and for gpt-oss, 1,024; 0: no CUDA graphs
     """
 
     gpu_memory_utilization: float = 0.92
@@ -120,6 +123,7 @@ class EngineLimits:
     scheduler_reserve_full_isl: bool = True
     num_gpu_blocks: int | None = None
     enable_expert_parallel: bool = False
+    max_cudagraph_capture_size: int | None = None
 
     @classmethod
     def for_gpu(cls, gpu: Gpu, recurrent: bool = False, **limits: Any) -> EngineLimits:
@@ -181,6 +185,9 @@ class EngineLimits:
             if getattr(self, name) is not None:
                 otherwise = f", or leave it out: {left_out}"
                 object.__setattr__(self, name, whole(name, getattr(self, name), otherwise=otherwise))
+        if (largest := self.max_cudagraph_capture_size) is not None:
+            name, otherwise = "max_cudagraph_capture_size", ", or leave it out: vLLM's own"
+            object.__setattr__(self, name, whole(name, largest, least=0, otherwise=otherwise))
         for name in (f.name for f in fields(self) if f.type == "bool"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")

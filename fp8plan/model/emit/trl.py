@@ -39,6 +39,7 @@ _COLOCATED: Final = {
     "scheduler_reserve_full_isl": True,
     "num_gpu_blocks": None,
     "enable_expert_parallel": False,
+    "max_cudagraph_capture_size": None,
 }
 
 # Settings that TRL needs of a vLLM server (trl/scripts/vllm_serve.py, build_command and main), with fp8plan's backend.

@@ -57,17 +57,24 @@ def cudagraph_capture_sizes(
     """
     if limits.enforce_eager:
         return ()
-    blackwell = gpu.compute_capability is not None and gpu.compute_capability[0] == BLACKWELL_DATA_CENTER
-    larger = blackwell and has(engine_version, "Blackwell captures up to 1024")
-    largest = min(2 * limits.max_num_seqs, 1024 if larger else 512)
-    if shape.model_type == "gpt_oss":
-        largest = 1024
+    largest = limits.max_cudagraph_capture_size
+    if largest is None:
+        largest = _default_largest(shape, gpu, limits, engine_version)
     largest = min(largest, limits.max_num_batched_tokens)
     sizes = {*(1, 2, 4), *range(8, 256, 8), *range(256, largest + 1, 16)}
     sizes.add(limits.max_num_batched_tokens)  # the full budget is captured too, if it is not too large
     if has(engine_version, "max_num_seqs is captured"):
         sizes.add(limits.max_num_seqs)
     return tuple(sorted(size for size in sizes if size <= largest))
+
+
+def _default_largest(shape: ModelShape, gpu: Gpu, limits: EngineLimits, engine_version: str) -> int:
+    """The largest batch size that vLLM captures if no limit names one."""
+    if shape.model_type == "gpt_oss":
+        return 1024
+    blackwell = gpu.compute_capability is not None and gpu.compute_capability[0] == BLACKWELL_DATA_CENTER
+    larger = blackwell and has(engine_version, "Blackwell captures up to 1024")
+    return min(2 * limits.max_num_seqs, 1024 if larger else 512)
 
 
 def cudagraph_reserve_bytes(

@@ -17,18 +17,18 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.plan import check_share
+from fp8plan.model.memory.plan import check_share, cudagraph_capture_sizes
 from fp8plan.model.plan.anchor import anchored
-from fp8plan.model.plan.candidates import Problem, Progress, candidates, evaluated
-from fp8plan.model.plan.choice import as_choices, choose
+from fp8plan.model.plan.candidates import Candidate, Problem, Progress, candidates, evaluated
+from fp8plan.model.plan.choice import as_choices, choose, speed_up, timed
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import FP8_KV, PRESETS
 from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.risk.expected import RiskBudget, recommended_thresholds
+from fp8plan.model.risk.expected import LEAST_GAIN, RiskBudget, recommended_thresholds
 from fp8plan.model.rl_step import StepTimes
-from fp8plan.model.rollout import Rollout
+from fp8plan.model.rollout import Rollout, simulate
 from fp8plan.model.setup import check_inside, default_version
 from fp8plan.model.shards import check_target
 from fp8plan.model.validate.records import Record
@@ -131,8 +131,8 @@ def predict(
     problem = Problem(batch, used, trainer, budget, kv_scales_calibrated)
     tried = evaluated(layouts, problem, progress, workers)
     rollouts = tuple(c.rollout for c in tried)
-    timed = {name.rpartition(".")[0] for rollout in rollouts if rollout for name in rollout.log_gradient}
-    used = with_kernels(used, card, timed)  # as the candidates' cost models had them
+    kernels = {name.rpartition(".")[0] for rollout in rollouts if rollout for name in rollout.log_gradient}
+    used = with_kernels(used, card, kernels)  # as the candidates' cost models had them
     choices, chosen = as_choices(tried, used), choose(tried, budget)
     best = tried[chosen]
     advice = recommended_thresholds(best.expected, batch.responses, budget=budget)
@@ -157,6 +157,7 @@ def predict(
             gpus_per_node=card.gpus_per_node,
             shape=shape,
         )
+        + _larger_graphs(best, problem)
         + (anchor.sentences(alone, used, choices, chosen, rollouts) if anchor else ()),
         warnings=(*version_warnings(engine_version), *warnings, *risky),
         budget=budget,
@@ -166,6 +167,24 @@ def predict(
         engine_version=engine_version,
     )
     return Prediction(answer, rollouts, tuple(c.memory.usable_blocks if c.memory else None for c in tried))
+
+
+def _larger_graphs(chosen: Candidate, problem: Problem) -> tuple[str, ...]:
+    """A sentence on CUDA graphs for as many requests as may run, if that is faster than vLLM's default."""
+    setup, running = chosen.setup, chosen.timed.timeline.decode_requests
+    sizes = cudagraph_capture_sizes(setup.shape, setup.gpu, setup.limits, setup.engine_version)
+    largest = max(sizes, default=0)
+    if setup.limits.max_cudagraph_capture_size is not None or not 0 < largest < running.max(initial=0):
+        return ()
+    wider = replace(setup.limits, max_cudagraph_capture_size=setup.limits.max_num_seqs)
+    other = simulate(replace(setup, limits=wider), problem.batch, problem.profile).rollout
+    baseline, faster = (timed(rollout, setup.limits.cut) for rollout in (chosen.timed, other))
+    gain = speed_up(baseline, faster, problem.profile)
+    if gain.ratio < 1 + LEAST_GAIN:
+        return ()
+    option = f"--max-cudagraph-capture-size {setup.limits.max_num_seqs}"
+    sentence = f"vLLM has no CUDA graph for steps of more than {largest:,} requests, so the GPU waits for the host."
+    return (f"{sentence} With {option} the rollout is predicted {gain.over('with the default')}.",)
 
 
 def _calls(target: str, gpus: int) -> str:

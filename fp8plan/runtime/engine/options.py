@@ -33,7 +33,7 @@ NOT_PREDICTED: Final[Mapping[str, str]] = {
     "another cache of keys, values or states": "kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype "
     "mamba_block_size mamba_cache_mode enable_mamba_fine_grained_prefix_cache disable_sliding_window use_replayssm",
     "other graphs or kernels than vLLM's default": "compilation_config cudagraph_capture_sizes "
-    "max_cudagraph_capture_size optimization_level performance_mode kernel_config ir_op_priority model_impl "
+    "optimization_level performance_mode kernel_config ir_op_priority model_impl "
     "disable_cascade_attn enable_flashinfer_autotune mamba_backend mamba_config mamba_ssu_algorithm "
     "gdn_prefill_backend kda_prefill_backend kda_decode_backend sparse_indexer_topk_backend use_fp64_gumbel",
     "tracing and profiling": "profiler_config enable_layerwise_nvtx_tracing collect_detailed_traces",
