@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import above_graphs  # noqa: E402
 import anchored  # noqa: E402
 import correction_speed  # noqa: E402
 import inside  # noqa: E402
@@ -116,6 +117,7 @@ def blocks() -> dict[str, str]:
     made["anchored plan"] = anchored_plan()
     made["anchored"] = anchored.table()
     made["inside"] = inside.table()
+    made["above graphs"] = above_graphs.table()
     made |= {f"two engines of {gpu}": two_engines.committed_table(gpu) for gpu in ("h200", "h100")}
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
     made["streams"] = streams.table()

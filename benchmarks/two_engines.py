@@ -18,7 +18,7 @@ from benchmarks.error_parts import FOLDERS, Cell, cells, gains, makespan, summar
 from benchmarks.tables.markdown import table as markdown
 from fp8plan.model.calibrate.two_engines import TWO_ENGINES, by_two_engines
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.profile.library import datasheet_profile, load_profile, nearest_profile, profiles_path
+from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
 
@@ -52,7 +52,7 @@ def priors(gpu: str) -> Iterator[tuple[str, Profile]]:
         yield "import of the H100", imported.of_sibling(card.name)
     elif gpu == "h100":
         yield "import of the H100", imported
-        yield "calibration of the H200", nearest_profile(card, version, folder)
+        yield "calibration of the H200", load_profile("h200", version, profiles_dir=folder)[0].of_sibling(card.name)
 
 
 def row(label: str, every: Sequence[Cell]) -> list[str]:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.4", "profile": "1.1", "record": "1.4", "probe": "1.0"}
+VERSIONS: Final = {"plan": "1.5", "profile": "1.1", "record": "1.5", "probe": "1.0"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
@@ -44,6 +44,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     kv_cache_tokens: null: vLLM's own pool; a number: imposed
     measured_kv_cache_tokens: blocks of the engine's pool times its block_size, which vLLM enlarges for some models
     num_gpu_blocks:  blocks of the engine's pool, the null block among them
+    cudagraph_largest_batch: tokens of the largest step with a CUDA graph; null: vLLM's own
     experts_hit:     distinct experts of a layer that each step's tokens went to, if known
     prompt_lengths, response_lengths: tokens of each response
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one

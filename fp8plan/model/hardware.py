@@ -94,6 +94,11 @@ class Gpu:
         On Hopper vLLM uses them too, unless VLLM_USE_DEEP_GEMM_E8M0=0, which the emitters set. SM120 (Blackwell without
         HBM) has no DeepGEMM, and CUTLASS uses FP32 scales.
         """
+        return self.is_blackwell_data_center
+
+    @property
+    def is_blackwell_data_center(self) -> bool:
+        """True for Blackwell with HBM, such as the B200 and the B300."""
         return self.compute_capability is not None and (10, 0) <= self.compute_capability < (12, 0)
 
     @property

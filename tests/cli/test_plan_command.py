@@ -161,7 +161,7 @@ def test_every_limit_reaches_the_plan(fp8plan: Callable[..., Done]) -> None:
     words = (
         "--gpu-memory-utilization 0.5 --max-model-len 100 --max-num-seqs 33 --max-num-batched-tokens 77 "
         "--block-size 32 --num-gpu-blocks 900 --no-prefix-caching --no-async-scheduling --enforce-eager "
-        "--tensor-parallel-size 2 --data-parallel-size 3"
+        "--tensor-parallel-size 2 --data-parallel-size 3 --max-cudagraph-capture-size 48"
     )
     limits = json.loads(fp8plan(*PLAN, *words.split(), "--json").out)["limits"]
     assert limits == {
@@ -178,6 +178,7 @@ def test_every_limit_reaches_the_plan(fp8plan: Callable[..., Done]) -> None:
         "data_parallel_size": 3,
         "scheduler_reserve_full_isl": True,
         "enable_expert_parallel": False,
+        "max_cudagraph_capture_size": 48,
     }
 
 

@@ -45,9 +45,6 @@ CUDAGRAPH_FULL_BYTES = 8 * MIB
 CUDAGRAPH_FP8_BYTES = 2 * MIB
 
 
-BLACKWELL_DATA_CENTER = 10  # major compute capability of B200 and B300
-
-
 def cudagraph_capture_sizes(
     shape: ModelShape, gpu: Gpu, limits: EngineLimits, engine_version: str = DEFAULT_VERSION
 ) -> tuple[int, ...]:
@@ -72,8 +69,7 @@ def _default_largest(shape: ModelShape, gpu: Gpu, limits: EngineLimits, engine_v
     """The largest batch size that vLLM captures if no limit names one."""
     if shape.model_type == "gpt_oss":
         return 1024
-    blackwell = gpu.compute_capability is not None and gpu.compute_capability[0] == BLACKWELL_DATA_CENTER
-    larger = blackwell and has(engine_version, "Blackwell captures up to 1024")
+    larger = gpu.is_blackwell_data_center and has(engine_version, "Blackwell captures up to 1024")
     return min(2 * limits.max_num_seqs, 1024 if larger else 512)
 
 

@@ -37,7 +37,10 @@ PREDICTED: Final = (
 ).split()
 
 # Fields that plans of schema 1.0 to 1.3 do not have. Their engines had the default, and their profiles no anchor.
-SINCE_1_0: Final = ("limits.enable_expert_parallel", "expert_parallel", "anchor", "inside", "engine_version")
+SINCE_1_0: Final = (
+    "limits.enable_expert_parallel", "limits.max_cudagraph_capture_size", "expert_parallel", "anchor", "inside",
+    "engine_version",
+)  # fmt: skip
 
 
 class UnitScales(msgspec.Struct):

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import Gpu, find_gpu
-from fp8plan.model.profile.profile import ASSUMED, ENGINE, Profile, between, parsed
+from fp8plan.model.profile.profile import ANCHORED, ASSUMED, ENGINE, Profile, between, parsed
 from fp8plan.version import DEFAULT_VERSION
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ NO_BLOCKS = "gemm.fp8."  # FP8 with one scale for a matrix or a row, which only 
 RARE_PARTS = (*_MIXERS, "front.", WIDE_HEADS, NO_BLOCKS, "host.groups.", *(f"host.{mixer}" for mixer in _MIXERS))
 WIDENED_KV = "attention.fp8."
 DTYPES = ("bf16", "fp8", "fp8_block")  # words in the names of coefficients
+WITH_HBM = (8, 0), (9, 0)  # compute capabilities, beside data center Blackwell's
 
 
 class ProfileEntry(NamedTuple):
@@ -108,9 +109,8 @@ def load_profile(
 ) -> tuple[Profile, list[str]]:
     """The best profile for `gpu`, a Gpu or its name, and an engine version, and its warnings.
 
-    A profile of this very version comes first, the user's own (`own_profiles_path`) before a shipped one. Next is the
-    nearest engine version of the same GPU, with a wider interval. Last is the datasheet profile.
-    `strict` allows the first kind only.
+    A profile of this very version comes first, the user's own (`own_profiles_path`) before a shipped one. Next is
+    `nearest_profile`, with a wider interval. `strict` allows the first kind only.
 
     Raises ProfileError if there is none or if its file is corrupt, and ConfigError if $FP8PLAN_PROFILES does not name a
     folder.
@@ -124,49 +124,63 @@ def load_profile(
         if exact.is_file():
             profile = _read(exact)
             return profile, [*unused, *profile.remarks]
-    near, absent = _nearest([folder / gpu.name for folder in folders], engine_version), f"no profile of {gpu.name}"
+    entries, absent = _nearest(gpu, engine_version, profiles_dir), f"no profile of {gpu.name}"
+    near = entries[0] if entries else None
     if strict:
-        have = f"the nearest is {near.parent.name}" if near is not None else "there is only the datasheet profile"
+        have = f"the nearest is {near.path.parent.name}" if near else "there is only the datasheet profile"
         raise ProfileError(
             f"{absent} for {ENGINE} {engine_version}, and {have}, which --strict does not allow; type "
             "`fp8plan profiles` to see what was measured, or leave --strict out"
         )
-    if near is not None:
-        profile = _read(near)
-        used = f"using the one of {profile.engine} {profile.engine_version} with a wider interval"
-        warnings = [*unused, f"{absent} for {ENGINE} {engine_version}: {used}", *profile.remarks]
-        return profile.of_another_version(), warnings
-    generic = "datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
-    warnings = [*unused, f"no measured profile of {gpu.name}: {generic}"]
-    return datasheet_profile(gpu, engine_version, profiles_dir), warnings
+    if near is None:
+        generic = "datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
+        warnings = [*unused, f"no measured profile of {gpu.name}: {generic}"]
+        return datasheet_profile(gpu, engine_version, profiles_dir), warnings
+    profile = _read(near.path)
+    which = f"{profile.engine} {profile.engine_version}"
+    which = which if near.gpu == gpu.name else f"{near.gpu}, of the same architecture, for {which}"
+    used = f"using the one of {which} with a wider interval"
+    remarks = profile.remarks if near.gpu == gpu.name else []
+    return _for(profile, gpu, engine_version), [*unused, f"{absent} for {ENGINE} {engine_version}: {used}", *remarks]
 
 
 def nearest_profile(gpu: Gpu, engine_version: str, profiles_dir: Path | None = None) -> Profile:
     """The best profile to start from before this GPU is measured, with the error of its use for it.
 
-    In this order: calibrated here, calibrated on a sibling (the same compute capability), imported, datasheet. The
-    nearest engine version wins. Anchored profiles are left out. A CPU has the datasheet alone: CPUs differ by several
-    times.
+    In this order: measured here, imported for this GPU, measured on a sibling, imported for a sibling, datasheet. A
+    sibling has the same kernels. The nearest engine version wins. Anchored profiles are left out. A CPU has the
+    datasheet alone: CPUs differ by several times.
     """
-    every = () if gpu.is_cpu else list_profiles(profiles_dir)
-    own = [entry for entry in every if entry.gpu == gpu.name]
-    siblings = [entry for entry in every if entry.gpu not in (gpu.name, "*", "cpu")]
-    siblings = [entry for entry in siblings if find_gpu(entry.gpu).compute_capability == gpu.compute_capability]
-    for kind, entries in (("calibrated", own), ("calibrated", siblings), ("imported", own)):
-        if alike := [entry for entry in entries if entry.kind == kind]:
-            profile = _read(min(alike, key=lambda entry: _apart(entry.engine_version, engine_version)).path)
-            profile = profile if profile.engine_version == engine_version else profile.of_another_version()
-            return profile if profile.gpu == gpu.name else profile.of_sibling(gpu.name)
-    return datasheet_profile(gpu, engine_version, profiles_dir)
+    entries = [entry for entry in _nearest(gpu, engine_version, profiles_dir) if entry.kind != ANCHORED]
+    if gpu.is_cpu or not entries:
+        return datasheet_profile(gpu, engine_version, profiles_dir)
+    return _for(_read(entries[0].path), gpu, engine_version)
 
 
-def _nearest(folders: Sequence[Path], engine_version: str) -> Path | None:
-    def distance(path: Path) -> tuple[int, ...]:  # measured profiles go before imported ones
-        other = path.parent.name.removeprefix(f"{ENGINE}-")
-        return (_read(path).kind == "imported", *_apart(other, engine_version))
+def _for(profile: Profile, gpu: Gpu, engine_version: str) -> Profile:
+    """A profile with the error of its use for another engine version or GPU."""
+    profile = profile if profile.engine_version == engine_version else profile.of_another_version()
+    return profile if profile.gpu == gpu.name else profile.of_sibling(gpu.name)
 
-    paths = [path for folder in folders for path in sorted(folder.glob(f"{ENGINE}-*/profile.json"))]
-    return min(paths, key=distance, default=None)
+
+def _nearest(gpu: Gpu, engine_version: str, profiles_dir: Path | None) -> list[ProfileEntry]:
+    """The profiles of a GPU and its siblings from the best down, as `nearest_profile` names them."""
+
+    def distance(entry: ProfileEntry) -> tuple[Any, ...]:
+        return (entry.gpu != gpu.name, entry.kind == "imported", *_apart(entry.engine_version, engine_version))
+
+    every = [entry for entry in list_profiles(profiles_dir) if entry.gpu != "*"]
+    return sorted((x for x in every if x.gpu == gpu.name or _are_siblings(gpu, find_gpu(x.gpu))), key=distance)
+
+
+def _are_siblings(gpu: Gpu, other: Gpu) -> bool:
+    """True if two GPUs with HBM have the same kernels: Ampere, Hopper or Blackwell of data centers.
+
+    Others of one compute capability differ too much in clock and power: an RTX 4090 is no slow L40S.
+    """
+    if gpu.is_blackwell_data_center:
+        return other.is_blackwell_data_center
+    return gpu.compute_capability in WITH_HBM and gpu.compute_capability == other.compute_capability
 
 
 def _apart(one: str, other: str) -> tuple[int, ...]:

@@ -43,6 +43,10 @@ VERSION_SD = 0.03
 # and by 4.2% on its own GPU's, which leaves 4.4%. One pair of GPUs tells little, so the shared part is more.
 SIBLING_SD, SIBLING_OWN_SD = 0.06, 0.03
 
+# sd of the log of a host's pace on other machines. The H100's hosts took 1.7 times as long as those of the H200's
+# calibration (`python -m benchmarks.above_graphs`).
+OTHER_HOST_SD = 0.35
+
 # The part of the variance of a calibrated profile's error that all precisions of one model share. `python -m
 # benchmarks.error_parts` estimates it.
 SHARED_VARIANCE = 0.35
@@ -99,13 +103,14 @@ class Profile:
         if problem := _problem(self):
             raise ProfileError(f"profile {self.label}: {problem}")
 
-    def with_errors(self, shared: float, own: float) -> Profile:
+    def with_errors(self, shared: float, own: float, host: float = 0.0) -> Profile:
         """A copy of the profile whose error has these standard deviations.
 
         shared: the part of the GPU, and of the host, that all precisions share
         own:    the part of each precision, `model_error`
+        host:   an error of the host alone
         """
-        paces = {name: {name: shared**2} for name in PACES}
+        paces = {GPU_PACE: {GPU_PACE: shared**2}, HOST_PACE: {HOST_PACE: shared**2 + host**2}}
         return replace(
             self,
             coefficients=self.coefficients | dict.fromkeys(PACES, 1.0),
@@ -201,8 +206,9 @@ class Profile:
         """The profile as an import for another GPU of the same architecture, with the error of that use."""
         origin = f"measurements of {self.gpu} with {self.engine} {self.engine_version}"
         errors = math.hypot(self.shared_error, SIBLING_SD), math.hypot(self.model_error, SIBLING_OWN_SD)
+        host = 0.0 if self.kind == "imported" else OTHER_HOST_SD  # an import has the datasheet's host, which is as wide
         there = replace(self, gpu=gpu, kind="imported", source=f"{origin}: {self.source}")
-        return there.with_notes(f"{FITTED}{origin}").with_errors(*errors)
+        return there.with_notes(f"{FITTED}{origin}").with_errors(*errors, host)
 
     def with_notes(self, note: str) -> Profile:
         """A copy of the profile with a note on each coefficient that has none."""

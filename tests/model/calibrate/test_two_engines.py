@@ -136,11 +136,9 @@ def own(folder: Path, profile: Profile) -> None:
     path.write_text(profile.to_json())
 
 
-def test_the_nearest_profile_is_measured_here_then_on_a_sibling_then_imported(tmp_path: Path) -> None:
+def test_the_nearest_profile_is_of_this_gpu_then_of_a_sibling(tmp_path: Path) -> None:
     (tmp_path / "datasheet.json").write_text((profiles_path() / "datasheet.json").read_text())
     assert nearest_profile(H100, "0.40.0", tmp_path).kind == "datasheet"
-    own(tmp_path, replace(SHEET, gpu="h100_sxm", kind="imported", engine_version="0.24.0", hull={}))
-    assert nearest_profile(H100, "0.40.0", tmp_path).kind == "imported"
     own(tmp_path, replace(MEASURED, gpu="h200_sxm"))
     sibling = nearest_profile(H100, "0.26.0", tmp_path)
     assert (sibling.gpu, sibling.kind) == ("h100_sxm", "imported")
@@ -152,6 +150,8 @@ def test_the_nearest_profile_is_measured_here_then_on_a_sibling_then_imported(tm
     assert later.shared_error > sibling.shared_error
     own(tmp_path, replace(SHEET, gpu="h100_sxm", kind=ANCHORED, engine_version="0.40.0", hull={}))
     assert nearest_profile(H100, "0.40.0", tmp_path) == later  # one that was made so is no prior
+    own(tmp_path, replace(SHEET, gpu="h100_sxm", kind="imported", engine_version="0.24.0", hull={}))
+    assert nearest_profile(H100, "0.40.0", tmp_path).engine_version == "0.24.0"
     own(tmp_path, replace(MEASURED, gpu="h100_sxm", engine_version="0.30.0"))
     mine = nearest_profile(H100, "0.40.0", tmp_path)
     assert (mine.gpu, mine.engine_version, mine.kind) == ("h100_sxm", "0.30.0", "calibrated")
@@ -214,6 +214,6 @@ def test_a_full_calibration_is_not_overwritten_and_others_are_refused(tmp_path: 
 
 def test_a_busy_host_is_warned_of(tmp_path: Path) -> None:
     folder = Path(__file__).parents[3] / "benchmarks" / "results" / "grid_h100"
-    with pytest.warns(RuntimeWarning, match="Python took 2.1 times as long as on a quiet core"):
+    with pytest.warns(RuntimeWarning, match="Python took 1.5 times as long as on a quiet core"):
         made = calibrate_by_two_engines(folder, find_gpu("h100"), "0.26.0")
     assert made.profile.kind == "anchored"

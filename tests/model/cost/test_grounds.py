@@ -103,10 +103,11 @@ def test_layers_count_by_their_weights() -> None:
 
 def test_an_import_knows_its_kernels_and_takes_the_rest_from_the_datasheet() -> None:
     card = find_gpu("h100")
-    found = grounds(decoding([8]), load_profile(card)[0], gpu="h100")["kernels"]
+    imported = load_profile(card)[0]
+    found = grounds(decoding([8]), imported, gpu="h100")["kernels"]
     assert set(found["gemm"]) == {"imported"}
     assert set(found["sampling"]) == set(found["host"]) == {"theory"}
-    model = StepModel(ModelShape.from_hf(DENSE), card, precision("bf16"), EngineLimits(), load_profile(card)[0])
+    model = StepModel(ModelShape.from_hf(DENSE), card, precision("bf16"), EngineLimits(), imported)
     assert model.outside_hull(decoding([8])) == []
 
 

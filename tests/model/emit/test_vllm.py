@@ -45,6 +45,7 @@ LIMITS = EngineLimits(
     scheduler_reserve_full_isl=False,
     enforce_eager=True,
     num_gpu_blocks=500,
+    max_cudagraph_capture_size=96,
 )
 TINY_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -3,7 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -41,6 +44,8 @@ def test_capture_sizes_equal_the_list_vllm_logs() -> None:
         (EngineLimits(max_num_seqs=4), (1, 2, 4, 8)),
         (EngineLimits(max_num_seqs=16, max_num_batched_tokens=20), (1, 2, 4, 8, 16, 20)),
         (EngineLimits(max_num_seqs=16, enforce_eager=True), ()),
+        (EngineLimits(max_num_seqs=1024, max_cudagraph_capture_size=16), (1, 2, 4, 8, 16)),
+        (EngineLimits(max_num_seqs=1024, max_cudagraph_capture_size=0), ()),
     ],
 )
 def test_capture_sizes_at_the_edges(limits: EngineLimits, expected: tuple[int, ...]) -> None:
@@ -65,3 +70,19 @@ def test_the_largest_graph_depends_on_gpu_model_and_version(
     sizes = cudagraph_capture_sizes(ModelShape.from_hf(model), find_gpu(gpu), limits, version)
     assert sizes[-1] == largest
     assert (501 in sizes) is own
+
+
+@given(st.integers(1, 2048), st.integers(1, 2048))
+def test_a_larger_limit_captures_all_sizes_of_a_smaller_one(limit: int, more: int) -> None:
+    limits = EngineLimits(max_num_seqs=1024)
+    small, large = (
+        set(cudagraph_capture_sizes(QWEN3_8B, H200, replace(limits, max_cudagraph_capture_size=size)))
+        for size in (limit, limit + more)
+    )
+    assert small <= large
+    assert max(small) <= limit
+
+
+def test_a_limit_below_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_cudagraph_capture_size is -1; allowed: .*, or leave it out"):
+        EngineLimits(max_cudagraph_capture_size=-1)

@@ -125,7 +125,7 @@ def test_a_missing_field_is_named_and_an_unknown_one_is_passed_over(where: str) 
             r"schema 2\.0, written by fp8plan 9\.1; this is fp8plan .*, which reads schema 1\.x: type: pip inst",
         ),
         ("0.9", r"schema 0\.9, written by fp8plan 9\.1; .*: install the version that wrote it"),
-        ("1", r"plan: schema_version is '1'; allowed: text such as '1\.4'"),
+        ("1", r"plan: schema_version is '1'; allowed: text such as '1\.\d'"),
         (["1.0"], r"plan: schema_version is \['1\.0'\]"),
         (
             None,

@@ -634,3 +634,32 @@ def test_the_model_half_imports_nothing_from_torch_vllm_or_the_runtime() -> None
             for name in names:
                 assert name.split(".")[0] not in ("torch", "vllm", "triton"), path.name
                 assert not name.startswith("fp8plan.runtime"), path.name
+
+
+MANY = Workload(700, 1, Fixed(16), Fixed(24))
+
+
+def test_a_plan_names_larger_graphs_where_they_are_faster() -> None:
+    def sentences(requests: int, **limits: Any) -> list[str]:
+        work, given_limits = replace(MANY, prompts=requests), EngineLimits.for_gpu(find_gpu("h200"), **limits)
+        reasons = plan(SMALL, "h200", work, limits=given_limits, precisions=["bf16"]).reasons
+        return [reason for reason in reasons if "CUDA graph" in reason]
+
+    (sentence,) = sentences(700)
+    assert "no CUDA graph for steps of more than 512 requests" in sentence
+    factor = float(re.search(r"With --max-cudagraph-capture-size 1024 .* predicted ([\d.]+)x", sentence)[1])  # type: ignore[index]
+    times = [
+        plan(SMALL, "h200", MANY, limits=EngineLimits(max_cudagraph_capture_size=size), precisions=["bf16"]).choices[0]
+        for size in (512, 1024)
+    ]
+    assert factor == pytest.approx(times[0].makespan_s / times[1].makespan_s, abs=0.01)  # type: ignore[operator]
+    assert sentences(512) == sentences(700, max_num_seqs=512) == sentences(700, max_cudagraph_capture_size=1024) == []
+    assert sentences(700, enforce_eager=True) == []
+
+
+def test_larger_graphs_are_never_slower() -> None:
+    for name in (SMALL, "fp8plan/moe-7b", "Qwen/Qwen3.5-9B"):
+        limits = [EngineLimits.for_gpu(find_gpu("h200"), max_cudagraph_capture_size=size) for size in (64, 512, 1024)]
+        choices = [plan(name, "h200", MANY, limits=x, precisions=["bf16"]).choices[0] for x in limits]
+        seconds = [choice.makespan_s or 0.0 for choice in choices]
+        assert seconds == sorted(seconds, reverse=True), name

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.calibrate.profile_of import BETWEEN_MODELS
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
+from fp8plan.model.plan.planner import plan
 from fp8plan.model.profile.library import (
     RARE_PARTS,
     ProfileEntry,
@@ -23,7 +24,8 @@ from fp8plan.model.profile.library import (
     load_profile,
     profiles_path,
 )
-from fp8plan.model.profile.profile import PACES, VERSION_SD, Profile, error_parts
+from fp8plan.model.profile.profile import OTHER_HOST_SD, PACES, VERSION_SD, Profile, error_parts
+from fp8plan.model.workload import Fixed, Workload
 
 NAMES = ("gemm.bf16.launch_seconds", "gemm.bf16.bandwidth_efficiency", "overhead.step_seconds")
 
@@ -290,6 +292,47 @@ def test_no_coefficient_is_wider_than_in_the_datasheet_profile(entry: ProfileEnt
     for name, row in profile.log_covariance.items():
         between_models = BETWEEN_MODELS if name.startswith(RARE_PARTS) else 0.0
         assert row[name] <= (sheet.log_covariance[name][name] + between_models**2) * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sibling", "version"),
+    [("h20", "h200_sxm", "0.26.0"), ("b300", "b200", "0.26.0"), ("a100_pcie", "a100_sxm", "0.26.0")],
+)
+def test_a_gpu_that_nobody_measured_has_the_profile_of_its_sibling(gpu: str, sibling: str, version: str) -> None:
+    profile, (note, *_) = load_profile(gpu, version, profiles_dir=profiles_path())
+    assert f"no profile of {gpu} for vllm {version}: using the one of {sibling}, of the same architecture" in note
+    own = load_profile(sibling, version, profiles_dir=profiles_path())[0]
+    assert (profile.gpu, profile.kind, profile.coefficients) == (gpu, "imported", own.coefficients)
+    assert profile.shared_error > own.shared_error
+
+
+@pytest.mark.parametrize("gpu", ["rtx_4090", "a10", "rtx_5090"])
+def test_cards_without_hbm_have_no_siblings(gpu: str) -> None:
+    assert load_profile(gpu, profiles_dir=profiles_path())[0].kind == "datasheet"
+
+
+def test_the_hosts_of_a_sibling_measured_elsewhere_may_be_slower() -> None:
+    there = load_profile("h200", "0.26.0", profiles_dir=profiles_path())[0].of_sibling("h100_sxm")
+    host, gpu = (there.log_covariance[pace][pace] for pace in ("host.pace", "gpu.pace"))
+    assert host == pytest.approx(gpu + OTHER_HOST_SD**2)
+
+
+BETTER = [("a100_sxm", "a100_pcie"), ("b300", "b200"), ("h200", "h100"), ("h200", "h20"), ("gh200", "h100")]
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8_kv"])
+@pytest.mark.parametrize(("better", "worse"), BETTER)
+def test_a_gpu_that_is_better_in_each_row_of_its_datasheet_is_never_slower(
+    better: str, worse: str, preset: str
+) -> None:
+    """With one profile, so that only the datasheets differ."""
+    cards = find_gpu(better), find_gpu(worse)
+    assert cards[0].memory_bandwidth >= cards[1].memory_bandwidth
+    assert cards[0].bf16_flops >= cards[1].bf16_flops
+    for requests in (1, 16, 128, 256):
+        work = Workload(requests, 1, Fixed(64), Fixed(64))
+        fast, slow = (plan("Qwen/Qwen3-8B", card, work, precisions=[preset]).choices[0].makespan_s for card in cards)
+        assert fast <= 1.005 * slow, requests
 
 
 def test_the_kinds_of_profiles_keep_their_order() -> None:
