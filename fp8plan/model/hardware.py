@@ -222,12 +222,21 @@ def find_gpu(name: str) -> Gpu:
     card = _named(name)
     if card is not None:
         return card
+    if reason := next((reason for words, reason in _REFUSED.items() if re.search(words, key)), None):
+        allowed = "an NVIDIA GPU from Ampere on, or cpu"
+        raise ConfigError(f"fp8plan does not plan for {name[:80]!r}: {reason}; allowed: {allowed}")
     hint = nearest_hint(key, {written: d.name for d in _DEVICES for written in _spellings(d)}, 3, 0.65)
     raise ConfigError(
         f"unknown GPU {name[:80]!r}; {hint}known: {', '.join(g.name for g in _DEVICES)}, or auto to ask the driver; "
         f"for any other card give its numbers: --gpu {EXAMPLE}"
     )
 
+
+# GPUs that have no row on purpose -> the reason.
+_REFUSED: Final = {
+    r"\bmi\d{3}|instinct|radeon|\bamd\b": "ROCm has other kernels, and up to the MI325X other FP8 numbers (FNUZ)",
+    r"\b(t4|v100)\b": f"vLLM runs BF16 from compute capability {dotted(FIRST_BF16_CAPABILITY)} on",
+}
 
 # Words beside a model name that do not change its meaning.
 _NOISE: Final = frozenset(

@@ -38,6 +38,8 @@ GIB = 1 << 30
         ("NVIDIA H100 NVL", "h100_nvl"),
         ("GB200", "gb200"),
         ("NVIDIA GB200", "gb200"),
+        ("GB300 NVL72", "gb300"),
+        ("NVIDIA L20", "l20"),
         ("b300", "b300"),
         ("NVIDIA B300 SXM6 AC", "b300"),
         ("RTX PRO 6000", "rtx_pro_6000"),
@@ -100,7 +102,7 @@ def test_fp8_weights_need_fp8_tensor_cores_and_a_kv_cache_does_not() -> None:
 
 def test_only_datacenter_blackwell_needs_power_of_two_scales() -> None:
     """DeepGEMM's are for SM100; SM120 runs CUTLASS, with FP32 scales."""
-    assert {g.name for g in gpus() if g.e8m0_scales} == {"b200", "b300", "gb200"}
+    assert {g.name for g in gpus() if g.e8m0_scales} == {"b200", "b300", "gb200", "gb300"}
 
 
 def test_a_node_is_a_host_or_an_nvlink_domain() -> None:
@@ -109,6 +111,21 @@ def test_a_node_is_a_host_or_an_nvlink_domain() -> None:
     assert find_gpu("gb200").gpus_per_node == 72
     with pytest.raises(ConfigError, match="gpus_per_node is 0; allowed: a whole number of at least 1"):
         replace(find_gpu("h200"), gpus_per_node=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("MI300X", "ROCm"),
+        ("AMD Instinct MI325X", "ROCm"),
+        ("mi355x", "ROCm"),
+        ("Tesla T4", "BF16 from compute capability 8.0"),
+        ("v100", "BF16"),
+    ],
+)
+def test_a_gpu_that_is_left_out_on_purpose_is_refused_with_the_reason(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"does not plan for '{name}': .*{reason}.*; allowed: an NVIDIA GPU"):
+        find_gpu(name)
 
 
 def test_unknown_gpu_offers_the_nearest() -> None:
@@ -217,7 +234,7 @@ def test_names_that_people_and_clouds_write_are_found(spelling: str, name: str) 
 # Another memory, another chip, or a part of one: none of them is a card of the table.
 OTHERS = (
     "A100 20GB|H100 64GB|H100 96GB|GH200 144GB|H200 80GB|RTX 4090 48GB|RTX 4090 Laptop GPU|4090D|3090 Ti|RTX 6000|"
-    "Quadro RTX 6000|H800 PCIe|A100X|GB300|NVIDIA A100-SXM4-80GB MIG 1g.10gb|h100h200|V100|T4|MI300X|"
+    "Quadro RTX 6000|H800 PCIe|A100X|NVIDIA A100-SXM4-80GB MIG 1g.10gb|h100h200|"
     "nvidia|80gb|sxm||8xH100"
 ).split("|")
 
