@@ -12,16 +12,19 @@ import numpy as np
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import Experts, ModelShape
+from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.cost.base import StepBatch, WindowReads
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
-from fp8plan.model.precision import BF16_BYTES, Precision
+from fp8plan.model.precision import BF16_BYTES
 from fp8plan.model.schedule.windows import pairs_read
 
 # Quantisation reads a BF16 matrix twice (amax, then scale and round) and writes FP8 once: modelled.
 QUANTISE_READS = 2
+# Python's seconds for each matrix, beside the GPU's. The 12,288 of Qwen3-30B-A3B took 0.206 s on an H200, the 144 of
+# Qwen3-8B 0.014 s (docs/evidence/weight_sync.md).
+MATRIX_SECONDS = 15e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,8 @@ def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool
     """Cost of new weights on one engine GPU: {"transfer", "quantise", "kv_scales"} in seconds. Modelled, not measured.
 
     transfer:  the rank's BF16 weights at `times.sync_bandwidth` (the engine quantises after it receives)
-    quantise:  for FP8 weights: the quantised matrices read in BF16 and written in FP8, at the datasheet's bandwidth
+    quantise:  for FP8 weights: the quantised matrices read in BF16 and written in FP8, at the datasheet's bandwidth,
+               and Python's time for each of them
     kv_scales: for FP8 KV, if `recalibrate_kv`: one full step that prefills requests of max_model_len, to observe K, V
     """
     shape, gpu, precision = model.shape, model.gpu, model.precision
@@ -84,24 +88,24 @@ def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool
     bf16_bytes = shape.num_parameters * BF16_BYTES / tp
     parts = {"transfer": bf16_bytes / times.sync_bandwidth, "quantise": 0.0, "kv_scales": 0.0}
     if precision.weights != "bf16":
-        parts["quantise"] = _quantise_bytes(shape, precision, model.limits) / gpu.memory_bandwidth
+        for matrix, number in _quantised(shape, model.limits):
+            written = precision.linear_bytes(matrix.n, matrix.k, True)
+            traffic = QUANTISE_READS * matrix.n * matrix.k * BF16_BYTES + written
+            parts["quantise"] += number * (traffic / gpu.memory_bandwidth + MATRIX_SECONDS)
     if precision.kv == "fp8" and recalibrate_kv:
         longest = model.limits.max_model_len or shape.context.derived()
         parts["kv_scales"] = float(model.seconds(full_prefill(shape, model.limits, longest))[0])
     return parts
 
 
-def _quantise_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits) -> int:
-    """Bytes of memory traffic to quantise new weights on one rank."""
-    matrices = [(w, 1) for w in shape.linears(limits.tensor_parallel_size)]
+def _quantised(shape: ModelShape, limits: EngineLimits) -> list[tuple[Linear, int]]:
+    """The matrices of one rank that FP8 weights quantise, and the number of each."""
+    matrices = [(matrix, 1) for matrix in shape.linears(limits.tensor_parallel_size)]
     for experts, layers in shape.parts_of(Experts):
         copies = experts.most_on_a_rank(limits.expert_ranks) * layers
-        matrices += [(w, copies) for w in experts.expert_linears(shape.hidden_size, limits.expert_slices)]
-    return sum(
-        copies * w.layers * (QUANTISE_READS * w.n * w.k * BF16_BYTES + precision.linear_bytes(w.n, w.k, True))
-        for w, copies in matrices
-        if w.quantised
-    )
+        linears = experts.expert_linears(shape.hidden_size, limits.expert_slices)
+        matrices += [(matrix, copies) for matrix in linears]
+    return [(matrix, copies * matrix.layers) for matrix, copies in matrices if matrix.quantised]
 
 
 def full_prefill(shape: ModelShape, limits: EngineLimits, longest: int) -> StepBatch:

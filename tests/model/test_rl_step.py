@@ -128,6 +128,15 @@ def test_quantising_reads_the_bf16_weights_at_least_once() -> None:
     assert quantise < 16.4e9 / sync().sync_bandwidth  # HBM is faster than any network
 
 
+@pytest.mark.parametrize(
+    ("name", "measured", "error"), [("Qwen/Qwen3-8B", 0.014, 0.4), ("Qwen/Qwen3-30B-A3B", 0.206, 0.1)]
+)
+def test_quantising_takes_about_as_long_as_it_took(name: str, measured: float, error: float) -> None:
+    """In place, on an H200: docs/evidence/weight_sync.md."""
+    quantise = weight_sync_seconds(model("fp8_block", name), sync())["quantise"]
+    assert quantise == pytest.approx(measured, rel=error)
+
+
 def test_only_quantised_matrices_are_quantised() -> None:
     """A larger vocabulary is more to send, and no more to quantise; experts are."""
     narrow = model("fp8_block")
