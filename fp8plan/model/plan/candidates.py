@@ -89,37 +89,46 @@ def candidates(
 ) -> list[Candidate]:
     """Every layout of `gpus` in every precision, each with its memory or the reason why it cannot run.
 
-    Raises ConfigError if a precision in `precisions` is not possible on this GPU, and CapacityError or ConfigError with
-    the first reason if no candidate can run.
+    Replicas are within a node. If none fits there, larger ones are tried too.
+
+    Raises ConfigError if a precision in `precisions` is not possible on this GPU. If no candidate can run, raises
+    CapacityError with the reason of the largest replica in the smallest precision, else ConfigError with the first.
     """
     facts = inside, engine_version
-    tried = [
-        _placed(EngineSetup(shape, gpu, preset, layout, *facts), requests, target, explicit=precisions is not None)
-        for layout in _layouts(shape, limits, gpus, gpu)
-        for preset in _precisions(precisions, shape)
-    ]
+
+    def placed(layouts: Iterable[EngineLimits]) -> list[Candidate]:
+        return [
+            _placed(EngineSetup(shape, gpu, preset, layout, *facts), requests, target, explicit=precisions is not None)
+            for layout in layouts
+            for preset in _precisions(precisions, shape)
+        ]
+
+    tried = placed(_layouts(shape, limits, gpus, gpu, gpu.gpus_per_node))
+    if not any(c.memory for c in tried) and gpus is not None and gpus > gpu.gpus_per_node:
+        tried = placed(_layouts(shape, limits, gpus, gpu, gpus))
     if any(c.memory for c in tried):
         return tried
     reasons = [c for c in tried if shape.why_not(c.setup.precision) is None] or tried
-    unfit = next((c for c in reasons if c.unfit), None)
-    raise CapacityError(unfit.reason) if unfit else ConfigError(reasons[0].reason)
+    unfit = [c for c in reasons if c.unfit]
+    if unfit:
+        raise CapacityError(max(reversed(unfit), key=lambda c: c.setup.limits.tensor_parallel_size).reason)
+    raise ConfigError(reasons[0].reason)
 
 
-def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu) -> list[EngineLimits]:
+def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu, most: int) -> Iterator[EngineLimits]:
+    """The layouts of `gpus`, with replicas of at most `most` GPUs; without `gpus` that of `limits`."""
     if gpus is None:
         shape.check_tensor_parallel(limits.tensor_parallel_size, limits.enable_expert_parallel)
-        return [limits.on(gpu)]
-    within = min(gpus, gpu.gpus_per_node)
+        yield limits.on(gpu)
+        return
+    within = min(gpus, most)
     cuts = [(tp, False) for tp in shape.allowed_tensor_parallel(within)]
     if shape.parts_of(Experts):
         cuts += [(tp, True) for tp in shape.allowed_tensor_parallel(within, expert_parallel=True) if tp > 1]
     even = sorted((tp, whole) for tp, whole in cuts if gpus % tp == 0 and within % tp == 0)
-    return [
-        replace(
-            limits, tensor_parallel_size=tp, data_parallel_size=gpus // tp, enable_expert_parallel=whole_experts
-        ).on(gpu)
-        for tp, whole_experts in even
-    ]
+    for tp, whole_experts in even:
+        cut = replace(limits, tensor_parallel_size=tp, enable_expert_parallel=whole_experts)
+        yield replace(cut, data_parallel_size=gpus // tp).on(gpu)
 
 
 def _precisions(names: Sequence[str] | None, shape: ModelShape) -> list[Precision]:

@@ -663,3 +663,14 @@ def test_larger_graphs_are_never_slower() -> None:
         choices = [plan(name, "h200", MANY, limits=x, precisions=["bf16"]).choices[0] for x in limits]
         seconds = [choice.makespan_s or 0.0 for choice in choices]
         assert seconds == sorted(seconds, reverse=True), name
+
+
+def test_a_model_that_fits_no_node_is_planned_over_several() -> None:
+    def sizes(**options: Any) -> set[int]:
+        answer = plan("Qwen/Qwen3-235B-A22B", "h100", Workload(8, 1, Fixed(16), Fixed(16)), gpus_per_node=4, **options)
+        return {choice.tensor_parallel for choice in answer.choices if choice.available}
+
+    assert sizes(gpus=8, precisions=["bf16"]) == {8}
+    assert sizes(gpus=8, precisions=["fp8_block"]) == {4}  # two replicas, each within its node
+    with pytest.raises(CapacityError, match=r"with tensor_parallel_size 4: .*try tensor_parallel_size 8"):
+        sizes(gpus=4, precisions=["bf16"])
