@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
-from fp8plan.model.architecture import Linear
+from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.calibrate.profile_of import is_held_out
 from fp8plan.model.cost.gemm import (
     gemm_backend,
@@ -19,7 +19,7 @@ from fp8plan.model.cost.gemm import (
     quantise_cost,
     tiling,
 )
-from fp8plan.model.hardware import find_gpu
+from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.precision import BF16, FP8_BLOCK, Precision
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import layer_name
@@ -208,3 +208,15 @@ def test_no_fp8_tensor_cores_and_unknown_backend() -> None:
     odd = replace(PROFILE, kernel_backends={"gemm.bf16": "abacus"})
     with pytest.raises(ProfileError, match=r"'abacus'.*known: nvjet"):
         gemm_cost(ROWS, one(4096, 4096), BF16, H200, odd)
+
+
+@pytest.mark.parametrize(
+    "gpu", [card for card in gpus() if card.compute_capability >= (8, 0)], ids=lambda card: card.name
+)
+def test_one_token_takes_about_as_long_as_its_weights_are_read(gpu: Gpu) -> None:
+    """Tiles of 64 rows made it cost as much as 64 on an H20, whose tensor cores are few for its bandwidth."""
+    layers = [x for x in ModelShape.from_hf("Qwen/Qwen3-8B").linears(1) if x.name != "lm_head"]
+    profile = load_profile(gpu, profiles_dir=profiles_path())[0]
+    (seconds,) = gemm_cost(np.array([1]), layers, BF16, gpu, profile).seconds
+    read = sum(x.layers * x.n * x.k * 2 for x in layers) / gpu.memory_bandwidth
+    assert read < seconds < 1.6 * read
