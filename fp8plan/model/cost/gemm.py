@@ -152,9 +152,10 @@ class TilePolicy(NamedTuple):
 
 
 # nvjet: cuBLAS's kernels for Hopper, named after their tiles (nvjet_sm90_tst_176x128_...). From 96 rows on most tiles
-# are 64 or 128 rows high, and as wide as fills the SMs (families/step_kernels.jsonl of profiles/h200_sxm), where a few
-# rows have tiles of 8, 16 and 32. cublas: CTA tiles that NVIDIA documents. onednn: a CPU's cores share rows and vectors of 16, too finely for waves. deep_gemm:
-# block_m candidates on GPUs other than Hopper, with block_n 128.
+# are 64 or 128 rows high, and as wide as fills the SMs. A few rows have tiles of 8, 16 and 32
+# (families/step_kernels.jsonl of profiles/h200_sxm). cublas: CTA tiles that NVIDIA documents. onednn: a CPU's cores
+# share rows and vectors of 16, too finely for waves. deep_gemm: block_m candidates on GPUs other than Hopper, with
+# block_n 128.
 TILE_POLICIES: dict[str, TilePolicy] = {
     "nvjet": TilePolicy(tuple(product((64, 128), range(64, 321, 16))), 1024, least_rows=8),
     "cublas": TilePolicy(((64, 64), (64, 128), (128, 128), (128, 256), (256, 128)), 1024, least_rows=16),
