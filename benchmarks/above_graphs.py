@@ -2,8 +2,8 @@
 
     python -m benchmarks.above_graphs        prints the table of docs/evidence/accuracy.md
 
-"Anchored" predictions rest on the model's rollouts of other workloads with vLLM's default graphs. Those of larger
-graphs were committed before the run (benchmarks/gpu/lease/predict_above_graphs.sh, NUMBER_anchored.json).
+"Anchored" predictions rest on the model's other rollouts with vLLM's default graphs. Those of larger graphs were
+predicted before their run (benchmarks/gpu/lease/predict_above_graphs.sh), by these rollouts and those of Qwen3-8B.
 """
 
 from __future__ import annotations
@@ -27,13 +27,8 @@ def lines() -> Iterator[tuple[str, ...]]:
     profile, records = load_profile("h100", VERSION)[0], read_records(FILE)
     for record in records:
         model, largest = record.fields["model"], record.fields["cudagraph_largest_batch"]
-        others = [
-            other
-            for other in records
-            if other.fields["model"] == model
-            and other.fields["cudagraph_largest_batch"] == DEFAULT
-            and other.fields["workload"] != record.fields["workload"]
-        ]
+        others = [x for x in records if x is not record and x.fields["model"] == model]
+        others = [x for x in others if x.fields["cudagraph_largest_batch"] == DEFAULT]
         anchor = anchored(profile, ModelShape.from_hf(model), VERSION, others)
         requests, seconds = len(record.fields["response_lengths"]), record.seconds
         words = (_words(record, each) for each in (profile, anchor.applied(profile)))

@@ -66,7 +66,7 @@ def runs(folder: Path) -> Iterator[Run]:
         for rows in runs_of(jsonl.rows(file), "server"):
             if any("fp8plan.tokens_per_s" in row for row in rows):
                 yield _trl(rows, "h200" if file == TRL else "h100")
-    # fp8plan's outputs came to TRL after the runs "trl"
+    # the runs named trl_fp8 and trl_bf16 were made before fp8plan's outputs came to TRL
     stems = {
         "verl_fp8": "verl",
         "verl_bf16": "verl",

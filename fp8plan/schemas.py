@@ -44,7 +44,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     kv_cache_tokens: null: vLLM's own pool; a number: imposed
     measured_kv_cache_tokens: blocks of the engine's pool times its block_size, which vLLM enlarges for some models
     num_gpu_blocks:  blocks of the engine's pool, the null block among them
-    cudagraph_largest_batch: tokens of the largest step with a CUDA graph; null: vLLM's own
+    max_cudagraph_capture_size: null: vLLM's own; a number: imposed
     experts_hit:     distinct experts of a layer that each step's tokens went to, if known
     prompt_lengths, response_lengths: tokens of each response
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
@@ -82,7 +82,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     preemptions: int | None = None
     measured_kv_cache_tokens: int | None = None
     num_gpu_blocks: int | None = None
-    cudagraph_largest_batch: int | None = None
+    max_cudagraph_capture_size: int | None = None
     experts_hit: int | None = None
     first_rollout: bool | None = None
     sampling: dict[str, Any] | None = None

@@ -51,7 +51,7 @@ LIMITS: Final = (
     Limit("enforce_eager", "model_config", "enforce_eager", "enforce_eager"),
     Limit("scheduler_reserve_full_isl", "scheduler_config"),
     Limit("num_gpu_blocks", "cache_config"),
-    Limit("max_cudagraph_capture_size", "compilation_config", "cudagraph_largest_batch"),
+    Limit("max_cudagraph_capture_size", "compilation_config"),
 )
 RECORDED: Final = {limit.record: limit.field for limit in LIMITS if limit.record}
 VERLS: Final = {limit.verl: limit.field for limit in LIMITS if limit.verl}
@@ -62,6 +62,8 @@ def fields_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     limits = {x.field: arguments[x.argument] for x in LIMITS if arguments.get(x.argument) is not None}
     if "num_gpu_blocks" in limits:  # vLLM counts its null block too, which no request can use (v1/core/block_pool.py)
         limits["num_gpu_blocks"] -= 1
+    if limits.get("max_cudagraph_capture_size") == 0:  # vLLM's own word for an engine with enforce_eager
+        del limits["max_cudagraph_capture_size"]
     return limits
 
 
@@ -107,7 +109,7 @@ class EngineLimits:
     enable_expert_parallel: each GPU of a replica holds whole experts instead of a slice of each; needs a model with
                             experts, and changes nothing at tensor_parallel_size 1
     max_cudagraph_capture_size: the most tokens of a step that runs as a CUDA graph; None: at most 512 or, on data
-                            center Blackwell since vLLM 0.28 and for gpt-oss, 1,024; 0: no CUDA graphs
+                            center Blackwell since vLLM 0.28 and for gpt-oss, 1,024
     """
 
     gpu_memory_utilization: float = 0.92
@@ -181,13 +183,15 @@ class EngineLimits:
         for name in sizes:
             if not isinstance(getattr(self, name), Derived):
                 object.__setattr__(self, name, whole(name, getattr(self, name)))
-        for name, left_out in (("max_model_len", "the longest prompt + response"), ("num_gpu_blocks", "what fits")):
+        otherwise_taken = {
+            "max_model_len": "the longest prompt + response",
+            "num_gpu_blocks": "what fits",
+            "max_cudagraph_capture_size": "vLLM's own",
+        }
+        for name, left_out in otherwise_taken.items():
             if getattr(self, name) is not None:
                 otherwise = f", or leave it out: {left_out}"
                 object.__setattr__(self, name, whole(name, getattr(self, name), otherwise=otherwise))
-        if (largest := self.max_cudagraph_capture_size) is not None:
-            name, otherwise = "max_cudagraph_capture_size", ", or leave it out: vLLM's own"
-            object.__setattr__(self, name, whole(name, largest, least=0, otherwise=otherwise))
         for name in (f.name for f in fields(self) if f.type == "bool"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")

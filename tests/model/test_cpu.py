@@ -91,7 +91,7 @@ def test_the_limits_are_those_vllm_runs_with_on_a_cpu() -> None:
     assert asked.on(CPU) == replace(asked, async_scheduling=False, enforce_eager=True)
     assert asked.on(find_gpu("h200")) == asked
     for record in records("steps"):
-        measured = replace(record.limits, max_model_len=None, num_gpu_blocks=None, max_cudagraph_capture_size=None)
+        measured = replace(record.limits, max_model_len=None, num_gpu_blocks=None)
         assert measured == EngineLimits.for_gpu(CPU)
 
 

@@ -137,25 +137,25 @@ def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
     return Chosen(block_m.ravel()[best], block_n.ravel()[best], (cluster_m * cluster_n).ravel()[best], waves)
 
 
-FEW_ROWS = 64
+FEW_ROWS = 64  # from here on cuBLAS's tiles are the listed ones
 
 
 class TilePolicy(NamedTuple):
     """The output tiles (rows, columns) that a kernel backend chooses from, and the least K of one split.
 
-    least_rows: fewer than FEW_ROWS rows have a tile that is so many rows high, or twice, thrice as many
+    least_rows: below FEW_ROWS rows, tile heights are multiples of this; None: they are not
     """
 
     tiles: tuple[tuple[int, int], ...]
     split_k: int
-    least_rows: int = 64
+    least_rows: int | None = None
 
 
 # nvjet: cuBLAS's kernels for Hopper, named after their tiles (nvjet_sm90_tst_176x128_...). From 96 rows on most tiles
-# are 64 or 128 rows high, and as wide as fills the SMs. A few rows have tiles of 8, 16 and 32
-# (families/step_kernels.jsonl of profiles/h200_sxm). cublas: CTA tiles that NVIDIA documents. onednn: a CPU's cores
-# share rows and vectors of 16, too finely for waves. deep_gemm: block_m candidates on GPUs other than Hopper, with
-# block_n 128.
+# are 64 or 128 rows high, and as wide as fills the SMs. A few rows have tiles of 8, 16, 24 and so on
+# (families/step_kernels.jsonl of profiles/h200_sxm). cublas: CTA tiles that NVIDIA documents; 16 for a few rows is
+# assumed. onednn: a CPU's cores share rows and vectors of 16, too finely for waves. deep_gemm: block_m candidates on
+# GPUs other than Hopper, with block_n 128.
 TILE_POLICIES: dict[str, TilePolicy] = {
     "nvjet": TilePolicy(tuple(product((64, 128), range(64, 321, 16))), 1024, least_rows=8),
     "cublas": TilePolicy(((64, 64), (64, 128), (128, 128), (128, 256), (256, 128)), 1024, least_rows=16),
@@ -195,8 +195,9 @@ def tiling(backend: str, m: FloatArray, n: FloatArray, k: FloatArray, sm_count: 
         return _flashinfer_deep_gemm(m.astype(np.int64), n.astype(np.int64), k.astype(np.int64), sm_count)
     policy = TILE_POLICIES[backend]
     tile_m, tile_n = np.array(policy.tiles, dtype=float).T[:, :, None, None]
-    few = np.where(m < FEW_ROWS, policy.least_rows * np.ceil(m / policy.least_rows), np.inf)
-    tile_m = np.minimum(tile_m, few)
+    if policy.least_rows is not None:
+        needed = policy.least_rows * np.ceil(m / policy.least_rows)
+        tile_m = np.minimum(tile_m, np.where(m < FEW_ROWS, needed, np.inf))
     tiles = np.ceil(m / tile_m) * np.ceil(n / tile_n)
     splits = np.maximum(np.minimum(sm_count // tiles, k // policy.split_k), 1)
     waves = np.ceil(tiles / sm_count)  # K is split only if all parts fit in one wave

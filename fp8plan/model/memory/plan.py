@@ -54,13 +54,12 @@ def cudagraph_capture_sizes(
     """
     if limits.enforce_eager:
         return ()
-    largest = limits.max_cudagraph_capture_size
-    if largest is None:
-        largest = _default_largest(shape, gpu, limits, engine_version)
+    imposed = limits.max_cudagraph_capture_size
+    largest = _default_largest(shape, gpu, limits, engine_version) if imposed is None else imposed
     largest = min(largest, limits.max_num_batched_tokens)
     sizes = {*(1, 2, 4), *range(8, 256, 8), *range(256, largest + 1, 16)}
     sizes.add(limits.max_num_batched_tokens)  # the full budget is captured too, if it is not too large
-    if has(engine_version, "max_num_seqs is captured"):
+    if imposed is None and has(engine_version, "max_num_seqs is captured"):
         sizes.add(limits.max_num_seqs)
     return tuple(sorted(size for size in sizes if size <= largest))
 

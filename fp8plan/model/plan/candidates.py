@@ -89,10 +89,10 @@ def candidates(
 ) -> list[Candidate]:
     """Every layout of `gpus` in every precision, each with its memory or the reason why it cannot run.
 
-    Replicas are within a node. If none fits there, larger ones are tried too.
+    A replica stays in a node, unless the model fits no node. Those of verl always do.
 
     Raises ConfigError if a precision in `precisions` is not possible on this GPU. If no candidate can run, raises
-    CapacityError with the reason of the largest replica in the smallest precision, else ConfigError with the first.
+    CapacityError with the reason of the largest replica with the smallest weights, else ConfigError with the first.
     """
     facts = inside, engine_version
 
@@ -103,32 +103,49 @@ def candidates(
             for preset in _precisions(precisions, shape)
         ]
 
-    tried = placed(_layouts(shape, limits, gpus, gpu, gpu.gpus_per_node))
-    if not any(c.memory for c in tried) and gpus is not None and gpus > gpu.gpus_per_node:
-        tried = placed(_layouts(shape, limits, gpus, gpu, gpus))
+    tried = placed(_layouts(shape, limits, gpus, gpu))
+    if not any(c.memory for c in tried) and any(c.unfit for c in tried) and gpus is not None and target != "verl":
+        tried += placed(_over_nodes(shape, limits, gpus, gpu))
     if any(c.memory for c in tried):
         return tried
     reasons = [c for c in tried if shape.why_not(c.setup.precision) is None] or tried
-    unfit = [c for c in reasons if c.unfit]
-    if unfit:
-        raise CapacityError(max(reversed(unfit), key=lambda c: c.setup.limits.tensor_parallel_size).reason)
+    if unfit := [c for c in reasons if c.unfit]:
+        raise CapacityError(min(unfit, key=_weights_of_a_rank).reason)
     raise ConfigError(reasons[0].reason)
 
 
-def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu, most: int) -> Iterator[EngineLimits]:
-    """The layouts of `gpus`, with replicas of at most `most` GPUs; without `gpus` that of `limits`."""
+def _weights_of_a_rank(candidate: Candidate) -> int:
+    setup = candidate.setup
+    return setup.shape.weight_bytes(setup.precision, setup.limits.tensor_parallel_size, setup.limits.expert_ranks)
+
+
+def _layouts(shape: ModelShape, limits: EngineLimits, gpus: int | None, gpu: Gpu) -> list[EngineLimits]:
+    """The layouts of `gpus` with replicas within a node; without `gpus` that of `limits`."""
     if gpus is None:
         shape.check_tensor_parallel(limits.tensor_parallel_size, limits.enable_expert_parallel)
-        yield limits.on(gpu)
-        return
-    within = min(gpus, most)
-    cuts = [(tp, False) for tp in shape.allowed_tensor_parallel(within)]
+        return [limits.on(gpu)]
+    within = min(gpus, gpu.gpus_per_node)
+    even = [(tp, whole) for tp, whole in _cuts(shape, within) if gpus % tp == 0 and within % tp == 0]
+    return [_cut(limits, gpus, *cut).on(gpu) for cut in even]
+
+
+def _over_nodes(shape: ModelShape, limits: EngineLimits, gpus: int, gpu: Gpu) -> list[EngineLimits]:
+    """The layouts of `gpus` with replicas of several whole nodes."""
+    node = gpu.gpus_per_node
+    whole_nodes = [(tp, whole) for tp, whole in _cuts(shape, gpus) if tp > node and tp % node == 0 and gpus % tp == 0]
+    return [_cut(limits, gpus, *cut).on(gpu) for cut in whole_nodes]
+
+
+def _cuts(shape: ModelShape, most: int) -> list[tuple[int, bool]]:
+    """The tensor-parallel sizes of a model up to `most`, each without and, if it has experts, with whole experts."""
+    cuts = [(tp, False) for tp in shape.allowed_tensor_parallel(most)]
     if shape.parts_of(Experts):
-        cuts += [(tp, True) for tp in shape.allowed_tensor_parallel(within, expert_parallel=True) if tp > 1]
-    even = sorted((tp, whole) for tp, whole in cuts if gpus % tp == 0 and within % tp == 0)
-    for tp, whole_experts in even:
-        cut = replace(limits, tensor_parallel_size=tp, enable_expert_parallel=whole_experts)
-        yield replace(cut, data_parallel_size=gpus // tp).on(gpu)
+        cuts += [(tp, True) for tp in shape.allowed_tensor_parallel(most, expert_parallel=True) if tp > 1]
+    return sorted(cuts)
+
+
+def _cut(limits: EngineLimits, gpus: int, tp: int, whole_experts: bool) -> EngineLimits:
+    return replace(limits, tensor_parallel_size=tp, data_parallel_size=gpus // tp, enable_expert_parallel=whole_experts)
 
 
 def _precisions(names: Sequence[str] | None, shape: ModelShape) -> list[Precision]:

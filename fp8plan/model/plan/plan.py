@@ -36,7 +36,7 @@ PREDICTED: Final = (
     "kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk extrapolated"
 ).split()
 
-# Fields that plans of schema 1.0 to 1.3 do not have. Their engines had the default, and their profiles no anchor.
+# Fields that plans of schema 1.0 to 1.4 do not have. Their engines had the default, and their profiles no anchor.
 SINCE_1_0: Final = (
     "limits.enable_expert_parallel", "limits.max_cudagraph_capture_size", "expert_parallel", "anchor", "inside",
     "engine_version",

@@ -157,7 +157,7 @@ def predict(
             gpus_per_node=card.gpus_per_node,
             shape=shape,
         )
-        + _larger_graphs(best, problem)
+        + (() if target == "trl" else _larger_graphs(best, batch, used))
         + (anchor.sentences(alone, used, choices, chosen, rollouts) if anchor else ()),
         warnings=(*version_warnings(engine_version), *warnings, *risky),
         budget=budget,
@@ -169,7 +169,7 @@ def predict(
     return Prediction(answer, rollouts, tuple(c.memory.usable_blocks if c.memory else None for c in tried))
 
 
-def _larger_graphs(chosen: Candidate, problem: Problem) -> tuple[str, ...]:
+def _larger_graphs(chosen: Candidate, batch: Batch, profile: Profile) -> tuple[str, ...]:
     """A sentence on CUDA graphs for as many requests as may run, if that is faster than vLLM's default."""
     setup, running = chosen.setup, chosen.timed.timeline.decode_requests
     sizes = cudagraph_capture_sizes(setup.shape, setup.gpu, setup.limits, setup.engine_version)
@@ -177,9 +177,9 @@ def _larger_graphs(chosen: Candidate, problem: Problem) -> tuple[str, ...]:
     if setup.limits.max_cudagraph_capture_size is not None or not 0 < largest < running.max(initial=0):
         return ()
     wider = replace(setup.limits, max_cudagraph_capture_size=setup.limits.max_num_seqs)
-    other = simulate(replace(setup, limits=wider), problem.batch, problem.profile).rollout
+    other = simulate(replace(setup, limits=wider), batch, profile).rollout
     baseline, faster = (timed(rollout, setup.limits.cut) for rollout in (chosen.timed, other))
-    gain = speed_up(baseline, faster, problem.profile)
+    gain = speed_up(baseline, faster, profile)
     if gain.ratio < 1 + LEAST_GAIN:
         return ()
     option = f"--max-cudagraph-capture-size {setup.limits.max_num_seqs}"

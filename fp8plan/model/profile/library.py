@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from fp8plan.errors import ConfigError, ProfileError
-from fp8plan.model.hardware import Gpu, find_gpu
+from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.profile.profile import ANCHORED, ASSUMED, ENGINE, Profile, between, parsed
 from fp8plan.version import DEFAULT_VERSION
 
@@ -93,10 +93,8 @@ def profile_path(folder: Path, gpu: str, engine_version: str) -> Path:
 
 def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
     """Every profile that exists: the user's own first, the datasheet profile (gpu "*") last."""
-    entries, folders = [], _folders(profiles_dir)
-    for path in (path for folder in folders for path in sorted(folder.glob("*/*/profile.json"))):
-        p = _read(path)
-        entries.append(ProfileEntry(p.gpu, p.engine, p.engine_version, p.kind, p.source, path, p.table_rows, p.flat))
+    folders = _folders(profiles_dir)
+    entries = [_entry(path) for folder in folders for path in sorted(_files(folder, "*"))]
     sheet = folders[-1] / "datasheet.json"
     if sheet.is_file():
         source = parsed(sheet.read_text(encoding="utf-8"), str(sheet), Datasheet).source
@@ -104,13 +102,24 @@ def list_profiles(profiles_dir: Path | None = None) -> tuple[ProfileEntry, ...]:
     return tuple(entries)
 
 
+def _files(folder: Path, gpu: str) -> Iterator[Path]:
+    """The profiles of a GPU in a folder of profiles; "*": of every GPU."""
+    return folder.glob(f"{gpu}/*/profile.json")
+
+
+def _entry(path: Path) -> ProfileEntry:
+    p = _read(path)
+    return ProfileEntry(p.gpu, p.engine, p.engine_version, p.kind, p.source, path, p.table_rows, p.flat)
+
+
 def load_profile(
     gpu: Gpu | str, engine_version: str = DEFAULT_VERSION, strict: bool = False, profiles_dir: Path | None = None
 ) -> tuple[Profile, list[str]]:
     """The best profile for `gpu`, a Gpu or its name, and an engine version, and its warnings.
 
-    A profile of this very version comes first, the user's own (`own_profiles_path`) before a shipped one. Next is
-    `nearest_profile`, with a wider interval. `strict` allows the first kind only.
+    A profile of this very version comes first, the user's own (`own_profiles_path`) before a shipped one. `strict`
+    allows no other. Next is that of the nearest version, then a sibling's, each with a wider interval, then the
+    datasheet's.
 
     Raises ProfileError if there is none or if its file is corrupt, and ConfigError if $FP8PLAN_PROFILES does not name a
     folder.
@@ -126,8 +135,9 @@ def load_profile(
             return profile, [*unused, *profile.remarks]
     entries, absent = _nearest(gpu, engine_version, profiles_dir), f"no profile of {gpu.name}"
     near = entries[0] if entries else None
+    there = "" if near is None or near.gpu == gpu.name else f"{near.gpu}'s "
     if strict:
-        have = f"the nearest is {near.path.parent.name}" if near else "there is only the datasheet profile"
+        have = f"the nearest is {there}{near.path.parent.name}" if near else "there is only the datasheet profile"
         raise ProfileError(
             f"{absent} for {ENGINE} {engine_version}, and {have}, which --strict does not allow; type "
             "`fp8plan profiles` to see what was measured, or leave --strict out"
@@ -137,11 +147,10 @@ def load_profile(
         warnings = [*unused, f"no measured profile of {gpu.name}: {generic}"]
         return datasheet_profile(gpu, engine_version, profiles_dir), warnings
     profile = _read(near.path)
-    which = f"{profile.engine} {profile.engine_version}"
-    which = which if near.gpu == gpu.name else f"{near.gpu}, of the same architecture, for {which}"
-    used = f"using the one of {which} with a wider interval"
-    remarks = profile.remarks if near.gpu == gpu.name else []
-    return _for(profile, gpu, engine_version), [*unused, f"{absent} for {ENGINE} {engine_version}: {used}", *remarks]
+    which = f"{there or 'the one of '}{profile.engine} {profile.engine_version}"
+    alike = " (same architecture)" if there else ""
+    warning = f"{absent} for {ENGINE} {engine_version}: using {which}{alike} with a wider interval"
+    return _for(profile, gpu, engine_version), [*unused, warning, *([] if there else profile.remarks)]
 
 
 def nearest_profile(gpu: Gpu, engine_version: str, profiles_dir: Path | None = None) -> Profile:
@@ -164,19 +173,21 @@ def _for(profile: Profile, gpu: Gpu, engine_version: str) -> Profile:
 
 
 def _nearest(gpu: Gpu, engine_version: str, profiles_dir: Path | None) -> list[ProfileEntry]:
-    """The profiles of a GPU and its siblings from the best down, as `nearest_profile` names them."""
+    """The profiles of a GPU and its siblings from the best down, without the siblings' anchored ones."""
 
     def distance(entry: ProfileEntry) -> tuple[Any, ...]:
         return (entry.gpu != gpu.name, entry.kind == "imported", *_apart(entry.engine_version, engine_version))
 
-    every = [entry for entry in list_profiles(profiles_dir) if entry.gpu != "*"]
-    return sorted((x for x in every if x.gpu == gpu.name or _are_siblings(gpu, find_gpu(x.gpu))), key=distance)
+    names = [gpu.name, *(other.name for other in gpus() if other != gpu and _are_siblings(gpu, other))]
+    files = (path for root in _folders(profiles_dir) for name in names for path in sorted(_files(root, name)))
+    entries = map(_entry, files)
+    return sorted((x for x in entries if x.gpu == gpu.name or x.kind != ANCHORED), key=distance)
 
 
 def _are_siblings(gpu: Gpu, other: Gpu) -> bool:
     """True if two GPUs with HBM have the same kernels: Ampere, Hopper or Blackwell of data centers.
 
-    Others of one compute capability differ too much in clock and power: an RTX 4090 is no slow L40S.
+    An RTX 4090 and an L40S share their compute capability, but differ too much in clock and power.
     """
     if gpu.is_blackwell_data_center:
         return other.is_blackwell_data_center

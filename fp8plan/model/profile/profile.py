@@ -43,8 +43,8 @@ VERSION_SD = 0.03
 # and by 4.2% on its own GPU's, which leaves 4.4%. One pair of GPUs tells little, so the shared part is more.
 SIBLING_SD, SIBLING_OWN_SD = 0.06, 0.03
 
-# sd of the log of a host's pace on other machines. The H100's hosts took 1.7 times as long as those of the H200's
-# calibration (`python -m benchmarks.above_graphs`).
+# sd of the log of a host's pace on other machines: the median `host_slowdown` of vllm-0.26.0/validation/rollouts.jsonl
+# in profiles/ is 1.7 for the H200's hosts and 2.3 for the H100's.
 OTHER_HOST_SD = 0.35
 
 # The part of the variance of a calibrated profile's error that all precisions of one model share. `python -m
@@ -52,8 +52,8 @@ OTHER_HOST_SD = 0.35
 SHARED_VARIANCE = 0.35
 
 # sd of log step time for each doubling of tensor_parallel_size away from the measured sizes, taken as independent. It
-# is the error of makespans by the H200's import (0.082) beyond that by its calibration (0.036).
-UNMEASURED_DOUBLING_SD = 0.0735
+# is the error of makespans by the H200's import (0.082) beyond that by its calibration (0.039).
+UNMEASURED_DOUBLING_SD = 0.0716
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class Profile:
         """The profile as an import for another GPU of the same architecture, with the error of that use."""
         origin = f"measurements of {self.gpu} with {self.engine} {self.engine_version}"
         errors = math.hypot(self.shared_error, SIBLING_SD), math.hypot(self.model_error, SIBLING_OWN_SD)
-        host = 0.0 if self.kind == "imported" else OTHER_HOST_SD  # an import has the datasheet's host, which is as wide
+        host = 0.0 if self.kind == "imported" else OTHER_HOST_SD  # an import's host has the datasheet's error already
         there = replace(self, gpu=gpu, kind="imported", source=f"{origin}: {self.source}")
         return there.with_notes(f"{FITTED}{origin}").with_errors(*errors, host)
 

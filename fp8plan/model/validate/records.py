@@ -275,6 +275,7 @@ def recorded_limits(fields: Mapping[str, Any]) -> EngineLimits:
     """The limits of the engine of a record. Raises ConfigError if the KV cache has fewer than two blocks."""
     card = find_gpu(fields["gpu"])
     recorded: dict[str, Any] = {limit: fields.get(name) for name, limit in RECORDED.items()}
+    recorded["max_cudagraph_capture_size"] = fields.get("max_cudagraph_capture_size")
     limits, imposed = EngineLimits.for_gpu(card, **recorded), fields.get("kv_cache_tokens")
     if imposed is None:
         return limits
@@ -297,6 +298,7 @@ def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
     same += [getattr(limits, limit) for name, limit in RECORDED.items() if name == limit]
     same += [limits.tensor_parallel_size, limits.data_parallel_size]
     same += ["expert_parallel"] if limits.enable_expert_parallel else []
+    same += [] if (imposed := limits.max_cudagraph_capture_size) is None else [imposed]
     same += [] if (caller := caller_of(fields)) == OWN else [caller]
     name = f"{fields['model']} on {gpu}, {len(batch.responses)} responses"
     return f"{name} [{sha256(json.dumps(same).encode()).hexdigest()[:8]}]"

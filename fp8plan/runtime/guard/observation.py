@@ -355,6 +355,7 @@ def _engine_fields(facts: EngineFacts) -> dict[str, Any]:
     """Facts about the engine that runs, under the names of a rollout record."""
     limits: EngineLimits = facts.limits
     imposed = None if limits.num_gpu_blocks is None else (limits.num_gpu_blocks + 1) * limits.block_size
+    graphs = limits.max_cudagraph_capture_size
     return {
         "model": facts.model,
         "gpu": facts.gpu,
@@ -363,6 +364,7 @@ def _engine_fields(facts: EngineFacts) -> dict[str, Any]:
         "precision": facts.precision,
         **{name: getattr(limits, limit) for name, limit in RECORDED.items()},
         "kv_cache_tokens": imposed,
+        **({} if graphs is None else {"max_cudagraph_capture_size": graphs}),
         "kernel_backends": dict(facts.kernel_backends),
         "e8m0": facts.e8m0,
         "inside": None if facts.inside == OWN else facts.inside,

@@ -45,7 +45,6 @@ def test_capture_sizes_equal_the_list_vllm_logs() -> None:
         (EngineLimits(max_num_seqs=16, max_num_batched_tokens=20), (1, 2, 4, 8, 16, 20)),
         (EngineLimits(max_num_seqs=16, enforce_eager=True), ()),
         (EngineLimits(max_num_seqs=1024, max_cudagraph_capture_size=16), (1, 2, 4, 8, 16)),
-        (EngineLimits(max_num_seqs=1024, max_cudagraph_capture_size=0), ()),
     ],
 )
 def test_capture_sizes_at_the_edges(limits: EngineLimits, expected: tuple[int, ...]) -> None:
@@ -83,6 +82,6 @@ def test_a_larger_limit_captures_all_sizes_of_a_smaller_one(limit: int, more: in
     assert max(small) <= limit
 
 
-def test_a_limit_below_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_cudagraph_capture_size is -1; allowed: .*, or leave it out"):
-        EngineLimits(max_cudagraph_capture_size=-1)
+def test_a_limit_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_cudagraph_capture_size is 0; allowed: .*, or leave it out: vLLM's own"):
+        EngineLimits(max_cudagraph_capture_size=0)

@@ -661,7 +661,7 @@ def test_larger_graphs_are_never_slower() -> None:
     for name in (SMALL, "fp8plan/moe-7b", "Qwen/Qwen3.5-9B"):
         limits = [EngineLimits.for_gpu(find_gpu("h200"), max_cudagraph_capture_size=size) for size in (64, 512, 1024)]
         choices = [plan(name, "h200", MANY, limits=x, precisions=["bf16"]).choices[0] for x in limits]
-        seconds = [choice.makespan_s or 0.0 for choice in choices]
+        seconds = [choice.makespan_s or math.nan for choice in choices]
         assert seconds == sorted(seconds, reverse=True), name
 
 
@@ -674,3 +674,10 @@ def test_a_model_that_fits_no_node_is_planned_over_several() -> None:
     assert sizes(gpus=8, precisions=["fp8_block"]) == {4}  # two replicas, each within its node
     with pytest.raises(CapacityError, match=r"with tensor_parallel_size 4: .*try tensor_parallel_size 8"):
         sizes(gpus=4, precisions=["bf16"])
+    with pytest.raises(CapacityError, match=r"with tensor_parallel_size 4: "):
+        sizes(gpus=8, precisions=["bf16"], target="verl")  # whose replicas stay in a node
+    for precisions in (["bf16", "fp8_block"], ["fp8_block", "bf16"]):
+        with pytest.raises(CapacityError, match=r"in fp8_block .*try tensor_parallel_size 4"):
+            sizes(gpus=2, precisions=precisions)
+    with pytest.raises(ConfigError, match="replicas for 1 requests"):  # no reason to cross nodes
+        plan(SMALL, "h100", Workload(1, 1, Fixed(16), Fixed(16)), gpus=8, gpus_per_node=4)

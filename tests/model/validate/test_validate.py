@@ -268,3 +268,12 @@ def test_an_unknown_caller_is_refused_by_line(tmp_path: Path) -> None:
 def test_own_loops_and_records_without_a_caller_are_one_group(tmp_path: Path) -> None:
     rows = validated(tmp_path, {}, {"precision": "fp8_block", "inside": "own"}).records
     assert len({row["group"] for row in rows}) == 1
+
+
+def test_engines_with_other_cuda_graphs_are_groups_of_their_own() -> None:
+    """Their rollouts are no baseline for each other."""
+    file = Path(__file__).parents[3] / "benchmarks" / "results" / "above_graphs" / "rollouts.jsonl"
+    records = [x for x in read_records(file) if x.fields["model"] == "Qwen/Qwen3-1.7B"]
+    groups = {(x.group, x.limits.max_cudagraph_capture_size) for x in records}
+    assert {size for _, size in groups} == {None, 1024}
+    assert len(groups) == len({group for group, _ in groups}) == 5

@@ -193,6 +193,8 @@ def _same_in_all_runs(
 ) -> dict[str, Any]:
     """The fields of a record that are known before the engine starts. routed: it has experts, or may have"""
     kept = {name: getattr(limits, name) for name in LIMITS - {"tensor_parallel_size", "enable_expert_parallel"}}
+    if limits.max_cudagraph_capture_size is None:
+        del kept["max_cudagraph_capture_size"]
     return {
         "model": setting["model"],
         "gpu": find_gpu(setting["gpu"]).name,
