@@ -58,14 +58,14 @@ build/pycache/.filled: $(TEST_VENV)/.installed
 test-fast: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -q -m "not vllm and not verl and not trl and not slow"
 
-# Properties with new examples each time, of what needs no engine; and the simulated scheduler, as it stands and compiled,
-# against vLLM's, with thousands of small pools.
+# Properties with new examples each time, of what needs no engine; and the simulated scheduler against vLLM's, with
+# thousands of small pools: in C, and then, with no C compiler, as the wheel's compiled Python.
 fuzz: $(TEST_VENV)/.installed wheel
 	HYPOTHESIS_PROFILE=fuzz $(TEST_VENV)/bin/python -m pytest -n 2 -m "not vllm" $$(grep -rl "from hypothesis" tests)
 	FP8PLAN_TIGHT_SEEDS=2000 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_scheduler.py -k tight_pool
 	FP8PLAN_GROUP_SEEDS=40 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_groups.py
 	$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps --target build/compiled --upgrade dist/*.whl
-	FP8PLAN_TIGHT_SEEDS=2000 PYTHONPATH=build/compiled PYTHONSAFEPATH=1 \
+	CC= FP8PLAN_TIGHT_SEEDS=2000 PYTHONPATH=build/compiled PYTHONSAFEPATH=1 \
 		$(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_scheduler.py -k tight_pool
 
 lint: $(TEST_VENV)/.installed
@@ -81,8 +81,8 @@ wheel:
 	$(WHEEL_VENV)/bin/python $(PIP_INSTALL) --force-reinstall dist/*.whl
 	$(WHEEL_VENV)/bin/python tests/check_wheel.py --compiled
 
-bench: wheel
-	$(WHEEL_VENV)/bin/python benchmarks/speed.py
+bench: $(VENV)/.installed
+	$(VENV)/bin/python benchmarks/speed.py
 
 # Reads the package without importing it, so that it needs neither torch nor vLLM.
 docs: $(DOCS_VENV)/.installed

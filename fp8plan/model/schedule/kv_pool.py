@@ -69,7 +69,7 @@ class CachingPool(Pool):
         self._queue: OrderedDict[Span, None] = OrderedDict()
         self._block_size = block_size
         group: list[int] = prompt_ids.tolist()
-        self._shared_blocks, self._has_copy = _shared_layout(prompts, prompt_ids, block_size)
+        self._shared_blocks, self._has_copy = shared_layout(prompts, prompt_ids, block_size)
         groups = max(group, default=-1) + 1
         shared = [Span(0, 0, 0) for _ in range(groups)]
         copies: list[dict[Span, None]] = [{} for _ in range(groups)]
@@ -169,7 +169,7 @@ class CachingPool(Pool):
             self.free += span.end - span.start
 
 
-def _shared_layout(prompts: IntArray, prompt_ids: IntArray, block_size: int) -> tuple[list[int], list[bool]]:
+def shared_layout(prompts: IntArray, prompt_ids: IntArray, block_size: int) -> tuple[list[int], list[bool]]:
     """The number of leading blocks that siblings share, by request, and true if each has its copy of the next."""
     has_siblings = np.bincount(prompt_ids)[prompt_ids] > 1 if len(prompt_ids) else np.zeros(0, bool)
     shared = np.where(has_siblings, (prompts - 1) // block_size, 0)

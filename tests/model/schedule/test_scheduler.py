@@ -1,9 +1,17 @@
-"""The simulator against vLLM's own Scheduler, step by step, and what must hold without it."""
+"""The simulator against vLLM's own Scheduler, step by step, and what must hold without it.
+
+A schedule is made in C where a compiler is. The Python code must give the very same.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +22,7 @@ from runs_of_steps import assert_runs_add_up, total
 from fp8plan.errors import CapacityError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.schedule.scheduler import schedule
+from fp8plan.model.schedule.scheduler import compiled, run_compiled, run_in_python, schedule
 from fp8plan.model.workload import Batch
 
 BLOCK = 16
@@ -121,6 +129,62 @@ def test_a_head_whose_hits_are_evicted_is_admitted_as_vllm_does() -> None:
 def test_a_first_chunk_fits_once_the_blocks_it_would_have_hit_are_evicted() -> None:
     batch, pool, limits = evicted_hits_case()
     assert schedule(*batch, pool, limits).num_preemptions == 94  # as in vLLM; 92 if the head had to wait for more
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize("longest_run", [1, 2**62], ids=["steps", "runs"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("case", [random_case, tight_case])
+def test_c_and_python_give_the_same_schedule(case: Any, async_scheduling: bool, longest_run: int) -> None:
+    for seed in (*range(TIGHT_SEEDS), IDLE_PREEMPTION, ENDED_PREEMPTED):
+        batch, pool, limits = case(seed, async_scheduling)
+        in_c = run_compiled(*batch, pool, limits, longest_run)
+        columns, *facts = run_in_python(*batch, pool, limits, longest_run)
+        assert in_c is not None
+        assert [*in_c[1:]] == facts
+        assert in_c[0].keys() == columns.keys()
+        for name, column in columns.items():
+            np.testing.assert_array_equal(in_c[0][name], column)
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, for a process that has compiled nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled.cache_clear()
+    yield tmp_path
+    compiled.cache_clear()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_c_code_is_compiled_once(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiled() is not None
+    (library,) = (cache_folder / "fp8plan").iterdir()
+    compiled.cache_clear()
+    monkeypatch.setattr(subprocess, "run", None)  # which a second compilation would call
+    assert compiled() is not None
+    assert [*(cache_folder / "fp8plan").iterdir()] == [library]
+
+
+@pytest.mark.parametrize("compiler", ["", "false", "no-such-compiler"])
+def test_without_a_compiler_python_makes_the_schedule(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    batch, pool, limits = random_case(100, async_scheduling=True)
+    expected = schedule(*batch, pool, limits)
+    compiled.cache_clear()
+    shutil.rmtree(cache_folder / "fp8plan", ignore_errors=True)
+    monkeypatch.setenv("CC", compiler)
+    assert compiled() is None
+    np.testing.assert_array_equal(schedule(*batch, pool, limits).used_blocks, expected.used_blocks)
+
+
+def test_a_cache_folder_that_cannot_be_written_to_is_no_error(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache_folder / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder / "file"))
+    assert compiled() is None
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
