@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -158,24 +159,33 @@ def norm8(*terms: Cost) -> Cost:
 
 
 def _norm(power: int, terms: Sequence[Cost]) -> Cost:
-    largest = np.maximum.reduce([term.seconds for term in terms])
-    scale = np.where(largest > 0, largest, 1.0)  # an eighth power would overflow in a fit
-    total = np.sum([_power(term.seconds / scale, power) for term in terms], axis=0)
-    for _ in range(power.bit_length() - 1):  # powers of two
-        total = np.sqrt(total)
-    total = largest * total
+    total = norm_seconds(power, [term.seconds for term in terms])
     inverse = 1 / np.where(total > 0, total, 1.0)
     combined = Cost(total, {})
     for term in terms:
-        combined = combined.plus_partials(term.scaled(_power(term.seconds * inverse, power - 1)).partials)
+        if term.partials:
+            slope = _power(term.seconds * inverse, power - 1)
+            combined = combined.plus_partials({name: value * slope for name, value in term.partials.items()})
     return combined
+
+
+def norm_seconds(power: int, terms: Sequence[Array]) -> Array:
+    """The seconds of `norm2`, `norm4` or `norm8`. power: 2, 4 or 8"""
+    largest = reduce(np.maximum, terms)
+    scale = np.where(largest > 0, largest, 1.0)  # an eighth power would overflow in a fit
+    total = reduce(np.add, [_power(term / scale, power) for term in terms])
+    for _ in range(power.bit_length() - 1):  # powers of two
+        total = np.sqrt(total)
+    return np.asarray(largest * total)
 
 
 def _power(x: Array, exponent: int) -> Array:
     """x^exponent by multiplications; numpy's power is twenty times slower."""
-    product = x
-    for _ in range(exponent - 1):
-        product = product * x
+    if exponent == 1:
+        return x
+    product = x * x
+    for _ in range(exponent - 2):
+        product *= x
     return product
 
 

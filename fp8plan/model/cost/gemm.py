@@ -26,7 +26,7 @@ Not modelled: L2 hits of weights (a layer's weights are evicted before its next 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -36,7 +36,18 @@ import numpy as np
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import Linear
 from fp8plan.model.architecture.parts import Experts
-from fp8plan.model.cost.base import Array, Cost, FloatArray, IntArray, constant, norm4, times, traffic, zero
+from fp8plan.model.cost.base import (
+    Array,
+    Cost,
+    FloatArray,
+    IntArray,
+    constant,
+    norm4,
+    norm_seconds,
+    times,
+    traffic,
+    zero,
+)
 from fp8plan.model.cost.host import activation_cost, runs_beside
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, FP32_BYTES, Precision
@@ -63,11 +74,12 @@ def _fits_registers(layout: Layout) -> bool:
 
 AT_ONCE = 256  # numbers of rows compared at once, in arrays that fit a CPU's cache
 ArrayKey = tuple[bytes, tuple[int, ...]]  # values and shape of an int64 array, as the key of a cache
+CLUSTERS = ((1, 1), (1, 2), (2, 1))
 LAYOUTS = tuple(
     layout
     for layout in (
         Layout(m, n, rows, columns)
-        for (m, n), rows, columns in product(((1, 1), (1, 2), (2, 1)), (64, 128, 16, 32, 256), range(16, 193, 16))
+        for (m, n), rows, columns in product(CLUSTERS, (64, 128, 16, 32, 256), range(16, 193, 16))
     )
     if _fits_registers(layout)
 )
@@ -118,9 +130,12 @@ def _choose(m_key: ArrayKey, n_key: ArrayKey, k_key: ArrayKey, sm_count: int) ->
 
 def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
     m, n, k = sizes
-    # Arrays below have an axis of layouts before those of the sizes.
+    # Arrays below have axes of clusters and of tiles before those of the sizes; most lack the first.
     axes = np.broadcast(m, n, k).ndim
-    cluster_m, cluster_n, block_m, block_n = np.array(LAYOUTS, dtype=np.int64).T.reshape(4, len(LAYOUTS), *[1] * axes)
+    lowest = min(LEAST_ROWS, m.min())
+    layouts = [layout for layout in LAYOUTS if layout.block_m >= lowest]  # without those with `few_rows` everywhere
+    columns = np.array(layouts, dtype=np.int64).T.reshape(4, len(CLUSTERS), -1, *[1] * axes)
+    (cluster_m, cluster_n), (block_m, block_n) = columns[:2, :, :1], columns[2:, 0]
     blocks = -(-m // block_m) * -(-n // block_n)
     waves = -(-blocks // sm_count)
     stored = 2 * block_m * block_n
@@ -130,11 +145,11 @@ def _choose_part(sizes: Sequence[IntArray], sm_count: int) -> Chosen:
     l1_cycles = through_l1 * blocks // (L1_BYTES * sm_count)
     full = blocks.astype(np.float32) / (waves * sm_count).astype(np.float32)
     cycles = np.trunc(np.maximum(l1_cycles, l2_cycles).astype(np.float32) / full)
-    few_rows = (block_m < 64) & (m > block_m)  # tiles of 16 and 32 are for few rows
-    cycles[few_rows | ((cluster_m * cluster_n > 1) & (waves <= 1))] = np.inf
-    best = np.argmin(cycles, axis=0)
-    waves = np.take_along_axis(waves, best[None], axis=0)[0]
-    return Chosen(block_m.ravel()[best], block_n.ravel()[best], (cluster_m * cluster_n).ravel()[best], waves)
+    few_rows = (block_m < LEAST_ROWS) & (m > block_m)  # tiles of 16 and 32 are for few rows
+    np.copyto(cycles, np.inf, where=few_rows | ((cluster_m * cluster_n > 1) & (waves <= 1)))
+    cluster, tile = np.divmod(np.argmin(cycles.reshape(-1, *cycles.shape[2:]), axis=0), len(block_m))
+    waves = np.take_along_axis(waves, tile[None], axis=0)[0]
+    return Chosen(block_m.ravel()[tile], block_n.ravel()[tile], (cluster_m * cluster_n).ravel()[cluster], waves)
 
 
 FEW_ROWS = 64  # from here on cuBLAS's tiles are the listed ones
@@ -199,7 +214,7 @@ def tiling(backend: str, m: FloatArray, n: FloatArray, k: FloatArray, sm_count: 
         needed = policy.least_rows * np.ceil(m / policy.least_rows)
         tile_m = np.minimum(tile_m, np.where(m < FEW_ROWS, needed, np.inf))
     tiles = np.ceil(m / tile_m) * np.ceil(n / tile_n)
-    splits = np.maximum(np.minimum(sm_count // tiles, k // policy.split_k), 1)
+    splits = np.maximum(np.minimum(np.floor(sm_count / tiles), k // policy.split_k), 1)
     waves = np.ceil(tiles / sm_count)  # K is split only if all parts fit in one wave
     return Tiling(waves / splits * tile_m * tile_n, waves / splits * 2 * (tile_m + tile_n), waves, splits)
 
@@ -268,35 +283,42 @@ def _same_dtype(
     rows = np.maximum(m, 1).astype(float)  # arrays below: (linears, steps), and (tiles, linears, steps) from tiling
     n, k, layers = np.array([(x.n, x.k, x.layers) for x in linears], dtype=float).T[:, :, None]
     weights = np.array([precision.linear_bytes(x.n, x.k, x.quantised) for x in linears], dtype=float)[:, None]
-    tiles = tiling(gemm_backend(profile, dtype), rows, n, k, gpu.sm_count)
+    backend, peak = gemm_backend(profile, dtype), peak_flops(gpu, dtype) / gpu.sm_count
 
     def coefficient(part: str) -> tuple[str, float]:
         return profile.named(f"gemm.{dtype}.{part}")
 
-    bytes_ = weights + rows * k * _activation_bytes(dtype) + rows * n * BF16_BYTES
-    peak = peak_flops(gpu, dtype) / gpu.sm_count
-    limits = [
-        traffic(2 * k * tiles.math, peak, coefficient("compute_efficiency")),
-        traffic(np.broadcast_to(bytes_, tiles.waves.shape), gpu.memory_bandwidth, coefficient("bandwidth_efficiency")),
-    ]
-    if f"gemm.{dtype}.sm_bandwidth" in profile.coefficients:
-        limits.append(traffic(k * tiles.loads * _element_bytes(dtype), 1.0, coefficient("sm_bandwidth")))
-    each = norm4(*limits) + times(tiles.waves, *coefficient("wave_seconds"))
-    if f"gemm.{dtype}.split_seconds" in profile.coefficients:
-        each = each + times(np.where(tiles.splits > 1, 1.0, 0.0), *coefficient("split_seconds"))
-    shapes = [profile.layer_factor(f"gemm.{dtype}", (x.n, x.k), rows) for x in linears]
-    each = each + times(np.ones_like(tiles.waves), *coefficient("launch_seconds"))
-    return _cheapest(each, layers * np.array(shapes))
+    def limits(rows: FloatArray, tiles: Tiling) -> Iterator[Cost]:
+        yield traffic(2 * k * tiles.math, peak, coefficient("compute_efficiency"))
+        bytes_ = weights + rows * k * _activation_bytes(dtype) + rows * n * BF16_BYTES
+        yield traffic(bytes_[None], gpu.memory_bandwidth, coefficient("bandwidth_efficiency"))
+        if f"gemm.{dtype}.sm_bandwidth" in profile.coefficients:
+            yield traffic(k * tiles.loads * _element_bytes(dtype), 1.0, coefficient("sm_bandwidth"))
 
+    def added(tiles: Tiling) -> Iterator[Cost]:
+        yield times(tiles.waves, *coefficient("wave_seconds"))
+        if f"gemm.{dtype}.split_seconds" in profile.coefficients:
+            yield times(np.where(tiles.splits > 1, 1.0, 0.0), *coefficient("split_seconds"))
+        yield times(np.ones_like(tiles.waves), *coefficient("launch_seconds"))
 
-def _cheapest(each: Cost, layers: Array) -> Cost:
-    """The cost of the best tiles on axis 0, times `layers` (linears, steps), summed over linears, shape (steps,)."""
-    best = np.argmin(each.seconds, axis=0)[None]
+    def cheapest(rows: FloatArray) -> Tiling:
+        tiles = tiling(backend, rows, n, k, gpu.sm_count)
+        seconds = norm_seconds(4, [cost.seconds for cost in limits(rows, tiles)])
+        best = np.argmin(sum((cost.seconds for cost in added(tiles)), seconds), axis=0)[None]
+        return Tiling(*(np.take_along_axis(x, best, axis=0) for x in tiles))
 
-    def chosen(x: Array) -> Array:
-        return np.asarray((np.take_along_axis(x, best, axis=0)[0] * layers).sum(axis=0))
+    if backend == FLASHINFER_DEEP_GEMM:
+        tiles = tiling(backend, rows, n, k, gpu.sm_count)
+    else:
+        parts = [cheapest(rows[start : start + AT_ONCE]) for start in range(0, max(rows.size, 1), AT_ONCE)]
+        tiles = Tiling(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
+    each = sum(added(tiles), norm4(*limits(rows, tiles)))
+    factors = layers * np.array([profile.layer_factor(f"gemm.{dtype}", (x.n, x.k), rows) for x in linears])
 
-    return Cost(chosen(each.seconds), {name: chosen(x) for name, x in each.partials.items()})
+    def of_all(values: Array) -> Array:
+        return np.asarray((values[0] * factors).sum(axis=0))
+
+    return Cost(of_all(each.seconds), {name: of_all(x) for name, x in each.partials.items()})
 
 
 def _element_bytes(dtype: str) -> float:

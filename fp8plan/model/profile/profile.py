@@ -307,12 +307,15 @@ def _covariance_problem(coefficients: Mapping[str, float], table: Mapping[str, M
             if table.get(b, {}).get(a) != value:
                 return f"log_covariance[{a!r}][{b!r}] is {value!r}, but not so for {b!r} and {a!r}"
     matrix = _covariance_matrix(table, sorted(table))
-    if matrix.size and float(np.linalg.eigvalsh(matrix)[0]) < -1e-9 * float(np.max(np.abs(matrix))):
+    tolerance = 1e-9 * float(np.max(np.abs(matrix), initial=0.0)) or 1.0
+    try:  # not eigenvalues, for which BLAS would wake its threads
+        np.linalg.cholesky(matrix + tolerance * np.eye(len(matrix)))
+    except np.linalg.LinAlgError:
         return "log_covariance is not positive semidefinite"
     return None
 
 
 def _covariance_matrix(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> NDArray[Any]:
     """The sparse symmetric `table` as an array of shape (names, names); zero where it has no entry."""
-    rows = [[table.get(a, {}).get(b, 0.0) for b in names] for a in names]
+    rows = [[row.get(b, 0.0) for b in names] for row in (table.get(a, {}) for a in names)]
     return np.array(rows, dtype=float).reshape(len(names), len(names))
