@@ -1,6 +1,6 @@
 """Time that fp8plan takes: import, the command, `plan()`, and the scheduler as the batch grows.
 
-`make bench` runs this on the compiled wheel and writes benchmarks/results/speed.jsonl, one row per measurement;
+`make bench` runs this and writes benchmarks/results/speed.jsonl, one row per measurement;
 `python benchmarks/speed.py --table` prints the rows, with those of aiconfigurator_time.py, as Markdown.
 """
 
@@ -23,15 +23,19 @@ from tables import markdown
 from fp8plan import jsonl
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import plan
-from fp8plan.model.schedule import scheduler
-from fp8plan.model.schedule.scheduler import schedule
+from fp8plan.model.schedule.scheduler import compiled, schedule
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 
 RESULTS = Path(__file__).parent / "results"
 LONG_TAILED = LogNormal(6000, 0.9, 20480)
 UNSTARVED = EngineLimits(max_num_seqs=96)
 STARVED = EngineLimits(gpu_memory_utilization=0.5)
+EIGHT_GPUS = (
+    "Qwen/Qwen3-8B --gpu h100 --gpus 8 --prompts 1024 --samples 16 "
+    "--response-lengths lognormal:mean=6000,sigma=0.9,max=16384"
+)
 LARGE = (
+    ("every layout of 8 GPUs, 16,384 responses, KV-starved", EIGHT_GPUS),
     ("10,000 responses, KV-starved", "Qwen/Qwen3-8B --gpu h200 --prompts 625"),
     ("1,000,000 responses, KV-starved", "Qwen/Qwen3-8B --gpu h200 --prompts 62500"),
     ("1,000,000 responses of 4,096 tokens", "Qwen/Qwen3-8B --gpu h200 --prompts 62500 --response-lengths fixed:4096"),
@@ -92,18 +96,21 @@ def layouts(fp8plan: str) -> list[dict[str, object]]:
     return rows
 
 
-def large(sizes: tuple[tuple[str, str], ...] = LARGE) -> list[dict[str, object]]:
+def large(sizes: tuple[tuple[str, str], ...] = LARGE, runs: int = 3) -> list[dict[str, object]]:
     """CPU time and memory of the whole command as the batch grows: user and system time, and the largest process."""
-    rows = []
+    rows: list[dict[str, object]] = []
     for what, arguments in sizes:
         command = [sys.executable, "-m", "fp8plan", "plan", *arguments.split(), "--json"]
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        _, status, usage = os.wait4(child.pid, 0)
-        assert status == 0, f"{command} ends with status {status}"
-        seconds = round(usage.ru_utime + usage.ru_stime, 2)
-        named = f"fp8plan plan {arguments}"
-        rows.append({"what": f"fp8plan plan, {what}, CPU time", "runs": 1, "median_s": seconds, "command": named})
-        rows[-1]["max_rss_mb"] = usage.ru_maxrss // 1024
+        seconds, most_memory = [], 0
+        for _ in range(runs):
+            child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            _, status, usage = os.wait4(child.pid, 0)
+            assert status == 0, f"{command} ends with status {status}"
+            seconds.append(round(usage.ru_utime + usage.ru_stime, 2))
+            most_memory = max(most_memory, usage.ru_maxrss // 1024)
+        row = {"what": f"fp8plan plan, {what}, CPU time", "runs": runs, "median_s": statistics.median(seconds)}
+        row |= {"min_s": min(seconds), "max_s": max(seconds), "max_rss_mb": most_memory}
+        rows.append(row | {"command": f"fp8plan plan {arguments}"})
         print(f"{rows[-1]}", file=sys.stderr)
     return rows
 
@@ -165,7 +172,7 @@ def table(paths: list[Path]) -> str:
             if "us_per_event_log2_event" in row:
                 facts.append(f"{row['us_per_event_log2_event']:.2f} us per event x log2(events)")
             facts += [row["command"]] if "command" in row else []
-            facts += ["plain Python"] if row.get("compiled") is False else []
+            facts += ["no C compiler"] if row.get("compiled") is False else []
             facts += [f"at most {row['max_rss_mb']:,} MB of memory"] if "max_rss_mb" in row else []
             times = (f"{row[key] * 1e3:,.1f} ms" if key in row else "" for key in ("median_s", "min_s", "max_s"))
             lines.append((row["what"], *times, "; ".join(facts)))
@@ -180,7 +187,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.table:
         machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
-        machine["compiled"] = not scheduler.__file__.endswith(".py")
+        machine["compiled"] = compiled() is not None
         machine["cpu"] = cpu()
         others = [row for row in jsonl.rows(arguments.output) if "max_rss_mb" not in row]
         others = others if arguments.large else [row | machine for row in (*processes(), *plans(), *growth())]

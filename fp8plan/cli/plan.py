@@ -266,7 +266,7 @@ def plan_command(
         strict=strict,
         observed=measured.records if measured else (),
         progress=progress("predicting"),
-        workers=os.cpu_count() or 1,
+        workers=_cores(),
     )
     if at_one and any(choice.unit_kv_scales for choice in prediction.plan.choices):
         notes.append("K and V scales are 1.0, as vLLM leaves them; if you calibrate: --kv-scales calibrated")
@@ -339,6 +339,11 @@ def emit_command(
     else:
         outputs.write({output: outputs.text(settings)})
         outputs.print_written([output])
+
+
+def _cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _as_python(file: str) -> bool:
