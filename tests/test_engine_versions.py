@@ -6,7 +6,9 @@ import pytest
 
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.workload import Fixed, Workload
-from fp8plan.version import is_supported
+from fp8plan.version import NEWEST, RANGE, is_supported
+
+LATER = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
 
 
 @pytest.mark.parametrize(
@@ -15,9 +17,10 @@ from fp8plan.version import is_supported
         ("0.26.0", True),
         ("0.30.1", True),
         ("0.30", True),
+        (".".join(map(str, NEWEST)), True),
         ("0.26.0+cpu", True),
         ("0.10.0", False),
-        ("0.31.0", False),
+        (LATER, False),
         ("1", False),
         ("new", False),
     ],
@@ -26,9 +29,9 @@ def test_the_minor_version_decides(version: str, supported: bool) -> None:
     assert is_supported(version) == supported
 
 
-@pytest.mark.parametrize("version", ["0.10.0", "0.31.0"])
+@pytest.mark.parametrize("version", ["0.10.0", LATER])
 def test_a_plan_of_another_version_says_so(version: str) -> None:
     note = plan("Qwen/Qwen3-0.6B", "h200", Workload(1, 1, Fixed(16), Fixed(16)), engine_version=version).warnings[0]
     assert note.startswith(
-        f"vLLM {version} is not supported: the plan knows some of its differences, and fp8plan starts only 0.26 to 0.30"
+        f"vLLM {version} is not supported: the plan knows some of its differences, and fp8plan starts only {RANGE}"
     )

@@ -8,6 +8,8 @@ from fp8plan.checks import INSTALL, check_torch
 from fp8plan.errors import ConfigError
 from fp8plan.version import NEWEST, RANGE, is_supported
 
+LAST: Final = ".".join(map(str, NEWEST))
+
 
 class Patch(NamedTuple):
     """One place that leans on more than vLLM's public interface.
@@ -25,7 +27,7 @@ class Patch(NamedTuple):
     names: str
     where: str
     reason: str
-    versions: str = "0.26 to 0.30"
+    versions: str = RANGE
     platform: str = "all"
 
 
@@ -68,7 +70,7 @@ PATCHES: Final = (
         "moe_kernel",
         "worker/vllm_reload.py",
         "None before a reload: BF16 experts are packed only while they have no kernel; the old ones would serve on",
-        versions="0.28 to 0.30",
+        versions=f"0.28 to {LAST}",
         platform="CPU",
     ),
     Patch(
@@ -221,7 +223,7 @@ PATCHES: Final = (
         "_POSSIBLE_FP8_BLOCK_KERNELS, load_general_plugins",
         "engine/launch.py",
         "whether this CPU runs blockwise FP8 at all, before vLLM fails halfway into a start",
-        versions="0.27 to 0.30",
+        versions=f"0.27 to {LAST}",
         platform="CPU",
     ),
 )
@@ -247,5 +249,4 @@ def supported(version: str) -> str:
     """Return a version that is supported. Raises ConfigError with the supported ones for another."""
     if is_supported(version):
         return version
-    newest = ".".join(map(str, NEWEST))
-    raise ConfigError(f"vLLM {version} is not supported; allowed: {RANGE}; type: pip install 'vllm=={newest}.*'")
+    raise ConfigError(f"vLLM {version} is not supported; allowed: {RANGE}; type: pip install 'vllm=={LAST}.*'")

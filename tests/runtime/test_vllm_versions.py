@@ -12,17 +12,18 @@ import pytest
 import fp8plan.runtime
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.vllm_versions import PATCHES, Patch, check_vllm_version, supported
-from fp8plan.version import NEWEST, OLDEST
+from fp8plan.version import NEWEST, OLDEST, RANGE
 
-SUPPORTED = f"allowed: {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}; type: pip install"
+SUPPORTED = f"allowed: {RANGE}; type: pip install"
+LATER = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.27.1.post1", "0.28.0rc1", "0.30.0+cpu", "0.30.9"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.27.1.post1", "0.28.0rc1", "0.30.0+cpu", "0.33.0", "0.33.9"])
 def test_supported_versions_are_taken(version: str) -> None:
     assert supported(version) == version
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.9.2", "0.31.0", "1.26.0", "0.260.0", "dev", "0", ""])
+@pytest.mark.parametrize("version", ["0.25.1", "0.9.2", LATER, "1.26.0", "0.260.0", "dev", "0", ""])
 def test_other_versions_are_refused_with_those_that_work(version: str) -> None:
     with pytest.raises(ConfigError, match=f"vLLM {version} is not supported; {SUPPORTED}"):
         supported(version)
@@ -56,8 +57,8 @@ def test_an_engine_is_not_started_on_another_version(monkeypatch: pytest.MonkeyP
 
     from fp8plan.runtime.engine.engine import RolloutEngine
 
-    installed(monkeypatch, vllm="0.31.0")
-    with pytest.raises(ConfigError, match=f"vLLM 0.31.0 is not supported; {SUPPORTED}"):
+    installed(monkeypatch, vllm=LATER)
+    with pytest.raises(ConfigError, match=f"vLLM {LATER} is not supported; {SUPPORTED}"):
         RolloutEngine.from_plan(plan(gpu="cpu", chosen=index("bf16")), "/nowhere")
 
 
