@@ -146,6 +146,13 @@ PATCHES: Final = (
         platform="CUDA",
     ),
     Patch(
+        "sets",
+        "_last_update_info",
+        "worker/nccl_receive.py",
+        "vLLM's trainer announces equal tensors once, so vLLM's notes are read; one on each target would be kept",
+        versions="0.33",
+    ),
+    Patch(
         "calls",
         "packed_nccl_broadcast_producer, group.group, group.destroy",
         "weight_sync/nccl.py",

@@ -75,13 +75,14 @@ def manifest_of(source: Any) -> Manifest | None:
     """Return the manifest of `source` without reading it; None for a bare iterator, whose tensors only reading shows.
 
     source: a mapping of names to tensors, a sequence of (name, tensor) pairs, a vLLM WeightSource (or another object
-            with metadata() -> items with name, dtype and shape), or an iterator
+            with metadata() -> items with name, dtype and shape), or an iterator. From 0.33 on vLLM's metadata is a
+            property
 
     Raises ConfigError for anything else, and as pair_of does.
     """
     if hasattr(source, "metadata"):
         try:
-            items = source.metadata()
+            items = source.metadata() if callable(source.metadata) else source.metadata
             return tuple(Entry(i.name, str(i.dtype).removeprefix("torch."), tuple(i.shape)) for i in items)
         except (TypeError, AttributeError) as error:
             raise ConfigError(
@@ -149,8 +150,9 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pairs_of(source: Any) -> Iterable[tuple[str, Any]]:
-    """Return the (name, tensor) pairs of a source."""
-    return source.items() if isinstance(source, Mapping) else source
+    """Return the (name, tensor) pairs of a source. vLLM's WeightSource gives them by `iter_full` from 0.33 on."""
+    pairs: Iterable[tuple[str, Any]] = source.iter_full() if hasattr(source, "iter_full") else source
+    return pairs.items() if isinstance(pairs, Mapping) else pairs
 
 
 def read_manifest(triples: Any) -> Manifest:

@@ -150,6 +150,7 @@ class Fp8PlanTransfer(PlainReceiver):
         """Take all announced tensors, even if they are refused: the trainer's broadcasts wait for every rank."""
         if self.model_update_group is None:
             raise ConfigError("no trainer has connected; allowed: init_weight_transfer_engine, then an update")
+        update_info = self.complete(update_info)
         part = read_manifest(zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True))
         sink: Sink | None = None
         failure = None
@@ -176,13 +177,9 @@ class Fp8PlanTransfer(PlainReceiver):
             size = getattr(update_info, "packed_buffer_size_bytes", self.packed_buffer_size_bytes)
             receive(part, self.model_update_group, size if packed else None, arriving.load_weights)
             return
-        self.set_weight_update_target(arriving, self.model_config)
-        try:
-            with limited(self.model_update_group, self._limit_s) as arriving.renew:
-                super().receive_weights(update_info)
-                wait(self.device)
-        finally:
-            self.reset_weight_update_target()
+        with self.loading(arriving), limited(self.model_update_group, self._limit_s) as arriving.renew:
+            super().receive_weights(update_info)
+            wait(self.device)
         torch.cuda.empty_cache()  # 0.26 uses new streams every time, and keeps the buffers of the old ones
 
     def _left(self, error: Exception) -> str:

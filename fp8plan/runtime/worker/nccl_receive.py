@@ -6,7 +6,8 @@ past the engine's state. A server's backend is registered instead: runtime.worke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,30 @@ class PlainReceiver(NCCLWeightTransferEngine):
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         group = PlainGroup.met(init_info.master_address, init_info.master_port, rank, init_info.world_size)
         self.model_update_group = self.opened(group)
+        self._announced.clear()
+
+    @property
+    def _announced(self) -> dict[Any, Any]:
+        """vLLM's notes: model -> its last announcement. Before 0.33 there are none, and nothing is kept."""
+        notes: dict[Any, Any] = getattr(self, "_last_update_info", {})
+        return notes
+
+    def complete(self, update_info: Any) -> Any:
+        """Return an announcement with its tensors. From 0.33 on an empty one means those of the one before."""
+        if update_info.names:
+            self._announced[self.model] = update_info
+            return update_info
+        return self._announced.get(self.model, update_info)
+
+    @contextmanager
+    def loading(self, arriving: Arriving) -> Iterator[None]:
+        """Let vLLM load into `arriving` instead of the model. vLLM's note on it would keep it for ever."""
+        self.set_weight_update_target(arriving, self.model_config)
+        try:
+            yield
+        finally:
+            self.reset_weight_update_target()
+            self._announced.pop(arriving, None)
 
     def opened(self, group: PlainGroup) -> Any:
         """Return the communicator of a group: NCCL's."""
@@ -80,18 +105,14 @@ class Receiver(PlainReceiver):
         agree(self.model_update_group, digest(manifest))
         wait(self.device)
         arriving = Arriving(self._live, manifest)
-        self.set_weight_update_target(arriving, self.model_config)
         contents = {
             "names": [entry.name for entry in manifest],
             "dtype_names": [entry.dtype for entry in manifest],
             "shapes": [list(entry.shape) for entry in manifest],
         }
-        try:
-            with limited(self.model_update_group, self._where.limit_s):
-                self.receive_weights(_made(self.update_info_cls, contents | self._packing))
-                wait(self.device)
-        finally:
-            self.reset_weight_update_target()
+        with self.loading(arriving), limited(self.model_update_group, self._where.limit_s):
+            self.receive_weights(_made(self.update_info_cls, contents | self._packing))
+            wait(self.device)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # 0.26 uses new streams every time, and keeps the buffers of the old ones
         agree(self.model_update_group, digest(manifest), arriving.failure)

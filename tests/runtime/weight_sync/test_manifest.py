@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -51,6 +53,17 @@ class Source:
         return [Meta(name, tensor.dtype, tensor.shape) for name, tensor in TENSORS.items()]
 
 
+class NewSource:
+    """A WeightSource of vLLM 0.33 (vllm/distributed/weight_transfer/base.py): it is no iterable any more."""
+
+    @cached_property
+    def metadata(self) -> list[Meta]:
+        return Source().metadata()
+
+    def iter_full(self) -> Iterator[tuple[str, Any]]:
+        yield from TENSORS.items()
+
+
 def test_an_entry_knows_its_size() -> None:
     entry = entry_of("a", torch.zeros(3, 4, 5, dtype=torch.float16))
     assert entry == ("a", "float16", (3, 4, 5))
@@ -59,6 +72,7 @@ def test_an_entry_knows_its_size() -> None:
 
 def test_every_source_but_an_iterator_says_what_it_will_send() -> None:
     assert manifest_of(TENSORS) == manifest_of(list(TENSORS.items())) == manifest_of(Source()) == KNOWN
+    assert manifest_of(NewSource()) == KNOWN
     assert manifest_of(iter(TENSORS.items())) is None
     assert [entry.name for entry in KNOWN] == list(TENSORS)
 
@@ -80,7 +94,7 @@ def test_a_parameter_without_a_shape_is_refused() -> None:
 def test_pairs_of_a_source_are_its_own() -> None:
     pairs = iter(TENSORS.items())
     assert pairs_of(pairs) is pairs  # not read
-    assert list(pairs_of(TENSORS)) == list(TENSORS.items())
+    assert list(pairs_of(TENSORS)) == list(pairs_of(NewSource())) == list(TENSORS.items())
 
 
 def test_a_written_manifest_is_read_with_either_name_of_a_dtype() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,51 @@ def test_parts_that_are_not_those_of_the_update_before(trainer: Any, references:
     assert "was not expected here" in status(trainer)["refusal"]
     send_in_parts(trainer, [parts[0], dict(reversed(parts[1].items()))])  # it is learned anew
     assert digests(trainer) == references["a"]
+
+
+class Brief(InProcess):
+    """The client of vLLM 0.33's trainer, whose rounds after the first announce nothing if nothing has changed."""
+
+    last: Any = None
+
+    def update_weights(self, update_info: Any) -> None:
+        new, self.last = update_info != self.last, update_info
+        super().update_weights(update_info if new else update_info | {"names": [], "dtype_names": [], "shapes": []})
+
+
+def test_from_0_33_on_an_empty_announcement_means_the_one_before(
+    trainer: Any, references: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33's engine has this dict, and clears it when a trainer connects."""
+    from fp8plan.runtime.worker.nccl_receive import PlainReceiver
+
+    notes: dict[Any, Any] = {}
+    monkeypatch.setattr(PlainReceiver, "_last_update_info", notes, raising=False)
+    brief = trainer_of(Brief(trainer.client.llm))
+    for which in "babab":
+        send(brief, weights("dense", which))
+        assert digests(trainer) == references[which]
+    assert len(notes) == 1
+    again = trainer_of(trainer.client)
+    assert not notes
+    trainer.model_update_group = again.model_update_group
+
+
+def test_what_vllm_loads_into_is_let_go() -> None:
+    """From 0.33 on vLLM notes each target of an update, with what was announced to it."""
+    import torch
+
+    from fp8plan.runtime.worker.nccl_receive import Arriving, PlainReceiver
+
+    config = SimpleNamespace(parallel_config=None, model_config=None)
+    receiver = PlainReceiver(SimpleNamespace(), config, torch.device("cpu"), torch.nn.Identity())
+    notes = receiver._last_update_info = {}
+    arriving = Arriving(None, ())
+    with receiver.loading(arriving):
+        assert receiver.model is arriving
+        notes[receiver.model] = "as vLLM's receive_weights does"
+    assert notes == {}
+    assert isinstance(receiver.model, torch.nn.Identity)
 
 
 def test_a_draft_models_weights_are_refused_by_vllm(trainer: Any) -> None:
