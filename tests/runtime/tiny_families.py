@@ -8,7 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from installed_vllm import VLLM
 from tiny_models import SEEDS, VOCABULARY, folder, generate, started
+
+from fp8plan.version import at_least
 
 COMMON = {
     "vocab_size": VOCABULARY,
@@ -32,6 +35,9 @@ DERIVED = "latent attention keeps matrices made of it"
 LOADER = "its loader does more than copy"
 WIDER = "vLLM keeps {} as torch.float32, and bfloat16 is sent"
 SHARED = "parts of weight share blocks of 128 x 128"
+
+# GLM-4.5's router is a plain Linear in FP32 up to 0.30. From 0.31 it is a GateLinear, which a CPU packs like any other.
+ROUTER = {} if at_least(VLLM, (0, 31)) else {"Linear": WIDER.format("weight")}
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ FAMILIES = {
     ),
     "glm4_moe": Family(
         EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1},
-        reloaded={"Linear": WIDER.format("weight")},  # the router
+        reloaded=ROUTER,
     ),
     # An MLP of other than whole blocks before the experts, as in DeepSeek-V2-Lite and GLM-4.5-Air.
     "dense_first": Family(
@@ -73,7 +79,7 @@ FAMILIES = {
         | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1}
         | {"intermediate_size": 320},
         ("fp8_block+fp8_kv",),
-        {"Linear": WIDER.format("weight"), "MergedColumnParallelLinear": SHARED},
+        {**ROUTER, "MergedColumnParallelLinear": SHARED},
         left=("model.layers.0.mlp.down_proj",),
         model_type="glm4_moe",
     ),

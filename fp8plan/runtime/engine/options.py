@@ -24,18 +24,21 @@ NOT_PREDICTED: Final[Mapping[str, str]] = {
     "LoRA: the kernels and the memory of adapters": "enable_lora default_mm_loras",
     "layouts beyond tensor and expert parallelism": "pipeline_parallel_size prefill_context_parallel_size "
     "decode_context_parallel_size nnodes enable_batch_sharded_sampling enable_dbo ubatch_size enable_elastic_ep "
-    "all2all_backend expert_placement_strategy disable_custom_all_reduce",
+    "all2all_backend expert_placement_strategy disable_custom_all_reduce enable_hc_sp",
     "weights or KV cache outside of the GPU": "cpu_offload_gb cpu_offload_params offload_backend offload_group_size "
     "offload_params kv_offloading_size kv_transfer_config ec_transfer_config engram_config",
-    "another scheduler than vLLM's default": "max_num_scheduled_tokens long_prefill_token_threshold "
-    "enable_chunked_prefill prefill_schedule_interval watermark scheduling_policy scheduler_cls "
-    "disable_hybrid_kv_cache_manager kv_sharing_fast_prefill prefix_cache_retention_interval prefix_match_unit",
+    "another scheduler than vLLM's default": "max_num_scheduled_tokens max_num_active_seqs "
+    "long_prefill_token_threshold long_prefill_token_threshold_adaptive enable_chunked_prefill "
+    "prefill_schedule_interval watermark scheduling_policy scheduler_cls disable_hybrid_kv_cache_manager "
+    "kv_sharing_fast_prefill prefix_cache_retention_interval prefix_match_unit",
     "another cache of keys, values or states": "kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype "
-    "mamba_block_size mamba_cache_mode enable_mamba_fine_grained_prefix_cache disable_sliding_window use_replayssm",
+    "mamba_block_size mamba_cache_mode enable_mamba_fine_grained_prefix_cache "
+    "enable_mamba_shared_prefix_checkpoint disable_sliding_window use_replayssm",
     "other graphs or kernels than vLLM's default": "compilation_config cudagraph_capture_sizes "
     "optimization_level performance_mode kernel_config ir_op_priority model_impl "
     "disable_cascade_attn enable_flashinfer_autotune mamba_backend mamba_config mamba_ssu_algorithm "
-    "gdn_prefill_backend kda_prefill_backend kda_decode_backend sparse_indexer_topk_backend use_fp64_gumbel",
+    "gdn_prefill_backend kda_prefill_backend kda_decode_backend sparse_indexer_topk_backend use_fp64_gumbel "
+    "monokernel",
     "tracing and profiling": "profiler_config enable_layerwise_nvtx_tracing collect_detailed_traces",
 }
 
@@ -69,7 +72,8 @@ SHOWN: Final[Mapping[str, str]] = {
     "model_config": "logits_processors hf_overrides model_impl override_generation_config",
     "parallel_config": "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size enable_dbo "
     "nnodes",
-    "scheduler_config": "long_prefill_token_threshold max_num_scheduled_tokens enable_chunked_prefill",
+    "scheduler_config": "long_prefill_token_threshold max_num_scheduled_tokens max_num_active_seqs "
+    "enable_chunked_prefill",
 }
 
 

@@ -31,9 +31,9 @@ TABLED = {
 }
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
-# Options of vLLM 0.30 that change neither what is sampled nor how fast, as far as an RL rollout of text goes; or that
-# do so only through one of the tables; or whose outcome is measured: the pool (kv_cache_memory_bytes), and the kernels
-# that really run (*_backend), which the guard compares with the profile's.
+# Options of vLLM, up to 0.33, that change neither what is sampled nor how fast, as far as an RL rollout of text goes.
+# Or they do so only through one of the tables, or their outcome is measured: the pool (kv_cache_memory_bytes), and the
+# kernels that really run (*_backend), which the guard compares with the profile's.
 WITHOUT_EFFECT = """
     enable_return_routed_experts return_sampling_mask model_weights served_model_name tokenizer hf_config_path runner
     convert skip_tokenizer_init enable_prompt_embeds tokenizer_mode trust_remote_code allowed_local_media_path
@@ -63,7 +63,9 @@ WITHOUT_EFFECT = """
     enable_cumem_allocator enable_nccl_comm_suspend attention_backend replayssm_buffer_len mamba_cache_philox_rounds
     additional_config use_tqdm_on_load pt_load_map_location stream_interval fault_tolerance_config
     enable_fault_tolerance kv_offloading_backend tokens_only shutdown_timeout weight_transfer_config
-    fail_on_environ_validation
+    fail_on_environ_validation aux_output_config custom_histogram_buckets enable_shm_tensor_arena log_config_file
+    log_level logging_config max_lora_cls_labels sleep_mode_backend sleep_mode_offload_cudagraph
+    sleep_preserve_parameter_names swa_bounded_replay watchdog_config
 """.split()
 
 

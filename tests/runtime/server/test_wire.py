@@ -170,7 +170,7 @@ def test_a_token_that_the_model_has_not_is_named_on_every_route(server: Server, 
         ("/inference/v1/generate", {"model": name, "token_ids": [1, token], "sampling_params": {"max_tokens": 2}}),
     ):
         answer = post(server, path, body)
-        if answer.status_code == 404:  # a route of some versions only
+        if answer.status_code == 404 or "Scale-out endpoints are disabled" in answer.text:  # by version
             continue
         assert answer.status_code == 400, (path, answer.text)
         assert words in answer.text or token > 2**62, path
