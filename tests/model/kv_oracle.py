@@ -1,17 +1,20 @@
-"""vLLM 0.30's own planning of the KV cache, run on its spec objects: what fp8plan.model.memory must reproduce."""
+"""vLLM's own planning of the KV cache, run on its spec objects: what fp8plan.model.memory must reproduce."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
+
+from installed_vllm import VLLM
 
 from fp8plan.model.memory.kv_plan import KvPlan
 from fp8plan.model.memory.kv_specs import KvRules, LayerCache
-
-VLLM = "0.30"
+from fp8plan.version import at_least
 
 
 class Shape(NamedTuple):
@@ -39,7 +42,7 @@ class _Backend:
     kernel_block = 16
 
     @classmethod
-    def get_supported_kernel_block_sizes(cls):
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec=None):
         from vllm.v1.attention.backend import MultipleOf
 
         return [MultipleOf(cls.kernel_block)]
@@ -74,7 +77,11 @@ def _config(rules: KvRules):
             get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not rules.hybrid_manager),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, pipeline_parallel_size=1, tensor_parallel_size=1
+        ),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        num_prefill_lookahead_tokens=0,
         attention_config=SimpleNamespace(hisparse_config=None),
         speculative_config=None,
         device_config=SimpleNamespace(device_type="cuda"),
@@ -126,6 +133,7 @@ def _spec(config, rules: KvRules, cache: LayerCache, shape: Shape):
             dtypes=(torch.uint8,),
             page_size_padded=config.cache_config.mamba_page_size_padded,
             mamba_cache_mode=config.cache_config.mamba_cache_mode,
+            **({"num_prefill_checkpoint_blocks": 1} if cache.checkpoint and rules.has(cache.checkpoint) else {}),
         )
     common = {"num_kv_heads": shape.kv_heads or 1, "head_size": shape.head_dim, "dtype": torch.uint8}
     if cache.kind == "latent":
@@ -151,8 +159,8 @@ def specs(caches: list[LayerCache], shapes: list[Shape], rules: KvRules):
 
 
 def fits(ours: KvPlan) -> bool:
-    """True if one request of max_model_len fits, so that the engine starts. Only 0.30 subtracts the null block."""
-    free = ours.num_blocks - (ours.rules.vllm == "0.30")
+    """True if one request of max_model_len fits, so that the engine starts. 0.26 does not subtract the null block."""
+    free = ours.num_blocks - at_least(ours.rules.vllm, (0, 30))
     return free > 0 and ours.request_blocks <= free
 
 
@@ -171,27 +179,77 @@ def of_ours(ours: KvPlan) -> Planned:
 
 def plan(config, layers: dict, available_bytes: int) -> Planned:
     """vLLM's plan. Raises whatever vLLM raises where it has none."""
-    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
     places = {name: place for place, name in enumerate(layers)}
-    groups = kv_cache_utils.get_kv_cache_groups(config, dict(layers))
-    made = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, available_bytes)
+    steps = _steps(config)
+    groups = steps.groups(dict(layers))
+    made = steps.made(groups, available_bytes)
     return Planned(
         groups=[(tuple(places[x] for x in group.layer_names), group.kv_cache_spec.block_size) for group in groups],
         block_size=config.cache_config.block_size,
-        block_bytes=kv_cache_utils._pool_bytes_per_block(groups),
+        block_bytes=steps.block_bytes(groups),
         num_blocks=made.num_blocks,
-        tokens=kv_cache_utils.get_kv_cache_capacity(config, made)[0],
-        request_bytes=kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups),
-        fits=_fits(config, layers, available_bytes),
+        tokens=get_kv_cache_capacity(config, made)[0],
+        request_bytes=steps.request_bytes(groups),
+        fits=_fits(steps, layers, available_bytes),
     )
 
 
-def _fits(config, layers: dict, available_bytes: int) -> bool:
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+class _Steps(NamedTuple):
+    """The functions of vLLM's planning.
 
+    groups:        layers -> groups
+    block_bytes:   groups -> bytes of a block
+    made:          groups and available bytes -> KVCacheConfig
+    request_bytes: groups -> bytes of one request of max_model_len
+    check:         layers and available bytes; raises ValueError if a request does not fit
+    """
+
+    groups: Callable[[dict], list]
+    block_bytes: Callable[[list], int]
+    made: Callable[[list, int], Any]
+    request_bytes: Callable[[list], int]
+    check: Callable[[dict, int], Any]
+
+
+def _steps(config) -> _Steps:
+    if at_least(VLLM, (0, 33)):
+        return _steps_of_builder(config)
+    from vllm.v1.core import kv_cache_utils as utils
+
+    of_config = (config,) if at_least(VLLM, (0, 32)) else ()
+    return _Steps(
+        groups=partial(utils.get_kv_cache_groups, config),
+        block_bytes=partial(utils._pool_bytes_per_block, *of_config),
+        made=partial(utils.get_kv_cache_config_from_groups, config),
+        request_bytes=partial(utils._max_memory_usage_bytes_from_groups, config),
+        check=lambda layers, available: utils.get_kv_cache_configs(config, [layers], [available]),
+    )
+
+
+def _steps_of_builder(config) -> _Steps:
+    from vllm.v1.core import kv_cache_planning as planning
+    from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
+
+    builder = get_kv_cache_config_builder(config)
+    block_bytes = partial(planning._pool_bytes_per_block_from_builder, builder, config)
+    return _Steps(
+        groups=partial(builder.get_kv_cache_groups, config),
+        block_bytes=block_bytes,
+        made=lambda groups, available: builder.get_kv_cache_config_from_groups(
+            config, groups, available // block_bytes(groups)
+        ),
+        request_bytes=partial(planning._max_memory_usage_bytes_from_groups, builder, config),
+        check=lambda layers, available: planning.get_kv_cache_configs(
+            config, [layers], [available], planning.get_global_kv_cache_groups(config, [layers])
+        ),
+    )
+
+
+def _fits(steps: _Steps, layers: dict, available_bytes: int) -> bool:
     try:
-        get_kv_cache_configs(config, [layers], [available_bytes])
+        steps.check(layers, available_bytes)
     except ValueError as error:
         if "KV cache is needed" in str(error) or "No available memory" in str(error):
             return False

@@ -46,6 +46,9 @@ SPARSE_FP8_LATENT_BYTES: Final = 656
 INDEXER_SCALE_BLOCK: Final = 128  # a scale of four bytes for each (DeepseekV32IndexerCache in deepseek_v2.py)
 
 MLA_HYBRID_BLOCK: Final = 128  # tokens
+GDN_CHECKPOINT: Final = "gated delta nets have a checkpoint block"  # of version.SINCE
+GDN_CHECKPOINT_TOKENS: Final = 64  # blocks are whole multiples (vllm/v1/attention/backends/gdn_attn.py)
+FIRST_GDN_CHECKPOINT: Final = (9, 0)  # compute capability: FlashInfer's prefill alone has it (qwen_gdn_linear_attn.py)
 
 StateMode: TypeAlias = Literal["none", "align", "all"]
 
@@ -57,7 +60,7 @@ class LayerCache(NamedTuple):
     token_bytes: int = 0
     window: int = 0  # tokens: the window, or a chunked cache's chunk
     state_bytes: int = 0  # of one request
-    checkpoint: str = ""  # the difference of version.SINCE with which a state has one more block
+    checkpoint: str = ""  # the difference of version.SINCE with which a state has one more block for a prompt's end
 
 
 def in_bytes(cache: Cache, kv_bytes: int, sparse: bool = False) -> LayerCache:
@@ -229,6 +232,8 @@ def block_sizes(caches: Iterable[LayerCache], rules: KvRules) -> tuple[int, int,
     step = max(rules.kernel_block, rules.block_size)
     if rules.has("latents beside states have blocks of 128") and any(cache.kind == "latent" for cache in caches):
         step = max(step, MLA_HYBRID_BLOCK)
+    if mode == "align" and rules.has(GDN_CHECKPOINT) and any(cache.checkpoint == GDN_CHECKPOINT for cache in caches):
+        step = lcm(step, GDN_CHECKPOINT_TOKENS)
     if mode == "all":
         if not rules.state_chunk:
             raise ConfigError(
@@ -341,6 +346,8 @@ def model_caches(
     layers = layer_caches(shape, precision, limits.tensor_parallel_size)
     if not layers:
         raise ConfigError(f"{shape.name}: no layer keeps anything of earlier tokens; allowed: models with attention")
+    if on_cpu or (capability is not None and capability < FIRST_GDN_CHECKPOINT):
+        layers = tuple(x._replace(checkpoint="") if x.checkpoint == GDN_CHECKPOINT else x for x in layers)
     _check_states(shape, limits, vllm)
     if reason := why_not_kept(shape, precision, on_cpu, capability, vllm):
         raise ConfigError(f"{shape.name} in {precision.name}: {reason}; allowed: a precision with a BF16 KV cache")
@@ -385,8 +392,8 @@ def _of_mixer(mixer: Mixer, kv_bytes: int, tp: int) -> tuple[LayerCache, ...]:
     """The caches of one mixer. Cached: most layers are equal, and a search plans memory thousands of times."""
     caches = tuple(in_bytes(cache, kv_bytes, _sparse(mixer)) for cache in mixer.caches(tp))
     if isinstance(mixer, Mamba2 | DeltaNet):
-        kind = "Mamba 2 has" if isinstance(mixer, Mamba2) else "gated delta nets have"
-        return tuple(cache._replace(checkpoint=f"{kind} a checkpoint block") for cache in caches)
+        checkpoint = "Mamba 2 has a checkpoint block" if isinstance(mixer, Mamba2) else GDN_CHECKPOINT
+        return tuple(cache._replace(checkpoint=checkpoint) for cache in caches)
     if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
         return *caches, indexer_cache(mixer.indexer.head_dim)
     return caches

@@ -8,14 +8,18 @@ from hypothesis import strategies as st
 from kv_oracle import VLLM, Shape, fits, of_ours, plan, specs, token_bytes
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.mixers import Cache
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import plan_kv_cache
-from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, indexer_cache
+from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, indexer_cache, model_caches
+from fp8plan.model.precision import precision
+from fp8plan.version import at_least
 
 # No two of one size in bytes: see _equal_groups.
 SHAPES = [Shape(1, 64), Shape(2, 64), Shape(1, 192), Shape(3, 128), Shape(4, 128), Shape(8, 128), Shape(4, 512)]
 LATENTS = [Shape(0, 576), Shape(0, 512), Shape(0, 132)]
+CHECKPOINTS = ["", "Mamba 2 has a checkpoint block"]
 
 
 def compare(caches: list[LayerCache], shapes: list[Shape], rules: KvRules, blocks: int, odd_bytes: int) -> None:
@@ -46,7 +50,8 @@ def layer_lists(draw: st.DrawFn) -> tuple[list[LayerCache], list[Shape]]:
         shape = one if hybrid else draw(st.sampled_from(options))
         window = draw(st.sampled_from([128, 129, 1000, 8193])) if kind in ("sliding", "chunked") else 0
         if kind == "state":
-            cache = LayerCache("state", state_bytes=draw(st.sampled_from([49152, 1_097_728, 2_000_001])))
+            size, checkpoint = draw(st.sampled_from([49152, 1_097_728, 2_000_001])), draw(st.sampled_from(CHECKPOINTS))
+            cache = LayerCache("state", state_bytes=size, checkpoint=checkpoint)
         else:
             cache = LayerCache(kind, token_bytes(shape, 1), window)
         layers += [(cache, shape)] * draw(st.integers(1, 12))
@@ -55,7 +60,7 @@ def layer_lists(draw: st.DrawFn) -> tuple[list[LayerCache], list[Shape]]:
 
 
 @st.composite
-def rules_of_30(draw: st.DrawFn) -> KvRules:
+def rules_of_vllm(draw: st.DrawFn) -> KvRules:
     return KvRules(
         max_model_len=draw(st.integers(1, 200_000)),
         max_num_batched_tokens=draw(st.sampled_from([256, 2048, 16384])),
@@ -64,7 +69,7 @@ def rules_of_30(draw: st.DrawFn) -> KvRules:
         async_scheduling=draw(st.booleans()),
         hybrid_manager=draw(st.sampled_from([True, True, False])),
         kernel_block=draw(st.sampled_from([16, 32, 64])),
-        state_mode=draw(st.sampled_from([None, "align", "all"])),
+        state_mode=draw(st.sampled_from([None, "align"] if at_least(VLLM, (0, 32)) else [None, "align", "all"])),
         state_chunk=256,
         vllm=VLLM,
     )
@@ -74,7 +79,7 @@ def rules_of_30(draw: st.DrawFn) -> KvRules:
 @settings(max_examples=300, deadline=None)
 @given(
     layer_lists(),
-    rules_of_30(),
+    rules_of_vllm(),
     st.one_of(st.integers(-2, 2), st.integers(0, 1_000_000)),
     st.integers(-1, 1),
 )
@@ -124,6 +129,35 @@ def test_blocks_grow_until_one_holds_a_state() -> None:
     assert align.bytes_per_token == 4 * 4096
     nothing_shared = plan_kv_cache(NEMOTRON, KvRules(32768, 8192, enable_prefix_caching=False), 10 << 30)
     assert nothing_shared.request_blocks == 6 + 32
+
+
+def test_a_state_has_a_third_block_for_the_end_of_a_prompt() -> None:
+    """Of Mamba 2 from 0.32 on; of gated delta nets in 0.33, in blocks of whole 64 tokens."""
+    caches = [
+        cache._replace(checkpoint="Mamba 2 has a checkpoint block" * bool(cache.state_bytes)) for cache in NEMOTRON
+    ]
+    for version, states in (("0.26", 2), ("0.31", 2), ("0.32", 3), ("0.33", 3)):
+        rules = KvRules(32768, 8192, vllm=version)
+        assert plan_kv_cache(caches, rules, 10 << 30).request_blocks == 6 * states + 32
+        alone = replace(rules, enable_prefix_caching=False)
+        assert plan_kv_cache(caches, alone, 10 << 30).request_blocks == 6 + 32
+
+
+@pytest.mark.parametrize(
+    ("version", "gpu", "states", "block_size"),
+    [("0.32", (9, 0), 2, 544), ("0.33", (9, 0), 3, 576), ("0.33", (8, 0), 2, 544), ("0.33", None, 3, 576)],
+)
+def test_gated_delta_nets_keep_checkpoints_where_flashinfer_fills_prompts(
+    version: str, gpu: tuple[int, int] | None, states: int, block_size: int
+) -> None:
+    """Not on Ampere, and not on a CPU. gpu: compute capability; None: Hopper's"""
+    limits = EngineLimits(max_num_batched_tokens=8192, enable_prefix_caching=True, max_model_len=576 * 544)
+    shape = ModelShape.from_hf("Qwen/Qwen3-Next-80B-A3B-Instruct")
+    caches, rules = model_caches(shape, precision("bf16"), limits, 0, capability=gpu, vllm=version)
+    plan_ = plan_kv_cache(caches, rules, 10 << 30)
+    assert (plan_.block_size, plan_.request_blocks) == (block_size, 3 * states + rules.max_model_len // block_size)
+    on_cpu, rules = model_caches(shape, precision("bf16"), limits, 0, on_cpu=True, vllm=version)
+    assert plan_kv_cache(on_cpu, rules, 10 << 30).request_blocks == 3 * 2 + 576
 
 
 def test_0_26_keeps_a_state_for_every_block_of_some_families() -> None:
