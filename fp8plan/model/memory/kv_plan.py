@@ -12,7 +12,7 @@ from math import ceil
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.mixers import CacheKind
-from fp8plan.model.memory.kv_specs import KvRules, LayerCache, Spec, block_sizes, blocks_of, specs
+from fp8plan.model.memory.kv_specs import CacheRules, KvRules, LayerCache, Spec, block_sizes, blocks_of, specs
 
 # With two kinds of layers, the rarer is padded to the number of the other, up to this ratio of the numbers.
 MOST_PADDED_RATIO = 1.5
@@ -188,12 +188,9 @@ class KvPlan:
         return tuple(Spec(group.kind, group.block_size, group.window) for group in self.groups)
 
     @property
-    def retains_all(self) -> bool:
-        """True if the prefix cache retains all full blocks of windows and states, as in 0.26.
-
-        0.30 retains only those at the end of a prompt (prefix_cache_retention_interval is 0).
-        """
-        return not self.rules.has("only ends of prompts are retained")
+    def cache_rules(self) -> CacheRules:
+        """The rules of the prefix cache of windows and states."""
+        return CacheRules.of(self.rules.vllm)
 
     @property
     def request_blocks(self) -> int:

@@ -176,6 +176,29 @@ class Spec(NamedTuple):
         return self.kind in ("full", "latent")
 
 
+class CacheRules(NamedTuple):
+    """A version's prefix cache of windows and states.
+
+    retain_all:  all their full blocks are found, as in vLLM 0.26; else those where a prompt ends, as in 0.30
+    leaves_one:  the last block in which a state is kept ends before the last token of a prompt
+    holders_wait: no request is admitted onto a state in a step in which another that holds it is served (0.32)
+    """
+
+    retain_all: bool = False
+    leaves_one: bool = False
+    holders_wait: bool = False
+
+    @classmethod
+    def of(cls, vllm: str) -> CacheRules:
+        """The rules of a version."""
+        return cls(
+            retain_all=not has(vllm, "only ends of prompts are retained"),
+            leaves_one=has(vllm, "the last state of a prompt leaves a token to compute"),
+            holders_wait=has(vllm, "a kept state makes others wait while it is held")
+            and not has(vllm, "a kept state makes others wait once"),
+        )
+
+
 def blocks_of(spec: Spec, rules: KvRules, tokens: int) -> int:
     """The most blocks that one request of `tokens` holds at once (max_memory_usage_bytes of each spec)."""
     if spec.kind == "state":

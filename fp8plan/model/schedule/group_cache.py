@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import Spec
+from fp8plan.model.memory.kv_specs import CacheRules, Spec
 from fp8plan.model.schedule.group_blocks import Block, Piece, Table, queued_piece
 from fp8plan.model.schedule.group_pool import NEVER, GroupPool, skipped_tokens
 
@@ -30,7 +30,7 @@ class CachingGroupPool(GroupPool):
         limits: EngineLimits,
         prompts: IntArray,
         prompt_ids: IntArray,
-        retain_all: bool,
+        rules: CacheRules,
     ) -> None:
         requests = len(prompts)
         super().__init__(num_blocks, groups, limits, requests)
@@ -69,7 +69,7 @@ class CachingGroupPool(GroupPool):
         self._states_taken = sum(self._counts[at] for at in self._states)
         self._followed_groups = sorted([*self._windows, *self._states])
         self._reach = [1 if group.kind == "state" else -(-(group.window - 1) // size) for group in groups]
-        few = [group.kind in ("sliding", "state") and not retain_all for group in groups]
+        few = [group.kind in ("sliding", "state") and not rules.retain_all for group in groups]
         # Groups in which every full block can be found. In the others a few blocks can, or none.
         self._keeps = [
             not (few[at] or (group.kind in ("sliding", "state") and not self._reach[at]))
@@ -78,7 +78,7 @@ class CachingGroupPool(GroupPool):
         self._finds_few = few
         self._frees_clean = not all(self._keeps[at] for at in self._followed_groups)
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         self._new_states.clear()
 
     # Requests that are not steady

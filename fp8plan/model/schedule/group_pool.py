@@ -137,7 +137,7 @@ class GroupPool:
         self._calendar: dict[int, list[int]] = {}  # step -> steady requests; outdated where _event differs
         self._event = [-1] * requests
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         """Forget what was computed in the step before."""
 
     # Requests that are not steady

@@ -12,7 +12,7 @@ from __future__ import annotations
 from fp8plan.errors import CapacityError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import Spec
+from fp8plan.model.memory.kv_specs import CacheRules, Spec
 from fp8plan.model.schedule.group_pool import GroupPool
 from fp8plan.model.schedule.state import Chunk, State, table_of
 from fp8plan.model.schedule.windows import WindowMeter, pairs_read, tokens_read
@@ -33,6 +33,7 @@ class GroupState(State):
         pool: GroupPool,
         groups: tuple[Spec, ...],
         limits: EngineLimits,
+        rules: CacheRules,
     ) -> None:
         super().__init__(prompts, responses, pool.free, limits)
         requests = len(prompts)
@@ -41,6 +42,7 @@ class GroupState(State):
         # States are prefilled in whole blocks if the prefix cache is to keep them.
         caching = limits.enable_prefix_caching
         self.aligned = groups[0].block_size if caching and any(g.kind == "state" for g in groups) else 0
+        self.leaves_one = int(rules.leaves_one)
         self.queue = list(range(requests - 1, -1, -1))  # the waiting requests; the head is the last entry
         self.running: list[int] = []  # includes `leaving`
         self.length = list(prompts)  # tokens to prefill: prompt + generated ones at admission
@@ -86,9 +88,9 @@ class GroupState(State):
         pool = self.pool
         wanted = min(longest, self._steps_to_finish())
         steps = 0
-        pool.begin_step()
         looked_at = -1
         while steps < wanted:
+            pool.begin_step(self.now + steps)
             free = pool.free
             left = free - pool.takes(self.now + steps)  # if no block comes free in the step
             if left < 0:
@@ -113,7 +115,7 @@ class GroupState(State):
 
     def _step(self) -> None:
         pool = self.pool
-        pool.begin_step()
+        pool.begin_step(self.now)
         idle = not self.running  # then a step that admits nobody would repeat for ever
         chunks: list[Chunk] = []
         again: list[Chunk] = []  # tokens of requests that decode, but got none in the step before
@@ -302,7 +304,7 @@ class GroupState(State):
         return tokens, hit
 
     def _whole_blocks(self, request: int, start: int, tokens: int) -> int:
-        """The tokens of a chunk, cut to end where a state can be kept, as in vLLM 0.30.
+        """The tokens of a chunk, cut to end where a state can be kept, as in vLLM 0.30 and 0.32.
 
         vLLM 0.26 has no chunks shorter than a block. Its chunks that start within a block run past the block's end.
         """
@@ -316,7 +318,7 @@ class GroupState(State):
             if whole > start or size <= self.budget:
                 end = whole
         junction = self.junction[request]
-        stops = [length - length % size]
+        stops = [(length - self.leaves_one) // size * size]
         if start % size:
             stops.append((start // size + 1) * size)
         if start < junction < end:

@@ -37,8 +37,9 @@ from fp8plan.errors import CapacityError
 from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.cost.base import FloatArray, IntArray
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import Spec
+from fp8plan.model.memory.kv_specs import CacheRules, Spec
 from fp8plan.model.schedule.group_cache import CachingGroupPool
+from fp8plan.model.schedule.group_holders import HoldersWaitPool
 from fp8plan.model.schedule.group_pool import GroupPool, admission_cap, check_groups
 from fp8plan.model.schedule.group_state import GroupState
 from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for, shared_layout
@@ -122,6 +123,9 @@ class Schedule:
         return self.total(self.preemptions)
 
 
+OF_0_30 = CacheRules()
+
+
 def schedule(
     prompts: IntArray,
     responses: IntArray,
@@ -130,7 +134,7 @@ def schedule(
     limits: EngineLimits,
     longest_run: int = 2**62,
     groups: tuple[Spec, ...] = (),
-    retain_all: bool = False,
+    rules: CacheRules = OF_0_30,
 ) -> Schedule:
     """Simulate vLLM's scheduler on a batch on one engine.
 
@@ -140,8 +144,7 @@ def schedule(
     longest_run:        most steps in one row; 1 gives a row per step
     groups:             specs of the KV-cache groups that share the pool, equal ones repeated; (): one group of full
                         attention, with limits.block_size
-    retain_all:         the prefix cache finds all full blocks of windows and states, as in vLLM 0.26. Else it finds
-                        those where a prompt ends, as in vLLM 0.30
+    rules:              of the prefix cache of windows and states
 
     Raises CapacityError if a request can never fit the pool: vLLM would preempt it for ever. Raises ConfigError for
     groups whose prefix caching is not modelled.
@@ -149,7 +152,7 @@ def schedule(
     groups = groups or (Spec("full", limits.block_size),)
     check_groups(groups, limits)
     if len(groups) > 1 or not groups[0].keeps_all:
-        return schedule_groups(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, retain_all)
+        return schedule_groups(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, rules)
     limits = replace(limits, block_size=groups[0].block_size)
     _check_fits(prompts, responses, num_blocks, limits.block_size)
     work = prompts, responses, prompt_ids, num_blocks, limits, longest_run
@@ -261,16 +264,17 @@ def schedule_groups(
     limits: EngineLimits,
     longest_run: int,
     groups: tuple[Spec, ...],
-    retain_all: bool,
+    rules: CacheRules,
 ) -> Schedule:
     """Simulate as `schedule` does, for several groups, or for a group that does not keep all tokens."""
     _check_groups_fit(prompts, responses, num_blocks, limits, groups)
     pool: GroupPool
     if limits.enable_prefix_caching:
-        pool = CachingGroupPool(num_blocks, groups, limits, prompts, prompt_ids, retain_all)
+        caching = HoldersWaitPool if rules.holders_wait else CachingGroupPool
+        pool = caching(num_blocks, groups, limits, prompts, prompt_ids, rules)
     else:
         pool = GroupPool(num_blocks, groups, limits, len(prompts))
-    state = GroupState(prompts.tolist(), responses.tolist(), pool, groups, limits)
+    state = GroupState(prompts.tolist(), responses.tolist(), pool, groups, limits, rules)
     columns = state.run(longest_run)
     # After an eviction, a smaller or larger pool would find other blocks in the prefix cache.
     pool_mattered = pool.hit_freed_blocks or pool.evictions or state.refused or bool(columns["preemptions"].any())

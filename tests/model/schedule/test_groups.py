@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from installed_vllm import VLLM
 from runs_of_steps import assert_runs_add_up, total
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import Spec
+from fp8plan.model.memory.kv_specs import CacheRules, Spec
 from fp8plan.model.schedule.group_pool import admission_cap, next_drop
 from fp8plan.model.schedule.scheduler import Schedule, schedule, schedule_groups
 from fp8plan.model.schedule.windows import WindowMeter, pairs_read, tokens_read
@@ -88,8 +89,13 @@ def case(seed: int, kinds: tuple[CacheKind, ...], async_scheduling: bool) -> Cas
     return Case(batch, int(pool) + int(rng.integers(0, 4)), limits, tuple(groups), bool(rng.random() < 0.4))
 
 
+def rules(made: Case) -> CacheRules:
+    """Those of the installed vLLM, with the case's own retention."""
+    return CacheRules.of(VLLM)._replace(retain_all=made.retain_all)
+
+
 def run(made: Case, longest_run: int = 2**62) -> Schedule:
-    return schedule(*made.batch, made.pool, made.limits, longest_run, groups=made.groups, retain_all=made.retain_all)
+    return schedule(*made.batch, made.pool, made.limits, longest_run, groups=made.groups, rules=rules(made))
 
 
 @pytest.mark.vllm
@@ -106,6 +112,26 @@ def test_every_step_equals_vllms_scheduler(family: str, seed: int, async_schedul
     simulated = run(made, longest_run=1)
     rows = zip(*(getattr(simulated, column).tolist() for column in COMPARED), strict=True)
     assert list(rows) == [tuple(step) for step in real]
+
+
+@pytest.mark.parametrize(
+    ("version", "prefilled"),
+    [
+        ("0.30", [[32, 7 + 7 + 7, 0], [48, 0]]),
+        ("0.32", [[32, 7, 7, 7, 0], [32, 16, 0]]),
+        ("0.33", [[32, 7 + 7 + 7, 0], [32, 16, 0]]),
+    ],
+)
+def test_states_at_the_end_of_a_prompt_by_version(version: str, prefilled: list[list[int]]) -> None:
+    """Three samples of a prompt of 39 tokens, and a prompt of whole blocks, in blocks of 16."""
+    limits = EngineLimits(
+        max_num_seqs=8, max_num_batched_tokens=400, enable_prefix_caching=True, async_scheduling=False
+    )
+    groups = (Spec("full", 16), Spec("state", 16))
+    for (length, samples), expected in zip(((39, 3), (48, 1)), prefilled, strict=True):
+        prompts, ids = np.full(samples, length), np.zeros(samples, int)
+        plan = schedule(prompts, np.full(samples, 9), ids, 100, limits, 1, groups, CacheRules.of(version))
+        assert plan.prefill_tokens[: len(expected)].tolist() == expected
 
 
 @st.composite
@@ -161,7 +187,7 @@ def test_one_group_that_keeps_all_tokens_gives_todays_schedule(made: Case) -> No
     size = 16
     pool = max(made.pool, blocks_needed(made.batch, Spec("full", size), made.limits))
     group = Spec("latent", size)
-    many = schedule_groups(*made.batch, pool, made.limits, 1, (group,), made.retain_all)
+    many = schedule_groups(*made.batch, pool, made.limits, 1, (group,), rules(made))
     today = schedule(*made.batch, pool, made.limits, longest_run=1)
     for field in fields(Schedule):
         if field.name not in ("groups", "windows", "blocks_wanted"):
