@@ -40,6 +40,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
     import vllm
 
     model, config = worker.model_runner.get_model(), worker.vllm_config
+    beside = getattr(config, "aux_output_config", config.model_config)  # what is returned beside tokens, from 0.31 on
     kinds = Counter(kind(layer) for layer in model.modules() if any(p is not None for p in layer._parameters.values()))
     attention = [layer for layer in model.modules() if hasattr(layer, "_k_scale") and hasattr(layer, "impl")]
     device = next(model.parameters()).device
@@ -60,7 +61,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
         "weights": getattr(getattr(worker, "_fp8plan_live", None), "version", None),
         "quantization": config.model_config.quantization,
         "experts": bool(config.model_config.is_moe),
-        "routed_experts": bool(getattr(config.model_config, "enable_return_routed_experts", False)),
+        "routed_experts": bool(getattr(beside, "enable_return_routed_experts", False)),
         "weight_transfer": getattr(getattr(config, "weight_transfer_config", None), "backend", None),
     }
 

@@ -322,6 +322,8 @@ def test_a_servers_own_pages_are_read() -> None:
         "weight_transfer": "sparse_nccl",
         "kv_cache_dtype": "fp8",
     }
+    later = {"vllm_config": {"model_config": {}, "aux_output_config": {"enable_return_routed_experts": True}}}  # 0.31
+    assert facts_of(msgspec.convert(later, Info), {})["routed_experts"]
     graphs = {"vllm_config": {"compilation_config": {"cudagraph_mode": [2, 1]}}}
     assert facts_of(msgspec.convert(graphs, Info), {}) == {"cudagraph_mode": "FULL_AND_PIECEWISE"}
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+from installed_vllm import VLLM
 from tiny_models import (
     BLOCK_SIZE,
     CALIBRATION,
@@ -29,6 +30,7 @@ from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.weight_sync.manifest import manifest_of
 from fp8plan.runtime.weight_sync.procedure import MOST_PREPARED
 from fp8plan.runtime.weight_sync.state import Scored, SyncReport
+from fp8plan.version import at_least
 
 pytestmark = pytest.mark.vllm
 
@@ -36,6 +38,7 @@ pytestmark = pytest.mark.vllm
 # attention, and then gate_up and down, or a router and its experts.
 MODULES = 3 + LAYERS * 8
 # Of ragged, the 320 inputs of down_proj are no whole blocks.
+ROUTERS = ("ReplicatedLinear", "GateLinear")  # names of their classes; the latter from 0.31 on
 QUANTISED = {"dense": LAYERS * 4, "tied": LAYERS * 4, "ragged": LAYERS * 3, "moe": LAYERS * 3}
 
 
@@ -92,11 +95,18 @@ def test_facts_name_the_kernels_and_the_router_stays_bf16(case: Case) -> None:
     fp8 = {kind: count for kind, count in layers.items() if "Fp8" in kind}
     assert sum(fp8.values()) == (QUANTISED[case.kind] if precision(case.precision).weights == "fp8_block" else 0)
     if case.kind == "moe":
-        router = [
-            kind for kind in layers if kind.startswith(("ReplicatedLinear", "GateLinear"))
-        ]  # the latter from 0.31
+        router = [kind for kind in layers if kind.startswith(ROUTERS)]
         assert [(kind.split(" / ")[1], layers[kind]) for kind in router] == [("UnquantizedLinearMethod", LAYERS)]
     assert case.engine.facts["kv_cache_dtype"].startswith("fp8") == (precision(case.precision).kv == "fp8")
+
+
+def test_facts_say_whether_routes_of_experts_are_returned(fp8: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.31 has moved the field; `EngineArgs` writes it to either place."""
+    assert not fp8.engine.facts["routed_experts"]
+    config = fp8.engine.llm.llm_engine.vllm_config
+    place = config.aux_output_config if at_least(VLLM, (0, 31)) else config.model_config
+    monkeypatch.setattr(place, "enable_return_routed_experts", True)
+    assert fp8.engine.llm.collective_rpc("fp8plan_facts")[0]["ok"]["routed_experts"]
 
 
 @pytest.fixture(scope="module", params=["dense", "moe"])

@@ -119,6 +119,12 @@ class ModelConfig(Struct):
     enable_return_routed_experts: bool | UnsetType = UNSET
 
 
+class AuxOutputConfig(Struct):
+    """vLLM's configuration of what is returned beside tokens, which has a field of the model's from 0.31 on."""
+
+    enable_return_routed_experts: bool | UnsetType = UNSET
+
+
 class CompilationConfig(Struct):
     """vLLM's configuration of CUDA graphs."""
 
@@ -147,6 +153,7 @@ class Config(Struct):
     """vLLM's configuration."""
 
     model_config: ModelConfig | None = None
+    aux_output_config: AuxOutputConfig | None = None
     compilation_config: CompilationConfig | None = None
     device_config: DeviceConfig | None = None
     parallel_config: ParallelConfig | None = None
@@ -238,7 +245,7 @@ def facts_of(info: Info, metrics: Samples) -> dict[str, Any]:
         cudagraph_mode=UNSET if graphs is UNSET else GRAPHS.get(str(graphs)),
         device=(config.device_config or DeviceConfig()).device,
         experts=UNSET if experts is None else experts,
-        routed_experts=model.enable_return_routed_experts,
+        routed_experts=(config.aux_output_config or model).enable_return_routed_experts,
         weight_transfer=transfer.backend if isinstance(transfer, TransferConfig) else transfer,
     )
     cache = [labels.get("cache_dtype") for labels, _ in metrics.get("vllm:cache_config_info", ())]
