@@ -37,8 +37,10 @@ NAMES = (FIRST, *(name for name in FAMILIES if name not in (FIRST, *NOT_BUILT)))
 ARCHITECTURES = {"phimoe": "PhiMoEForCausalLM"}
 
 
-# vLLM traces each layer of this model, which takes a second.
-FEW_LAYERS = {"flex_olmo": {"num_hidden_layers": 4}}
+FIELDS: dict[str, dict[str, Any]] = {
+    "flex_olmo": {"num_hidden_layers": 4},  # vLLM traces each layer, which takes a second
+    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},  # of published configs; read from 0.32 on
+}
 
 # Sizes that leave linears in BF16: what a family has beside COMMON_ODD.
 COMMON_ODD = {"hidden_size": 960, "intermediate_size": 1472, "num_attention_heads": 30, "num_key_value_heads": 10}
@@ -63,7 +65,7 @@ def folder_of(name: str, odd: bool, parent: Path) -> tuple[Path, Counter[tuple[i
     """Write what the script reads of a family, and count its linears as fp8plan has them."""
     from transformers import AutoModelForCausalLM
 
-    config = config_of(name, FEW_LAYERS.get(name, {}) | (COMMON_ODD | ODD.get(name, {}) if odd else {}))
+    config = config_of(name, FIELDS.get(name, {}) | (COMMON_ODD | ODD.get(name, {}) if odd else {}))
     own = AutoModelForCausalLM._model_mapping[type(config)].__name__
     config.architectures = [ARCHITECTURES.get(name, own)]
     folder = parent / f"{name}{'_odd' * odd}"
