@@ -143,11 +143,12 @@ class Gpu:
         )
 
 
-# vllm/model_executor/kernels/linear, 0.30: with AMX vLLM widens the weights and multiplies in BF16 (W8A16), and without
-# AMX it refuses. The CPU backend has an FP8 KV cache on x86 with AVX-512 or AMX (cpu_attn.py).
+# vllm/model_executor/kernels/linear: with AMX vLLM widens the weights and multiplies in BF16 (W8A16), and without AMX
+# it refuses. From 0.31 on it multiplies in FP8 (W8A8) on CPUs whose AMX has FP8. The CPU backend has an FP8 KV cache on
+# x86 with AVX-512 or AMX (cpu_attn.py).
 _NO_BLOCK_FP8_ON_CPU = (
-    "vLLM's CPU backend has no blockwise FP8 GEMM (W8A8), and fp8plan does not model the one that widens the weights "
-    "(W8A16, with AMX); the KV cache alone can be FP8 there, on x86 with AVX-512 or AMX"
+    "vLLM's CPU backend has no blockwise FP8 GEMM (W8A8) without AMX-FP8, and fp8plan models neither it nor the one "
+    "that widens the weights (W8A16, with AMX); the KV cache alone can be FP8 there, on x86 with AVX-512 or AMX"
 )
 
 # gpus.json maps a name to its facts. A fact is a value, or [value, source]. A GPU that is `like` another inherits its
