@@ -37,13 +37,19 @@ SINCE: Final = {
     "a kept state makes others wait while it is held": (0, 32),
     "a kept state makes others wait once": (0, 33),  # as before 0.32
 }
-RANGE = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
+FIRST, LAST = (f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
+RANGE = f"{FIRST} to {LAST}"
 
 
 def is_supported(version: str) -> bool:
     """True if a version of vLLM, such as "0.26.0", is supported."""
     number = _minor(version)
     return number is not None and OLDEST <= number <= NEWEST
+
+
+def is_newer(version: str) -> bool:
+    """True if a version of vLLM is above the newest supported one."""
+    return (_minor(version) or NEWEST) > NEWEST
 
 
 def at_least(version: str, first: tuple[int, int]) -> bool:
@@ -60,6 +66,8 @@ def version_warnings(version: str) -> list[str]:
     """A warning for plans of an unsupported version; else []."""
     if is_supported(version):
         return []
+    if is_newer(version):
+        return [f"vLLM {version} is newer than the newest tested one: the plan takes the rules of {LAST}"]
     return [f"vLLM {version} is not supported: the plan knows some of its differences, and fp8plan starts only {RANGE}"]
 
 

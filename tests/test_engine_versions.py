@@ -6,7 +6,7 @@ import pytest
 
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.workload import Fixed, Workload
-from fp8plan.version import NEWEST, RANGE, is_supported
+from fp8plan.version import LAST, NEWEST, RANGE, is_supported
 
 LATER = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
 
@@ -29,9 +29,13 @@ def test_the_minor_version_decides(version: str, supported: bool) -> None:
     assert is_supported(version) == supported
 
 
-@pytest.mark.parametrize("version", ["0.10.0", LATER])
-def test_a_plan_of_another_version_says_so(version: str) -> None:
-    note = plan("Qwen/Qwen3-0.6B", "h200", Workload(1, 1, Fixed(16), Fixed(16)), engine_version=version).warnings[0]
-    assert note.startswith(
-        f"vLLM {version} is not supported: the plan knows some of its differences, and fp8plan starts only {RANGE}"
-    )
+@pytest.mark.parametrize(
+    ("version", "note"),
+    [
+        ("0.10.0", f"is not supported: the plan knows some of its differences, and fp8plan starts only {RANGE}"),
+        (LATER, f"is newer than the newest tested one: the plan takes the rules of {LAST}"),
+    ],
+)
+def test_a_plan_of_another_version_says_so(version: str, note: str) -> None:
+    made = plan("Qwen/Qwen3-0.6B", "h200", Workload(1, 1, Fixed(16), Fixed(16)), engine_version=version)
+    assert made.warnings[0] == f"vLLM {version} {note}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from fp8plan.checks import INSTALL, check_torch
 from fp8plan.errors import ConfigError
-from fp8plan.version import NEWEST, RANGE, is_supported
-
-LAST: Final = ".".join(map(str, NEWEST))
+from fp8plan.version import LAST, RANGE, is_newer, is_supported
 
 
 class Patch(NamedTuple):
@@ -239,7 +242,8 @@ PATCHES: Final = (
 def check_vllm_version() -> str:
     """Return the installed vLLM's version.
 
-    Raises ConfigError if there is none, if it is not supported, or if it lacks torch.
+    Raises ConfigError if there is none, if it is older than supported or lacks a name that fp8plan imports, or without
+    torch.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -253,7 +257,50 @@ def check_vllm_version() -> str:
 
 
 def supported(version: str) -> str:
-    """Return a version that is supported. Raises ConfigError with the supported ones for another."""
+    """Return a version that can be run. Raises ConfigError with the supported ones for another."""
     if is_supported(version):
         return version
-    raise ConfigError(f"vLLM {version} is not supported; allowed: {RANGE}; type: pip install 'vllm=={LAST}.*'")
+    missing = missing_names() if is_newer(version) else ()
+    if is_newer(version) and not missing:
+        return version
+    fault = f"is newer than the tested {LAST} and lacks {', '.join(missing)}" if missing else "is not supported"
+    raise ConfigError(f"vLLM {version} {fault}; allowed: {RANGE}; type: pip install 'vllm=={LAST}.*'")
+
+
+def untested(version: str) -> str:
+    """Return what was not checked of a version that can be run; "" for a tested one."""
+    if is_supported(version):
+        return ""
+    return (
+        f"vLLM {version} is newer than the tested {LAST}. It has all names that fp8plan imports. Not checked: what "
+        "they do, schedules, KV cache and kernels. Each weight sync tries its load map and compares bits"
+    )
+
+
+@cache
+def missing_names(vllm: Path | None = None) -> tuple[str, ...]:
+    """Return the names that the engine's code imports from vLLM and that its source files do not have.
+
+    vllm: its folder; None: the installed one, if there is one. Nothing is imported: vLLM reads its environment then.
+    """
+    spec = find_spec("vllm")
+    folder = vllm or (Path(spec.origin).parent if spec and spec.origin else None)
+    files = [path for path in Path(__file__).parent.rglob("*.py") if "measure" not in path.parts]
+    found = [] if folder is None else [pair for path in files for pair in _imported(path)]
+    return tuple(sorted({f"{module}.{name}" for module, name in found if folder and not _has(folder, module, name)}))
+
+
+def _imported(path: Path) -> list[tuple[str, str]]:
+    """The (module, name) pairs that a file imports from vLLM."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"]
+    return [(node.module or "", alias.name) for node in froms for alias in node.names]
+
+
+def _has(folder: Path, module: str, name: str) -> bool:
+    """True if a module of vLLM mentions a name, or has a submodule of that name."""
+    place = folder.joinpath(*module.split(".")[1:])
+    if place.joinpath(name).is_dir() or place.joinpath(f"{name}.py").is_file():
+        return True
+    source = next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
+    return source is not None and re.search(rf"\b{name}\b", source.read_text(encoding="utf-8")) is not None

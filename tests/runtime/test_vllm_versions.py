@@ -11,8 +11,9 @@ import pytest
 
 import fp8plan.runtime
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.vllm_versions import PATCHES, Patch, check_vllm_version, supported
-from fp8plan.version import NEWEST, OLDEST, RANGE
+from fp8plan.runtime import vllm_versions
+from fp8plan.runtime.vllm_versions import PATCHES, Patch, check_vllm_version, missing_names, supported, untested
+from fp8plan.version import LAST, NEWEST, OLDEST, RANGE
 
 SUPPORTED = f"allowed: {RANGE}; type: pip install"
 LATER = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
@@ -23,10 +24,38 @@ def test_supported_versions_are_taken(version: str) -> None:
     assert supported(version) == version
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.9.2", LATER, "1.26.0", "0.260.0", "dev", "0", ""])
+@pytest.mark.parametrize("version", ["0.25.1", "0.9.2", "dev", "0", ""])
 def test_other_versions_are_refused_with_those_that_work(version: str) -> None:
     with pytest.raises(ConfigError, match=f"vLLM {version} is not supported; {SUPPORTED}"):
         supported(version)
+
+
+@pytest.mark.parametrize("version", [LATER, "1.26.0", "0.260.0"])
+def test_a_newer_version_starts_with_a_line_on_what_was_not_checked(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, vllm=version)
+    assert supported(version) == version
+    from plans import index, plan
+
+    from fp8plan.runtime.engine.launch import launch
+
+    with pytest.warns(RuntimeWarning, match=f"vLLM {version} is newer than the tested {LAST}. .*Not checked: "):
+        launch(plan(gpu="cpu", chosen=index("bf16")).setup(), None)
+    assert untested("0.33.0") == ""
+    monkeypatch.setattr(vllm_versions, "missing_names", lambda: ("vllm.a.b",))
+    with pytest.raises(ConfigError, match=f"vLLM {version} is newer than the tested .* lacks vllm.a.b; {SUPPORTED}"):
+        supported(version)
+
+
+def test_names_that_a_vllm_lacks_are_found(tmp_path: Path) -> None:
+    assert missing_names() == ()
+    lost = missing_names(tmp_path)
+    assert {"vllm.LLM", "vllm.distributed.utils.StatelessProcessGroup"} < set(lost)
+    (tmp_path / "distributed").mkdir()
+    (tmp_path / "distributed" / "utils.py").write_text("class StatelessProcessGroup: ...")
+    missing_names.cache_clear()
+    assert set(lost) - set(missing_names(tmp_path)) == {"vllm.distributed.utils.StatelessProcessGroup"}
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -57,8 +86,8 @@ def test_an_engine_is_not_started_on_another_version(monkeypatch: pytest.MonkeyP
 
     from fp8plan.runtime.engine.engine import RolloutEngine
 
-    installed(monkeypatch, vllm=LATER)
-    with pytest.raises(ConfigError, match=f"vLLM {LATER} is not supported; {SUPPORTED}"):
+    installed(monkeypatch, vllm="0.25.0")
+    with pytest.raises(ConfigError, match=f"vLLM 0.25.0 is not supported; {SUPPORTED}"):
         RolloutEngine.from_plan(plan(gpu="cpu", chosen=index("bf16")), "/nowhere")
 
 

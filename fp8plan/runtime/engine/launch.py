@@ -22,7 +22,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.options import not_predicted, refuse_unknown, remarks
-from fp8plan.runtime.vllm_versions import check_vllm_version
+from fp8plan.runtime.vllm_versions import check_vllm_version, untested
 from fp8plan.runtime.weight_sync.manifest import Manifest, checkpoint_manifest, local_folder
 from fp8plan.runtime.worker.extension import EXTENSION
 
@@ -168,7 +168,8 @@ def launch(
 
     Raises ConfigError for a setup that vLLM or the GPU cannot run, and for wrong arguments.
     """
-    check_vllm_version()
+    if note := untested(check_vllm_version()):
+        warn(note)
     more, preset = more or {}, setup.precision
     refuse_unknown(more, beside, server)
     if fixed := sorted(set(more).intersection(THE_SETUPS)):

@@ -22,6 +22,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from fp8plan.errors import ConfigError, LostEngineError, text_of
 from fp8plan.runtime.plugin import BACKEND, PLUGINS, logger
+from fp8plan.runtime.vllm_versions import check_vllm_version, untested
 from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_named, read_manifest
 from fp8plan.runtime.weight_sync.nccl import limited
 from fp8plan.runtime.weight_sync.plain_group import PlainGroup
@@ -117,6 +118,8 @@ class Fp8PlanTransfer(PlainReceiver):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         _refuse(vllm_config)
+        if note := untested(check_vllm_version()):
+            logger.warning("fp8plan: %s", note)
         self._limit_s = _limit_s()
         self.attached = False
         self._fp8_kv = str(vllm_config.cache_config.cache_dtype).startswith("fp8")
