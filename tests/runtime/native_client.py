@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from frozen_imports import freeze_imports
-from tiny_models import BLOCK_SIZE, KV_BLOCKS, checkpoint, started
+from tiny_models import BLOCK_SIZE, KV_BLOCKS, checkpoint, experts_or_skip, started
 from vllm_server import free_port
 
 BUFFER = 300_000  # bytes: some broadcasts for a tiny model, with fused groups cut in two
@@ -56,7 +56,16 @@ def engine_of(kind: str, which: str = "a", **settings: Any) -> Any:
     register()
     register()  # as a process does that loads its plugins twice
     config = WeightTransferConfig(backend="fp8plan")
-    return LLM(str(checkpoint(kind, which)), weight_transfer_config=config, **(SETTINGS | settings))
+    with experts_or_skip():
+        return LLM(str(checkpoint(kind, which)), weight_transfer_config=config, **(SETTINGS | settings))
+
+
+def clear_streams() -> None:
+    """Let vLLM forget the streams of a test, which 0.30 and later keep."""
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    if hasattr(packed_tensor, "_get_streams"):
+        packed_tensor._get_streams.cache_clear()
 
 
 def ended(llm: Any) -> None:
@@ -92,7 +101,6 @@ def without_cuda() -> Iterator[None]:
     """Let the trainer's side of vLLM's "nccl" backend run without a GPU. vLLM's own code stays, but for NCCL itself."""
     import torch
     from vllm.distributed.device_communicators import pynccl
-    from vllm.distributed.weight_transfer import packed_tensor
 
     from fp8plan.runtime.worker.backend import StoreCommunicator
 
@@ -103,7 +111,7 @@ def without_cuda() -> Iterator[None]:
         patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         patch.setattr(pynccl, "PyNcclCommunicator", lambda group, device: StoreCommunicator(group))
         yield
-    packed_tensor._get_streams.cache_clear()
+    clear_streams()
 
 
 class Source:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from frozen_imports import freeze_imports
 from plans import index, plan
 
@@ -114,6 +115,17 @@ def cpu_plan(precision: str, **limits: Any) -> Plan:
 
 
 @contextmanager
+def experts_or_skip() -> Iterator[None]:
+    """Skip a test whose engine has experts in FP8, for which the tests' kernel needs vLLM 0.30."""
+    try:
+        yield
+    except ValueError as error:
+        if "Unsupported FP8 MoE backend" in str(error):
+            pytest.skip("no kernel for experts in FP8 before vLLM 0.30")
+        raise
+
+
+@contextmanager
 def started(kind: str | Path, which: str, precision: str, **settings: Any) -> Iterator[RolloutEngine]:
     """A fresh engine on a checkpoint (or folder), shut down at the end. settings: of RolloutEngine.from_plan, or of
     SyncSettings."""
@@ -123,9 +135,10 @@ def started(kind: str | Path, which: str, precision: str, **settings: Any) -> It
     torch.set_num_threads(1)  # where torch was loaded before OMP_NUM_THREADS was set
     path = kind if isinstance(kind, Path) else checkpoint(kind, which)
     sync = {name: settings.pop(name) for name in SyncSettings.__dataclass_fields__ if name in settings}
-    engine = RolloutEngine.from_plan(
-        cpu_plan(precision), str(path), sync=SyncSettings(**sync), skip_tokenizer_init=True, **settings
-    )
+    with experts_or_skip():
+        engine = RolloutEngine.from_plan(
+            cpu_plan(precision), str(path), sync=SyncSettings(**sync), skip_tokenizer_init=True, **settings
+        )
     try:
         if engine.state.fp8_kv:
             engine.recalibrate_kv(kv_prompts=CALIBRATION)

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from native_client import clear_streams
 from tiny_models import CALIBRATION, generate, quantised, started, started_beside_references, weights
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
@@ -71,7 +72,6 @@ opened: list[StoreCommunicator] = []
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import torch
     from vllm.distributed.device_communicators import pynccl
-    from vllm.distributed.weight_transfer import packed_tensor
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -79,7 +79,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pynccl, "PyNcclCommunicator", StoreCommunicator)
     opened.clear()
     yield
-    packed_tensor._get_streams.cache_clear()
+    clear_streams()
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("dense", "fp8_block"), ("moe", "bf16"), ("ragged", "fp8_block")])
