@@ -52,6 +52,8 @@ class VerlFront(Front):
     seen: the status when weights last began to serve; a sleeping worker cannot answer
     """
 
+    wrapped = (*Front.wrapped, "pause_generation")
+
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self.seen: dict[str, Any] = {}
@@ -82,6 +84,10 @@ class VerlFront(Front):
             await self._serve_new()
         finally:
             await self._let(updating=False)
+
+    async def pause_generation(self, *, wait_for_inflight_requests: bool | None = None, **more: Any) -> None:
+        """Pause as verl 0.9.1 asks. vLLM 0.32 has dropped the argument, which `mode` had replaced."""
+        await self._own["pause_generation"](**({"mode": "wait"} if wait_for_inflight_requests else {}) | more)
 
     async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
         """Sleep; at level 2 the weights are dropped, and an update must follow the wake-up."""
