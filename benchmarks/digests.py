@@ -11,12 +11,14 @@ pools that hold all requests and pools that do not; layouts; prefix caching with
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import fp8plan
 
+os.environ["FP8PLAN_IGNORE_VLLM"] = "1"
 DENSE, WINDOWS, RECURRENT = "Qwen/Qwen3-8B", "fp8plan/gpt-oss-20b-bf16", "fp8plan/qwen3-next-16-layers"
 SETUPS = (
     f"{DENSE} --gpu h200",

