@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from frozen_imports import freeze_imports
-from tiny_models import BLOCK_SIZE, checkpoint, weights
+from tiny_models import BLOCK_SIZE, checkpoint, experts_or_skip, weights
 
 import fp8plan
 from fp8plan.runtime.doctor.doctor import Diagnosis
@@ -29,20 +29,21 @@ def llm() -> Iterator[LLM]:
 
     freeze_imports()
     torch.set_num_threads(1)
-    llm = LLM(
-        str(checkpoint("moe", "a")),
-        skip_tokenizer_init=True,
-        quantization="fp8_per_block",
-        kv_cache_dtype="fp8",
-        dtype="bfloat16",
-        max_model_len=256,
-        max_num_seqs=6,
-        max_num_batched_tokens=1024,
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=BLOCKS + 1,
-        enforce_eager=True,
-        disable_log_stats=False,
-    )
+    with experts_or_skip():
+        llm = LLM(
+            str(checkpoint("moe", "a")),
+            skip_tokenizer_init=True,
+            quantization="fp8_per_block",
+            kv_cache_dtype="fp8",
+            dtype="bfloat16",
+            max_model_len=256,
+            max_num_seqs=6,
+            max_num_batched_tokens=1024,
+            block_size=BLOCK_SIZE,
+            num_gpu_blocks_override=BLOCKS + 1,
+            enforce_eager=True,
+            disable_log_stats=False,
+        )
     yield llm
     llm.llm_engine.engine_core.shutdown()
 
