@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib import metadata
 from typing import Final
 
 __version__ = "0.1.0"
@@ -72,6 +71,8 @@ def default_version(on_cpu: bool) -> str:
 
 def _installed(package: str) -> str | None:
     """The version of a package without its "+cpu"; None if it is not installed, or too old."""
+    from importlib import metadata  # takes longer than all that `import fp8plan` does
+
     try:
         number = metadata.version(package).partition("+")[0]
     except metadata.PackageNotFoundError:
