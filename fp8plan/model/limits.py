@@ -131,7 +131,7 @@ class EngineLimits:
     def for_gpu(cls, gpu: Gpu, recurrent: bool = False, **limits: Any) -> EngineLimits:
         """These limits, and vLLM's defaults on this GPU for the rest.
 
-        recurrent: the model has layers that keep a state, for which vLLM leaves prefix caching off
+        recurrent: the model has layers that keep a state, for which vLLM up to 0.27 leaves prefix caching off
         limits:    fields of this class; None is left to vLLM
 
         Raises ConfigError for limits that contradict each other.

@@ -127,6 +127,11 @@ def predict(
     fixed_scales = card.why_fixed_kv_scales(FP8_KV)
     if fixed_scales and any(c.setup.precision.kv == "fp8" and c.memory for c in layouts):
         warnings = [*warnings, f"K and V scales of an FP8 KV cache are taken to stay at 1.0: {fixed_scales}"]
+    if limits.enforce_eager and not card.is_cpu:
+        warnings = [
+            *warnings,
+            "enforce_eager: engines without CUDA graphs were not measured; their launches are assumed",
+        ]
     kv_scales_calibrated = kv_scales_calibrated and fixed_scales is None
     problem = Problem(batch, used, trainer, budget, kv_scales_calibrated)
     tried = evaluated(layouts, problem, progress, workers)

@@ -681,3 +681,14 @@ def test_a_model_that_fits_no_node_is_planned_over_several() -> None:
             sizes(gpus=2, precisions=precisions)
     with pytest.raises(ConfigError, match="replicas for 1 requests"):  # no reason to cross nodes
         plan(SMALL, "h100", Workload(1, 1, Fixed(16), Fixed(16)), gpus=8, gpus_per_node=4)
+
+
+def test_engines_without_cuda_graphs_are_said_to_be_unmeasured() -> None:
+    def warned(gpu: str, **limits: Any) -> bool:
+        card = find_gpu(gpu)
+        answer = plan(SMALL, card, MANY, limits=EngineLimits.for_gpu(card, **limits), precisions=["bf16"])
+        return any(warning.startswith("enforce_eager: ") for warning in answer.warnings)
+
+    assert warned("h200", enforce_eager=True)
+    assert not warned("h200")
+    assert not warned("cpu")  # where vLLM has no others
