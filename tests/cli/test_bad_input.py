@@ -134,7 +134,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "hardly any memory": (
         [*PLAN, "--gpu-memory-utilization", "0.001"],
         (
-            "Qwen/Qwen3-0.6B in bf16 does not fit NVIDIA H200 with tensor_parallel_size 1",
+            "Qwen/Qwen3-0.6B in fp8_block does not fit NVIDIA H200 with tensor_parallel_size 1",
             "try a higher gpu_memory_utilization",
         ),
     ),
@@ -210,7 +210,8 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("no line of monitor.jsonl has prompt_lengths", "a Monitor knows rollouts from its engine"),
     ),
     # machines
-    "a GPU that is like none": ([*PLAN, "--gpu", "mi300x"], ("unknown GPU 'mi300x'; known: h200_sxm",)),
+    "a GPU that is like none": ([*PLAN, "--gpu", "tpu-v7"], ("unknown GPU 'tpu-v7'; known: h200_sxm",)),
+    "a GPU without CUDA": ([*PLAN, "--gpu", "mi300x"], ("does not plan for 'mi300x': ROCm", "allowed: an NVIDIA GPU")),
     "no GPU here": ([*PLAN, "--gpu", "auto"], ("no NVIDIA GPU here", "name one of")),
     "two CPUs": (
         [*PLAN, "--gpu", "cpu", "--tensor-parallel-size", "2"],

@@ -160,4 +160,4 @@ def test_a_bad_trace_is_refused_by_row(fp8plan: Callable[..., Done], content: by
 
 def test_a_model_that_does_not_fit_is_refused_with_ways_out(fp8plan: Callable[..., Done]) -> None:
     done = fp8plan("plan", "meta-llama/Llama-3.1-70B", "--gpu", "l40s", *SMALL)
-    refused(done, "Llama-3.1-70B", "does not fit NVIDIA L40S", "GiB", "try tensor_parallel_size 4")
+    refused(done, "Llama-3.1-70B", "in fp8_block does not fit NVIDIA L40S", "GiB", "try tensor_parallel_size 2")

