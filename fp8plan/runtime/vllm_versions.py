@@ -285,9 +285,11 @@ def missing_names(vllm: Path | None = None) -> tuple[str, ...]:
     """
     spec = find_spec("vllm")
     folder = vllm or (Path(spec.origin).parent if spec and spec.origin else None)
+    if folder is None:
+        return ()
     files = [path for path in Path(__file__).parent.rglob("*.py") if "measure" not in path.parts]
-    found = [] if folder is None else [pair for path in files for pair in _imported(path)]
-    return tuple(sorted({f"{module}.{name}" for module, name in found if folder and not _has(folder, module, name)}))
+    imported = [pair for path in files for pair in _imported(path)]
+    return tuple(sorted({f"{module}.{name}" for module, name in imported if not _has(folder, module, name)}))
 
 
 def _imported(path: Path) -> list[tuple[str, str]]:

@@ -8,9 +8,8 @@ one prompt are admitted one after another. 0.31 does not, and 0.33 does not any 
 
 from __future__ import annotations
 
-from fp8plan.model.cost.base import IntArray
-from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import CacheRules, Spec
+from typing import Any
+
 from fp8plan.model.schedule.group_blocks import Block
 from fp8plan.model.schedule.group_cache import CachingGroupPool
 
@@ -18,16 +17,8 @@ from fp8plan.model.schedule.group_cache import CachingGroupPool
 class HoldersWaitPool(CachingGroupPool):
     """A pool with the prefix cache of vLLM 0.32."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        groups: tuple[Spec, ...],
-        limits: EngineLimits,
-        prompts: IntArray,
-        prompt_ids: IntArray,
-        rules: CacheRules,
-    ) -> None:
-        super().__init__(num_blocks, groups, limits, prompts, prompt_ids, rules)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._again: dict[int, list[list[Block]]] = {}  # request -> its states that count as computed in `_again_at`
         self._again_at = -1
 
