@@ -8,7 +8,7 @@
 # Two workers share a GPU, or all of them, with half of its cores each: one has its engine there, while the other has
 # imported vLLM and waits. No job begins after SECONDS, and none lasts longer than TIMEOUT (600). Experts are drawn
 # evenly, by vLLM's own simulation. DEEP_GEMM names a folder of compiled kernels to start from
-# (benchmarks.gpu.compile_deep_gemm): without it the first engine of a model with FP8 weights compiles for minutes.
+# (fp8plan.runtime.measure.kernels.compile): without it the first engine of a model with FP8 weights compiles for minutes.
 set -u
 out=$(realpath -m "$1"); last=$2; queue=$(realpath "${3:-$(dirname "$0")/families/queue.txt}")
 cd "$(dirname "$0")/.."

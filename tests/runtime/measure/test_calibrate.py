@@ -106,7 +106,7 @@ def test_kernels_come_before_rollouts_and_all_write_into_the_folder(
     started = machine()
     calibrate.measure(tmp_path / "new", H200, grid)
     assert [name for name, _ in started.started] == ORDER
-    compilers = ["--compile-in", str(calibrate.COMPILERS)]
+    compilers = ["--compile-in", str(calibrate.compilers(H200))]
     for _, words in started.started[:-1]:
         assert words == ["--output", str(tmp_path / "new/kernels"), "--grid", grid, "--gpu", "h200_sxm", *compilers]
     words = started.started[-1][1]
@@ -115,6 +115,7 @@ def test_kernels_come_before_rollouts_and_all_write_into_the_folder(
     assert [x["workloads"] for x in asked] == [x["workloads"] for x in shipped]  # an H200 leaves nothing out
     assert words[words.index("--output") + 1] == str(tmp_path / "new/steps/rollouts.jsonl")
     assert "--trace" in words
+    assert words[-2:] == compilers
 
 
 def test_a_cpu_has_rollouts_alone(machine: Callable[..., Machine], tmp_path: Path) -> None:

@@ -48,12 +48,13 @@ import fp8plan
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.jsonl import write
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.precision import PRESETS
+from fp8plan.model.precision import PRESETS, precision
 from fp8plan.runtime.measure.calibrate import note
 from fp8plan.runtime.measure.machine import gpu_facts, wait_for_memory
 from fp8plan.runtime.measure.rollouts.engine import TURN
 from fp8plan.runtime.measure.rollouts.jobs import CHILD, WARMUPS, Options, jobs
 
+COMPILE = "fp8plan.runtime.measure.kernels.compile"
 ERRORS = 12  # most lines of a log in a failure's record
 WAITS = 3  # longest wait for an engine's turn, as a multiple of its own time
 
@@ -73,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", action="store_true", help="write every engine step")
     kernels = "after the rollouts, time the kernels of a few decode steps"
     parser.add_argument("--kernels", action="store_true", help=kernels)
+    compiling = "first compile the FP8 GEMM kernels of all engines, in N processes"
+    parser.add_argument("--compile-in", type=int, default=0, metavar="N", help=compiling)
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engines; repeat")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, with its prediction")
     words = parser.parse_args(arguments)
@@ -83,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             words.kernels, words.gpu,
         )  # fmt: skip
         work = jobs(words.cells, options)
+        if words.compile_in and not words.dry_run:
+            compile_kernels(work, words.compile_in)
         failures = [] if words.dry_run else run_jobs(work, options, words.timeout)
     except Fp8PlanError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -97,6 +102,17 @@ def _environment(words: Sequence[str]) -> dict[str, str]:
     if wrong:
         raise ConfigError(f"--env is {wrong[0]!r}; allowed: NAME=VALUE")
     return dict(word.split("=", 1) for word in words)
+
+
+def compile_kernels(work: Sequence[dict[str, Any]], processes: int) -> None:
+    """Compile the FP8 GEMM kernels of the jobs' engines, each of which would do it alone at its start."""
+    quantised = [job for job in work if precision(job["fields"]["precision"]).in_blocks]
+    if quantised:
+        models = {f"{job['kwargs']['model']}@{job['fields']['tensor_parallel']}" for job in quantised}
+        rows = max(job["fields"]["max_num_batched_tokens"] for job in quantised)
+        words = ["--processes", str(processes), "--gpu", quantised[0]["fields"]["gpu"], "--rows", str(rows)]
+        command = [sys.executable, "-m", COMPILE, "--models", *sorted(models), *words]
+        subprocess.run(command, env=os.environ | quantised[0]["env"])
 
 
 def run_jobs(work: Sequence[dict[str, Any]], options: Options, timeout_s: float) -> list[str]:
