@@ -103,13 +103,19 @@ def checkpoint(name: str) -> Iterator[str]:
 def randomise(name: str, folder: str) -> None:
     """Write random BF16 weights for a model's config.json, and a tokenizer in which word "w7" is token 7."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = {key: value for key, value in find_config(name)[0].items() if not key.startswith("_")}
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).save_pretrained(folder)
-    size = config["vocab_size"]
+    write_tokenizer(config["vocab_size"], folder)
+
+
+def write_tokenizer(size: int, folder: str) -> None:
+    """Write a tokenizer in which word "w7" is token 7."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = {f"w{number}": number for number in range(size - 2)} | {"<pad>": size - 2, "<eos>": size - 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -15,6 +15,7 @@ Random weights stand for the trainer's, in BF16 on the same GPU; they change a l
     equal     live tensors that differ between a sync in place and vLLM's reload of the same weights
     sleep     scales and decodes after sleep and wake-up
     rollback  whether a sync that fails leaves every bit of the weights of before, and the same decodes
+    fresh     live tensors that differ between a sync and a fresh engine on a checkpoint of the same weights
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from fp8plan.runtime.weight_sync.state import Call, rpc
 
 REPEATS = 4
 ROUNDS, PER_ROUND = 4, 10  # of syncs with and without samples: the difference is a fraction of what a host varies by
+FRESH = "fresh"  # the engine of all parts then starts from a checkpoint
 PARTS = ("steps", "bare", "guard", "scales", "sleep", "fp8_in", "equal", "rollback")
 PROMPT, RESPONSE, REQUESTS = 64, 32, 16
 
@@ -60,9 +62,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--mode", default="inprocess")
     parser.add_argument("--utilization", type=float, default=0.5, help="of the GPU's memory, by the engine")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine; the trainer's is the first")
+    parser.add_argument("--expert-parallel", action="store_true", help="whole experts on each of the engine's GPUs")
     parser.add_argument("--sleep", action="store_true", help="also put the engine to sleep and wake it up")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=(FRESH, *PARTS))
     measure(parser.parse_args(words))
 
 
@@ -71,7 +74,7 @@ def measure(args: argparse.Namespace) -> None:
 
     config, folder = model_folder(args.model)
     facts = {"model": args.model, "precision": args.precision, "mode": args.mode, "source": source_hash()}
-    facts |= {"tensor_parallel": args.tensor_parallel}
+    facts |= {"tensor_parallel": args.tensor_parallel, "expert_parallel": args.expert_parallel}
     facts |= machine_facts() | engine_facts()
 
     def note(what: str, **found: Any) -> None:
@@ -84,12 +87,15 @@ def measure(args: argparse.Namespace) -> None:
         write(args.output, row | found)
         print(f"[{time.strftime('%H:%M:%S')}] {what} {json.dumps(found)[:600]}", flush=True)
 
+    manifest = checkpoint_entries(config)
+    if FRESH in args.parts:
+        save(random_weights(manifest, "cuda"), folder)
     begun = time.perf_counter()
     engine = start(args, folder)
     note("engine", engine=engine.facts, start_s=time.perf_counter() - begun)
-    manifest = checkpoint_entries(config)
     weights = random_weights(manifest, "cuda")
     parts: Mapping[str, Callable[[], None]] = {
+        FRESH: lambda: fresh(engine, weights, manifest, note),
         "steps": lambda: steps(engine, weights, args.steps, note),
         "bare": lambda: checked_and_bare(engine, weights, note),
         "guard": lambda: guard(engine, note),
@@ -117,18 +123,42 @@ def model_folder(name: str) -> tuple[dict[str, Any], str]:
 
 def start(args: argparse.Namespace, folder: str) -> RolloutEngine:
     """The engine of a plan for this model, as a trainer would start it, with random weights."""
+    card = find_gpu("auto")
     limits = replace(
-        default_limits(find_gpu("h200_sxm"), args.model),
+        default_limits(card, args.model),
         gpu_memory_utilization=args.utilization, max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=8192
     )  # fmt: skip
     workload = Workload(prompts=4, samples_per_prompt=4, prompt_lengths=Fixed(PROMPT), response_lengths=Fixed(RESPONSE))
-    made = plan(args.model, "h200_sxm", workload, limits=limits, gpus=args.tensor_parallel)
-    wanted = (args.precision, args.tensor_parallel)
-    choice = next(i for i, c in enumerate(made.choices) if (c.precision, c.tensor_parallel) == wanted)
+    made = plan(args.model, card, workload, limits=limits, gpus=args.tensor_parallel)
+    wanted = (args.precision, args.tensor_parallel, args.expert_parallel)
+    layouts = [(c.precision, c.tensor_parallel, c.expert_parallel) for c in made.choices]
+    choice = layouts.index(wanted)
     more: dict[str, Any] = {"enable_sleep_mode": True} if args.sleep else {}
+    more |= {} if FRESH in args.parts else {"load_format": "dummy"}
     more |= args.engine_args
-    return RolloutEngine.from_plan(
-        made, folder, choice=choice, mode=args.mode, load_format="dummy", skip_tokenizer_init=True, **more
+    return RolloutEngine.from_plan(made, folder, choice=choice, mode=args.mode, skip_tokenizer_init=True, **more)
+
+
+def save(weights: Mapping[str, Any], folder: str) -> None:
+    """Write a checkpoint beside the folder's config.json."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.cpu() for name, tensor in weights.items()}, f"{folder}/model.safetensors")
+
+
+def fresh(engine: RolloutEngine, weights: Mapping[str, Any], manifest: Any, note: Callable[..., None]) -> None:
+    """An engine that nobody synced, the same after a sync of other weights, and after one of its own weights."""
+    started = digests(engine)
+    other = engine.sync_weights(random_weights(manifest, "cuda", seed=1))
+    changed = digests(engine)
+    report = engine.sync_weights(weights)
+    back = digests(engine)
+    note(
+        "fresh",
+        tensors=len(started),
+        differ=[name for name in started if started[name] != back.get(name)],
+        changed=sum(started[name] != changed.get(name) for name in started),
+        reports=[asdict(each) | {"kv_scales": None} for each in (other, report)],
     )
 
 

@@ -5,7 +5,7 @@
 # parts of a tar.xz with `site`. ENV: a script that sets the variables of this vLLM, if it needs any. DIR (.lease, which
 # git ignores) then has
 #     vllm.0 ...      vLLM
-#     fp8plan         a wheel of fp8plan, and ENV
+#     fp8plan         wheels of fp8plan and of requests, which vLLM's HTTP client imports, and ENV
 #     verl            verl, and a wheel of TRL
 #     learning.0 ...  SmolLM2 and reasoning-gym, for jobs/learning.sh alone
 # PYTHON (python3.12): of the machine's version, as one package is compiled.
@@ -24,6 +24,7 @@ bash "$bundle" "$work/vllm" > "$work/log" 2>&1 || { cat "$work/log" >&2; exit 1;
 for part in "$work"/vllm/*/; do mv "$part" "$out/vllm.$(basename "$part")"; done
 
 HATCH_BUILD_NO_HOOKS=true python3 -m pip wheel -q --no-deps -w "$out/fp8plan" . # any Python's: without the compiled module
+python3 -m pip download -q --only-binary=:all: --python-version 3.12 -d "$out/fp8plan" requests
 [ -z "$settings" ] || cp "$settings" "$out/fp8plan/env.sh"
 
 bash benchmarks/gpu/verl_bundle.sh "$out/verl/verl.tar.xz"

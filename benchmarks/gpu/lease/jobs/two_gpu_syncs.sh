@@ -1,0 +1,18 @@
+# For two GPUs: weight syncs of an engine over both, with tensor and with expert parallelism, and vLLM's own NCCL trainer
+# against a server. Bits are compared, so that nothing runs alone; a start waits, so that not all of them start at once.
+# FlashInfer would compile its kernel of few rows for two minutes, and DeepGEMM's warm-up one for each captured graph.
+. ~/lease.env
+export VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 VLLM_DEEP_GEMM_WARMUP=skip
+graphs='"cudagraph_capture_sizes": [1, 16]'
+sync() { # NAME MODEL [OPTION...]
+    python3 -m benchmarks.gpu.weight_sync --model "$2" --output ~/res/weight_sync."$1".jsonl --tensor-parallel 2 \
+        --utilization 0.25 --steps 5 --parts fresh steps equal "${@:3}" --engine-args \
+        "{\"kv_cache_memory_bytes\": 2000000000, \"compilation_config\": {$graphs, \"pass_config\": {\"fuse_allreduce_rms\": false}}}"
+}
+sync dense Qwen/Qwen3-1.7B > ~/res/sync_dense.log 2>&1 &
+sleep 25
+python3 -m benchmarks.gpu.native_server --model Qwen/Qwen3-1.7B --output ~/res/native_server.jsonl \
+    --server-args "--kv-cache-memory-bytes 2000000000 --compilation-config '{$graphs}'" > ~/res/native.log 2>&1 &
+sleep 15
+sync experts fp8plan/moe-7b --expert-parallel > ~/res/sync_experts.log 2>&1 &
+wait
