@@ -41,7 +41,7 @@ class LostEngineError(SyncError):
     """The engine cannot be used any more. The next sync starts another one; after shutdown(), from_plan does."""
 
 
-def text_of(error: Exception) -> str:
+def text_of(error: BaseException) -> str:
     """Return an error's message, with its kind unless fp8plan raised it."""
     return str(error) if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: {error}"
 

@@ -88,6 +88,19 @@ def print_notes(notes: Iterable[str]) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
+@contextmanager
+def starting_engines() -> Iterator[None]:
+    """Keep vLLM's log out of the result, and name its file after Ctrl-C."""
+    # vLLM logs to stdout by default, and reads this variable on import. Its log is held back while an engine runs, but
+    # errors at the end of the process are not.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    try:
+        yield
+    except KeyboardInterrupt as end:
+        print_notes(getattr(end, "__notes__", []))  # the path of the log of an engine that did not start
+        raise
+
+
 def progress(what: str) -> Callable[[Iterable[T]], Iterable[T]]:
     """A progress bar on a terminal, shown only for work that lasts."""
 

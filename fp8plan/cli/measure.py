@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +10,17 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from fp8plan.cli.console import ENGINE, OUTPUT, GroupedCommand, app, option, print_notes, progress, show
+from fp8plan.cli.console import (
+    ENGINE,
+    OUTPUT,
+    GroupedCommand,
+    app,
+    option,
+    print_notes,
+    progress,
+    show,
+    starting_engines,
+)
 from fp8plan.errors import ConfigError
 
 
@@ -58,9 +67,6 @@ def probe_command(
     from fp8plan.runtime.probe.sampling import SampleSettings, read_prompts
     from fp8plan.views.findings import probe_report
 
-    # vLLM logs to stdout by default, and reads this variable on import. Its log is held back while an engine runs, but
-    # errors at the end of the process are not.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     card = find_gpu(gpu)
     settings = SampleSettings(max_tokens, samples, temperature, seed, cast("Any", kv_scales))  # checked there
     limits = default_limits(
@@ -75,7 +81,7 @@ def probe_command(
     if observations is not None:  # so that a file that cannot be written shows before the measurement
         ModelShape.from_hf(model)
         append_observations(observations, [])
-    try:
+    with starting_engines():
         measured = probe(
             model,
             precision,
@@ -86,9 +92,6 @@ def probe_command(
             most_prompts=most_prompts,
             progress=lambda text: print(text, file=sys.stderr),
         )
-    except KeyboardInterrupt as end:
-        print_notes(getattr(end, "__notes__", []))  # the path of the log of an engine that did not start
-        raise
     if observations is not None:
         append_observations(observations, rows_of(measured))
     if as_json:

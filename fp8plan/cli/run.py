@@ -25,7 +25,9 @@ from fp8plan.cli.console import (
     print_notes,
     progress,
     show,
+    starting_engines,
 )
+from fp8plan.errors import ConfigError
 
 
 @app.command("monitor")
@@ -189,8 +191,20 @@ def import_command(
 @app.command("doctor", cls=GroupedCommand)
 def doctor_command(
     target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="URL of a vllm serve, a Monitor's run file, or a trainer's log")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="TARGET",
+            help="URL of a vllm serve, a Monitor's run file, or a trainer's log",
+            show_default=False,
+        ),
+    ] = None,
+    engine: Annotated[
+        bool,
+        typer.Option(
+            "--engine",
+            help="instead of a TARGET: test the installed vLLM with a tiny model of random weights, about a minute",
+        ),
+    ] = False,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -213,10 +227,22 @@ def doctor_command(
     Exits with 1 if there is a fault, and with 2 for a server that cannot be checked. In the engine's own process
     fp8plan.doctor(engine) sees more: weights, kernels, KV scales.
     """
-    from fp8plan.runtime.doctor.doctor import doctor
-
     for_a_server = not_none(prompts=prompts, api_key=api_key, timeout_s=timeout)
-    diagnosis = doctor(target, gpu=gpu, precision=precision, **for_a_server)
+    if engine:
+        if target or precision or for_a_server:
+            raise ConfigError(
+                "--engine tests the installed vLLM; leave out TARGET, and options other than --gpu and --json"
+            )
+        from fp8plan.runtime.doctor.self_test import self_test
+
+        with starting_engines():
+            diagnosis = self_test(gpu, lambda text: print(text, file=sys.stderr))
+    elif target is None:
+        raise ConfigError("nothing to look at; give a TARGET (a URL or a file), or type: fp8plan doctor --engine")
+    else:
+        from fp8plan.runtime.doctor.doctor import doctor
+
+        diagnosis = doctor(target, gpu=gpu, precision=precision, **for_a_server)
     if as_json:
         print(json.dumps(diagnosis.to_dict(), indent=2, allow_nan=False))
     else:

