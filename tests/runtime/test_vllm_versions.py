@@ -40,7 +40,10 @@ def test_a_newer_version_starts_with_a_line_on_what_was_not_checked(
 
     from fp8plan.runtime.engine.launch import launch
 
-    with pytest.warns(RuntimeWarning, match=f"vLLM {version} is newer than the tested {LAST}. .*Not checked: "):
+    with pytest.warns(
+        RuntimeWarning,
+        match=f"vLLM {version} is newer than the tested {LAST}. .*Not checked: .*fp8plan doctor --engine",
+    ):
         launch(plan(gpu="cpu", chosen=index("bf16")).setup(), None)
     assert untested("0.33.0") == ""
     monkeypatch.setattr(vllm_versions, "missing_names", lambda: ("vllm.a.b",))

@@ -21,6 +21,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from traceback import print_exc
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, text_of
@@ -88,8 +89,12 @@ def self_test(gpu: str | None = None, note: Callable[[str], None] = lambda _: No
     findings: list[Finding] = []
     try:
         with held_back(engine_stays=False), closing(_checked(setup)) as checks:
-            for check, says in zip(CHECKS, checks, strict=True):
-                findings.append(ok(check, says))
+            try:
+                for check, says in zip(CHECKS, checks, strict=True):
+                    findings.append(ok(check, says))
+            except Exception:
+                print_exc()  # into the engine's output
+                raise
     except (Exception, SystemExit) as error:
         check, *later = list(CHECKS)[len(findings) :]
         findings.append(fault(check, CHECKS[check], _text_of(error), TODO))
