@@ -148,10 +148,9 @@ def _imported() -> str:
         try:
             if not hasattr(import_module(module), name):
                 import_module(f"{module}.{name}")
-        except ModuleNotFoundError:
-            faults.append(f"{module}.{name} is missing")
         except Exception as error:
-            faults.append(f"{module}.{name}: {type(error).__name__}: {error}")
+            absent = isinstance(error, ModuleNotFoundError) and f"{module}.{name}".startswith(str(error.name))
+            faults.append(f"{module}.{name}{' is missing' if absent else f': {text_of(error)}'}")
     if faults:
         raise ConfigError("; ".join(faults))
     return f"all {len(names)} that fp8plan imports from vLLM"

@@ -104,6 +104,13 @@ def missing(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "imported_names", lambda: names)
 
 
+def without_its_library(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fakes.folder / "code").mkdir()
+    (fakes.folder / "code" / "bare_module.py").write_text("import no_library")
+    monkeypatch.syspath_prepend(fakes.folder / "code")
+    monkeypatch.setattr(self_test, "imported_names", lambda: (("bare_module", "name"),))
+
+
 def unimportable(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     (fakes.folder / "code").mkdir()
     (fakes.folder / "code" / "ill_module.py").write_text("raise RuntimeError('no driver')")
@@ -145,6 +152,7 @@ def other_bits(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     ("plant", "check", "name", "says"),
     [
         (missing, "names", "name_missing", "json.lost is missing; no_module.name is missing"),
+        (without_its_library, "names", "name_missing", "bare_module.name: ModuleNotFoundError: No module named"),
         (unimportable, "names", "name_missing", "ill_module.name: RuntimeError: no driver"),
         (not_started, "engine", "engine_does_not_start", "TypeError: init_device() got an unexpected keyword"),
         (exits, "engine", "engine_does_not_start", "SystemExit: no GPU"),
