@@ -103,11 +103,11 @@ tables: $(VENV)/.installed
 bench-aic: $(AIC_VENV)/.installed
 	$(AIC_VENV)/bin/python benchmarks/aiconfigurator_time.py
 
-# RECORDS: the rollouts that AIConfigurator and the roofline are asked about.
-RECORDS ?= profiles/h200_sxm/vllm-0.26.0/validation/rollouts.jsonl
+# SETS: the measured rollouts that AIConfigurator and the roofline are asked about; all in about 20 minutes.
+SETS ?=
 
 baselines: $(AIC_VENV)/.installed
-	$(AIC_VENV)/bin/python benchmarks/baselines.py $(RECORDS)
+	$(AIC_VENV)/bin/python benchmarks/baselines.py $(SETS)
 
 clean:
 	rm -rf $(VENV) $(TEST_VENV) .venv-engine-* $(AIC_VENV) $(DOCS_VENV) $(WHEEL_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

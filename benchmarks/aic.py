@@ -5,28 +5,35 @@ file can be tested without it. Models come to it as a folder with config.json: i
 downloads nothing (for Qwen3-8B, 1.7B and 30B-A3B, whose configs it carries, the answers are those it gives by name).
 
 FP8 KV needs a mode for the attention of prefill, and its tables hold but one per engine: BF16 for vLLM, FP8 for
-SGLang. It is told that one; for SGLang it would refuse otherwise. Its FP8_BLOCK GEMM times for vLLM are known to be far
-too long at small batches, having been taken without CUDA graphs (ai-dynamo/aiconfigurator issue 1414, mended in its
-successor); they are used here as they are shipped.
+SGLang. It is told that one; for SGLang it would refuse otherwise.
+
+Its fp8_block GEMMs of vLLM were timed without CUDA graphs (ai-dynamo/aiconfigurator issue 1414, mended in its
+successor). So a short one takes as long as the host needs to launch it, 0.06 to 0.1 ms. The backends `vllm` and
+`vllm+DONOR` are its tables as they are shipped, and with DONOR's fp8_block GEMMs of the same GPU in the place of all of
+vLLM's. Its rows of vLLM's experts have no such floor and stay.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from fp8plan.model.architecture import Experts
+from fp8plan.model.calibrate.aic import find_data
 from fp8plan.model.configs import find_config
 from fp8plan.model.cost.base import Array, StepBatch
 from fp8plan.model.rollout import Simulated, step_batch
 from fp8plan.model.validate.records import Record
 
-BACKENDS = ("vllm", "sglang")
+BACKENDS = ("vllm", "vllm+trtllm", "vllm+sglang", "sglang")
 LINEAR_MODE = {"bf16": "bfloat16", "fp8_block": "fp8_block"}
 KV_MODE = {"bf16": "bfloat16", "fp8": "fp8"}
 
@@ -50,6 +57,7 @@ def estimate(record: Record, prepared: Simulated, backend: str) -> tuple[float, 
         osl=max(2, round(float(batch.responses.mean()))),
         prefix=round(float(cached_prompt_tokens(record).mean())),
         free_gpu_memory_fraction=limits.gpu_memory_utilization,  # decides nothing but the warning
+        systems_paths=systems(prepared.model.gpu.name, backend),
     )
     return replica / float(answer.raw["seq/s"]), answer.kv_cache_warning
 
@@ -68,7 +76,7 @@ def simulated(record: Record, prepared: Simulated, backend: str) -> tuple[float,
 
     setting = _setting(record, prepared, backend)
     places = [setting.pop(name) for name in ("model_path", "system_name", "backend_name")]
-    engine = EngineHandle.compile(*places, **setting)
+    engine = EngineHandle.compile(*places, systems_path=systems(prepared.model.gpu.name, backend), **setting)
     return max(float(plan.steps @ step_seconds(engine, step_batch(plan))) for plan in prepared.schedules), None
 
 
@@ -98,20 +106,44 @@ def _step_ms(engine: Any, decode: int, context: int, new: int, chunks: int, leng
     return shared + decode_attention + sum(ms for name, ms, *_ in prefill if name == "context_attention")
 
 
-def database_version(gpu: str, backend: str) -> str:
-    """Version of the engine whose kernels its tables were measured with."""
+@cache
+def systems(gpu: str, backend: str) -> str | None:
+    """The folder of its tables with the donor's fp8_block GEMMs of `gpu`; None (its own folder) without a donor."""
+    engine, _, donor = backend.partition("+")
+    if not donor:
+        return None
+    folder = Path(_temporary().name, "systems", gpu, backend)
+    shutil.copytree(find_data()[0].parent, folder, copy_function=os.symlink)
+    paths = [folder / f"data/{gpu}/gemm/{x}/{database_version(gpu, x)}/gemm_perf.parquet" for x in (engine, donor)]
+    own, others = map(pd.read_parquet, paths)
+    paths[0].unlink()  # the link, not the shipped table
+    mended = pd.concat([own[own.gemm_dtype != "fp8_block"], others[others.gemm_dtype == "fp8_block"]])
+    mended.to_parquet(paths[0])
+    return str(folder)
+
+
+@cache
+def database_version(gpu: str, engine: str) -> str:
+    """Version of the engine whose kernels its tables were measured with. It takes a second."""
     from aiconfigurator_core.sdk.perf_database import get_latest_database_version
 
-    return str(get_latest_database_version(system=gpu, backend=backend))
+    return str(get_latest_database_version(system=gpu, backend=engine))
+
+
+def made_of(gpu: str, backend: str) -> str:
+    """The backend's engines with the versions of their tables."""
+    versions = [f"{engine} {database_version(gpu, engine)}" for engine in backend.split("+")]
+    return " with fp8_block GEMMs of ".join(versions)
 
 
 def _setting(record: Record, prepared: Simulated, backend: str) -> dict[str, Any]:
-    model = prepared.model
+    model, (engine, _, _) = prepared.model, backend.partition("+")
     linear, kv = LINEAR_MODE[model.precision.weights], KV_MODE[model.precision.kv]
     setting: dict[str, Any] = {
         "model_path": _model_folder(record.fields["model"]),
         "system_name": model.gpu.name,
-        "backend_name": backend,
+        "backend_name": engine,
+        "backend_version": database_version(model.gpu.name, engine),
         "tp_size": record.limits.tensor_parallel_size,
         "gemm_quant_mode": linear,
         "kvcache_quant_mode": kv,
@@ -124,7 +156,7 @@ def _setting(record: Record, prepared: Simulated, backend: str) -> dict[str, Any
 
 @cache
 def _model_folder(model: str) -> str:
-    folder = Path(_configs().name, model)
+    folder = Path(_temporary().name, "models", model)
     folder.mkdir(parents=True)
     config = {name: value for name, value in find_config(model)[0].items() if not name.startswith("_")}
     (folder / "config.json").write_text(json.dumps(config))
@@ -132,6 +164,6 @@ def _model_folder(model: str) -> str:
 
 
 @cache
-def _configs() -> TemporaryDirectory[str]:
-    """A folder of configs, removed when the process ends."""
-    return TemporaryDirectory(prefix="aiconfigurator-models-")
+def _temporary() -> TemporaryDirectory[str]:
+    """The folder of configs and mended tables, removed when the process ends."""
+    return TemporaryDirectory(prefix="aiconfigurator-")

@@ -1,13 +1,14 @@
 """Predictions of others for measured rollouts: a datasheet roofline, fp8plan uncalibrated, and AIConfigurator 0.12.
 
-`make baselines` runs this in AIConfigurator's environment. benchmarks/results/baselines.jsonl gets one line per method
-and cell (a group, a precision and an imposed KV size: what a prediction depends on, so repeated runs share it) with the
-predicted seconds, or why there are none. benchmarks/tables/baselines.py sums it up. Methods:
+`make baselines` runs this in AIConfigurator's environment. benchmarks/results/baselines_SET.jsonl gets one line per
+method and cell (a group, a precision and an imposed KV size: what a prediction depends on, so repeated runs share it)
+with the predicted seconds, or why there are none. benchmarks/tables/baselines.py has the sets, and sums up. Methods:
 
 roofline           per step the larger of bytes / bandwidth and FLOPs / peak of the datasheet, on fp8plan's schedule
 datasheet profile  fp8plan with profiles/datasheet.json, whatever was measured since
 aic-*-estimate     AIConfigurator's own estimate with its vLLM or SGLang tables, at mean lengths (see aic.estimate)
 aic-*-simulated    AIConfigurator's step times on fp8plan's schedule and memory plan (see aic.simulated)
+aic-vllm+*-...     the same, its vLLM tables mended by rows of another engine (see aic)
 """
 
 from __future__ import annotations
@@ -21,21 +22,20 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 
 import aic
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.tables.baselines import SETS, records, results
 from fp8plan.errors import Fp8PlanError
 from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.rollout import Simulated, rollout, step_batch
-from fp8plan.model.validate.records import Record, read_records
+from fp8plan.model.validate.records import Record
 from fp8plan.model.validate.validate import CELL, cell_of, simulated
 
-RESULTS = Path(__file__).parent / "results" / "baselines.jsonl"
 Answer = tuple[float, str | None]  # seconds, and a warning that came with them
 Method = Callable[[Record, Simulated], Answer]  # raises where it refuses
 
@@ -87,8 +87,8 @@ def made_by(method: str, card: str) -> str:
     if not method.startswith("aic-"):
         return f"fp8plan {version('fp8plan')}"
     backend = method.split("-")[1]
-    tables = f"{backend} {aic.database_version(card, backend)} tables"
-    return f"aiconfigurator {version('aiconfigurator')}, core {version('aiconfigurator-core')}, {tables}"
+    versions = f"aiconfigurator {version('aiconfigurator')}, core {version('aiconfigurator-core')}"
+    return f"{versions}, tables of {aic.made_of(card, backend)}"
 
 
 def without_paths(message: str) -> str:
@@ -98,21 +98,24 @@ def without_paths(message: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", type=Path, nargs="+", help="rollout records, JSONL")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("sets", nargs="*", metavar="SET", help=f"default: {' '.join(SETS)}")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # AIConfigurator warns of tables that these models do not use
     try:
-        records = [record for path in arguments.records for record in read_records(path)]
-        cells = {tuple(cell(record).values()): record for record in records}
-        today = {"date": time.strftime("%Y-%m-%d")}
-        rows = [row | today for record in tqdm(cells.values(), "cells", disable=None) for row in lines(record)]
+        for name in arguments.sets or SETS:
+            write(name)
     except Fp8PlanError as error:
         sys.exit(f"error: {error}")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write(name: str) -> None:
+    """Ask every method about the cells of a set."""
+    cells = {tuple(cell(record).values()): record for record in records(name)}
+    today = {"date": time.strftime("%Y-%m-%d")}
+    rows = [row | today for record in tqdm(cells.values(), name, disable=None) for row in lines(record)]
+    results(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     refused = sum(row["predicted_s"] is None for row in rows)
-    print(f"{len(cells)} cells x {len(methods())} methods, {refused} refusals: {arguments.output}")
+    print(f"{len(cells)} cells x {len(methods())} methods, {refused} refusals: {results(name)}")
 
 
 if __name__ == "__main__":

@@ -49,9 +49,6 @@ COMMANDS = (
     *("plan", "emit", "validate", "models", "profiles", "profiles import-aic"),
     *("calibrate", "probe", "monitor", "report", "import", "doctor"),
 )
-MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0"
-VALIDATION, FAMILIES = (MEASURED / name / "rollouts.jsonl" for name in ("validation", "families"))
-HELD_OUT = FAMILIES.with_name("held_out.jsonl")
 
 
 def plan_table(answer: Plan) -> str:
@@ -123,17 +120,13 @@ def blocks() -> dict[str, str]:
     made |= {f"two engines of {gpu}": two_engines.committed_table(gpu) for gpu in ("h200", "h100")}
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
     made["streams"] = streams.table()
-    measured = validate(read_records(VALIDATION))
-    made["accuracy"] = accuracy.tables(measured)
-    for name, records, others in (
-        ("families", FAMILIES, baselines.OF_FAMILIES),
-        ("held-out families", HELD_OUT, baselines.OF_HELD_OUT),
-    ):
-        found = validate(read_records(records))
-        made[name] = accuracy.families(found)
-        made[f"baselines of {name}"] = baselines.table(found.records, jsonl.rows(others))
-    made["accuracy line"] = accuracy.line(measured, validate(read_records(HELD_OUT)))
-    made["baselines"] = baselines.table(measured.records, jsonl.rows(baselines.BASELINES))
+    validated = {name: validate(baselines.records(name)) for name in baselines.SETS}
+    made["accuracy"] = accuracy.tables(validated["validation"])
+    for name, found in validated.items():
+        made[f"baselines of {name}"] = baselines.table(found.records, jsonl.rows(baselines.results(name)))
+    made |= {name: accuracy.families(validated[name]) for name in ("families", "held_out")}
+    made["accuracy line"] = accuracy.line(validated["validation"], validated["held_out"])
+    made["standing"] = baselines.standing({name: found.records for name, found in validated.items()})
     made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu.table()
     made |= {"verl outputs": verl_outputs.table(), "trl outputs": trl_outputs.table()}

@@ -9,6 +9,7 @@ from typing import Any
 import aic
 import baselines
 import numpy as np
+import pandas as pd
 import pytest
 
 from benchmarks.tables import baselines as baselines_table
@@ -112,6 +113,29 @@ def test_the_roofline_is_below_and_the_datasheet_profile_is_fp8plan_without_meas
     assert steps * weights / 4.8e12 < bound < uncalibrated
 
 
+def test_mended_tables_have_the_donors_fp8_block_gemms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "systems" / "data"
+    (tmp_path / "systems" / "a_card.yaml").parent.mkdir()
+    (tmp_path / "systems" / "a_card.yaml").touch()
+    for engine, latency in (("vllm", 1.0), ("trtllm", 2.0)):
+        rows = [{"gemm_dtype": x, "m": m, "latency": latency} for x in ("bfloat16", "fp8_block") for m in (1, 8)]
+        path = data / "a_card" / "gemm" / engine / "1.0" / "gemm_perf.parquet"
+        path.parent.mkdir(parents=True)
+        pd.DataFrame(rows[engine == "trtllm" :]).to_parquet(path)  # the donor has fewer shapes
+    shipped = data / "a_card" / "gemm" / "vllm" / "1.0" / "gemm_perf.parquet"
+    before = shipped.read_bytes()
+    monkeypatch.setattr(aic, "find_data", lambda: (data, "0.12.0"))
+    monkeypatch.setattr(aic, "database_version", lambda gpu, engine: "1.0")
+    assert aic.systems("a_card", "vllm") is None
+    folder = aic.systems("a_card", "vllm+trtllm")
+    assert folder is not None
+    table = pd.read_parquet(Path(folder) / shipped.relative_to(tmp_path / "systems"))
+    assert table.groupby("gemm_dtype").latency.unique().to_dict() == {"bfloat16": [1.0], "fp8_block": [2.0]}
+    assert Path(folder, "a_card.yaml").is_file()
+    assert shipped.read_bytes() == before
+    assert aic.made_of("a_card", "vllm+trtllm") == "vllm 1.0 with fp8_block GEMMs of trtllm 1.0"
+
+
 def test_no_path_of_this_machine_gets_into_a_message() -> None:
     message = "OOM: the model '/tmp/xyz-1/Qwen/Qwen3-8B'\n has no /opt/a.b/data.parquet for bf16/fp8 (tp=1)"
     assert baselines.without_paths(message) == "OOM: the model 'Qwen3-8B' has no data.parquet for bf16/fp8 (tp=1)"
@@ -132,7 +156,7 @@ ROWS = [cell("bf16", 10, 10), cell("fp8_kv", 5, 4), cell("bf16", 10.2, 10), cell
 def answers() -> list[dict[str, Any]]:
     """Every method says 12 and 6 s, but one refuses bf16 and warns at fp8_kv, where its simulation says 20 and 5."""
     names = [name for name in baselines_table.LABELS if not name.endswith("-either")]
-    kept = [line(name, p, s) for name in names for p, s in (("bf16", 12), ("fp8_kv", 6)) if "vllm" not in name]
+    kept = [line(name, p, s) for name in names for p, s in (("bf16", 12), ("fp8_kv", 6)) if "vllm-" not in name]
     refused = line("aic-vllm-estimate", "bf16", None, refusal="RuntimeError: OOM")
     warned = line("aic-vllm-estimate", "fp8_kv", 50, warning="too large")
     simulated = [line("aic-vllm-simulated", p, s) for p, s in (("bf16", 20), ("fp8_kv", 5))]
@@ -158,6 +182,30 @@ def test_the_table_by_hand() -> None:
     assert "2 cells in 1 groups" in text
     assert "within 3.0%" in text  # 9.9 to 10.2 s around 10 s
     assert {len(row) for row in found.values()} == {10}
+
+
+def test_the_standing_leaves_out_what_is_beyond_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two groups one has too many requests. AIConfigurator refused one cell, so there is a row without it."""
+    few, many = (record(tmp_path, prompt_ids=None, prompt_lengths=[9] * n, response_lengths=[9] * n) for n in (4, 513))
+    rows = [row | {"gpu": "h200_sxm", "engine_version": "0.26.0", "group": few.group} for row in ROWS]
+    rows.append(rows[0] | {"group": many.group, "predicted_s": 1e9})
+    lines = [answer | {"group": few.group} for answer in answers()]
+    for answer in lines:
+        if answer["precision"] == "fp8_kv":
+            answer["predicted_s"] = None
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in lines))
+    monkeypatch.setattr(baselines_table, "HELD_OUT", ("one",))
+    monkeypatch.setattr(baselines_table, "records", lambda name: [few, many])
+    monkeypatch.setattr(baselines_table, "results", lambda name: tmp_path / "answers.jsonl")
+    found = [line.strip("| ").split(" | ") for line in baselines_table.standing({"one": rows}).splitlines()[2:-2]]
+    assert [row[:2] for row in found] == [["h200_sxm", "0.26.0"]] * 5
+    assert [row[3:] for row in found] == [
+        ["2 of 2", "10.0%", "50.0", "no"],  # fp8plan: 10 s are right, 4 s are 20% off
+        ["1 of 2", "100.0%", "-", "no"],  # 20 s
+        ["1 of 2", "20.0%", "-", "no"],  # 12 s
+        ["1 of 2", "20.0%", "-", "no"],
+        ["1 of 1", "0.0%", "-", "no"],  # fp8plan in BF16
+    ]
 
 
 def test_a_cell_that_nobody_was_asked_about_is_an_error() -> None:
