@@ -18,7 +18,7 @@ from benchmarks.error_parts import FOLDERS, Cell, cells, gains, makespan, summar
 from benchmarks.tables.markdown import table as markdown
 from fp8plan.model.calibrate.two_engines import TWO_ENGINES, by_two_engines
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
+from fp8plan.model.profile.library import datasheet_profile, load_profile, nearest_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
 
@@ -47,7 +47,7 @@ def priors(gpu: str) -> Iterator[tuple[str, Profile]]:
     """The profiles that could be there before any measurement of this GPU, each with a name."""
     card, version, folder = find_gpu(gpu), VERSIONS[gpu], profiles_path()
     yield "datasheet", datasheet_profile(card, version)
-    imported = load_profile("h100", version, profiles_dir=folder)[0]
+    imported = nearest_profile(find_gpu("h100"), version, profiles_dir=folder)
     if gpu == "h200":
         yield "import of the H100", imported.of_sibling(card.name)
     elif gpu == "h100":

@@ -111,7 +111,7 @@ def calibrate_command(
     grid: Annotated[
         Grid,
         typer.Option(
-            help="quick: about 15 minutes; full: about forty; anchor: two engines, about 7 minutes with their starts"
+            help="quick: about 25 minutes; full: longer; anchor: two engines, about 7 minutes with their starts"
         ),
     ] = Grid.quick,
     fit_only: Annotated[bool, typer.Option("--fit-only", help="fit the measurements that are there")] = False,

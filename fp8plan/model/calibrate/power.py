@@ -44,6 +44,9 @@ LEAST_WATTS = 0.1  # instead of 0: another coefficient would stand in for a miss
 LIKE = {MATH["fp8"]: MATH["bf16"], EXPERTS["bf16_experts"]: MATH["bf16"], EXPERTS["fp8_experts"]: MATH["fp8"]}
 LIKE |= {name: RUNNING["kernels"] for name in RUNNING.values() if name != RUNNING["kernels"]}
 LIKE_SD = 300.0
+# Watts that a GPU draws while an engine waits, as a share of its limit. Readings of busy rollouts alone cannot tell it
+# from the watts of running kernels. The H200's many readings give 124 W of 700.
+IDLE_SHARE, IDLE_SD = 0.18, 30.0
 
 Uses = Mapping[str, Array]
 
@@ -54,7 +57,8 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile, kernels: pd.D
 
     kernels: rows of kernels/power.jsonl
     """
-    if not steps or steps[0].record.setup.gpu.power_limit_watts is None:
+    limit = steps[0].record.setup.gpu.power_limit_watts if steps else None
+    if limit is None:
         return {}
     runs = [run for run in steps if run.record.fields.get("power_w") and run.record.seconds >= LEAST_SECONDS]
     if len(runs) + len(kernels) < LEAST_READINGS:
@@ -66,8 +70,10 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile, kernels: pd.D
     names = [name for name in NAMES if used[name].any()]
     alike = [(name, LIKE[name]) for name in names if LIKE.get(name) in names]
     held = np.array([[(c == name) - (c == other) for c in names] for name, other in alike], dtype=float) / LIKE_SD
-    matrix = np.vstack([used[names].to_numpy() * weights[:, None], held.reshape(-1, len(names))])
-    fitted, _ = nnls(matrix, np.append(watts * weights, np.zeros(len(alike))))
+    idle = np.array([[name == IDLE for name in names]], dtype=float) / IDLE_SD
+    matrix = np.vstack([used[names].to_numpy() * weights[:, None], held.reshape(-1, len(names)), idle])
+    wanted = np.concatenate([watts * weights, np.zeros(len(alike)), [IDLE_SHARE * limit / IDLE_SD]])
+    fitted, _ = nnls(matrix, wanted)
     known = {name: max(float(value), LEAST_WATTS) for name, value in zip(names, fitted, strict=True)}
     return known if min(known.get(name, 0.0) for name in (IDLE, RUNNING["kernels"])) > LEAST_WATTS else {}
 

@@ -35,13 +35,13 @@ from fp8plan.version import DEFAULT_VERSION, has
 
 MIB, GIB = 1 << 20, 1 << 30
 
-# vLLM's estimate of CUDA graph memory, V1 model runner only (gpu_model_runner.py, profile_cudagraph_memory). It is the
-# larger first capture, and for each kind its second graph times the number of further ones. The sizes agree with 51 +
-# 51 graphs of Qwen3-30B-A3B (658 MiB in BF16, 758 in FP8) and a public log of Qwen3-8B. Other families took 556 to 918
-# MiB. A guess: FP8 adds to full graphs only.
+# vLLM's estimate of CUDA graph memory (profile_cudagraph_memory). It is the larger first capture, and for each kind its
+# second graph times the number of further ones. V1: the sizes agree with 51 + 51 graphs of Qwen3-30B-A3B (658 MiB in
+# BF16, 758 in FP8) and a public log of Qwen3-8B. Other families took 556 to 918 MiB. V2: 51 + 51 graphs of Qwen3-8B
+# with vLLM 0.33 on an H100 (960 and 1,060 MiB), which tell the sum of both kinds alone. A guess: FP8 adds to full
+# graphs only.
 CUDAGRAPH_FIRST_BYTES = 58 * MIB
-CUDAGRAPH_PIECEWISE_BYTES = 4 * MIB
-CUDAGRAPH_FULL_BYTES = 8 * MIB
+CUDAGRAPH_BYTES = {"v1": (4 * MIB, 8 * MIB), "v2": (6 * MIB, 12 * MIB)}  # of a piecewise and of a full graph
 CUDAGRAPH_FP8_BYTES = 2 * MIB
 
 
@@ -77,16 +77,17 @@ def cudagraph_reserve_bytes(
 ) -> int:
     """Bytes set aside for CUDA graphs before the KV pool is sized (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=1).
 
-    The V2 model runner reserves none (profile_cudagraph_memory returns 0). V1 captures every size piecewise, and sizes
-    up to max_num_seqs also as full graphs.
+    The V2 model runner reserves none before vLLM 0.29. Every size is captured piecewise, and sizes up to max_num_seqs
+    also as full graphs.
     """
-    captured = cudagraph_capture_sizes(shape, gpu, limits, engine_version)
+    captured, runner = cudagraph_capture_sizes(shape, gpu, limits, engine_version), model_runner(shape, gpu)
     sizes = [size for size in captured if size <= 512]  # the 83 graphs of gpt-oss took no more than 51 of others
-    if model_runner(shape, gpu) == "v2" or not sizes:
+    if not sizes or (runner == "v2" and not has(engine_version, "V2 reserves memory for CUDA graphs")):
         return 0
+    piecewise, full = CUDAGRAPH_BYTES[runner]
+    full += 0 if precision.weights == "bf16" else CUDAGRAPH_FP8_BYTES
     more_full = sum(size <= limits.max_num_seqs for size in sizes) - 1
-    full = CUDAGRAPH_FULL_BYTES + (0 if precision.weights == "bf16" else CUDAGRAPH_FP8_BYTES)
-    return CUDAGRAPH_FIRST_BYTES + (len(sizes) - 1) * CUDAGRAPH_PIECEWISE_BYTES + more_full * full
+    return CUDAGRAPH_FIRST_BYTES + (len(sizes) - 1) * piecewise + more_full * full
 
 
 # With FP8 weights or KV, vLLM loads DeepGEMM with the model, whose cuBLASLt workspace (csrc/jit/device_runtime.hpp)
@@ -182,7 +183,7 @@ class MemoryPlan:
     weights_bytes:      "Model loading took" in the engine's log
     activation_bytes:   "peak activation"
     non_torch_bytes:    growth outside the allocator while profiling
-    cudagraph_bytes:    set aside for CUDA graphs (0 with the V2 model runner)
+    cudagraph_bytes:    set aside for CUDA graphs (0 with the V2 model runner before vLLM 0.29)
     kv:                 the KV cache's blocks, and the groups of layers that share them
     imposed:            EngineLimits.num_gpu_blocks gives the pool, so it is not predicted
     """

@@ -29,7 +29,7 @@ H200, H100 = find_gpu("h200"), find_gpu("h100")
 FOLDER = profiles_path() / "h200_sxm" / "vllm-0.26.0"
 SHEET = datasheet_profile(H200)
 MEASURED, _ = load_profile(H200, profiles_dir=profiles_path())
-SIBLING = load_profile(H100, profiles_dir=profiles_path())[0].of_sibling(H200.name)  # imported, and of vLLM 0.24
+SIBLING = nearest_profile(H100, "0.26.0", profiles_path()).of_sibling(H200.name)  # imported, and of vLLM 0.24
 
 
 def of(records: Sequence[Record], model: str, *precisions: str) -> list[Record]:

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
+from fp8plan.jsonl import rows
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import cudagraph_capture_sizes, cudagraph_reserve_bytes
 from fp8plan.model.precision import BF16
+from fp8plan.model.validate.records import Record, read_records
 
 GIB = 1 << 30
 H200 = find_gpu("h200")
@@ -20,7 +23,7 @@ QWEN3_30B = ModelShape.from_hf("Qwen3-30B-A3B")
 
 
 def test_only_moe_models_reserve_for_cuda_graphs() -> None:
-    # V2 model runner (dense) reserves nothing; public V1 logs with these graphs say 0.5 to 0.8 GiB.
+    # V2 model runner (dense) reserves nothing in 0.26; public V1 logs with these graphs say 0.5 to 0.8 GiB.
     limits = EngineLimits(max_num_seqs=256)
     assert cudagraph_reserve_bytes(QWEN3_8B, BF16, H200, limits) == 0
     assert 0.5 < cudagraph_reserve_bytes(QWEN3_30B, BF16, H200, limits) / GIB < 0.8
@@ -85,3 +88,17 @@ def test_a_larger_limit_captures_all_sizes_of_a_smaller_one(limit: int, more: in
 def test_a_limit_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_cudagraph_capture_size is 0; allowed: .*, or leave it out: vLLM's own"):
         EngineLimits(max_cudagraph_capture_size=0)
+
+
+NEWER = Path(__file__).parents[3] / "benchmarks" / "results" / "vllm_033_h100" / "held_out"
+MEMORY = {row["precision"]: row["memory"] for row in rows(NEWER.with_suffix(".engines.jsonl"))}
+
+
+@pytest.mark.parametrize("record", read_records(NEWER.with_suffix(".jsonl"))[::3], ids=lambda x: x.fields["precision"])
+def test_what_vllm_0_33_set_aside_on_an_h100(record: Record) -> None:
+    """The V2 model runner reserves memory for its graphs since 0.29."""
+    longest, setup = record.limits.max_model_len, record.setup
+    plan = setup.memory(longest)
+    assert plan.cudagraph_bytes == pytest.approx(MEMORY[setup.precision.name]["cuda_graphs_estimated_bytes"], rel=0.01)
+    assert plan.kv_cache_tokens == pytest.approx(record.fields["measured_kv_cache_tokens"], rel=0.04)
+    assert replace(setup, engine_version="0.28.0").memory(longest).cudagraph_bytes == 0

@@ -1,0 +1,55 @@
+"""Profiles of the H100 that were tried, judged on measured rollouts of at most MOST requests that no fit has seen.
+
+    python -m benchmarks.native_h100        prints the table of profiles/README.md, in two minutes
+
+`calibrate`'s own fit sees the rollouts in calibrate/anchor with their traces, and the kernels beside them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.anchored import VERSIONS
+from benchmarks.error_parts import FOLDERS, cells, gains, makespan, summary
+from benchmarks.tables.markdown import table as markdown
+from fp8plan.model.calibrate.profile_of import calibrate
+from fp8plan.model.calibrate.two_engines import by_two_engines
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.profile.library import nearest_profile, profiles_path
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.validate.records import read_records
+
+CARD, MOST = find_gpu("h100"), 512
+
+
+def profiles() -> Iterator[tuple[str, Profile]]:
+    """The profiles, each with a name."""
+    version, folder = VERSIONS["h100"], profiles_path() / FOLDERS["h100"] / "calibrate"
+    imported = nearest_profile(CARD, version, profiles_path())
+    yield "import", imported
+    with TemporaryDirectory() as place:
+        shutil.copytree(folder / "kernels", Path(place) / "kernels")
+        shutil.copytree(folder / "anchor", Path(place) / "steps")
+        yield "calibration", calibrate(Path(place), CARD, version).profile
+    yield "import, corrected", by_two_engines(imported, read_records(folder / "anchor" / "rollouts.jsonl"), version)
+
+
+def row(name: str, profile: Profile) -> list[str]:
+    every = [cell for cell in cells("h100", profile) if len(cell.record.fields["response_lengths"]) <= MOST]
+    times = summary([makespan(cell, cell.rollout) for cell in every])
+    groups = {cell.record.group: [x for x in every if x.record.group == cell.record.group] for cell in every}
+    of_groups = (gains(own, [cell.rollout for cell in own], own[0].simulated.model.profile) for own in groups.values())
+    ratios = summary([ratio for group in of_groups for ratio in group])
+    return [name, f"{times['points']:.1f}%", f"+-{times['half_width']:.1%}", f"{ratios['points']:.1f}"]
+
+
+def table() -> str:
+    head = ["profile", "makespans, MAPE", "90% interval, median", "speed-ups, points"]
+    return markdown(head, [row(name, profile) for name, profile in profiles()])
+
+
+if __name__ == "__main__":
+    print(table())
