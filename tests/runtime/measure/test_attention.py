@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.calibrate import profile_of as held_out
 from fp8plan.runtime.measure.kernels import attention as grid
@@ -118,7 +119,7 @@ def test_block_tables_grow_with_the_longest_request() -> None:
 
 
 def test_too_few_blocks_are_an_error() -> None:
-    with pytest.raises(ValueError, match="need 126 KV blocks, the pool has 100"):
+    with pytest.raises(ConfigError, match="need 126 KV blocks, the pool has 100"):
         grid.block_tables(np.array([1000]), copies=2, blocks=100)
 
 

@@ -127,6 +127,21 @@ def test_a_failure_is_recorded_and_tried_again_last(output: Path) -> None:
     assert [row["m"] for row in read(output)] == [3, 2, 5, 1]
 
 
+def test_a_point_that_the_gpu_cannot_have_is_no_failure_and_not_tried_again(
+    output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(point: Point) -> Work:
+        if point.shape["m"] > 2:
+            raise ConfigError(f"{point.shape['m']} rows do not fit in the pool")
+        return Work([lambda: 1], timer=timer)
+
+    assert sweep.sweep(POINTS, prepare, output) == []
+    assert [row["m"] for row in read(output)] == [1, 2]
+    assert [row["m"] for row in read(output.with_name("gemm.failed.jsonl"))] == [4, 3]
+    assert "4 rows do not fit in the pool" in capsys.readouterr().err
+    assert sweep.remaining(POINTS, output) == []
+
+
 def test_a_call_that_fails_is_a_failure_of_its_point(output: Path) -> None:
     def prepare(point: Point) -> Work:
         return Work([lambda: 1 // (point.shape["m"] - 3)], timer=timer)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.calibrate.profile_of import ATTENTION, UNEQUAL
@@ -170,13 +171,13 @@ def needed_blocks(kv_tokens: Ints) -> int:
 def block_tables(kv_tokens: Ints, copies: int, blocks: int) -> NDArray[np.int32]:
     """Scattered block numbers of every request, shape (copies, requests, width); no block is used twice.
 
-    Entries behind a request's last block are 0, as in the engine. Raises ValueError if `blocks` are too few.
+    Entries behind a request's last block are 0, as in the engine. Raises ConfigError if `blocks` are too few.
     """
     needed = -(-kv_tokens // BLOCK_SIZE)
     width = -(-max(MAX_MODEL_LEN, int(kv_tokens.max())) // BLOCK_SIZE)
     total = copies * needed_blocks(kv_tokens)
     if total > blocks:
-        raise ValueError(f"{copies} copies need {total} KV blocks, the pool has {blocks}")
+        raise ConfigError(f"{copies} copies need {total} KV blocks, the pool has {blocks}")
     tables = np.zeros((copies, len(kv_tokens), width), np.int32)
     tables[np.broadcast_to(np.arange(width) < needed[:, None], tables.shape)] = _shuffled(blocks)[:total]
     return tables

@@ -1,7 +1,8 @@
 """A sweep: time many points, one JSON line each, resumable; and the command line of every script that makes one.
 
 FOLDER/<name>.jsonl         {"kernel": ..., the shape, "seconds", "spread", "replays", "sm_mhz", "key", "run"}
-FOLDER/<name>.failed.jsonl  {"kernel": ..., the shape, "error", "key", "run"}; tried again, after all others
+FOLDER/<name>.failed.jsonl  {"kernel": ..., the shape, "error", "key", "run"}; tried again, after all others, unless
+                            this GPU cannot have the point (a ConfigError): it lacks the memory or the kernel
 FOLDER/machines.jsonl       the machine of each run, by "run"
 """
 
@@ -73,7 +74,8 @@ def shuffled(points: Iterable[T]) -> list[T]:
 def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: float | None = None) -> list[str]:
     """Time the points that `output` lacks, in their order, for as long as `seconds` allow. Return the failures.
 
-    A point that fails is noted and passed over. Raises Fp8PlanError if a failure has broken this process's GPU context.
+    A point that fails is noted and passed over. One that this GPU cannot have is no failure. Raises Fp8PlanError if a
+    failure has broken this process's GPU context.
     """
     begun, run, noted = time.monotonic(), uuid4().hex[:8], set()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -89,22 +91,30 @@ def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: f
         row = point.row | _attempt(point, prepare) | {"key": point.key, "run": run}
         jsonl.write(failed_file(output) if "error" in row else output, row)
         if "error" in row:
-            failures.append(f"{point.kernel} {point.shape}: {row['error']}")
+            text = f"{point.kernel} {point.shape}: {row['error']}"
+            failures += [] if _refused(row) else [text]
             alike = point.kernel, row["error"].partition(":")[0]
             if alike not in noted:  # a kernel that this GPU lacks would fail at a hundred points
                 noted.add(alike)
-                note(f"{failures[-1]}; more of the kind would be in {failed_file(output)} alone")
+                note(f"{text}; more of the kind would be in {failed_file(output)} alone")
             _clean_up()
     return failures
 
 
 def remaining(points: Sequence[Point], output: Path) -> list[Point]:
-    """The points that `output` lacks, earlier failures last. A torn last line is cut off."""
+    """The points that `output` lacks and this GPU can have, earlier failures last. A torn last line is cut off."""
     for file in (output, failed_file(output)):
         if lost := file.exists() and jsonl.repair(file).cut:
             note(f"{file}: the last line was torn ({lost} bytes) and is cut off")
-    done, failed = ({row["key"] for row in jsonl.rows(file)} for file in (output, failed_file(output)))
+    failures = list(jsonl.rows(failed_file(output)))
+    done = {row["key"] for row in jsonl.rows(output)} | {row["key"] for row in failures if _refused(row)}
+    failed = {row["key"] for row in failures}
     return sorted((point for point in points if point.key not in done), key=lambda point: point.key in failed)
+
+
+def _refused(row: Mapping[str, Any]) -> bool:
+    """True for a failure that another try cannot mend."""
+    return str(row["error"]).startswith(ConfigError.__name__)
 
 
 def failed_file(output: Path) -> Path:
