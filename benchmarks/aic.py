@@ -7,10 +7,8 @@ downloads nothing (for Qwen3-8B, 1.7B and 30B-A3B, whose configs it carries, the
 FP8 KV needs a mode for the attention of prefill, and its tables hold but one per engine: BF16 for vLLM, FP8 for
 SGLang. It is told that one; for SGLang it would refuse otherwise.
 
-Its fp8_block GEMMs of vLLM were timed without CUDA graphs (ai-dynamo/aiconfigurator issue 1414, mended in its
-successor). So a short one takes as long as the host needs to launch it, 0.06 to 0.1 ms. The backends `vllm` and
-`vllm+DONOR` are its tables as they are shipped, and with DONOR's fp8_block GEMMs of the same GPU in the place of all of
-vLLM's. Its rows of vLLM's experts have no such floor and stay.
+Backend `vllm` has its tables as shipped. `vllm+DONOR` has DONOR's fp8_block GEMMs of the same GPU instead of vLLM's, as
+benchmarks.tables.baselines.MENDED explains (ai-dynamo/aiconfigurator issue 1414, mended in its successor).
 """
 
 from __future__ import annotations

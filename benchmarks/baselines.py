@@ -1,8 +1,8 @@
 """Predictions of others for measured rollouts: a datasheet roofline, fp8plan uncalibrated, and AIConfigurator 0.12.
 
 `make baselines` runs this in AIConfigurator's environment. benchmarks/results/baselines_SET.jsonl gets one line per
-method and cell (a group, a precision and an imposed KV size: what a prediction depends on, so repeated runs share it)
-with the predicted seconds, or why there are none. benchmarks/tables/baselines.py has the sets, and sums up. Methods:
+method and cell, with the predicted seconds or the reason why there are none. A cell is a group, a precision and an
+imposed KV size; repeated runs share it. benchmarks/tables/baselines.py has the sets, and sums up. Methods:
 
 roofline           per step the larger of bytes / bandwidth and FLOPs / peak of the datasheet, on fp8plan's schedule
 datasheet profile  fp8plan with profiles/datasheet.json, whatever was measured since

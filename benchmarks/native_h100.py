@@ -1,4 +1,4 @@
-"""Profiles of the H100 that were tried, judged on measured rollouts of at most MOST requests that no fit has seen.
+"""Three profiles of the H100, judged on measured rollouts that no fit has seen.
 
     python -m benchmarks.native_h100        prints the table of profiles/README.md, in two minutes
 
@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.anchored import VERSIONS
 from benchmarks.error_parts import FOLDERS, cells, gains, makespan, summary
+from benchmarks.tables.baselines import MOST_REQUESTS
 from benchmarks.tables.markdown import table as markdown
 from fp8plan.model.calibrate.profile_of import calibrate
 from fp8plan.model.calibrate.two_engines import by_two_engines
@@ -22,23 +23,26 @@ from fp8plan.model.profile.library import nearest_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import read_records
 
-CARD, MOST = find_gpu("h100"), 512
+CARD = find_gpu("h100")
 
 
 def profiles() -> Iterator[tuple[str, Profile]]:
     """The profiles, each with a name."""
     version, folder = VERSIONS["h100"], profiles_path() / FOLDERS["h100"] / "calibrate"
     imported = nearest_profile(CARD, version, profiles_path())
-    yield "import", imported
+    yield "the import, which stays", imported
     with TemporaryDirectory() as place:
         shutil.copytree(folder / "kernels", Path(place) / "kernels")
         shutil.copytree(folder / "anchor", Path(place) / "steps")
-        yield "calibration", calibrate(Path(place), CARD, version).profile
-    yield "import, corrected", by_two_engines(imported, read_records(folder / "anchor" / "rollouts.jsonl"), version)
+        yield "`calibrate`'s own fit", calibrate(Path(place), CARD, version).profile
+    yield (
+        "the import, corrected by these rollouts",
+        by_two_engines(imported, read_records(folder / "anchor" / "rollouts.jsonl"), version),
+    )
 
 
 def row(name: str, profile: Profile) -> list[str]:
-    every = [cell for cell in cells("h100", profile) if len(cell.record.fields["response_lengths"]) <= MOST]
+    every = [x for x in cells("h100", profile) if len(x.record.batch.responses) <= MOST_REQUESTS]
     times = summary([makespan(cell, cell.rollout) for cell in every])
     groups = {cell.record.group: [x for x in every if x.record.group == cell.record.group] for cell in every}
     of_groups = (gains(own, [cell.rollout for cell in own], own[0].simulated.model.profile) for own in groups.values())

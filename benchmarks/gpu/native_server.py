@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shlex
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -60,7 +61,8 @@ def main(words: list[str] | None = None) -> None:
         with serving(command, args.output.with_suffix(".log"), args.deadline) as url:
             start_s = time.perf_counter() - begun
             write(args.output, {"what": "server", "start_s": start_s, "command": shlex.join(command)} | facts)
-            rounds(url, sets, args.output, facts)
+            if rounds(url, sets, args.output, facts):
+                sys.exit("a round of the checkpoint's weights left other bits than a fresh engine has")
 
 
 def setup(args: argparse.Namespace, folder: str) -> EngineSetup:
@@ -70,8 +72,8 @@ def setup(args: argparse.Namespace, folder: str) -> EngineSetup:
     return EngineSetup(folder, find_gpu("auto"), args.precision, limits)
 
 
-def rounds(url: str, sets: list[Mapping[str, Any]], output: Path, facts: Mapping[str, Any]) -> None:
-    """Send the second set, the first, and so on. A round of the first must leave the bits of the fresh engine."""
+def rounds(url: str, sets: list[Mapping[str, Any]], output: Path, facts: Mapping[str, Any]) -> int:
+    """Send the second set, the first, and so on. Return how many rounds of the first left other bits."""
     from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -80,6 +82,7 @@ def rounds(url: str, sets: list[Mapping[str, Any]], output: Path, facts: Mapping
     client = HTTPVLLMWeightSyncClient(url, timeout=120)
     info = NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=free_port(), world_size=2, rank=0)
     trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source_of(sets[0]))
+    wrong = 0
     for number in range(ROUNDS):
         which = (number + 1) % 2
         trainer.source = source_of(sets[which])
@@ -89,11 +92,13 @@ def rounds(url: str, sets: list[Mapping[str, Any]], output: Path, facts: Mapping
         live = digests(url)
         differ = [name for name in fresh if fresh[name] != live.get(name)]
         status = asked(f"{url}/fp8plan/status")
+        wrong += bool(differ) and which == 0
         row = {"what": "round", "round": number, "weights": which, "seconds": seconds, "tensors": len(fresh)}
         row |= {"differ": len(differ), "last_update": status["last_update"], "version": status["weights"]["version"]}
         row |= {"kv_scales": status["kv_scales"]["source"], "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         write(output, row | dict(facts))
         print(json.dumps(row)[:500], flush=True)
+    return wrong
 
 
 def source_of(tensors: Mapping[str, Any]) -> Any:

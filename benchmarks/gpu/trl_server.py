@@ -76,8 +76,8 @@ def main(words: list[str] | None = None) -> None:
             try:
                 run(part, args)
             except Exception as error:  # one part that fails must not lose the other
-                told = f"{type(error).__name__}: {error}"
-                note(args, part, "failed", error=told, trace=traceback.format_exc()[-3000:])
+                text = f"{type(error).__name__}: {error}"
+                note(args, part, "failed", error=text, trace=traceback.format_exc()[-3000:])
 
 
 def note(args: argparse.Namespace, part: str, what: str, **found: Any) -> None:
@@ -162,12 +162,12 @@ def command_of(part: str, args: argparse.Namespace) -> list[str]:
 def serving(words: list[str], log: Path, patience_s: float) -> Iterator[str]:
     """The URL of a server on the second GPU, which is ended at the end."""
     start = words.index("vllm")
-    told = dict(word.split("=", 1) for word in words[:start])
+    variables = dict(word.split("=", 1) for word in words[:start])
     if more := os.environ.get("VLLM_PLUGINS"):
-        told["VLLM_PLUGINS"] += f",{more}"
+        variables["VLLM_PLUGINS"] += f",{more}"
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words[start + 1 :], "--port", str(port)]
-    env = os.environ | told | {"CUDA_VISIBLE_DEVICES": SERVER}
+    env = os.environ | variables | {"CUDA_VISIBLE_DEVICES": SERVER}
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
     try:

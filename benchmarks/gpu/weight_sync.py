@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -111,6 +112,7 @@ def measure(args: argparse.Namespace) -> None:
         except Exception as error:  # one part that fails must not lose the others
             note("failed", part=name, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()[-3000:])
     engine.shutdown()
+    rmtree(folder)
 
 
 def model_folder(name: str) -> tuple[dict[str, Any], str]:
@@ -147,7 +149,7 @@ def save(weights: Mapping[str, Any], folder: str) -> None:
 
 
 def fresh(engine: RolloutEngine, weights: Mapping[str, Any], manifest: Any, note: Callable[..., None]) -> None:
-    """An engine that nobody synced, the same after a sync of other weights, and after one of its own weights."""
+    """Compare the engine's first bits with those after a sync of other weights, and after one of its own again."""
     started = digests(engine)
     other = engine.sync_weights(random_weights(manifest, "cuda", seed=1))
     changed = digests(engine)

@@ -31,8 +31,9 @@ SETS = {
         f"h100_sxm/vllm-0.26.0/{name}.jsonl"
         for name in ("validation/rollouts", "validation/anchored", "reports/rollouts")
     ),
+    "h100_newer": ("h100_sxm/vllm-0.33.0/validation/rollouts.jsonl",),
 }
-HELD_OUT = ("validation", "held_out", "h100")
+HELD_OUT = ("validation", "held_out", "h100", "h100_newer")
 GOAL = 0.02, 2.0  # of makespans, and of speed-ups in points
 MOST_REQUESTS = 512  # of a rollout that counts for the goal: vLLM's largest CUDA graph
 PRODUCT = "**fp8plan**"
@@ -66,7 +67,9 @@ Predictions = Mapping[tuple[Any, ...], float | None]  # cell -> seconds, None wh
 
 
 def records(name: str) -> list[Record]:
-    """The measured rollouts of a set."""
+    """The measured rollouts of a set. Raises ConfigError for an unknown one."""
+    if name not in SETS:
+        raise ConfigError(f"there is no set {name!r}; allowed: {', '.join(SETS)}")
     return [record for file in SETS[name] for record in read_records(profiles_path() / file)]
 
 
@@ -94,24 +97,26 @@ def standing(validated: Mapping[str, Sequence[Row]]) -> str:
         peers = {label: with_predictions(cells, answers[method], method) for method, label in PEERS.items()}
         for label, own in {PRODUCT: cells, **peers}.items():
             body.append([*engine, label, *_beside_the_goal(own)])
-        asked = {cell_of(cell) for own in peers.values() for cell in own if cell["predicted_s"] is not None}
-        same = [cell for cell in cells if cell_of(cell) in asked]
+        answered = {cell_of(cell) for own in peers.values() for cell in own if cell["predicted_s"] is not None}
+        same = [cell for cell in cells if cell_of(cell) in answered]
         if len(same) < len(cells):
             body.append([*engine, f"{PRODUCT}, where AIConfigurator answers", *_beside_the_goal(same)])
     head = ["GPU", "vLLM", "method", "cells", "makespan MAPE", "speed-up error, points", "within 2% and 2 points"]
     note = (
         f"Held-out rollouts of up to {MOST_REQUESTS} requests. AIConfigurator's are its step times on fp8plan's "
-        "schedule. A vLLM version without a row has no committed rollouts on a GPU."
+        "schedule."
     )
     return f"{markdown.table(head, body)}\n\n{note} {MENDED}"
 
 
 def _beside_the_goal(cells: Sequence[Row]) -> list[str]:
-    found = accuracy(cells)
-    points = found.speedup_mae_points
-    near = found.makespan_mape <= GOAL[0] and points is not None and points <= GOAL[1]
+    reached = accuracy(cells)
+    answered, points = f"{reached.answered} of {len(cells)}", reached.speedup_mae_points
+    if not reached.answered:
+        return [answered, "-", "-", "no"]
+    near = reached.makespan_mape <= GOAL[0] and points is not None and points <= GOAL[1]
     shown = "-" if points is None else f"{points:.1f}"
-    return [f"{found.answered} of {len(cells)}", f"{found.makespan_mape:.1%}", shown, "yes" if near else "no"]
+    return [answered, f"{reached.makespan_mape:.1%}", shown, "yes" if near else "no"]
 
 
 def table(rows: Sequence[Row], lines: Sequence[Row]) -> str:
@@ -127,8 +132,8 @@ def table(rows: Sequence[Row], lines: Sequence[Row]) -> str:
         warned[line["method"]] += "warning" in line
     body = [_columns(PRODUCT, ours, len(cells), names)]
     for method, predicted in predictions(lines).items():
-        found = accuracy(with_predictions(cells, predicted, method), noise)
-        body.append(_columns(LABELS[method], found, len(cells), names, warned[method]))
+        reached = accuracy(with_predictions(cells, predicted, method), noise)
+        body.append(_columns(LABELS[method], reached, len(cells), names, warned[method]))
     head = ["method", "cells answered", "makespan MAPE", "worst", "bias", *names]
     head += ["speed-up error, points", "worst", "fastest named right"]
     made_by = sorted({line["by"] for line in lines if line["method"].startswith("aic-")})
@@ -149,16 +154,17 @@ def predictions(lines: Sequence[Row]) -> dict[str, Predictions]:
 
     `aic-*-either` is the estimate, but the simulation where the estimate is refused or comes with a warning.
     """
-    found: dict[str, dict[tuple[Any, ...], float | None]] = {}
+    answers: dict[str, dict[tuple[Any, ...], float | None]] = {}
     doubted = {(line["method"], cell_of(line)) for line in lines if "warning" in line or "refusal" in line}
     for line in lines:
-        found.setdefault(line["method"], {})[cell_of(line)] = line["predicted_s"]
+        answers.setdefault(line["method"], {})[cell_of(line)] = line["predicted_s"]
     for name in [name for name in LABELS if name.endswith("-either")]:
         own, instead = (name.replace("either", kind) for kind in ("estimate", "simulated"))
-        found[name] = {
-            cell: found[instead][cell] if (own, cell) in doubted else seconds for cell, seconds in found[own].items()
+        answers[name] = {
+            cell: answers[instead][cell] if (own, cell) in doubted else seconds
+            for cell, seconds in answers[own].items()
         }
-    return {name: found[name] for name in LABELS}
+    return {name: answers[name] for name in LABELS}
 
 
 def with_predictions(cells: Sequence[Row], predicted: Predictions, method: str) -> list[dict[str, Any]]:
@@ -170,15 +176,15 @@ def with_predictions(cells: Sequence[Row], predicted: Predictions, method: str) 
     return [{**cell, "predicted_s": predicted[cell_of(cell)]} for cell in cells]
 
 
-def _columns(label: str, found: Accuracy, cells: int, names: Sequence[str], warned: int = 0) -> list[str]:
-    answered = f"{found.answered} of {cells}" + (f", {warned} warned" if warned else "")
-    if not found.answered:
+def _columns(label: str, reached: Accuracy, cells: int, names: Sequence[str], warned: int = 0) -> list[str]:
+    answered = f"{reached.answered} of {cells}" + (f", {warned} warned" if warned else "")
+    if not reached.answered:
         return [label, answered, *["-"] * (len(names) + 6)]
-    by_name = [f"{found.mape_by_precision[name]:.1%}" if name in found.mape_by_precision else "-" for name in names]
-    mean, worst = found.speedup_mae_points, found.speedup_worst_points
+    by_name = [f"{reached.mape_by_precision[name]:.1%}" if name in reached.mape_by_precision else "-" for name in names]
+    mean, worst = reached.speedup_mae_points, reached.speedup_worst_points
     points = ["-", "-"] if mean is None or worst is None else [f"{mean:.1f}", f"{worst:.1f}"]
-    makespan = [f"{found.makespan_mape:.1%}", f"{found.makespan_worst:.1%}", f"{found.makespan_bias:+.1%}"]
-    right = f"{found.ranked_right} of {found.ranked}" if found.ranked else "-"
+    makespan = [f"{reached.makespan_mape:.1%}", f"{reached.makespan_worst:.1%}", f"{reached.makespan_bias:+.1%}"]
+    right = f"{reached.ranked_right} of {reached.ranked}" if reached.ranked else "-"
     return [label, answered, *makespan, *by_name, *points, right]
 
 
@@ -186,6 +192,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", nargs="*", metavar="SET", help=", ".join(SETS))
     names = parser.parse_args().sets
+    try:
+        _print(names)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _print(names: Sequence[str]) -> None:
     validated = {name: validate(records(name)).records for name in names or HELD_OUT}
     print("\n\n".join([table(validated[x], jsonl.rows(results(x))) for x in names] or [standing(validated)]))
 

@@ -7,10 +7,10 @@ tar -C ~ -I "xz -T0" -xf <(cat ~/lease/vllm.*/part) &
 [ ! -e ~/lease/verl ] || tar -C ~/lease -xJf ~/lease/verl/verl.tar.xz &
 if [ -e ~/lease/learning.0 ]; then cat ~/lease/learning.*/part | tar -C ~ -xf - & fi
 for part in $(jobs -p); do wait "$part"; done
-for wheel in ~/lease/fp8plan/*.whl; do python3 -m zipfile -e "$wheel" ~/site; done # of fp8plan for its entry points
+for wheel in ~/lease/fp8plan/*.whl; do python3 -m zipfile -e "$wheel" ~/site; done # fp8plan's wheel has its entry points
 touch ~/vllm.env
 [ ! -e ~/lease/fp8plan/env.sh ] || cp ~/lease/fp8plan/env.sh ~/vllm.env
-[ ! -e ~/lease/kernels ] || tar -C ~ -xzf ~/lease/kernels/kernels.tgz # that an earlier lease compiled
+[ ! -e ~/lease/kernels ] || tar -C ~ -xzf ~/lease/kernels/kernels.tgz # kernels that an earlier lease compiled
 if [ -e ~/lease/verl ]; then
     cp -r ~/lease/site/. ~/site
     python3 -m zipfile -e ~/lease/verl/trl-*.whl ~/trl # apart: verl 0.9.1 builds no model beside TRL 1.16

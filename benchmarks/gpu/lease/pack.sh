@@ -12,9 +12,10 @@
 set -euo pipefail
 python=${PYTHON:-python3.12}
 bundle=$(realpath "${1:?usage: pack.sh VLLM_BUNDLE [DIR [ENV]]}")
-out=$(realpath -m "${2:-.lease}") # the bundle changes folders
 settings=${3:+$(realpath "$3")}
-cd "$(dirname "$0")/../../.."
+root=$(realpath "$(dirname "$0")/../../..")
+out=$(realpath -m "${2:-$root/.lease}") # the bundle changes folders
+cd "$root"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 rm -rf "$out"/{vllm,learning}.* "$out"/{fp8plan,verl}

@@ -46,7 +46,7 @@ LIKE |= {name: RUNNING["kernels"] for name in RUNNING.values() if name != RUNNIN
 LIKE_SD = 300.0
 # Watts that a GPU draws while an engine waits, as a share of its limit. Readings of busy rollouts alone cannot tell it
 # from the watts of running kernels. The H200's many readings give 124 W of 700.
-IDLE_SHARE, IDLE_SD = 0.18, 30.0
+IDLE_SHARE, IDLE_SD = 0.18, 0.04
 
 Uses = Mapping[str, Array]
 
@@ -70,9 +70,9 @@ def power_coefficients(steps: Sequence[Windows], profile: Profile, kernels: pd.D
     names = [name for name in NAMES if used[name].any()]
     alike = [(name, LIKE[name]) for name in names if LIKE.get(name) in names]
     held = np.array([[(c == name) - (c == other) for c in names] for name, other in alike], dtype=float) / LIKE_SD
-    idle = np.array([[name == IDLE for name in names]], dtype=float) / IDLE_SD
+    idle = np.array([[name == IDLE for name in names]], dtype=float) / (IDLE_SD * limit)
     matrix = np.vstack([used[names].to_numpy() * weights[:, None], held.reshape(-1, len(names)), idle])
-    wanted = np.concatenate([watts * weights, np.zeros(len(alike)), [IDLE_SHARE * limit / IDLE_SD]])
+    wanted = np.concatenate([watts * weights, np.zeros(len(alike)), [IDLE_SHARE / IDLE_SD]])
     fitted, _ = nnls(matrix, wanted)
     known = {name: max(float(value), LEAST_WATTS) for name, value in zip(names, fitted, strict=True)}
     return known if min(known.get(name, 0.0) for name in (IDLE, RUNNING["kernels"])) > LEAST_WATTS else {}

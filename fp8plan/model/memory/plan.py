@@ -38,8 +38,8 @@ MIB, GIB = 1 << 20, 1 << 30
 # vLLM's estimate of CUDA graph memory (profile_cudagraph_memory). It is the larger first capture, and for each kind its
 # second graph times the number of further ones. V1: the sizes agree with 51 + 51 graphs of Qwen3-30B-A3B (658 MiB in
 # BF16, 758 in FP8) and a public log of Qwen3-8B. Other families took 556 to 918 MiB. V2: 51 + 51 graphs of Qwen3-8B
-# with vLLM 0.33 on an H100 (960 and 1,060 MiB), which tell the sum of both kinds alone. A guess: FP8 adds to full
-# graphs only.
+# took 960 and 1,060 MiB with vLLM 0.33 on an H100. They give only the sum of both kinds; the split is V1's. A guess:
+# FP8 adds to full graphs only.
 CUDAGRAPH_FIRST_BYTES = 58 * MIB
 CUDAGRAPH_BYTES = {"v1": (4 * MIB, 8 * MIB), "v2": (6 * MIB, 12 * MIB)}  # of a piecewise and of a full graph
 CUDAGRAPH_FP8_BYTES = 2 * MIB

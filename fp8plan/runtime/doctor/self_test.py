@@ -1,11 +1,11 @@
 """`fp8plan doctor --engine`: the self-test of the installed vLLM, with a tiny model of random weights.
 
-For a version that nobody has tested, and for whoever adds one (docs/guides/extend.md). Its checks, in this order:
+It is for an untested version, and for who adds one (docs/guides/extend.md). Its checks, in this order:
 
 names     every name that fp8plan's engine code imports from vLLM can be imported
 engine    a RolloutEngine starts with vLLM's own random weights
 load_map  vLLM's loaders take a checkpoint's tensors, which fill every parameter, in a dry run
-sync      one sync, in which all tensors written in place are compared, and which must score as transformers does
+sync      one sync: all tensors written in place are compared, and a sequence must score as in transformers
 bits      every parameter then has the bits that it has in a fresh engine on a checkpoint of the same weights
 
 The first check that fails is a fault, and those after it are not made.
@@ -38,7 +38,7 @@ from fp8plan.runtime.engine.launch import held_back
 from fp8plan.runtime.vllm_versions import imported_names, installed, supported
 from fp8plan.runtime.weight_sync.procedure import announced, prepared
 from fp8plan.runtime.weight_sync.state import Call, Scored, SyncSettings, SyncState, rpc
-from fp8plan.version import LAST, RANGE, is_newer
+from fp8plan.version import RANGE, is_newer
 
 if TYPE_CHECKING:
     import torch
@@ -52,12 +52,12 @@ CHECKS: Final = {
     "sync": "sync_fails",
     "bits": "bits_differ",
 }
-TODO: Final = f"pip install 'vllm=={LAST}.*', or another of {RANGE}; and report this with the engine's output"
+TODO: Final = f"pip install '{{package}}==VERSION', another of {RANGE}; and report this with the engine's output"
 REST: Final = (
     "speed of kernels, several GPUs, experts and other families of models, vllm serve, and the planner's memory and "
     "schedule"
 )
-SPREAD: Final = 0.08  # standard deviation of the weights: other weights would say other things
+SPREAD: Final = 0.08  # standard deviation of the weights, on which the result depends
 TOKENS: Final = [(7 * number) % 1009 for number in range(64)]  # the sequence that is scored and calibrated on
 LIMITS: Final[Mapping[str, Any]] = {
     "max_model_len": 256,
@@ -65,7 +65,7 @@ LIMITS: Final[Mapping[str, Any]] = {
     "max_num_batched_tokens": 512,
     "num_gpu_blocks": 256,
 }
-UTILISATION: Final = 0.3  # of a GPU's memory, which others may share
+UTILISATION: Final = 0.3  # of a GPU's memory; others may use the rest
 
 
 def self_test(gpu: str | None = None, note: Callable[[str], None] = lambda _: None) -> Diagnosis:
@@ -96,8 +96,11 @@ def self_test(gpu: str | None = None, note: Callable[[str], None] = lambda _: No
                 print_exc()  # into the engine's output
                 raise
     except (Exception, SystemExit) as error:
-        check, *later = list(CHECKS)[len(findings) :]
-        findings.append(fault(check, CHECKS[check], _text_of(error), TODO))
+        left = list(CHECKS)[len(findings) :]
+        if not left:
+            raise
+        check, *later = left
+        findings.append(fault(check, CHECKS[check], _text_of(error), TODO.format(package=package)))
         findings += [unknown(name, f"not checked, as {check} failed") for name in later]
     in_bf16 = ["FP8 weights"] * (preset.weights == "bf16") + ["an FP8 KV cache"] * (preset.kv == "bf16")
     findings.append(unknown("rest", f"not checked: {', '.join([*in_bf16, REST])}"))

@@ -96,6 +96,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Machine]:
     return make
 
 
+@pytest.mark.parametrize(("card", "cores", "expected"), [("h200", 16, 14), ("l4", 16, 3), ("h200", 1, 1)])
+def test_compilers_leave_cores_and_memory(
+    card: str, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate.os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert calibrate.compilers(find_gpu(card)) == expected
+
+
 ORDER = ["gemm", "attention", "moe", "elementwise", "power", "rollouts"]
 
 

@@ -1,5 +1,5 @@
 # Rollouts that judge the H100's profile and that no fit sees: cells/h100_held_out.json. Then a few points of each kernel
-# script of `calibrate`, to see that they run with this vLLM. As far as the lease goes; 11 minutes for the first three engines.
+# script of `calibrate`, to see that they run with this vLLM. The first three engines take 11 minutes. A lease may end first.
 . ~/lease.env
 measure() { # MODEL PRECISION...
     python3 -m fp8plan.runtime.measure.rollouts.run --cells fp8plan/runtime/measure/cells/h100_held_out.json --model "$1" \

@@ -1,6 +1,7 @@
 # For two GPUs: weight syncs of an engine over both, with tensor and with expert parallelism, and vLLM's own NCCL trainer
-# against a server. Bits are compared, so that nothing runs alone; a start waits, so that not all of them start at once.
+# against a server. Only bits are compared, so the jobs share the GPUs. Their starts are 15 to 25 s apart.
 # FlashInfer would compile its kernel of few rows for two minutes, and DeepGEMM's warm-up one for each captured graph.
+# On 2026-11-27 a lease of 6 minutes ended in the first syncs: kernels of each new prompt compile for 10 to 15 s.
 . ~/lease.env
 export VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 VLLM_DEEP_GEMM_WARMUP=skip
 graphs='"cudagraph_capture_sizes": [1, 16]'

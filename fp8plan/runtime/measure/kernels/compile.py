@@ -9,8 +9,11 @@ the layers. The caches are those that VLLM_CACHE_ROOT and TRTLLM_DG_CACHE_DIR na
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing import get_context
 
@@ -28,18 +31,26 @@ Task = tuple[int, int, tuple[int, ...]]  # n, k, rows
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Entry point. 0: every kernel ran; 1: some failed, and an engine will compile or refuse them itself."""
+    """Entry point. 0: every kernel ran; 1: some did not, and an engine compiles them itself; 2: bad input."""
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", required=True, help="hub ids or folders; NAME@2: one rank of two")
     parser.add_argument("--processes", type=int, help="each takes some GB of the GPU; default: as the machine allows")
     parser.add_argument("--gpu", default="auto", help="of this machine")
     parser.add_argument("--rows", type=int, default=16384, help="most tokens of an engine's step")
     options = parser.parse_args(words)
-    card = find_gpu(options.gpu)
+    try:
+        card = find_gpu(options.gpu)
+    except Fp8PlanError as error:
+        note(f"{parser.prog}: {error}")
+        return 2
     work = tasks(options.models, options.rows, card.sm_count)
     note(f"compiling {sum(len(rows) for *_, rows in work)} FP8 GEMM kernels")
-    with get_context("spawn").Pool(options.processes or compilers(card)) as pool:
-        failures = [text for text in pool.imap_unordered(run, work) if text]
+    try:
+        with ProcessPoolExecutor(options.processes or compilers(card), get_context("spawn")) as pool:
+            failures = [text for text in pool.map(run, work) if text]
+    except BrokenProcessPool:
+        note("a process was killed, probably for memory; engines compile the rest; allowed: fewer --processes")
+        return 1
     note(f"compiled; {len(failures)} of {len(work)} tasks failed")
     for failure in failures[:5]:
         note(failure)
@@ -49,13 +60,18 @@ def main(words: Sequence[str] | None = None) -> int:
 def tasks(models: Iterable[str], most_rows: int, sm_count: int) -> list[Task]:
     """Layers of one rank with a few rows each; together every kernel of all models, each once.
 
-    A model that fp8plan cannot read has none.
+    A model that fp8plan cannot read has none, and a note says so.
     """
     shapes: set[tuple[int, int]] = set()
-    for model, _, ranks in (text.partition("@") for text in models):
-        with suppress(Fp8PlanError):
+    for text in models:
+        model, ranks = re.fullmatch(r"(.+?)(?:@(\d+))?", text).groups()  # type: ignore[union-attr]
+        try:
             linears = ModelShape.from_hf(model).linears(int(ranks or 1))
-            shapes |= {(x.n, x.k) for x in linears if x.quantised and x.n % 64 == 0 and x.k % 128 == 0}
+        except Fp8PlanError as error:
+            note(f"no kernels of {model} are compiled: {error}")
+            continue
+        in_blocks = (linear for linear in linears if linear.quantised)
+        shapes |= {(linear.n, linear.k) for linear in in_blocks if linear.n % 64 == 0 and linear.k % 128 == 0}
     work: list[Task] = []
     for n, k in sorted(shapes):
         rows = [m for m in rows_of_every_kernel([(n, k)], most_rows, sm_count) if m >= max(FEW_ROWS)]

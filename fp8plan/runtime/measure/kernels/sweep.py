@@ -1,8 +1,7 @@
 """A sweep: time many points, one JSON line each, resumable; and the command line of every script that makes one.
 
 FOLDER/<name>.jsonl         {"kernel": ..., the shape, "seconds", "spread", "replays", "sm_mhz", "key", "run"}
-FOLDER/<name>.failed.jsonl  {"kernel": ..., the shape, "error", "key", "run"}; tried again, after all others, unless
-                            this GPU cannot have the point (a ConfigError): it lacks the memory or the kernel
+FOLDER/<name>.failed.jsonl  {"kernel": ..., the shape, "error", "key", "run"}; tried again, after all others
 FOLDER/machines.jsonl       the machine of each run, by "run"
 """
 
@@ -92,7 +91,8 @@ def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: f
         jsonl.write(failed_file(output) if "error" in row else output, row)
         if "error" in row:
             text = f"{point.kernel} {point.shape}: {row['error']}"
-            failures += [] if _refused(row) else [text]
+            if not row["error"].startswith(ConfigError.__name__):  # this GPU lacks the memory or the kernel
+                failures.append(text)
             alike = point.kernel, row["error"].partition(":")[0]
             if alike not in noted:  # a kernel that this GPU lacks would fail at a hundred points
                 noted.add(alike)
@@ -102,19 +102,12 @@ def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: f
 
 
 def remaining(points: Sequence[Point], output: Path) -> list[Point]:
-    """The points that `output` lacks and this GPU can have, earlier failures last. A torn last line is cut off."""
+    """The points that `output` lacks, earlier failures last. A torn last line is cut off."""
     for file in (output, failed_file(output)):
         if lost := file.exists() and jsonl.repair(file).cut:
             note(f"{file}: the last line was torn ({lost} bytes) and is cut off")
-    failures = list(jsonl.rows(failed_file(output)))
-    done = {row["key"] for row in jsonl.rows(output)} | {row["key"] for row in failures if _refused(row)}
-    failed = {row["key"] for row in failures}
+    done, failed = ({row["key"] for row in jsonl.rows(file)} for file in (output, failed_file(output)))
     return sorted((point for point in points if point.key not in done), key=lambda point: point.key in failed)
-
-
-def _refused(row: Mapping[str, Any]) -> bool:
-    """True for a failure that another try cannot mend."""
-    return str(row["error"]).startswith(ConfigError.__name__)
 
 
 def failed_file(output: Path) -> Path:

@@ -86,9 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             words.kernels, words.gpu,
         )  # fmt: skip
         work = jobs(words.cells, options)
-        if words.compile_in and not words.dry_run:
-            compile_kernels(work, words.compile_in)
-        failures = [] if words.dry_run else run_jobs(work, options, words.timeout)
+        failures = [] if words.dry_run else run_jobs(work, options, words.timeout, words.compile_in)
     except Fp8PlanError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
@@ -105,19 +103,25 @@ def _environment(words: Sequence[str]) -> dict[str, str]:
 
 
 def compile_kernels(work: Sequence[dict[str, Any]], processes: int) -> None:
-    """Compile the FP8 GEMM kernels of the jobs' engines, each of which would do it alone at its start."""
+    """Compile the FP8 GEMM kernels of the jobs' engines. Else each engine compiles its own at its start."""
     quantised = [job for job in work if precision(job["fields"]["precision"]).in_blocks]
     if quantised:
         models = {f"{job['kwargs']['model']}@{job['fields']['tensor_parallel']}" for job in quantised}
         rows = max(job["fields"]["max_num_batched_tokens"] for job in quantised)
         words = ["--processes", str(processes), "--gpu", quantised[0]["fields"]["gpu"], "--rows", str(rows)]
         command = [sys.executable, "-m", COMPILE, "--models", *sorted(models), *words]
-        subprocess.run(command, env=os.environ | quantised[0]["env"])
+        if subprocess.run(command, env=os.environ | quantised[0]["env"]).returncode:
+            note("some FP8 kernels were not compiled; their engines compile them")
 
 
-def run_jobs(work: Sequence[dict[str, Any]], options: Options, timeout_s: float) -> list[str]:
-    """Run every job in a process of its own; return a sentence for each failure."""
+def run_jobs(work: Sequence[dict[str, Any]], options: Options, timeout_s: float, processes: int = 0) -> list[str]:
+    """Run every job in a process of its own; return a sentence for each failure.
+
+    processes: compile kernels before, in so many
+    """
     _check_gpu(work)
+    if processes:
+        compile_kernels(work, processes)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     failures = []
     for job in work:

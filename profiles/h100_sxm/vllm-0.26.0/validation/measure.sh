@@ -9,7 +9,7 @@ out=$(realpath -m "${1:?$usage}") cells=fp8plan/runtime/measure/cells/${2:?$usag
 shift 2
 mkdir -p "$out"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-python3 -m benchmarks.gpu.compile_deep_gemm --models "$@" --processes 15 > "$out/compile.log" 2>&1
+python3 -m fp8plan.runtime.measure.kernels.compile --models "$@" --processes 15 > "$out/compile.log" 2>&1
 for model in "$@"; do
     python3 -m fp8plan.runtime.measure.rollouts.run --cells "$cells" --model "$model" \
         --output "$out/rollouts.jsonl" --trace --timeout 400 --env VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
