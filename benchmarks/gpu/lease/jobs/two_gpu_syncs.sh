@@ -1,9 +1,10 @@
 # For two GPUs: weight syncs of an engine over both, with tensor and with expert parallelism, and vLLM's own NCCL trainer
 # against a server. Only bits are compared, so the jobs share the GPUs. Their starts are 15 to 25 s apart.
-# FlashInfer would compile its kernel of few rows for two minutes, and DeepGEMM's warm-up one for each captured graph.
-# On 2026-11-27 a lease of 6 minutes ended in the first syncs: kernels of each new prompt compile for 10 to 15 s.
+# FlashInfer would compile its kernel of few rows for two minutes. On 2026-11-27 a lease of 6 minutes ended in the first
+# syncs, as DeepGEMM compiled a kernel for each new prompt in 10 to 15 s. So all kernels are compiled first.
 . ~/lease.env
 export VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 VLLM_DEEP_GEMM_WARMUP=skip
+kernels Qwen/Qwen3-1.7B Qwen/Qwen3-1.7B@2 fp8plan/moe-7b@2
 graphs='"cudagraph_capture_sizes": [1, 16]'
 sync() { # NAME MODEL [OPTION...]
     python3 -m benchmarks.gpu.weight_sync --model "$2" --output ~/res/weight_sync."$1".jsonl --tensor-parallel 2 \
