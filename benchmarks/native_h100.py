@@ -1,4 +1,4 @@
-"""Three profiles of the H100, judged on measured rollouts that no fit has seen.
+"""Profiles of the H100, judged on measured rollouts that no fit has seen.
 
     python -m benchmarks.native_h100        prints the table of profiles/README.md, in two minutes
 
@@ -16,6 +16,7 @@ from benchmarks.anchored import VERSIONS
 from benchmarks.error_parts import FOLDERS, cells, gains, makespan, summary
 from benchmarks.tables.baselines import MOST_REQUESTS
 from benchmarks.tables.markdown import table as markdown
+from benchmarks.two_engines import import_of_the_h100
 from fp8plan.model.calibrate.profile_of import calibrate
 from fp8plan.model.calibrate.two_engines import by_two_engines
 from fp8plan.model.hardware import find_gpu
@@ -29,8 +30,9 @@ CARD = find_gpu("h100")
 def profiles() -> Iterator[tuple[str, Profile]]:
     """The profiles, each with a name."""
     version, folder = VERSIONS["h100"], profiles_path() / FOLDERS["h100"] / "calibrate"
-    imported = nearest_profile(CARD, version, profiles_path())
-    yield "the import, which stays", imported
+    imported = import_of_the_h100()
+    yield "the H200's calibration, which plans take", nearest_profile(CARD, version, profiles_path())
+    yield "the import", imported
     with TemporaryDirectory() as place:
         shutil.copytree(folder / "kernels", Path(place) / "kernels")
         shutil.copytree(folder / "anchor", Path(place) / "steps")

@@ -18,7 +18,7 @@ from benchmarks.error_parts import FOLDERS, Cell, cells, gains, makespan, summar
 from benchmarks.tables.markdown import table as markdown
 from fp8plan.model.calibrate.two_engines import TWO_ENGINES, by_two_engines
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.profile.library import datasheet_profile, load_profile, nearest_profile, profiles_path
+from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
 
@@ -43,11 +43,16 @@ def committed_table(gpu: str) -> str:
     return table(gpu, read_records(GRID / TWO_ENGINES / "rollouts.jsonl") if gpu == "h100" else committed(gpu))
 
 
+def import_of_the_h100() -> Profile:
+    """The profile of an H100 by others' tables, of vLLM 0.24, used for another version."""
+    return load_profile("h100", "0.24.0", profiles_dir=profiles_path())[0].of_another_version()
+
+
 def priors(gpu: str) -> Iterator[tuple[str, Profile]]:
     """The profiles that could be there before any measurement of this GPU, each with a name."""
     card, version, folder = find_gpu(gpu), VERSIONS[gpu], profiles_path()
     yield "datasheet", datasheet_profile(card, version)
-    imported = nearest_profile(find_gpu("h100"), version, profiles_dir=folder)
+    imported = import_of_the_h100()
     if gpu == "h200":
         yield "import of the H100", imported.of_sibling(card.name)
     elif gpu == "h100":

@@ -118,8 +118,7 @@ def load_profile(
     """The best profile for `gpu`, a Gpu or its name, and an engine version, and its warnings.
 
     A profile of this very version comes first, the user's own (`own_profiles_path`) before a shipped one. `strict`
-    allows no other. Next is that of the nearest version, then a sibling's, each with a wider interval, then the
-    datasheet's.
+    allows no other. Then come those of `_nearest`, with a wider interval, then the datasheet's.
 
     Raises ProfileError if there is none or if its file is corrupt, and ConfigError if $FP8PLAN_PROFILES does not name a
     folder.
@@ -156,9 +155,9 @@ def load_profile(
 def nearest_profile(gpu: Gpu, engine_version: str, profiles_dir: Path | None = None) -> Profile:
     """The best profile to start from before this GPU is measured, with the error of its use for it.
 
-    In this order: measured here, imported for this GPU, measured on a sibling, imported for a sibling, datasheet. A
-    sibling has the same kernels. The nearest engine version wins. Anchored profiles are left out. A CPU has the
-    datasheet alone: CPUs differ by several times.
+    In this order: measured here, measured on a sibling, imported for this GPU, imported for a sibling, datasheet. A
+    sibling has the same kernels, and imported tables know no engine. The nearest engine version wins. Anchored profiles
+    are left out. A CPU has the datasheet alone: CPUs differ by several times.
     """
     entries = [entry for entry in _nearest(gpu, engine_version, profiles_dir) if entry.kind != ANCHORED]
     if gpu.is_cpu or not entries:
@@ -173,10 +172,13 @@ def _for(profile: Profile, gpu: Gpu, engine_version: str) -> Profile:
 
 
 def _nearest(gpu: Gpu, engine_version: str, profiles_dir: Path | None) -> list[ProfileEntry]:
-    """The profiles of a GPU and its siblings from the best down, without the siblings' anchored ones."""
+    """The profiles of a GPU and its siblings from the best down, without the siblings' anchored ones.
+
+    Those that were measured come before imported tables, this GPU's before a sibling's, and the nearest version first.
+    """
 
     def distance(entry: ProfileEntry) -> tuple[Any, ...]:
-        return (entry.gpu != gpu.name, entry.kind == "imported", *_apart(entry.engine_version, engine_version))
+        return (entry.kind == "imported", entry.gpu != gpu.name, *_apart(entry.engine_version, engine_version))
 
     names = [gpu.name, *(other.name for other in gpus() if other != gpu and _are_siblings(gpu, other))]
     files = (path for root in _folders(profiles_dir) for name in names for path in sorted(_files(root, name)))

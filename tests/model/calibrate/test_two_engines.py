@@ -29,7 +29,8 @@ H200, H100 = find_gpu("h200"), find_gpu("h100")
 FOLDER = profiles_path() / "h200_sxm" / "vllm-0.26.0"
 SHEET = datasheet_profile(H200)
 MEASURED, _ = load_profile(H200, profiles_dir=profiles_path())
-SIBLING = nearest_profile(H100, "0.26.0", profiles_path()).of_sibling(H200.name)  # imported, and of vLLM 0.24
+IMPORTED = load_profile(H100, "0.24.0", profiles_dir=profiles_path())[0]
+SIBLING = IMPORTED.of_another_version().of_sibling(H200.name)
 
 
 def of(records: Sequence[Record], model: str, *precisions: str) -> list[Record]:
@@ -136,7 +137,7 @@ def own(folder: Path, profile: Profile) -> None:
     path.write_text(profile.to_json())
 
 
-def test_the_nearest_profile_is_of_this_gpu_then_of_a_sibling(tmp_path: Path) -> None:
+def test_the_nearest_profile_was_measured_here_then_on_a_sibling_then_imported(tmp_path: Path) -> None:
     (tmp_path / "datasheet.json").write_text((profiles_path() / "datasheet.json").read_text())
     assert nearest_profile(H100, "0.40.0", tmp_path).kind == "datasheet"
     own(tmp_path, replace(MEASURED, gpu="h200_sxm"))
@@ -151,7 +152,7 @@ def test_the_nearest_profile_is_of_this_gpu_then_of_a_sibling(tmp_path: Path) ->
     own(tmp_path, replace(SHEET, gpu="h100_sxm", kind=ANCHORED, engine_version="0.40.0", hull={}))
     assert nearest_profile(H100, "0.40.0", tmp_path) == later  # one that was made so is no prior
     own(tmp_path, replace(SHEET, gpu="h100_sxm", kind="imported", engine_version="0.24.0", hull={}))
-    assert nearest_profile(H100, "0.40.0", tmp_path).engine_version == "0.24.0"
+    assert nearest_profile(H100, "0.40.0", tmp_path) == later
     own(tmp_path, replace(MEASURED, gpu="h100_sxm", engine_version="0.30.0"))
     mine = nearest_profile(H100, "0.40.0", tmp_path)
     assert (mine.gpu, mine.engine_version, mine.kind) == ("h100_sxm", "0.30.0", "calibrated")

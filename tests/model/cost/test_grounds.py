@@ -103,7 +103,7 @@ def test_layers_count_by_their_weights() -> None:
 
 def test_an_import_knows_its_kernels_and_takes_the_rest_from_the_datasheet() -> None:
     card = find_gpu("h100")
-    imported = load_profile(card)[0]
+    imported = load_profile(card, "0.24.0")[0]
     found = grounds(decoding([8]), imported, gpu="h100")["kernels"]
     assert set(found["gemm"]) == {"imported"}
     assert set(found["sampling"]) == set(found["host"]) == {"theory"}
