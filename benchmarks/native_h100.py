@@ -2,18 +2,20 @@
 
     python -m benchmarks.native_h100        prints the table of profiles/README.md, in two minutes
 
+The second table has `validation` alone: the cells that were frozen for one GPU.
+
 `calibrate`'s own fit sees the rollouts in calibrate/anchor with their traces, and the kernels beside them.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.anchored import VERSIONS
-from benchmarks.error_parts import FOLDERS, cells, gains, makespan, summary
+from benchmarks.error_parts import FOLDERS, Cell, cells, gains, makespan, summary
 from benchmarks.tables.baselines import MOST_REQUESTS
 from benchmarks.tables.markdown import table as markdown
 from benchmarks.two_engines import import_of_the_h100
@@ -43,19 +45,27 @@ def profiles() -> Iterator[tuple[str, Profile]]:
     )
 
 
-def row(name: str, profile: Profile) -> list[str]:
-    every = [x for x in cells("h100", profile) if len(x.record.batch.responses) <= MOST_REQUESTS]
+def row(name: str, every: Sequence[Cell]) -> list[str]:
     times = summary([makespan(cell, cell.rollout) for cell in every])
+    worst = max(abs(cell.rollout.makespan_s / cell.record.seconds - 1) for cell in every)
     groups = {cell.record.group: [x for x in every if x.record.group == cell.record.group] for cell in every}
     of_groups = (gains(own, [cell.rollout for cell in own], own[0].simulated.model.profile) for own in groups.values())
     ratios = summary([ratio for group in of_groups for ratio in group])
-    return [name, f"{times['points']:.1f}%", f"+-{times['half_width']:.1%}", f"{ratios['points']:.1f}"]
+    shown = [f"{times['points']:.1f}%", f"{worst:.1%}", f"+-{times['half_width']:.1%}", f"{times['held']:.0%}"]
+    return [name, str(len(every)), *shown, f"{ratios['points']:.1f}"]
 
 
-def table() -> str:
-    head = ["profile", "makespans, MAPE", "90% interval, median", "speed-ups, points"]
-    return markdown(head, [row(name, profile) for name, profile in profiles()])
+def tables() -> str:
+    """The table of all rollouts, and that of those on one GPU."""
+    judged = {name: cells("h100", profile) for name, profile in profiles()}
+    head = ["profile", "rollouts", "makespans, MAPE", "worst", "90% interval, median", "holds", "speed-ups, points"]
+    every, single = [], []
+    for name, own in judged.items():
+        small = [cell for cell in own if len(cell.record.batch.responses) <= MOST_REQUESTS]
+        every.append(row(name, small))
+        single.append(row(name, [cell for cell in small if cell.record.limits.tensor_parallel_size == 1]))
+    return f"{markdown(head, every)}\n\n{markdown(head, single)}"
 
 
 if __name__ == "__main__":
-    print(table())
+    print(tables())

@@ -21,6 +21,7 @@ Random weights stand for the trainer's, in BF16 on the same GPU; they change a l
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import time
 import traceback
@@ -112,13 +113,13 @@ def measure(args: argparse.Namespace) -> None:
         except Exception as error:  # one part that fails must not lose the others
             note("failed", part=name, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()[-3000:])
     engine.shutdown()
-    rmtree(folder)
 
 
 def model_folder(name: str) -> tuple[dict[str, Any], str]:
-    """A folder with nothing but the model's config.json, for load_format="dummy"."""
+    """A folder with nothing but the model's config.json, for load_format="dummy". It is removed when Python ends."""
     config = {key: value for key, value in find_config(name)[0].items() if not key.startswith("_")}
     folder = mkdtemp()
+    atexit.register(rmtree, folder, ignore_errors=True)
     (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return config, folder
 

@@ -136,7 +136,8 @@ def table(rows: Sequence[Row], lines: Sequence[Row]) -> str:
         body.append(_columns(LABELS[method], reached, len(cells), names, warned[method]))
     head = ["method", "cells answered", "makespan MAPE", "worst", "bias", *names]
     head += ["speed-up error, points", "worst", "fastest named right"]
-    made_by = sorted({line["by"] for line in lines if line["method"].startswith("aic-")})
+    made_by = {line["by"].partition(", tables of ")[::2] for line in lines if line["method"].startswith("aic-")}
+    releases, tables = (sorted(set(parts)) for parts in zip(*made_by, strict=True))
     dates = sorted({line["date"] for line in lines})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     notes = (
@@ -144,7 +145,7 @@ def table(rows: Sequence[Row], lines: Sequence[Row]) -> str:
         "the MAPE of its cells. *Fastest named right* counts the groups that were answered in full. A tie is within "
         f"{noise:.1%}, the median spread of repeated runs on one card. *Warned*: AIConfigurator's answer adds that the "
         f"batch exceeds the KV cache and that the answer is inaccurate. {MENDED} "
-        f"Baselines of {when}; {'; '.join(made_by)}."
+        f"Baselines of {when}, by {'; '.join(releases)}. Its tables: {'; '.join(tables)}."
     )
     return f"{markdown.table(head, body)}\n\n{notes}"
 

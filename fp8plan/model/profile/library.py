@@ -118,7 +118,7 @@ def load_profile(
     """The best profile for `gpu`, a Gpu or its name, and an engine version, and its warnings.
 
     A profile of this very version comes first, the user's own (`own_profiles_path`) before a shipped one. `strict`
-    allows no other. Then come those of `_nearest`, with a wider interval, then the datasheet's.
+    allows no other. Then come others with a wider interval, in the order of `nearest_profile`, and the datasheet's.
 
     Raises ProfileError if there is none or if its file is corrupt, and ConfigError if $FP8PLAN_PROFILES does not name a
     folder.

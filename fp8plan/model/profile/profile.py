@@ -39,8 +39,9 @@ PRECISION, LAYOUT = "precision.", "layout."
 VERSION_SD = 0.03
 
 # sds of log step time that a profile gets when it is used for a sibling, a GPU of the same architecture: of what all
-# precisions share, and of each one's own. The H200's is off by 6.1% (root of the mean square) on 43 rollouts of H100s,
-# and by 4.2% on its own GPU's, which leaves 4.4%. One pair of GPUs tells little, so the shared part is more.
+# precisions share, and of each one's own. The H200's is off by 5.6% (root of the mean square) on 43 rollouts of H100s,
+# and by 4.2% on its own GPU's, which leaves 3.7% (benchmarks/results/anchored.jsonl). One pair of GPUs tells little, so
+# the shared part is more.
 SIBLING_SD, SIBLING_OWN_SD = 0.06, 0.03
 
 # sd of the log of a host's pace on other machines: the median `host_slowdown` of vllm-0.26.0/validation/rollouts.jsonl

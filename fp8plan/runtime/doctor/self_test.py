@@ -52,7 +52,7 @@ CHECKS: Final = {
     "sync": "sync_fails",
     "bits": "bits_differ",
 }
-TODO: Final = f"pip install '{{package}}==VERSION', another of {RANGE}; and report this with the engine's output"
+ADVICE: Final = f"pip install '{{package}}==VERSION', another of {RANGE}; and report this with the engine's output"
 REST: Final = (
     "speed of kernels, several GPUs, experts and other families of models, vllm serve, and the planner's memory and "
     "schedule"
@@ -100,7 +100,7 @@ def self_test(gpu: str | None = None, note: Callable[[str], None] = lambda _: No
         if not left:
             raise
         check, *later = left
-        findings.append(fault(check, CHECKS[check], _text_of(error), TODO.format(package=package)))
+        findings.append(fault(check, CHECKS[check], _text_of(error), ADVICE.format(package=package)))
         findings += [unknown(name, f"not checked, as {check} failed") for name in later]
     in_bf16 = ["FP8 weights"] * (preset.weights == "bf16") + ["an FP8 KV cache"] * (preset.kv == "bf16")
     findings.append(unknown("rest", f"not checked: {', '.join([*in_bf16, REST])}"))
