@@ -66,7 +66,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
     def __init__(self, launched: Launch, settings: SyncSettings, staged_on: str | None, guard: GuardSettings) -> None:
         self.llm: Any = None
         self.launch = launched
-        self.state = SyncState(settings, staged_on, launched.fp8_kv)
+        self.state = SyncState(settings, staged_on, launched.fp8_kv, launched.workers)
         self.facts: dict[str, Any] = {}
         self.guard: Guard | None = None
         self.guard_off: str | None = None

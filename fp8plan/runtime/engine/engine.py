@@ -53,7 +53,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
     ) -> None:
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}; allowed: {', '.join(MODES)}, or AsyncRolloutEngine for AsyncLLM")
-        apart = mode == "multiprocess" or launched.limits.tensor_parallel_size > 1  # then workers are processes, too
+        apart = mode == "multiprocess" or launched.workers > 1  # then workers are processes, too
         staged_on = launched.device if apart else None
         super().__init__(launched, settings, staged_on, guard or GuardSettings())
         self.mode = mode

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -74,6 +75,11 @@ class Launch:
         return "cpu" if self.setup.gpu.is_cpu else "cuda"
 
     @property
+    def workers(self) -> int:
+        """Number of vLLM's workers in a replica, on a GPU each."""
+        return workers_of(self.setup, self.more)
+
+    @property
     def not_predicted(self) -> tuple[str, ...]:
         """Options that the cost model does not know, so that no guard can judge the engine."""
         kept = (f"keep_bf16={self.keep_bf16} (layers kept in BF16)",) if any(self.keep_bf16) else ()
@@ -131,6 +137,12 @@ class Launch:
         quantised = any("Fp8" in kind for kind in facts["layers"])
         if quantised != self.fp8_weights:
             raise ConfigError(f"the layers run as {', '.join(facts['layers'])}, and {self.precision} was planned")
+
+
+def workers_of(setup: EngineSetup, more: Mapping[str, Any]) -> int:
+    """Number of vLLM's workers in a replica. more: arguments of vllm.LLM"""
+    size: int = more.get("tensor_parallel_size", setup.limits.tensor_parallel_size)
+    return size * int(more.get("pipeline_parallel_size", 1))
 
 
 def refuse_fixed_scales(facts: Mapping[str, Any]) -> None:
@@ -257,13 +269,21 @@ def held_back(engine_stays: bool = True) -> Iterator[Path]:
         with _into(number):
             yield Path(name)
     except BaseException as error:
-        error.add_note(f"its output is in {name}")
+        cause = first_error(Path(name).read_text(encoding="utf-8", errors="replace"))
+        cause = f", first error there: {cause}" if cause and cause.partition(": ")[2] not in str(error) else ""
+        error.add_note(f"its output is in {name}{cause}")
         raise
     if engine_stays:
         atexit.register(_forget, name, _last_error())
     else:
         with suppress(OSError):
             os.unlink(name)
+
+
+def first_error(output: str) -> str | None:
+    """The first error in an engine's output. vLLM passes errors up through its processes, and the last one is empty."""
+    first = re.search(r"^(?!.*\bWARNING\b).*?\b(\w*Error: .*)$", output, re.MULTILINE)
+    return first and first[1][:300]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from fp8plan.checks import whole
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine.access import generating, refuse_dead, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase
-from fp8plan.runtime.engine.launch import Launch, launch
+from fp8plan.runtime.engine.launch import Launch, launch, workers_of
 from fp8plan.runtime.engine.options import arguments_of
 from fp8plan.runtime.fleet.members import Calls, Members, Terms
 from fp8plan.runtime.fleet.placement import FleetGuard
@@ -112,13 +112,13 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         Uses the Ray that runs, or starts one on this host. Raises ConfigError without ray or with too few GPUs, and as
         RolloutEngine does.
         """
-        workers = vllm_kwargs.get("tensor_parallel_size", setup.limits.tensor_parallel_size)
-        workers *= vllm_kwargs.get("pipeline_parallel_size", 1)
-        if workers > 1:  # in a placement group vLLM would let Ray place its workers, in other replicas' bundles
+        if workers_of(setup, vllm_kwargs) > 1:  # vLLM would let Ray place the workers, in other replicas' bundles
             vllm_kwargs.setdefault("distributed_executor_backend", "mp")
         launched = launch(setup, model_path, keep_bf16, vllm_kwargs, precisions, arguments_of(cls))
         settings = sync or SyncSettings.planned(launched.precision, remote=False)
-        terms = Terms(settings, mode, guard, workers, launched.device, cpus_per_replica, dict(env or {}), wait_s)
+        terms = Terms(
+            settings, mode, guard, launched.workers, launched.device, cpus_per_replica, dict(env or {}), wait_s
+        )
         count = whole("replicas", setup.limits.data_parallel_size if replicas is None else replicas)
         members = Members(count, terms)
         return cls(launched, settings, members, expected_tokens=expected_tokens, keep_weights=keep_weights)

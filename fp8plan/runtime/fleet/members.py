@@ -45,8 +45,9 @@ class Replica:
 
     def load(self, method: str, numbers: Sequence[int], parts: Sequence[Packed]) -> Any:
         """Hand a chunk of tensors to a worker's method."""
+        state = self._engine.state
         if self._channel is None:
-            self._channel = Channel(self._engine.state.staged_on, self._settings.chunk_bytes)
+            self._channel = Channel(state.staged_on, self._settings.chunk_bytes, state.workers)
         reply = self._engine.answer(Call("rpc", self._channel.message(method, numbers, unpacked(parts))))
         self._channel.close()  # all workers have it open
         return reply

@@ -218,7 +218,7 @@ def streamed(
     """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
     counts = {"tensors": 0, "bytes": 0, "chunks": 0}
     whole = sum(entry.nbytes + ALIGNMENT for entry in manifest)
-    channel = Channel(state.staged_on, min(state.settings.chunk_bytes, whole))
+    channel = Channel(state.staged_on, min(state.settings.chunk_bytes, whole), state.workers)
     try:
         for numbers, tensors in chunks(pairs, checked, state.settings.chunk_bytes):
             counts["chunks"] += 1

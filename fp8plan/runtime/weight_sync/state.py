@@ -102,6 +102,7 @@ class SyncState:
     """The state of an engine's weights between two syncs.
 
     staged_on:  device of the memory that tensors go through to another process; None: the engine is in this one
+    workers:    number of vLLM's workers, which open that memory
     refusal:    why the engine must not generate; None while it serves
     dead:       True once the engine has died; the next sync starts it again
     shut_down:  True once its owner has shut it down, for good
@@ -121,6 +122,7 @@ class SyncState:
     settings: SyncSettings
     staged_on: str | None
     fp8_kv: bool
+    workers: int = 1
     refusal: str | None = None
     dead: bool = False
     shut_down: bool = False

@@ -102,11 +102,13 @@ class Channel:
 
     staged_on: device of the buffer, "cpu" or "cuda"; None: workers are in this process
     nbytes:    its least size
+    workers:   number of processes that open it
     """
 
-    def __init__(self, staged_on: str | None, nbytes: int) -> None:
-        self._staged_on, self._nbytes = staged_on, nbytes
+    def __init__(self, staged_on: str | None, nbytes: int, workers: int = 1) -> None:
+        self._staged_on, self._nbytes, self._workers = staged_on, nbytes, workers
         self._buffer: torch.Tensor | None = None
+        self._address: list[Any] = []
         self._path: str | None = None  # name of the file behind the buffer
 
     def message(
@@ -119,8 +121,9 @@ class Channel:
         if self._buffer is None or self._buffer.numel() < need:
             self.close()
             self._buffer = self._shared(max(need, self._nbytes), self._staged_on)
+            self._address = self._address_of(self._buffer)
         layout = _pack(self._buffer, numbers, tensors)
-        return f"{method}_staged", (self._address(self._buffer), layout)
+        return f"{method}_staged", (self._address, layout)
 
     def close(self) -> None:
         """Remove the file's name; processes that have it open keep it."""
@@ -138,13 +141,17 @@ class Channel:
         os.close(handle)
         return torch.from_file(self._path, shared=True, size=nbytes, dtype=torch.uint8)
 
-    def _address(self, buffer: torch.Tensor) -> list[Any]:
-        """Return the address that `opened` takes, as plain data that vLLM can send."""
+    def _address_of(self, buffer: torch.Tensor) -> list[Any]:
+        """Return the address that `opened` takes, as plain data that vLLM can send.
+
+        On a GPU it is a handle for each worker. torch counts each handle's receivers down from 1. With two receivers
+        the count passes 0, and torch never frees the buffer (pytorch/pytorch#149187).
+        """
         if self._path is not None:
             return ["file", self._path, buffer.numel()]
         from torch.multiprocessing.reductions import reduce_tensor
 
-        return ["cuda", pickle.dumps(reduce_tensor(buffer)[1]), buffer.numel()]
+        return ["cuda", [pickle.dumps(reduce_tensor(buffer)[1]) for _ in range(self._workers)], buffer.numel()]
 
 
 def _pack(buffer: torch.Tensor, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
@@ -166,10 +173,11 @@ def _pack(buffer: torch.Tensor, numbers: Sequence[int], tensors: Sequence[torch.
 
 
 def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
-    """Return the buffer behind an address, in the worker; it is opened once."""
+    """Return the buffer behind an address, in the worker. It stays open until `left`."""
     import torch
 
     kind, where, nbytes = address
+    where = where if kind == "file" else where[worker.rank]
     stage: tuple[Any, Any] = getattr(worker, "_fp8plan_stage", (None, None))
     if stage[0] != where:
         if kind == "file":
@@ -183,6 +191,11 @@ def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
         stage = worker._fp8plan_stage = (where, buffer)
     staged: torch.Tensor = stage[1]
     return staged
+
+
+def left(worker: Any) -> None:
+    """Close the worker's buffer, so that the trainer's process can free it."""
+    worker._fp8plan_stage = None, None
 
 
 def unpack(buffer: torch.Tensor, layout: Sequence[Sequence[Any]]) -> tuple[list[int], list[torch.Tensor]]:

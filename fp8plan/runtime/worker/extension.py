@@ -14,7 +14,7 @@ from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
 from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder, attention_layers, live_scales, set_scales
 from fp8plan.runtime.weight_sync.manifest import read_manifest
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
-from fp8plan.runtime.weight_sync.stream import opened, unpack, wait
+from fp8plan.runtime.weight_sync.stream import left, opened, unpack, wait
 from fp8plan.runtime.worker.facts import digest, examine, worker_facts, zero_kv
 from fp8plan.runtime.worker.live_weights import LiveWeights
 
@@ -105,6 +105,7 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_finish(self) -> dict[str, Any]:
+        left(self)
         return self._fp8plan_weights().finish()
 
     @answering
@@ -113,6 +114,7 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_abort(self) -> bool:
+        left(self)
         return self._fp8plan_weights().abort()
 
     @answering
@@ -184,6 +186,7 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_compared(self) -> dict[str, Any]:
+        left(self)
         result: dict[str, Any] = self._fp8plan_comparison.result()
         del self._fp8plan_comparison
         return result

@@ -50,6 +50,16 @@ def test_an_exception_names_the_file_that_has_it_all(tmp_path: Path) -> None:
     assert sorted(left.read_text().split()) == ["child", "child", "descriptor", "python"]
 
 
+def test_the_first_error_of_the_engines_output_is_named(tmp_path: Path) -> None:
+    """vLLM's own error only says that its process has failed."""
+    inside = (
+        "print('WARNING 11-27 ValueError: no tokenizer'); print('(EngineCore) ERROR TypeError: no such kernel'); "
+        "print('ValueError: and so on'); raise RuntimeError('engine core failed')"
+    )
+    done, (left,) = ran(tmp_path, inside=inside)
+    assert done.stderr.splitlines()[-1] == f"its output is in {left}, first error there: TypeError: no such kernel"
+
+
 def test_what_fails_later_names_it_too(tmp_path: Path) -> None:
     """A process that was started meanwhile writes there as long as it lives, and so its last words are there."""
     done, (left,) = ran(tmp_path, after="raise RuntimeError('the engine has died')")

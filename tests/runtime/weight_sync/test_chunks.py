@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sharded_trainer import checked, sharded, tensors
 
 from fp8plan.errors import SyncError
-from fp8plan.runtime.weight_sync.stream import chunks
+from fp8plan.runtime.weight_sync.stream import Channel, chunks, left, opened, unpack
 
 torch = pytest.importorskip("torch")
 
@@ -35,6 +37,40 @@ def test_inference_tensors_have_no_version_and_pass() -> None:
     with torch.inference_mode():
         some = tensors()
     assert len(list(chunks(some.items(), checked(), most=1))) == 3
+
+
+def test_each_worker_has_a_handle_of_its_own_to_a_gpus_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch frees a buffer when the receiver of each handle has let go of it, and never if a handle has two receivers.
+
+    A CPU stands for the GPU: `receivers` counts as torch does.
+    """
+    from torch.multiprocessing import reductions
+
+    buffer, receivers = torch.zeros(1024, dtype=torch.uint8), list[int]()
+
+    def shared(tensor: Any) -> tuple[None, tuple[Any, ...]]:
+        receivers.append(1)
+        return None, (*range(6), None, len(receivers) - 1)
+
+    def rebuilt(*parts: Any) -> Any:
+        receivers[parts[7]] -= 1  # it lets go at once
+        return buffer
+
+    monkeypatch.setattr(reductions, "reduce_tensor", shared)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuilt)
+    monkeypatch.setattr(Channel, "_shared", lambda *_: buffer)
+    workers = [SimpleNamespace(rank=rank, device=torch.device("cpu")) for rank in range(2)]
+    channel = Channel("cuda", 1024, workers=2)
+    for value in (1.0, 2.0):  # two chunks, of which the second needs no handle
+        method, (address, layout) = channel.message("load", [0], [torch.full((4,), value)])
+        for worker in workers:
+            assert unpack(opened(worker, address), layout)[1][0].tolist() == 4 * [value]
+    assert method == "load_staged"
+    assert pickle.loads(address[1][0]) != pickle.loads(address[1][1])
+    assert receivers == [0, 0]
+    for worker in workers:
+        left(worker)
+        assert worker._fp8plan_stage == (None, None)
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.jsonl import write
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS, precision
+from fp8plan.runtime.engine.launch import first_error
 from fp8plan.runtime.measure.calibrate import note
 from fp8plan.runtime.measure.machine import gpu_facts, wait_for_memory
 from fp8plan.runtime.measure.rollouts.engine import TURN
@@ -201,10 +202,9 @@ def _last_line(log: str) -> str:
 
 
 def _cause(log: str, start: int) -> str:
-    """The first error after byte `start`. vLLM passes errors up through its processes, and the last one is empty."""
-    text = Path(log).read_bytes()[start:].decode(errors="replace")
-    first = re.search(r"^.*?(\w*Error: .*)$", text, re.MULTILINE)
-    return f"first error in the log: {first[1][:300]}" if first else f"last line of the log: {_last_line(log)}"
+    """The first error after byte `start`."""
+    first = first_error(Path(log).read_bytes()[start:].decode(errors="replace"))
+    return f"first error in the log: {first}" if first else f"last line of the log: {_last_line(log)}"
 
 
 def errors_in(log: str) -> list[str]:
