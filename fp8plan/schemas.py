@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.5", "profile": "1.1", "record": "1.5", "probe": "1.0"}
+VERSIONS: Final = {"plan": "1.5", "profile": "1.1", "record": "1.6", "probe": "1.0"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
@@ -49,7 +49,8 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     prompt_lengths, response_lengths: tokens of each response
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
     compiled_files:  kernels that were compiled meanwhile
-    host_slowdown:   time of a loop of Python, as a multiple of a quiet core's
+    host_loop_s:     seconds of 20,000 turns of an empty loop of Python on the cores of front end and engine, the slower
+    host_slowdown:   the same as a multiple of a quiet core's
     seconds:         wall time; null in the record of a training step that had no rollout
     first_rollout:   true: the first rollout that its writer saw, perhaps of an engine that had not compiled yet
     sampling:        the rollout's sampling parameters (fp8plan.Sampling, field by field); null: not known
@@ -78,6 +79,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     prompt_ids: list[Any] | None = None
     seconds: float | None = None
     compiled_files: int | None = None
+    host_loop_s: float | None = None
     host_slowdown: float | None = None
     preemptions: int | None = None
     measured_kv_cache_tokens: int | None = None

@@ -157,6 +157,9 @@ def plan_command(
     engine_version: Annotated[
         str | None, option(ENGINE, "of vLLM", "the installed one, else 0.26.0, on a CPU 0.30.0")
     ] = None,
+    host_loop_us: Annotated[
+        float | None, option(ENGINE, "speed of its host: type there `fp8plan doctor --host`", "the profile's host")
+    ] = None,
     strict: Annotated[bool, option(ENGINE, "only a profile of this very version", flag="--strict")] = False,
     precision: Annotated[
         list[str] | None, option(None, "bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat", "all", metavar="NAME")
@@ -266,6 +269,7 @@ def plan_command(
         kv_scales_calibrated=scales == "calibrated",
         engine_version=engine_version,
         strict=strict,
+        host_loop_s=None if host_loop_us is None else host_loop_us * 1e-6,
         observed=measured.records if measured else (),
         progress=progress("predicting"),
         workers=_cores(),

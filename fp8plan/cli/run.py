@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -205,6 +206,9 @@ def doctor_command(
             help="instead of a TARGET: test the installed vLLM with a tiny model of random weights, about a minute",
         ),
     ] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="instead of a TARGET: time this machine's CPU for `plan --host-loop-us`")
+    ] = False,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -228,6 +232,13 @@ def doctor_command(
     fp8plan.doctor(engine) sees more: weights, kernels, KV scales.
     """
     for_a_server = not_none(prompts=prompts, api_key=api_key, timeout_s=timeout)
+    if host:
+        if target or engine or gpu or precision or for_a_server:
+            raise ConfigError("--host times this machine's CPU; leave out TARGET, and options other than --json")
+        loop_s = _host_loop_s()
+        sentence = f"type here and elsewhere for engines on this machine: fp8plan plan ... --host-loop-us {1e6 * loop_s:.0f}"
+        print(json.dumps({"host_loop_s": loop_s}) if as_json else sentence)
+        return
     if engine:
         if target or precision or for_a_server:
             raise ConfigError(
@@ -251,3 +262,14 @@ def doctor_command(
         show(doctor_report(diagnosis))
     if diagnosis.faults:
         raise typer.Exit(1)
+
+
+def _host_loop_s() -> float:
+    """The seconds of this host's loop. Raises ConfigError where it cannot be timed."""
+    try:
+        from fp8plan.runtime.measure.rollouts.host import busy_loop_s
+    except ImportError:
+        raise ConfigError("--host needs psutil, which comes with vLLM; type: pip install psutil") from None
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("--host needs Linux, which can keep a process on a core")
+    return busy_loop_s()

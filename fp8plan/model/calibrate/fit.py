@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,7 +29,7 @@ from fp8plan.jsonl import rows
 from fp8plan.model.cost.base import Array, Cost, FloatArray, StepBatch
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.memory.kv_plan import KvPlan
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import HOST_LOOP, HOST_PACE, Profile
 from fp8plan.model.rollout import schedule_with, step_batch
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.validate.records import Record
@@ -193,13 +194,14 @@ def _minimise(
     start, spread = _prior(prior, names)
     # An efficiency is a fraction of a peak, at most 1. (The solver's start must lie inside the bounds.)
     upper = np.array([0.0 if name.endswith("_efficiency") else np.inf for name in names])
+    evaluated = lru_cache(maxsize=1)(lambda at: rows(np.frombuffer(at)))  # the solver asks for values, then slopes
 
     def values(at: Array) -> Array:
-        scaled = [errors / sigma for (errors, _), sigma in zip(rows(at), sigmas, strict=True)]
+        scaled = [errors / sigma for (errors, _), sigma in zip(evaluated(at.tobytes()), sigmas, strict=True)]
         return np.concatenate([*scaled, (at - start) / spread])
 
     def slopes(at: Array) -> Array:
-        scaled = [slope / sigma for (_, slope), sigma in zip(rows(at), sigmas, strict=True)]
+        scaled = [slope / sigma for (_, slope), sigma in zip(evaluated(at.tobytes()), sigmas, strict=True)]
         return np.concatenate([*scaled, np.diag(1 / spread)])
 
     bounds = (np.full(len(names), -np.inf), upper)
@@ -266,12 +268,17 @@ class Windows:
 
     def cost(self, profile: Profile) -> Cost:
         """Predicted seconds of each window with their partials, shape (windows,)."""
-        model = self.record.setup.step_model(profile, self.record.fields.get("experts_hit"))
+        loop_s = self.record.fields.get("host_loop_s")
+        there = profile if loop_s is None else replace(profile, log_covariance={}).on_host(loop_s)
+        model = self.record.setup.step_model(there, self.record.fields.get("experts_hit"))
         steps = model.cost(self.batch)
         partials = {name: self.weights @ partial for name, partial in steps.partials.items()}
         prompts, first = self.record.batch.prompts, np.eye(1, self.seconds.size)[0]
-        start = start_cost(prompts.size, int(prompts.sum()), profile).scaled(first)
-        return Cost(self.weights @ steps.seconds, partials) + start
+        start = start_cost(prompts.size, int(prompts.sum()), there).scaled(first)
+        cost = Cost(self.weights @ steps.seconds, partials) + start
+        if there is profile:
+            return cost
+        return cost.plus_partials({HOST_LOOP: -cost.partials[HOST_PACE]})  # the pace is loop_s over the coefficient
 
 
 def read_traces(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:

@@ -242,6 +242,7 @@ def anchored(profile: Profile, shape: ModelShape | None, engine_version: str, re
     latest = _latest(here)
     alone = [_simulated(record, profile) for record in latest]
     base = prior(profile, dict.fromkeys(name for each in alone for name in _coefficients(each)))
+    hosts = [record.fields.get("host_loop_s") for record in latest]
     models = [each.model.shape for each in alone]
     common = _Common(base, engine_version, models, [record.fields["engine_version"] for record in latest])
     seconds, count = np.log([record.seconds for record in latest]), len(latest)
@@ -251,7 +252,8 @@ def anchored(profile: Profile, shape: ModelShape | None, engine_version: str, re
     left = np.full(count, math.inf)
     for _ in range(ROUNDS):
         rollouts = [
-            _predicted(each, _shifted(bare, common.names, shift)) for each, shift in zip(alone, shifts, strict=True)
+            _predicted(each, _shifted(bare, common.names, shift).on_host(loop_s))
+            for each, shift, loop_s in zip(alone, shifts, hosts, strict=True)
         ]
         slopes = np.array([[x.log_gradient.get(name, 0.0) for name in common.names] for x in rollouts])
         gaps = seconds - np.log([x.makespan_s for x in rollouts]) + (slopes * shifts).sum(axis=1)
@@ -289,8 +291,10 @@ def _noise(rollout: Rollout) -> float:
 
 
 def _disturbance(record: Record, alone: Simulated, profile: Profile) -> float:
-    """The variance that a compile and a busy host add to a rollout's log time."""
+    """The variance that a compile and a busy host add to a rollout's log time. Of a timed host its pace is known."""
     variance = COMPILED_SD**2 if record.fields.get("compiled_files") else 0.0
+    if record.fields.get("host_loop_s") is not None:
+        return variance
     slowdown = (record.fields.get("host_slowdown") or 1.0) / QUIET_HOST
     if slowdown > 1:
         slow = _predicted(alone, _shifted(profile, [HOST_PACE], np.log([slowdown])))

@@ -64,6 +64,7 @@ def predict(
     engine_version: str | None = None,
     strict: bool = False,
     profile: Profile | None = None,
+    host_loop_s: float | None = None,
     observed: Sequence[Record] = (),
     progress: Progress = iter,
     workers: int = 1,
@@ -87,6 +88,8 @@ def predict(
     engine_version: version of vLLM; None: the installed one, else 0.26.0, on a CPU 0.30.0
     strict:         refuse a profile of another engine version
     profile:        used instead of the best known one
+    host_loop_s:    speed of the engine's host, which `fp8plan doctor --host` measures there, in seconds as in
+                    RolloutRecord; None: the profile's host, with a wide error if that is of another GPU
     observed:       rollouts that were measured on this machine, which correct the profile (`read_records`)
     progress:       wraps the candidates while they are predicted, as tqdm does
     workers:        processes for the layouts of a large batch. They are forked: leave it at 1 beside threads
@@ -111,6 +114,7 @@ def predict(
     budget, risky = budget or RiskBudget(), check_share(card, limits)
     used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)
     warnings = [*warnings, *_not_measured(shape, used, strict)]
+    used = used.on_host(host_loop_s)
     anchor = anchored(used, shape, engine_version, observed) if observed else None
     alone, used = used, anchor.applied(used) if anchor else used
     layouts = candidates(

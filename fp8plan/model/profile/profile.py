@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.checks import is_number
-from fp8plan.errors import ProfileError
+from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.jsonl import parse
 from fp8plan.schemas import VERSIONS, check_version, checked
 
@@ -32,6 +32,7 @@ SEEN = "measured in "  # start of the note on a coefficient of an anchored profi
 KEPT = "kept"  # the imported rows in `table_rows` that were not left out
 GPU_PACE, HOST_PACE = "gpu.pace", "host.pace"  # factors, 1.0, on all seconds of the GPU and on all of the host
 PACES = (GPU_PACE, HOST_PACE)
+HOST_LOOP = "host.loop_seconds"  # of the host that the profile holds for, as in RolloutRecord.host_loop_s
 PRECISION, LAYOUT = "precision.", "layout."
 
 # sd of log step time between engine versions, of what all precisions share and of each precision's own. It is taken
@@ -47,6 +48,11 @@ SIBLING_SD, SIBLING_OWN_SD = 0.06, 0.03
 # sd of the log of a host's pace on other machines: the median `host_slowdown` of vllm-0.26.0/validation/rollouts.jsonl
 # in profiles/ is 1.7 for the H200's hosts and 2.3 for the H100's.
 OTHER_HOST_SD = 0.35
+
+LOOPS_S = 1e-5, 1e-2  # least and most that a host's loop can take
+
+# sd of the log of a host's pace beyond what the seconds of its loop say (`python -m benchmarks.host_loop`).
+KNOWN_HOST_SD = 0.15
 
 # The part of the variance of a calibrated profile's error that all precisions of one model share. `python -m
 # benchmarks.error_parts` estimates it.
@@ -210,6 +216,27 @@ class Profile:
         host = 0.0 if self.kind == "imported" else OTHER_HOST_SD  # an import's host has the datasheet's error already
         there = replace(self, gpu=gpu, kind="imported", source=f"{origin}: {self.source}")
         return there.with_notes(f"{FITTED}{origin}").with_errors(*errors, host)
+
+    def on_host(self, loop_s: float | None) -> Profile:
+        """The profile for a host whose loop of Python takes so long; itself for None, and on a CPU.
+
+        loop_s: seconds as in RolloutRecord.host_loop_s. The engine's host runs Python, so all its seconds scale alike
+
+        Raises ConfigError for seconds that no host needs.
+        """
+        if loop_s is None:
+            return self
+        if not (is_number(loop_s) and LOOPS_S[0] < loop_s < LOOPS_S[1]):
+            allowed = "seconds, such as 0.0003, which `fp8plan doctor --host` measures"
+            raise ConfigError(f"host_loop_s is {loop_s!r}; allowed: {allowed}")
+        if HOST_LOOP not in self.coefficients:
+            return self
+        pace = self.coefficient(HOST_PACE) * loop_s / self.coefficient(HOST_LOOP)
+        there = replace(self, coefficients=self.coefficients | {HOST_PACE: pace, HOST_LOOP: loop_s})
+        if self.log_covariance.get(HOST_PACE, {}).keys() != {HOST_PACE}:  # corrected by rollouts already
+            return there
+        variance = self.shared_error**2 + KNOWN_HOST_SD**2
+        return replace(there, log_covariance=self.log_covariance | {HOST_PACE: {HOST_PACE: variance}})
 
     def with_notes(self, note: str) -> Profile:
         """A copy of the profile with a note on each coefficient that has none."""

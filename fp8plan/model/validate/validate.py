@@ -187,12 +187,14 @@ def validate(
 
 
 def simulated(record: Record, profile: Profile) -> Simulated:
-    """Simulate the record's rollout by `profile`. Raises as `simulate` does, and ConfigError if its GPU lacks its
-    precision.
+    """Simulate the record's rollout by `profile`, on the record's host if that was timed.
+
+    Raises as `simulate` does, and ConfigError if its GPU lacks its precision.
     """
     setup = record.setup
     if reason := setup.gpu.why_not(setup.precision):
         raise ConfigError(f"{setup.precision.name} was recorded: {reason}; correct the record's gpu or precision")
+    profile = profile.on_host(record.fields.get("host_loop_s"))
     return simulate(setup, record.batch, profile, experts_hit=record.fields.get("experts_hit"))
 
 

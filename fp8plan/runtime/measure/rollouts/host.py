@@ -9,6 +9,8 @@ lowers its clock (fp8plan.model.cost.power).
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -26,6 +28,7 @@ LOOP = 20_000  # turns of a loop, a quarter of a millisecond
 PROBES, SAMPLES = 5, 3  # loops of which the best counts: on each core before a run, and at each sample during it
 SPARE = 3  # cores for the engine's sending and receiving threads, beside one for each process
 EVERY_S = 0.25
+BUSY_S = 3.0
 STAT = Path("/proc/stat")
 
 
@@ -37,8 +40,11 @@ class Host:
         self.best_s = float("inf")
         self._watched = [psutil.Process()]
 
-    def settle(self) -> None:
-        """Move all threads of this process and its children to the cores that are quiet now."""
+    def settle(self, watched: Sequence[psutil.Process] | None = None) -> None:
+        """Move all threads of this process and its children to the cores that are quiet now.
+
+        watched: processes whose cores are timed; None: this one and the busiest child, front end and engine
+        """
         seconds = {core: self._probe(core, PROBES) for core in self.cores}
         own = psutil.Process()
         processes = [own, *own.children(recursive=True)]
@@ -46,7 +52,7 @@ class Host:
         for thread in threads(processes):
             with suppress(ProcessLookupError):  # the thread has ended
                 os.sched_setaffinity(thread, chosen)
-        self._watched = [own, max(processes[1:], key=_user_seconds, default=own)]  # the front end and the engine
+        self._watched = [*watched] if watched else [own, max(processes[1:], key=_user_seconds, default=own)]
 
     def loop_s(self) -> float | None:
         """The seconds of a loop on the slower of two cores, of front end and engine; None if either has ended."""
@@ -144,6 +150,25 @@ class Watch:
             self._samples.append((sm_clock_mhz(), gpu_power_w(), self._host.loop_s() if self._host else None))
             if over:
                 return
+
+
+def busy_loop_s(seconds: float = BUSY_S) -> float:
+    """The `host_loop_s` that an engine here will have, measured for so long without one.
+
+    Two processes compute meanwhile, in the place of front end and engine core.
+    """
+    host = Host()
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        host.settle([psutil.Process(process.pid) for process in busy])
+        with Watch(host) as watch:
+            time.sleep(seconds)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    loop_s: float = watch.facts["host_loop_s"]
+    return loop_s
 
 
 def cpu_ticks() -> tuple[int, int] | None:

@@ -1,0 +1,13 @@
+# Rollouts under several limits of two engines (benchmarks/results/limits_h100/cells.json), between timings of this host's
+# loop. About 20 minutes; a lease may end first.
+. ~/lease.env
+host() {
+    for _ in 1 2 3; do python3 -m fp8plan doctor --host --json >> ~/res/host_loops.jsonl; done
+}
+limits() {
+    host
+    python3 -m fp8plan.runtime.measure.rollouts.run --cells benchmarks/results/limits_h100/cells.json --gpu "$(gpu)" \
+        --compile-in $(($(nproc --all) - 2)) --trace --timeout 300 --output ~/res/limits.jsonl
+    host
+}
+alone limits
