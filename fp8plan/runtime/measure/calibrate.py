@@ -6,6 +6,7 @@ model.calibrate.profile_of reads the results in FOLDER/kernels and FOLDER/steps.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -47,7 +48,7 @@ def measure(folder: Path, card: Gpu, grid: str) -> None:
     """
     for name in () if card.is_cpu or grid == TWO_ENGINES else KERNELS:
         words = "--output", str(folder / "kernels"), "--grid", grid, "--gpu", card.name
-        _run(f"kernels.{name}", *words, "--compile-in", str(compilers(card)), *_only(name, card, grid))
+        _run(f"kernels.{name}", *words, "--compile", *_only(name, card, grid))
     steps = folder / (TWO_ENGINES if grid == TWO_ENGINES else "steps")
     steps.mkdir(parents=True, exist_ok=True)
     cells = Path(__file__).parent / "cells" / (CPU_CELLS if card.is_cpu else CELLS)[grid]
@@ -55,8 +56,13 @@ def measure(folder: Path, card: Gpu, grid: str) -> None:
     settings = two_engines(card, shipped) if grid == TWO_ENGINES else cells_for(card, shipped)
     (steps / "cells.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     output = ("--output", str(steps / "rollouts.jsonl"), "--trace", "--timeout", str(LONGEST_ENGINE_S))
-    compiling = () if card.is_cpu else ("--compile-in", str(compilers(card)))
-    _run("rollouts.run", "--cells", str(steps / "cells.json"), *output, *compiling)
+    _run("rollouts.run", "--cells", str(steps / "cells.json"), *output, *(() if card.is_cpu else ("--compile",)))
+
+
+def add_compile(parser: argparse.ArgumentParser) -> None:
+    """Add the option --compile [N] of a measurement. It is None without the option, and 0 without its number."""
+    text = "first compile the FP8 kernels, in N processes; without N: in as many as the machine allows"
+    parser.add_argument("--compile", nargs="?", type=int, const=0, metavar="N", help=text)
 
 
 def compilers(card: Gpu) -> int:

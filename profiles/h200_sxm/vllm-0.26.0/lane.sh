@@ -16,8 +16,8 @@ for step in "$@"; do
   only=(); IFS=';' read -ra names <<< "$workloads"; for name in "${names[@]}"; do only+=(--workload "$name"); done
   echo "== $(date +%T) $step"
   if [ "$what" = kernels ]; then
-    case $which in gemm) jobs=12 ;; moe) jobs=4 ;; *) jobs=0 ;; esac # each process takes GPU memory of its own
-    $measure.kernels.$which --output "$here/kernels" --compile-in $jobs ||
+    case $which in gemm) jobs=(--compile 12) ;; moe) jobs=(--compile 4) ;; *) jobs=() ;; esac # each process takes GPU memory of its own
+    $measure.kernels.$which --output "$here/kernels" "${jobs[@]}" ||
       $measure.kernels.$which --output "$here/kernels" # a broken CUDA context ends it; what is left goes on
   else
     $measure.rollouts.run --cells fp8plan/runtime/measure/cells/$what.json --model "$which" "${only[@]}" \

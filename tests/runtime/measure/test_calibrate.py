@@ -114,16 +114,15 @@ def test_kernels_come_before_rollouts_and_all_write_into_the_folder(
     started = machine()
     calibrate.measure(tmp_path / "new", H200, grid)
     assert [name for name, _ in started.started] == ORDER
-    compilers = ["--compile-in", str(calibrate.compilers(H200))]
     for _, words in started.started[:-1]:
-        assert words == ["--output", str(tmp_path / "new/kernels"), "--grid", grid, "--gpu", "h200_sxm", *compilers]
+        assert words == ["--output", str(tmp_path / "new/kernels"), "--grid", grid, "--gpu", "h200_sxm", "--compile"]
     words = started.started[-1][1]
     asked = json.loads(Path(words[words.index("--cells") + 1]).read_text())
     shipped = json.loads((FOLDER / calibrate.CELLS[grid]).read_text())
     assert [x["workloads"] for x in asked] == [x["workloads"] for x in shipped]  # an H200 leaves nothing out
     assert words[words.index("--output") + 1] == str(tmp_path / "new/steps/rollouts.jsonl")
     assert "--trace" in words
-    assert words[-2:] == compilers
+    assert words[-1] == "--compile"
 
 
 def test_a_cpu_has_rollouts_alone(machine: Callable[..., Machine], tmp_path: Path) -> None:
@@ -199,7 +198,7 @@ def test_a_measurement_that_cannot_be_made_stops_it_all(
 def test_the_commands_that_are_started_know_their_arguments(tmp_path: Path) -> None:
     """The sweeps' own parsers: each lists the points that are left, which are of the kernels asked for."""
     for name in calibrate.KERNELS:
-        words = ["--output", str(tmp_path), "--grid", "quick", "--gpu", "h200_sxm", "--compile-in", "2"]
+        words = ["--output", str(tmp_path), "--grid", "quick", "--gpu", "h200_sxm", "--compile"]
         only = calibrate._only(name, find_gpu("a100"), "quick")  # --only and names
         command = [sys.executable, "-m", f"{calibrate.PACKAGE}.kernels.{name}", *words, *only, "--list"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -288,23 +288,31 @@ def test_the_command_lists_what_is_left(
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [p.row for p in POINTS[1::2]]
 
 
-def test_compiling_calls_every_point_once_and_writes_nothing(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that does nothing."""
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr(sweep, "check_gpu", lambda name: None)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_compiling_calls_every_point_once_and_writes_nothing(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     called = []
 
     def prepare(point: Point) -> list[Callable[[], object]]:
         if point.shape["m"] == 1:
-            raise RuntimeError("is left to the timing")
+            raise RuntimeError("no such kernel")
         return [lambda: called.append(point.shape["m"])] * 3
 
     words = ["--output", str(output.parent), "--compile-only"]
-    assert sweep.command("gemm", "Doc.", lambda grid: POINTS, lambda: prepare, words=words) == 0
+    assert sweep.command("gemm", "Doc.", lambda grid: POINTS, lambda: prepare, words=words) == 1
     assert called == [4, 3, 2]
+    assert "'m': 1, 'n': 64, 'k': 128} did not run: RuntimeError: no such kernel" in capsys.readouterr().err
     assert not list(output.parent.iterdir())
 
 
+@pytest.mark.usefixtures("gpu")
 def test_only_kernels_that_are_compiled_are_called_before(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "check_gpu", lambda name: None)
     first, called = [], []
     monkeypatch.setattr(sweep, "compile_first", lambda name, given: first.append(name))
     points = [*POINTS, Point("gemm.fp8_block", {"m": 5, "n": 64, "k": 128})]
@@ -318,22 +326,30 @@ def test_only_kernels_that_are_compiled_are_called_before(output: Path, monkeypa
 
     assert run(["gemm.fp8_block"], "--compile-only") == 0
     assert called == ["gemm.fp8_block"]
-    assert run(["gemm.fp8_block"], "--compile-in", "2", "--only", "gemm.bf16") == 0
+    assert run(["gemm.fp8_block"], "--compile", "2", "--only", "gemm.bf16") == 0
     assert not first
-    assert run(["gemm.fp8_block"], "--compile-in", "2") == 0
+    assert run(["gemm.fp8_block"], "--compile", "2") == 0
     assert first == ["gemm"]
-    assert run(["gemm.fp8_block"], "--compile-in", "2") == 0  # nothing is left
+    assert run(["gemm.fp8_block"], "--compile", "2") == 0  # nothing is left
     assert first == ["gemm"]
 
 
-def test_compilers_end_after_half_of_the_time(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "processes"), [((), 3), (("2",), 2)])
+def test_compilers_end_after_half_of_the_time(
+    output: Path, monkeypatch: pytest.MonkeyPatch, number: tuple[str, ...], processes: int
+) -> None:
     output.parent.mkdir()
-    begun = time.monotonic()
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    start = subprocess.Popen
-    monkeypatch.setattr("fp8plan.runtime.measure.kernels.sweep.subprocess.Popen", lambda _, **to: start(sleep, **to))
-    words = ["--output", str(output.parent), "--seconds", "1", "--compile-in", "2"]
+    begun, started, start = time.monotonic(), [], subprocess.Popen
+
+    def popen(command: list[str], **to: Any) -> subprocess.Popen[bytes]:
+        started.append(command[-1])
+        return start([sys.executable, "-c", "import time; time.sleep(60)"], **to)
+
+    monkeypatch.setattr("fp8plan.runtime.measure.kernels.sweep.subprocess.Popen", popen)
+    words = ["--output", str(output.parent), "--seconds", "1", "--gpu", "l4", "--compile", *number]
+    monkeypatch.setattr("fp8plan.runtime.measure.calibrate.os.sched_getaffinity", lambda _: set(range(16)))
     compile_first("gemm", arguments("gemm", None, words))
+    assert started == shares("1/1", processes)  # the default is as many as an L4's memory allows
     assert 0.5 <= time.monotonic() - begun < 30
 
 

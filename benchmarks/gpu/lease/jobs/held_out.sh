@@ -3,7 +3,7 @@
 . ~/lease.env
 measure() { # MODEL PRECISION...
     python3 -m fp8plan.runtime.measure.rollouts.run --cells fp8plan/runtime/measure/cells/h100_held_out.json --model "$1" \
-        "${@:2}" --gpu "$(gpu)" --compile-in $(($(nproc --all) - 2)) --trace --timeout 400 --output ~/res/held_out.jsonl \
+        "${@:2}" --gpu "$(gpu)" --compile --trace --timeout 400 --output ~/res/held_out.jsonl \
         --env VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
 }
 cells() {

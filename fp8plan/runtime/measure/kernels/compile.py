@@ -3,7 +3,7 @@
     python -m fp8plan.runtime.measure.kernels.compile --models A B@2 --processes 12        B@2: B on two GPUs
 
 An engine compiles DeepGEMM's kernels one after the other at its start, for minutes. Here each process takes a share of
-the layers. The caches are those that VLLM_CACHE_ROOT and TRTLLM_DG_CACHE_DIR name.
+them. The caches are those that VLLM_CACHE_ROOT and TRTLLM_DG_CACHE_DIR name.
 """
 
 from __future__ import annotations
@@ -12,22 +12,17 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from multiprocessing import get_context
 
 from fp8plan.errors import Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.gemm import rows_of_every_kernel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.runtime.measure.calibrate import compilers, note
-from fp8plan.runtime.measure.kernels.sweep import Point
+from fp8plan.runtime.measure.kernels.sweep import Point, compile_here, run_shares, select
 
 FEW_ROWS = (1, 8, 16, 31)  # FlashInfer takes over below 32 rows
-LARGEST_SHARE = 3  # kernels one task compiles, so that the processes end at about the same time
 
-Task = tuple[int, int, tuple[int, ...]]  # n, k, rows
+Weight = tuple[int, int]  # n, k
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -37,32 +32,30 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, help="each takes some GB of the GPU; default: as the machine allows")
     parser.add_argument("--gpu", default="auto", help="of this machine")
     parser.add_argument("--rows", type=int, default=16384, help="most tokens of an engine's step")
+    parser.add_argument("--part", metavar="I/N", help="in this process, every N-th kernel from the I-th")
     options = parser.parse_args(words)
     try:
         card = find_gpu(options.gpu)
+        models = weights_of(options.models)
+        kernels = points(set().union(*models.values()), options.rows, card.sm_count)
+        if options.part:
+            return _compile(select(kernels, (), options.part))
     except Fp8PlanError as error:
         note(f"{parser.prog}: {error}")
         return 2
-    work = tasks(options.models, options.rows, card.sm_count)
-    note(f"compiling {sum(len(rows) for *_, rows in work)} FP8 GEMM kernels")
-    try:
-        with ProcessPoolExecutor(options.processes or compilers(card), get_context("spawn")) as pool:
-            failures = [text for text in pool.map(run, work) if text]
-    except BrokenProcessPool:
-        note("a process was killed, probably for memory; engines compile the rest; allowed: fewer --processes")
-        return 1
-    note(f"compiled; {len(failures)} of {len(work)} tasks failed")
-    for failure in failures[:5]:
-        note(failure)
-    return 1 if failures else 0
+    if not kernels:
+        return 0
+    note(f"compiling {len(kernels)} FP8 GEMM kernels")
+    same = [sys.executable, "-m", __spec__.name, "--models", *models, "--gpu", card.name, "--rows", str(options.rows)]
+    if run_shares(same, min(options.processes or compilers(card), len(kernels))):
+        return 0
+    note("some kernels are not compiled, and engines compile them; if memory was short: fewer --processes")
+    return 1
 
 
-def tasks(models: Iterable[str], most_rows: int, sm_count: int) -> list[Task]:
-    """Layers of one rank with a few rows each; together every kernel of all models, each once.
-
-    A model that fp8plan cannot read has none, and a note says so.
-    """
-    shapes: set[tuple[int, int]] = set()
+def weights_of(models: Iterable[str]) -> dict[str, set[Weight]]:
+    """(n, k) of the layers of one rank, by model. A model that fp8plan cannot read is left out, and a note says so."""
+    weights: dict[str, set[Weight]] = {}
     for text in models:
         model, ranks = re.fullmatch(r"(.+?)(?:@(\d+))?", text).groups()  # type: ignore[union-attr]
         try:
@@ -70,36 +63,24 @@ def tasks(models: Iterable[str], most_rows: int, sm_count: int) -> list[Task]:
         except Fp8PlanError as error:
             note(f"no kernels of {model} are compiled: {error}")
             continue
-        in_blocks = (linear for linear in linears if linear.quantised)
-        shapes |= {(linear.n, linear.k) for linear in in_blocks if linear.n % 64 == 0 and linear.k % 128 == 0}
-    work: list[Task] = []
-    for n, k in sorted(shapes):
+        weights[text] = {(x.n, x.k) for x in linears if x.quantised and x.n % 64 == 0 and x.k % 128 == 0}
+    return weights
+
+
+def points(weights: Iterable[Weight], most_rows: int, sm_count: int) -> list[Point]:
+    """Layers with a few rows each; together every kernel of all weights, each once."""
+    kernels: list[Point] = []
+    for n, k in sorted(weights):
         rows = [m for m in rows_of_every_kernel([(n, k)], most_rows, sm_count) if m >= max(FEW_ROWS)]
-        rows += FEW_ROWS
-        parts = max(1, len(rows) // LARGEST_SHARE)
-        work += [(n, k, tuple(rows[i::parts])) for i in range(parts)]
-    return work
+        kernels += [Point("linear.fp8_block", {"m": m, "n": n, "k": k}) for m in (*rows, *FEW_ROWS)]
+    return kernels
 
 
-def run(task: Task) -> str | None:
-    """Run each kernel of a task once. Return the failure's text."""
+def _compile(kernels: Sequence[Point]) -> int:
     from fp8plan.runtime.measure.kernels.gemm import Bench, model_config
 
-    n, k, rows = task
-    try:
-        import torch
-
-        with model_config():
-            bench = Bench()
-            for m in rows:
-                bench.work(Point("linear.fp8_block", {"m": m, "n": n, "k": k})).calls[0]()
-                torch.cuda.synchronize()
-    except Exception as error:
-        return f"{task}: {type(error).__name__}: {error}"[:300]
-    finally:
-        with suppress(Exception):
-            torch.cuda.empty_cache()
-    return None
+    with model_config():
+        return compile_here(kernels, Bench().work)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time dense linear layers, y[m, n] = x[m, k] @ W[n, k]^T, as vLLM 0.26 runs those of real models on one GPU.
 
-    python -m fp8plan.runtime.measure.kernels.gemm --output FOLDER [--grid quick|full] [--seconds N] [--compile-in 12]
+    python -m fp8plan.runtime.measure.kernels.gemm --output FOLDER [--grid quick|full] [--seconds N] [--compile [N]]
 
 Kernels, a row of FOLDER/gemm.jsonl each:
     gemm.bf16         torch.nn.functional.linear, which is vLLM's unquantised linear on CUDA: cuBLAS
@@ -10,7 +10,7 @@ Kernels, a row of FOLDER/gemm.jsonl each:
     quantise          its quantisation alone, [m, k]
 
 Weights are cold in L2: calls rotate over copies. Activations are warm, as in the engine, where the operation before has
-just written them. DeepGEMM compiles a kernel per (n, k) and tile; --compile-in does that in parallel.
+just written them. DeepGEMM compiles a kernel per (n, k) and tile; --compile does that in parallel.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run kernels for seconds, each by itself, and read the GPU's power and clock.
 
-    python -m fp8plan.runtime.measure.kernels.power --output FOLDER [--grid quick|full] [--seconds N] [--compile-in 12]
+    python -m fp8plan.runtime.measure.kernels.power --output FOLDER [--grid quick|full] [--seconds N] [--compile [N]]
 
 Kernels of gemm, attention, moe and elementwise beside this file, a row of FOLDER/power.jsonl each, three seconds a
 point. `seconds` is the time of one call under the power limit. It is no timing for a fit of kernels.

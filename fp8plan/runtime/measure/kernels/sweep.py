@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -29,7 +29,7 @@ from tqdm import tqdm
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.hardware import find_gpu
-from fp8plan.runtime.measure.calibrate import note
+from fp8plan.runtime.measure.calibrate import add_compile, compilers, note
 from fp8plan.runtime.measure.kernels.timing import Call, Timing, graph_seconds
 from fp8plan.runtime.measure.machine import engine_facts, gpu_facts, machine_facts
 
@@ -161,7 +161,7 @@ def arguments(name: str, doc: str | None, words: Sequence[str] | None) -> argpar
     parser.add_argument("--only", nargs="+", default=[], metavar="KERNEL", help="kernels as the rows name them")
     part = "every N-th point from the I-th, to share the work"
     parser.add_argument("--part", default="1/1", metavar="I/N", help=part)
-    parser.add_argument("--compile-in", type=int, default=0, metavar="N", help="first compile kernels, in N processes")
+    add_compile(parser)
     parser.add_argument("--compile-only", action="store_true", help="run every point once, time and write nothing")
     parser.add_argument("--list", action="store_true", help="print the points that are left, and stop")
     return parser.parse_args(words)
@@ -193,34 +193,41 @@ def check_gpu(name: str) -> None:
         raise ConfigError(f"--gpu is {name} ({find_gpu(name).product}), this machine has {product}; type --gpu auto")
 
 
-def compile_first(name: str, options: argparse.Namespace) -> None:
-    """Run this command with --compile-only in `options.compile_in` processes, each on a share of the points.
+def run_shares(
+    command: Sequence[str], processes: int, part: str = "1/1", log: IO[bytes] | None = None, until: float = math.inf
+) -> bool:
+    """Run `command` in `processes` processes, each on a share of the part of its points. Return True if none failed.
 
-    The timing process finds the compilers' caches on the disk, and notes failures. Each process takes the memory of a
-    CUDA context, the pools and one point. Ends after half of --seconds, compiled or not.
+    Each takes the memory of a CUDA context, the pools and one point. They write to `log`, or where this process writes,
+    and are ended at `until` of time.monotonic().
     """
-    same = [sys.executable, "-m", f"{__package__}.{name}", "--compile-only"]
-    same += ["--output", str(options.output), "--grid", options.grid]
-    same += ["--only", *options.only] if options.only else []
-    until = time.monotonic() + (options.seconds or math.inf) / 2  # the rest is for timing
-    with open(options.output / f"{name}.compile.log", "ab") as log:
-        children = [
-            subprocess.Popen([*same, "--part", part], stdout=log, stderr=log)
-            for part in shares(options.part, options.compile_in)
-        ]
-        try:
-            while any(child.poll() is None for child in children) and time.monotonic() < until:
-                time.sleep(0.2)
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
+    parts = shares(part, processes)
+    children = [subprocess.Popen([*command, "--part", share], stdout=log, stderr=log) for share in parts]
+    try:
+        while any(child.poll() is None for child in children) and time.monotonic() < until:
+            time.sleep(0.2)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    return not any(child.returncode for child in children)
 
 
 def shares(part: str, number: int) -> list[str]:
     """A part "I/N" split into `number` parts."""
     first, step = _part(part)
     return [f"{first + i * step}/{step * number}" for i in range(number)]
+
+
+def compile_first(name: str, options: argparse.Namespace) -> None:
+    """Run this command with --compile-only, for half of --seconds at most. The timing finds its kernels on the disk."""
+    same = [sys.executable, "-m", f"{__package__}.{name}", "--compile-only"]
+    same += ["--output", str(options.output), "--grid", options.grid]
+    same += ["--only", *options.only] if options.only else []
+    until = time.monotonic() + (options.seconds or math.inf) / 2  # the rest is for timing
+    processes = options.compile or compilers(find_gpu(options.gpu))
+    with open(options.output / f"{name}.compile.log", "ab") as log:
+        run_shares(same, processes, options.part, log, until)
 
 
 def command(
@@ -250,12 +257,12 @@ def command(
         check_gpu(options.gpu)
         options.output.mkdir(parents=True, exist_ok=True)
         new = [point for point in todo if compiled is None or point.kernel in compiled]
-        if options.compile_in and new:
+        if options.compile is not None and new:
             compile_first(name, options)
         with context():
             prepare = bench()
             if options.compile_only:
-                return _compile(new, prepare)
+                return compile_here(new, prepare)
             left = None if options.seconds is None else options.seconds - (time.monotonic() - begun)
             return 1 if sweep(todo, prepare, output, seconds=left) else 0
     except Fp8PlanError as error:
@@ -263,10 +270,16 @@ def command(
         return 2
 
 
-def _compile(points: Sequence[Point], prepare: Prepare) -> int:
-    """Call every point once. Failures are left to the timing, which notes them."""
-    for point in tqdm(points, unit="point", file=sys.stderr):
-        with suppress(Exception):
+def compile_here(points: Sequence[Point], prepare: Prepare) -> int:
+    """Call every point once. Return 1 if one failed, which a note says, else 0."""
+    failed = 0
+    for point in points:
+        try:
             prepared(point, prepare).calls[0]()
             sys.modules["torch"].cuda.synchronize()
-    return 0
+        except Exception as error:
+            failed = 1
+            note(f"{point.kernel} {point.shape} did not run: {_message(error)}")
+        with suppress(Exception):
+            sys.modules["torch"].cuda.empty_cache()  # which other processes need
+    return failed

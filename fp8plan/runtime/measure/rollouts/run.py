@@ -50,7 +50,7 @@ from fp8plan.jsonl import write
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS, precision
 from fp8plan.runtime.engine.launch import first_error
-from fp8plan.runtime.measure.calibrate import note
+from fp8plan.runtime.measure.calibrate import add_compile, note
 from fp8plan.runtime.measure.machine import gpu_facts, wait_for_memory
 from fp8plan.runtime.measure.rollouts.engine import TURN
 from fp8plan.runtime.measure.rollouts.jobs import CHILD, WARMUPS, Options, jobs
@@ -75,8 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", action="store_true", help="write every engine step")
     kernels = "after the rollouts, time the kernels of a few decode steps"
     parser.add_argument("--kernels", action="store_true", help=kernels)
-    compiling = "first compile the FP8 GEMM kernels of all engines, in N processes"
-    parser.add_argument("--compile-in", type=int, default=0, metavar="N", help=compiling)
+    add_compile(parser)
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engines; repeat")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, with its prediction")
     words = parser.parse_args(arguments)
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             words.kernels, words.gpu,
         )  # fmt: skip
         work = jobs(words.cells, options)
-        failures = [] if words.dry_run else run_jobs(work, options, words.timeout, words.compile_in)
+        failures = [] if words.dry_run else run_jobs(work, options, words.timeout, words.compile)
     except Fp8PlanError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
@@ -115,13 +114,15 @@ def compile_kernels(work: Sequence[dict[str, Any]], processes: int) -> None:
             note("some FP8 kernels were not compiled; their engines compile them")
 
 
-def run_jobs(work: Sequence[dict[str, Any]], options: Options, timeout_s: float, processes: int = 0) -> list[str]:
+def run_jobs(
+    work: Sequence[dict[str, Any]], options: Options, timeout_s: float, processes: int | None = None
+) -> list[str]:
     """Run every job in a process of its own; return a sentence for each failure.
 
-    processes: compile kernels before, in so many
+    processes: compile kernels before, in so many; 0: as the machine allows; None: do not
     """
     _check_gpu(work)
-    if processes:
+    if processes is not None:
         compile_kernels(work, processes)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     failures = []
