@@ -120,6 +120,7 @@ def test_a_failure_is_recorded_and_tried_again_last(output: Path) -> None:
     failed = read(output.with_name("gemm.failed.jsonl"))
     assert [row["m"] for row in failed] == [4, 1]
     assert failed[0]["error"] == "RuntimeError: 4 rows are too many"
+    assert not failed[0]["refused"]
     bench = Bench(4)
     more = [*POINTS, Point("gemm.bf16", {"m": 5, "n": 64, "k": 128})]
     assert len(sweep.sweep(more, bench.work, output)) == 1
@@ -128,14 +129,17 @@ def test_a_failure_is_recorded_and_tried_again_last(output: Path) -> None:
 
 
 def test_a_point_that_the_gpu_cannot_have_is_no_failure(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Refusal(ConfigError):
+        pass
+
     def prepare(point: Point) -> Work:
         if point.shape["m"] > 2:
-            raise ConfigError(f"{point.shape['m']} rows do not fit in the pool")
+            raise Refusal(f"{point.shape['m']} rows do not fit in the pool")
         return Work([lambda: 1], timer=timer)
 
     assert sweep.sweep(POINTS, prepare, output) == []
     assert [row["m"] for row in read(output)] == [1, 2]
-    assert [row["m"] for row in read(output.with_name("gemm.failed.jsonl"))] == [4, 3]
+    assert [(row["m"], row["refused"]) for row in read(output.with_name("gemm.failed.jsonl"))] == [(4, True), (3, True)]
     assert "4 rows do not fit in the pool" in capsys.readouterr().err
 
 

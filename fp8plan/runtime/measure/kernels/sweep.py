@@ -1,7 +1,8 @@
 """A sweep: time many points, one JSON line each, resumable; and the command line of every script that makes one.
 
 FOLDER/<name>.jsonl         {"kernel": ..., the shape, "seconds", "spread", "replays", "sm_mhz", "key", "run"}
-FOLDER/<name>.failed.jsonl  {"kernel": ..., the shape, "error", "key", "run"}; tried again, after all others
+FOLDER/<name>.failed.jsonl  {"kernel": ..., the shape, "error", "refused", "key", "run"}; tried again, after all others.
+                            refused: this GPU lacks the memory or the kernel
 FOLDER/machines.jsonl       the machine of each run, by "run"
 """
 
@@ -91,7 +92,7 @@ def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: f
         jsonl.write(failed_file(output) if "error" in row else output, row)
         if "error" in row:
             text = f"{point.kernel} {point.shape}: {row['error']}"
-            if not row["error"].startswith(ConfigError.__name__):  # this GPU lacks the memory or the kernel
+            if not row["refused"]:
                 failures.append(text)
             alike = point.kernel, row["error"].partition(":")[0]
             if alike not in noted:  # a kernel that this GPU lacks would fail at a hundred points
@@ -115,18 +116,21 @@ def failed_file(output: Path) -> Path:
 
 
 def _attempt(point: Point, prepare: Prepare) -> dict[str, Any]:
-    """Columns of the timing, or "error". The clean-up follows later, so that no traceback holds on to tensors."""
+    """Columns of the timing or of the error. The clean-up follows later, so that no traceback holds on to tensors."""
     try:
         work = prepared(point, prepare)
         return asdict(work.timer(work.calls)) | dict(work.columns)
     except Exception as error:
-        return {"error": _message(error)}
+        return _failure(error)
 
 
-def _message(error: BaseException) -> str:
-    """The first error of a chain. After a call that fails during a graph's capture, the capture's end fails too."""
+def _failure(error: BaseException) -> dict[str, Any]:
+    """Columns of the first error of a chain. After a call that fails during a graph's capture, its end fails too."""
     before = None if error.__suppress_context__ else error.__context__
-    return _message(before) if before else f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    if before:
+        return _failure(before)
+    text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    return {"error": text, "refused": isinstance(error, ConfigError)}
 
 
 def prepared(point: Point, prepare: Prepare) -> Work:
@@ -279,7 +283,7 @@ def compile_here(points: Sequence[Point], prepare: Prepare) -> int:
             sys.modules["torch"].cuda.synchronize()
         except Exception as error:
             failed = 1
-            note(f"{point.kernel} {point.shape} did not run: {_message(error)}")
+            note(f"{point.kernel} {point.shape} did not run: {_failure(error)['error']}")
         with suppress(Exception):
             sys.modules["torch"].cuda.empty_cache()  # which other processes need
     return failed
