@@ -17,7 +17,7 @@ import plans
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from installed_vllm import VLLM
+from installed_vllm import VLLM, serve_parser
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
@@ -581,8 +581,6 @@ def test_what_trl_s_engine_cannot_hold_goes_through_a_server_that_vllm_can_start
     tmp_path: Path, tiny_moe: str, precision: str
 ) -> None:
     from trl.scripts.vllm_serve import ScriptArguments, build_command
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     plan = layout(2, 1, model=tiny_moe, limits=LIMITS, chosen=plans.index(precision), thresholds={"token_tis": 2.0})
     told = json.loads(plan.emit("trl"))
@@ -593,7 +591,7 @@ def test_what_trl_s_engine_cannot_hold_goes_through_a_server_that_vllm_can_start
     start = words.index("vllm")
     assert {"VLLM_SERVER_DEV_MODE=1", "VLLM_PLUGINS=fp8plan"} <= set(words[:start])
     assert words[start : start + 3] == ["vllm", "serve", tiny_moe]
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(words[start + 3 :])
+    args = serve_parser().parse_args(words[start + 3 :])
     assert (args.quantization == "online") == (precision != "fp8_kv")
     assert args.kv_cache_dtype == "fp8"
     assert args.logprobs_mode == "processed_logprobs"

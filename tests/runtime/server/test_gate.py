@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from installed_vllm import VLLM
+from installed_vllm import VLLM, serve_parser
 
 from fp8plan.runtime.plugin import API_KEY, ROLLOUT, STATUS, authorization
 from fp8plan.version import at_least
@@ -46,13 +46,11 @@ def app() -> Any:
     """vLLM's app with all its routes, built as `vllm serve --api-key sesame` builds it; there is no engine."""
     if not at_least(VLLM, (0, 30)):
         pytest.skip("0.27 to 0.29 have other routes")
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.openai.api_server import build_app
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from fp8plan.runtime.server.routes import Routes, keys_of
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--api-key", "sesame"])
+    args = serve_parser().parse_args(["--api-key", "sesame"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         patch.setattr("vllm.plugins.load_endpoint_plugins", lambda tasks: [Routes()])
