@@ -12,7 +12,8 @@ to 0.32, and run against 0.30 by tests/model/test_shards.py):
 - For a checkpoint in FP8 blocks vLLM refuses a rank that begins or ends inside a block, experts included
   (validate_fp8_block_shape and its _moe), or finds no place for the scales of a fused layer. verl quantises whole
   matrices and has vLLM load such a checkpoint, so one such layer rules a size out. 0.30 cuts the scales of experts
-  finer, but 0.24, which verl 0.9.1 installs, does not. Expert parallelism cuts no block.
+  finer, but 0.24, which verl 0.9.1 installs, does not. 0.32 pads them to whole blocks for kernels that `moe_backend`
+  names and that take no others; fp8plan names Triton's alone. Expert parallelism cuts no block.
 """
 
 from __future__ import annotations
