@@ -122,11 +122,13 @@ def _spec(group, limits, max_model_len: int):
     if group.kind == "full":
         return _full(size)
     caching = limits.enable_prefix_caching
+    checkpoint = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if group.checkpoints else {}
     return MambaSpec(
         block_size=size if caching else max_model_len,  # as MambaModelConfig sets mamba_block_size
         shapes=((2, 64),),
         dtypes=(torch.float32,),
         mamba_cache_mode="align" if caching else "none",
+        **checkpoint,
     )
 
 

@@ -83,22 +83,22 @@ class CachingGroupPool(GroupPool):
 
     # Requests that are not steady
 
-    def needs(self, request: int, tokens: int) -> int:
+    def needs(self, request: int, tokens: int, checkpoint: bool) -> int:
         total, blocks = 0, -(-tokens // self._size)
         for at, group in enumerate(self._groups):
             more = blocks - self._tables[at][request].end
             if more > 0:
-                total += (1 if group.kind == "state" else more) * self._counts[at]
+                total += (1 + checkpoint if group.kind == "state" else more) * self._counts[at]
         return total
 
-    def take(self, request: int, tokens: int) -> None:
-        self._use(self.needs(request, tokens))
+    def take(self, request: int, tokens: int, checkpoint: bool) -> None:
+        self._use(self.needs(request, tokens, checkpoint))
         blocks = -(-tokens // self._size)
         shared = min(blocks, self._full_prompts[request])
         for at, group in enumerate(self._groups):
             table = self._tables[at][request]
             if group.kind == "state":
-                table.add_state(blocks)
+                table.add_state(blocks, checkpoint)
             elif blocks > table.end:
                 for objects in table.blocks:
                     objects += [Block() for _ in range(len(objects), shared)]
@@ -141,14 +141,14 @@ class CachingGroupPool(GroupPool):
             self._junction[request] = self.shared_prefix
         return hit
 
-    def admission_needs(self, request: int, tokens: int, hit: int, whole: bool) -> int:
+    def admission_needs(self, request: int, tokens: int, hit: int, whole: bool, checkpoint: bool) -> int:
         total, blocks, hits = 0, -(-tokens // self._size), hit // self._size
         for at, group in enumerate(self._groups):
             if group.kind == "state":
                 copies = self._copies(at, 0, request, hits - 1) if hits else None
                 if any(copies is new for new in self._new_states):
                     return NEVER
-                total += int(blocks > hits) * self._counts[at]
+                total += (int(blocks > hits) + checkpoint) * self._counts[at]
             else:
                 wanted = min(blocks, self._caps[at]) if whole and self._caps[at] >= 0 else blocks
                 total += max(wanted - hits, 0) * self._counts[at]

@@ -37,8 +37,8 @@ class HoldersWaitPool(CachingGroupPool):
 
     def start(self, request: int, step: int, computed: int, in_flight: int) -> None:
         end = self._end(request)
-        # In its first step of decoding it still holds the state that the chunk in flight reads.
-        if in_flight and computed // self._size == end and computed - in_flight == end * self._size:
+        # In its first step of decoding it still holds the state that the chunk in flight reads, or keeps inside.
+        if in_flight and computed // self._size == end and computed - in_flight <= end * self._size:
             if step != self._again_at:
                 self._again_at = step
                 self._again.clear()

@@ -7,7 +7,8 @@ One block of a group is one page: `block_size` tokens of each of its layers, or 
 States follow vLLM's mamba_cache_mode (MambaModelConfig in vllm/model_executor/models/config.py, 0.26 and 0.30).
 Without prefix caching the mode is "none", and a request holds one block whatever it computes. With prefix caching it is
 "align", and prefill goes in whole blocks. A request then holds the block it writes, the one it read, and under
-asynchronous scheduling one more in flight. The mode "all", a state for every block, is not modelled.
+asynchronous scheduling one more in flight. With checkpoint blocks (from 0.32) a prefill is not cut at its last whole
+block: its last chunk keeps that state in one block more. The mode "all", a state for every block, is not modelled.
 
 The pool here has no prefix caching: it counts blocks. Its calls have the order of vLLM's `allocate_slots`
 (vllm/v1/core/kv_cache_manager.py). Blocks out of the window are freed first, even if the request then cannot be
@@ -147,16 +148,19 @@ class GroupPool:
         for at in self._followed_groups:
             self._drop(at, request, processed)
 
-    def needs(self, request: int, tokens: int) -> int:
-        """The new blocks that a running request needs to hold that many tokens."""
+    def needs(self, request: int, tokens: int, checkpoint: bool) -> int:
+        """The new blocks that a running request needs to hold that many tokens.
+
+        checkpoint: with a state inside the chunk (`GroupState._has_checkpoint`)
+        """
         total = 0
         for at, group in enumerate(self._groups):
             total += max(self._blocks(group, tokens) - self._ends[at][request], 0) * self._counts[at]
         return total
 
-    def take(self, request: int, tokens: int) -> None:
+    def take(self, request: int, tokens: int, checkpoint: bool) -> None:
         """Hand out the blocks that `needs` counts."""
-        self._use(self.needs(request, tokens))
+        self._use(self.needs(request, tokens, checkpoint))
         for at, group in enumerate(self._groups):
             self._ends[at][request] = max(self._blocks(group, tokens), self._ends[at][request])
 
@@ -167,7 +171,7 @@ class GroupPool:
         """The tokens of a request, out of that many, that are cached in every group."""
         return 0
 
-    def admission_needs(self, request: int, tokens: int, hit: int, whole: bool) -> int:
+    def admission_needs(self, request: int, tokens: int, hit: int, whole: bool, checkpoint: bool) -> int:
         """Free blocks needed to admit the request looked up last; if there are too few, a lower bound.
 
         whole: for its whole prompt
@@ -182,7 +186,7 @@ class GroupPool:
 
     def least_needs(self, request: int, tokens: int, hit: int) -> int:
         """A lower bound of `admission_needs` for the whole prompt, for all hits of at most `hit` tokens."""
-        return self.admission_needs(request, tokens, hit, True)
+        return self.admission_needs(request, tokens, hit, True, False)
 
     def admit(self, request: int, hit: int) -> None:
         """Hold the blocks that the last look-up hit."""

@@ -43,6 +43,8 @@ class GroupState(State):
         caching = limits.enable_prefix_caching
         self.aligned = groups[0].block_size if caching and any(g.kind == "state" for g in groups) else 0
         self.leaves_one = int(rules.leaves_one)
+        self.checkpoints = self.aligned > 0 and all(g.checkpoints for g in groups if g.kind == "state")
+        self.retain_all = rules.retain_all
         self.queue = list(range(requests - 1, -1, -1))  # the waiting requests; the head is the last entry
         self.running: list[int] = []  # includes `leaving`
         self.length = list(prompts)  # tokens to prefill: prompt + generated ones at admission
@@ -161,10 +163,11 @@ class GroupState(State):
                 continue
             served_before = self.lag and self.last_step[request] == self.now - 1
             self.pool.drop(request, max(0, computed - (self.last_tokens[request] if served_before else 0)))
-            preemptions += self._make_room(request, self.pool.needs(request, computed + tokens))
+            checkpoint = self._has_checkpoint(request, computed, computed + tokens)
+            preemptions += self._make_room(request, self.pool.needs(request, computed + tokens, checkpoint))
             if i > len(self.running):  # it preempted itself
                 break
-            self.pool.take(request, computed + tokens)
+            self.pool.take(request, computed + tokens, checkpoint)
             self.least_free = min(self.least_free, self.pool.free)
             budget -= tokens
             chunk = (request, computed, computed + tokens)
@@ -267,7 +270,7 @@ class GroupState(State):
             self.running.append(request)
             self.unsteady += 1
             pool.admit(request, hit)
-            pool.take(request, hit + tokens)
+            pool.take(request, hit + tokens, self._has_checkpoint(request, hit, hit + tokens))
             cached += hit
             budget -= tokens
             self.computed[request] = hit
@@ -292,9 +295,12 @@ class GroupState(State):
             tokens = self._whole_blocks(request, hit, tokens)
             if not tokens:
                 return 0, hit
-        needed = pool.admission_needs(request, length, hit, True) if self.reserve_full_prompt else 0
+        end, needed = hit + tokens, 0
+        if self.reserve_full_prompt:
+            needed = pool.admission_needs(request, length, hit, True, self._has_checkpoint(request, hit, length))
         if needed <= pool.free:
-            needed = max(needed, pool.admission_needs(request, hit + tokens, hit, False))
+            checkpoint = self._has_checkpoint(request, hit, end)
+            needed = max(needed, pool.admission_needs(request, end, hit, False, checkpoint))
         if needed > pool.free:
             self.refused = True
             # A hit grows only when others are prefilled.
@@ -309,22 +315,41 @@ class GroupState(State):
         vLLM 0.26 has no chunks shorter than a block. Its chunks that start within a block run past the block's end.
         """
         size, length = self.aligned, self.length[request]
-        prefill_end = max(self.prompts[request], length - 1)
+        prefill_end = self._prefill_end(request)
         if start >= prefill_end:
             return tokens
         end = start + tokens
+        whole_prefill = end >= prefill_end and self._covers_block(start, prefill_end)
         if end < prefill_end:
             whole = end // size * size
             if whole > start or size <= self.budget:
                 end = whole
         junction = self.junction[request]
-        stops = [(length - self.leaves_one) // size * size]
+        stops = [] if whole_prefill else [(length - self.leaves_one) // size * size]
         if start % size:
             stops.append((start // size + 1) * size)
         if start < junction < end:
             stops.append(start + (junction - start) // size * size)
         inside = [stop for stop in stops if start < stop < end]
         return max((min(inside) if inside else end) - start, 0)
+
+    def _prefill_end(self, request: int) -> int:
+        """The tokens of a request's prefill, as vLLM counts them if it resumes."""
+        return max(self.prompts[request], self.length[request] - 1)
+
+    def _covers_block(self, start: int, end: int) -> bool:
+        """True if kernels keep the state of the last whole block before `end` inside a chunk from `start`.
+
+        Source: is_mamba_prefill_checkpoint_valid in vllm/v1/kv_cache_interface.py.
+        """
+        size = self.aligned
+        return self.checkpoints and start % size == 0 and start + size <= (end - 1) // size * size
+
+    def _has_checkpoint(self, request: int, start: int, end: int) -> bool:
+        """True if a chunk keeps a state inside, which takes a block (MambaManager._needs_internal_checkpoint)."""
+        if not self.checkpoints or not (self.retain_all or end >= self._prefill_end(request)):
+            return False
+        return self._covers_block(start, end)
 
     # Between running and waiting
 

@@ -301,7 +301,7 @@ def _check_groups_fit(
     for group in groups:
         cap, blocks = admission_cap(group, limits), blocks_for(longest, group.block_size)
         if group.kind == "state":
-            cap, blocks = -1, 2 if limits.enable_prefix_caching else 1
+            cap, blocks = -1, 2 + group.checkpoints if limits.enable_prefix_caching else 1
         needed += min(cap, blocks) if cap >= 0 else blocks
     if needed > num_blocks:
         raise CapacityError(

@@ -21,6 +21,7 @@ from fp8plan.model.schedule.group_pool import admission_cap, next_drop
 from fp8plan.model.schedule.scheduler import Schedule, schedule, schedule_groups
 from fp8plan.model.schedule.windows import WindowMeter, pairs_read, tokens_read
 from fp8plan.model.workload import Batch
+from fp8plan.version import has
 
 COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
 SEEDS = int(os.environ.get("FP8PLAN_GROUP_SEEDS", "4"))
@@ -32,6 +33,8 @@ FAMILIES: dict[str, tuple[CacheKind, ...]] = {
     "states": ("full", "state", "state", "state"),  # Qwen3-Next
     "latent": ("latent", "state"),  # Kimi Linear
     "all": ("full", "sliding", "state"),
+    "checkpoint": ("full", "state"),  # Nemotron-H from 0.32
+    "checkpoints": ("full", "state", "state", "state"),  # Qwen3-Next from 0.33
     "alone": ("sliding",),
     "chunk alone": ("chunked",),
 }
@@ -48,15 +51,16 @@ class Case(NamedTuple):
 def blocks_needed(batch: Batch, group: Spec, limits: EngineLimits) -> int:
     """Blocks that the longest request of a batch must find in a group."""
     if group.kind == "state":
-        return 3
+        return 3 + group.checkpoints
     blocks = -(-int((batch.prompts + batch.responses).max()) // group.block_size)
     cap = admission_cap(group, limits)
     # vLLM's cap leaves out that a chunk of attention may not begin with a block.
     return blocks if cap < 0 else min(blocks, cap + (group.kind == "chunked"))
 
 
-def case(seed: int, kinds: tuple[CacheKind, ...], async_scheduling: bool) -> Case:
+def case(seed: int, family: str, async_scheduling: bool) -> Case:
     """A pool of at most a few requests; seven of ten have prefix caching, a third no more budget than slots."""
+    kinds = FAMILIES[family]
     rng = np.random.default_rng([seed, len(kinds), async_scheduling])
     size = int(rng.choice([16, 32, 48, 128])) if "state" in kinds else 16
     prompts, samples = int(rng.integers(1, 13)), int(rng.integers(1, 5))
@@ -84,7 +88,7 @@ def case(seed: int, kinds: tuple[CacheKind, ...], async_scheduling: bool) -> Cas
             groups.append(Spec(kind, own_size, window))
             window += int(rng.choice([0, 0, 16]))  # equal groups are looked up together
         else:
-            groups.append(Spec(kind, size))
+            groups.append(Spec(kind, size, checkpoints=int(kind == "state" and family.startswith("checkpoint"))))
     pool = sum(blocks_needed(batch, group, limits) for group in groups) * rng.uniform(1, 2.5)
     return Case(batch, int(pool) + int(rng.integers(0, 4)), limits, tuple(groups), bool(rng.random() < 0.4))
 
@@ -102,12 +106,18 @@ def run(made: Case, longest_run: int = 2**62) -> Schedule:
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
     ("family", "seed"),
-    [(family, seed) for family in FAMILIES for seed in range(SEEDS if family in ("window", "state") else SEEDS // 4)],
+    [
+        (family, seed)
+        for family in FAMILIES
+        for seed in range(SEEDS if family in ("window", "state", "checkpoint") else SEEDS // 4)
+    ],
 )
 def test_every_step_equals_vllms_scheduler(family: str, seed: int, async_scheduling: bool) -> None:
     import vllm_oracle
 
-    made = case(seed, FAMILIES[family], async_scheduling)
+    if family.startswith("checkpoint") and not has(VLLM, "Mamba 2 has a checkpoint block"):
+        pytest.skip("this vLLM has no checkpoint blocks")
+    made = case(seed, family, async_scheduling)
     real = vllm_oracle.run(*made.batch, made.pool, made.limits, made.groups, made.retain_all)
     simulated = run(made, longest_run=1)
     rows = zip(*(getattr(simulated, column).tolist() for column in COMPARED), strict=True)
@@ -115,19 +125,21 @@ def test_every_step_equals_vllms_scheduler(family: str, seed: int, async_schedul
 
 
 @pytest.mark.parametrize(
-    ("version", "prefilled"),
+    ("version", "checkpoints", "prefilled"),
     [
-        ("0.30", [[32, 7 + 7 + 7, 0], [48, 0]]),
-        ("0.32", [[32, 7, 7, 7, 0], [32, 16, 0]]),
-        ("0.33", [[32, 7 + 7 + 7, 0], [32, 16, 0]]),
+        ("0.30", 0, [[32, 7 + 7 + 7, 0], [48, 0]]),
+        ("0.32", 0, [[32, 7, 7, 7, 0], [32, 16, 0]]),
+        ("0.33", 0, [[32, 7 + 7 + 7, 0], [32, 16, 0]]),
+        ("0.32", 1, [[39, 7, 7, 0], [48, 0]]),
+        ("0.33", 1, [[39, 7 + 7, 0], [48, 0]]),
     ],
 )
-def test_states_at_the_end_of_a_prompt_by_version(version: str, prefilled: list[list[int]]) -> None:
+def test_states_at_the_end_of_a_prompt_by_version(version: str, checkpoints: int, prefilled: list[list[int]]) -> None:
     """Three samples of a prompt of 39 tokens, and a prompt of whole blocks, in blocks of 16."""
     limits = EngineLimits(
         max_num_seqs=8, max_num_batched_tokens=400, enable_prefix_caching=True, async_scheduling=False
     )
-    groups = (Spec("full", 16), Spec("state", 16))
+    groups = (Spec("full", 16), Spec("state", 16, checkpoints=checkpoints))
     for (length, samples), expected in zip(((39, 3), (48, 1)), prefilled, strict=True):
         prompts, ids = np.full(samples, length), np.zeros(samples, int)
         plan = schedule(prompts, np.full(samples, 9), ids, 100, limits, 1, groups, CacheRules.of(version))
@@ -137,7 +149,7 @@ def test_states_at_the_end_of_a_prompt_by_version(version: str, prefilled: list[
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     family = draw(st.sampled_from(sorted(FAMILIES)))
-    return case(draw(st.integers(1000, 10**6)), FAMILIES[family], draw(st.booleans()))
+    return case(draw(st.integers(1000, 10**6)), family, draw(st.booleans()))
 
 
 @settings(max_examples=80, deadline=None)
@@ -175,7 +187,11 @@ def test_blocks_wanted_is_a_pool_with_the_same_schedule(made: Case, more: int, r
     if plan.blocks_wanted is None:
         return
     assert plan.blocks_wanted <= made.pool
-    other = run(made._replace(pool=plan.blocks_wanted + more % (2 * made.pool)))
+    try:
+        other = run(made._replace(pool=plan.blocks_wanted + more % (2 * made.pool)))
+    except CapacityError:  # a short request never holds all the states that vLLM wants room for at its start
+        assert any(group.kind == "state" for group in made.groups)
+        return
     for column in ("steps", "prefill_tokens", "decode_requests", "used_blocks"):
         np.testing.assert_array_equal(getattr(plan, column), getattr(other, column))
 
