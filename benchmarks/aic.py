@@ -8,7 +8,7 @@ FP8 KV needs a mode for the attention of prefill, and its tables hold but one pe
 SGLang. It is told that one; for SGLang it would refuse otherwise.
 
 Backend `vllm` has its tables as shipped. `vllm+DONOR` has DONOR's fp8_block GEMMs of the same GPU instead of vLLM's, as
-benchmarks.tables.baselines.MENDED explains (ai-dynamo/aiconfigurator issue 1414, mended in its successor).
+docs/evidence/accuracy.md explains (ai-dynamo/aiconfigurator issue 1414, mended in its successor).
 """
 
 from __future__ import annotations

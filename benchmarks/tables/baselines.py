@@ -57,11 +57,6 @@ PEERS = {
     "aic-vllm+trtllm-simulated": "AIConfigurator, mended by TRT-LLM's rows",
     "aic-vllm+sglang-simulated": "AIConfigurator, mended by SGLang's rows",
 }
-MENDED = (
-    "*Mended*: AIConfigurator's fp8_block GEMMs of vLLM were timed without CUDA graphs, so short ones take as long as "
-    "the host needs to launch them. Its rows of another engine on the same GPU stand in for them all. Its rows of "
-    "experts have no such floor and stay."
-)
 Row = Mapping[str, Any]
 Predictions = Mapping[tuple[Any, ...], float | None]  # cell -> seconds, None where refused
 
@@ -106,7 +101,7 @@ def standing(validated: Mapping[str, Sequence[Row]]) -> str:
         f"Held-out rollouts of up to {MOST_REQUESTS} requests. AIConfigurator's are its step times on fp8plan's "
         "schedule."
     )
-    return f"{markdown.table(head, body)}\n\n{note} {MENDED}"
+    return f"{markdown.table(head, body)}\n\n{note}"
 
 
 def _beside_the_goal(cells: Sequence[Row]) -> list[str]:
@@ -144,7 +139,7 @@ def table(rows: Sequence[Row], lines: Sequence[Row]) -> str:
         f"{len(cells)} cells in {ours.groups} groups; repeated runs count as their median. A precision's column has "
         "the MAPE of its cells. *Fastest named right* counts the groups that were answered in full. A tie is within "
         f"{noise:.1%}, the median spread of repeated runs on one card. *Warned*: AIConfigurator's answer adds that the "
-        f"batch exceeds the KV cache and that the answer is inaccurate. {MENDED} "
+        "batch exceeds the KV cache and that the answer is inaccurate. "
         f"Baselines of {when}, by {'; '.join(releases)}. Its tables: {'; '.join(tables)}."
     )
     return f"{markdown.table(head, body)}\n\n{notes}"
