@@ -338,18 +338,14 @@ class GroupState(State):
         return max(self.prompts[request], self.length[request] - 1)
 
     def _covers_block(self, start: int, end: int) -> bool:
-        """True if kernels keep the state of the last whole block before `end` inside a chunk from `start`.
-
-        Source: is_mamba_prefill_checkpoint_valid in vllm/v1/kv_cache_interface.py.
-        """
+        """True if kernels keep the state of the last whole block inside a chunk (is_mamba_prefill_checkpoint_valid)."""
         size = self.aligned
         return self.checkpoints and start % size == 0 and start + size <= (end - 1) // size * size
 
     def _has_checkpoint(self, request: int, start: int, end: int) -> bool:
         """True if a chunk keeps a state inside, which takes a block (MambaManager._needs_internal_checkpoint)."""
-        if not self.checkpoints or not (self.retain_all or end >= self._prefill_end(request)):
-            return False
-        return self._covers_block(start, end)
+        kept = self.retain_all or end >= self._prefill_end(request)
+        return kept and self._covers_block(start, end)
 
     # Between running and waiting
 
