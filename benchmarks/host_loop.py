@@ -27,16 +27,14 @@ from fp8plan.model.validate.validate import simulated
 SLOWER = 0.2
 PACES = 0.3, 6.0  # least and most that is looked for
 VERSION = "0.26.0"
-PROFILES = profiles_path()
+H200, H100 = (profiles_path() / f"{gpu}_sxm" / f"vllm-{VERSION}" for gpu in ("h200", "h100"))
+RESULTS = Path(__file__).parent / "results"
 FILES = {
-    "H200, never fitted": (
-        PROFILES / "h200_sxm/vllm-0.26.0/validation/rollouts.jsonl",
-        PROFILES / "h200_sxm/vllm-0.26.0/families/held_out.jsonl",
-    ),
+    "H200, never fitted": (H200 / "validation/rollouts.jsonl", H200 / "families/held_out.jsonl"),
     "H100, up to 512 requests": tuple(
-        PROFILES / f"h100_sxm/vllm-0.26.0/{name}/rollouts.jsonl" for name in ("validation", "reports", "calibrate/anchor")
+        H100 / name / "rollouts.jsonl" for name in ("validation", "reports", "calibrate/anchor")
     ),
-    "H100, more requests": (Path(__file__).parent / "results" / "above_graphs" / "rollouts.jsonl",),
+    "H100, more requests": tuple(RESULTS / name / "rollouts.jsonl" for name in ("above_graphs", "limits_h100")),
 }
 
 

@@ -236,8 +236,8 @@ def doctor_command(
         if target or engine or gpu or precision or for_a_server:
             raise ConfigError("--host times this machine's CPU; leave out TARGET, and options other than --json")
         loop_s = _host_loop_s()
-        sentence = f"type here and elsewhere for engines on this machine: fp8plan plan ... --host-loop-us {1e6 * loop_s:.0f}"
-        print(json.dumps({"host_loop_s": loop_s}) if as_json else sentence)
+        option_s = f"--host-loop-us {1e6 * loop_s:.0f}"
+        print(json.dumps({"host_loop_s": loop_s}) if as_json else f"for engines on this machine: plan ... {option_s}")
         return
     if engine:
         if target or precision or for_a_server:

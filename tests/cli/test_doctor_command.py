@@ -61,6 +61,16 @@ def test_the_installed_vllm_is_tested_without_a_target(
     assert "name_missing: type pip install" in fp8plan("doctor", "--engine").out
 
 
+def test_the_host_is_timed_for_a_plan(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    host = pytest.importorskip("fp8plan.runtime.measure.rollouts.host")
+    monkeypatch.setattr(host, "busy_loop_s", lambda: 4.8e-4)
+    assert fp8plan("doctor", "--host").out == "for engines on this machine: plan ... --host-loop-us 480\n"
+    assert json.loads(fp8plan("doctor", "--host", "--json").out) == {"host_loop_s": 4.8e-4}
+    refused = fp8plan("doctor", "--host", "run.jsonl")
+    assert refused.code == 2
+    assert "leave out TARGET" in refused.err
+
+
 def test_no_vllm_is_one_line(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     def version(package: str) -> str:
         raise metadata.PackageNotFoundError(package)

@@ -89,6 +89,15 @@ def test_plan_json_has_the_documented_shape_and_stdout_holds_nothing_else(fp8pla
     assert all(reason.endswith(".") for reason in answer["reasons"])
 
 
+def test_a_slow_host_makes_a_rollout_longer(fp8plan: Callable[..., Done]) -> None:
+    plans = [json.loads(fp8plan(*PLAN, "--json", *words).out) for words in ((), ("--host-loop-us", "2000"))]
+    usual, slow = (answer["choices"][answer["chosen"]]["makespan_s"] for answer in plans)
+    assert slow > 2 * usual
+    refused = fp8plan(*PLAN, "--host-loop-us", "480000")
+    assert refused.code == 2
+    assert "host_loop_s is 0.48; allowed: seconds, such as 0.0003" in refused.err
+
+
 def test_an_a100_lists_fp8_weights_as_unavailable_with_the_reason(fp8plan: Callable[..., Done]) -> None:
     words = [*PLAN, "--gpu", "a100"]
     answer = json.loads(fp8plan(*words, "--json").out)

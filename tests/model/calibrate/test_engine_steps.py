@@ -195,8 +195,9 @@ def assert_partials(cost: Any, profile: Profile) -> None:
         np.testing.assert_allclose(partial, expected[name], rtol=1e-4, atol=1e-7 * here.seconds.max(), err_msg=name)
 
 
-def test_the_partials_of_windows_are_the_derivatives(tmp_path: Path) -> None:
-    run = record(tmp_path, batch_fields(2, precision="fp8_block+fp8_kv", **TIGHT))
+@pytest.mark.parametrize("loop_s", [None, 5e-4])
+def test_the_partials_of_windows_are_the_derivatives(tmp_path: Path, loop_s: float | None) -> None:
+    run = record(tmp_path, batch_fields(2, precision="fp8_block+fp8_kv", host_loop_s=loop_s, **TIGHT))
     found = windows(run, trace_of(run, nature(3)))
     assert_partials(found.cost, nature(3, scale=0.5))
 

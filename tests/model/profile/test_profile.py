@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,17 @@ from fp8plan.model.profile.library import (
     profile_path,
     profiles_path,
 )
-from fp8plan.model.profile.profile import ANCHORED, PACES, VERSION_SD, Profile, error_parts
+from fp8plan.model.profile.profile import (
+    ANCHORED,
+    HOST_LOOP,
+    HOST_PACE,
+    KNOWN_HOST_SD,
+    OTHER_HOST_SD,
+    PACES,
+    VERSION_SD,
+    Profile,
+    error_parts,
+)
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import simulated
 from fp8plan.model.workload import Fixed, Workload
@@ -335,6 +346,32 @@ def test_anchored_profiles_of_siblings_are_left_out(tmp_path: Path) -> None:
     assert load_profile("h20", profiles_dir=tmp_path)[0].kind == "datasheet"
 
 
+def test_a_hosts_loop_scales_all_its_seconds_and_no_others() -> None:
+    profile = load_profile("h200", "0.26.0", profiles_dir=profiles_path())[0]
+    slow = profile.on_host(2 * profile.coefficient(HOST_LOOP))
+    assert slow.coefficient(HOST_PACE) == pytest.approx(2.0)
+    assert slow.coefficient(HOST_LOOP) == pytest.approx(2 * profile.coefficient(HOST_LOOP))
+    same = profile.coefficients.keys() - {HOST_PACE, HOST_LOOP}
+    assert all(slow.coefficients[name] == profile.coefficients[name] for name in same)
+    again = slow.on_host(profile.coefficient(HOST_LOOP))
+    assert again.coefficient(HOST_PACE) == pytest.approx(1.0)
+    assert profile.on_host(None) is profile
+
+
+def test_a_timed_host_narrows_the_interval_of_a_sibling() -> None:
+    there = load_profile("h200", "0.26.0", profiles_dir=profiles_path())[0].of_sibling("h100_sxm")
+    timed = there.on_host(there.coefficient(HOST_LOOP))
+    before, after = (profile.log_covariance[HOST_PACE][HOST_PACE] for profile in (there, timed))
+    assert before == pytest.approx(there.shared_error**2 + OTHER_HOST_SD**2)
+    assert after == pytest.approx(there.shared_error**2 + KNOWN_HOST_SD**2)
+
+
+@pytest.mark.parametrize("loop", [0.0, -1e-4, 480, float("nan"), "fast"])
+def test_a_loop_that_no_host_needs_is_refused(loop: Any) -> None:
+    with pytest.raises(ConfigError, match="allowed: seconds, such as"):
+        calibrated().on_host(loop)
+
+
 def test_the_slower_hosts_of_other_machines_lie_in_a_siblings_interval() -> None:
     """Of the 512 requests in the H100s' validation, a host twice as slow is in the interval, and was not without it."""
     there = load_profile("h200", "0.26.0", profiles_dir=profiles_path())[0].of_sibling("h100_sxm")
@@ -344,6 +381,7 @@ def test_the_slower_hosts_of_other_machines_lie_in_a_siblings_interval() -> None
         for x in read_records(Path(__file__).parents[3] / "benchmarks/results/above_graphs/rollouts.jsonl")
         if x.fields["workload"] == "batch 1024"
     )
+    record = replace(record, fields=record.fields | {"host_loop_s": None})  # as before a run
     made, narrow = (simulated(record, profile).rollout for profile in (there, own))
     assert narrow.makespan_high_s < record.seconds < made.makespan_high_s
 

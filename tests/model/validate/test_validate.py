@@ -47,12 +47,14 @@ def predicted(tmp_path: Path, **change: Any) -> float:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_block+fp8_kv"])
-@pytest.mark.parametrize("pool", [None, 60 * 16])
-def test_a_record_predicts_what_the_planner_predicts(tmp_path: Path, precision: str, pool: int | None) -> None:
+@pytest.mark.parametrize(("pool", "loop"), [(None, None), (60 * 16, None), (None, 6e-4)])
+def test_a_record_predicts_what_the_planner_predicts(
+    tmp_path: Path, precision: str, pool: int | None, loop: float | None
+) -> None:
     """The same rollout on either way: kv_cache_tokens counts vLLM's null block, num_gpu_blocks does not."""
     limits = EngineLimits(num_gpu_blocks=None if pool is None else pool // 16 - 1)
-    choice = predict(MODEL, "h200", WORK, limits=limits, precisions=[precision]).plan.choices[0]
-    (row,) = validated(tmp_path, {"precision": precision, "kv_cache_tokens": pool}).records
+    choice = predict(MODEL, "h200", WORK, limits=limits, precisions=[precision], host_loop_s=loop).plan.choices[0]
+    (row,) = validated(tmp_path, {"precision": precision, "kv_cache_tokens": pool, "host_loop_s": loop}).records
     assert row["predicted_s"] == pytest.approx(choice.makespan_s, rel=1e-12)
     assert row["predicted_low_s"] == pytest.approx(choice.makespan_low_s, rel=1e-12)
     assert row["predicted_high_s"] == pytest.approx(choice.makespan_high_s, rel=1e-12)

@@ -83,6 +83,23 @@ def test_the_slower_of_front_end_and_engine_counts(
     assert watch.facts["host_loop_s"] == pytest.approx(1.7)
 
 
+def test_a_busy_hosts_loop_is_timed_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(host, "BUSY_ROUNDS", 3)
+    monkeypatch.setattr(host, "BUSY_S", 0.0)
+    seen: list[int] = []
+
+    def timed(self: Host) -> float:
+        seen.append(len(self._watched))
+        return next(loops)
+
+    monkeypatch.setattr(Host, "loop_s", timed)
+    assert host.busy_loop_s() == 2.0
+    assert seen == [2, 2, 2]
+    for thread in threads([psutil.Process()]):
+        os.sched_setaffinity(thread, CORES)
+
+
 def test_a_process_that_has_ended_says_nothing(child: subprocess.Popen[bytes]) -> None:
     here, process = Host(), psutil.Process(child.pid)
     here.settle()

@@ -7,7 +7,7 @@ host() {
 limits() {
     host
     python3 -m fp8plan.runtime.measure.rollouts.run --cells benchmarks/results/limits_h100/cells.json --gpu "$(gpu)" \
-        --compile-in $(($(nproc --all) - 2)) --trace --timeout 300 --output ~/res/limits.jsonl
+        --compile --trace --timeout 300 --output ~/res/limits.jsonl
     host
 }
 alone limits

@@ -28,7 +28,7 @@ LOOP = 20_000  # turns of a loop, a quarter of a millisecond
 PROBES, SAMPLES = 5, 3  # loops of which the best counts: on each core before a run, and at each sample during it
 SPARE = 3  # cores for the engine's sending and receiving threads, beside one for each process
 EVERY_S = 0.25
-BUSY_S = 3.0
+BUSY_ROUNDS, BUSY_S = 5, 1.0  # timings of `busy_loop_s`, each on the cores that are quiet then
 STAT = Path("/proc/stat")
 
 
@@ -152,23 +152,25 @@ class Watch:
                 return
 
 
-def busy_loop_s(seconds: float = BUSY_S) -> float:
-    """The `host_loop_s` that an engine here will have, measured for so long without one.
+def busy_loop_s() -> float:
+    """The `host_loop_s` to expect of an engine on this machine, measured without one: the median of BUSY_ROUNDS.
 
     Two processes compute meanwhile, in the place of front end and engine core.
     """
     host = Host()
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    loops: list[float] = []
     try:
-        host.settle([psutil.Process(process.pid) for process in busy])
-        with Watch(host) as watch:
-            time.sleep(seconds)
+        for _ in range(BUSY_ROUNDS):
+            host.settle([psutil.Process(process.pid) for process in busy])
+            with Watch(host) as watch:
+                time.sleep(BUSY_S)
+            loops.append(watch.facts["host_loop_s"])
     finally:
         for process in busy:
             process.kill()
             process.wait()
-    loop_s: float = watch.facts["host_loop_s"]
-    return loop_s
+    return median(loops)
 
 
 def cpu_ticks() -> tuple[int, int] | None:
