@@ -168,20 +168,13 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     A step's time is linear in the KV tokens read, apart from kinks where a kernel's bound changes. So a run of alike
     steps takes its length times the step at its mean KV.
     """
-    distinct = {id(plan.steps): step_batch(plan) for plan in replicas}  # replicas with one sample share their rows
-    at = [list(distinct).index(id(plan.steps)) for plan in replicas]
-    batches = list(distinct.values())
+    batches, at = _distinct(replicas)
     step_seconds, steps_of = _timed(batches, model)
-    pace = math.prod(map(model.profile.coefficient, model.paces))
-    in_engine = [step_seconds[i] * plan.weights * pace for i, plan in zip(at, replicas, strict=True)]
-    passing = len(replicas) if model.inside in ONE_FOR_ALL else 1  # replicas whose tokens pass the same front
-    fronts = [
-        front_cost(model.inside, engine, passing * plan.weights * plan.sampled_requests, model.profile)
-        for engine, plan in zip(in_engine, replicas, strict=True)
-    ]
+    in_engine, fronts = _row_seconds(replicas, [step_seconds[i] for i in at], model)
     seconds = [engine + front.seconds for engine, front in zip(in_engine, fronts, strict=True)]
     slowest = int(np.argmax([row.sum() for row in seconds]))
     batch, plan, steps, front = batches[at[slowest]], replicas[slowest], steps_of(at[slowest]), fronts[slowest]
+    pace = math.prod(map(model.profile.coefficient, model.paces))
     starting = start_cost(plan.requests, plan.prompt_tokens, model.profile)
     start, weights = float(starting.seconds[0]) * pace, plan.weights * pace
     makespan = start + float(seconds[slowest].sum())
@@ -235,6 +228,49 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         sampling_sd=sampling,
         rests_on=steps.rests_on(batch, once, starting, front.scaled(1 / pace)),
     )
+
+
+def makespans(rollouts: Sequence[Sequence[Schedule]], model: StepModel) -> list[float]:
+    """The makespan of several rollouts on one engine, timed together: a tenth of the work of `rollout` for each.
+
+    rollouts: the schedules of all replicas, for each rollout
+    """
+    every = [plan for replicas in rollouts for plan in replicas]
+    batches, at = _distinct(every)
+    step_seconds, _ = _timed(batches, model)
+    pace = math.prod(map(model.profile.coefficient, model.paces))
+    seconds, rest = list[float](), iter(at)
+    for replicas in rollouts:
+        in_engine, fronts = _row_seconds(replicas, [step_seconds[next(rest)] for _ in replicas], model)
+        totals = [float((engine + front.seconds).sum()) for engine, front in zip(in_engine, fronts, strict=True)]
+        plan = replicas[int(np.argmax(totals))]
+        start = start_cost(plan.requests, plan.prompt_tokens, model.profile)
+        seconds.append(float(start.seconds[0]) * pace + max(totals))
+    return seconds
+
+
+def _distinct(replicas: Sequence[Schedule]) -> tuple[list[StepBatch], list[int]]:
+    """The mean steps of distinct schedules, and each replica's index into them: those with one sample share rows."""
+    distinct = {id(plan.steps): step_batch(plan) for plan in replicas}
+    number = {key: i for i, key in enumerate(distinct)}
+    return list(distinct.values()), [number[id(plan.steps)] for plan in replicas]
+
+
+def _row_seconds(
+    replicas: Sequence[Schedule], step_seconds: Sequence[Array], model: StepModel
+) -> tuple[list[Array], list[Cost]]:
+    """The seconds of each row with all its steps: in each replica's engine, and those that its front adds.
+
+    step_seconds: of one step of each row, for each replica
+    """
+    pace = math.prod(map(model.profile.coefficient, model.paces))
+    in_engine = [seconds * plan.weights * pace for seconds, plan in zip(step_seconds, replicas, strict=True)]
+    passing = len(replicas) if model.inside in ONE_FOR_ALL else 1  # replicas whose tokens pass the same front
+    fronts = [
+        front_cost(model.inside, engine, passing * plan.weights * plan.sampled_requests, model.profile)
+        for engine, plan in zip(in_engine, replicas, strict=True)
+    ]
+    return in_engine, fronts
 
 
 def _overlapping(front: Cost) -> Array:

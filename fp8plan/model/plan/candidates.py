@@ -16,6 +16,7 @@ from typing import Any
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.cost.host import OWN, wait_seconds
+from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import why_not_kept
@@ -46,6 +47,7 @@ class Candidate:
     unfit: bool = False  # the reason is that memory is too small
     memory: MemoryPlan | None = None
     rollout: Rollout | None = None
+    quick_s: float | None = None  # makespan of a rollout that was timed without its parts and interval
     extrapolated: bool = False
     risk: MismatchRisk | None = None
     unit_risk: MismatchRisk | None = None  # with K and V scales left at 1.0; None without an FP8 KV cache
@@ -59,6 +61,11 @@ class Candidate:
         return self.rollout
 
     @property
+    def makespan_s(self) -> float | None:
+        """Seconds of the rollout; None if the candidate cannot run, or has not been timed."""
+        return self.quick_s if self.rollout is None else self.rollout.makespan_s
+
+    @property
     def expected(self) -> MismatchRisk:
         """The mismatch risk of a candidate that can run."""
         assert self.risk is not None
@@ -67,12 +74,14 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """Seconds of the RL step if the trainer's times are known, else of the rollout: the time that is minimised."""
-        return self.timed.makespan_s if self.step_s is None else self.step_s
+        known = self.makespan_s if self.step_s is None else self.step_s
+        assert known is not None
+        return known
 
     @property
     def cautious_s(self) -> float:
         """`seconds` with the rollout lengthened by one standard deviation of the layout's uncertainty."""
-        return self.seconds + math.expm1(self.layout_doubt) * self.timed.makespan_s
+        return self.seconds + math.expm1(self.layout_doubt) * (self.makespan_s or 0.0)
 
 
 def candidates(
@@ -221,28 +230,34 @@ def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progr
     first.
     """
     done = list(candidates)
-    order = sorted(
-        (-c.setup.limits.data_parallel_size, -c.memory.usable_blocks, i) for i, c in enumerate(candidates) if c.memory
-    )
-    groups = [[candidates[i] for *_, i in group] for _, group in groupby(order, key=lambda key: key[0])]
+    indices = by_replicas(candidates)
+    order = [*chain.from_iterable(indices)]
+    groups = [[candidates[i] for i in group] for group in indices]
     if len(order) * len(problem.batch.prompts) < WORTH_PROCESSES:
         workers = 1
     if workers > 1:
         groups = [part for group in groups for part in _apart(group, problem.batch)]
-    setups = {_risk_key(candidates[i].setup): candidates[i].setup for *_, i in order}
-    risks = {key: _risks(setup, problem) for key, setup in setups.items()}
+    risks = risks_of([candidates[i].setup for i in order], problem)
     workers = min(workers, len(groups))
     timed_group = _timed_group if workers < 2 else _timed_list
-    with _mapper(workers) as map_groups:
+    with mapper(workers) as map_groups:
         timed = chain.from_iterable(map_groups(partial(timed_group, problem=problem), groups))
-        for (*_, i), candidate in zip(progress(order), timed, strict=True):
-            risk, unit_risk = risks[_risk_key(candidate.setup)]
+        for i, candidate in zip(progress(order), timed, strict=True):
+            risk, unit_risk = risks[risk_key(candidate.setup)]
             done[i] = replace(candidate, risk=risk, unit_risk=unit_risk)
     return done
 
 
+def by_replicas(candidates: Sequence[Candidate]) -> list[list[int]]:
+    """The indices of those that can run, in groups with equally many replicas: most first, largest KV pool first."""
+    order = sorted(
+        (-c.setup.limits.data_parallel_size, -c.memory.usable_blocks, i) for i, c in enumerate(candidates) if c.memory
+    )
+    return [[i for *_, i in group] for _, group in groupby(order, key=lambda key: key[0])]
+
+
 @contextmanager
-def _mapper(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
+def mapper(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
     """A `map` over `workers` processes. They are forked, so the caller's script needs no `__main__` guard."""
     if workers > 1:
         import multiprocessing
@@ -283,18 +298,33 @@ def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> Iterator[
     known: Sequence[Schedule] | None = None
     for candidate in candidates:
         timed = simulate(candidate.setup, problem.batch, problem.profile, memory=candidate.memory, known=known)
-        known, step_s = timed.schedules, None
-        if problem.times is not None:
-            tokens = int((problem.batch.prompts + problem.batch.responses).sum())
-            sync = weight_sync_seconds(timed.model, problem.times, problem.kv_scales_calibrated)
-            wait = wait_seconds(candidate.setup.inside, timed.model.profile)
-            step_s = timed.rollout.makespan_s + problem.times.seconds(tokens) + sum(sync.values()) + wait
-        doubt = problem.profile.layout_doubt(*candidate.setup.limits.cut)
+        known = timed.schedules
         candidate = replace(candidate, rollout=timed.rollout, extrapolated=timed.extrapolated)
-        yield replace(candidate, step_s=step_s, layout_doubt=doubt)
+        yield in_a_step(candidate, timed.model, problem)
 
 
-def _risk_key(setup: EngineSetup) -> tuple[Precision, tuple[Linear, ...]]:
+def in_a_step(candidate: Candidate, model: StepModel, problem: Problem) -> Candidate:
+    """A timed candidate with the seconds of the RL step around its rollout, and the doubt of its layout."""
+    step_s, makespan_s = None, candidate.makespan_s or 0.0
+    if problem.times is not None:
+        tokens = int((problem.batch.prompts + problem.batch.responses).sum())
+        sync = weight_sync_seconds(model, problem.times, problem.kv_scales_calibrated)
+        wait = wait_seconds(candidate.setup.inside, model.profile)
+        step_s = makespan_s + problem.times.seconds(tokens) + sum(sync.values()) + wait
+    return replace(candidate, step_s=step_s, layout_doubt=problem.profile.layout_doubt(*candidate.setup.limits.cut))
+
+
+RiskKey = tuple[Precision, tuple[Linear, ...]]
+
+
+def risks_of(
+    setups: Iterable[EngineSetup], problem: Problem
+) -> dict[RiskKey, tuple[MismatchRisk, MismatchRisk | None]]:
+    """The values of a Candidate's `risk` and `unit_risk`, by the `risk_key` of its engine."""
+    return {key: _risks(setup, problem) for key, setup in {risk_key(setup): setup for setup in setups}.items()}
+
+
+def risk_key(setup: EngineSetup) -> RiskKey:
     """The inputs of the risk: the precision, and the linears that stay in BF16 on this layout."""
     kept = setup.shape.left_in_bf16(setup.limits.tensor_parallel_size) if setup.precision.weights != "bf16" else ()
     return setup.precision, kept

@@ -281,7 +281,7 @@ def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
     An unmeasured layout counts only if it is faster than the fastest measured one by more than one standard deviation
     of its times.
     """
-    runnable = [i for i, c in enumerate(candidates) if c.rollout is not None]
+    runnable = [i for i, c in enumerate(candidates) if c.makespan_s is not None]
     accepted = [i for i in runnable if budget.accepts(candidates[i].expected.level)]
     compared = _without_doubtful(candidates, accepted or runnable)
     fastest = min(candidates[i].seconds for i in compared)

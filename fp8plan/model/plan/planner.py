@@ -20,7 +20,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import check_share, cudagraph_capture_sizes
 from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.plan.candidates import Candidate, Problem, Progress, candidates, evaluated
-from fp8plan.model.plan.choice import as_choices, choose, speed_up, timed
+from fp8plan.model.plan.choice import as_choices, choose
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import FP8_KV, PRESETS
@@ -28,7 +28,7 @@ from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, RiskBudget, recommended_thresholds
 from fp8plan.model.rl_step import StepTimes
-from fp8plan.model.rollout import Rollout, simulate
+from fp8plan.model.rollout import Rollout
 from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
 from fp8plan.model.validate.records import Record
@@ -40,11 +40,26 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A Plan and the rollouts behind it; `rollouts[i]` belongs to `plan.choices[i]`, None where unavailable."""
+    """A Plan and the candidates behind it; `tried[i]` belongs to `plan.choices[i]`."""
 
     plan: Plan
-    rollouts: tuple[Rollout | None, ...]
-    pools: tuple[int | None, ...]  # KV blocks the scheduler can hand out
+    tried: tuple[Candidate, ...]
+    problem: Problem  # with the profile that they used
+
+    @property
+    def rollouts(self) -> tuple[Rollout | None, ...]:
+        """None where unavailable."""
+        return tuple(c.rollout for c in self.tried)
+
+    @property
+    def pools(self) -> tuple[int | None, ...]:
+        """KV blocks the scheduler can hand out."""
+        return tuple(c.memory.usable_blocks if c.memory else None for c in self.tried)
+
+    @property
+    def chosen(self) -> Candidate:
+        """The plan's choice."""
+        return self.tried[self.plan.chosen]
 
 
 def predict(
@@ -166,7 +181,7 @@ def predict(
             gpus_per_node=card.gpus_per_node,
             shape=shape,
         )
-        + (() if target == "trl" else _larger_graphs(best, batch, used))
+        + _limits_matter(best)
         + (anchor.sentences(alone, used, choices, chosen, rollouts) if anchor else ()),
         warnings=(*version_warnings(engine_version), *warnings, *risky),
         budget=budget,
@@ -175,25 +190,19 @@ def predict(
         inside=inside,
         engine_version=engine_version,
     )
-    return Prediction(answer, rollouts, tuple(c.memory.usable_blocks if c.memory else None for c in tried))
+    return Prediction(answer, tuple(tried), replace(problem, profile=used))
 
 
-def _larger_graphs(chosen: Candidate, batch: Batch, profile: Profile) -> tuple[str, ...]:
-    """A sentence on CUDA graphs for as many requests as may run, if that is faster than vLLM's default."""
-    setup, running = chosen.setup, chosen.timed.timeline.decode_requests
+def _limits_matter(chosen: Candidate) -> tuple[str, ...]:
+    """A sentence that names `fp8plan tune`, if the limits cost the chosen candidate LEAST_GAIN of its time or more."""
+    setup, rollout, costs = chosen.setup, chosen.timed, list[str]()
     sizes = cudagraph_capture_sizes(setup.shape, setup.gpu, setup.limits, setup.engine_version)
-    largest = max(sizes, default=0)
-    if setup.limits.max_cudagraph_capture_size is not None or not 0 < largest < running.max(initial=0):
-        return ()
-    wider = replace(setup.limits, max_cudagraph_capture_size=setup.limits.max_num_seqs)
-    other = simulate(replace(setup, limits=wider), batch, profile).rollout
-    baseline, faster = (timed(rollout, setup.limits.cut) for rollout in (chosen.timed, other))
-    gain = speed_up(baseline, faster, profile)
-    if gain.ratio < 1 + LEAST_GAIN:
-        return ()
-    option = f"--max-cudagraph-capture-size {setup.limits.max_num_seqs}"
-    sentence = f"vLLM has no CUDA graph for steps of more than {largest:,} requests, so the GPU waits for the host."
-    return (f"{sentence} With {option} the rollout is predicted {gain.over('with the default')}.",)
+    largest, most = max(sizes, default=0), rollout.timeline.decode_requests.max(initial=0)
+    if 0 < largest < most and rollout.parts.get("host", 0.0) >= LEAST_GAIN:
+        costs.append(f"the GPU waits for the host in steps of more than {largest:,} requests, which have no CUDA graph")
+    if rollout.recomputed_tokens >= LEAST_GAIN * rollout.output_tokens:
+        costs.append(f"{rollout.preemptions:,} preemptions lose {rollout.recomputed_tokens:,} tokens of work")
+    return (f"Other limits may be faster: {', and '.join(costs)}. fp8plan tune searches them.",) if costs else ()
 
 
 def _calls(target: str, gpus: int) -> str:

@@ -1,0 +1,335 @@
+"""The search of the engine's limits: plan at every setting of a grid, and keep the fastest plan.
+
+The search is exact over the grid: each setting is simulated with every precision on every layout, and chosen from as
+`plan` would choose. Then prefix caching is tried the other way at the best setting, and less memory for the engine.
+Only makespans are computed, several settings at a time. The result is planned in full.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Final, NamedTuple
+
+from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import Gpu
+from fp8plan.model.limits import Derived, EngineLimits
+from fp8plan.model.memory.kv_plan import KvPlan
+from fp8plan.model.memory.plan import cudagraph_capture_sizes
+from fp8plan.model.plan.candidates import Candidate, Problem, by_replicas, in_a_step, mapper, risk_key, risks_of
+from fp8plan.model.plan.choice import SpeedUp, choose, speed_up, timed
+from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.planner import Prediction, predict
+from fp8plan.model.precision import Precision
+from fp8plan.model.risk.expected import LEAST_GAIN
+from fp8plan.model.rollout import makespans, schedules
+from fp8plan.model.schedule.scheduler import Schedule
+from fp8plan.model.tune.bound import Least
+from fp8plan.model.workload import Batch, Workload
+
+LEAST_SEQS, MOST_SEQS = 64, 2048  # beyond them nothing was measured
+BUDGETS: Final = (8192, 16384, 32768)
+SHARE_STEP = 0.05  # of gpu_memory_utilization
+WORTH_A_CHANGE = 0.005  # a setting that gains less keeps the limits that were there
+
+SEARCHED: Final = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size", "enable_prefix_caching")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The values of each limit. Every combination is tried that vLLM allows, on every layout and in every precision.
+
+    max_num_seqs:           from LEAST_SEQS on, and the requests of a replica
+    max_num_batched_tokens: at least max_num_seqs
+    whole_graphs:           False: CUDA graphs as vLLM captures them; True: for as many requests as may run
+    """
+
+    max_num_seqs: tuple[int, ...]
+    max_num_batched_tokens: tuple[int, ...]
+    whole_graphs: tuple[bool, ...]
+
+    @classmethod
+    def around(cls, base: Prediction, given: EngineLimits | None, keep: Collection[str]) -> Grid:
+        """The grid around a plan. A limit that was given stays, and so does one that `keep` names.
+
+        given: the limits before the GPU's defaults filled them
+        """
+        limits, requests = base.plan.limits, len(base.problem.batch.prompts)
+        fixed = {x for x in ("max_num_seqs", "max_num_batched_tokens") if not _left_out(given, x)} | set(keep)
+        replicas = {-(-requests // c.setup.limits.data_parallel_size) for c in base.tried}
+        powers = {2**k for k in range(LEAST_SEQS.bit_length() - 1, MOST_SEQS.bit_length()) if 2**k < max(replicas)}
+        seqs = {limits.max_num_seqs} | powers | {n for n in replicas if LEAST_SEQS <= n <= MOST_SEQS}
+        budgets = {limits.max_num_batched_tokens, *BUDGETS}
+        graphs = limits.max_cudagraph_capture_size is None and not limits.enforce_eager
+        return cls(
+            (limits.max_num_seqs,) if "max_num_seqs" in fixed else tuple(sorted(seqs)),
+            (limits.max_num_batched_tokens,) if "max_num_batched_tokens" in fixed else tuple(sorted(budgets)),
+            (False, True) if graphs and "max_cudagraph_capture_size" not in keep else (False,),
+        )
+
+    def columns(self, limits: EngineLimits, largest_graph: int) -> list[list[EngineLimits]]:
+        """The settings of the grid, those together that differ in max_num_batched_tokens alone.
+
+        largest_graph: requests of the largest CUDA graph that vLLM captures by itself
+        """
+        columns = []
+        for seqs, whole in product(self.max_num_seqs, self.whole_graphs):
+            if whole and seqs <= largest_graph:
+                continue
+            graph = seqs if whole else limits.max_cudagraph_capture_size
+            budgets = [budget for budget in self.max_num_batched_tokens if budget >= seqs]
+            columns.append(
+                [
+                    replace(
+                        limits,
+                        max_num_seqs=seqs,
+                        max_num_batched_tokens=budget,
+                        max_cudagraph_capture_size=graph,
+                    )
+                    for budget in budgets
+                ]
+            )
+        return [column for column in columns if column]
+
+
+def _left_out(given: EngineLimits | None, name: str) -> bool:
+    return given is None or isinstance(getattr(given, name), Derived)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The plan under vLLM's limits, or those that were given, and the plan under the best limits.
+
+    settings:    number of settings that were tried
+    least_share: the least gpu_memory_utilization at which the best plan is as fast; None: not known
+    """
+
+    base: Prediction
+    best: Prediction
+    grid: Grid
+    settings: int
+    least_share: float | None
+
+    @property
+    def changes(self) -> dict[str, tuple[Any, Any]]:
+        """The limits that changed: name -> (before, after)."""
+        before, after = self.base.plan.limits, self.best.plan.limits
+        return {x: (getattr(before, x), getattr(after, x)) for x in _differing(before, after)}
+
+    def gain(self) -> SpeedUp:
+        """The speed of the best plan's choice over that of the choice under the limits before."""
+        before, after = (timed(c.timed, c.setup.limits.cut, c.step_s) for c in (self.base.chosen, self.best.chosen))
+        return speed_up(before, after, self.best.problem.profile)
+
+    @property
+    def plan(self) -> Plan:
+        """The best plan, with the reasons for its limits."""
+        plan = self.best.plan
+        return replace(plan, reasons=(*plan.reasons, *self._sentences()))
+
+    def _sentences(self) -> Iterator[str]:
+        plan, grid = self.best.plan, self.grid
+        if self.changes:
+            changed = ", ".join(f"{name} {after} instead of {before}" for name, (before, after) in self.changes.items())
+            before = self.base.plan.select().precision
+            yield f"Limits: {changed}. The choice is {self.gain().over(f'{before}, the choice before')}."
+        else:
+            yield "Limits: no other setting gains half a percent."
+        lists = {"max_num_seqs": grid.max_num_seqs, "max_num_batched_tokens": grid.max_num_batched_tokens}
+        tried = [f"{name} {', '.join(map(str, values))}" for name, values in lists.items()]
+        tried += ["CUDA graphs as vLLM captures them, and for all requests that may run"] * any(grid.whole_graphs)
+        yield (
+            f"The best of all {self.settings} settings of this grid, each in every precision and layout: "
+            f"{'; '.join(tried)}. Prefix caching was then tried the other way, unless it was given."
+        )
+        if self.least_share is not None and self.least_share < plan.limits.gpu_memory_utilization:
+            yield (
+                f"gpu_memory_utilization {self.least_share:g} would be enough for these lengths, and leave the rest of "
+                "the memory to a trainer."
+            )
+
+
+def tune(model: ModelShape | str, gpu: Gpu | str, workload: Workload, **arguments: Any) -> Plan:
+    """Choose the engine's limits too: the plan that `plan` makes under the best limits of a grid.
+
+    keep:      names of limits that stay as they are. One that `limits` gives stays as well, and
+               gpu_memory_utilization is a ceiling
+    arguments: the others are those of `plan`
+
+    Searched are max_num_seqs, max_num_batched_tokens, the CUDA graphs, and prefix caching, together with precision and
+    layout. The plan's reasons state the grid.
+
+    Raises what `plan` raises, and ConfigError for an unknown name in `keep`.
+    """
+    return search(model, gpu, workload, **arguments).plan
+
+
+def search(
+    model: ModelShape | str,
+    gpu: Gpu | str,
+    workload: Workload,
+    *,
+    keep: Collection[str] = (),
+    **arguments: Any,
+) -> Tuned:
+    """The plans before and after the search of `tune`, which has the same parameters."""
+    if isinstance(keep, str) or not set(keep) <= set(SEARCHED):
+        raise ConfigError(f"keep is {keep!r}; allowed: a list with some of {', '.join(SEARCHED)}")
+    progress, workers = arguments.get("progress", iter), arguments.get("workers", 1)
+    base = predict(model, gpu, workload, **arguments | {"progress": iter})
+    setup, limits, problem = base.chosen.setup, base.plan.limits, base.problem
+    grid = Grid.around(base, arguments.get("limits"), keep)
+    graphs = max(cudagraph_capture_sizes(setup.shape, setup.gpu, limits, setup.engine_version), default=0)
+    columns = grid.columns(limits, graphs)
+    field = Field.of(base, grid)
+    tried: list[Setting] = []
+    with mapper(min(workers, len(columns))) as map_columns:
+        for _, choices in zip(progress(columns), map_columns(field.choices, columns), strict=True):
+            tried += choices
+    best = _pick(tried, limits, problem)
+    if "enable_prefix_caching" not in keep:
+        flipped = replace(best.limits, enable_prefix_caching=not best.limits.enable_prefix_caching)
+        best = _pick([best, *field.choices([flipped])], best.limits, problem)
+    changed = arguments | {"limits": best.limits, "progress": iter}
+    plan = base if best.limits == limits else predict(model, gpu, workload, **changed)
+    return Tuned(base, plan, grid, sum(map(len, columns)), _least_share(best.choice, problem))
+
+
+class Setting(NamedTuple):
+    """Some limits, and the choice under them."""
+
+    limits: EngineLimits
+    choice: Candidate
+
+
+Engine = tuple[Precision, tuple[int, bool], int]  # precision, cut and replicas
+
+
+def _engine(candidate: Candidate) -> Engine:
+    limits = candidate.setup.limits
+    return candidate.setup.precision, limits.cut, limits.data_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """The candidates that settings choose from.
+
+    candidates: those of the plan that can run, or do not fit, with their risks
+    bounds:     the least seconds of their kernels
+    most_s:     seconds beyond which a candidate cannot change the result, so that its lower bound is enough
+    """
+
+    candidates: tuple[Candidate, ...]
+    bounds: dict[Engine, Least]
+    most_s: float
+    problem: Problem
+
+    @classmethod
+    def of(cls, base: Prediction, grid: Grid) -> Field:
+        """The field of a plan.
+
+        `choose` looks LEAST_GAIN beyond the fastest accepted candidate on a measured layout: under some limits, and
+        then among all limits.
+        """
+        problem, budget = base.problem, base.plan.budget
+        those = [c for c in base.tried if c.memory or c.unfit]
+        risks = risks_of([c.setup for c in those], problem)
+        rated = tuple(replace(c, rollout=None, risk=risks[risk_key(c.setup)][0]) for c in those)
+        most = max(grid.max_num_batched_tokens)
+        bounds = {_engine(c): Least.of(c.setup, problem.profile, most) for c in those}
+        known = [c for c in base.tried if c.rollout and not c.layout_doubt and budget.accepts(c.expected.level)]
+        most_s = min((c.seconds for c in known), default=math.inf) * (1 + LEAST_GAIN) ** 2
+        return cls(rated, bounds, most_s, problem)
+
+    def choices(self, column: Sequence[EngineLimits]) -> list[Setting]:
+        """The choice under each of some limits; none where nothing fits, or all candidates take more than `most_s`.
+
+        Candidates with equally many replicas share schedules, as in a plan. Those with the same seconds of a step are
+        timed together.
+        """
+        tried = [self._under(limits) for limits in column]
+        timed_ones: list[list[Candidate]] = [[] for _ in column]
+        for replicas in {c.setup.limits.data_parallel_size for those in tried for c in those}:
+            batches = self.problem.batch.split(replicas)
+            alike = defaultdict[Any, list[tuple[int, Candidate, list[Schedule]]]](list)
+            for number, those in enumerate(tried):
+                known: list[Schedule] | None = None
+                for candidate, kv in self._promising(those, replicas, batches):
+                    known = schedules(batches, kv, candidate.setup.limits, known)
+                    setup = candidate.setup
+                    graphs = cudagraph_capture_sizes(setup.shape, setup.gpu, setup.limits, setup.engine_version)
+                    alike[_engine(candidate), graphs].append((number, candidate, known))
+            for together in alike.values():
+                model = together[0][1].setup.step_model(self.problem.profile)
+                seconds = makespans([planned for *_, planned in together], model)
+                for (number, candidate, _), quick_s in zip(together, seconds, strict=True):
+                    timed_ones[number].append(in_a_step(replace(candidate, quick_s=quick_s), model, self.problem))
+        return [
+            Setting(limits, those[choose(those, self.problem.budget)])
+            for limits, those in zip(column, timed_ones, strict=True)
+            if those
+        ]
+
+    def _under(self, limits: EngineLimits) -> list[Candidate]:
+        """The candidates that fit under some limits, in any layout."""
+        changes, fitting = {name: getattr(limits, name) for name in SEARCHED}, []
+        for candidate in self.candidates:
+            setup = replace(candidate.setup, limits=replace(candidate.setup.limits, **changes))
+            with suppress(CapacityError):
+                fitting.append(replace(candidate, setup=setup, memory=setup.memory()))
+        return fitting
+
+    def _promising(
+        self, those: Sequence[Candidate], replicas: int, batches: Sequence[Batch]
+    ) -> Iterator[tuple[Candidate, KvPlan]]:
+        """The candidates with so many replicas that may take `most_s` or less, from the largest KV pool down."""
+        for group in by_replicas(those):
+            for candidate in (those[i] for i in group):
+                if candidate.setup.limits.data_parallel_size != replicas or candidate.memory is None:
+                    continue
+                bound = self.bounds[_engine(candidate)]
+                least = replace(candidate, quick_s=bound.makespan(batches, candidate.setup.limits))
+                if in_a_step(least, bound.model, self.problem).seconds <= self.most_s:
+                    yield candidate, candidate.memory.kv
+
+
+def _pick(settings: Sequence[Setting], before: EngineLimits, problem: Problem) -> Setting:
+    """The setting whose choice is best, by the rule of `choose`.
+
+    Of settings with the same choice, within WORTH_A_CHANGE of its time, the one nearest to the limits before.
+    """
+    best = settings[choose([setting.choice for setting in settings], problem.budget)].choice
+    same = [
+        setting
+        for setting in settings
+        if _engine(setting.choice) == _engine(best) and setting.choice.seconds <= best.seconds * (1 + WORTH_A_CHANGE)
+    ]
+    return min(same, key=lambda setting: (len(_differing(setting.limits, before)), setting.choice.seconds))
+
+
+def _differing(limits: EngineLimits, before: EngineLimits) -> list[str]:
+    return [name for name in SEARCHED if getattr(limits, name) != getattr(before, name)]
+
+
+def _least_share(choice: Candidate, problem: Problem) -> float | None:
+    """The least gpu_memory_utilization, in steps of SHARE_STEP, with which a choice is as fast; None if it has none."""
+    limits = choice.setup.limits
+    if choice.setup.gpu.is_cpu or limits.num_gpu_blocks is not None:
+        return None
+    batches, known, least = problem.batch.split(limits.data_parallel_size), None, limits.gpu_memory_utilization
+    model, share = choice.setup.step_model(problem.profile), round(least - SHARE_STEP, 4)
+    while share > 0:
+        try:
+            memory = replace(choice.setup, limits=replace(limits, gpu_memory_utilization=share)).memory()
+        except CapacityError:
+            break
+        known = schedules(batches, memory.kv, limits, known)
+        if makespans([known], model)[0] > (choice.makespan_s or 0.0) * (1 + WORTH_A_CHANGE):
+            break
+        least, share = share, round(share - SHARE_STEP, 4)
+    return least
