@@ -230,30 +230,23 @@ def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progr
     first.
     """
     done = list(candidates)
-    indices = by_replicas(candidates)
-    order = [*chain.from_iterable(indices)]
-    groups = [[candidates[i] for i in group] for group in indices]
+    order = sorted(
+        (-c.setup.limits.data_parallel_size, -c.memory.usable_blocks, i) for i, c in enumerate(candidates) if c.memory
+    )
+    groups = [[candidates[i] for *_, i in group] for _, group in groupby(order, key=lambda key: key[0])]
     if len(order) * len(problem.batch.prompts) < WORTH_PROCESSES:
         workers = 1
     if workers > 1:
         groups = [part for group in groups for part in _apart(group, problem.batch)]
-    risks = risks_of([candidates[i].setup for i in order], problem)
+    risks = risks_of([candidates[i].setup for *_, i in order], problem)
     workers = min(workers, len(groups))
     timed_group = _timed_group if workers < 2 else _timed_list
     with mapper(workers) as map_groups:
         timed = chain.from_iterable(map_groups(partial(timed_group, problem=problem), groups))
-        for i, candidate in zip(progress(order), timed, strict=True):
+        for (*_, i), candidate in zip(progress(order), timed, strict=True):
             risk, unit_risk = risks[risk_key(candidate.setup)]
             done[i] = replace(candidate, risk=risk, unit_risk=unit_risk)
     return done
-
-
-def by_replicas(candidates: Sequence[Candidate]) -> list[list[int]]:
-    """The indices of those that can run, in groups with equally many replicas: most first, largest KV pool first."""
-    order = sorted(
-        (-c.setup.limits.data_parallel_size, -c.memory.usable_blocks, i) for i, c in enumerate(candidates) if c.memory
-    )
-    return [[i for *_, i in group] for _, group in groupby(order, key=lambda key: key[0])]
 
 
 @contextmanager

@@ -10,18 +10,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import Derived, EngineLimits
-from fp8plan.model.memory.kv_plan import KvPlan
 from fp8plan.model.memory.plan import cudagraph_capture_sizes
-from fp8plan.model.plan.candidates import Candidate, Problem, by_replicas, in_a_step, mapper, risk_key, risks_of
+from fp8plan.model.plan.candidates import Candidate, Problem, in_a_step, mapper, risk_key, risks_of
 from fp8plan.model.plan.choice import SpeedUp, choose, speed_up, timed
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import Prediction, predict
@@ -72,29 +70,19 @@ class Grid:
             (False, True) if graphs and "max_cudagraph_capture_size" not in keep else (False,),
         )
 
-    def columns(self, limits: EngineLimits, largest_graph: int) -> list[list[EngineLimits]]:
-        """The settings of the grid, those together that differ in max_num_batched_tokens alone.
-
-        largest_graph: requests of the largest CUDA graph that vLLM captures by itself
-        """
-        columns = []
-        for seqs, whole in product(self.max_num_seqs, self.whole_graphs):
-            if whole and seqs <= largest_graph:
+    def settings(self, base: Prediction) -> list[list[EngineLimits]]:
+        """The settings of the grid, those with the same CUDA graphs together."""
+        setup, alike = base.chosen.setup, defaultdict[Any, list[EngineLimits]](list)
+        for seqs, budget, whole in product(self.max_num_seqs, self.max_num_batched_tokens, self.whole_graphs):
+            if budget < seqs:
                 continue
-            graph = seqs if whole else limits.max_cudagraph_capture_size
-            budgets = [budget for budget in self.max_num_batched_tokens if budget >= seqs]
-            columns.append(
-                [
-                    replace(
-                        limits,
-                        max_num_seqs=seqs,
-                        max_num_batched_tokens=budget,
-                        max_cudagraph_capture_size=graph,
-                    )
-                    for budget in budgets
-                ]
-            )
-        return [column for column in columns if column]
+            limits = replace(base.plan.limits, max_num_seqs=seqs, max_num_batched_tokens=budget)
+            sizes = cudagraph_capture_sizes(setup.shape, setup.gpu, limits, setup.engine_version)
+            if whole and seqs <= max(sizes, default=0):
+                continue
+            wider = replace(limits, max_cudagraph_capture_size=seqs) if whole else limits
+            alike[seqs if whole else sizes].append(wider)
+        return sorted(alike.values(), key=len, reverse=True)
 
 
 def _left_out(given: EngineLimits | None, name: str) -> bool:
@@ -182,14 +170,12 @@ def search(
         raise ConfigError(f"keep is {keep!r}; allowed: a list with some of {', '.join(SEARCHED)}")
     progress, workers = arguments.get("progress", iter), arguments.get("workers", 1)
     base = predict(model, gpu, workload, **arguments | {"progress": iter})
-    setup, limits, problem = base.chosen.setup, base.plan.limits, base.problem
+    limits, problem = base.plan.limits, base.problem
     grid = Grid.around(base, arguments.get("limits"), keep)
-    graphs = max(cudagraph_capture_sizes(setup.shape, setup.gpu, limits, setup.engine_version), default=0)
-    columns = grid.columns(limits, graphs)
-    field = Field.of(base, grid)
+    groups, field = grid.settings(base), Field.of(base, grid)
     tried: list[Setting] = []
-    with mapper(min(workers, len(columns))) as map_columns:
-        for _, choices in zip(progress(columns), map_columns(field.choices, columns), strict=True):
+    with mapper(min(workers, len(groups))) as map_groups:
+        for _, choices in zip(progress(groups), map_groups(field.choices, groups), strict=True):
             tried += choices
     best = _pick(tried, limits, problem)
     if "enable_prefix_caching" not in keep:
@@ -197,7 +183,7 @@ def search(
         best = _pick([best, *field.choices([flipped])], best.limits, problem)
     changed = arguments | {"limits": best.limits, "progress": iter}
     plan = base if best.limits == limits else predict(model, gpu, workload, **changed)
-    return Tuned(base, plan, grid, sum(map(len, columns)), _least_share(best.choice, problem))
+    return Tuned(base, plan, grid, sum(map(len, groups)), _least_share(best.choice, problem))
 
 
 class Setting(NamedTuple):
@@ -246,56 +232,55 @@ class Field:
         most_s = min((c.seconds for c in known), default=math.inf) * (1 + LEAST_GAIN) ** 2
         return cls(rated, bounds, most_s, problem)
 
-    def choices(self, column: Sequence[EngineLimits]) -> list[Setting]:
+    def choices(self, settings: Sequence[EngineLimits]) -> list[Setting]:
         """The choice under each of some limits; none where nothing fits, or all candidates take more than `most_s`.
 
-        Candidates with equally many replicas share schedules, as in a plan. Those with the same seconds of a step are
+        Candidates with equally many replicas share schedules, as in a plan. Settings with the same CUDA graphs are
         timed together.
         """
-        tried = [self._under(limits) for limits in column]
-        timed_ones: list[list[Candidate]] = [[] for _ in column]
-        for replicas in {c.setup.limits.data_parallel_size for those in tried for c in those}:
+        rated: list[dict[int, Candidate]] = [{} for _ in settings]
+        for replicas, group in groupby(self._order(), key=self._replicas):
             batches = self.problem.batch.split(replicas)
-            alike = defaultdict[Any, list[tuple[int, Candidate, list[Schedule]]]](list)
-            for number, those in enumerate(tried):
-                known: list[Schedule] | None = None
-                for candidate, kv in self._promising(those, replicas, batches):
-                    known = schedules(batches, kv, candidate.setup.limits, known)
-                    setup = candidate.setup
+            known: dict[int, list[Schedule]] = {}
+            for i in group:
+                alike = defaultdict[Any, list[tuple[int, Candidate]]](list)
+                for number, limits in enumerate(settings):
+                    candidate = self._under(limits, self.candidates[i], batches)
+                    if candidate is None or candidate.memory is None:
+                        continue
+                    setup, kv = candidate.setup, candidate.memory.kv
+                    known[number] = schedules(batches, kv, setup.limits, known.get(number))
                     graphs = cudagraph_capture_sizes(setup.shape, setup.gpu, setup.limits, setup.engine_version)
-                    alike[_engine(candidate), graphs].append((number, candidate, known))
-            for together in alike.values():
-                model = together[0][1].setup.step_model(self.problem.profile)
-                seconds = makespans([planned for *_, planned in together], model)
-                for (number, candidate, _), quick_s in zip(together, seconds, strict=True):
-                    timed_ones[number].append(in_a_step(replace(candidate, quick_s=quick_s), model, self.problem))
-        return [
-            Setting(limits, those[choose(those, self.problem.budget)])
-            for limits, those in zip(column, timed_ones, strict=True)
-            if those
-        ]
+                    alike[graphs].append((number, candidate))
+                for together in alike.values():
+                    model = together[0][1].setup.step_model(self.problem.profile)
+                    seconds = makespans([known[number] for number, _ in together], model)
+                    for (number, candidate), quick_s in zip(together, seconds, strict=True):
+                        rated[number][i] = in_a_step(replace(candidate, quick_s=quick_s), model, self.problem)
+        ordered = [[those[i] for i in sorted(those)] for those in rated]
+        pairs = [(limits, those) for limits, those in zip(settings, ordered, strict=True) if those]
+        return [Setting(limits, those[choose(those, self.problem.budget)]) for limits, those in pairs]
 
-    def _under(self, limits: EngineLimits) -> list[Candidate]:
-        """The candidates that fit under some limits, in any layout."""
-        changes, fitting = {name: getattr(limits, name) for name in SEARCHED}, []
-        for candidate in self.candidates:
-            setup = replace(candidate.setup, limits=replace(candidate.setup.limits, **changes))
-            with suppress(CapacityError):
-                fitting.append(replace(candidate, setup=setup, memory=setup.memory()))
-        return fitting
+    def _order(self) -> list[int]:
+        """The indices of the candidates: most replicas first, then the largest KV pool first."""
+        pools = [c.memory.usable_blocks if c.memory else 0 for c in self.candidates]
+        return sorted(range(len(pools)), key=lambda i: (-self._replicas(i), -pools[i]))
 
-    def _promising(
-        self, those: Sequence[Candidate], replicas: int, batches: Sequence[Batch]
-    ) -> Iterator[tuple[Candidate, KvPlan]]:
-        """The candidates with so many replicas that may take `most_s` or less, from the largest KV pool down."""
-        for group in by_replicas(those):
-            for candidate in (those[i] for i in group):
-                if candidate.setup.limits.data_parallel_size != replicas or candidate.memory is None:
-                    continue
-                bound = self.bounds[_engine(candidate)]
-                least = replace(candidate, quick_s=bound.makespan(batches, candidate.setup.limits))
-                if in_a_step(least, bound.model, self.problem).seconds <= self.most_s:
-                    yield candidate, candidate.memory.kv
+    def _replicas(self, index: int) -> int:
+        return self.candidates[index].setup.limits.data_parallel_size
+
+    def _under(self, limits: EngineLimits, candidate: Candidate, batches: Sequence[Batch]) -> Candidate | None:
+        """A candidate under other limits; None if it does not fit, or takes more than `most_s`."""
+        changes: dict[str, Any] = {name: getattr(limits, name) for name in SEARCHED}
+        setup = replace(candidate.setup, limits=replace(candidate.setup.limits, **changes))
+        bound = self.bounds[_engine(candidate)]
+        least = replace(candidate, quick_s=bound.makespan(batches, setup.limits))
+        if in_a_step(least, bound.model, self.problem).seconds > self.most_s:
+            return None
+        try:
+            return replace(candidate, setup=setup, memory=setup.memory())
+        except CapacityError:
+            return None
 
 
 def _pick(settings: Sequence[Setting], before: EngineLimits, problem: Problem) -> Setting:
