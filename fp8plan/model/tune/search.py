@@ -1,8 +1,9 @@
 """The search of the engine's limits: plan at every setting of a grid, and keep the fastest plan.
 
-The search is exact over the grid: each setting is simulated with every precision on every layout, and chosen from as
-`plan` would choose. Then prefix caching is tried the other way at the best setting, and less memory for the engine.
-Only makespans are computed, several settings at a time. The result is planned in full.
+The search is exact over the grid of max_num_seqs and CUDA graphs: each setting is simulated with every precision on
+every layout, and chosen from as `plan` would choose. From the best setting the search goes on by single changes of
+max_num_batched_tokens and prefix caching, until none gains WORTH_A_CHANGE. A candidate is left out only if a lower
+bound on its time is too long. Only makespans are computed, several settings at a time. The result is planned in full.
 """
 
 from __future__ import annotations
@@ -35,21 +36,23 @@ BUDGETS: Final = (8192, 16384, 32768)
 SHARE_STEP = 0.05  # of gpu_memory_utilization
 WORTH_A_CHANGE = 0.005  # a setting that gains less keeps the limits that were there
 
-SEARCHED: Final = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size", "enable_prefix_caching")
+SEARCHED: Final = ("max_num_seqs", "max_cudagraph_capture_size", "max_num_batched_tokens", "enable_prefix_caching")
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values of each limit. Every combination is tried that vLLM allows, on every layout and in every precision.
+    """The values of each limit.
 
-    max_num_seqs:           from LEAST_SEQS on, and the requests of a replica
-    max_num_batched_tokens: at least max_num_seqs
+    max_num_seqs:           powers of two from LEAST_SEQS on, and the requests of a replica
     whole_graphs:           False: CUDA graphs as vLLM captures them; True: for as many requests as may run
+    max_num_batched_tokens: tried at the best of these
+    prefix_caching:         likewise
     """
 
     max_num_seqs: tuple[int, ...]
-    max_num_batched_tokens: tuple[int, ...]
     whole_graphs: tuple[bool, ...]
+    max_num_batched_tokens: tuple[int, ...]
+    prefix_caching: tuple[bool, ...]
 
     @classmethod
     def around(cls, base: Prediction, given: EngineLimits | None, keep: Collection[str]) -> Grid:
@@ -58,24 +61,26 @@ class Grid:
         given: the limits before the GPU's defaults filled them
         """
         limits, requests = base.plan.limits, len(base.problem.batch.prompts)
-        fixed = {x for x in ("max_num_seqs", "max_num_batched_tokens") if not _left_out(given, x)} | set(keep)
+        given_sizes = [x for x in ("max_num_seqs", "max_num_batched_tokens") if not _left_out(given, x)]
+        graphs = limits.max_cudagraph_capture_size is None and not limits.enforce_eager
+        fixed = {*keep, *given_sizes, *(() if graphs else ("max_cudagraph_capture_size",))}
         replicas = {-(-requests // c.setup.limits.data_parallel_size) for c in base.tried}
         powers = {2**k for k in range(LEAST_SEQS.bit_length() - 1, MOST_SEQS.bit_length()) if 2**k < max(replicas)}
-        seqs = {limits.max_num_seqs} | powers | {n for n in replicas if LEAST_SEQS <= n <= MOST_SEQS}
-        budgets = {limits.max_num_batched_tokens, *BUDGETS}
-        graphs = limits.max_cudagraph_capture_size is None and not limits.enforce_eager
-        return cls(
-            (limits.max_num_seqs,) if "max_num_seqs" in fixed else tuple(sorted(seqs)),
-            (limits.max_num_batched_tokens,) if "max_num_batched_tokens" in fixed else tuple(sorted(budgets)),
-            (False, True) if graphs and "max_cudagraph_capture_size" not in keep else (False,),
-        )
+        values: dict[str, set[Any]] = {
+            "max_num_seqs": powers | {n for n in replicas if LEAST_SEQS <= n <= MOST_SEQS},
+            "max_cudagraph_capture_size": {True},
+            "max_num_batched_tokens": set(BUDGETS),
+            "enable_prefix_caching": {True, False},
+        }
+        before: dict[str, Any] = {name: getattr(limits, name) for name in SEARCHED}
+        before["max_cudagraph_capture_size"] = False
+        return cls(*(tuple(sorted({before[x]} | (set() if x in fixed else values[x]))) for x in SEARCHED))
 
     def settings(self, base: Prediction) -> list[list[EngineLimits]]:
-        """The settings of the grid, those with the same CUDA graphs together."""
+        """The settings of max_num_seqs and CUDA graphs, those with the same graphs together."""
         setup, alike = base.chosen.setup, defaultdict[Any, list[EngineLimits]](list)
-        for seqs, budget, whole in product(self.max_num_seqs, self.max_num_batched_tokens, self.whole_graphs):
-            if budget < seqs:
-                continue
+        for seqs, whole in product(self.max_num_seqs, self.whole_graphs):
+            budget = max(base.plan.limits.max_num_batched_tokens, seqs)
             limits = replace(base.plan.limits, max_num_seqs=seqs, max_num_batched_tokens=budget)
             sizes = cudagraph_capture_sizes(setup.shape, setup.gpu, limits, setup.engine_version)
             if whole and seqs <= max(sizes, default=0):
@@ -83,6 +88,13 @@ class Grid:
             wider = replace(limits, max_cudagraph_capture_size=seqs) if whole else limits
             alike[seqs if whole else sizes].append(wider)
         return sorted(alike.values(), key=len, reverse=True)
+
+    def near(self, limits: EngineLimits) -> list[EngineLimits]:
+        """The settings with one other value of max_num_batched_tokens or of prefix caching."""
+        budgets = [budget for budget in self.max_num_batched_tokens if budget >= limits.max_num_seqs]
+        others = [replace(limits, max_num_batched_tokens=budget) for budget in budgets]
+        others += [replace(limits, enable_prefix_caching=on) for on in self.prefix_caching]
+        return [other for other in others if other != limits]
 
 
 def _left_out(given: EngineLimits | None, name: str) -> bool:
@@ -128,12 +140,12 @@ class Tuned:
             yield f"Limits: {changed}. The choice is {self.gain().over(f'{before}, the choice before')}."
         else:
             yield "Limits: no other setting gains half a percent."
-        lists = {"max_num_seqs": grid.max_num_seqs, "max_num_batched_tokens": grid.max_num_batched_tokens}
-        tried = [f"{name} {', '.join(map(str, values))}" for name, values in lists.items()]
-        tried += ["CUDA graphs as vLLM captures them, and for all requests that may run"] * any(grid.whole_graphs)
+        seqs, budgets = (", ".join(map(str, x)) for x in (grid.max_num_seqs, grid.max_num_batched_tokens))
+        graphs = ", with CUDA graphs as vLLM captures them and for all requests that may run" * any(grid.whole_graphs)
         yield (
-            f"The best of all {self.settings} settings of this grid, each in every precision and layout: "
-            f"{'; '.join(tried)}. Prefix caching was then tried the other way, unless it was given."
+            f"No other of the {self.settings} settings tried is faster by half a percent: max_num_seqs {seqs}{graphs}, "
+            f"in every precision and layout, and around the best max_num_batched_tokens {budgets}"
+            f"{' and prefix caching on or off' * (len(grid.prefix_caching) > 1)}."
         )
         if self.least_share is not None and self.least_share < plan.limits.gpu_memory_utilization:
             yield (
@@ -178,12 +190,14 @@ def search(
         for _, choices in zip(progress(groups), map_groups(field.choices, groups), strict=True):
             tried += choices
     best = _pick(tried, limits, problem)
-    if "enable_prefix_caching" not in keep:
-        flipped = replace(best.limits, enable_prefix_caching=not best.limits.enable_prefix_caching)
-        best = _pick([best, *field.choices([flipped])], best.limits, problem)
+    count, last = len(tried), None
+    while best != last:
+        last, near = best, field.choices(grid.near(best.limits))
+        best = _pick([best, *near], best.limits, problem)
+        count += len(near)
     changed = arguments | {"limits": best.limits, "progress": iter}
     plan = base if best.limits == limits else predict(model, gpu, workload, **changed)
-    return Tuned(base, plan, grid, sum(map(len, groups)), _least_share(best.choice, problem))
+    return Tuned(base, plan, grid, count, _least_share(best.choice, problem))
 
 
 class Setting(NamedTuple):
@@ -235,27 +249,29 @@ class Field:
     def choices(self, settings: Sequence[EngineLimits]) -> list[Setting]:
         """The choice under each of some limits; none where nothing fits, or all candidates take more than `most_s`.
 
-        Candidates with equally many replicas share schedules, as in a plan. Settings with the same CUDA graphs are
-        timed together.
+        Candidates with equally many replicas share schedules, as in a plan; so do settings that allow more requests
+        than there are. Settings with the same CUDA graphs are timed together.
         """
         rated: list[dict[int, Candidate]] = [{} for _ in settings]
         for replicas, group in groupby(self._order(), key=self._replicas):
             batches = self.problem.batch.split(replicas)
-            known: dict[int, list[Schedule]] = {}
+            most = max(len(batch.prompts) for batch in batches)
+            known: dict[Any, list[Schedule]] = {}
             for i in group:
-                alike = defaultdict[Any, list[tuple[int, Candidate]]](list)
+                alike = defaultdict[Any, list[tuple[int, Candidate, list[Schedule]]]](list)
                 for number, limits in enumerate(settings):
                     candidate = self._under(limits, self.candidates[i], batches)
                     if candidate is None or candidate.memory is None:
                         continue
                     setup, kv = candidate.setup, candidate.memory.kv
-                    known[number] = schedules(batches, kv, setup.limits, known.get(number))
+                    work = min(limits.max_num_seqs, most), limits.max_num_batched_tokens, limits.enable_prefix_caching
+                    known[work] = planned = schedules(batches, kv, setup.limits, known.get(work))
                     graphs = cudagraph_capture_sizes(setup.shape, setup.gpu, setup.limits, setup.engine_version)
-                    alike[graphs].append((number, candidate))
+                    alike[graphs].append((number, candidate, planned))
                 for together in alike.values():
                     model = together[0][1].setup.step_model(self.problem.profile)
-                    seconds = makespans([known[number] for number, _ in together], model)
-                    for (number, candidate), quick_s in zip(together, seconds, strict=True):
+                    seconds = makespans([planned for *_, planned in together], model)
+                    for (number, candidate, _), quick_s in zip(together, seconds, strict=True):
                         rated[number][i] = in_a_step(replace(candidate, quick_s=quick_s), model, self.problem)
         ordered = [[those[i] for i in sorted(those)] for those in rated]
         pairs = [(limits, those) for limits, those in zip(settings, ordered, strict=True) if those]
