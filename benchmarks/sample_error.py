@@ -12,7 +12,8 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.rollout import rollout, schedules_of
+from fp8plan.model.rollout import rollout
+from fp8plan.model.schedule.sample import SAMPLE, schedules_of
 from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Workload
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fp8plan.model.risk.expected import RiskBudget as RiskBudget
     from fp8plan.model.rl_step import StepTimes as StepTimes
     from fp8plan.model.setup import EngineSetup as EngineSetup
+    from fp8plan.model.tune.search import tune as tune
     from fp8plan.model.validate.records import read_records as read_records
     from fp8plan.model.validate.records import recorded_workload as recorded_workload
     from fp8plan.model.workload import Batch as Batch
@@ -80,6 +81,7 @@ _HOME = {
         "model.risk.expected": "RiskBudget",
         "model.rl_step": "StepTimes",
         "model.setup": "EngineSetup",
+        "model.tune.search": "tune",
         "model.validate.records": "read_records recorded_workload",
         "model.workload": "Batch Fixed LogNormal Trace Workload",
         "runtime.controller.laws": "AdaptiveThresholds ConstantThresholds",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8plan.cli import measure, plan, run  # noqa: F401  (they add their commands to the app)
+from fp8plan.cli import measure, plan, run, tune  # noqa: F401  (they add their commands to the app)
 from fp8plan.cli.console import UsageError, app, standard_streams
 from fp8plan.errors import Fp8PlanError
 

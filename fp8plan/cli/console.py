@@ -14,8 +14,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar, get_args
 
 import typer
 from rich.console import Console, RenderableType
@@ -72,6 +74,31 @@ def option(
     """
     names = (flag,) if flag else ()
     return typer.Option(*names, help=text, show_default=default or True, metavar=metavar, rich_help_panel=panel)
+
+
+def options_of(
+    other: Callable[..., Any], without: Sequence[str] = (), defaults: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that gives a command the options of another function, before its own.
+
+    without:  parameters of that function that are left out
+    defaults: parameter -> the words for its default in the help of this command
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shared = [p for p in signature(other, eval_str=True).parameters.values() if p.name not in without]
+        own = [p for p in signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        for number, parameter in enumerate(shared):
+            if words := (defaults or {}).get(parameter.name):
+                kind, info = get_args(parameter.annotation)
+                option = copy(info)
+                option.show_default = words
+                shared[number] = parameter.replace(annotation=Annotated[kind, option])
+        command.__signature__ = Signature([*shared, *own])  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in (*shared, *own)}
+        return command
+
+    return decorate
 
 
 EXPERTS: Final = "expert parallelism: each GPU holds whole experts"  # help

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -23,6 +24,7 @@ from fp8plan.cli.console import (
     app,
     not_none,
     option,
+    options_of,
     print_notes,
     progress,
     show,
@@ -30,7 +32,10 @@ from fp8plan.cli.console import (
 from fp8plan.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from fp8plan.model.plan.plan import Plan
+    from fp8plan.model.plan.planner import Prediction
     from fp8plan.model.workload import Workload
 
 # The rollout of DAPO (arXiv 2503.14476) on one GPU.
@@ -92,8 +97,7 @@ class PlanCommand(GroupedCommand):
             raise
 
 
-@app.command("plan", cls=PlanCommand)
-def plan_command(
+def planned(
     model: Annotated[str, typer.Argument(help="hub id (Qwen/Qwen3-8B) or a folder with config.json")],
     gpu: Annotated[
         str, typer.Option(help="h200, a100-80gb, rtx4090, ...; auto asks the driver; datasheet:NUMBERS, any other card")
@@ -192,10 +196,11 @@ def plan_command(
         ),
     ] = None,
     plot: Annotated[Path | None, option(OUTPUT, "a picture: FILE.png or FILE.html", metavar="FILE")] = None,
+    ask: Callable[..., Any] | None = None,
 ) -> None:
-    """Predict every rollout precision, and choose one.
+    """Predict, and write or print the results of `plan` and, with `ask`, of another command.
 
-    Files are written all or none. An output without a file goes to stdout, else the table does. Notes go to stderr.
+    ask: a function with the parameters of `predict` that returns an Asked; None: `predict` itself
     """
     from dataclasses import replace
 
@@ -203,7 +208,6 @@ def plan_command(
     from fp8plan.model.emit.vllm import KV_SCALES
     from fp8plan.model.hardware import find_gpu
     from fp8plan.model.limits import EngineLimits
-    from fp8plan.model.plan.planner import predict
     from fp8plan.model.risk.expected import LEVELS, RiskBudget
     from fp8plan.model.rl_step import StepTimes
     from fp8plan.model.shards import strictest
@@ -254,7 +258,7 @@ def plan_command(
     rollout, notes = _workload(workload, prompts, samples, prompt_lengths, response_lengths, seed)
     measured = None if observed is None else read_run(observed)
     notes += measured.notes if measured else []
-    prediction = predict(
+    asked = (ask or _predicted)(
         shape,
         card,
         rollout,
@@ -271,9 +275,10 @@ def plan_command(
         strict=strict,
         host_loop_s=None if host_loop_us is None else host_loop_us * 1e-6,
         observed=measured.records if measured else (),
-        progress=progress("predicting"),
+        progress=progress("predicting" if ask is None else "searching"),
         workers=_cores(),
     )
+    prediction = asked.prediction
     if at_one and any(choice.unit_kv_scales for choice in prediction.plan.choices):
         notes.append("K and V scales are 1.0, as vLLM leaves them; if you calibrate: --kv-scales calibrated")
     plan = replace(prediction.plan, warnings=(*prediction.plan.warnings, *notes))
@@ -284,7 +289,7 @@ def plan_command(
         for target, file in emissions
     }
     if as_json is not None:
-        texts[as_json] = plan.to_json()
+        texts[as_json] = plan.to_json(**asked.beside)
     printed = texts.pop(STDOUT, None)
     writers = {file: outputs.text(content) for file, content in texts.items()}
     if plot is not None:
@@ -298,9 +303,32 @@ def plan_command(
         _print_choice(plan)  # without the table, which names it
         print(printed)
     else:
-        from fp8plan.views.report import plan_report
+        show(asked.report(plan))
 
-        show(plan_report(plan))
+
+@app.command("plan", cls=PlanCommand)
+@options_of(planned, without=("ask",))
+def plan_command(**options: Any) -> None:
+    """Predict every rollout precision, and choose one.
+
+    Files are written all or none. An output without a file goes to stdout, else the table does. Notes go to stderr.
+    """
+    planned(**options)
+
+
+class Asked(NamedTuple):
+    """The result of a command that plans: the prediction, more fields for its JSON, and the report on its plan."""
+
+    prediction: Prediction
+    beside: dict[str, Any]
+    report: Callable[[Plan], RenderableType]
+
+
+def _predicted(*arguments: Any, **options: Any) -> Asked:
+    from fp8plan.model.plan.planner import predict
+    from fp8plan.views.report import plan_report
+
+    return Asked(predict(*arguments, **options), {}, plan_report)
 
 
 @app.command("emit")

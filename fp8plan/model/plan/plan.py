@@ -187,10 +187,10 @@ class Plan:
         """The plan as plain data: only dicts, lists, strings, numbers, booleans and None."""
         return cast("dict[str, Any]", json.loads(self.to_json()))
 
-    def to_json(self) -> str:
-        """The plan as JSON, which `from_json` reads again."""
+    def to_json(self, **beside: Any) -> str:
+        """The plan as JSON, which `from_json` reads again. beside: more fields, which it ignores"""
         head = {"schema_version": VERSIONS["plan"], "fp8plan_version": self.fp8plan_version}
-        return json.dumps(head | asdict(self), indent=2, allow_nan=False)
+        return json.dumps(head | asdict(self) | beside, indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -34,6 +34,7 @@ from fp8plan.model.workload import Batch, Workload
 LEAST_SEQS, MOST_SEQS = 64, 2048  # beyond them nothing was measured
 BUDGETS: Final = (8192, 16384, 32768)
 SHARE_STEP = 0.05  # of gpu_memory_utilization
+OWN_GRAPHS: Final = "vLLM's own"  # of max_cudagraph_capture_size None
 WORTH_A_CHANGE = 0.005  # a setting that gains less keeps the limits that were there
 
 SEARCHED: Final = ("max_num_seqs", "max_cudagraph_capture_size", "max_num_batched_tokens", "enable_prefix_caching")
@@ -127,15 +128,17 @@ class Tuned:
         return speed_up(before, after, self.best.problem.profile)
 
     @property
-    def plan(self) -> Plan:
-        """The best plan, with the reasons for its limits."""
+    def prediction(self) -> Prediction:
+        """The best prediction. Its plan has the reasons for the limits, too."""
         plan = self.best.plan
-        return replace(plan, reasons=(*plan.reasons, *self._sentences()))
+        return replace(self.best, plan=replace(plan, reasons=(*plan.reasons, *self._sentences())))
 
     def _sentences(self) -> Iterator[str]:
         plan, grid = self.best.plan, self.grid
         if self.changes:
-            changed = ", ".join(f"{name} {after} instead of {before}" for name, (before, after) in self.changes.items())
+            changed = ", ".join(
+                f"{name} {after} instead of {before or OWN_GRAPHS}" for name, (before, after) in self.changes.items()
+            )
             before = self.base.plan.select().precision
             yield f"Limits: {changed}. The choice is {self.gain().over(f'{before}, the choice before')}."
         else:
@@ -166,7 +169,7 @@ def tune(model: ModelShape | str, gpu: Gpu | str, workload: Workload, **argument
 
     Raises what `plan` raises, and ConfigError for an unknown name in `keep`.
     """
-    return search(model, gpu, workload, **arguments).plan
+    return search(model, gpu, workload, **arguments).prediction.plan
 
 
 def search(

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8plan.model import rollout as rollouts
-from fp8plan.model import rollout as sample
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
@@ -20,6 +19,7 @@ from fp8plan.model.plan import candidates as evaluate
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.library import load_profile
+from fp8plan.model.schedule import sample
 from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Trace, Workload
 

@@ -1,0 +1,50 @@
+"""`fp8plan tune`: the options of plan, results alone on stdout, and a plan that other commands take."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from command import Done, refused
+from typed import MODEL, PLAN
+
+from fp8plan.cli import plan, tune
+from fp8plan.model.plan.plan import Plan
+
+TUNE = ["tune", *PLAN[1:]]
+MANY = [*TUNE, "--prompts", "75", "--samples", "8"]
+
+
+def test_tune_has_the_options_of_plan() -> None:
+    shared = inspect.signature(plan.plan_command).parameters
+    own = inspect.signature(tune.tune_command).parameters
+    assert set(shared) - set(own) == {"plot"}
+    assert "ask" not in shared
+
+
+def test_a_tuned_plan_is_printed_written_and_emitted(fp8plan: Callable[..., Done]) -> None:
+    done = fp8plan(*MANY, "--json", "plan.json", "--emit", "vllm")
+    assert done.code == 0
+    engine = json.loads(done.out)["engine_args"]
+    saved = Plan.from_json(Path("plan.json").read_text())
+    assert engine == saved.vllm_kwargs()
+    assert engine["max_cudagraph_capture_size"] == engine["max_num_seqs"] == saved.limits.max_num_seqs > 512
+    for target in ("verl", "trl"):
+        assert fp8plan("emit", "plan.json", target).code == 0
+
+
+def test_a_limit_that_is_given_stays(fp8plan: Callable[..., Done]) -> None:
+    words = ["--max-num-seqs", "100", "--max-num-batched-tokens", "9000", "--no-prefix-caching"]
+    limits = json.loads(fp8plan(*MANY, *words, "--json").out)["limits"]
+    assert (limits["max_num_seqs"], limits["max_num_batched_tokens"]) == (100, 9000)
+    assert limits["enable_prefix_caching"] is False
+    ceiling = json.loads(fp8plan(*TUNE, "--gpu-memory-utilization", "0.5", "--json").out)["limits"]
+    assert ceiling["gpu_memory_utilization"] == 0.5
+
+
+def test_bad_input_is_refused_as_by_plan(fp8plan: Callable[..., Done]) -> None:
+    refused(fp8plan(*TUNE, "--max-num-seqs", "0"), "max_num_seqs is 0")
+    refused(fp8plan("tune", MODEL, "--gpu", "nothing"), "nothing")
+    refused(fp8plan(*TUNE, "--plot", "x.png"), "No such option", "fp8plan tune --help")

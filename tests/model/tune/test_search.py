@@ -1,0 +1,203 @@
+"""The search of an engine's limits against plans at every setting, and its lower bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fp8plan
+from fp8plan.errors import ConfigError
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.choice import choose
+from fp8plan.model.plan.planner import Prediction, predict
+from fp8plan.model.profile.library import datasheet_profile
+from fp8plan.model.rl_step import StepTimes
+from fp8plan.model.rollout import makespans, rollout, schedules
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.tune.bound import Least
+from fp8plan.model.tune.search import WORTH_A_CHANGE, Field, Grid, Tuned, search
+from fp8plan.model.workload import Fixed, LogNormal, Workload
+
+SMALL, DENSE = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"
+SHORT = Workload(75, 8, Fixed(64), Fixed(48))
+STARVED = Workload(12, 16, Fixed(300), LogNormal(900, 0.7, 3000))
+CASES: dict[str, dict[str, Any]] = {
+    "more requests than a graph": {"model": SMALL, "workload": SHORT},
+    "a starved pool": {"model": DENSE, "workload": STARVED, "limits": EngineLimits(gpu_memory_utilization=0.16)},
+    "two GPUs": {"model": SMALL, "workload": SHORT, "gpus": 2, "precisions": ["bf16", "fp8_block"]},
+    "an RL step": {
+        "model": SMALL,
+        "workload": replace(SHORT, prompts=20),
+        "trainer": StepTimes(train_s=3.0, logprob_s=1.0),
+    },
+    "experts": {"model": "fp8plan/moe-7b", "workload": replace(SHORT, prompts=20)},
+    "windows": {
+        "model": "google/gemma-3-12b-it",
+        "workload": replace(SHORT, prompts=9, samples_per_prompt=8),
+        "precisions": ["bf16", "fp8_kv"],
+    },
+}
+
+
+def at_every_setting(case: dict[str, Any]) -> dict[EngineLimits, Prediction]:
+    """A whole plan under every combination of the grid that vLLM allows."""
+    base = predict(gpu="h200", **case)
+    grid = Grid.around(base, case.get("limits"), ())
+    plans = {}
+    for seqs, whole, budget, caching in product(
+        grid.max_num_seqs, grid.whole_graphs, grid.max_num_batched_tokens, grid.prefix_caching
+    ):
+        if budget >= seqs:
+            limits = replace(
+                base.plan.limits,
+                max_num_seqs=seqs,
+                max_num_batched_tokens=budget,
+                max_cudagraph_capture_size=seqs if whole else None,
+                enable_prefix_caching=caching,
+            )
+            plans[limits] = predict(gpu="h200", **case | {"limits": limits})
+    return plans
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_no_plan_under_any_setting_is_better(case: dict[str, Any]) -> None:
+    plans, tuned = at_every_setting(case), search(gpu="h200", **case)
+    choices = [plan.chosen for plan in plans.values()]
+    best = choices[choose(choices, tuned.best.plan.budget)]
+    assert tuned.best.chosen.setup.precision == best.setup.precision
+    assert tuned.best.chosen.seconds <= best.seconds * (1 + WORTH_A_CHANGE)
+    assert tuned.best.plan == plans[tuned.best.plan.limits].plan  # the very plan that `plan` makes there
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_choice_at_a_setting_is_that_of_a_plan(case: dict[str, Any]) -> None:
+    base = predict(gpu="h200", **case)
+    grid = Grid.around(base, case.get("limits"), ())
+    field = replace(Field.of(base, grid), most_s=float("inf"))
+    for limits, choice in (pair for group in grid.settings(base) for pair in field.choices(group)):
+        whole = predict(gpu="h200", **case | {"limits": limits}).chosen
+        assert (choice.setup.precision, choice.setup.limits) == (whole.setup.precision, whole.setup.limits)
+        assert choice.seconds == pytest.approx(whole.seconds, rel=1e-9)
+        assert choice.layout_doubt == whole.layout_doubt
+
+
+def test_a_candidate_is_left_out_if_its_bound_is_too_long() -> None:
+    base = predict(DENSE, "h200", STARVED, precisions=["bf16"])
+    field, batches = Field.of(base, Grid.around(base, None, ())), [base.problem.batch]
+    (candidate,), limits = field.candidates, base.plan.limits
+    (bound,) = field.bounds.values()
+    least = bound.makespan(batches, limits)
+    assert field._under(limits, candidate, batches) is not None
+    assert replace(field, most_s=least * 1.001)._under(limits, candidate, batches) is not None
+    assert replace(field, most_s=least * 0.999)._under(limits, candidate, batches) is None
+    assert bound.makespan(batches, replace(limits, max_num_seqs=1)) > 10 * least  # each response then runs alone
+
+
+MODELS = (SMALL, "fp8plan/moe-7b", "google/gemma-3-12b-it", "Qwen/Qwen3.5-9B", "deepseek-ai/DeepSeek-V2-Lite")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    model=st.sampled_from(MODELS),
+    precision=st.sampled_from(["bf16", "fp8_block"]),
+    prompts=st.integers(1, 12),
+    samples=st.integers(1, 12),
+    mean=st.integers(2, 400),
+    prompt=st.integers(1, 600),
+    seqs=st.sampled_from([4, 64, 1024]),
+    caching=st.booleans(),
+    seed=st.integers(0, 5),
+)
+def test_no_rollout_is_faster_than_the_bound(
+    model: str, precision: str, prompts: int, samples: int, mean: int, prompt: int, seqs: int, caching: bool, seed: int
+) -> None:
+    batch = Workload(prompts, samples, Fixed(prompt), LogNormal(mean, 1.0, 2000), seed).batch()
+    limits = EngineLimits(max_num_seqs=seqs, enable_prefix_caching=caching, max_num_batched_tokens=2048)
+    setup = EngineSetup(model, "h200", precision, limits.holding(batch.longest), engine_version="0.26.0")
+    profile = fp8plan.load_profile(setup.gpu, "0.26.0")[0]
+    timed_model, memory = setup.step_model(profile), setup.memory()
+    plans = schedules([batch], memory.kv, setup.limits)
+    (seconds,) = makespans([plans], timed_model)
+    assert 0 < Least.of(setup, profile, 2048).makespan([batch], setup.limits) <= seconds
+
+
+def test_makespans_are_those_of_whole_rollouts() -> None:
+    base = predict(SMALL, "h200", SHORT, gpus=4, inside="server")
+    for candidate in (c for c in base.tried if c.rollout):
+        setup, memory = candidate.setup, candidate.memory
+        assert memory is not None
+        model = setup.step_model(base.problem.profile)
+        batches = base.problem.batch.split(setup.limits.data_parallel_size)
+        several = [schedules(batches, memory.kv, replace(setup.limits, max_num_seqs=n)) for n in (1024, 50)]
+        assert makespans(several, model) == pytest.approx([rollout(plans, model).makespan_s for plans in several])
+
+
+def test_what_is_given_stays() -> None:
+    limits = EngineLimits(max_num_seqs=300, max_num_batched_tokens=5000, gpu_memory_utilization=0.7)
+    kept = ["enable_prefix_caching", "max_cudagraph_capture_size"]
+    tuned = search(SMALL, "h200", SHORT, limits=limits, keep=kept)
+    assert (tuned.settings, tuned.changes) == (1, {})
+    assert tuned.prediction.plan.limits == replace(limits, max_model_len=112)
+    free = search(SMALL, "h200", SHORT, limits=EngineLimits(gpu_memory_utilization=0.7))
+    assert free.changes == {"max_cudagraph_capture_size": (None, 1024)}
+    assert free.prediction.plan.limits.gpu_memory_utilization == 0.7
+    assert free.settings > 1
+    for wrong in ("max_num_seqs", ["block_size"]):
+        with pytest.raises(ConfigError, match=r"keep is .*; allowed: a list with some of max_num_seqs"):
+            search(SMALL, "h200", SHORT, keep=wrong)
+
+
+def test_the_least_share_is_as_fast_and_less_is_not() -> None:
+    tuned = search(DENSE, "h200", replace(STARVED, prompts=40), precisions=["bf16"])
+    assert tuned.least_share is not None
+
+    def seconds(share: float) -> float:
+        limits = replace(tuned.best.plan.limits, gpu_memory_utilization=share)
+        return predict(DENSE, "h200", replace(STARVED, prompts=40), precisions=["bf16"], limits=limits).chosen.seconds
+
+    at_most = tuned.best.chosen.seconds * (1 + WORTH_A_CHANGE)
+    assert seconds(tuned.least_share) <= at_most < seconds(tuned.least_share - 0.05)
+    (sentence,) = [x for x in tuned.prediction.plan.reasons if "would be enough" in x]
+    assert sentence.startswith(f"gpu_memory_utilization {tuned.least_share:g} ")
+
+
+def test_a_cpu_has_no_graphs_and_no_share() -> None:
+    tuned: Tuned = search("fp8plan/dense-50m", "cpu", replace(SHORT, prompts=9))
+    assert tuned.grid.whole_graphs == (False,)
+    assert tuned.least_share is None
+
+
+def test_a_tuned_plan_is_a_plan() -> None:
+    plan = fp8plan.tune(SMALL, "h200", SHORT)
+    assert isinstance(plan, fp8plan.Plan)
+    assert fp8plan.Plan.from_json(plan.to_json(tune={"more": 1})) == plan
+    assert plan.vllm_kwargs()["max_cudagraph_capture_size"] == plan.limits.max_cudagraph_capture_size == 1024
+    for target in ("vllm", "verl", "trl"):
+        assert plan.emit(target)
+    headline, grid, _ = plan.reasons[-3:]
+    assert headline.startswith("Limits: max_cudagraph_capture_size 1024 instead of vLLM's own. The choice is ")
+    assert "max_num_seqs 64, 128, 256, 512, 600, 1024" in grid
+
+
+def test_progress_sees_every_group_of_settings() -> None:
+    seen: list[Any] = []
+
+    def bar(items: Any) -> Any:
+        for item in items:
+            seen.append(item)
+            yield item
+
+    tuned = search(SMALL, "h200", SHORT, progress=bar)
+    assert sum(map(len, seen)) <= tuned.settings
+    assert len(seen) > 1
+    assert search(SMALL, "h200", SHORT, workers=2).prediction.plan == tuned.prediction.plan
+
+
+def test_a_datasheet_profile_is_searched_too() -> None:
+    tuned = search(SMALL, "h200", SHORT, profile=datasheet_profile(fp8plan.find_gpu("h200")))
+    assert tuned.best.chosen.seconds <= tuned.base.chosen.seconds
