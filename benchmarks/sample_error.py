@@ -13,7 +13,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import rollout
-from fp8plan.model.schedule.sample import SAMPLE, schedules_of
+from fp8plan.model.schedule.sample import schedules_of
 from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Workload
 

@@ -32,8 +32,10 @@ def tune_command(**options: Any) -> None:
 
 
 def _tuned(*arguments: Any, **options: Any) -> Asked:
+    from fp8plan.model.tune.answer import Answer
     from fp8plan.model.tune.search import search
-    from fp8plan.views.report import plan_report
+    from fp8plan.views.tuned import tune_report
 
     tuned = search(*arguments, **options)
-    return Asked(tuned.prediction, {}, plan_report)
+    answer = Answer.of(tuned)
+    return Asked(tuned.prediction, {"tune": answer.to_dict()}, partial(tune_report, answer=answer))

@@ -178,7 +178,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
             makespan * float(np.exp(side * np.hypot(np.log(end / makespan), Z90 * sampling)))
             for side, end in ((-1, low), (1, high))
         )
-    low = max(low, min(_least_seconds(plan, batch, model), makespan))
+    low = max(low, min(least_seconds(plan, batch, model), makespan))
     ends: FloatArray = start + np.cumsum(seconds[slowest], dtype=np.float64)
     tail = _tail_rows(plan, model.limits.max_num_seqs)
     once = {name: part * plan.weights for name, part in steps.breakdown().items()}
@@ -224,18 +224,22 @@ def makespans(rollouts: Sequence[Sequence[Schedule]], model: StepModel) -> list[
 
     rollouts: the schedules of all replicas, for each rollout
     """
+    return [max(float(ends[-1]) for ends in replicas) for replicas in clocks(rollouts, model)]
+
+
+def clocks(rollouts: Sequence[Sequence[Schedule]], model: StepModel) -> list[list[FloatArray]]:
+    """The seconds at which each row ends, from the start, for each replica of several rollouts on one engine."""
     every = [plan for replicas in rollouts for plan in replicas]
     batches, at = _distinct(every)
     step_seconds, _ = _timed(batches, model)
     pace = math.prod(map(model.profile.coefficient, model.paces))
-    seconds, rest = list[float](), iter(at)
+    ends, rest = list[list[FloatArray]](), iter(at)
     for replicas in rollouts:
         in_engine, fronts = _row_seconds(replicas, [step_seconds[next(rest)] for _ in replicas], model)
-        totals = [float((engine + front.seconds).sum()) for engine, front in zip(in_engine, fronts, strict=True)]
-        plan = replicas[int(np.argmax(totals))]
-        start = start_cost(plan.requests, plan.prompt_tokens, model.profile)
-        seconds.append(float(start.seconds[0]) * pace + max(totals))
-    return seconds
+        starts = [start_cost(plan.requests, plan.prompt_tokens, model.profile).seconds[0] for plan in replicas]
+        rows = [engine + front.seconds for engine, front in zip(in_engine, fronts, strict=True)]
+        ends.append([float(start) * pace + np.cumsum(row) for start, row in zip(starts, rows, strict=True)])
+    return ends
 
 
 def _distinct(replicas: Sequence[Schedule]) -> tuple[list[StepBatch], list[int]]:
@@ -274,7 +278,7 @@ def _front_error(front: Cost, profile: Profile) -> float:
     return math.sqrt(shares @ profile.covariance(list(front.partials)) @ shares)
 
 
-def _least_seconds(plan: Schedule, batch: StepBatch, model: StepModel) -> float:
+def least_seconds(plan: Schedule, batch: StepBatch, model: StepModel) -> float:
     """The seconds of the steps at the datasheet's bandwidth and peak. A model that stays in a cache may take less."""
     bounds = np.maximum(bytes_bound(model, batch), flops_bound(model, batch))
     return float((plan.weights * bounds).sum())

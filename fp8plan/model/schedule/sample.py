@@ -130,4 +130,5 @@ def _repeated(plan: Schedule, middle: slice, batch: Batch) -> Schedule:
         prompt_tokens=int(batch.prompts.sum()),
         requests=len(batch.prompts),
         sampled=Sampled(repeats, plan.requests),
+        ended=None,
     )

@@ -46,6 +46,7 @@ typedef struct {
     number *final, *known, *offset, *before, *after, *in_phase;
     number *finish_of, *heap, *place, finishing; /* place: of a request in the heap, or NONE */
     number *finished, num_finished, *leaving, num_leaving;
+    number *ended; /* the row that ended a request, for the caller */
     Chunk *chunks;
     number num_chunks;
     number *rows, num_rows, rows_room;
@@ -352,6 +353,7 @@ static void end(State *s, number steps, number preemptions, number cached) {
     while (s->finishing && s->finish_of[s->heap[0]] < s->now * s->requests) {
         number request = s->heap[0];
         stop_decoding(s, request);
+        s->ended[request] = s->num_rows - 1;
         s->finished[s->num_finished++] = request;
     }
     if (s->num_finished) s->rows[COLUMNS * (s->num_rows - 1) + FINISHED] = s->num_finished;
@@ -494,15 +496,17 @@ void fp8plan_columns(number *rows, number num_rows, number *columns) {
 
    group:          of each request; requests of one group share a prompt
    results:        receives least_free and hit_freed_blocks
+   ended:          receives the row that ended each request
    rows:           receives the columns of state.ROW and state.PREFILL row by row, for fp8plan_columns */
 number fp8plan_schedule(number requests, number groups, const number *prompts, const number *responses,
                         const number *group, const number *shared_blocks, const number *has_copy,
-                        const Settings *settings, number *results, number **rows) {
+                        const Settings *settings, number *results, number *ended, number **rows) {
     State *s = calloc(1, sizeof(State));
     volatile number num_rows = -1;
     if (!s) return num_rows;
     s->settings = *settings;
     s->requests = requests;
+    s->ended = ended;
     s->group = group, s->shared_blocks = shared_blocks, s->has_copy = has_copy;
     if (!setjmp(s->failed)) {
         begin(s, prompts, responses, groups);

@@ -99,6 +99,7 @@ class Schedule:
     blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
     windows: tuple[WindowWork, ...] = ()  # one for each distinct window among the KV-cache groups
     sampled: Sampled | None = None  # None: the schedule is of all requests, not of a sample
+    ended: IntArray | None = None  # the row that ended each request, shape (requests,); None with `sampled`
 
     def holds_for(self, num_blocks: int, groups: tuple[Spec, ...]) -> bool:
         """True if a pool of that size, shared by these groups, is known to give this very schedule."""
@@ -156,7 +157,7 @@ def schedule(
     limits = replace(limits, block_size=groups[0].block_size)
     _check_fits(prompts, responses, num_blocks, limits.block_size)
     work = prompts, responses, prompt_ids, num_blocks, limits, longest_run
-    columns, least_free, hit_freed_blocks = run_compiled(*work) or run_in_python(*work)
+    columns, ended, least_free, hit_freed_blocks = run_compiled(*work) or run_in_python(*work)
     # A smaller pool may have lost freed blocks that were hit. A larger one may admit a head earlier that had to wait.
     pool_mattered = hit_freed_blocks or least_free < 0 or bool(columns["preemptions"].any())
     wanted = None if pool_mattered else num_blocks - least_free
@@ -169,11 +170,13 @@ def schedule(
         blocks_wanted=wanted,
         windows=(),
         sampled=None,
+        ended=ended,
     )
 
 
 Numbers = ctypes.POINTER(ctypes.c_int64)
-Run: TypeAlias = tuple[dict[str, IntArray], int, bool]  # columns by name, least_free and hit_freed_blocks
+# columns by name, the row that ended each request, least_free and hit_freed_blocks
+Run: TypeAlias = tuple[dict[str, IntArray], IntArray, int, bool]
 
 
 def run_compiled(
@@ -195,13 +198,14 @@ def run_compiled(
         limits.async_scheduling,
         longest,
     )
-    results, rows = (ctypes.c_int64 * 2)(), Numbers()
+    results, ended, rows = (ctypes.c_int64 * 2)(), np.zeros(len(prompts), dtype=np.int64), Numbers()
     made = library.fp8plan_schedule(
         len(prompts),
         int(prompt_ids.max(initial=-1)) + 1,
         *(each.ctypes.data_as(Numbers) for each in batch),
         (ctypes.c_int64 * len(settings))(*settings),
         results,
+        ended.ctypes.data_as(Numbers),
         ctypes.byref(rows),
     )
     if made < 0:
@@ -209,7 +213,7 @@ def run_compiled(
     names = (*ROW, *PREFILL)
     columns = np.empty((len(names), made), dtype=np.int64)
     library.fp8plan_columns(rows, made, columns.ctypes.data_as(Numbers))
-    return dict(zip(names, columns, strict=True)), results[0], bool(results[1])
+    return dict(zip(names, columns, strict=True)), ended, results[0], bool(results[1])
 
 
 @cache
@@ -237,7 +241,7 @@ def compiled() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: no home folder
         return None
     loaded.fp8plan_schedule.restype = ctypes.c_int64
-    loaded.fp8plan_schedule.argtypes = [*[ctypes.c_int64] * 2, *[Numbers] * 7, ctypes.POINTER(Numbers)]
+    loaded.fp8plan_schedule.argtypes = [*[ctypes.c_int64] * 2, *[Numbers] * 8, ctypes.POINTER(Numbers)]
     loaded.fp8plan_columns.argtypes = [Numbers, ctypes.c_int64, Numbers]
     return loaded
 
@@ -253,7 +257,7 @@ def run_in_python(
         pool = Pool(num_blocks)
     state = SchedulerState(prompts.tolist(), responses.tolist(), pool, limits)
     columns = state.run(longest)
-    return columns, state.least_free, state.hit_freed_blocks
+    return columns, np.array(state.ended, dtype=np.int64), state.least_free, state.hit_freed_blocks
 
 
 def schedule_groups(
@@ -287,6 +291,7 @@ def schedule_groups(
         blocks_wanted=None if pool_mattered else num_blocks - state.least_free,
         windows=tuple(WindowWork(group.kind, group.window, *work) for group, work in state.window_columns()),
         sampled=None,
+        ended=np.array(state.ended, dtype=np.int64),
     )
 
 

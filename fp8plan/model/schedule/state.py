@@ -60,6 +60,7 @@ class State:
         self.context = 0  # tokens computed so far, summed over decoding requests
         self.finishes: list[int] = []  # heap of finish step * requests + request; outdated where finish_of differs
         self.finish_of = [-1] * requests
+        self.ended = [0] * requests  # the row that ended each request
         self.leaving: list[int] = []  # finished requests of which the scheduler does not know yet (asynchronous)
         self.least_free = num_blocks
         self.preemptions = 0  # number since the last row
@@ -126,6 +127,7 @@ class State:
             request = finish % requests
             if self.finish_of[request] == finish:
                 self._finish(request)
+                self.ended[request] = len(self.rows) // len(ROW) - 1
                 finished.append(request)
         return finished
 

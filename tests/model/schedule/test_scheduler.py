@@ -139,9 +139,11 @@ def test_c_and_python_give_the_same_schedule(case: Any, async_scheduling: bool, 
     for seed in (*range(TIGHT_SEEDS), IDLE_PREEMPTION, ENDED_PREEMPTED):
         batch, pool, limits = case(seed, async_scheduling)
         in_c = run_compiled(*batch, pool, limits, longest_run)
-        columns, *facts = run_in_python(*batch, pool, limits, longest_run)
+        columns, ended, *facts = run_in_python(*batch, pool, limits, longest_run)
         assert in_c is not None
-        assert [*in_c[1:]] == facts
+        assert [*in_c[2:]] == facts
+        np.testing.assert_array_equal(in_c[1], ended)
+        np.testing.assert_array_equal(np.bincount(ended, minlength=len(columns["steps"])), columns["finished"])
         assert in_c[0].keys() == columns.keys()
         for name, column in columns.items():
             np.testing.assert_array_equal(in_c[0][name], column)

@@ -1,0 +1,312 @@
+"""What-ifs on top of a tuned plan: each lever with its gain, its price, and its setting in the words of each program.
+
+A lever is simulated on the engine of the plan's choice, with all else as it is. Its gain is that of a rollout with as
+many responses, or of the RL step where the step changes. Nothing here was measured with the lever: it is modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.cost.base import IntArray
+from fp8plan.model.limits import VERLS
+from fp8plan.model.plan.candidates import Candidate, Problem
+from fp8plan.model.plan.choice import SpeedUp, Timed, speed_up, timed
+from fp8plan.model.rollout import Rollout, Simulated, simulate
+from fp8plan.model.tune.cut import beside, bias, cut_after, drawn, partial_rollouts
+from fp8plan.model.tune.search import Tuned
+from fp8plan.model.workload import Batch
+
+MORE: Final = (0.1, 0.25)  # shares of responses that are asked for beyond those that are needed
+CAP: Final = 0.95  # quantile of the lengths at which responses are cut
+UNKNOWN: Final = "unknown"  # no run of fp8plan has measured it
+NOTHING: Final = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """One lever, pulled alone.
+
+    name, setting: what is done
+    words:    program -> its own words for the setting; a program that has none is left out
+    in_plan:  the plan has it: the gain is that over the plan without it
+    step:     the seconds are those of the RL step, not of the rollout
+    before_s, after_s: without and with it
+    gain:     ratio of the two, with its 90% interval
+    price:    what it costs besides time
+    mismatch: what it adds to the mismatch of the precision
+    """
+
+    name: str
+    setting: str
+    words: Mapping[str, str]
+    before_s: float
+    after_s: float
+    gain: SpeedUp
+    price: str
+    mismatch: str = NOTHING
+    in_plan: bool = False
+    step: bool = False
+
+    @property
+    def saved_s(self) -> tuple[float, float, float]:
+        """The seconds saved, and the ends of their 90% interval."""
+        low, high = (1 - 1 / (end or self.gain.ratio) for end in (self.gain.low, self.gain.high))
+        return self.before_s - self.after_s, self.before_s * low, self.before_s * high
+
+    def to_dict(self) -> dict[str, Any]:
+        """The lever as plain data, for JSON."""
+        saved, low, high = self.saved_s
+        gain = {"gain": self.gain.ratio, "gain_low": self.gain.low, "gain_high": self.gain.high}
+        times = {"before_s": self.before_s, "after_s": self.after_s, "saved_s": saved}
+        named = {"lever": self.name, "setting": self.setting, "words": dict(self.words), "in_plan": self.in_plan}
+        of = {"of": "RL step" if self.step else "rollout", "ground": "modelled"}
+        price = {"price": self.price, "mismatch": self.mismatch}
+        return named | of | times | {"saved_low_s": low, "saved_high_s": high} | gain | price
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The choice of a plan, simulated, and what all levers share."""
+
+    choice: Candidate
+    problem: Problem
+    base: Simulated
+
+    @classmethod
+    def of(cls, tuned: Tuned) -> Scene:
+        """The scene of a tuned plan's choice."""
+        choice, problem = tuned.best.chosen, tuned.best.problem
+        return cls(choice, problem, simulate(choice.setup, problem.batch, problem.profile, memory=choice.memory))
+
+    @property
+    def before(self) -> Timed:
+        """The rollout of the choice."""
+        return timed(self.base.rollout, self.choice.setup.limits.cut)
+
+    @property
+    def whole(self) -> bool:
+        """True if every request was simulated, so that it is known when each response ends."""
+        return all(plan.sampled is None for plan in self.base.schedules)
+
+    @cached_property
+    def longest_alone_s(self) -> float:
+        """Seconds of the longest response alone on a replica."""
+        batch = self.problem.batch
+        return self.run(batch.take([int(batch.responses.argmax())]), data_parallel_size=1).makespan_s
+
+    def run(self, batch: Batch, **limits: Any) -> Rollout:
+        """The rollout of a batch on the engine of the choice, or on one with other limits."""
+        setup = replace(self.choice.setup, limits=replace(self.choice.setup.limits, **limits))
+        return simulate(setup, batch, self.problem.profile).rollout
+
+    def lever(
+        self, name: str, setting: str, words: Mapping[str, str], after: Timed, price: str, **others: Any
+    ) -> Lever:
+        """A lever on top of the plan, which takes the rollout to `after`."""
+        gain = speed_up(self.before, after, self.problem.profile)
+        return Lever(name, setting, words, self.before.seconds, after.seconds, gain, price, **others)
+
+
+def levers(tuned: Tuned, scene: Scene) -> list[Lever]:
+    """Every lever that is modelled, and the plan's own changes; those that save most come first."""
+    every = [*_in_plan(tuned, scene), *_precisions(tuned, scene), *_order(scene), *_off_policy(scene)]
+    every += [*_cap(scene), *_samples(scene), *_more_gpus(scene)]
+    if scene.whole:
+        every += [*_stopped(scene), *_partial(scene)]
+    return sorted(every, key=lambda lever: -lever.saved_s[0])
+
+
+def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
+    """The limits that the search changed, each alone set back."""
+    cut, profile = scene.choice.setup.limits.cut, scene.problem.profile
+    for name, (old, new) in tuned.changes.items():
+        try:
+            without = timed(scene.run(scene.problem.batch, **{name: old}), cut)
+        except (CapacityError, ConfigError):  # the other changes do not fit without this one
+            continue
+        flag = name.replace("_", "-")
+        words = {"vllm": f"--{flag} {new}" if not isinstance(new, bool) else f"--{'' if new else 'no-'}{flag}"}
+        if word := next((word for word, limit in VERLS.items() if limit == name), None):
+            words["verl"] = f"rollout.{word}={str(new).lower()}"
+        gain = speed_up(without, scene.before, profile)
+        setting = f"instead of {"vLLM's own" if old is None else old}"
+        yield Lever(f"{name} {new}", setting, words, without.seconds, scene.before.seconds, gain, NOTHING, in_plan=True)
+
+
+def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
+    """FP8 weights and an FP8 KV cache, each alone, against the same engine without."""
+    own = scene.choice.setup
+    words = {"weights": {"vllm": "--quantization online"}, "kv": {"vllm": "--kv-cache-dtype fp8"}}
+    for part, name in {"weights": "FP8 weights", "kv": "FP8 KV cache"}.items():
+        for other in tuned.best.tried:
+            theirs = other.setup
+            alike = [x for x in ("weights", "kv") if getattr(theirs.precision, x) == getattr(own.precision, x)]
+            if other.rollout is None or theirs.limits != own.limits or alike == ["weights", "kv"] or part in alike:
+                continue
+            if len(alike) == 1:
+                in_plan = getattr(own.precision, part) != "bf16"
+                pair = (other, scene.choice) if in_plan else (scene.choice, other)
+                before, after = (timed(c.timed, own.limits.cut) for c in pair)
+                gain = speed_up(before, after, scene.problem.profile)
+                kl = " instead of ".join(f"{c.expected.kl_k3:.1e}" for c in reversed(pair))
+                levels = [c.expected.level for c in pair]
+                price = f"risk {levels[1]}" + f", {levels[0]} without" * (levels[0] != levels[1])
+                with_fp8plan = dict.fromkeys(("verl", "trl"), "by fp8plan's engine")
+                seconds = (before.seconds, after.seconds)
+                yield Lever(
+                    name, f"{pair[1].setup.precision.name}", words[part] | with_fp8plan, *seconds, gain, price,
+                    f"KL k3 {kl}", in_plan,
+                )  # fmt: skip
+
+
+def _stopped(scene: Scene) -> Iterator[Lever]:
+    """More responses are asked for than are needed; the rest is aborted when enough have ended."""
+    batch, setup = scene.problem.batch, scene.choice.setup
+    for share in MORE:
+        more = beside(batch, drawn(batch, round(share * len(batch.prompts)), seed=0))
+        planned = simulate(setup, more, scene.problem.profile, memory=scene.base.memory).schedules
+        if any(plan.sampled for plan in planned):
+            return
+        batches = more.split(setup.limits.data_parallel_size)
+        cut = cut_after(len(batch.prompts), batches, planned, scene.base.model)
+        lost = bias(more.responses, cut.ended)
+        price = (
+            f"bias to short answers: mean length {lost.mean_shift:+.0%}, {lost.long_lost:.0%} of the longest tenth lost"
+        )
+        words = {"vllm": "AsyncLLM.abort(request_id)"}
+        after = timed(cut.rollout, setup.limits.cut)
+        setting = f"ask for {share:.0%} more responses, and abort the rest when enough have ended"
+        yield scene.lever(f"stop the tail, {share:.0%} more", setting, words, after, price)
+
+
+def _partial(scene: Scene) -> Iterator[Lever]:
+    """The same, but the responses that have not ended go on in the next step."""
+    setup = scene.choice.setup
+    for share in MORE:
+        steps = partial_rollouts(scene.problem.batch, share, setup, scene.base.memory.kv, scene.base.model)
+        after = timed(steps.rollout, setup.limits.cut)._replace(seconds=steps.seconds, rollout_s=steps.seconds)
+        price = f"{steps.old_share:.0%} of the tokens are older, by {steps.age:.1f} steps, at most {steps.most_age}"
+        words = {"verl": "fully_async_policy: async_training.partial_rollout=True"}
+        setting = f"{share:.0%} more in flight, and what has not ended goes on in the next step"
+        yield scene.lever(f"partial rollouts, {share:.0%} more", setting, words, after, price, mismatch=UNKNOWN)
+
+
+def _off_policy(scene: Scene) -> Iterator[Lever]:
+    """Training on one batch while the next is rolled out. The RL step then takes as long as the longer of the two."""
+    choice, times, batch = scene.choice, scene.problem.times, scene.problem.batch
+    if times is None or choice.step_s is None:
+        return
+    trainer = times.seconds(int((batch.prompts + batch.responses).sum()))
+    rollout = choice.timed
+    rest = choice.step_s - trainer - rollout.makespan_s
+
+    def ratio(seconds: float) -> float:
+        return (seconds + trainer + rest) / (max(seconds, trainer) + rest)
+
+    ends = [ratio(x) for x in (rollout.makespan_low_s, rollout.makespan_s, rollout.makespan_high_s)]
+    gain = SpeedUp(ends[1], min(ends), max(ends))
+    price = f"every token is a step old; the trainer needs GPUs of its own; {_balance(scene, trainer)}"
+    words = {"verl": "verl.experimental.one_step_off_policy", "trl": "experimental.async_grpo: max_staleness=1"}
+    yield Lever(
+        "one step off-policy", "train on a batch while the next is rolled out", words, choice.step_s,
+        choice.step_s / gain.ratio, gain, price, UNKNOWN, step=True,
+    )  # fmt: skip
+
+
+def _balance(scene: Scene, trainer: float) -> str:
+    """The words for the fewest rollout GPUs with which the rollout is no longer than training."""
+    batch, ranks = scene.problem.batch, scene.choice.setup.limits.tensor_parallel_size
+    if scene.longest_alone_s > trainer:
+        return "the longest response alone takes longer than training"
+    seconds = cache(lambda replicas: scene.run(batch, data_parallel_size=replicas).makespan_s)
+    too_few, enough = 0, 1
+    while seconds(enough) > trainer and enough < len(batch.prompts):
+        too_few, enough = enough, min(2 * enough, len(batch.prompts))
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if seconds(middle) <= trainer else (middle, enough)
+    return f"{enough * ranks} rollout GPU(s) balance it ({seconds(enough):.3g} s)"
+
+
+def _order(scene: Scene) -> Iterator[Lever]:
+    """The same requests in another order."""
+    batch, cut = scene.problem.batch, scene.choice.setup.limits.cut
+    prompts = np.split(np.arange(len(batch.prompts)), np.flatnonzero(np.diff(batch.prompt_ids)) + 1)
+    turn = np.concatenate([np.arange(len(rows)) for rows in prompts])
+    by_length = sorted(prompts, key=lambda rows: -int(batch.prompts[rows[0]]))
+    singly = np.array_split(np.argsort(-batch.responses, kind="stable"), len(batch.prompts))
+    orders = {
+        "samples of a prompt apart": np.argsort(turn, kind="stable"),
+        "long prompts first": _dealt(by_length, scene),
+        "long responses first": _dealt(singly, scene),
+    }
+    for setting, rows in orders.items():
+        if np.array_equal(rows, np.arange(len(rows))):
+            continue
+        words, run = {"vllm": "the list given to generate()"}, scene.run(batch.take(rows))
+        price = f"the prefix cache serves {run.cached_tokens:,} tokens instead of {scene.base.rollout.cached_tokens:,}"
+        if setting == "long responses first":
+            price += "; needs the lengths in advance: no forecast gains more"
+        yield scene.lever(f"order: {setting}", "the order of requests", words, timed(run, cut), price)
+
+
+def _dealt(pieces: Sequence[IntArray], scene: Scene) -> IntArray:
+    """The rows of pieces that are dealt to the replicas in turn, replica by replica."""
+    replicas = scene.choice.setup.limits.data_parallel_size
+    return np.concatenate([rows for replica in range(replicas) for rows in pieces[replica::replicas]])
+
+
+def _cap(scene: Scene) -> Iterator[Lever]:
+    batch = scene.problem.batch
+    cap = int(np.quantile(batch.responses, CAP))
+    cut = batch.responses > cap
+    if not cut.any():
+        return
+    shorter = batch._replace(responses=np.minimum(batch.responses, cap))
+    lost = 1 - shorter.responses.sum() / batch.responses.sum()
+    price = f"{cut.mean():.0%} of the responses have no end, {lost:.0%} of the tokens are lost"
+    settings = {"vllm": "max_tokens", "verl": "data.max_response_length", "trl": "max_completion_length"}
+    words = {program: f"{word}={cap}" for program, word in settings.items()}
+    after = timed(scene.run(shorter), scene.choice.setup.limits.cut)
+    yield scene.lever(f"cap at {cap:,} tokens", f"the {CAP:.0%} quantile of the lengths", words, after, price)
+
+
+def _samples(scene: Scene) -> Iterator[Lever]:
+    """Half and twice as many samples of each prompt, with the same responses."""
+    batch, cut = scene.problem.batch, scene.choice.setup.limits.cut
+    _, firsts, counts = np.unique(batch.prompt_ids, return_index=True, return_counts=True)
+    samples, prompts = int(counts[0]), len(counts)
+    if (counts != samples).any():
+        return
+    turn = np.arange(len(batch.prompts)) - firsts[batch.prompt_ids]
+    halves = batch._replace(prompt_ids=2 * batch.prompt_ids + 2 * turn // samples)
+    pairs = batch.prompt_ids // 2
+    doubled = Batch(batch.prompts[firsts[2 * pairs]], batch.responses, pairs)
+    for other, factor in ((halves, 0.5), (doubled, 2)):
+        if (factor < 1 and samples % 2) or (factor > 1 and prompts % 2):
+            continue
+        each, number = int(samples * factor), int(prompts / factor)
+        price = f"{number:,} prompts a step instead of {prompts:,}: the effect on learning is unknown"
+        words = {"verl": f"rollout.n={each} data.train_batch_size={number}", "trl": f"num_generations={each}"}
+        after = timed(scene.run(other), cut)
+        yield scene.lever(f"{each} samples per prompt", f"instead of {samples}", words, after, price)
+
+
+def _more_gpus(scene: Scene) -> Iterator[Lever]:
+    limits = scene.choice.setup.limits
+    replicas = 2 * limits.data_parallel_size
+    if replicas > len(scene.problem.batch.prompts) or scene.choice.setup.gpu.is_cpu:
+        return
+    rollout = scene.run(scene.problem.batch, data_parallel_size=replicas)
+    gpus = replicas * limits.tensor_parallel_size
+    price = f"{2 * rollout.makespan_s / scene.before.seconds:.2f} times the GPU seconds"
+    words = {"verl": f"trainer.nnodes * trainer.n_gpus_per_node={gpus}", "trl": f"{gpus} training processes"}
+    setting = f"as replicas, instead of {gpus // 2}"
+    yield scene.lever(f"{gpus} GPUs", setting, words, timed(rollout, limits.cut), price)

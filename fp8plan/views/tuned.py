@@ -1,0 +1,65 @@
+"""The report of `fp8plan tune`: one table of levers, and the sentences around it."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+
+from fp8plan.model.plan.explain import seconds
+from fp8plan.model.plan.plan import Plan
+from fp8plan.model.tune.answer import Answer
+from fp8plan.views.report import plan_text
+from fp8plan.views.text import Column, Fitted, Paragraph
+
+LEGEND = (
+    "saves: seconds of the rollout, or of the RL step where it says so, with their 90% interval; where that holds 0, "
+    "perhaps nothing. *: in the plan, against the plan without it. The others are alone on top of the plan, modelled "
+    "and not measured. mismatch: what a lever adds to that of the precision."
+)
+
+
+def tune_report(plan: Plan, answer: Answer) -> RenderableType:
+    """The title, the choice, the levers, what limits the rollout, and the settings of each lever."""
+    text = plan_text(plan)
+    own = [reason for reason in plan.reasons if reason not in answer.tuned.best.plan.reasons]
+    return Group(
+        *(Paragraph(line) for line in text.title),
+        "",
+        *(Paragraph(line) for line in (plan.reasons[0], *own)),
+        "",
+        Fitted(_columns(answer)),
+        Paragraph(LEGEND, style="dim"),
+        "",
+        *(Paragraph("- " + sentence, indent=2) for sentence in answer.sentences),
+        "",
+        *(Paragraph(line, indent=2, style="dim") for line in _words(answer)),
+        Paragraph(text.settings, style="dim"),
+    )
+
+
+def _columns(answer: Answer) -> list[Column]:
+    rows = answer.levers
+    saved = [lever.saved_s for lever in rows]
+    return [
+        Column("lever", [("* " if lever.in_plan else "  ") + lever.name for lever in rows], left=True),
+        Column("saves, s\n(90%)", [_spread(*x) + " (step)" * r.step for x, r in zip(saved, rows, strict=True)]),
+        Column("gain", [f"{lever.gain.ratio:.2f}x" for lever in rows]),
+        Column("price", [lever.price for lever in rows], rank=1, left=True),
+        Column("mismatch", [lever.mismatch for lever in rows], rank=2, left=True),
+    ]
+
+
+def _spread(saved: float, low: float, high: float) -> str:
+    return f"{_signed(saved)} ({_signed(low)} to {_signed(high)})"
+
+
+def _signed(value: float) -> str:
+    return f"-{seconds(-value)}" if value < 0 else seconds(value)
+
+
+def _words(answer: Answer) -> list[str]:
+    """The setting of each lever, and in the words of each program that has one."""
+    lines = []
+    for lever in answer.levers:
+        words = "; ".join(f"{program}: {word}" for program, word in lever.words.items())
+        lines.append(f"{lever.name}: {lever.setting}{f' ({words})' if words else ''}")
+    return lines
