@@ -20,7 +20,7 @@ from fp8plan.model.plan.candidates import Candidate, Problem
 from fp8plan.model.plan.choice import SpeedUp, Timed, speed_up, timed
 from fp8plan.model.rollout import Rollout, Simulated, simulate
 from fp8plan.model.tune.cut import beside, bias, cut_after, drawn, partial_rollouts
-from fp8plan.model.tune.search import Tuned
+from fp8plan.model.tune.search import Tuned, in_words
 from fp8plan.model.workload import Batch
 
 MORE: Final = (0.1, 0.25)  # shares of responses that are asked for beyond those that are needed
@@ -136,7 +136,7 @@ def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         if word := next((word for word, limit in VERLS.items() if limit == name), None):
             words["verl"] = f"rollout.{word}={str(new).lower()}"
         gain = speed_up(without, scene.before, profile)
-        setting = f"instead of {"vLLM's own" if old is None else old}"
+        setting = f"instead of {in_words(old)}"
         yield Lever(f"{name} {new}", setting, words, without.seconds, scene.before.seconds, gain, NOTHING, in_plan=True)
 
 

@@ -34,7 +34,6 @@ from fp8plan.model.workload import Batch, Workload
 LEAST_SEQS, MOST_SEQS = 64, 2048  # beyond them nothing was measured
 BUDGETS: Final = (8192, 16384, 32768)
 SHARE_STEP = 0.05  # of gpu_memory_utilization
-OWN_GRAPHS: Final = "vLLM's own"  # of max_cudagraph_capture_size None
 WORTH_A_CHANGE = 0.005  # a setting that gains less keeps the limits that were there
 
 SEARCHED: Final = ("max_num_seqs", "max_cudagraph_capture_size", "max_num_batched_tokens", "enable_prefix_caching")
@@ -98,6 +97,11 @@ class Grid:
         return [other for other in others if other != limits]
 
 
+def in_words(value: Any) -> str:
+    """The value of a limit in a sentence; only max_cudagraph_capture_size may be None."""
+    return "vLLM's own" if value is None else str(value)
+
+
 def _left_out(given: EngineLimits | None, name: str) -> bool:
     return given is None or isinstance(getattr(given, name), Derived)
 
@@ -137,7 +141,7 @@ class Tuned:
         plan, grid = self.best.plan, self.grid
         if self.changes:
             changed = ", ".join(
-                f"{name} {after} instead of {before or OWN_GRAPHS}" for name, (before, after) in self.changes.items()
+                f"{name} {after} instead of {in_words(before)}" for name, (before, after) in self.changes.items()
             )
             before = self.base.plan.select().precision
             yield f"Limits: {changed}. The choice is {self.gain().over(f'{before}, the choice before')}."
