@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8plan.model.cost.base import Array, IntArray
+from fp8plan.model.cost.base import Array, FloatArray, IntArray
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.memory.kv_plan import KvPlan
 from fp8plan.model.rollout import Rollout, clocks, rollout, schedules
@@ -48,13 +48,23 @@ def cut_after(responses: int, batches: Sequence[Batch], planned: Sequence[Schedu
     rows = [_ended(plan) for plan in planned]
     at = np.concatenate([clock[row] for clock, row in zip(ends, rows, strict=True)])
     moment = float(np.sort(at)[min(responses, len(at)) - 1])
-    past = [int(np.searchsorted(clock, moment, side="right")) for clock in ends]  # rows before the cut
-    generated = []
-    for batch, plan, row, before in zip(batches, planned, rows, past, strict=True):
+    generated, kept = [], []
+    for batch, plan, clock, row in zip(batches, planned, ends, rows, strict=True):
+        done, part = _past(plan, clock, moment)
         steps = np.append(0, np.cumsum(plan.steps))
-        generated.append(np.clip(batch.responses - (steps[row + 1] - steps[before]), 0, batch.responses))
-    kept = [_first_rows(plan, max(1, before)) for plan, before in zip(planned, past, strict=True)]
+        left = steps[row + 1] - steps[done] - part  # steps after the cut
+        generated.append(np.clip(batch.responses - left, 0, batch.responses))
+        kept.append(_first_rows(plan, done, part))
     return Cut(at <= moment, np.concatenate(generated), rollout(kept, model))
+
+
+def _past(plan: Schedule, clock: FloatArray, moment: float) -> tuple[int, int]:
+    """The rows that have ended by a moment, and the whole steps of the next one."""
+    done = int(np.searchsorted(clock, moment, side="right"))
+    if done == len(clock):
+        return done, 0
+    begin = float(clock[done - 1]) if done else 0.0
+    return done, int(plan.steps[done] * (moment - begin) / (float(clock[done]) - begin))
 
 
 def _ended(plan: Schedule) -> IntArray:
@@ -62,12 +72,24 @@ def _ended(plan: Schedule) -> IntArray:
     return plan.ended
 
 
-def _first_rows(plan: Schedule, rows: int) -> Schedule:
-    """The schedule without what comes after its first rows."""
+def _first_rows(plan: Schedule, done: int, part: int) -> Schedule:
+    """The schedule up to a cut, with `part` steps of the row after those that are done; at least a step in all."""
+    rows = max(1, done + (part > 0))
     columns: dict[str, Any] = {f.name: getattr(plan, f.name)[:rows] for f in fields(plan) if f.type == "IntArray"}
     work = [f.name for f in fields(WindowWork) if f.type == "IntArray"]
     windows = tuple(replace(x, **{name: getattr(x, name)[:rows] for name in work}) for x in plan.windows)
+    if rows > done:
+        before, after = int(plan.steps[done]), max(1, part)
+        columns["steps"] = np.append(columns["steps"][:-1], after)
+        windows = tuple(_shorter(window, after / before) for window in windows)
     return replace(plan, **columns, windows=windows, ended=None)
+
+
+def _shorter(window: WindowWork, share: float) -> WindowWork:
+    """The reads with this share of the last row's steps. Those of decoding are summed over the steps."""
+    reads = window.decode_kv_tokens.copy()
+    reads[-1] = round(float(reads[-1]) * share)
+    return replace(window, decode_kv_tokens=reads)
 
 
 @dataclass(frozen=True, slots=True)

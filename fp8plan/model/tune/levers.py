@@ -25,6 +25,7 @@ from fp8plan.model.workload import Batch
 
 MORE: Final = (0.1, 0.25)  # shares of responses that are asked for beyond those that are needed
 CAP: Final = 0.95  # quantile of the lengths at which responses are cut
+VERL: Final = "actor_rollout_ref.rollout"
 UNKNOWN: Final = "unknown"  # no run of fp8plan has measured it
 NOTHING: Final = "nothing"
 
@@ -134,7 +135,7 @@ def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         flag = name.replace("_", "-")
         words = {"vllm": f"--{flag} {new}" if not isinstance(new, bool) else f"--{'' if new else 'no-'}{flag}"}
         if word := next((word for word, limit in VERLS.items() if limit == name), None):
-            words["verl"] = f"rollout.{word}={str(new).lower()}"
+            words["verl"] = f"{VERL}.{word}={str(new).lower()}"
         gain = speed_up(without, scene.before, profile)
         setting = f"instead of {in_words(old)}"
         yield Lever(f"{name} {new}", setting, words, without.seconds, scene.before.seconds, gain, NOTHING, in_plan=True)
@@ -193,7 +194,7 @@ def _partial(scene: Scene) -> Iterator[Lever]:
         steps = partial_rollouts(scene.problem.batch, share, setup, scene.base.memory.kv, scene.base.model)
         after = timed(steps.rollout, setup.limits.cut)._replace(seconds=steps.seconds, rollout_s=steps.seconds)
         price = f"{steps.old_share:.0%} of the tokens are older, by {steps.age:.1f} steps, at most {steps.most_age}"
-        words = {"verl": "fully_async_policy: async_training.partial_rollout=True"}
+        words = {"verl": "verl.experimental.fully_async_policy: async_training.partial_rollout=True"}
         setting = f"{share:.0%} more in flight, and what has not ended goes on in the next step"
         yield scene.lever(f"partial rollouts, {share:.0%} more", setting, words, after, price, mismatch=UNKNOWN)
 
@@ -294,7 +295,7 @@ def _samples(scene: Scene) -> Iterator[Lever]:
             continue
         each, number = int(samples * factor), int(prompts / factor)
         price = f"{number:,} prompts a step instead of {prompts:,}: the effect on learning is unknown"
-        words = {"verl": f"rollout.n={each} data.train_batch_size={number}", "trl": f"num_generations={each}"}
+        words = {"verl": f"{VERL}.n={each} data.train_batch_size={number}", "trl": f"num_generations={each}"}
         after = timed(scene.run(other), cut)
         yield scene.lever(f"{each} samples per prompt", f"instead of {samples}", words, after, price)
 

@@ -1,0 +1,193 @@
+"""The levers against plans and rollouts of the same thing, and the answer's sentences."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.planner import predict
+from fp8plan.model.rl_step import StepTimes
+from fp8plan.model.rollout import simulate
+from fp8plan.model.tune.answer import Answer
+from fp8plan.model.tune.levers import CAP, Lever, Scene, levers
+from fp8plan.model.tune.search import Tuned, search
+from fp8plan.model.workload import Fixed, LogNormal, Trace, Workload
+
+MODEL = "Qwen/Qwen3-0.6B"
+WORK = Workload(40, 16, Fixed(64), LogNormal(200, 0.9, 1500))
+TIMES = StepTimes(train_s=3.0, logprob_s=0.5)
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Tuned:
+    return search(MODEL, "h200", WORK, trainer=TIMES)
+
+
+@pytest.fixture(scope="module")
+def found(tuned: Tuned) -> dict[str, Lever]:
+    return {lever.name: lever for lever in levers(tuned, Scene.of(tuned))}
+
+
+def seconds(tuned: Tuned, work: Workload = WORK, **limits: Any) -> float:
+    """The rollout's seconds by a plan of the chosen precision alone."""
+    setup = tuned.best.chosen.setup
+    asked = replace(setup.limits, **limits)
+    return predict(MODEL, "h200", work, limits=asked, precisions=[setup.precision.name]).chosen.timed.makespan_s
+
+
+def test_a_limit_of_the_plan_is_worth_what_the_plan_without_it_takes_longer(
+    tuned: Tuned, found: dict[str, Lever]
+) -> None:
+    assert tuned.changes == {"max_cudagraph_capture_size": (None, 1024)}
+    for name, (old, new) in tuned.changes.items():
+        lever = found[f"{name} {new}"]
+        assert lever.in_plan
+        assert lever.before_s == pytest.approx(seconds(tuned, **{name: old}))
+        assert lever.after_s == pytest.approx(tuned.best.chosen.timed.makespan_s)
+        assert lever.words["vllm"] == f"--{name.replace('_', '-')} {new}"
+
+
+def test_the_precision_is_worth_what_the_plan_says(tuned: Tuned, found: dict[str, Lever]) -> None:
+    dense = search("Qwen/Qwen3-8B", "h200", Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480)))
+    in_it = {lever.name: lever for lever in levers(dense, Scene.of(dense))}
+    for plan, every, pairs in (
+        (tuned.best.plan, found, {"FP8 weights": ("bf16", "fp8_block"), "FP8 KV cache": ("bf16", "fp8_kv")}),
+        (
+            dense.best.plan,
+            in_it,
+            {"FP8 weights": ("fp8_kv", "fp8_block+fp8_kv"), "FP8 KV cache": ("fp8_block", "fp8_block+fp8_kv")},
+        ),
+    ):
+        choices = {c.precision: c for c in plan.choices}
+        for name, (without, with_it) in pairs.items():
+            lever = every[name]
+            assert (lever.before_s, lever.after_s) == (choices[without].makespan_s, choices[with_it].makespan_s)
+            assert lever.in_plan == (plan.select().precision == with_it)
+            assert lever.mismatch == f"KL k3 {choices[with_it].kl_k3:.1e} instead of {choices[without].kl_k3:.1e}"
+
+
+def test_more_gpus_a_cap_and_samples_are_plans_of_the_same(tuned: Tuned, found: dict[str, Lever]) -> None:
+    assert found["2 GPUs"].after_s == pytest.approx(seconds(tuned, data_parallel_size=2))
+    factor = 2 * found["2 GPUs"].after_s / found["2 GPUs"].before_s
+    assert found["2 GPUs"].price == f"{factor:.2f} times the GPU seconds"
+    responses = WORK.batch().responses
+    cap = int(np.quantile(responses, CAP))
+    capped = replace_lengths(tuple(np.minimum(responses, cap).tolist()))
+    lever = found[f"cap at {cap:,} tokens"]
+    assert lever.after_s == pytest.approx(seconds(tuned, capped))
+    lost = 1 - np.minimum(responses, cap).sum() / responses.sum()
+    assert f"{lost:.0%} of the tokens are lost" in lever.price
+    assert lever.words["verl"] == f"data.max_response_length={cap}"
+    for each, prompts in ((8, 80), (32, 20)):
+        same = replace_lengths(tuple(responses.tolist()), prompts, each)
+        assert found[f"{each} samples per prompt"].after_s == pytest.approx(seconds(tuned, same))
+
+
+def replace_lengths(lengths: tuple[int, ...], prompts: int = 40, samples: int = 16) -> Workload:
+    return Workload(prompts, samples, Fixed(64), Trace(lengths, "a test"))
+
+
+def test_one_step_off_policy_takes_the_longer_of_rollout_and_training(tuned: Tuned, found: dict[str, Lever]) -> None:
+    lever, choice = found["one step off-policy"], tuned.best.chosen
+    rollout, trainer = choice.timed.makespan_s, TIMES.seconds(0)
+    assert choice.step_s is not None
+    rest = choice.step_s - rollout - trainer
+    assert (lever.before_s, lever.step) == (choice.step_s, True)
+    assert lever.after_s == pytest.approx(max(rollout, trainer) + rest)
+    assert lever.gain.low is not None
+    assert lever.gain.high is not None
+    assert lever.gain.low <= lever.gain.ratio <= lever.gain.high
+    replicas = int(lever.price.rpartition("; ")[2].split()[0])
+    assert seconds(tuned, data_parallel_size=replicas) <= trainer
+    assert replicas == 1 or seconds(tuned, data_parallel_size=replicas - 1) > trainer
+    slow = search(MODEL, "h200", WORK, trainer=StepTimes(train_s=0.01, logprob_s=0.0))
+    (lever,) = [x for x in levers(slow, Scene.of(slow)) if x.step]
+    assert "the longest response alone takes longer than training" in lever.price
+
+
+def test_the_order_is_that_of_the_requests() -> None:
+    work = Workload(20, 8, LogNormal(800, 0.8, 3000), LogNormal(300, 0.9, 2000))
+    given = EngineLimits(max_num_seqs=32)
+    tuned = search(MODEL, "h200", work, limits=given, precisions=["bf16"])
+    every = {x.name: x for x in levers(tuned, Scene.of(tuned))}
+    batch, choice, profile = work.batch(), tuned.best.chosen, tuned.best.problem.profile
+    orders = {
+        "order: samples of a prompt apart": np.arange(160).reshape(20, 8).T.ravel(),
+        "order: long responses first": np.argsort(-batch.responses, kind="stable"),
+    }
+    for name, rows in orders.items():
+        other = simulate(choice.setup, batch.take(rows), profile).rollout
+        assert every[name].after_s == pytest.approx(other.makespan_s)
+        assert f"serves {other.cached_tokens:,} tokens" in every[name].price
+    firsts = batch.prompts[::8]
+    by_prompt = np.concatenate([np.arange(8 * i, 8 * i + 8) for i in np.argsort(-firsts, kind="stable")])
+    same = simulate(choice.setup, batch.take(by_prompt), profile).rollout.makespan_s
+    assert every["order: long prompts first"].after_s == pytest.approx(same)
+
+
+def test_long_requests_are_dealt_to_the_replicas_in_turn() -> None:
+    work = Workload(8, 2, Fixed(32), LogNormal(300, 0.9, 2000))
+    tuned = search(MODEL, "h200", work, limits=EngineLimits(data_parallel_size=2, max_num_seqs=4), precisions=["bf16"])
+    every = {x.name: x for x in levers(tuned, Scene.of(tuned))}
+    batch, choice = work.batch(), tuned.best.chosen
+    longest = np.argsort(-batch.responses, kind="stable")
+    dealt = batch.take(np.append(longest[::2], longest[1::2]))
+    after = simulate(choice.setup, dealt, tuned.best.problem.profile).rollout.makespan_s
+    assert every["order: long responses first"].after_s == pytest.approx(after)
+
+
+def test_stopping_the_tail_saves_time_and_loses_long_responses(tuned: Tuned, found: dict[str, Lever]) -> None:
+    few, many = (found[f"stop the tail, {share} more"] for share in ("10%", "25%"))
+    assert many.after_s < few.after_s < few.before_s == pytest.approx(tuned.best.chosen.timed.makespan_s)
+    assert "bias to short answers: mean length -" in few.price
+    for share in ("10%", "25%"):
+        partial = found[f"partial rollouts, {share} more"]
+        assert partial.after_s > found[f"stop the tail, {share} more"].after_s  # it computes tokens again
+        assert partial.mismatch == "unknown"
+
+
+def test_savings_and_their_interval(found: dict[str, Lever]) -> None:
+    for lever in found.values():
+        saved, low, high = lever.saved_s
+        assert saved == lever.before_s - lever.after_s
+        assert low <= saved + 1e-9
+        assert saved <= high + 1e-9
+        assert lever.gain.ratio == pytest.approx(lever.before_s / lever.after_s)
+        assert json.loads(json.dumps(lever.to_dict()))["ground"] == "modelled"
+    saves = [lever.saved_s[0] for lever in found.values()]
+    assert saves == sorted(saves, reverse=True)
+
+
+def test_the_answer_separates_what_changes_nothing(tuned: Tuned, found: dict[str, Lever]) -> None:
+    answer = Answer.of(tuned)
+    assert {*answer.idle} | {lever.name for lever in answer.levers} == set(found)
+    assert all(abs(lever.gain.ratio - 1) >= 0.005 for lever in answer.levers)
+    assert "order: long responses first" in answer.idle  # all run at once
+    told = json.loads(json.dumps(answer.to_dict()))
+    assert told["before_s"] == tuned.base.chosen.seconds
+    assert told["levers"][0]["lever"] == answer.levers[0].name
+    alone = tuned.best.problem.batch.take([int(tuned.best.problem.batch.responses.argmax())])
+    choice = tuned.best.chosen
+    floor = simulate(choice.setup, alone, tuned.best.problem.profile).rollout.makespan_s
+    assert f"{alone.responses[0]:,} tokens, takes {floor:.3g} s even alone" in answer.floor
+
+
+@pytest.mark.parametrize(
+    ("model", "work", "limits", "words"),
+    [
+        (MODEL, replace(WORK, prompts=8), {}, "The tail limits the rollout"),
+        ("Qwen/Qwen3-8B", Workload(16, 8, Fixed(200), Fixed(900)), {"gpu_memory_utilization": 0.14, "max_num_seqs": 64},
+         "The KV pool limits the rollout"),
+        (MODEL, Workload(2, 2, Fixed(64), Fixed(200)), {"enforce_eager": True}, "Launches limit the rollout"),
+        ("Qwen/Qwen3-8B", Workload(8, 8, Fixed(2000), Fixed(900)), {}, "The GPU limits the rollout"),
+    ],
+)  # fmt: skip
+def test_the_sentence_on_the_limit(model: str, work: Workload, limits: dict[str, Any], words: str) -> None:
+    given = EngineLimits(**limits) if limits else None
+    answer = Answer.of(search(model, "h200", work, limits=given, precisions=["bf16"]))
+    assert answer.limited_by.startswith(words)
