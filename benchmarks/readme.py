@@ -40,13 +40,16 @@ from fp8plan import jsonl  # noqa: E402
 from fp8plan.cli.console import app  # noqa: E402
 from fp8plan.model.plan.plan import Plan  # noqa: E402
 from fp8plan.model.plan.planner import plan  # noqa: E402
+from fp8plan.model.rl_step import StepTimes  # noqa: E402
+from fp8plan.model.tune.answer import Answer  # noqa: E402
+from fp8plan.model.tune.search import search  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
 from fp8plan.model.validate.validate import validate  # noqa: E402
 from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
 from fp8plan.views.report import power  # noqa: E402
 
 COMMANDS = (
-    *("plan", "emit", "validate", "models", "profiles", "profiles import-aic"),
+    *("plan", "tune", "emit", "validate", "models", "profiles", "profiles import-aic"),
     *("calibrate", "probe", "monitor", "report", "import", "doctor"),
 )
 
@@ -63,6 +66,22 @@ def plan_table(answer: Plan) -> str:
         kl = f"{power(c.kl_k3)}<br>{power(c.kl_k3_low)}-{power(c.kl_k3_high)}"
         rows.append((name, seconds, gain, *counts, f"{c.tail_fraction:.0%}", kl, c.risk))
     return markdown.table(heads, rows)
+
+
+def tuned_table() -> str:
+    """The levers of `fp8plan tune` on that plan, with an RL step of 150 s beside the rollout."""
+    work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
+    times = StepTimes(train_s=120, logprob_s=30)
+    answer = Answer.of(search("Qwen/Qwen3-8B", "h200_sxm", work, trainer=times))
+    rows = []
+    for lever in answer.levers:
+        saved, low, high = (f"{x:,.0f}" for x in lever.saved_s)
+        of = " of the step" if lever.step else ""
+        name = f"**{lever.name}** *" if lever.in_plan else lever.name
+        saves = f"{saved} s{of}<br>{low} to {high}"
+        rows.append((name, saves, f"{lever.gain.ratio:.2f}x", lever.price, lever.mismatch))
+    table = markdown.table(("lever", "saves", "gain", "price", "added mismatch"), rows)
+    return f"{table}\n\n> {answer.limited_by}\n>\n> {answer.floor}"
 
 
 def anchored_plan() -> str:
@@ -113,6 +132,7 @@ def blocks() -> dict[str, str]:
     """Name of a marked block -> its text."""
     work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
     made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
+    made["tuned"] = tuned_table()
     made["anchored plan"] = anchored_plan()
     made["anchored"] = anchored.table()
     made["inside"] = inside.table()
