@@ -155,10 +155,14 @@ def _add_requests(scheduler, hashed: int, prompts, responses, prompt_ids, limits
         scheduler.add_request(request)
 
 
-def run(prompts, responses, prompt_ids, num_blocks: int, limits, groups=(), retain_all: bool = False) -> list[Step]:
+def run(
+    prompts, responses, prompt_ids, num_blocks: int, limits, groups=(), retain_all: bool = False, served=None
+) -> list[Step]:
     """One Step per engine step that does any work, until every request has finished.
 
     A preemption in a step without work is counted in the next step with some.
+
+    served: a list that receives, for each Step, the requests that got a token
     """
     from vllm.v1.outputs import ModelRunnerOutput
 
@@ -188,6 +192,8 @@ def run(prompts, responses, prompt_ids, num_blocks: int, limits, groups=(), reta
         preemptions += len(output.preempted_req_ids or ())
         if ids:
             steps.append(Step(prefill, decode, used, preemptions))
+            if served is not None:
+                served.append([int(name) for name, tokens in zip(ids, sampled, strict=True) if tokens])
             preemptions = 0
         result = ModelRunnerOutput(ids, {name: row for row, name in enumerate(ids)}, sampled)
         in_flight.append((output, result))

@@ -189,14 +189,13 @@ def _stopped(scene: Scene) -> Iterator[Lever]:
 
 def _partial(scene: Scene) -> Iterator[Lever]:
     """The same, but the responses that have not ended go on in the next step."""
-    setup = scene.choice.setup
-    for share in MORE:
-        steps = partial_rollouts(scene.problem.batch, share, setup, scene.base.memory.kv, scene.base.model)
-        after = timed(steps.rollout, setup.limits.cut)._replace(seconds=steps.seconds, rollout_s=steps.seconds)
-        price = f"{steps.old_share:.0%} of the tokens are older, by {steps.age:.1f} steps, at most {steps.most_age}"
-        words = {"verl": "verl.experimental.fully_async_policy: async_training.partial_rollout=True"}
-        setting = f"{share:.0%} more in flight, and what has not ended goes on in the next step"
-        yield scene.lever(f"partial rollouts, {share:.0%} more", setting, words, after, price, mismatch=UNKNOWN)
+    setup, share = scene.choice.setup, MORE[0]
+    steps = partial_rollouts(scene.problem.batch, share, setup, scene.base.memory.kv, scene.base.model)
+    after = timed(steps.rollout, setup.limits.cut)._replace(seconds=steps.seconds, rollout_s=steps.seconds)
+    price = f"{steps.old_share:.0%} of the tokens are older, by {steps.age:.1f} steps, at most {steps.most_age}"
+    words = {"verl": "verl.experimental.fully_async_policy: async_training.partial_rollout=True"}
+    setting = f"{share:.0%} more in flight, and what has not ended goes on in the next step"
+    yield scene.lever(f"partial rollouts, {share:.0%} more", setting, words, after, price, mismatch=UNKNOWN)
 
 
 def _off_policy(scene: Scene) -> Iterator[Lever]:

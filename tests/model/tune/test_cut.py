@@ -82,6 +82,31 @@ def test_the_tokens_of_all_requests_add_up(seed: int, wanted: int, starved: bool
     assert cut.generated.sum() <= made
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_cut_is_where_vllms_scheduler_is_when_as_many_have_ended(seed: int, async_scheduling: bool) -> None:
+    import vllm_oracle
+
+    batch = Workload(9, 4, LogNormal(60, 0.8, 200), LogNormal(80, 1.0, 300), seed).batch()
+    pool = 10**4 if seed % 3 else 70
+    setup = engine(batch, max_num_seqs=14, num_gpu_blocks=pool, async_scheduling=async_scheduling)
+    served: list[list[int]] = []
+    vllm_oracle.run(*batch, pool, setup.limits, served=served)
+    made = np.zeros((len(served) + 1, len(batch.prompts)), dtype=np.int64)
+    for step, requests in enumerate(served):
+        made[step + 1] = made[step]
+        made[step + 1, requests] += 1
+    planned = schedules([batch], setup.memory().kv, setup.limits)
+    for wanted in (1, 9, 20, 36):
+        ended_at = int(np.argmax((made == batch.responses).sum(axis=1) >= wanted))
+        cut = cut_after(wanted, [batch], planned, setup.step_model(PROFILE))
+        np.testing.assert_array_equal(cut.ended, made[ended_at] == batch.responses)
+        if planned[0].num_preemptions == 0:
+            np.testing.assert_array_equal(cut.generated, made[ended_at])
+        assert (cut.generated <= made[ended_at]).all()
+
+
 @pytest.mark.parametrize("model", ["google/gemma-3-12b-it", "Qwen/Qwen3-0.6B"])
 def test_a_row_is_cut_between_its_steps(model: str) -> None:
     batch = Batch(np.full(2, 1500), np.array([400, 900]), np.arange(2))
