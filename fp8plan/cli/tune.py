@@ -23,9 +23,10 @@ SEARCHED: Final = "searched"  # a default
     },
 )
 def tune_command(**options: Any) -> None:
-    """Choose the engine's limits, too, and say what each lever of the trainer would gain.
+    """Choose vLLM's limits, too, and weigh the trainer's levers.
 
-    A limit that you give stays. --gpu-memory-utilization is a ceiling. Outputs are those of `plan`.
+    A limit that you give stays. --gpu-memory-utilization is a ceiling. Outputs are those of `plan`; its JSON has the
+    levers as `tune`.
     """
     keep = ["enable_prefix_caching"] if options["prefix_caching"] is not None else []
     planned(**options, ask=partial(_tuned, keep=keep))

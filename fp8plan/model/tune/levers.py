@@ -290,7 +290,7 @@ def _samples(scene: Scene) -> Iterator[Lever]:
     pairs = batch.prompt_ids // 2
     doubled = Batch(batch.prompts[firsts[2 * pairs]], batch.responses, pairs)
     for other, factor in ((halves, 0.5), (doubled, 2)):
-        if (factor < 1 and samples % 2) or (factor > 1 and prompts % 2):
+        if (factor < 1 and (samples % 2 or samples < 4)) or (factor > 1 and prompts % 2):  # a group has two or more
             continue
         each, number = int(samples * factor), int(prompts / factor)
         price = f"{number:,} prompts a step instead of {prompts:,}: the effect on learning is unknown"

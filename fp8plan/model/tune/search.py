@@ -146,13 +146,13 @@ class Tuned:
             before = self.base.plan.select().precision
             yield f"Limits: {changed}. The choice is {self.gain().over(f'{before}, the choice before')}."
         else:
-            yield "Limits: no other setting gains half a percent."
+            yield "Limits: no other setting makes a better plan."
         seqs, budgets = (", ".join(map(str, x)) for x in (grid.max_num_seqs, grid.max_num_batched_tokens))
         graphs = ", with CUDA graphs as vLLM captures them and for all requests that may run" * any(grid.whole_graphs)
+        caching = " and prefix caching on or off" * (len(grid.prefix_caching) > 1)
         yield (
-            f"No other of the {self.settings} settings tried is faster by half a percent: max_num_seqs {seqs}{graphs}, "
-            f"in every precision and layout, and around the best max_num_batched_tokens {budgets}"
-            f"{' and prefix caching on or off' * (len(grid.prefix_caching) > 1)}."
+            f"The best of {self.settings} settings tried, up to half a percent: max_num_seqs {seqs}{graphs}, in every "
+            f"precision and layout, and around the best of them max_num_batched_tokens {budgets}{caching}."
         )
         if self.least_share is not None and self.least_share < plan.limits.gpu_memory_utilization:
             yield (
@@ -272,7 +272,11 @@ class Field:
                         continue
                     setup, kv = candidate.setup, candidate.memory.kv
                     work = min(limits.max_num_seqs, most), limits.max_num_batched_tokens, limits.enable_prefix_caching
-                    known[work] = planned = schedules(batches, kv, setup.limits, known.get(work))
+                    try:
+                        planned = schedules(batches, kv, setup.limits, known.get(work))
+                    except ConfigError:  # prefix caching of these layers is not modelled
+                        continue
+                    known[work] = planned
                     graphs = cudagraph_capture_sizes(setup.shape, setup.gpu, setup.limits, setup.engine_version)
                     alike[graphs].append((number, candidate, planned))
                 for together in alike.values():
@@ -293,7 +297,7 @@ class Field:
         return self.candidates[index].setup.limits.data_parallel_size
 
     def _under(self, limits: EngineLimits, candidate: Candidate, batches: Sequence[Batch]) -> Candidate | None:
-        """A candidate under other limits; None if it does not fit, or takes more than `most_s`."""
+        """A candidate under other limits; None if it cannot run so, or takes more than `most_s`."""
         changes: dict[str, Any] = {name: getattr(limits, name) for name in SEARCHED}
         setup = replace(candidate.setup, limits=replace(candidate.setup.limits, **changes))
         bound = self.bounds[_engine(candidate)]
@@ -302,7 +306,7 @@ class Field:
             return None
         try:
             return replace(candidate, setup=setup, memory=setup.memory())
-        except CapacityError:
+        except (CapacityError, ConfigError):  # ConfigError: vLLM keeps these layers' caches without prefix caching only
             return None
 
 

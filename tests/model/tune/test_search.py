@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_families import shape_of
 
 import fp8plan
 from fp8plan.errors import ConfigError
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import choose
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import makespans, rollout, schedules
-from fp8plan.model.setup import EngineSetup
+from fp8plan.model.setup import EngineSetup, default_limits
 from fp8plan.model.tune.bound import Least
 from fp8plan.model.tune.search import WORTH_A_CHANGE, Field, Grid, Tuned, search
 from fp8plan.model.workload import Fixed, LogNormal, Workload
@@ -164,6 +166,15 @@ def test_the_least_share_is_as_fast_and_less_is_not() -> None:
     assert seconds(tuned.least_share) <= at_most < seconds(tuned.least_share - 0.05)
     (sentence,) = [x for x in tuned.prediction.plan.reasons if "would be enough" in x]
     assert sentence.startswith(f"gpu_memory_utilization {tuned.least_share:g} ")
+
+
+@pytest.mark.parametrize("name", ["nvidia/Nemotron-H-8B-Base-8K", "google/gemma-4-31B"])
+def test_prefix_caching_that_is_not_modelled_is_not_tried(name: str) -> None:
+    model = shape_of(name) if name.startswith("nvidia") else name
+    limits = default_limits(find_gpu("h200"), model, enable_prefix_caching=False)
+    tuned = search(model, "h200", replace(SHORT, prompts=3), limits=limits, precisions=["bf16"])
+    assert tuned.best.plan.limits.enable_prefix_caching is False
+    assert tuned.settings > 1
 
 
 def test_a_cpu_has_no_graphs_and_no_share() -> None:
