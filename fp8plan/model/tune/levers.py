@@ -141,30 +141,30 @@ def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         yield Lever(f"{name} {new}", setting, words, without.seconds, scene.before.seconds, gain, NOTHING, in_plan=True)
 
 
+FP8_PARTS: Final = {  # part of a precision -> its name and vLLM's flag
+    "weights": ("FP8 weights", "--quantization online"),
+    "kv": ("FP8 KV cache", "--kv-cache-dtype fp8"),
+}
+
+
 def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
     """FP8 weights and an FP8 KV cache, each alone, against the same engine without."""
-    own = scene.choice.setup
-    words = {"weights": {"vllm": "--quantization online"}, "kv": {"vllm": "--kv-cache-dtype fp8"}}
-    for part, name in {"weights": "FP8 weights", "kv": "FP8 KV cache"}.items():
-        for other in tuned.best.tried:
-            theirs = other.setup
-            alike = [x for x in ("weights", "kv") if getattr(theirs.precision, x) == getattr(own.precision, x)]
-            if other.rollout is None or theirs.limits != own.limits or alike == ["weights", "kv"] or part in alike:
-                continue
-            if len(alike) == 1:
-                in_plan = getattr(own.precision, part) != "bf16"
-                pair = (other, scene.choice) if in_plan else (scene.choice, other)
-                before, after = (timed(c.timed, own.limits.cut) for c in pair)
-                gain = speed_up(before, after, scene.problem.profile)
-                kl = " instead of ".join(f"{c.expected.kl_k3:.1e}" for c in reversed(pair))
-                levels = [c.expected.level for c in pair]
-                price = f"risk {levels[1]}" + f", {levels[0]} without" * (levels[0] != levels[1])
-                with_fp8plan = dict.fromkeys(("verl", "trl"), "by fp8plan's engine")
-                seconds = (before.seconds, after.seconds)
-                yield Lever(
-                    name, f"{pair[1].setup.precision.name}", words[part] | with_fp8plan, *seconds, gain, price,
-                    f"KL k3 {kl}", in_plan,
-                )  # fmt: skip
+    own, cut = scene.choice.setup, scene.choice.setup.limits.cut
+    for other in tuned.best.tried:
+        differing = [x for x in FP8_PARTS if getattr(other.setup.precision, x) != getattr(own.precision, x)]
+        if other.rollout is None or other.setup.limits != own.limits or len(differing) != 1:
+            continue
+        in_plan = getattr(own.precision, differing[0]) != "bf16"
+        without, with_it = (other, scene.choice) if in_plan else (scene.choice, other)
+        before, after = (timed(c.timed, cut) for c in (without, with_it))
+        name, flag = FP8_PARTS[differing[0]]
+        words = {"vllm": flag} | dict.fromkeys(("verl", "trl"), "by fp8plan's engine")
+        levels = with_it.expected.level, without.expected.level
+        price = f"risk {levels[0]}" + f", {levels[1]} without" * (levels[0] != levels[1])
+        kl = f"KL k3 {with_it.expected.kl_k3:.1e} instead of {without.expected.kl_k3:.1e}"
+        gain = speed_up(before, after, scene.problem.profile)
+        setting = f"the plan's {with_it.setup.precision.name}"
+        yield Lever(name, setting, words, before.seconds, after.seconds, gain, price, kl, in_plan)
 
 
 def _stopped(scene: Scene) -> Iterator[Lever]:
