@@ -1,14 +1,15 @@
-"""Rollouts of more requests than vLLM's largest CUDA graph has, measured on an H100, beside their predictions.
+"""Rollouts of more requests than vLLM's largest CUDA graph has, measured on H100s, beside their predictions.
 
     python -m benchmarks.above_graphs        prints the table of docs/evidence/accuracy.md
 
-"Anchored" predictions rest on the model's other rollouts with vLLM's default graphs. Those of larger graphs were
-predicted before their run (benchmarks/gpu/lease/predict_above_graphs.sh), by these rollouts and those of Qwen3-8B.
+Each was predicted by the H200's profile, which knows neither these GPUs nor these hosts: for a host that is not known,
+with the host's loop (RolloutRecord.host_loop_s), and "anchored" on the model's other rollouts with the same limits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.tables.markdown import table as markdown
@@ -19,20 +20,25 @@ from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
 
-FILE = Path(__file__).parent / "results" / "above_graphs" / "rollouts.jsonl"
+RESULTS = Path(__file__).parent / "results"
+FILES = [RESULTS / name / "rollouts.jsonl" for name in ("above_graphs", "limits_h100")]
 VERSION, DEFAULT = "0.26.0", 512
 
 
 def lines() -> Iterator[tuple[str, ...]]:
-    profile, records = load_profile("h100", VERSION)[0], read_records(FILE)
-    for record in records:
-        model, largest = record.fields["model"], record.fields["cudagraph_largest_batch"]
-        others = [x for x in records if x is not record and x.fields["model"] == model]
-        others = [x for x in others if x.fields["cudagraph_largest_batch"] == DEFAULT]
-        anchor = anchored(profile, ModelShape.from_hf(model), VERSION, others)
-        requests, seconds = len(record.fields["response_lengths"]), record.seconds
-        words = (_words(record, each) for each in (profile, anchor.applied(profile)))
-        yield model, record.fields["precision"], f"{requests:,}", f"{largest:,}", f"{seconds:.1f}", *words
+    profile = load_profile("h100", VERSION)[0]
+    for records in map(read_records, FILES):
+        for record in records:
+            model, precision, largest, workload = (
+                record.fields[name] for name in ("model", "precision", "cudagraph_largest_batch", "workload")
+            )
+            others = [x for x in records if x is not record and x.fields["model"] == model]
+            others = [x for x in others if x.fields["cudagraph_largest_batch"] == DEFAULT]
+            anchor = anchored(profile, ModelShape.from_hf(model), VERSION, others)
+            unknown = replace(record, fields=record.fields | {"host_loop_s": None})
+            words = _words(unknown, profile), _words(record, profile), _words(record, anchor.applied(profile))
+            limits = f"{record.limits.max_num_seqs:,}", f"{largest:,}"
+            yield model, precision, workload.removesuffix(", graphs"), *limits, f"{record.seconds:.1f}", *words
 
 
 def _words(record: Record, profile: Profile) -> str:
@@ -43,8 +49,9 @@ def _words(record: Record, profile: Profile) -> str:
 
 def table() -> str:
     """The measured rollouts in Markdown."""
-    head = ("model", "precision", "requests", "largest graph", "measured (s)", "predicted (s)", "anchored (s)")
-    return markdown(head, lines())
+    limits = "max_num_seqs", "largest graph"
+    predicted = "host unknown (s)", "with its loop (s)", "anchored (s)"
+    return markdown(("model", "precision", "workload", *limits, "measured (s)", *predicted), lines())
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import above_graphs  # noqa: E402
 import anchored  # noqa: E402
 import correction_speed  # noqa: E402
+import host_loop  # noqa: E402
 import inside  # noqa: E402
 import odd_inputs  # noqa: E402
 import odd_measurements  # noqa: E402
@@ -137,6 +138,7 @@ def blocks() -> dict[str, str]:
     made["anchored"] = anchored.table()
     made["inside"] = inside.table()
     made["above graphs"] = above_graphs.table()
+    made["host loop"] = host_loop.table()
     made |= {f"two engines of {gpu}": two_engines.committed_table(gpu) for gpu in ("h200", "h100")}
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
     made["streams"] = streams.table()

@@ -31,6 +31,7 @@ from fp8plan.model.plan.choice import Choice, SpeedUp, speed_up, timed
 from fp8plan.model.precision import PRESETS, STORED_PRESETS
 from fp8plan.model.profile.library import with_kernels
 from fp8plan.model.profile.profile import (
+    HOST_LOOP,
     HOST_PACE,
     LAYOUT,
     PACES,
@@ -293,7 +294,7 @@ def _noise(rollout: Rollout) -> float:
 def _disturbance(record: Record, alone: Simulated, profile: Profile) -> float:
     """The variance that a compile and a busy host add to a rollout's log time. Of a timed host its pace is known."""
     variance = COMPILED_SD**2 if record.fields.get("compiled_files") else 0.0
-    if record.fields.get("host_loop_s") is not None:
+    if record.fields.get("host_loop_s") is not None and HOST_LOOP in profile.coefficients:
         return variance
     slowdown = (record.fields.get("host_slowdown") or 1.0) / QUIET_HOST
     if slowdown > 1:

@@ -108,9 +108,15 @@ def names_the_fastest(group: Sequence[Row], noise: float) -> bool:
 
 
 def merged(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """One row per cell: the first of its repeats, with the median `seconds` of them all."""
-    cells = _grouped(rows, cell_of).values()
-    return [{**runs[0], "seconds": float(np.median([run["seconds"] for run in runs]))} for runs in cells]
+    """One row per cell: the first of its repeats, with the medians of `seconds` and `predicted_s` of them all.
+
+    Repeats differ in the speed of their host, and so in their prediction.
+    """
+    medians = []
+    for runs in _grouped(rows, cell_of).values():
+        known = [key for key in ("seconds", "predicted_s") if runs[0].get(key) is not None]
+        medians.append({**runs[0]} | {key: float(np.median([run[key] for run in runs])) for key in known})
+    return medians
 
 
 def spreads(rows: Iterable[Row]) -> list[float]:
