@@ -1,6 +1,6 @@
 """Seconds of `fp8plan.tune` beside one plan of the same set-up, and as the grid grows.
 
-    PYTHONPATH=.:benchmarks python -m benchmarks.tune_seconds
+    python -m benchmarks.tune_seconds
 
 The search alone; then the levers of `fp8plan tune`. CPU seconds of one process, the least of REPEATS.
 """
@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tables import markdown
-
+from benchmarks.tables import markdown
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.rl_step import StepTimes
@@ -55,7 +54,7 @@ def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
 def main() -> None:
     rows = []
     for name, case in CASES.items():
-        case["trainer"] = StepTimes(train_s=120, logprob_s=30)
+        case = case | {"trainer": StepTimes(train_s=120, logprob_s=30)}
         plan_s, _ = seconds(lambda: predict(**case))  # noqa: B023
         search_s, tuned = seconds(lambda: search(**case))  # noqa: B023
         levers_s, _ = seconds(lambda: Answer.of(tuned))  # noqa: B023

@@ -228,6 +228,8 @@ def planned(
             "both --gpus and a layout are given; give --gpus, which tries every layout, or --tensor-parallel-size, "
             "--data-parallel-size and --expert-parallel"
         )
+    if host_loop_us is not None and not 10 < host_loop_us < 10_000:
+        raise ConfigError(f"--host-loop-us is {host_loop_us!r}; allowed: microseconds, such as 300")
     shape = ModelShape.from_hf(model)
     limits = EngineLimits.for_gpu(
         card,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -266,10 +267,10 @@ def doctor_command(
 
 def _host_loop_s() -> float:
     """The seconds of this host's loop. Raises ConfigError where it cannot be timed."""
-    try:
-        from fp8plan.runtime.measure.rollouts.host import busy_loop_s
-    except ImportError:
-        raise ConfigError("--host needs psutil, which comes with vLLM; type: pip install psutil") from None
+    if find_spec("psutil") is None:
+        raise ConfigError("--host needs psutil, which comes with vLLM; type: pip install psutil")
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("--host needs Linux, which can keep a process on a core")
+    from fp8plan.runtime.measure.rollouts.host import busy_loop_s
+
     return busy_loop_s()

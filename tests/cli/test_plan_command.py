@@ -95,7 +95,7 @@ def test_a_slow_host_makes_a_rollout_longer(fp8plan: Callable[..., Done]) -> Non
     assert slow > 2 * usual
     refused = fp8plan(*PLAN, "--host-loop-us", "480000")
     assert refused.code == 2
-    assert "host_loop_s is 0.48; allowed: seconds, such as 0.0003" in refused.err
+    assert "--host-loop-us is 480000.0; allowed: microseconds, such as 300" in refused.err
 
 
 def test_an_a100_lists_fp8_weights_as_unavailable_with_the_reason(fp8plan: Callable[..., Done]) -> None:

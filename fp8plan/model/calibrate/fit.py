@@ -269,14 +269,15 @@ class Windows:
     def cost(self, profile: Profile) -> Cost:
         """Predicted seconds of each window with their partials, shape (windows,)."""
         loop_s = self.record.fields.get("host_loop_s")
-        there = profile if loop_s is None else replace(profile, log_covariance={}).on_host(loop_s)
+        timed = loop_s is not None and HOST_LOOP in profile.coefficients
+        there = profile if not timed else replace(profile, log_covariance={}).on_host(loop_s)
         model = self.record.setup.step_model(there, self.record.fields.get("experts_hit"))
         steps = model.cost(self.batch)
         partials = {name: self.weights @ partial for name, partial in steps.partials.items()}
         prompts, first = self.record.batch.prompts, np.eye(1, self.seconds.size)[0]
         start = start_cost(prompts.size, int(prompts.sum()), there).scaled(first)
         cost = Cost(self.weights @ steps.seconds, partials) + start
-        if there is profile:
+        if not timed:
             return cost
         return cost.plus_partials({HOST_LOOP: -cost.partials[HOST_PACE]})  # the pace is loop_s over the coefficient
 

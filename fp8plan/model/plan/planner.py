@@ -18,14 +18,14 @@ from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import check_share, cudagraph_capture_sizes
-from fp8plan.model.plan.anchor import anchored
+from fp8plan.model.plan.anchor import anchored, host_of
 from fp8plan.model.plan.candidates import Candidate, Problem, Progress, candidates, evaluated
 from fp8plan.model.plan.choice import as_choices, choose
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import FP8_KV, PRESETS
 from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import HOST_LOOP, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, RiskBudget, recommended_thresholds
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout
@@ -104,7 +104,7 @@ def predict(
     strict:         refuse a profile of another engine version
     profile:        used instead of the best known one
     host_loop_s:    speed of the engine's host, which `fp8plan doctor --host` measures there, in seconds as in
-                    RolloutRecord; None: the profile's host, with a wide error if that is of another GPU
+                    RolloutRecord; None: that of the observed rollouts, else not known, with a wide error
     observed:       rollouts that were measured on this machine, which correct the profile (`read_records`)
     progress:       wraps the candidates while they are predicted, as tqdm does
     workers:        processes for the layouts of a large batch. They are forked: leave it at 1 beside threads
@@ -129,7 +129,13 @@ def predict(
     budget, risky = budget or RiskBudget(), check_share(card, limits)
     used, warnings = (profile, []) if profile else load_profile(card, engine_version, strict)
     warnings = [*warnings, *_not_measured(shape, used, strict)]
+    host_loop_s = host_of(observed, card.name) if host_loop_s is None else host_loop_s
     used = used.on_host(host_loop_s)
+    if host_loop_s is not None and HOST_LOOP not in used.coefficients:
+        warnings = [
+            *warnings,
+            f"the host of the profile of {used.gpu} was not timed, so that host_loop_s changes nothing",
+        ]
     anchor = anchored(used, shape, engine_version, observed) if observed else None
     alone, used = used, anchor.applied(used) if anchor else used
     layouts = candidates(

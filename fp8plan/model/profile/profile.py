@@ -110,14 +110,13 @@ class Profile:
         if problem := _problem(self):
             raise ProfileError(f"profile {self.label}: {problem}")
 
-    def with_errors(self, shared: float, own: float, host: float = 0.0) -> Profile:
+    def with_errors(self, shared: float, own: float) -> Profile:
         """A copy of the profile whose error has these standard deviations.
 
         shared: the part of the GPU, and of the host, that all precisions share
         own:    the part of each precision, `model_error`
-        host:   an error of the host alone
         """
-        paces = {GPU_PACE: {GPU_PACE: shared**2}, HOST_PACE: {HOST_PACE: shared**2 + host**2}}
+        paces = {GPU_PACE: {GPU_PACE: shared**2}, HOST_PACE: {HOST_PACE: shared**2}}
         return replace(
             self,
             coefficients=self.coefficients | dict.fromkeys(PACES, 1.0),
@@ -213,30 +212,32 @@ class Profile:
         """The profile as an import for another GPU of the same architecture, with the error of that use."""
         origin = f"measurements of {self.gpu} with {self.engine} {self.engine_version}"
         errors = math.hypot(self.shared_error, SIBLING_SD), math.hypot(self.model_error, SIBLING_OWN_SD)
-        host = 0.0 if self.kind == "imported" else OTHER_HOST_SD  # an import's host has the datasheet's error already
         there = replace(self, gpu=gpu, kind="imported", source=f"{origin}: {self.source}")
-        return there.with_notes(f"{FITTED}{origin}").with_errors(*errors, host)
+        return there.with_notes(f"{FITTED}{origin}").with_errors(*errors)
 
     def on_host(self, loop_s: float | None) -> Profile:
-        """The profile for a host whose loop of Python takes so long; itself for None, and on a CPU.
+        """The profile with the speed and the error of an engine's host.
 
-        loop_s: seconds as in RolloutRecord.host_loop_s. The engine's host runs Python, so all its seconds scale alike
+        loop_s: seconds as in RolloutRecord.host_loop_s. The host runs Python, so all its seconds scale alike. None: not
+                known, so that the host's pace has a wide error
+
+        A profile whose host was not timed stays as it is: an import has the datasheet's error of the host.
 
         Raises ConfigError for seconds that no host needs.
         """
-        if loop_s is None:
-            return self
-        if not (is_number(loop_s) and LOOPS_S[0] < loop_s < LOOPS_S[1]):
+        if loop_s is not None and not (is_number(loop_s) and LOOPS_S[0] < loop_s < LOOPS_S[1]):
             allowed = "seconds, such as 0.0003, which `fp8plan doctor --host` measures"
             raise ConfigError(f"host_loop_s is {loop_s!r}; allowed: {allowed}")
         if HOST_LOOP not in self.coefficients:
             return self
-        pace = self.coefficient(HOST_PACE) * loop_s / self.coefficient(HOST_LOOP)
-        there = replace(self, coefficients=self.coefficients | {HOST_PACE: pace, HOST_LOOP: loop_s})
-        if self.log_covariance.get(HOST_PACE, {}).keys() != {HOST_PACE}:  # corrected by rollouts already
-            return there
-        variance = self.shared_error**2 + KNOWN_HOST_SD**2
-        return replace(there, log_covariance=self.log_covariance | {HOST_PACE: {HOST_PACE: variance}})
+        coefficients, covariance = self.coefficients, self.log_covariance
+        if loop_s is not None:
+            pace = self.coefficient(HOST_PACE) * loop_s / self.coefficient(HOST_LOOP)
+            coefficients = coefficients | {HOST_PACE: pace, HOST_LOOP: loop_s}
+        if covariance.get(HOST_PACE, {}).keys() == {HOST_PACE}:  # else rollouts have corrected it
+            spread = OTHER_HOST_SD if loop_s is None else KNOWN_HOST_SD
+            covariance = covariance | {HOST_PACE: {HOST_PACE: self.shared_error**2 + spread**2}}
+        return replace(self, coefficients=coefficients, log_covariance=covariance)
 
     def with_notes(self, note: str) -> Profile:
         """A copy of the profile with a note on each coefficient that has none."""

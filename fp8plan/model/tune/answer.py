@@ -17,7 +17,7 @@ NOT_MODELLED: Final = "Not modelled: speculative decoding, other engines, and a 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the levers of a tuned plan are worth.
+    """The worth of each lever of a tuned plan.
 
     levers:     those that change the time, the largest saving first
     idle:       names of those that do not, by half a percent
@@ -42,7 +42,7 @@ class Answer:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What stands below the table."""
+        """The sentences below the table."""
         idle = [f"Changes nothing here: {'; '.join(self.idle)}."] if self.idle else []
         return (self.limited_by, self.floor, *idle, NOT_MODELLED)
 
@@ -94,7 +94,7 @@ def _at_the_datasheet(scene: Scene) -> float:
 def _floor(scene: Scene) -> str:
     longest = int(scene.problem.batch.responses.max())
     return (
-        f"No order and no limit changes that the longest response, {longest:,} tokens, takes "
-        f"{seconds(scene.longest_alone_s)} s even alone, and that the steps read and compute for "
+        f"No lever but a cap shortens the longest response: its {longest:,} tokens take "
+        f"{seconds(scene.longest_alone_s)} s even alone. The steps of this plan read and compute for "
         f"{seconds(_at_the_datasheet(scene))} s at the datasheet's bandwidth and peak."
     )

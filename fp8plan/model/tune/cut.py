@@ -30,7 +30,7 @@ class Cut:
     """A rollout up to its cut. Arrays have one entry for each request, in order over all replicas.
 
     ended:     True for a response that has ended
-    generated: its tokens; for one that a later preemption would have interrupted, at least so many
+    generated: its tokens at the cut; a lower bound for a response that is preempted later
     rollout:   up to the cut
     """
 

@@ -6,6 +6,7 @@ many responses, or of the RL step where the step changes. Nothing here was measu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -18,7 +19,7 @@ from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import VERLS
 from fp8plan.model.plan.candidates import Candidate, Problem
 from fp8plan.model.plan.choice import SpeedUp, Timed, speed_up, timed
-from fp8plan.model.rollout import Rollout, Simulated, simulate
+from fp8plan.model.rollout import WHOLE, Rollout, Simulated, simulate
 from fp8plan.model.tune.cut import beside, bias, cut_after, drawn, partial_rollouts
 from fp8plan.model.tune.search import Tuned, in_words
 from fp8plan.model.workload import Batch
@@ -190,6 +191,9 @@ def _stopped(scene: Scene) -> Iterator[Lever]:
 def _partial(scene: Scene) -> Iterator[Lever]:
     """The same, but the responses that have not ended go on in the next step."""
     setup, share = scene.choice.setup, MORE[0]
+    in_flight = math.ceil((1 + share) * len(scene.problem.batch.prompts) / setup.limits.data_parallel_size)
+    if in_flight > WHOLE:  # its schedule would be a sample
+        return
     steps = partial_rollouts(scene.problem.batch, share, setup, scene.base.memory.kv, scene.base.model)
     after = timed(steps.rollout, setup.limits.cut)._replace(seconds=steps.seconds, rollout_s=steps.seconds)
     price = f"{steps.old_share:.0%} of the tokens are older, by {steps.age:.1f} steps, at most {steps.most_age}"
@@ -210,8 +214,9 @@ def _off_policy(scene: Scene) -> Iterator[Lever]:
     def ratio(seconds: float) -> float:
         return (seconds + trainer + rest) / (max(seconds, trainer) + rest)
 
-    ends = [ratio(x) for x in (rollout.makespan_low_s, rollout.makespan_s, rollout.makespan_high_s)]
-    gain = SpeedUp(ends[1], min(ends), max(ends))
+    low, high = rollout.makespan_low_s, rollout.makespan_high_s
+    ends = [ratio(x) for x in (low, min(max(trainer, low), high), high)]  # the gain is largest at the trainer's time
+    gain = SpeedUp(ratio(rollout.makespan_s), min(ends), max(ends))
     price = f"every token is a step old; the trainer needs GPUs of its own; {_balance(scene, trainer)}"
     words = {"verl": "verl.experimental.one_step_off_policy", "trl": "experimental.async_grpo: max_staleness=1"}
     yield Lever(

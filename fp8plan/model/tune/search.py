@@ -55,15 +55,16 @@ class Grid:
     prefix_caching: tuple[bool, ...]
 
     @classmethod
-    def around(cls, base: Prediction, given: EngineLimits | None, keep: Collection[str]) -> Grid:
-        """The grid around a plan. A limit that was given stays, and so does one that `keep` names.
+    def around(cls, base: Prediction, asked: EngineLimits | None, keep: Collection[str]) -> Grid:
+        """The grid around a plan. These stay: sizes that the caller set, a prefix cache that is off, limits in `keep`.
 
-        given: the limits before the GPU's defaults filled them
+        asked: the limits before the GPU's defaults filled them
         """
         limits, requests = base.plan.limits, len(base.problem.batch.prompts)
-        given_sizes = [x for x in ("max_num_seqs", "max_num_batched_tokens") if not _left_out(given, x)]
+        kept_sizes = [x for x in ("max_num_seqs", "max_num_batched_tokens") if not _left_out(asked, x)]
         graphs = limits.max_cudagraph_capture_size is None and not limits.enforce_eager
-        fixed = {*keep, *given_sizes, *(() if graphs else ("max_cudagraph_capture_size",))}
+        caching = () if asked is None or asked.enable_prefix_caching is not False else ("enable_prefix_caching",)
+        fixed = {*keep, *kept_sizes, *caching, *(() if graphs else ("max_cudagraph_capture_size",))}
         replicas = {-(-requests // c.setup.limits.data_parallel_size) for c in base.tried}
         powers = {2**k for k in range(LEAST_SEQS.bit_length() - 1, MOST_SEQS.bit_length()) if 2**k < max(replicas)}
         values: dict[str, set[Any]] = {
@@ -102,13 +103,13 @@ def in_words(value: Any) -> str:
     return "vLLM's own" if value is None else str(value)
 
 
-def _left_out(given: EngineLimits | None, name: str) -> bool:
-    return given is None or isinstance(getattr(given, name), Derived)
+def _left_out(asked: EngineLimits | None, name: str) -> bool:
+    return asked is None or isinstance(getattr(asked, name), Derived)
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The plan under vLLM's limits, or those that were given, and the plan under the best limits.
+    """Two plans: under the limits before the search, and under the best limits.
 
     settings:    number of settings that were tried
     least_share: the least gpu_memory_utilization at which the best plan is as fast; None: not known

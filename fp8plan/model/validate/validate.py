@@ -26,6 +26,7 @@ from fp8plan.schemas import LENGTHS
 K = TypeVar("K")
 R = TypeVar("R")
 Row: TypeAlias = Mapping[str, Any]
+SECONDS = ("seconds", "predicted_s", "predicted_low_s", "predicted_high_s")
 CELL = ("group", "precision", "kv_cache_tokens")  # the inputs of a prediction; rows that agree in them are repeats
 
 
@@ -108,15 +109,18 @@ def names_the_fastest(group: Sequence[Row], noise: float) -> bool:
 
 
 def merged(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """One row per cell: the first of its repeats, with the medians of `seconds` and `predicted_s` of them all.
+    """One row per cell: the first of its repeats, with the medians of all their seconds, and their error.
 
     Repeats differ in the speed of their host, and so in their prediction.
     """
-    medians = []
-    for runs in _grouped(rows, cell_of).values():
-        known = [key for key in ("seconds", "predicted_s") if runs[0].get(key) is not None]
-        medians.append({**runs[0]} | {key: float(np.median([run[key] for run in runs])) for key in known})
-    return medians
+    return [_median_of(runs) for runs in _grouped(rows, cell_of).values()]
+
+
+def _median_of(runs: Sequence[Row]) -> dict[str, Any]:
+    columns = {key: [run[key] for run in runs if run.get(key) is not None] for key in SECONDS if key in runs[0]}
+    medians = {key: float(np.median(values)) if values else None for key, values in columns.items()}
+    error = {"error": relative_error(medians)} if "error" in runs[0] and medians["predicted_s"] else {}
+    return {**runs[0]} | medians | error
 
 
 def spreads(rows: Iterable[Row]) -> list[float]:
@@ -235,7 +239,7 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> Compare
         "extrapolated": result.extrapolated,
         "rests_on": rollout.rests_on,
     }
-    return Compared(row, timed(rollout, record.setup.limits.cut), profile)
+    return Compared(row, timed(rollout, record.setup.limits.cut), result.model.profile)
 
 
 def _group_result(group: Sequence[Compared]) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import re
 import sys
@@ -142,7 +143,8 @@ class Launch:
 def workers_of(setup: EngineSetup, more: Mapping[str, Any]) -> int:
     """Number of vLLM's workers in a replica. more: arguments of vllm.LLM"""
     size: int = more.get("tensor_parallel_size", setup.limits.tensor_parallel_size)
-    return size * int(more.get("pipeline_parallel_size", 1))
+    others = ("pipeline_parallel_size", "prefill_context_parallel_size")
+    return size * math.prod(int(more.get(name) or 1) for name in others)
 
 
 def refuse_fixed_scales(facts: Mapping[str, Any]) -> None:

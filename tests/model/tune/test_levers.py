@@ -173,7 +173,7 @@ def test_the_answer_separates_what_changes_nothing(tuned: Tuned, found: dict[str
     alone = tuned.best.problem.batch.take([int(tuned.best.problem.batch.responses.argmax())])
     choice = tuned.best.chosen
     floor = simulate(choice.setup, alone, tuned.best.problem.profile).rollout.makespan_s
-    assert f"{alone.responses[0]:,} tokens, takes {floor:.3g} s even alone" in answer.floor
+    assert f"{alone.responses[0]:,} tokens take {floor:.3g} s even alone" in answer.floor
 
 
 @pytest.mark.parametrize(

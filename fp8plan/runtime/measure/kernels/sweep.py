@@ -125,7 +125,7 @@ def _attempt(point: Point, prepare: Prepare) -> dict[str, Any]:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """Columns of the first error of a chain. After a call that fails during a graph's capture, its end fails too."""
+    """Columns of the first error of a chain. A failed call in a graph's capture makes its end fail, too."""
     before = None if error.__suppress_context__ else error.__context__
     if before:
         return _failure(before)
@@ -206,8 +206,10 @@ def run_shares(
     and are ended at `until` of time.monotonic().
     """
     parts = shares(part, processes)
-    children = [subprocess.Popen([*command, "--part", share], stdout=log, stderr=log) for share in parts]
+    children: list[subprocess.Popen[bytes]] = []
     try:
+        for share in parts:
+            children.append(subprocess.Popen([*command, "--part", share], stdout=log, stderr=log))
         while any(child.poll() is None for child in children) and time.monotonic() < until:
             time.sleep(0.2)
     finally:
@@ -282,8 +284,9 @@ def compile_here(points: Sequence[Point], prepare: Prepare) -> int:
             prepared(point, prepare).calls[0]()
             sys.modules["torch"].cuda.synchronize()
         except Exception as error:
-            failed = 1
-            note(f"{point.kernel} {point.shape} did not run: {_failure(error)['error']}")
+            failure = _failure(error)
+            failed |= not failure["refused"]
+            note(f"{point.kernel} {point.shape} did not run: {failure['error']}")
         with suppress(Exception):
             sys.modules["torch"].cuda.empty_cache()  # which other processes need
     return failed

@@ -157,9 +157,9 @@ def busy_loop_s() -> float:
 
     Two processes compute meanwhile, in the place of front end and engine core.
     """
-    host = Host()
+    host, loops = Host(), list[float]()
+    before = {thread: os.sched_getaffinity(thread) for thread in threads([psutil.Process()])}
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    loops: list[float] = []
     try:
         for _ in range(BUSY_ROUNDS):
             host.settle([psutil.Process(process.pid) for process in busy])
@@ -170,6 +170,9 @@ def busy_loop_s() -> float:
         for process in busy:
             process.kill()
             process.wait()
+        for thread, cores in before.items():
+            with suppress(ProcessLookupError):  # the thread has ended
+                os.sched_setaffinity(thread, cores)
     return median(loops)
 
 
