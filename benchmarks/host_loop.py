@@ -1,6 +1,6 @@
 """The pace of an engine's host by its loop of Python, beside the pace that its rollouts had.
 
-    python -m benchmarks.host_loop          prints the table of profiles/README.md
+    python -m benchmarks.host_loop          prints the table of docs/evidence/accuracy.md, and OTHER_HOST_SD
 
 Each rollout's pace is the factor on all seconds of the host at which the prediction is the measured time. Only rollouts
 count that a host of half the speed makes SLOWER longer, by the H200's profile. KNOWN_HOST_SD of fp8plan.model.profile
@@ -81,5 +81,13 @@ def table() -> str:
     return markdown(head, lines())
 
 
+def other_hosts() -> float:
+    """The root of the mean square of log(host_loop_s / HOST_LOOP) over all timed rollouts that no fit has seen."""
+    own = load_profile("h200", VERSION)[0].coefficient(HOST_LOOP)
+    records = [record for path in FILES["H200, never fitted"] for record in read_records(path)]
+    loops = [loop_s for record in records if (loop_s := record.fields.get("host_loop_s")) is not None]
+    return float(np.sqrt(np.mean(np.log(np.array(loops) / own) ** 2)))
+
+
 if __name__ == "__main__":
-    print(table())
+    print(f"{table()}\n\nother hosts: {other_hosts():.2f}")
