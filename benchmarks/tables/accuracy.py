@@ -66,8 +66,8 @@ def line(result: Validation, families: Validation) -> str:
         f"{of_others.makespan_worst:.1%}). Speed-ups are off by {found.speedup_mae_points:.1f} and "
         f"{of_others.speedup_mae_points:.1f} points. The fastest precision is named right in {found.ranked_right} of "
         f"{found.ranked} and in {of_others.ranked_right} of {of_others.ranked} groups. "
-        f"Repeats count as their median; single runs are up to {single:.0%} off. Each is predicted for the speed of its "
-        "host, where that was timed."
+        f"Repeats count as their median; single runs are up to {single:.0%} off. Each is predicted for the speed of "
+        "its host, where that was timed."
     )
 
 
