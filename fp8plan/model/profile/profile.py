@@ -40,10 +40,9 @@ PRECISION, LAYOUT = "precision.", "layout."
 VERSION_SD = 0.03
 
 # sds of log step time that a profile gets when it is used for a sibling, a GPU of the same architecture: of what all
-# precisions share, and of each one's own. The H200's is off by 5.6% (root of the mean square) on 43 rollouts of H100s,
-# and by 4.2% on its own GPU's, which leaves 3.7% (benchmarks/results/anchored.jsonl). One pair of GPUs tells little, so
-# the shared part is more.
-SIBLING_SD, SIBLING_OWN_SD = 0.06, 0.03
+# precisions share, and of each one's own. The H200's is off by 4.2% (root of the mean square) on 43 rollouts of H100s
+# with timed hosts, and by 4.6% on its own GPU's that no fit has seen. One pair of GPUs tells little, so neither is 0.
+SIBLING_SD, SIBLING_OWN_SD = 0.03, 0.015
 
 # sd of the log of a host's pace on other machines: the root of the mean square of log(host_loop_s / HOST_LOOP) of 131
 # rollouts on hosts of H200s (validation and families/held_out of their profile), by that profile.
