@@ -212,7 +212,7 @@ class Profile:
         origin = f"measurements of {self.gpu} with {self.engine} {self.engine_version}"
         errors = math.hypot(self.shared_error, SIBLING_SD), math.hypot(self.model_error, SIBLING_OWN_SD)
         there = replace(self, gpu=gpu, kind="imported", source=f"{origin}: {self.source}")
-        return there.with_notes(f"{FITTED}{origin}").with_errors(*errors)
+        return there.with_notes(f"{FITTED}{origin}").with_errors(*errors).on_host(None)
 
     def on_host(self, loop_s: float | None) -> Profile:
         """The profile with the speed and the error of an engine's host.

@@ -115,7 +115,6 @@ class Guard:
         self._alone, self.warnings = (
             (profile, profile.remarks) if profile else load_profile(find_gpu(facts.gpu), facts.engine_version)
         )
-        self._alone = self._alone.on_host(None)
         self.settings, self.state = settings or GuardSettings(), GuardState()
         self.profile = self.settings.anchor.applied(self._alone) if self.settings.anchor else self._alone
         self.rollouts: list[dict[str, Any]] = []

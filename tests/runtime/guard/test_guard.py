@@ -119,7 +119,7 @@ def test_the_prediction_is_the_one_that_validate_makes_in_the_measured_pool(tmp_
     pool = record.fields["measured_kv_cache_tokens"]
     (tmp_path / "one.jsonl").write_text(json.dumps(record.fields | {"kv_cache_tokens": pool}))
     (row,) = validate(read_records(tmp_path / "one.jsonl")).records
-    made = predict(facts_of(record), observed(record), PROFILE)
+    made = predict(facts_of(record), observed(record), PROFILE.on_host(None))  # whose record has no host_loop_s
     assert made.makespan_s == pytest.approx(row["predicted_s"], rel=1e-12)
     assert made.rollout.preemptions == row["predicted_preemptions"] > 0
     assert made.kv_cache_tokens == pool
