@@ -210,8 +210,8 @@ class Answers:
 def unstarted(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Answers]:
     """An engine in fp8_block+fp8_kv whose vLLM is Answers."""
     answers, engine = Answers(), kind.__new__(kind)
-    lower = {"fp8_block": SimpleNamespace(precision="fp8_block", fp8_kv=False)}
-    first = SimpleNamespace(precision="fp8_block+fp8_kv", fp8_kv=True, with_precision=lower.__getitem__)
+    lower = {"fp8_block": SimpleNamespace(precision="fp8_block", fp8_kv=False, workers=1)}
+    first = SimpleNamespace(precision="fp8_block+fp8_kv", fp8_kv=True, workers=1, with_precision=lower.__getitem__)
     engine.mode, engine._half_done, engine.llm = "multiprocess", False, None
     EngineBase.__init__(engine, first, SyncSettings(), None, GuardSettings())  # type: ignore[arg-type]
     engine.guard = Guard.__new__(Guard)

@@ -31,7 +31,7 @@ PROMPTS = [[1, 2], [3]]
 class FakeLaunch(SimpleNamespace):
     """A Launch, as far as a fleet asks it."""
 
-    fp8_kv, precision, not_predicted = True, "fp8_kv", ()
+    fp8_kv, precision, not_predicted, workers = True, "fp8_kv", (), 1
 
     @property
     def setup(self) -> Any:

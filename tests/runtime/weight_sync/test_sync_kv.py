@@ -71,7 +71,7 @@ class Generated(AnyEngine):
     """An engine without vLLM, and the prompts that it has run."""
 
     def __init__(self, fp8_kv: bool = True) -> None:
-        launched = SimpleNamespace(fp8_kv=fp8_kv)
+        launched = SimpleNamespace(fp8_kv=fp8_kv, workers=1)
         super().__init__(launched, SyncSettings(), None, GuardSettings())  # type: ignore[arg-type]
         self.ran: list[Any] = []
 
