@@ -200,7 +200,7 @@ def planned(
 ) -> None:
     """Predict, and write or print the results of `plan` and, with `ask`, of another command.
 
-    ask: a function with the parameters of `predict` that returns an Asked; None: `predict` itself
+    ask: a function with the parameters of `predict` that returns a Result; None: `predict` itself
     """
     from dataclasses import replace
 
@@ -208,6 +208,7 @@ def planned(
     from fp8plan.model.emit.vllm import KV_SCALES
     from fp8plan.model.hardware import find_gpu
     from fp8plan.model.limits import EngineLimits
+    from fp8plan.model.profile.profile import LOOPS_S
     from fp8plan.model.risk.expected import LEVELS, RiskBudget
     from fp8plan.model.rl_step import StepTimes
     from fp8plan.model.shards import strictest
@@ -228,7 +229,8 @@ def planned(
             "both --gpus and a layout are given; give --gpus, which tries every layout, or --tensor-parallel-size, "
             "--data-parallel-size and --expert-parallel"
         )
-    if host_loop_us is not None and not 10 < host_loop_us < 10_000:
+    host_loop_s = None if host_loop_us is None else host_loop_us * 1e-6
+    if host_loop_s is not None and not LOOPS_S[0] < host_loop_s < LOOPS_S[1]:
         raise ConfigError(f"--host-loop-us is {host_loop_us!r}; allowed: microseconds, such as 300")
     shape = ModelShape.from_hf(model)
     limits = EngineLimits.for_gpu(
@@ -260,7 +262,7 @@ def planned(
     rollout, notes = _workload(workload, prompts, samples, prompt_lengths, response_lengths, seed)
     measured = None if observed is None else read_run(observed)
     notes += measured.notes if measured else []
-    asked = (ask or _predicted)(
+    result = (ask or _predicted)(
         shape,
         card,
         rollout,
@@ -275,12 +277,12 @@ def planned(
         kv_scales_calibrated=scales == "calibrated",
         engine_version=engine_version,
         strict=strict,
-        host_loop_s=None if host_loop_us is None else host_loop_us * 1e-6,
+        host_loop_s=host_loop_s,
         observed=measured.records if measured else (),
         progress=progress("predicting" if ask is None else "searching"),
         workers=_cores(),
     )
-    prediction = asked.prediction
+    prediction = result.prediction
     if at_one and any(choice.unit_kv_scales for choice in prediction.plan.choices):
         notes.append("K and V scales are 1.0, as vLLM leaves them; if you calibrate: --kv-scales calibrated")
     plan = replace(prediction.plan, warnings=(*prediction.plan.warnings, *notes))
@@ -291,7 +293,7 @@ def planned(
         for target, file in emissions
     }
     if as_json is not None:
-        texts[as_json] = plan.to_json(**asked.beside)
+        texts[as_json] = plan.to_json(**result.beside)
     printed = texts.pop(STDOUT, None)
     writers = {file: outputs.text(content) for file, content in texts.items()}
     if plot is not None:
@@ -305,7 +307,7 @@ def planned(
         _print_choice(plan)  # without the table, which names it
         print(printed)
     else:
-        show(asked.report(plan))
+        show(result.report(plan))
 
 
 @app.command("plan", cls=PlanCommand)
@@ -318,7 +320,7 @@ def plan_command(**options: Any) -> None:
     planned(**options)
 
 
-class Asked(NamedTuple):
+class Result(NamedTuple):
     """The result of a command that plans: the prediction, more fields for its JSON, and the report on its plan."""
 
     prediction: Prediction
@@ -326,11 +328,11 @@ class Asked(NamedTuple):
     report: Callable[[Plan], RenderableType]
 
 
-def _predicted(*arguments: Any, **options: Any) -> Asked:
+def _predicted(*arguments: Any, **options: Any) -> Result:
     from fp8plan.model.plan.planner import predict
     from fp8plan.views.report import plan_report
 
-    return Asked(predict(*arguments, **options), {}, plan_report)
+    return Result(predict(*arguments, **options), {}, plan_report)
 
 
 @app.command("emit")

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Final
 
 from fp8plan.cli.console import app, options_of
-from fp8plan.cli.plan import Asked, PlanCommand, planned
+from fp8plan.cli.plan import PlanCommand, Result, planned
 
 SEARCHED: Final = "searched"  # a default
 
@@ -32,11 +32,11 @@ def tune_command(**options: Any) -> None:
     planned(**options, ask=partial(_tuned, keep=keep))
 
 
-def _tuned(*arguments: Any, **options: Any) -> Asked:
+def _tuned(*arguments: Any, **options: Any) -> Result:
     from fp8plan.model.tune.answer import Answer
     from fp8plan.model.tune.search import search
     from fp8plan.views.tuned import tune_report
 
     tuned = search(*arguments, **options)
     answer = Answer.of(tuned)
-    return Asked(tuned.prediction, {"tune": answer.to_dict()}, partial(tune_report, answer=answer))
+    return Result(tuned.prediction, {"tune": answer.to_dict()}, partial(tune_report, answer=answer))

@@ -163,8 +163,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
     seconds = [engine + front.seconds for engine, front in zip(in_engine, fronts, strict=True)]
     slowest = int(np.argmax([row.sum() for row in seconds]))
     batch, plan, steps, front = batches[at[slowest]], replicas[slowest], steps_of(at[slowest]), fronts[slowest]
-    pace = math.prod(map(model.profile.coefficient, model.paces))
-    starting = start_cost(plan.requests, plan.prompt_tokens, model.profile)
+    starting, pace = start_cost(plan.requests, plan.prompt_tokens, model.profile), model.pace
     start, weights = float(starting.seconds[0]) * pace, plan.weights * pace
     makespan = start + float(seconds[slowest].sum())
     in_front = float(front.seconds.sum())
@@ -232,13 +231,12 @@ def clocks(rollouts: Sequence[Sequence[Schedule]], model: StepModel) -> list[lis
     every = [plan for replicas in rollouts for plan in replicas]
     batches, at = _distinct(every)
     step_seconds, _ = _timed(batches, model)
-    pace = math.prod(map(model.profile.coefficient, model.paces))
     ends, rest = list[list[FloatArray]](), iter(at)
     for replicas in rollouts:
         in_engine, fronts = _row_seconds(replicas, [step_seconds[next(rest)] for _ in replicas], model)
         starts = [start_cost(plan.requests, plan.prompt_tokens, model.profile).seconds[0] for plan in replicas]
         rows = [engine + front.seconds for engine, front in zip(in_engine, fronts, strict=True)]
-        ends.append([float(start) * pace + np.cumsum(row) for start, row in zip(starts, rows, strict=True)])
+        ends.append([float(start) * model.pace + np.cumsum(row) for start, row in zip(starts, rows, strict=True)])
     return ends
 
 
@@ -256,8 +254,7 @@ def _row_seconds(
 
     step_seconds: of one step of each row, for each replica
     """
-    pace = math.prod(map(model.profile.coefficient, model.paces))
-    in_engine = [seconds * plan.weights * pace for seconds, plan in zip(step_seconds, replicas, strict=True)]
+    in_engine = [seconds * plan.weights * model.pace for seconds, plan in zip(step_seconds, replicas, strict=True)]
     passing = len(replicas) if model.inside in ONE_FOR_ALL else 1  # replicas whose tokens pass the same front
     fronts = [
         front_cost(model.inside, engine, passing * plan.weights * plan.sampled_requests, model.profile)

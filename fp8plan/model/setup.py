@@ -15,7 +15,7 @@ from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import model_caches
-from fp8plan.model.memory.plan import MemoryPlan, memory_plan
+from fp8plan.model.memory.plan import MemoryPlan, cudagraph_capture_sizes, memory_plan
 from fp8plan.model.precision import Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile
@@ -130,6 +130,11 @@ class EngineSetup:
     def memory(self, longest_request: int | None = None) -> MemoryPlan:
         """The memory of one rank and its KV pool. Raises as `memory_plan` does."""
         return memory_plan(self.shape, self.precision, self.gpu, self.limits, longest_request, self.engine_version)
+
+    @property
+    def cudagraph_sizes(self) -> tuple[int, ...]:
+        """The numbers of tokens that vLLM captures a CUDA graph for, ascending."""
+        return cudagraph_capture_sizes(self.shape, self.gpu, self.limits, self.engine_version)
 
     def kv_plan(self, num_gpu_blocks: int) -> KvPlan:
         """The KV cache of an engine with a pool of `num_gpu_blocks`, including the null block."""

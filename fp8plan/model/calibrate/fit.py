@@ -270,7 +270,8 @@ class Windows:
         """Predicted seconds of each window with their partials, shape (windows,)."""
         loop_s = self.record.fields.get("host_loop_s")
         timed = loop_s is not None and HOST_LOOP in profile.coefficients
-        there = profile if not timed else replace(profile, log_covariance={}).on_host(loop_s)
+        # Without the covariance, which a copy would check each time.
+        there = replace(profile, log_covariance={}).on_host(loop_s) if timed else profile
         model = self.record.setup.step_model(there, self.record.fields.get("experts_hit"))
         steps = model.cost(self.batch)
         partials = {name: self.weights @ partial for name, partial in steps.partials.items()}

@@ -6,6 +6,7 @@ and sampling are evaluated per step. No loop runs over steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,6 +182,11 @@ class StepModel:
         """The factors on all seconds that observed rollouts gave: of the precision, and of the layout."""
         names = precision_pace(self.precision.name), layout_pace(*self.limits.cut)
         return [name for name in names if name in self.profile.coefficients]
+
+    @property
+    def pace(self) -> float:
+        """The product of `paces`."""
+        return math.prod(map(self.profile.coefficient, self.paces))
 
     @property
     def _graphs(self) -> tuple[int, ...]:

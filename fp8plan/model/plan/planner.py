@@ -17,7 +17,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.plan import check_share, cudagraph_capture_sizes
+from fp8plan.model.memory.plan import check_share
 from fp8plan.model.plan.anchor import anchored, host_of
 from fp8plan.model.plan.candidates import Candidate, Problem, Progress, candidates, evaluated
 from fp8plan.model.plan.choice import as_choices, choose
@@ -202,8 +202,7 @@ def predict(
 def _limits_matter(chosen: Candidate) -> tuple[str, ...]:
     """A sentence that names `fp8plan tune`, if the limits cost the chosen candidate LEAST_GAIN of its time or more."""
     setup, rollout, costs = chosen.setup, chosen.timed, list[str]()
-    sizes = cudagraph_capture_sizes(setup.shape, setup.gpu, setup.limits, setup.engine_version)
-    largest, most = max(sizes, default=0), rollout.timeline.decode_requests.max(initial=0)
+    largest, most = max(setup.cudagraph_sizes, default=0), rollout.timeline.decode_requests.max(initial=0)
     if 0 < largest < most and rollout.parts.get("host", 0.0) >= LEAST_GAIN:
         costs.append(f"the GPU waits for the host in steps of more than {largest:,} requests, which have no CUDA graph")
     if rollout.recomputed_tokens >= LEAST_GAIN * rollout.output_tokens:

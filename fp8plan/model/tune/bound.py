@@ -70,9 +70,8 @@ class Least:
         few = self.counts <= seqs
         engine = _least(self.counts, self.of_tokens, steps, computed)
         engine += _least(self.counts[few], self.of_requests[few], steps, sampled)
-        pace = math.prod(map(profile.coefficient, self.model.paces))
         start = float(start_cost(len(batch.prompts), int(batch.prompts.sum()), profile).seconds[0])
-        return pace * (start + profile.coefficient(GPU_PACE) * (engine + self.per_read * reads))
+        return self.model.pace * (start + profile.coefficient(GPU_PACE) * (engine + self.per_read * reads))
 
 
 def _spread(most: int) -> Array:

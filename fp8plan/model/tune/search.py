@@ -19,7 +19,6 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import Derived, EngineLimits
-from fp8plan.model.memory.plan import cudagraph_capture_sizes
 from fp8plan.model.plan.candidates import Candidate, Problem, in_a_step, mapper, risk_key, risks_of
 from fp8plan.model.plan.choice import SpeedUp, choose, speed_up, timed
 from fp8plan.model.plan.plan import Plan
@@ -55,15 +54,15 @@ class Grid:
     prefix_caching: tuple[bool, ...]
 
     @classmethod
-    def around(cls, base: Prediction, asked: EngineLimits | None, keep: Collection[str]) -> Grid:
+    def around(cls, base: Prediction, callers: EngineLimits | None, keep: Collection[str]) -> Grid:
         """The grid around a plan. These stay: sizes that the caller set, a prefix cache that is off, limits in `keep`.
 
-        asked: the limits before the GPU's defaults filled them
+        callers: the caller's limits, before the GPU's defaults filled them
         """
         limits, requests = base.plan.limits, len(base.problem.batch.prompts)
-        kept_sizes = [x for x in ("max_num_seqs", "max_num_batched_tokens") if not _left_out(asked, x)]
+        kept_sizes = [x for x in ("max_num_seqs", "max_num_batched_tokens") if not _left_out(callers, x)]
         graphs = limits.max_cudagraph_capture_size is None and not limits.enforce_eager
-        caching = () if asked is None or asked.enable_prefix_caching is not False else ("enable_prefix_caching",)
+        caching = () if callers is None or callers.enable_prefix_caching is not False else ("enable_prefix_caching",)
         fixed = {*keep, *kept_sizes, *caching, *(() if graphs else ("max_cudagraph_capture_size",))}
         replicas = {-(-requests // c.setup.limits.data_parallel_size) for c in base.tried}
         powers = {2**k for k in range(LEAST_SEQS.bit_length() - 1, MOST_SEQS.bit_length()) if 2**k < max(replicas)}
@@ -83,7 +82,7 @@ class Grid:
         for seqs, whole in product(self.max_num_seqs, self.whole_graphs):
             budget = max(base.plan.limits.max_num_batched_tokens, seqs)
             limits = replace(base.plan.limits, max_num_seqs=seqs, max_num_batched_tokens=budget)
-            sizes = cudagraph_capture_sizes(setup.shape, setup.gpu, limits, setup.engine_version)
+            sizes = replace(setup, limits=limits).cudagraph_sizes
             if whole and seqs <= max(sizes, default=0):
                 continue
             wider = replace(limits, max_cudagraph_capture_size=seqs) if whole else limits
@@ -103,8 +102,8 @@ def in_words(value: Any) -> str:
     return "vLLM's own" if value is None else str(value)
 
 
-def _left_out(asked: EngineLimits | None, name: str) -> bool:
-    return asked is None or isinstance(getattr(asked, name), Derived)
+def _left_out(callers: EngineLimits | None, name: str) -> bool:
+    return callers is None or isinstance(getattr(callers, name), Derived)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +277,7 @@ class Field:
                     except ConfigError:  # prefix caching of these layers is not modelled
                         continue
                     known[work] = planned
-                    graphs = cudagraph_capture_sizes(setup.shape, setup.gpu, setup.limits, setup.engine_version)
-                    alike[graphs].append((number, candidate, planned))
+                    alike[setup.cudagraph_sizes].append((number, candidate, planned))
                 for together in alike.values():
                     model = together[0][1].setup.step_model(self.problem.profile)
                     seconds = makespans([planned for *_, planned in together], model)
