@@ -351,6 +351,7 @@ def test_a_hosts_loop_scales_all_its_seconds_and_no_others() -> None:
     slow = profile.on_host(2 * profile.coefficient(HOST_LOOP))
     assert slow.coefficient(HOST_PACE) == pytest.approx(2.0)
     assert slow.coefficient(HOST_LOOP) == pytest.approx(2 * profile.coefficient(HOST_LOOP))
+    assert HOST_LOOP not in slow.log_covariance  # observed rollouts cannot move it
     same = profile.coefficients.keys() - {HOST_PACE, HOST_LOOP}
     assert all(slow.coefficients[name] == profile.coefficients[name] for name in same)
     again = slow.on_host(profile.coefficient(HOST_LOOP))
