@@ -37,7 +37,7 @@ from fp8plan.model.cost.attention import NARROW
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.library import RARE_PARTS, WIDE_HEADS, datasheet_profile, rare_parts, without_rare_parts
-from fp8plan.model.profile.profile import PACES, Profile, between, error_parts
+from fp8plan.model.profile.profile import HOST_PACE, KNOWN_HOST_SD, PACES, Profile, between, error_parts
 from fp8plan.model.validate.records import Record, read_records
 
 LINEARS = {"Qwen/Qwen3-14B": ("qkv_proj", "gate_up_proj", "down_proj"), "meta-llama/Llama-3.2-1B": ("down_proj",)}
@@ -49,6 +49,7 @@ POWER_ROWS, COURSE_ROWS = "power.jsonl", "clock_course.jsonl"  # kernels that ra
 # sd of one cell between cards of one GPU model, which no calibration of one card can improve on. From Qwen3-8B with 8
 # requests on four H200s (validation/anchor.jsonl and first_look of the H200's profile).
 BETWEEN_CARDS = 0.017
+LARGEST_SD = 1.0  # of whole rollouts by a calibrated profile: more tells of broken rollouts
 # sd of a rare part's coefficient between models, assumed: each was measured in one model.
 BETWEEN_MODELS = 0.1
 
@@ -264,23 +265,40 @@ def observe_steps(steps: Sequence[Windows]) -> Observations:
 
 
 def total_error(steps: Sequence[Windows], leaving_out: LeavingOut) -> float:
-    """The sd of log(predicted / measured) of whole rollouts that the coefficients' covariance does not explain.
+    """The sd of log(predicted / measured) of whole rollouts that the interval has no other term for, at the likeliest.
 
     Each rollout is predicted by a fit that has not seen its engine, and counts by its seconds, as a short one is mostly
-    start-up. The error that the covariance explains is subtracted, because the interval adds it again.
+    start-up. The interval's other terms are the coefficients' covariance and KNOWN_HOST_SD of the host's time.
     """
     engines = np.concatenate([np.repeat(run.engine, run.seconds.size) for run in steps])
     without = {engine: leaving_out.profile_without(STEPS, engines == engine) for engine in dict.fromkeys(engines)}
-    unexplained = []
+    errors, explained = [], []
     for run in steps:
         profile = without[run.engine]
         cost = run.cost(profile)
         total = cost.seconds.sum()
-        slopes = np.array([partial.sum() / total for partial in cost.partials.values()])
-        explained = slopes @ profile.covariance(list(cost.partials)) @ slopes
-        unexplained.append(np.log(total / run.seconds.sum()) ** 2 - explained)
-    weights = [run.seconds.sum() for run in steps]
-    return float(np.sqrt(max(np.average(unexplained, weights=weights), BETWEEN_CARDS**2)))
+        slopes = {name: partial.sum() / total for name, partial in cost.partials.items()}
+        vector = np.array([*slopes.values()])
+        host = slopes.get(HOST_PACE, 0.0) * KNOWN_HOST_SD
+        errors.append(np.log(total / run.seconds.sum()))
+        explained.append(vector @ profile.covariance([*slopes]) @ vector + host**2)
+    return likeliest_sd(np.array(errors), np.array(explained), np.array([run.seconds.sum() for run in steps]))
+
+
+def likeliest_sd(errors: Array, explained: Array, weights: Array) -> float:
+    """The sd, from BETWEEN_CARDS to LARGEST_SD, under which these errors are likeliest.
+
+    Each error is normal with mean 0. Its variance is that sd squared plus its own `explained`. A rollout whose error is
+    explained otherwise, such as by the host, tells little of the sd.
+    """
+    from scipy.optimize import minimize_scalar
+
+    def loss(log_sd: float) -> float:
+        variance = explained + np.exp(2 * log_sd)
+        return float(weights @ (np.log(variance) + errors**2 / variance))
+
+    bounds = np.log([BETWEEN_CARDS, LARGEST_SD])
+    return float(np.exp(minimize_scalar(loss, bounds=bounds, method="bounded").x))
 
 
 def _median(errors: Array) -> float:

@@ -58,7 +58,7 @@ KNOWN_HOST_SD = 0.15
 SHARED_VARIANCE = 0.35
 
 # sd of log step time for each doubling of tensor_parallel_size away from the measured sizes, taken as independent. It
-# is the error of makespans by the H200's import (0.082) beyond that by its calibration (0.046).
+# is the error of makespans by the H200's import (0.082) beyond that by its calibration (0.046), hosts included.
 UNMEASURED_DOUBLING_SD = 0.0673
 
 

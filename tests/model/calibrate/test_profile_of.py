@@ -23,6 +23,7 @@ from fp8plan.model.calibrate.profile_of import (
     calibrate,
     is_held_out,
     kernel_rows,
+    likeliest_sd,
     measured_version,
     step_windows,
     timed_rare_parts,
@@ -38,7 +39,7 @@ from fp8plan.model.profile.library import (
     profiles_path,
     without_rare_parts,
 )
-from fp8plan.model.profile.profile import PACES, Profile
+from fp8plan.model.profile.profile import HOST_PACE, KNOWN_HOST_SD, PACES, Profile
 
 pytestmark = pytest.mark.slow
 
@@ -200,9 +201,21 @@ def test_one_engine_without_kernels_is_enough(tmp_path: Path) -> None:
     error = np.log(prior.seconds.sum() / window.seconds.sum())
     names = [name for name in prior.partials if name not in PACES]
     slopes = np.array([prior.partials[name].sum() for name in names]) / prior.seconds.sum()
-    said = slopes @ found.profile.covariance(names) @ slopes
+    host = prior.partials[HOST_PACE].sum() / prior.seconds.sum() * KNOWN_HOST_SD
+    said = slopes @ found.profile.covariance(names) @ slopes + host**2
     assert BETWEEN_CARDS < total_error(found.profile) < abs(error)
     assert total_error(found.profile) ** 2 == pytest.approx(error**2 - said, rel=0.02)
+
+
+def test_errors_that_the_host_explains_do_not_widen_the_model_error() -> None:
+    rng = np.random.default_rng(0)
+    own, host = 0.04, 0.2
+    errors = np.concatenate([rng.normal(0, own, 400), rng.normal(0, np.hypot(own, host), 100)])
+    explained = np.repeat([0.0, host**2], [400, 100])
+    seconds = np.repeat([1.0, 10.0], [400, 100])  # most of the time is the host's
+    assert likeliest_sd(errors, explained, seconds) == pytest.approx(own, rel=0.1)
+    assert likeliest_sd(errors, 0 * explained, np.ones(500)) == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-3)
+    assert likeliest_sd(0 * errors, explained, seconds) == pytest.approx(BETWEEN_CARDS, rel=1e-3)
 
 
 def test_kernels_alone_are_not_enough_and_the_command_is_named(tmp_path: Path) -> None:

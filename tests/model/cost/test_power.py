@@ -141,7 +141,7 @@ def test_readings_at_the_limit_are_explained() -> None:
             watts = PROFILE.coefficient(IDLE) + float(times @ sum(joules.values())) / float(run.seconds.sum())
             errors.append(watts - record.fields["power_w"])
     assert len(errors) > 20
-    assert np.sqrt(np.mean(np.square(errors))) < 26
+    assert np.sqrt(np.mean(np.square(errors))) < 27
     assert np.abs(errors).max() < 65
 
 

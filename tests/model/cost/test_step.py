@@ -298,7 +298,8 @@ def test_prompts_that_join_decode_take_as_long_as_in_a_queue_of_two(
 def test_a_long_step_before_hides_launches() -> None:
     rows = [(240, 2000, 0, 0), (240, 2000, 650, 0), (241, 2000, 0, 0)]
     batch = batch_of(rows)
-    step = model("Qwen/Qwen3-30B-A3B", profile=load_profile(find_gpu("h200"))[0])
+    profile = load_profile(find_gpu("h200"))[0].on_host(0.0006)  # slow, so that a launch outlasts the GPU's work
+    step = model("Qwen/Qwen3-30B-A3B", profile=profile)
     alone, after = step.seconds(batch), step.seconds(in_order(batch))
     spare = alone[0] - step.timed(batch).scheduling.seconds[0]
     assert alone[1] - after[1] == pytest.approx(spare, rel=0.2)
@@ -418,7 +419,7 @@ def test_a_layout_that_nobody_measured_is_named_and_wider() -> None:
         assert seen.layout_doubt(size) == 0
         assert replace(calibrated, kind="imported").layout_doubt(size) == 0  # none is better known than another
         low, high = replace(step, profile=seen).timed(batch).interval(weights, 1.645)
-        assert np.log(high / low) / 2 <= widths[0] * 1.6  # all-reduces are not measured either
+        assert np.log(high / low) / 2 <= np.hypot(widths[0], 0.06)  # all-reduces are not measured either
     assert widths[0] < 0.08
     assert 0.12 < widths[1] < 0.16
     assert 0.16 < widths[2] < 0.21

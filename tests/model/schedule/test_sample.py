@@ -16,9 +16,11 @@ from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import candidates as evaluate
+from fp8plan.model.plan.choice import speed_up, timed
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.library import load_profile
+from fp8plan.model.rollout import Z90
 from fp8plan.model.schedule import sample
 from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Trace, Workload
@@ -145,10 +147,24 @@ def test_a_plan_says_that_it_is_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(reason.startswith("A sample of ") for reason in whole.reasons)
     for estimate, exact in zip(made.choices, whole.choices, strict=True):
         assert estimate.makespan_s == pytest.approx(exact.makespan_s, rel=0.03)
-        spread = [np.log(x.makespan_high_s / x.makespan_low_s) for x in (estimate, exact)]
-        assert spread[0] > spread[1]
-        if exact.precision != "bf16":
-            assert estimate.speedup_high - estimate.speedup_low > exact.speedup_high - exact.speedup_low
+
+
+def test_the_intervals_of_a_sample_have_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, pool = BATCHES["growing"]
+    (plans,) = [sample.schedules_of([workload.batch()], partial(simulate, pool=pool), SIZE)]
+    bf16, fp8 = (
+        StepModel(ModelShape.from_hf("Qwen/Qwen3-8B"), H200, precision(name), LIMITS, load_profile(H200)[0])
+        for name in ("bf16", "fp8_block")
+    )
+    made = [rollouts.rollout(plans, model) for model in (bf16, fp8)]
+    monkeypatch.setattr(rollouts, "pace_error", lambda *_: 0.0)
+    certain = [rollouts.rollout(plans, model) for model in (bf16, fp8)]
+    for own, without in zip(made, certain, strict=True):
+        assert own.sampling_sd > 0
+        ends = [np.log(x.makespan_high_s / x.makespan_s) for x in (own, without)]
+        assert ends[0] == pytest.approx(np.hypot(ends[1], Z90 * own.sampling_sd))
+    gains = [speed_up(*(timed(each, (1, False)) for each in pair), bf16.profile) for pair in (made, certain)]
+    assert gains[0].high - gains[0].low > gains[1].high - gains[1].low
 
 
 def test_progress_moves_with_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
