@@ -21,7 +21,7 @@ from benchmarks.error_parts import Cell, Ratio, by_model, cells, gains, makespan
 from benchmarks.tables.markdown import table as markdown
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.anchor import anchored
+from fp8plan.model.plan.anchor import anchored, host_of
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import rollout
@@ -57,17 +57,18 @@ def _spread(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def predictions(every: Sequence[Cell], profile: Profile, scenario: str) -> tuple[list[Ratio], list[Ratio]]:
-    """The makespans and the speed-ups of all targets, by the profile with the scenario's anchors."""
+    """The makespans and the speed-ups of all targets, by the profile on their host with the scenario's anchors."""
     makespans, speed_ups = list[Ratio](), list[Ratio]()
-    corrected: dict[tuple[str, tuple[int, ...]], Profile] = {}
+    corrected: dict[tuple[object, ...], Profile] = {}
     for model in by_model(every):
         name = model[0].record.fields["model"]
         for group in dict.fromkeys(cell.record.group for cell in model):
             target = [cell for cell in model if cell.record.group == group]
+            loop_s = host_of([cell.record for cell in target], profile.gpu)
             for used in anchors(scenario, target, every):
-                key = name, tuple(map(id, used))
+                key = name, loop_s, tuple(map(id, used))
                 if key not in corrected:
-                    corrected[key] = _corrected(profile, name, used)
+                    corrected[key] = _corrected(profile.on_host(loop_s), name, used)
                 now = [
                     rollout(s.schedules, replace(s.model, profile=corrected[key]))
                     for s in (cell.simulated for cell in target)
