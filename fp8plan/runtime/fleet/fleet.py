@@ -12,7 +12,7 @@ weights. runtime.fleet.sync merges the replicas' answers in a sync, runtime.flee
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
     from fp8plan.model.setup import EngineSetup
     from fp8plan.runtime.guard.guard import Guard, Verdict
+    from fp8plan.runtime.weight_sync.manifest import Manifest
     from fp8plan.runtime.weight_sync.nccl import Rendezvous
 
 Answer = TypeVar("Answer")
@@ -171,8 +172,9 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
     def replace(self, number: int) -> bool:
         """Start another replica in the place of one that died, or still lives. Returns whether it serves now.
 
-        It gets the kept stream of the last sync, checked again, and the KV scales of the others. If nothing is kept
-        (keep_weights=False, NCCL) or nothing serves, it waits for the next sync.
+        It gets the kept stream of the last sync, or the base of the next one (SyncSettings.delta), checked again, and
+        the KV scales of the others. If nothing is kept (keep_weights=False, NCCL) or nothing serves, it waits for the
+        next sync.
 
         Raises ConfigError for an unknown number, NotServingError if no replica lives (then sync_weights starts all),
         SyncError if the new one does not take the weights.
@@ -188,7 +190,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
                 self._members.stop([number])
                 self._members.start([number], self.launch)
                 self._remind()
-                if self.state.refusal is None and (self.state.version == 0 or self._kept is not None):
+                if self.state.refusal is None and (self.state.version == 0 or self._held() is not None):
                     self._seed(number)
                     self._waiting.discard(number)
             finally:
@@ -365,18 +367,27 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         if not self._members.living:
             self.state.dead = True
 
+    def _held(self) -> tuple[Iterable[Any], Manifest, str | None] | None:
+        """Return the weights that serve: pairs, manifest and stamp; None if they are kept nowhere."""
+        base = self.state.base
+        if base is not None and base.stamp is not None:
+            return base.pairs(), base.manifest, base.stamp
+        if self._kept is not None:
+            return self._kept.pairs(self._members.get), self._kept.manifest, None
+        return None
+
     def _seed(self, number: int) -> None:
         """Give a new replica the weights and KV scales that serve. It is lost if it does not take them."""
         state, calls = self.state, Calls(self._members, [number])
         try:
-            if self._kept is None:  # the weights of the checkpoint, as in all replicas
+            held = self._held()
+            if held is None:  # the weights of the checkpoint, as in all replicas
                 driven(self._rescale(), calls.answer)
                 return
-            own = SyncState(replace(state.settings, rollback=None), None, state.fp8_kv)
+            pairs, manifest, stamp = held
+            own = SyncState(replace(state.settings, rollback=None, delta=None), None, state.fp8_kv)
             own.version, own.expected, own.quantised = state.version - 1, state.expected, state.quantised
-            pairs = self._kept.pairs(self._members.get)
-            sync = replace_weights(own, pairs, self._kept.manifest, kv_known=state.kv_scales)
-            driven(sync, calls.answer)
+            driven(replace_weights(own, pairs, manifest, kv_known=state.kv_scales, stamp=stamp), calls.answer)
         except BaseException as error:
             self._members.lose(number, "it did not take the weights that serve")
             if isinstance(error, Exception):

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-STREAMED: Final = ("fp8plan_load", "fp8plan_compare_with")  # methods whose tensors travel through the object store
+STREAMED: Final = (
+    "fp8plan_load",
+    "fp8plan_patch",
+    "fp8plan_compare_with",
+)  # methods whose tensors travel through the object store
 ALIKE: Final = ("fp8plan_prepare",)  # all replicas must answer the same; the first one's answer is used
 
 

@@ -241,10 +241,10 @@ def stored_wide(expected: Manifest | None) -> list[str]:
 
 
 def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest:
-    """Return the fp8_block manifest of a BF16 one: each tensor in `quantised` becomes E4M3, followed by its scales."""
+    """Return the fp8_block manifest of another: each tensor in `quantised` becomes E4M3, followed by its scales."""
     chosen, entries = set(quantised), list[Entry]()
     for entry in manifest:
-        if entry.name not in chosen:
+        if entry.name not in chosen or entry.dtype == "float8_e4m3fn":
             entries.append(entry)
             continue
         scales = (*entry.shape[:-2], *scale_shape(*entry.shape[-2:]))

@@ -24,18 +24,20 @@ from contextlib import contextmanager
 from itertools import chain
 from math import isfinite
 from typing import Any
+from uuid import uuid4
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.interrupts import released
 from fp8plan.runtime.mismatch.sums import LIMIT, k3
 from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync import manifest as manifests
+from fp8plan.runtime.weight_sync.delta.base import Base, in_format
 from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
-from fp8plan.runtime.weight_sync.stream import ALIGNMENT, Channel, chunks
+from fp8plan.runtime.weight_sync.stream import ALIGNMENT, Channel, chunks, loose_chunks
 
 # Manifests that workers remember. A trainer sends the same one every step, or one of few.
 MOST_PREPARED = 4
@@ -47,7 +49,10 @@ def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
     expected = state.expected
     if expected is not None and state.settings.weights_in == "fp8_block":
         expected = manifests.quantised_manifest(expected, state.quantised)
-    sent = manifests.read_manifest(manifest) if manifest is not None else expected if own is None else own
+    own = manifests.read_manifest(manifest) if manifest is not None else own
+    if own is not None and state.settings.delta is not None:
+        own = manifests.quantised_manifest(own, state.quantised)
+    sent = expected if own is None else own
     if sent is None:
         raise ConfigError(
             "an iterator does not say what it will send, and the engine has no checkpoint to compare with; allowed: "
@@ -71,7 +76,9 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
         groups = answers[0]["groups"]
         refuse_leftovers(manifest, [answer["taken"] for answer in answers])
         numbers = {entry.name: number for number, entry in enumerate(manifest)}
-        state.prepared[key] = Checked(number, groups, Counter(groups), numbers)
+        natives = sorted({number for answer in answers for number in answer["reloaded"]})
+        reloaded = {manifest[number].name: groups[number] for number in natives}
+        state.prepared[key] = Checked(number, groups, Counter(groups), numbers, reloaded)
     return state.prepared[key]
 
 
@@ -103,6 +110,7 @@ def replace_weights(
     kv_source: str = "calibration prompts",
     scored: Scored | None = None,
     kv_known: Scales | None = None,
+    stamp: str | None = None,
 ) -> Generator[Call, Any, SyncReport]:
     """Send `source` (see manifest_of) and make it serve. The engine answers each Call.
 
@@ -111,6 +119,7 @@ def replace_weights(
     kv_source:  where those prompts come from, for the report
     scored:     a sequence that the new weights must score as the trainer has
     kv_known:   KV scales of another replica with these weights, taken over instead of measured
+    stamp:      name of this state of the weights, as other replicas have it; None: a new one
 
     Raises SyncError; its message says which weights serve.
     """
@@ -126,7 +135,7 @@ def replace_weights(
                 refuse_calibration(state, kv_amax, kv_prompts)
             _refuse_scored(state, scored)
             checked = yield from prepared(state, sent)
-            pairs = source if isinstance(source, RemoteSource) else _begun(manifests.pairs_of(source))
+            pairs = source if isinstance(source, RemoteSource) else _begun(_pairs(state, source))
         except ConfigError as error:
             serve = "the old weights serve, untouched" if before is None else "the engine still refuses to generate"
             raise SyncError(f"{error}. Nothing was sent; {serve}") from error
@@ -136,18 +145,8 @@ def replace_weights(
     counts = {"tensors": 0, "bytes": 0, "chunks": 0}
     try:
         state.refusal = "a sync has begun and not ended"
-        settings = state.settings
-        with _timed(seconds, "begin"):
-            yield from rpc("fp8plan_begin", checked.number, settings.samples, state.version, settings.rollback)
-        with _timed(seconds, "load"):
-            if isinstance(pairs, RemoteSource):
-                yield from _received(pairs, sent, counts)
-            else:
-                counts |= yield from streamed(state, pairs, sent, checked, "fp8plan_load")
-        with _timed(seconds, "finish"):
-            answers = yield from rpc("fp8plan_finish")
-            if differ := next((answer["check"]["differ"] for answer in answers if answer["check"]["differ"]), None):
-                raise ConfigError(f"the live weights differ from what was sent: {', '.join(differ)}")
+        base = _base(state, sent) if before is None else None
+        answers, healed = yield from _written(state, base, pairs, sent, checked, counts, seconds)
         with _timed(seconds, "kv_scales"):
             yield from clean(state)
             state.soiled = True  # until the new weights have proven sound
@@ -155,8 +154,11 @@ def replace_weights(
         with _timed(seconds, "reset"):
             yield Call("reset")
         with _timed(seconds, "score"):
-            score = None if scored is None else (yield from _score(scored, settings.scored_k3))
-            yield from rpc("fp8plan_commit")
+            score = None if scored is None else (yield from _score(scored, state.settings.scored_k3))
+            stamp = uuid4().hex if stamp is None else stamp
+            yield from rpc("fp8plan_commit", stamp)
+            if state.base is not None:
+                state.base.commit(stamp)
             state.soiled = False
     except BaseException as error:
         yield from _fail(state, error, before, scales)
@@ -179,8 +181,99 @@ def replace_weights(
         kv_scales=state.kv_scales,
         kv_source=used,
         scored_k3=score,
+        patched=base is not None and healed is None,
+        healed=healed,
         **counts,
     )
+
+
+def _base(state: SyncState, sent: Manifest) -> Base | None:
+    """Return the base that the engine's weights can be patched from, if it holds these tensors."""
+    base = state.base
+    return base if base is not None and base.stamp is not None and base.manifest == sent else None
+
+
+def _written(
+    state: SyncState,
+    base: Base | None,
+    pairs: Any,
+    sent: Manifest,
+    checked: Checked,
+    counts: dict[str, int],
+    seconds: dict[str, float],
+) -> Generator[Call, Any, tuple[list[Any], str | None]]:
+    """Send what has changed since a base, or all. Returns the workers' reports, and why all after a try to patch."""
+    if base is None or isinstance(pairs, RemoteSource):
+        state.base = None
+        if state.settings.delta is not None and not isinstance(pairs, RemoteSource):
+            state.base = Base(sent, state.settings.delta)
+            pairs = state.base.recorded(pairs)
+        return (yield from _replaced(state, pairs, sent, checked, counts, seconds)), None
+    answers, refusal = yield from _patched(state, base, pairs, checked, counts, seconds)
+    if answers is None:
+        answers = yield from _replaced(state, base.pairs(), sent, checked, counts, seconds)
+    return answers, refusal
+
+
+def _patched(
+    state: SyncState,
+    base: Base,
+    pairs: Iterable[Any],
+    checked: Checked,
+    counts: dict[str, int],
+    seconds: dict[str, float],
+) -> Generator[Call, Any, tuple[list[Any] | None, str | None]]:
+    """Send what has changed since the base. Returns the workers' reports, or None and why they did not take it.
+
+    Whatever they refuse, the base then knows the new state whole, so that a dense sync can follow.
+    """
+    settings, patches = state.settings, base.patches(pairs, checked.reloaded)
+    try:
+        with _timed(seconds, "begin"):
+            yield from rpc("fp8plan_begin", checked.number, 0, state.version, settings.rollback, base.stamp)
+        with _timed(seconds, "load"):
+            parts = loose_chunks(patches, checked, settings.chunk_bytes)
+            few = sum(entry.nbytes for entry in base.manifest) // 100
+            counts |= yield from _handed(state, parts, few, "fp8plan_patch")
+        with _timed(seconds, "finish"):
+            return (yield from _finished(counts["tensors"])), None
+    except ConfigError as error:
+        for _ in patches:  # those that were not sent any more
+            pass
+        if not base.complete:
+            raise  # the trainer's tensors are at fault
+        yield from rpc("fp8plan_abort")
+        return None, str(error)
+
+
+def _replaced(
+    state: SyncState, pairs: Any, sent: Manifest, checked: Checked, counts: dict[str, int], seconds: dict[str, float]
+) -> Generator[Call, Any, list[Any]]:
+    """Send all tensors. Returns the workers' reports."""
+    settings = state.settings
+    with _timed(seconds, "begin"):
+        yield from rpc("fp8plan_begin", checked.number, settings.samples, state.version, settings.rollback)
+    with _timed(seconds, "load"):
+        if isinstance(pairs, RemoteSource):
+            yield from _received(pairs, sent, counts)
+        else:
+            counts |= yield from streamed(state, pairs, sent, checked, "fp8plan_load")
+    with _timed(seconds, "finish"):
+        return (yield from _finished())
+
+
+def _finished(patches: int | None = None) -> Generator[Call, Any, list[Any]]:
+    """Let every worker check what it has written. Raises ConfigError where the live weights differ."""
+    answers = yield from rpc("fp8plan_finish", patches)
+    if differ := next((answer["check"]["differ"] for answer in answers if answer["check"]["differ"]), None):
+        raise ConfigError(f"the live weights differ from what was sent: {', '.join(differ[:4])} ({len(differ)} in all)")
+    return answers
+
+
+def _pairs(state: SyncState, source: Any) -> Iterable[Any]:
+    """Return the pairs of a source in the format that is sent."""
+    pairs = manifests.pairs_of(source)
+    return pairs if state.settings.delta is None else in_format(pairs, frozenset(state.quantised))
 
 
 def _begun(pairs: Iterable[Any]) -> Iterable[Any]:
@@ -216,11 +309,21 @@ def streamed(
     state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: str
 ) -> Generator[Call, Any, dict[str, int]]:
     """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
-    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
     whole = sum(entry.nbytes + ALIGNMENT for entry in manifest)
-    channel = Channel(state.staged_on, min(state.settings.chunk_bytes, whole), state.workers)
+    return (yield from _handed(state, chunks(pairs, checked, state.settings.chunk_bytes), whole, method))
+
+
+def _handed(
+    state: SyncState, parts: Iterable[tuple[list[int], list[Any]]], nbytes: int, method: str
+) -> Generator[Call, Any, dict[str, int]]:
+    """Send chunks of tensors to a method of the workers. Returns counts of tensors, bytes and chunks.
+
+    nbytes: about as many as all take
+    """
+    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
+    channel = Channel(state.staged_on, min(state.settings.chunk_bytes, nbytes), state.workers)
     try:
-        for numbers, tensors in chunks(pairs, checked, state.settings.chunk_bytes):
+        for numbers, tensors in parts:
             counts["chunks"] += 1
             counts["tensors"] += len(tensors)
             counts["bytes"] += sum(tensor.nbytes for tensor in tensors)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from fp8plan.errors import ConfigError, LostEngineError
 from fp8plan.model.precision import precision
 from fp8plan.runtime.interrupts import let_in
+from fp8plan.runtime.weight_sync.delta.base import Base
 from fp8plan.runtime.weight_sync.kv_scales import MARGIN, Scales
 from fp8plan.runtime.weight_sync.manifest import FORMATS, Manifest
 
@@ -42,6 +44,8 @@ class SyncSettings:
     in_place:    write live tensors directly where a trial has shown vLLM's own bits; False: always reload by vLLM
     chunk_bytes: size of one message of tensors
     rollback:    "cpu" or "cuda": keep a copy of the weights there, to return to after a failure; None: no copy
+    delta:       "cpu" or "cuda": keep a copy of what the engine holds there, send only what has changed, and imply
+                 weights_in="fp8_block"; None: send all weights
     samples:     tensors that are compared with the sent ones after a sync
     kv_margin:   KV scales hold this many times the largest magnitudes seen
     scored_k3:   a sync fails above this mean k3 per token of the scored sequence. FP8 shows 0.001 to 0.03, wrong
@@ -54,6 +58,7 @@ class SyncSettings:
     in_place: bool = True
     chunk_bytes: int = 1 << 30
     rollback: str | None = None
+    delta: str | None = None
     samples: int = 4
     kv_margin: float = MARGIN
     scored_k3: float = 0.5
@@ -71,8 +76,11 @@ class SyncSettings:
             raise ConfigError(f"weights_in is {self.weights_in!r}; allowed: {', '.join(FORMATS)}")
         if self.chunk_bytes < 1 or self.samples < 0 or not self.kv_margin >= 1:
             raise ConfigError("allowed: chunk_bytes above 0, samples of 0 or more, kv_margin of 1 or more")
-        if self.rollback not in (None, "cpu", "cuda"):
-            raise ConfigError(f"rollback is {self.rollback!r}; allowed: None, 'cpu', 'cuda' (where the copy is kept)")
+        for name in ("rollback", "delta"):
+            if (place := getattr(self, name)) not in (None, "cpu", "cuda"):
+                raise ConfigError(f"{name} is {place!r}; allowed: None, 'cpu', 'cuda' (where the copy is kept)")
+        if self.delta is not None:
+            object.__setattr__(self, "weights_in", "fp8_block")
 
 
 class Scored(NamedTuple):
@@ -89,12 +97,14 @@ class Checked(NamedTuple):
     groups:  number of each tensor's group: fused tensors must come together
     sizes:   group -> how many tensors it has
     numbers: name -> number of the tensor in the manifest
+    reloaded: name of each tensor that vLLM must reload -> number of its group
     """
 
     number: int
     groups: Sequence[int]
     sizes: Mapping[int, int]
     numbers: Mapping[str, int]
+    reloaded: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -114,6 +124,7 @@ class SyncState:
     version:    number of the weights that serve
     expected:   tensors of the checkpoint it was started with, where known
     prepared:   manifests that the workers have checked
+    base:       the trainer's copy of the weights that serve, where syncs send only what has changed
     kv_scales:  scales of the live engine; None with a BF16 KV cache
     longest_prompt, vocabulary: limits of the engine, in tokens, where known
     quantised:  names of the checkpoint's tensors that the engine holds in FP8, once asked
@@ -134,6 +145,7 @@ class SyncState:
     version: int = 0
     expected: Manifest | None = None
     prepared: dict[tuple[Manifest, bool], Checked] = field(default_factory=dict)
+    base: Base | None = None
     kv_scales: Scales | None = None
     longest_prompt: int | None = None
     vocabulary: int | None = None
@@ -149,6 +161,8 @@ class SyncReport:
     seconds:      time of each phase (prepare, begin, load, finish, kv_scales, reset, score) and "total"; "check" is the
                   self-check's part of begin, load and finish
     tensors, bytes: sent in all
+    patched:      True if only what has changed was sent
+    healed:       why all weights had to be sent after a try to patch the engine's; None if they had not
     chunks:       number of messages
     layers:       dtype of their weights -> modules of one rank
     in_place, reloaded: modules written directly, and by vLLM's layerwise reload
@@ -179,10 +193,13 @@ class SyncReport:
     kv_source: str | None
     scored_k3: float | None
     checks: Sequence[Mapping[str, Any]] = ()
+    patched: bool = False
+    healed: str | None = None
 
     def __str__(self) -> str:
         """Return one line for a log."""
-        text = f"weights {self.version} serve: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"
+        what = "patches" if self.patched else "tensors"
+        text = f"weights {self.version} serve: {self.tensors} {what}, {self.bytes / 1e6:,.1f} MB"
         text += f" in {self.seconds['total']:.3f} s, {self.in_place} modules written in place"
         text += f", {self.reloaded} reloaded by vLLM, {self.compared} samples as sent"
         text += "" if self.weight_error is None else f", weight error {self.weight_error:.2%}"

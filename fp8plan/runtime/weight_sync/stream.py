@@ -63,6 +63,22 @@ def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[
         yield numbers, tensors
 
 
+def loose_chunks(
+    pairs: Iterable[tuple[str, torch.Tensor]], checked: Checked, most: int
+) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """Cut a stream of tensors that may come in any order into chunks as `chunks`."""
+    numbers: list[int] = []
+    tensors: list[torch.Tensor] = []
+    for name, tensor in pairs:
+        numbers.append(checked.numbers[name])
+        tensors.append(tensor)
+        if sum(tensor.nbytes for tensor in tensors) >= most:
+            yield numbers, tensors
+            numbers, tensors = [], []
+    if numbers:
+        yield numbers, tensors
+
+
 def _whole(pairs: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the trainer's pairs, with the shards of each tensor gathered.
 

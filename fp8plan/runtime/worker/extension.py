@@ -65,12 +65,13 @@ class Fp8PlanWorker:
             "number": number,
             "groups": list(prepared.groups),
             "quantised": quantised,
+            "reloaded": [number for number, entry in enumerate(prepared.manifest) if entry.name in prepared.reloads],
             "taken": list(prepared.taken),
         }
 
     @answering
-    def fp8plan_begin(self, number: int, samples: int, version: int, keep: str | None) -> None:
-        self._fp8plan_weights().begin(number, samples, version, keep)
+    def fp8plan_begin(self, number: int, samples: int, version: int, keep: str | None, base: str | None = None) -> None:
+        self._fp8plan_weights().begin(number, samples, version, keep, base)
 
     @answering
     def fp8plan_load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
@@ -81,6 +82,17 @@ class Fp8PlanWorker:
     def fp8plan_load_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
         """Write tensors that another process has put into shared memory (fp8plan.runtime.weight_sync.stream)."""
         self._fp8plan_weights().load(*unpack(opened(self, stage), layout))
+        wait(self.device)
+
+    @answering
+    def fp8plan_patch(self, numbers: Sequence[int], patches: Sequence[torch.Tensor]) -> None:
+        """Write patches (fp8plan.runtime.weight_sync.delta.patch) that lie in this process."""
+        self._fp8plan_weights().patch(numbers, patches)
+
+    @answering
+    def fp8plan_patch_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
+        """Write patches that another process has put into shared memory."""
+        self._fp8plan_weights().patch(*unpack(opened(self, stage), layout))
         wait(self.device)
 
     @answering
@@ -104,13 +116,13 @@ class Fp8PlanWorker:
         return None
 
     @answering
-    def fp8plan_finish(self) -> dict[str, Any]:
+    def fp8plan_finish(self, patches: int | None = None) -> dict[str, Any]:
         left(self)
-        return self._fp8plan_weights().finish()
+        return self._fp8plan_weights().finish(patches)
 
     @answering
-    def fp8plan_commit(self) -> None:
-        self._fp8plan_weights().commit()
+    def fp8plan_commit(self, stamp: str | None = None) -> None:
+        self._fp8plan_weights().commit(stamp)
 
     @answering
     def fp8plan_abort(self) -> bool:

@@ -24,6 +24,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -36,6 +37,7 @@ from fp8plan.runtime.weight_sync.kv_scales import keeping_scales
 from fp8plan.runtime.weight_sync.manifest import Entry, Manifest, Part, checkpoint_manifest, local_folder, not_zero
 from fp8plan.runtime.weight_sync.stream import wait
 from fp8plan.runtime.worker.binding import Binding, Move
+from fp8plan.runtime.worker.patches import Patches
 from fp8plan.runtime.worker.prepare import Prepared, is_matrix, prepare
 from fp8plan.runtime.worker.vllm_reload import NativeReload, Snapshot, refresh
 
@@ -200,6 +202,7 @@ class LiveWeights:
         self._prepared: dict[int, tuple[Prepared, bool]] = {}
         self._running: _Running | None = None
         self._touched = False  # True once the sync that was begun last has written, even after its commit
+        self._stamp: str | None = None  # name of the weights, which patches start from
 
     def prepare(
         self, manifest: Manifest, in_place: bool = True, number: int | None = None, wide: Sequence[str] = ()
@@ -214,19 +217,28 @@ class LiveWeights:
             self._prepared[number] = prepare(self._worker, manifest, in_place, wide), in_place
         return number, self._prepared[number][0]
 
-    def begin(self, number: int, samples: int, version: int, keep: str | None) -> None:
+    def begin(self, number: int, samples: int, version: int, keep: str | None, base: str | None = None) -> None:
         """Open a sync of a prepared manifest.
 
         samples: how many tensors to compare afterwards
         version: number of the sync that served before; each version compares other samples
         keep:    device of a copy of the weights to return to; None: no copy
+        base:    stamp of the weights that patches will change; None: all tensors will come
+
+        Raises ConfigError for patches of other weights than these.
         """
         self._touched = False
         prepared = self._still_prepared(number)
+        if base is not None and base != self._stamp:
+            raise ConfigError("the patches start from other weights than these; allowed: a sync of all weights")
         snapshot = None if keep is None else Snapshot(self._model, keep)
-        reload = NativeReload(self._worker, prepared.past) if prepared.binding.native else None
         chosen = Samples(prepared.manifest, prepared.binding, samples, version)
-        self._running = _Running(prepared, reload, chosen, version + 1, snapshot)
+        self._running = _Running(prepared, chosen, version + 1, snapshot)
+        if base is not None:
+            self._running.patches = Patches(prepared, self._device, partial(NativeReload, self._worker, prepared.past))
+            return
+        reload = NativeReload(self._worker, prepared.past) if prepared.binding.native else None
+        self._running.reload = reload
         if reload is not None:
             self._touched = True
             reload.open()
@@ -244,7 +256,7 @@ class LiveWeights:
                 name, actual = running.prepared.manifest[number].name, f"{tensor.dtype} {list(tensor.shape)}"
                 raise ConfigError(f"{name} is {actual}; announced: {dtype} {list(shape)}")
         moved = [t if t.device == self._device else t.to(self._device, non_blocking=True) for t in tensors]
-        self._touched = True
+        self._touched, self._stamp = True, None
         with torch.no_grad():
             running.flags.append((program.run(moved, self._device), program.parts, program.matrices))
             running.samples.take(program.positions, moved)
@@ -256,26 +268,39 @@ class LiveWeights:
                 running.reload.load(native)
         running.done.update(numbers)
 
-    def finish(self) -> dict[str, Any]:
-        """Close the sync, and return its report with the self-check's result.
+    def patch(self, numbers: Sequence[int], patches: Sequence[torch.Tensor]) -> None:
+        """Write patches, by their tensors' numbers in the manifest. Raises ConfigError as Patches.load does."""
+        running = self._open()
+        assert running.patches is not None
+        self._touched, self._stamp = True, None
+        try:
+            running.patches.load(numbers, patches)
+        finally:
+            running.reload = running.patches.reload
 
-        Raises ConfigError for missing tensors, and as _refuse_content does.
+    def finish(self, patches: int | None = None) -> dict[str, Any]:
+        """Close the sync, and return its report with the self-check's result. patches: number of them that were sent
+
+        Raises ConfigError for missing tensors, and as _refuse_content and Patches.finish do.
         """
         running = self._open()
         prepared = running.prepared
-        if len(running.done) < len(prepared.manifest):
+        if running.patches is None and len(running.done) < len(prepared.manifest):
             missing = [entry.name for number, entry in enumerate(prepared.manifest) if number not in running.done]
             raise ConfigError(f"announced and not sent: {', '.join(missing[:4])} ({len(missing)} in all)")
         self._close(running)
-        self._refuse_content(running)
-        checked = running.samples.compare()
+        if running.patches is None:
+            self._refuse_content(running)
+            checked, seconds = running.samples.compare(), running.samples.seconds
+        else:
+            checked, seconds = running.patches.finish(patches or 0), running.patches.seconds
         return {
             "in_place": len(prepared.binding.direct),
             "reloaded": len(prepared.binding.native),
             "why_reloaded": prepared.why,
             "ignored": list(prepared.ignored),
             "layers": prepared.layers,
-            "check": checked | {"seconds": running.samples.seconds},
+            "check": checked | {"seconds": seconds},
         }
 
     def _refuse_content(self, running: _Running) -> None:
@@ -318,9 +343,10 @@ class LiveWeights:
         """The manifest of the open sync."""
         return self._open().prepared.manifest
 
-    def commit(self) -> None:
-        """Keep the new weights, and let go of the copy of the old ones."""
+    def commit(self, stamp: str | None = None) -> None:
+        """Keep the new weights, and let go of the copy of the old ones. stamp: a name for them, as patches' base"""
         self.version = self._open().version
+        self._stamp = stamp
         self._running = None
 
     def compare(self, number: int) -> Comparison:
@@ -340,7 +366,9 @@ class LiveWeights:
 
     def _close(self, running: _Running) -> None:
         if running.reload is not None:
-            running.reload.close(running.prepared.binding.native)
+            running.reload.close(
+                running.prepared.binding.native if running.patches is None else running.patches.modules
+            )
         else:
             refresh(self._model)
         running.reload = None
@@ -384,9 +412,10 @@ class Comparison:
 @dataclass(slots=True)
 class _Running:
     prepared: Prepared
-    reload: NativeReload | None
     samples: Samples
     version: int
     snapshot: Snapshot | None
+    reload: NativeReload | None = None
+    patches: Patches | None = None
     flags: list[tuple[torch.Tensor, list[Part], list[bool]]] = field(default_factory=list)  # True: a matrix
     done: set[int] = field(default_factory=set)

@@ -89,6 +89,7 @@ class Prepared:
     groups:   number of each tensor's group, which must come together
     layers:   dtype of their weights -> how many modules
     taken:    elements of each tensor that this rank loads
+    reloads:  tensor that goes through vLLM's reload -> modules that it feeds
     wide:     tensors that may be FP32, whatever dtype the model keeps
     past:     (module, parameter) that vLLM's reload must be told of (vllm_reload.NativeReload)
     programs: the writes of each chunk that has come
@@ -103,6 +104,7 @@ class Prepared:
     groups: tuple[int, ...]
     layers: dict[str, int]
     taken: tuple[int, ...]
+    reloads: Mapping[str, tuple[str, ...]]
     wide: tuple[str, ...]
     past: frozenset[tuple[str, str]]
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
@@ -167,6 +169,7 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str]
         ignored=ignored,
         groups=_groups(manifest, load_map),
         layers=_precisions(binding, layers),
+        reloads={name: fed for name, fed in load_map.modules.items() if not binding.native.keys().isdisjoint(fed)},
         taken=tuple(entry.numel if entry.name in ignored else load_map.taken[entry.name] for entry in manifest),
         wide=tuple(wide),
         past=load_map.past,

@@ -87,6 +87,7 @@ class NativeReload:
         self._model = worker.model_runner.get_model()
         self._past = past
         self._loaders: list[tuple[Any, Any]] = []
+        self._kernels: list[tuple[Any, Any]] = []
         self._before: Places | None = None
 
     def open(self) -> None:
@@ -94,7 +95,7 @@ class NativeReload:
 
         self._before = Places(self._model)
         with self._guarded():
-            _before_cpu_reload(self._model)
+            self._kernels = _taken_kernels(self._model)
             self._take_loaders()
             initialize_layerwise_reload(self._model)
 
@@ -113,6 +114,8 @@ class NativeReload:
         with self._guarded():
             self._refuse_unloaded(modules)
             finalize_layerwise_reload(self._model, self._worker.model_runner.model_config)
+        for method, kernel in self._kernels:
+            method.moe_kernel = kernel if method.moe_kernel is None else method.moe_kernel  # got no weights
         self._before = None
         self._give_loaders_back()
         refresh(self._model)
@@ -213,12 +216,18 @@ def refresh_expert_scales(model: torch.nn.Module) -> None:
                 own.copy_(live)
 
 
-def _before_cpu_reload(model: torch.nn.Module) -> None:
-    """Take the kernel away from BF16 experts on a CPU: they are packed only while they have none."""
+def _taken_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Take the kernels away from BF16 experts on a CPU, which are packed only while they have none.
+
+    Returns their methods, each with its kernel.
+    """
+    kernels = []
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
         if type(method).__name__ == "UnquantizedFusedMoEMethod" and _on_cpu(layer):
+            kernels.append((method, method.moe_kernel))
             method.moe_kernel = None
+    return kernels
 
 
 def refresh(model: torch.nn.Module) -> None:

@@ -1,0 +1,121 @@
+"""The trainer's copy of the tensors that an engine holds, from which the next sync's patches are made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.quantize.block_fp8 import described
+from fp8plan.runtime.quantize.targets import quantized
+from fp8plan.runtime.weight_sync.delta.patch import Change, apply, change, is_shorter_whole, packed, whole
+from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, gathered, pair_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Base:
+    """The tensors that all replicas hold, by name, in the format that is sent.
+
+    manifest: entries of the tensors
+    device:   where they are kept, "cpu" or "cuda"
+    stamp:    name of this state, which the workers keep, too; None before the first commit
+    complete: True once `patches` has seen all tensors of the next state
+
+    Between two commits the changes wait: a sync that fails leaves the base as it was.
+    """
+
+    def __init__(self, manifest: Manifest, device: str) -> None:
+        self.manifest, self.device = manifest, device
+        self.stamp: str | None = None
+        self.complete = False
+        self._tensors: dict[str, Tensor] = {}
+        self._changes: dict[str, Change] = {}
+
+    def recorded(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the pairs of a dense sync, and keep a copy of each tensor."""
+        self._changes.clear()
+        for name, tensor in pairs:
+            whole_tensor = gathered(tensor)
+            self._tensors[name] = whole_tensor.to(self.device, copy=True).contiguous()
+            yield name, whole_tensor
+
+    def patches(self, pairs: Iterable[tuple[str, Tensor]], groups: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, patch) for each tensor that differs from the base, uint8 [bytes] on the base's device.
+
+        groups: tensor that vLLM must reload -> number of its group. If one of a group differs, all its tensors are
+                sent whole
+
+        `complete` is True once all pairs have come. Raises ConfigError for tensors that are missing or other than
+        announced.
+        """
+        self.complete = False
+        self._changes.clear()
+        missing, sizes = dict.fromkeys(self._tensors), Counter(groups.values())
+        waiting: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in pairs:
+            if name not in missing:
+                raise ConfigError(f"{name} {'came twice' if name in self._tensors else 'was not announced'}")
+            del missing[name]
+            base, new = self._tensors[name], gathered(tensor)
+            if new.shape != base.shape or new.dtype != base.dtype:
+                raise ConfigError(f"{name} is {described(new)}; announced: {described(base)}")
+            new = new.to(base.device)
+            group = groups.get(name)
+            if group is None:
+                made = change(base, new)
+                if made is not None:
+                    shorter = is_shorter_whole(made, new.numel())
+                    yield name, self._changed(name, whole(new.clone()) if shorter else made)
+                continue
+            members = waiting.setdefault(group, {})
+            members[name] = new.clone()
+            if len(members) == sizes[group]:
+                del waiting[group]
+                if any(change(self._tensors[each], tensor) is not None for each, tensor in members.items()):
+                    yield from ((each, self._changed(each, whole(tensor))) for each, tensor in members.items())
+        if missing:
+            raise ConfigError(f"announced and not sent: {', '.join(list(missing)[:4])} ({len(missing)} in all)")
+        self.complete = True
+
+    def _changed(self, name: str, made: Change) -> Tensor:
+        """Note a change until the next commit, and return its patch."""
+        self._changes[name] = made
+        return packed(made, self._tensors[name].numel())
+
+    def commit(self, stamp: str) -> None:
+        """Move the base on, and name it: the replicas have committed what was sent."""
+        for name, made in self._changes.items():
+            apply(self._tensors[name], made)
+        self._changes.clear()
+        self.stamp = stamp
+
+    def pairs(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors as a dense sync sends them, with the changes that wait."""
+        for name, tensor in self._tensors.items():
+            made = self._changes.get(name)
+            if made is not None:
+                tensor = tensor.clone()
+                apply(tensor, made)
+            yield name, tensor
+
+
+def in_format(pairs: Iterable[object], fp8: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a trainer's pairs in the format of a base: the tensors named in `fp8` as E4M3, followed by their scales.
+
+    Pairs that are quantised already pass. Raises ConfigError as pair_of does.
+    """
+    import torch
+
+    for item in pairs:
+        name, tensor = pair_of(item)
+        if name not in fp8 or tensor.element_size() == 1:
+            yield name, tensor
+            continue
+        matrices = gathered(tensor)
+        parts = quantized(list(matrices.reshape(-1, *matrices.shape[-2:])))
+        for suffix, which in (("", 0), (SCALE_SUFFIX, 1)):
+            stack = torch.stack([part[which] for part in parts])
+            yield name + suffix, stack.reshape(*matrices.shape[:-2], *stack.shape[-2:])

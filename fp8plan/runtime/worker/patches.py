@@ -1,0 +1,147 @@
+"""Patches of a worker's live weights: the places and values of a sparse sync, written where a dense one writes.
+
+A tensor may be cut over ranks and fused with others. The moves of the load map (runtime.worker.binding) say which box
+of it is which part of a live tensor. A place of a patch is written by each move whose box holds it. Afterwards each
+move reads its part back, and compares the digests of all tiles that lie whole in its box. Tensors that vLLM must reload
+come whole, together with all others of their modules.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.quantize.targets import FINITE, NOT_FINITE, content
+from fp8plan.runtime.weight_sync.delta.patch import TILE, Change, bits, digests, flat, unpacked
+from fp8plan.runtime.worker.binding import Move
+from fp8plan.runtime.worker.prepare import Prepared, is_matrix
+from fp8plan.runtime.worker.vllm_reload import NativeReload
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Span = tuple[int, int]  # start and stop
+
+
+class Patches:
+    """The patches of one open sync.
+
+    modules: those that vLLM's reload has got all tensors for
+    reload:  that reload once it has begun
+    """
+
+    def __init__(self, prepared: Prepared, device: torch.device, new_reload: Callable[[], NativeReload]) -> None:
+        self._prepared, self._device, self._new_reload = prepared, device, new_reload
+        self._written: dict[int, Tensor] = {}  # number in the manifest -> digests
+        self._flags: list[tuple[str, bool, Tensor]] = []
+        self.modules: set[str] = set()
+        self.reload: NativeReload | None = None
+        self.seconds = 0.0
+
+    def load(self, numbers: Sequence[int], patches: Sequence[Tensor]) -> None:
+        """Write patches, by their tensors' numbers in the manifest. Raises ConfigError for bytes that are none."""
+        native = []
+        for number, patch in zip(numbers, patches, strict=True):
+            entry, dtype = self._prepared.manifest[number], self._prepared.specs[number][1]
+            try:
+                made = unpacked(patch.to(self._device), dtype, entry.shape)
+            except ConfigError as error:
+                raise ConfigError(f"{entry.name}: {error}") from error
+            whole_matrix = made.places is None and is_matrix(entry.shape)
+            self._flags.append((entry.name, whole_matrix, content(made.words.view(dtype).float())))
+            if entry.name in self._prepared.reloads:
+                if made.places is not None:
+                    raise ConfigError(f"{entry.name} came as a patch, and vLLM must reload it")
+                native.append((entry.name, made.words.view(dtype).view(entry.shape)))
+            for move in self._prepared.binding.moves.get(entry.name, ()):
+                write(move, made, entry.shape)
+            self._written[number] = made.digests
+        if not native:
+            return
+        if self.reload is None:
+            self.reload = self._new_reload()
+            self.reload.open()
+        self.reload.load(native)
+        self.modules.update(module for name, _ in native for module in self._prepared.reloads[name])
+
+    def finish(self, count: int) -> dict[str, Any]:
+        """Check all patches, and return the result. count: patches that were sent
+
+        Raises ConfigError for patches that did not come, values that are not finite, matrices of zeros, and live
+        tensors that differ.
+        """
+        import torch
+
+        begun = time.perf_counter()
+        if len(self._written) != count:
+            raise ConfigError(f"{len(self._written)} patches of {count} have come")
+        for name, whole_matrix, flag in self._flags:
+            held = int(flag)  # waits for the GPU
+            if held == NOT_FINITE:
+                raise ConfigError(f"not finite: {name}; allowed: no NaN, no Inf")
+            if whole_matrix and held != FINITE:
+                raise ConfigError(f"all zeros: {name}")
+        compared, differ = 0, []
+        for number, sent in self._written.items():
+            entry = self._prepared.manifest[number]
+            for move in self._prepared.binding.moves.get(entry.name, ()):
+                for ours, theirs in compared_tiles(move, sent, entry.shape):
+                    compared += 1
+                    differ += [] if torch.equal(ours, theirs) else [entry.name]
+        self.seconds += time.perf_counter() - begun
+        return {"compared": compared, "differ": list(dict.fromkeys(differ)), "weight_error": None}
+
+
+def write(move: Move, made: Change, shape: Sequence[int]) -> None:
+    """Write those changed values that a move takes. shape: of the tensor that was sent"""
+    (top, bottom), (left, right) = box(move, shape)
+    target = matrix(move)
+    if made.places is None:
+        target.copy_(made.words.view(flat(shape))[top:bottom, left:right])
+        return
+    row = made.places // flat(shape)[1]
+    column = made.places - row * flat(shape)[1]
+    words = made.words
+    if (bottom - top, right - left) != flat(shape):
+        inside = (row >= top) & (row < bottom) & (column >= left) & (column < right)
+        row, column, words = row[inside], column[inside], words[inside]
+    target[row - top, column - left] = words
+
+
+def box(move: Move, shape: Sequence[int]) -> tuple[Span, Span]:
+    """Return the rows and columns of the sent tensor that a move takes, with leading dimensions counted as rows."""
+    *leading, rows, columns = [(0, 1), *move.source] if len(shape) == 1 else move.source
+    first = 0
+    for (start, _), size in zip(leading, shape, strict=False):
+        first = first * size + start
+    height = shape[-2] if len(shape) > 1 else 1
+    return (first * height + rows[0], first * height + rows[1]), columns
+
+
+def matrix(move: Move) -> Tensor:
+    """Return a move's target as a matrix of bit patterns."""
+    target = bits(move.target)
+    return target.unsqueeze(0) if target.dim() == 1 else target
+
+
+def compared_tiles(move: Move, sent: Tensor, shape: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the digests of a move's live part and those that were sent, of the tiles that lie whole in its box."""
+    live, whole, item = matrix(move), flat(shape), move.target.element_size()
+    sides = (TILE[0], TILE[1] // item)
+    spans = [_whole_tiles(span, side, size) for span, side, size in zip(box(move, shape), sides, whole, strict=True)]
+    if any(start >= stop for start, stop in spans):
+        return
+    cuts = [
+        slice(start * side - begin, min(stop * side, size) - begin)
+        for (start, stop), side, size, (begin, _) in zip(spans, sides, whole, box(move, shape), strict=True)
+    ]
+    yield digests(live[cuts[0], cuts[1]]), sent[slice(*spans[0]), slice(*spans[1])]
+
+
+def _whole_tiles(span: Span, side: int, size: int) -> Span:
+    """Return the tiles that lie in a span of a side of `size`; the last tile may be cut by the side's end."""
+    start, stop = span
+    return -(-start // side), -(-stop // side) if stop == size else stop // side

@@ -1,0 +1,80 @@
+"""Patches of a tensor that ranks and fused layers have cut: each part gets its own values, and checks its own tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8plan.runtime.weight_sync.delta.patch import bits, change, whole
+from fp8plan.runtime.worker.binding import Move
+from fp8plan.runtime.worker.patches import compared_tiles, write
+
+SHAPES = ((513,), (300, 1100), (3, 257, 640))
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, list[Move]]:
+    """A tensor, the next one, and moves of it into parts of larger live tensors; together they take all of it."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    shape = draw(st.sampled_from(SHAPES))
+    dtype = draw(st.sampled_from([torch.float8_e4m3fn, torch.bfloat16]))
+    old = torch.randn(shape, generator=generator).to(dtype)
+    new = old.clone()
+    bits(new)[torch.rand(shape, generator=generator) < draw(st.sampled_from([1e-3, 0.05, 0.9]))] ^= 3
+    spans = []
+    for size in shape[-2:]:
+        inner = draw(st.lists(st.integers(1, size - 1), max_size=2, unique=True).map(sorted))
+        spans.append(list(zip([0, *inner], [*inner, size], strict=True)))
+    moves = []
+    for lead in range(shape[0] if len(shape) == 3 else 1):
+        head = ((lead, lead + 1),) if len(shape) == 3 else ()
+        part = old[lead] if head else old
+        if len(shape) == 1:
+            boxes = [(span,) for span in spans[0]]
+        else:
+            boxes = [(rows, columns) for rows in spans[0] for columns in spans[1]]
+        for box in boxes:
+            source = part[tuple(slice(*span) for span in box)]
+            fused = torch.zeros([size + 9 for size in source.shape], dtype=torch.float32).to(dtype)
+            target = fused[tuple(slice(4, 4 + size) for size in source.shape)]
+            target.copy_(source)
+            moves.append(Move((*head, *box), target, None))
+    return old, new, moves
+
+
+def expected(move: Move, tensor: torch.Tensor) -> torch.Tensor:
+    return bits(tensor[tuple(slice(*span) for span in move.source)].reshape(move.target.shape))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts(), st.booleans())
+def test_every_part_gets_its_own_values(case: tuple[torch.Tensor, torch.Tensor, list[Move]], all_values: bool) -> None:
+    old, new, moves = case
+    made = whole(new) if all_values else change(old, new)
+    if made is None:
+        return
+    for move in moves:
+        write(move, made, new.shape)
+        assert torch.equal(bits(move.target), expected(move, new))
+        for ours, theirs in compared_tiles(move, made.digests, new.shape):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [((0, 300), (0, 1100)), ((128, 256), (512, 1024)), ((256, 300), (0, 512))]
+)
+def test_a_tile_that_lies_whole_in_a_part_shows_a_wrong_value(rows: tuple[int, int], columns: tuple[int, int]) -> None:
+    new = torch.randn(300, 1100).to(torch.float8_e4m3fn)
+    live = new[slice(*rows), slice(*columns)].clone()
+    move, sent = Move((rows, columns), live, None), whole(new).digests
+    assert all(torch.equal(*pair) for pair in compared_tiles(move, sent, new.shape))
+    bits(live)[-1, -1] ^= 1
+    assert not all(torch.equal(*pair) for pair in compared_tiles(move, sent, new.shape))
+
+
+def test_a_part_without_a_whole_tile_has_none_to_compare() -> None:
+    new = torch.randn(300, 1100).to(torch.bfloat16)
+    move = Move(((5, 120), (0, 1100)), new[5:120].clone(), None)
+    assert list(compared_tiles(move, whole(new).digests, new.shape)) == []
