@@ -195,7 +195,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         makespan_s=makespan,
         makespan_low_s=low,
         makespan_high_s=high,
-        output_tokens=sum(p.total(p.steps * p.sampled_requests) for p in replicas),
+        output_tokens=sum(p.total(p.steps * p.made) for p in replicas),
         num_steps=plan.num_steps,
         preemptions=sum(p.num_preemptions for p in replicas),
         recomputed_tokens=sum(p.total(p.recomputed_tokens) for p in replicas),
@@ -209,7 +209,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
             decode_requests=plan.decode_requests,
             waiting=plan.waiting,
             used_blocks=plan.used_blocks,
-            output_tokens=plan.weights * plan.sampled_requests,
+            output_tokens=plan.weights * plan.made,
         ),
         log_gradient={name: value / makespan for name, value in gradient.items()},
         simulated=plan.sampled.requests / sum(p.requests for p in replicas) if plan.sampled else 1.0,
@@ -257,7 +257,7 @@ def _row_seconds(
     in_engine = [seconds * plan.weights * model.pace for seconds, plan in zip(step_seconds, replicas, strict=True)]
     passing = len(replicas) if model.inside in ONE_FOR_ALL else 1  # replicas whose tokens pass the same front
     fronts = [
-        front_cost(model.inside, engine, passing * plan.weights * plan.sampled_requests, model.profile)
+        front_cost(model.inside, engine, passing * plan.weights * plan.made, model.profile)
         for engine, plan in zip(in_engine, replicas, strict=True)
     ]
     return in_engine, fronts
@@ -295,17 +295,18 @@ def step_batch(plan: Schedule) -> StepBatch:
     """The mean step of each row. Only a row of one step counts as following the row before."""
     return StepBatch(
         decode_requests=plan.decode_requests,
-        decode_kv_tokens=plan.decode_kv_tokens + plan.decode_requests * (plan.steps - 1) / 2,
+        decode_kv_tokens=plan.decode_kv_tokens + plan.gained * plan.decode_requests * (plan.steps - 1) / 2,
         prefill_tokens=plan.prefill_tokens,
         prefill_requests=plan.prefill_requests,
         prefill_kv_tokens=plan.prefill_kv_tokens,
         prefill_pairs=plan.prefill_pairs,
-        sampled_requests=plan.sampled_requests,
+        sampled_requests=plan.sampled_requests + (plan.queries - 1) * plan.decode_requests,
         windows=tuple(
             WindowReads(x.kind, x.window, x.decode_kv_tokens / plan.steps, x.prefill_kv_tokens, x.prefill_pairs)
             for x in plan.windows
         ),
         follows=plan.steps == 1,
+        queries=plan.queries,
     )
 
 
@@ -333,7 +334,7 @@ def pace_error(plan: Schedule, seconds: Array) -> float:
     if plan.sampled is None:
         return 0.0
     middle = plan.sampled.repeats > 1
-    tokens = np.cumsum((plan.weights * plan.sampled_requests)[middle])
+    tokens = np.cumsum((plan.weights * plan.made)[middle])
     times = np.cumsum(seconds[middle])
     ends = np.interp(np.linspace(0, tokens[-1], CHUNKS + 1), np.append(0, tokens), np.append(0, times))
     paces = np.diff(ends)

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -31,6 +32,14 @@ CONFIG = {
 }
 
 
+class Drafts(NamedTuple):
+    """Drafts of n-grams: their number in a step, the number accepted, and the slots that a draft head would need."""
+
+    tokens: int
+    accepted: Callable[[], int]
+    lookahead: int = 0
+
+
 class Step(NamedTuple):
     prefill_tokens: int
     decode_tokens: int
@@ -50,7 +59,7 @@ def _model_config(max_model_len: int):
     return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=max_model_len, seed=0)
 
 
-def _scheduler(limits, num_blocks: int, max_model_len: int, groups, retain_all: bool):
+def _scheduler(limits, num_blocks: int, max_model_len: int, groups, retain_all: bool, drafts: Drafts | None):
     """The scheduler, and the block size its requests are hashed by."""
     from vllm.config import CacheConfig, DeviceConfig, SchedulerConfig, VllmConfig
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
@@ -65,7 +74,7 @@ def _scheduler(limits, num_blocks: int, max_model_len: int, groups, retain_all: 
         max_model_len=max_model_len,
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
-        async_scheduling=limits.async_scheduling,
+        async_scheduling=limits.async_scheduling and not drafts,  # n-grams forbid it, and are only stand-ins here
         scheduler_reserve_full_isl=limits.scheduler_reserve_full_isl,
     )
     cache_config = CacheConfig(
@@ -76,6 +85,7 @@ def _scheduler(limits, num_blocks: int, max_model_len: int, groups, retain_all: 
         scheduler_config=scheduler_config,
         cache_config=cache_config,
         device_config=DeviceConfig("cpu"),
+        speculative_config=drafts and _ngrams(drafts.tokens, max_model_len),
     )
     # VllmConfig has turned it off where vLLM runs on a CPU; max_in_flight_tokens reads it.
     config.scheduler_config.async_scheduling = limits.async_scheduling
@@ -96,7 +106,22 @@ def _scheduler(limits, num_blocks: int, max_model_len: int, groups, retain_all: 
     kind = AsyncScheduler if limits.async_scheduling else Scheduler
     block, hashed = resolve_kv_cache_block_sizes(kv, config)
     structured = StructuredOutputManager(config)
-    return kind(config, kv, structured, block_size=block, hash_block_size=hashed, log_stats=True), hashed
+    scheduler = kind(config, kv, structured, block_size=block, hash_block_size=hashed, log_stats=True)
+    if drafts:
+        scheduler.num_lookahead_tokens = drafts.lookahead
+    return scheduler, hashed
+
+
+def _ngrams(tokens: int, max_model_len: int):
+    from vllm.config import ParallelConfig, SpeculativeConfig
+
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=tokens,
+        prompt_lookup_max=3,
+        target_model_config=_model_config(max_model_len),
+        target_parallel_config=ParallelConfig(),
+    )
 
 
 def _full(block_size: int):
@@ -156,19 +181,28 @@ def _add_requests(scheduler, hashed: int, prompts, responses, prompt_ids, limits
 
 
 def run(
-    prompts, responses, prompt_ids, num_blocks: int, limits, groups=(), retain_all: bool = False, served=None
+    prompts,
+    responses,
+    prompt_ids,
+    num_blocks: int,
+    limits,
+    groups=(),
+    retain_all: bool = False,
+    served=None,
+    drafts: Drafts | None = None,
 ) -> list[Step]:
     """One Step per engine step that does any work, until every request has finished.
 
     A preemption in a step without work is counted in the next step with some.
 
     served: a list that receives, for each Step, the requests that got a token
+    drafts: every decoding request has so many drafts in each step (only with synchronous scheduling)
     """
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-    longest = int((prompts + responses).max())
+    longest = int((prompts + responses).max()) + (3 * drafts.tokens if drafts else 0)  # so that no draft is cut off
     max_model_len = max(longest, limits.max_num_batched_tokens)
-    scheduler, hashed = _scheduler(limits, num_blocks, max_model_len, groups, retain_all)
+    scheduler, hashed = _scheduler(limits, num_blocks, max_model_len, groups, retain_all, drafts)
     _add_requests(scheduler, hashed, prompts.tolist(), responses.tolist(), prompt_ids.tolist(), limits)
     in_flight: deque = deque()
     steps: list[Step] = []
@@ -187,7 +221,8 @@ def run(
             # Every sample generates its own tokens, so that siblings share prompt blocks and nothing else.
             done = request.num_computed_tokens >= request.num_tokens
             token = 2_000 + (int(request_id) * 104_729 + request.num_computed_tokens * 31) % 900_000
-            sampled.append([token] if done else [])
+            accepted = drafts.accepted() if drafts and request_id in output.scheduled_spec_decode_tokens else 0
+            sampled.append([token + 7 * i for i in range(1 + accepted)] if done else [])
         used = num_blocks - scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         preemptions += len(output.preempted_req_ids or ())
         if ids:
@@ -200,4 +235,6 @@ def run(
         # The asynchronous engine schedules a step before it has seen the tokens of the one before.
         if len(in_flight) > limits.async_scheduling or not ids:
             scheduler.update_from_output(*in_flight.popleft())
+        if drafts and not limits.async_scheduling:  # which has placeholders for drafts
+            scheduler.update_draft_token_ids(DraftTokenIds(ids, [[1] * drafts.tokens for _ in ids]))
     return steps

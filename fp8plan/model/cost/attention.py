@@ -6,7 +6,7 @@
               tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds) (+ wide heads)
     seconds = launch + decode + prefill
 
-Decode: in each round an SM takes one KV head of one request, or a part of it (`parts_of`;
+Decode: in each round an SM takes one KV head of one request (a tile), or a part of it (`parts_of`;
 benchmarks/steps_by_batch.py shows the rounds). Other backends than FlashAttention 3 are assumed to fill the SMs.
 An SM computes whole key blocks (`key_block`): on average half a block more than it reads. A window begins anywhere in a
 block, and adds another half.
@@ -175,18 +175,19 @@ def quantise_query_cost(tokens: Array, width: int, gpu: Gpu, profile: Profile) -
 def _decode(
     b: StepBatch, edge: Array, attention: Attention, precision: Precision, tp: int, gpu: Gpu, profile: Profile
 ) -> Cost:
-    prefix, kv_heads = f"attention.{precision.kv}", heads_per_rank(attention, tp)[1]
+    prefix, (query_heads, kv_heads) = f"attention.{precision.kv}", heads_per_rank(attention, tp)
 
     def coefficient(part: str) -> tuple[str, float]:
         return profile.named(f"{prefix}.decode_{part}")
 
-    heads = b.decode_requests * float(kv_heads)
+    tiles = kv_heads * -(-query_heads // kv_heads * b.queries // TILE_ROWS)  # of a request
+    heads = b.decode_requests * float(tiles)
     cuts = profile.backend(prefix) == FLASH_ATTENTION_3
     parts = parts_of(b, heads, gpu.sm_count) if cuts else heads
     rounds = np.ceil(parts / gpu.sm_count) if cuts else parts / gpu.sm_count
     bytes_ = b.decode_kv_tokens * float(kv_bytes_per_token(attention, precision, tp))
     computed = b.decode_kv_tokens + b.decode_requests * edge if cuts else b.decode_kv_tokens
-    share = kv_heads * computed / np.maximum(parts, 1)  # tokens of one part
+    share = tiles * computed / np.maximum(parts, 1)  # tokens of one part
     each = (attention.head_dim + attention.value_dim) * float(precision.kv_element_bytes)
     part = times(np.ones_like(share), *coefficient("tile_seconds"))
     if f"{prefix}.decode_sm_bandwidth" in profile.coefficients:

@@ -42,9 +42,10 @@ class StepBatch:
     """The work of engine steps. Every field but `windows` is a float64 or int64 array of shape (steps,).
 
     follows: bool, True for a step that comes right after the previous one in the arrays; None: all False
+    queries: tokens that each decoding request computes in a step: its newest one, and drafts to verify
     """
 
-    decode_requests: Array  # requests that get one token each
+    decode_requests: Array  # requests that decode
     decode_kv_tokens: Array  # KV tokens those requests read, summed over them
     prefill_tokens: Array  # prompt tokens, or recomputed ones, in this step
     prefill_requests: Array  # chunks they are cut into
@@ -53,9 +54,10 @@ class StepBatch:
     sampled_requests: Array  # rows through lm_head and the sampler
     windows: tuple[WindowReads, ...] = ()  # one for each window of the model's attention
     follows: Array | None = None
+    queries: int = 1
 
 
-QUANTITIES = tuple(field.name for field in fields(StepBatch) if field.name not in ("windows", "follows"))
+QUANTITIES = tuple(field.name for field in fields(StepBatch) if field.name not in ("windows", "follows", "queries"))
 READS = tuple(field.name for field in fields(WindowReads) if field.name not in ("kind", "window"))
 
 
@@ -70,7 +72,8 @@ def joined(batches: Sequence[StepBatch]) -> StepBatch:
         for same in zip(*(batch.windows for batch in batches), strict=True)
     )
     follows = np.concatenate([following(batch) for batch in batches])
-    return StepBatch(**concatenated(batches, QUANTITIES), windows=windows, follows=follows)
+    (queries,) = {batch.queries for batch in batches}
+    return StepBatch(**concatenated(batches, QUANTITIES), windows=windows, follows=follows, queries=queries)
 
 
 def following(batch: StepBatch) -> Array:
@@ -81,7 +84,7 @@ def following(batch: StepBatch) -> Array:
 
 def tokens_of(batch: StepBatch) -> Array:
     """The tokens of each step, int64 of shape (steps,)."""
-    return whole(batch.decode_requests + batch.prefill_tokens)
+    return whole(batch.decode_requests * batch.queries + batch.prefill_tokens)
 
 
 def whole(values: Array) -> Array:

@@ -139,25 +139,25 @@ def _decode(
 ) -> Cost:
     prefix = f"mla.{precision.kv}.decode"
     bytes_ = read.decode_kv_tokens * float(latent_bytes(latent, precision))
-    tiles = read.decode_requests * float(_tiles(latent, tp))
+    tiles = read.decode_requests * float(_tiles(latent, tp, read.queries))
     if precision.kv == "fp8":
         parts, rounds = tiles, tiles / gpu.sm_count
     else:
         parts = parts_of(read, tiles, gpu.sm_count)
         rounds = np.ceil(parts / gpu.sm_count)
     computed = read.decode_kv_tokens + read.decode_requests * (KEY_BLOCK / 2)
-    flops = computed * decode_flops(latent, tp) / np.maximum(parts, 1)
+    flops = computed * decode_flops(latent, tp, read.queries) / np.maximum(parts, 1)
     part = traffic(flops, gpu.bf16_flops / gpu.sm_count, profile.named(f"{prefix}_compute_efficiency"))
     part = part + times(np.ones_like(flops), *profile.named(f"{prefix}_tile_seconds"))
     memory = traffic(bytes_, gpu.memory_bandwidth, profile.named(f"{prefix}_bandwidth_efficiency"))
-    queries = read.decode_requests * float(latent.heads // tp * latent.latent_width * BF16_BYTES)
+    queries = read.decode_requests * float(read.queries * (latent.heads // tp) * latent.latent_width * BF16_BYTES)
     absorbed = times(queries / gpu.memory_bandwidth, *profile.named(f"mla.{precision.kv}.absorbed_passes"))
     return norm8(memory, part.scaled(rounds)) + absorbed
 
 
-def _tiles(latent: LatentAttention, tp: int) -> int:
-    """Tiles of one rank's heads."""
-    return -(-(latent.heads // tp) // TILE_HEADS)
+def _tiles(latent: LatentAttention, tp: int, queries: int) -> int:
+    """Tiles of one rank's heads, for that many query tokens."""
+    return -(-queries * (latent.heads // tp) // TILE_HEADS)
 
 
 def read_by(batch: StepBatch, latent: LatentAttention) -> StepBatch:
@@ -172,14 +172,14 @@ def latent_bytes(latent: LatentAttention, precision: Precision) -> int:
     return latent.latent_width * precision.kv_element_bytes
 
 
-def decode_flops(latent: LatentAttention, tp: int) -> int:
-    """FLOPs of one decoded token on one latent, on one rank: q k^T over all of it, p v over its first part."""
-    return 2 * _tiles(latent, tp) * TILE_HEADS * (latent.kv_lora_rank + latent.latent_width)
+def decode_flops(latent: LatentAttention, tp: int, queries: int = 1) -> int:
+    """FLOPs of a request's query tokens on one latent, on one rank: q k^T over all of it, p v over its first part."""
+    return 2 * _tiles(latent, tp, queries) * TILE_HEADS * (latent.kv_lora_rank + latent.latent_width)
 
 
 def _index_cost(batch: StepBatch, indexer: Indexer, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of the choice of tokens. Every rank makes the whole choice."""
-    pairs = batch.decode_kv_tokens + batch.prefill_pairs
+    pairs = batch.decode_kv_tokens * batch.queries + batch.prefill_pairs
     flops = pairs * float(2 * indexer.heads * indexer.head_dim)
     keys = (batch.decode_kv_tokens + batch.prefill_kv_tokens) * float(indexer.head_dim)
     product = norm2(
@@ -278,9 +278,9 @@ def flops(batch: StepBatch, mixer: Mixer, tp: int) -> Array:
     """FLOPs of one layer's mixer without its linears, shape (steps,)."""
     if isinstance(mixer, Attention):
         read = seen(batch, mixer)
-        return (read.decode_kv_tokens + read.prefill_pairs) * float(flops_per_pair(mixer, tp))
+        return (read.decode_kv_tokens * read.queries + read.prefill_pairs) * float(flops_per_pair(mixer, tp))
     if isinstance(mixer, LatentAttention):
         read, heads = read_by(batch, mixer), mixer.heads // tp
         prefill = read.prefill_pairs * float(2 * heads * (mixer.query_width + mixer.v_head_dim))
-        return prefill + read.decode_kv_tokens * float(decode_flops(mixer, tp))
+        return prefill + read.decode_kv_tokens * float(decode_flops(mixer, tp, read.queries))
     return batch.prefill_tokens * (0.0 if isinstance(mixer, ShortConv) else float(scan_flops(mixer, tp)))

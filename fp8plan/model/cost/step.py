@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,7 @@ from fp8plan.model.profile.library import rare_parts, with_kernels
 from fp8plan.model.profile.profile import GPU_PACE, Profile, layout_pace, precision_pace
 from fp8plan.version import DEFAULT_VERSION
 
+PREFILL = ("prefill_tokens", "prefill_requests", "prefill_kv_tokens", "prefill_pairs")  # fields of a StepBatch
 NEXT = " of next"  # suffix of the derivatives of the next step's seconds
 
 
@@ -73,6 +74,7 @@ class StepModel:
 
     layers, head: the linears of one rank, and lm_head
     cache_groups: groups of layers with their own block table (fp8plan.model.memory.kv_plan)
+    drafts:       tokens that a draft head drafts for each request after a step: a layer like the last, and lm_head
     experts_hit:  distinct experts of a layer that a step's tokens go to; None: as under even routing
     inside:       the program that calls the engine, one of fp8plan.model.cost.host.INSIDE
     engine_version: version of vLLM
@@ -87,6 +89,7 @@ class StepModel:
     cache_groups: int = 1
     inside: str = OWN
     engine_version: str = DEFAULT_VERSION
+    drafts: int = 0
     layers: list[Linear] = field(init=False, repr=False, compare=False)
     head: Linear = field(init=False, repr=False, compare=False)
     _sustained: Profile = field(init=False, repr=False, compare=False)
@@ -168,7 +171,7 @@ class StepModel:
     def padded(self, batch: StepBatch) -> Array:
         """The tokens that the engine runs in each step, rounded up to a captured CUDA graph if there is one."""
         tokens = tokens_of(batch)
-        sizes = np.array((0, *self._graphs), dtype=np.int64)
+        sizes = np.array((0, *self._graphs(batch.queries)), dtype=np.int64)
         largest = sizes[-1]
         rounded = sizes[np.searchsorted(sizes, np.arange(largest + 1))]  # for every count with a graph
         return np.where(tokens <= largest, rounded[np.minimum(tokens, largest)], tokens)
@@ -188,9 +191,10 @@ class StepModel:
         """The product of `paces`."""
         return math.prod(map(self.profile.coefficient, self.paces))
 
-    @property
-    def _graphs(self) -> tuple[int, ...]:
-        return cudagraph_capture_sizes(self.shape, self.gpu, self.limits, self.engine_version)
+    def _graphs(self, queries: int) -> list[int]:
+        """The tokens of each CUDA graph: whole requests (adjust_cudagraph_sizes_for_spec_decode in compilation.py)."""
+        sizes = cudagraph_capture_sizes(self.shape, self.gpu, self.limits, self.engine_version)
+        return sorted({size for x in sizes if (size := -(-x // queries) * queries) <= sizes[-1]})
 
     @property
     def _between_nodes(self) -> bool:
@@ -198,7 +202,7 @@ class StepModel:
 
     def _host(self, batch: StepBatch) -> tuple[Cost, Cost]:
         """Seconds that the host needs for scheduling and launching."""
-        graphed = tokens_of(batch) <= max(self._graphs, default=0)
+        graphed = tokens_of(batch) <= max(self._graphs(batch.queries), default=0)
         launched = launches(graphed, batch.prefill_tokens > 0, self.shape, self.layers, self.precision)
         return host_cost(batch, self.cache_groups, self.profile), launch_cost(launched, self.profile)
 
@@ -228,7 +232,19 @@ class StepModel:
         head = gemm_cost(rows, [self.head], self.precision, self.gpu, profile)
         parts.append(where_busy("lm_head", head, rows, inverse))
         parts.append(Component("sampling", sampling_cost(batch, self.shape, self.gpu, profile), None))
-        return [part._replace(cost=with_sustained(part.cost, profile)) for part in parts]
+        parts = [part._replace(cost=with_sustained(part.cost, profile)) for part in parts]
+        return [*parts, Component("draft", self._draft_cost(batch), None)] if self.drafts else parts
+
+    def _draft_cost(self, batch: StepBatch) -> Cost:
+        """Seconds of the draft head in each step: once over the step's tokens, then token by token."""
+        head = replace(self, shape=replace(self.shape, layers=self.shape.layers[-1:]), drafts=0)
+        rows = batch.sampled_requests - (batch.queries - 1) * batch.decode_requests  # requests that go on
+        none = np.zeros_like(batch.prefill_tokens)
+        prefill: dict[str, Any] = dict.fromkeys(PREFILL, none)
+        first = replace(batch, sampled_requests=rows)
+        further = replace(first, queries=1, **prefill)
+        once, again = (sum((part.per_step() for part in head._gpu_components(x)), zero(none)) for x in (first, further))
+        return once + again.scaled(self.drafts - 1)
 
     def _token_costs(self, m: Array, profile: Profile) -> dict[str, Cost]:
         """Components that depend on the padded token count `m` alone."""

@@ -31,6 +31,7 @@ COMPONENTS = {
     "quantise": "quantising activations",
     "overhead": "small kernels",
     "sampling": "sampling",
+    "draft": "the draft head",
     "collective": "all-reduce",
     "host": "waiting for the host",
     "front": "the trainer's front end",

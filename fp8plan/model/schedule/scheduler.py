@@ -10,8 +10,9 @@ No decision depends on how long a step takes, so the schedule is found first, in
 Between two events (a finish, an admission, a full pool) every running request gains one token a step, so a
 run of steps is one row. Counts are exact, not approximated.
 
-Not modelled are priorities, LoRA and speculation. Nor is the one step more that asynchronous scheduling serves a
-response which ends with an end-of-sequence token, because the end is seen a step late.
+Not modelled are priorities and LoRA. Nor is the one step more that asynchronous scheduling serves a response which ends
+with an end-of-sequence token, because the end is seen a step late. Speculation is a change of units
+(fp8plan.model.tune.speculation).
 
 One group of full attention is simulated in C, in scheduler.c, forty times as fast as in Python. The first plan has a C
 compiler build it, in a quarter of a second. Without a compiler `SchedulerState` simulates the same.
@@ -26,7 +27,7 @@ import platform
 import shlex
 import subprocess
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -100,6 +101,8 @@ class Schedule:
     windows: tuple[WindowWork, ...] = ()  # one for each distinct window among the KV-cache groups
     sampled: Sampled | None = None  # None: the schedule is of all requests, not of a sample
     ended: IntArray | None = None  # the row that ended each request, shape (requests,); None with `sampled`
+    gained: float = 1.0  # tokens that a decoding request gains in a step
+    queries: int = 1  # tokens that it computes in a step
 
     def holds_for(self, num_blocks: int, groups: tuple[Spec, ...]) -> bool:
         """True if a pool of that size, shared by these groups, is known to give this very schedule."""
@@ -111,7 +114,12 @@ class Schedule:
         """The number of times that the step of each row runs, shape (rows,)."""
         return self.steps if self.sampled is None else self.steps * self.sampled.repeats
 
-    def total(self, column: IntArray) -> int:
+    @property
+    def made(self) -> FloatArray:
+        """The response tokens of the step of each row, shape (rows,)."""
+        return self.sampled_requests + (self.gained - 1) * self.decode_requests
+
+    def total(self, column: IntArray | FloatArray) -> int:
         """The sum of a column that is counted by row, over the whole rollout."""
         return int(column.sum() if self.sampled is None else round(float((column * self.sampled.repeats).sum())))
 
@@ -154,9 +162,9 @@ def schedule(
     check_groups(groups, limits)
     if len(groups) > 1 or not groups[0].keeps_all:
         return schedule_groups(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, rules)
-    limits = replace(limits, block_size=groups[0].block_size)
-    _check_fits(prompts, responses, num_blocks, limits.block_size)
-    work = prompts, responses, prompt_ids, num_blocks, limits, longest_run
+    block_size = groups[0].block_size
+    _check_fits(prompts, responses, num_blocks, block_size)
+    work = prompts, responses, prompt_ids, num_blocks, block_size, limits, longest_run
     columns, ended, least_free, hit_freed_blocks = run_compiled(*work) or run_in_python(*work)
     # A smaller pool may have lost freed blocks that were hit. A larger one may admit a head earlier that had to wait.
     pool_mattered = hit_freed_blocks or least_free < 0 or bool(columns["preemptions"].any())
@@ -171,6 +179,8 @@ def schedule(
         windows=(),
         sampled=None,
         ended=ended,
+        gained=1.0,
+        queries=1,
     )
 
 
@@ -180,17 +190,26 @@ Run: TypeAlias = tuple[dict[str, IntArray], IntArray, int, bool]
 
 
 def run_compiled(
-    prompts: IntArray, responses: IntArray, prompt_ids: IntArray, num_blocks: int, limits: EngineLimits, longest: int
+    prompts: IntArray,
+    responses: IntArray,
+    prompt_ids: IntArray,
+    num_blocks: int,
+    block_size: int,
+    limits: EngineLimits,
+    longest: int,
 ) -> Run | None:
-    """Simulate one group of full attention in scheduler.c. None where it is not compiled, or finds no memory."""
+    """Simulate one group of full attention in scheduler.c. None where it is not compiled, or finds no memory.
+
+    block_size: of the group; that of `limits` is not used
+    """
     library = compiled()
     if library is None:
         return None
-    layout = shared_layout(prompts, prompt_ids, limits.block_size)
+    layout = shared_layout(prompts, prompt_ids, block_size)
     batch = [np.ascontiguousarray(each, dtype=np.int64) for each in (prompts, responses, prompt_ids, *layout)]
     settings = (
         num_blocks,
-        limits.block_size,
+        block_size,
         limits.enable_prefix_caching,
         limits.max_num_batched_tokens,
         limits.max_num_seqs,
@@ -247,15 +266,21 @@ def compiled() -> ctypes.CDLL | None:
 
 
 def run_in_python(
-    prompts: IntArray, responses: IntArray, prompt_ids: IntArray, num_blocks: int, limits: EngineLimits, longest: int
+    prompts: IntArray,
+    responses: IntArray,
+    prompt_ids: IntArray,
+    num_blocks: int,
+    block_size: int,
+    limits: EngineLimits,
+    longest: int,
 ) -> Run:
-    """Simulate one group of full attention with `SchedulerState`."""
+    """Simulate one group of full attention with `SchedulerState`. block_size: as in `run_compiled`"""
     pool: Pool
     if limits.enable_prefix_caching:
-        pool = CachingPool(num_blocks, limits.block_size, prompts, prompt_ids)
+        pool = CachingPool(num_blocks, block_size, prompts, prompt_ids)
     else:
         pool = Pool(num_blocks)
-    state = SchedulerState(prompts.tolist(), responses.tolist(), pool, limits)
+    state = SchedulerState(prompts.tolist(), responses.tolist(), pool, block_size, limits)
     columns = state.run(longest)
     return columns, np.array(state.ended, dtype=np.int64), state.least_free, state.hit_freed_blocks
 
@@ -292,6 +317,8 @@ def schedule_groups(
         windows=tuple(WindowWork(group.kind, group.window, *work) for group, work in state.window_columns()),
         sampled=None,
         ended=np.array(state.ended, dtype=np.int64),
+        gained=1.0,
+        queries=1,
     )
 
 

@@ -173,11 +173,13 @@ class SchedulerState(State):
     up the budget, and a preemption takes the last request first.
     """
 
-    def __init__(self, prompts: list[int], responses: list[int], pool: Pool, limits: EngineLimits) -> None:
+    def __init__(
+        self, prompts: list[int], responses: list[int], pool: Pool, block_size: int, limits: EngineLimits
+    ) -> None:
         super().__init__(prompts, responses, pool.free, limits)
         requests = len(prompts)
         self.pool = pool
-        self.block_size = limits.block_size
+        self.block_size = block_size
         self.known = list(prompts)  # prompt + generated tokens of requests that are not decoding
         # The unfinished requests as a ring in order of arrival. Its last entry, also at index -1, is no request.
         self.before = list(range(-1, requests))
@@ -185,7 +187,7 @@ class SchedulerState(State):
         self.head = 0  # first waiting request
         self.running = 0  # includes `leaving`
         self.partial: tuple[int, int] | None = None  # (request, computed tokens)
-        self.in_phase = [0] * limits.block_size  # decoding requests that need a block in such steps
+        self.in_phase = [0] * block_size  # decoding requests that need a block in such steps
         self.hit_freed_blocks = False
 
     def unfinished(self) -> bool:

@@ -10,9 +10,14 @@ from fp8plan.model.risk.expected import LEAST_GAIN
 from fp8plan.model.rollout import TAIL_SHARE, least_seconds, step_batch
 from fp8plan.model.tune.levers import Lever, Scene, levers
 from fp8plan.model.tune.search import WORTH_A_CHANGE, Tuned
+from fp8plan.model.tune.speculation import Speculation
 
 MUCH: Final = 0.25  # share of the time from which waiting for the host counts as the limit
-NOT_MODELLED: Final = "Not modelled: speculative decoding, other engines, and a trainer that overlaps with the sync."
+NOT_MODELLED: Final = "Not modelled: other engines, and a trainer that overlaps with the sync."
+NO_DRAFTS: Final = (
+    "Speculative decoding: for its row, type --acceptance 0.6 --num-speculative-tokens 3; vLLM logs the first as its "
+    "per-position acceptance rate."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +35,23 @@ class Answer:
     idle: tuple[str, ...]
     limited_by: str
     floor: str
+    speculation: Speculation | None = None
 
     @classmethod
-    def of(cls, tuned: Tuned) -> Answer:
-        """Simulate every lever on top of a tuned plan."""
-        scene = Scene.of(tuned)
+    def of(cls, tuned: Tuned, speculation: Speculation | None = None) -> Answer:
+        """Simulate every lever on top of a tuned plan. speculation: drafts to weigh; None: not known"""
+        scene = Scene.of(tuned, speculation)
         every = levers(tuned, scene)
         working = [lever for lever in every if abs(lever.gain.ratio - 1) >= WORTH_A_CHANGE]
         idle = dict.fromkeys(lever.name for lever in every if lever not in working)
-        return cls(tuned, tuple(working), tuple(idle), _limited_by(scene), _floor(scene))
+        return cls(tuned, tuple(working), tuple(idle), _limited_by(scene), _floor(scene), speculation)
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """The sentences below the table."""
         idle = [f"Changes nothing here: {'; '.join(self.idle)}."] if self.idle else []
-        return (self.limited_by, self.floor, *idle, NOT_MODELLED)
+        drafts = [] if self.speculation else [NO_DRAFTS]
+        return (self.limited_by, self.floor, *idle, *drafts, NOT_MODELLED)
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as plain data, for JSON."""
@@ -94,7 +101,7 @@ def _at_the_datasheet(scene: Scene) -> float:
 def _floor(scene: Scene) -> str:
     longest = int(scene.problem.batch.responses.max())
     return (
-        f"No lever but a cap shortens the longest response: its {longest:,} tokens take "
+        f"No lever but a cap or drafts shortens the longest response: its {longest:,} tokens take "
         f"{seconds(scene.longest_alone_s)} s even alone. The steps of this plan read and compute for "
         f"{seconds(_at_the_datasheet(scene))} s at the datasheet's bandwidth and peak."
     )

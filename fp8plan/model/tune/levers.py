@@ -6,6 +6,7 @@ many responses, or of the RL step where the step changes. Nothing here was measu
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from fp8plan.model.plan.choice import SpeedUp, Timed, speed_up, timed
 from fp8plan.model.rollout import WHOLE, Rollout, Simulated, simulate
 from fp8plan.model.tune.cut import beside, bias, cut_after, drawn, partial_rollouts
 from fp8plan.model.tune.search import Tuned, in_words
+from fp8plan.model.tune.speculation import Speculation, speculated
 from fp8plan.model.workload import Batch
 
 MORE: Final = (0.1, 0.25)  # shares of responses that are asked for beyond those that are needed
@@ -75,17 +77,19 @@ class Lever:
 
 @dataclass(frozen=True)
 class Scene:
-    """The choice of a plan, simulated, and what all levers share."""
+    """The choice of a plan, simulated, and what all levers share. speculation: drafts to weigh, or None"""
 
     choice: Candidate
     problem: Problem
     base: Simulated
+    speculation: Speculation | None = None
 
     @classmethod
-    def of(cls, tuned: Tuned) -> Scene:
+    def of(cls, tuned: Tuned, speculation: Speculation | None = None) -> Scene:
         """The scene of a tuned plan's choice."""
         choice, problem = tuned.best.chosen, tuned.best.problem
-        return cls(choice, problem, simulate(choice.setup, problem.batch, problem.profile, memory=choice.memory))
+        base = simulate(choice.setup, problem.batch, problem.profile, memory=choice.memory)
+        return cls(choice, problem, base, speculation)
 
     @property
     def before(self) -> Timed:
@@ -119,7 +123,7 @@ class Scene:
 def levers(tuned: Tuned, scene: Scene) -> list[Lever]:
     """Every lever that is modelled, and the plan's own changes; those that save most come first."""
     every = [*_in_plan(tuned, scene), *_precisions(tuned, scene), *_order(scene), *_off_policy(scene)]
-    every += [*_cap(scene), *_samples(scene), *_more_gpus(scene)]
+    every += [*_cap(scene), *_samples(scene), *_more_gpus(scene), *_speculative(scene)]
     if scene.whole:
         every += [*_stopped(scene), *_partial(scene)]
     return sorted(every, key=lambda lever: -lever.saved_s[0])
@@ -315,3 +319,35 @@ def _more_gpus(scene: Scene) -> Iterator[Lever]:
     words = {"verl": f"trainer.nnodes * trainer.n_gpus_per_node={gpus}", "trl": f"{gpus} training processes"}
     setting = f"as replicas, instead of {gpus // 2}"
     yield scene.lever(f"{gpus} GPUs", setting, words, timed(rollout, limits.cut), price)
+
+
+def _speculative(scene: Scene) -> Iterator[Lever]:
+    """Drafts that the model verifies. Rejection sampling keeps its distribution, and log-probs are its own."""
+    drafts, setup = scene.speculation, scene.choice.setup
+    if drafts is None:
+        return
+    try:
+        rollout = speculated(setup, scene.problem.batch, scene.problem.profile, drafts)
+    except CapacityError:  # there is no room for a draft head
+        return
+    price = "the distribution stays; derived from the costs of GEMMs and attention: none was measured with drafts"
+    if drafts.source.head:
+        price += "; a head that no weight sync reaches is accepted less and less"
+    limits, config = drafts.limits(setup), json.dumps(drafts.config)
+    flags = [
+        f"--{name.replace('_', '-')} {getattr(limits, name)}"
+        for name in ("max_num_batched_tokens", "max_cudagraph_capture_size")
+        if getattr(limits, name) != getattr(setup.limits, name)
+    ]
+    verl = f"+{VERL}.engine_kwargs.vllm.speculative_config"
+    words = {
+        "vllm": " ".join([f"--speculative-config '{config}'", *flags]),
+        "verl": " ".join(f"{verl}.{name}={value}" for name, value in drafts.config.items()),
+        "trl": f"trl vllm-serve --speculative_config '{config}'",
+    }
+    if drafts.method == "mtp":
+        mtp = {"enable": True, "enable_rollout": True, "num_speculative_tokens": drafts.tokens}
+        words["verl"] = " ".join(f"actor_rollout_ref.model.mtp.{name}={value}" for name, value in mtp.items())
+    setting = f"{drafts.gained:.2f} tokens a step at an acceptance of {drafts.acceptance:g}"
+    after = timed(rollout, setup.limits.cut)
+    yield scene.lever(f"speculative decoding, {drafts.tokens} drafts ({drafts.method})", setting, words, after, price)

@@ -138,8 +138,8 @@ def test_a_first_chunk_fits_once_the_blocks_it_would_have_hit_are_evicted() -> N
 def test_c_and_python_give_the_same_schedule(case: Any, async_scheduling: bool, longest_run: int) -> None:
     for seed in (*range(TIGHT_SEEDS), IDLE_PREEMPTION, ENDED_PREEMPTED):
         batch, pool, limits = case(seed, async_scheduling)
-        in_c = run_compiled(*batch, pool, limits, longest_run)
-        columns, ended, *facts = run_in_python(*batch, pool, limits, longest_run)
+        in_c = run_compiled(*batch, pool, BLOCK, limits, longest_run)
+        columns, ended, *facts = run_in_python(*batch, pool, BLOCK, limits, longest_run)
         assert in_c is not None
         assert [*in_c[2:]] == facts
         np.testing.assert_array_equal(in_c[1], ended)

@@ -16,6 +16,7 @@ from fp8plan.model.rollout import simulate
 from fp8plan.model.tune.answer import Answer
 from fp8plan.model.tune.levers import CAP, Lever, Scene, levers
 from fp8plan.model.tune.search import Tuned, search
+from fp8plan.model.tune.speculation import Speculation, speculated
 from fp8plan.model.workload import Fixed, LogNormal, Trace, Workload
 
 MODEL = "Qwen/Qwen3-0.6B"
@@ -148,6 +149,22 @@ def test_stopping_the_tail_saves_time_and_loses_long_responses(tuned: Tuned, fou
     partial = found["partial rollouts, 10% more"]
     assert few.after_s < partial.after_s  # it computes tokens again, and loses none
     assert partial.mismatch == "unknown"
+
+
+def test_drafts_are_weighed_with_an_acceptance(tuned: Tuned) -> None:
+    without = Answer.of(tuned)
+    assert not any("speculative" in lever.name for lever in without.levers)
+    assert any("type --acceptance" in sentence for sentence in without.sentences)
+    drafts = Speculation(0.7, 2, "mtp")
+    answer, choice = Answer.of(tuned, drafts), tuned.best.chosen
+    (lever,) = [lever for lever in answer.levers if "speculative" in lever.name]
+    rollout = speculated(choice.setup, tuned.best.problem.batch, tuned.best.problem.profile, drafts)
+    assert lever.after_s == rollout.makespan_s
+    assert lever.mismatch == "nothing"
+    assert "none was measured" in lever.price
+    assert lever.words["vllm"].startswith('--speculative-config \'{"method": "mtp", "num_speculative_tokens": 2}\'')
+    assert lever.words["verl"].endswith("actor_rollout_ref.model.mtp.num_speculative_tokens=2")
+    assert not any("type --acceptance" in sentence for sentence in answer.sentences)
 
 
 def test_savings_and_their_interval(found: dict[str, Lever]) -> None:
