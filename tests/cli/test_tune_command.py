@@ -48,3 +48,12 @@ def test_bad_input_is_refused_as_by_plan(fp8plan: Callable[..., Done]) -> None:
     refused(fp8plan(*TUNE, "--max-num-seqs", "0"), "max_num_seqs is 0")
     refused(fp8plan("tune", MODEL, "--gpu", "nothing"), "nothing")
     refused(fp8plan(*TUNE, "--plot", "x.png"), "No such option", "fp8plan tune --help")
+
+
+def test_drafts_are_weighed_with_an_acceptance(fp8plan: Callable[..., Done]) -> None:
+    words = ["--acceptance", "0.7", "--num-speculative-tokens", "2", "--speculative-method", "ngram_gpu"]
+    levers = json.loads(fp8plan(*MANY, *words, "--json").out)["tune"]["levers"]
+    (lever,) = [lever for lever in levers if lever["lever"] == "speculative decoding, 2 drafts (ngram_gpu)"]
+    assert lever["setting"] == "2.19 tokens a step at an acceptance of 0.7"
+    refused(fp8plan(*TUNE, "--num-speculative-tokens", "2"), "give --acceptance 0.6")
+    refused(fp8plan(*TUNE, "--acceptance", "70"), "acceptance is 70")
