@@ -33,9 +33,8 @@ from fp8plan.runtime.weight_sync.kv_calibration import (
     refuse_calibration,
 )
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
-from fp8plan.runtime.weight_sync.manifest import stored_wide
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
-from fp8plan.runtime.weight_sync.procedure import plain, replace_weights
+from fp8plan.runtime.weight_sync.procedure import learn_quantised, replace_weights
 from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc
 
 if TYPE_CHECKING:
@@ -236,7 +235,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
             if state.dead:
                 yield from self._restart()
             if state.settings.weights_in == "fp8_block" and not state.quantised and state.expected is not None:
-                yield from self._learn_quantised()
+                yield from learn_quantised(state)
             prompts, where = self._calibration(kv_amax, kv_prompts)
             return (yield from replace_weights(state, source, manifest, kv_amax, prompts, where, scored))
 
@@ -258,15 +257,6 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         yield Call("restart")
         yield from self._opening()
         state.dead = False
-
-    def _learn_quantised(self) -> Procedure:
-        """Ask the workers which of the checkpoint's tensors the engine holds in FP8."""
-        expected = self.state.expected or ()
-        answers = yield from rpc(
-            "fp8plan_prepare", plain(expected), self.state.settings.in_place, None, stored_wide(expected)
-        )
-        self.state.quantised = tuple(answers[0]["quantised"])
-        return self.state.quantised
 
     def _calibration(self, amax: Any, prompts: Prompts | None) -> tuple[Any, str]:
         """Return the prompts to calibrate KV scales on, and where they come from.

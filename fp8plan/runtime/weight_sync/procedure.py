@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from itertools import chain
 from math import isfinite
 from typing import Any
@@ -31,13 +30,13 @@ from fp8plan.runtime.interrupts import released
 from fp8plan.runtime.mismatch.sums import LIMIT, k3
 from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync import manifest as manifests
-from fp8plan.runtime.weight_sync.delta.base import Base, in_format
+from fp8plan.runtime.weight_sync.delta.base import Chain, in_format
 from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
+from fp8plan.runtime.weight_sync.send import Sending, timed
 from fp8plan.runtime.weight_sync.state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
-from fp8plan.runtime.weight_sync.stream import ALIGNMENT, Channel, chunks, loose_chunks
 
 # Manifests that workers remember. A trainer sends the same one every step, or one of few.
 MOST_PREPARED = 4
@@ -45,7 +44,7 @@ MOST_PREPARED = 4
 
 def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
     """Return the manifest of the tensors to come. Raises ConfigError for errors that show without the engine."""
-    own = manifests.manifest_of(source)
+    own = source.manifest if isinstance(source, Chain) else manifests.manifest_of(source)
     expected = state.expected
     if expected is not None and state.settings.weights_in == "fp8_block":
         expected = manifests.quantised_manifest(expected, state.quantised)
@@ -80,6 +79,27 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
         reloaded = {manifest[number].name: groups[number] for number in natives}
         state.prepared[key] = Checked(number, groups, Counter(groups), numbers, reloaded)
     return state.prepared[key]
+
+
+def learn_quantised(state: SyncState) -> Procedure:
+    """Ask the workers which of the checkpoint's tensors the engine holds in FP8."""
+    expected = state.expected or ()
+    answers = yield from rpc(
+        "fp8plan_prepare", plain(expected), state.settings.in_place, None, manifests.stored_wide(expected)
+    )
+    state.quantised = tuple(answers[0]["quantised"])
+
+
+def formats(state: SyncState) -> Procedure:
+    """Return the names of the tensors that the engine holds in FP8, and Checked.reloaded.
+
+    Raises ConfigError for an engine whose checkpoint's files are not here.
+    """
+    if state.expected is None:
+        raise ConfigError("the engine has no checkpoint to name its tensors; allowed: a model folder with safetensors")
+    yield from learn_quantised(state)
+    checked = yield from prepared(state, manifests.quantised_manifest(state.expected, state.quantised))
+    return state.quantised, checked.reloaded
 
 
 def refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None:
@@ -126,7 +146,7 @@ def replace_weights(
     seconds: dict[str, float] = {}
     begun = time.perf_counter()
     before, scales = state.refusal, state.kv_scales
-    with _timed(seconds, "prepare"):
+    with timed(seconds, "prepare"):
         try:
             sent = announced(state, source, manifest)
             if isinstance(source, RemoteSource):
@@ -135,30 +155,29 @@ def replace_weights(
                 refuse_calibration(state, kv_amax, kv_prompts)
             _refuse_scored(state, scored)
             checked = yield from prepared(state, sent)
-            pairs = source if isinstance(source, RemoteSource) else _begun(_pairs(state, source))
+            pairs = source if isinstance(source, (RemoteSource, Chain)) else _begun(_pairs(state, source))
         except ConfigError as error:
             serve = "the old weights serve, untouched" if before is None else "the engine still refuses to generate"
             raise SyncError(f"{error}. Nothing was sent; {serve}") from error
         except LostEngineError as error:  # raised by a trial that could not be undone
             state.dead = True
             raise SyncError(f"{error}; the engine has died; the next sync_weights starts it again") from error
-    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
+    sending = Sending(state, sent, checked, seconds)
     try:
         state.refusal = "a sync has begun and not ended"
-        base = _base(state, sent) if before is None else None
-        answers, healed = yield from _written(state, base, pairs, sent, checked, counts, seconds)
-        with _timed(seconds, "kv_scales"):
+        answers = yield from sending.write(pairs, serving=before is None)
+        with timed(seconds, "kv_scales"):
             yield from clean(state)
             state.soiled = True  # until the new weights have proven sound
             used = yield from kv_scales(state, kv_amax, kv_prompts, kv_source, kv_known)
-        with _timed(seconds, "reset"):
+        with timed(seconds, "reset"):
             yield Call("reset")
-        with _timed(seconds, "score"):
+        with timed(seconds, "score"):
             score = None if scored is None else (yield from _score(scored, state.settings.scored_k3))
-            stamp = uuid4().hex if stamp is None else stamp
-            yield from rpc("fp8plan_commit", stamp)
+            state.stamp = sending.stamp or stamp or uuid4().hex
+            yield from rpc("fp8plan_commit", state.stamp)
             if state.base is not None:
-                state.base.commit(stamp)
+                state.base.commit(state.stamp)
             state.soiled = False
     except BaseException as error:
         yield from _fail(state, error, before, scales)
@@ -181,93 +200,10 @@ def replace_weights(
         kv_scales=state.kv_scales,
         kv_source=used,
         scored_k3=score,
-        patched=base is not None and healed is None,
-        healed=healed,
-        **counts,
+        patched=sending.patched,
+        healed=sending.healed,
+        **sending.counts,
     )
-
-
-def _base(state: SyncState, sent: Manifest) -> Base | None:
-    """Return the base that the engine's weights can be patched from, if it holds these tensors."""
-    base = state.base
-    return base if base is not None and base.stamp is not None and base.manifest == sent else None
-
-
-def _written(
-    state: SyncState,
-    base: Base | None,
-    pairs: Any,
-    sent: Manifest,
-    checked: Checked,
-    counts: dict[str, int],
-    seconds: dict[str, float],
-) -> Generator[Call, Any, tuple[list[Any], str | None]]:
-    """Send what has changed since a base, or all. Returns the workers' reports, and why all after a try to patch."""
-    if base is None or isinstance(pairs, RemoteSource):
-        state.base = None
-        if state.settings.delta is not None and not isinstance(pairs, RemoteSource):
-            state.base = Base(sent, state.settings.delta)
-            pairs = state.base.recorded(pairs)
-        return (yield from _replaced(state, pairs, sent, checked, counts, seconds)), None
-    answers, refusal = yield from _patched(state, base, pairs, checked, counts, seconds)
-    if answers is None:
-        answers = yield from _replaced(state, base.pairs(), sent, checked, counts, seconds)
-    return answers, refusal
-
-
-def _patched(
-    state: SyncState,
-    base: Base,
-    pairs: Iterable[Any],
-    checked: Checked,
-    counts: dict[str, int],
-    seconds: dict[str, float],
-) -> Generator[Call, Any, tuple[list[Any] | None, str | None]]:
-    """Send what has changed since the base. Returns the workers' reports, or None and why they did not take it.
-
-    Whatever they refuse, the base then knows the new state whole, so that a dense sync can follow.
-    """
-    settings, patches = state.settings, base.patches(pairs, checked.reloaded)
-    try:
-        with _timed(seconds, "begin"):
-            yield from rpc("fp8plan_begin", checked.number, 0, state.version, settings.rollback, base.stamp)
-        with _timed(seconds, "load"):
-            parts = loose_chunks(patches, checked, settings.chunk_bytes)
-            few = sum(entry.nbytes for entry in base.manifest) // 100
-            counts |= yield from _handed(state, parts, few, "fp8plan_patch")
-        with _timed(seconds, "finish"):
-            return (yield from _finished(counts["tensors"])), None
-    except ConfigError as error:
-        for _ in patches:  # those that were not sent any more
-            pass
-        if not base.complete:
-            raise  # the trainer's tensors are at fault
-        yield from rpc("fp8plan_abort")
-        return None, str(error)
-
-
-def _replaced(
-    state: SyncState, pairs: Any, sent: Manifest, checked: Checked, counts: dict[str, int], seconds: dict[str, float]
-) -> Generator[Call, Any, list[Any]]:
-    """Send all tensors. Returns the workers' reports."""
-    settings = state.settings
-    with _timed(seconds, "begin"):
-        yield from rpc("fp8plan_begin", checked.number, settings.samples, state.version, settings.rollback)
-    with _timed(seconds, "load"):
-        if isinstance(pairs, RemoteSource):
-            yield from _received(pairs, sent, counts)
-        else:
-            counts |= yield from streamed(state, pairs, sent, checked, "fp8plan_load")
-    with _timed(seconds, "finish"):
-        return (yield from _finished())
-
-
-def _finished(patches: int | None = None) -> Generator[Call, Any, list[Any]]:
-    """Let every worker check what it has written. Raises ConfigError where the live weights differ."""
-    answers = yield from rpc("fp8plan_finish", patches)
-    if differ := next((answer["check"]["differ"] for answer in answers if answer["check"]["differ"]), None):
-        raise ConfigError(f"the live weights differ from what was sent: {', '.join(differ[:4])} ({len(differ)} in all)")
-    return answers
 
 
 def _pairs(state: SyncState, source: Any) -> Iterable[Any]:
@@ -293,46 +229,6 @@ def _begun(pairs: Iterable[Any]) -> Iterable[Any]:
     except Exception as error:
         raise ConfigError(f"the first tensor could not be had: {str(error) or type(error).__name__}") from error
     return chain([first], stream)
-
-
-def _received(source: RemoteSource, manifest: Manifest, counts: dict[str, int]) -> Procedure:
-    """Have the workers receive the tensors that a trainer sends by itself."""
-    with released():
-        sending = source.start()
-    answers = yield from rpc("fp8plan_receive", True)
-    counts.update(tensors=len(manifest), bytes=sum(entry.nbytes for entry in manifest), chunks=answers[0])
-    with released():
-        return sending and sending.result()
-
-
-def streamed(
-    state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: str
-) -> Generator[Call, Any, dict[str, int]]:
-    """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
-    whole = sum(entry.nbytes + ALIGNMENT for entry in manifest)
-    return (yield from _handed(state, chunks(pairs, checked, state.settings.chunk_bytes), whole, method))
-
-
-def _handed(
-    state: SyncState, parts: Iterable[tuple[list[int], list[Any]]], nbytes: int, method: str
-) -> Generator[Call, Any, dict[str, int]]:
-    """Send chunks of tensors to a method of the workers. Returns counts of tensors, bytes and chunks.
-
-    nbytes: about as many as all take
-    """
-    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
-    channel = Channel(state.staged_on, min(state.settings.chunk_bytes, nbytes), state.workers)
-    try:
-        for numbers, tensors in parts:
-            counts["chunks"] += 1
-            counts["tensors"] += len(tensors)
-            counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
-            name, arguments = channel.message(method, numbers, tensors)
-            yield from rpc(name, *arguments)
-            channel.close()  # all workers have it open; removed now, it cannot outlive a killed process
-    finally:
-        channel.close()
-    return counts
 
 
 def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
@@ -408,10 +304,3 @@ def _fail(state: SyncState, error: BaseException, before: str | None, scales: Sc
         raise error
     cause = "" if state.dead and isinstance(error, NotServingError) else f"{str(error) or type(error).__name__}; "
     raise SyncError(f"{cause}{what}") from error
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    begun = time.perf_counter()
-    yield
-    seconds[phase] = time.perf_counter() - begun

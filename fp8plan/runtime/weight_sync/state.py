@@ -122,6 +122,7 @@ class SyncState:
     sleep_level: level of that sleep; 0 if falling asleep has not ended
     soiled:     True if unproven weights have run, which may have left NaN in the KV cache for the next request
     version:    number of the weights that serve
+    stamp:      name of those weights, which their workers keep, too; None for the checkpoint's
     expected:   tensors of the checkpoint it was started with, where known
     prepared:   manifests that the workers have checked
     base:       the trainer's copy of the weights that serve, where syncs send only what has changed
@@ -143,6 +144,7 @@ class SyncState:
     sleep_level: int = 0
     soiled: bool = False
     version: int = 0
+    stamp: str | None = None
     expected: Manifest | None = None
     prepared: dict[tuple[Manifest, bool], Checked] = field(default_factory=dict)
     base: Base | None = None

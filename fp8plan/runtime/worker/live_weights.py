@@ -223,13 +223,13 @@ class LiveWeights:
         samples: how many tensors to compare afterwards
         version: number of the sync that served before; each version compares other samples
         keep:    device of a copy of the weights to return to; None: no copy
-        base:    stamp of the weights that patches will change; None: all tensors will come
+        base:    stamp of the weights that patches will change, "" for any; None: no patches, all tensors will come
 
         Raises ConfigError for patches of other weights than these.
         """
         self._touched = False
         prepared = self._still_prepared(number)
-        if base is not None and base != self._stamp:
+        if base and base != self._stamp:
             raise ConfigError("the patches start from other weights than these; allowed: a sync of all weights")
         snapshot = None if keep is None else Snapshot(self._model, keep)
         chosen = Samples(prepared.manifest, prepared.binding, samples, version)

@@ -24,6 +24,7 @@ from fp8plan.runtime.weight_sync.nccl import (
     misaligned,
     working,
 )
+from fp8plan.runtime.weight_sync.procedure import formats
 
 pytestmark = pytest.mark.vllm
 
@@ -99,7 +100,7 @@ def test_what_a_trainer_sends_serves_as_in_a_fresh_engine(kind: str, precision: 
 def test_quantised_by_the_trainer_with_calibrated_kv_scales() -> None:
     with started_beside_references("dense", "fp8_block+fp8_kv", weights_in="fp8_block") as (engine, references):
         transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
-        names = engine._drive(engine._learn_quantised())
+        names, _ = engine.ask(formats(engine.state))
         for which in "ba":
             engine.sync_weights(transfer.source(quantised(weights("dense", which), names)), kv_prompts=CALIBRATION)
             assert generate(engine) == references[which]

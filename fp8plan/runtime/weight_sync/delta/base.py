@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8plan.errors import ConfigError
@@ -14,6 +15,22 @@ from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, gathere
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Patches that were made elsewhere, as a source of a sync (runtime.weight_sync.delta.store).
+
+    manifest: entries of all tensors of the model
+    base:     stamp of the weights that the patches start from; None: they hold all tensors
+    stamp:    name of the weights that they lead to
+    patches:  gives (name, patch) pairs from the start; a tensor may have several
+    """
+
+    manifest: Manifest
+    base: str | None
+    stamp: str
+    patches: Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 class Base:

@@ -1,0 +1,265 @@
+"""A chain of patches in a folder or an object store, for a trainer and engines without a fast link between them.
+
+    URL/engine.json         how engines hold the model: the first one that follows writes it
+    URL/<version>.patches   what a version changed since the one before
+    URL/<version>.whole     all tensors of the first version, and of one version in `every`
+    URL/latest.json         the versions that are there; written last, so that it names complete files only
+
+An engine that has a version of the chain replays what follows. Another one takes the newest whole version first. A file
+is its patches, one after the other, each compressed by zstd if the trainer says so; then an index in JSON, and the
+index's length in 8 bytes. Each patch carries its own checksum (runtime.weight_sync.delta.patch).
+
+URLs are fsspec's: a path, s3://..., gs://..., memory://... Some need a package that fsspec names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from uuid import uuid4
+
+from fp8plan.checks import whole as whole_number
+from fp8plan.errors import ConfigError, SyncError
+from fp8plan.jsonl import parse
+from fp8plan.runtime.weight_sync.delta.base import Base, Chain, in_format
+from fp8plan.runtime.weight_sync.delta.patch import packed, whole
+from fp8plan.runtime.weight_sync.manifest import Manifest, entry_of, pairs_of, read_manifest
+from fp8plan.runtime.weight_sync.procedure import formats, plain
+from fp8plan.runtime.weight_sync.state import SyncReport
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fp8plan.runtime.engine.base import AnyEngine
+
+EVERY: Final = 20
+CODECS: Final = (None, "zstd")
+LENGTH: Final = 8  # bytes of the index's length
+
+
+class Published(NamedTuple):
+    """One version in the store. nbytes: of its patches; whole_bytes: of all tensors, 0 if they were not written"""
+
+    version: int
+    nbytes: int
+    whole_bytes: int
+
+
+class Store:
+    """The files of a chain. Raises ConfigError for a URL that fsspec does not know."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(str(url))
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"{url!r}: {error}; allowed: a folder, or a URL of an fsspec file system") from error
+        self.url = str(url)
+        self._files.makedirs(self._root, exist_ok=True)
+
+    def path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def read_json(self, name: str) -> Any:
+        """Return a file's data; None if it is not there. Raises ConfigError for a file that is no JSON."""
+        try:
+            data = self._files.cat_file(self.path(name))
+        except FileNotFoundError:
+            return None
+        return parse(data.decode("utf-8"), f"{self.url}/{name}")
+
+    def write_json(self, name: str, data: Any) -> None:
+        self._replace(name, json.dumps(data).encode("utf-8"))
+
+    def _replace(self, name: str, data: bytes) -> None:
+        """Write a file that readers see whole or not at all."""
+        part = self.path(f"{name}.{uuid4().hex}.part")
+        self._files.pipe_file(part, data)
+        self._files.mv(part, self.path(name))
+
+    def write_patches(self, name: str, patches: Iterable[tuple[str, Tensor]], codec: str | None) -> int:
+        """Write a file of patches, and return its bytes."""
+        index: list[list[Any]] = []
+        with self._files.open(self.path(name), "wb") as file:
+            for tensor, patch in patches:
+                data = patch.cpu().numpy().tobytes()
+                stored = _compressed(data) if codec else data
+                file.write(stored)
+                index.append([tensor, len(stored), len(data)])
+            text = json.dumps({"codec": codec, "patches": index}).encode("utf-8")
+            file.write(text)
+            file.write(len(text).to_bytes(LENGTH, "little"))
+        return int(sum(stored for _, stored, _ in index)) + len(text) + LENGTH
+
+    def patches(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the patches of a file. Raises ConfigError for a file that is missing or damaged."""
+        import torch
+
+        where = f"{self.url}/{name}"
+        try:
+            with self._files.open(self.path(name), "rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(size - LENGTH, 0))
+                length = int.from_bytes(file.read(LENGTH), "little")
+                if not 0 < length <= size - LENGTH:
+                    raise ConfigError(f"{where} is cut off or damaged")
+                file.seek(size - LENGTH - length)
+                index = parse(file.read(length).decode("utf-8", "replace"), where)
+                file.seek(0)
+                for tensor, stored, nbytes in index["patches"]:
+                    data = file.read(stored)
+                    data = _expanded(data, nbytes, where) if index["codec"] else data
+                    yield tensor, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{where}: {error or type(error).__name__}") from error
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._files.rm_file(self.path(name))
+
+
+class Publisher:
+    """A trainer's end of a chain: every `publish` adds a version.
+
+    url:    of the store; an engine must have followed it once (Follower), unless `fp8` is given
+    fp8:    names of the tensors that engines hold in FP8; None: as engine.json says
+    every:  one in so many versions is also written whole, for engines that come late
+    device: place of the trainer's copy of the last version, "cpu" or "cuda"
+    codec:  "zstd" or None
+
+    A new Publisher begins with a whole version. Only one may write to a store at a time.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        fp8: Collection[str] | None = None,
+        every: int = EVERY,
+        device: str = "cpu",
+        codec: str | None = None,
+    ) -> None:
+        if codec not in CODECS:
+            raise ConfigError(f"codec is {codec!r}; allowed: None, 'zstd'")
+        self._every = whole_number("every", every, 1)
+        self._store, self._device, self._codec = Store(url), device, codec
+        held = self._store.read_json("engine.json") or {}
+        if fp8 is None and not held:
+            raise ConfigError(
+                f"no engine has followed {url} yet; type, beside the engine, Follower(url).pull(engine), or give fp8, "
+                "the names of the tensors that engines hold in FP8"
+            )
+        self._fp8 = frozenset(held.get("fp8", ()) if fp8 is None else fp8)
+        self._reloaded: Mapping[str, int] = held.get("reloaded", {})
+        self._base: Base | None = None
+        self._latest = self._store.read_json("latest.json") or {"version": 0}
+
+    def publish(self, tensors: Any) -> Published:
+        """Write the next version. tensors: as RolloutEngine.sync_weights takes them.
+
+        Raises ConfigError for tensors that are missing or other than in the version before; the store then stays as it
+        was.
+        """
+        pairs = in_format(pairs_of(tensors), self._fp8)
+        version, stamp = int(self._latest["version"]) + 1, uuid4().hex
+        base, nbytes = self._base, 0
+        if base is None:
+            recorded = list(pairs)
+            base = Base(tuple(entry_of(name, tensor) for name, tensor in recorded), self._device)
+            for _ in base.recorded(recorded):
+                pass
+            latest: dict[str, Any] = {"manifest": plain(base.manifest), "chain": [], "first": version}
+        else:
+            name = f"{version:08d}.patches"
+            nbytes = self._store.write_patches(name, base.patches(pairs, self._reloaded), self._codec)
+            latest = self._latest
+        base.commit(stamp)
+        self._base = base
+        number = version - latest["first"]
+        whole_bytes = 0
+        if number % self._every == 0:
+            patches = ((name, packed(whole(tensor), tensor.numel())) for name, tensor in base.pairs())
+            whole_bytes = self._store.write_patches(f"{version:08d}.whole", patches, self._codec)
+        chain = [*latest["chain"], {"version": version, "stamp": stamp, "whole": bool(whole_bytes)}]
+        kept = _kept(chain)
+        self._latest = latest | {"version": version, "chain": kept}
+        self._store.write_json("latest.json", self._latest)
+        gone = [link["version"] for link in chain[: len(chain) - len(kept)]]
+        self._store.delete(f"{number:08d}.{kind}" for number in gone for kind in ("patches", "whole"))
+        return Published(version, nbytes, whole_bytes)
+
+
+def _kept(chain: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the links from the last whole version but one on: a reader may be in the middle of that."""
+    wholes = [at for at, link in enumerate(chain) if link["whole"]]
+    return chain[wholes[-2] if len(wholes) > 1 else 0 :]
+
+
+class Follower:
+    """An engine's end of a chain. url: of the store"""
+
+    def __init__(self, url: str) -> None:
+        self._store = Store(url)
+
+    def pull(self, engine: AnyEngine, **settings: Any) -> SyncReport | None:
+        """Bring an engine, or a fleet, to the newest version. None if it has that already, or if there is none.
+
+        engine:   a RolloutEngine or a RolloutFleet that takes E4M3 (SyncSettings.weights_in="fp8_block")
+        settings: kv_amax, kv_prompts and scored, as for `sync_weights`
+
+        What the engine has is patched. If it cannot be, it gets the newest whole version. Raises SyncError as
+        `sync_weights` does.
+        """
+        self._tell(engine)
+        latest = self._store.read_json("latest.json")
+        if latest is None or (latest["chain"][-1]["stamp"] == engine.state.stamp and engine.serving):
+            return None
+        links = latest["chain"]
+        manifest = read_manifest(latest["manifest"])
+        at = [number for number, link in enumerate(links) if link["stamp"] == engine.state.stamp]
+        wholes = [number for number, link in enumerate(links) if link["whole"]]
+        if at and engine.serving:
+            with suppress(SyncError):
+                return self._synced(engine, manifest, links[at[0] :], engine.state.stamp, settings)
+        return self._synced(engine, manifest, links[wholes[-1] :], None, settings)
+
+    def _synced(
+        self, engine: AnyEngine, manifest: Manifest, links: list[dict[str, Any]], base: str | None, settings: Any
+    ) -> SyncReport:
+        """Sync the first of the links, unless it is the base, and all that follow."""
+
+        def patches() -> Iterator[tuple[str, torch.Tensor]]:
+            first, *others = links
+            if base is None:
+                yield from self._store.patches(f"{first['version']:08d}.whole")
+            for link in others:
+                yield from self._store.patches(f"{link['version']:08d}.patches")
+
+        report: SyncReport = engine.sync_weights(Chain(manifest, base, links[-1]["stamp"], patches), **settings)
+        return report
+
+    def _tell(self, engine: AnyEngine) -> None:
+        """Write how the engine holds the model, for the trainer, unless another engine has."""
+        if self._store.read_json("engine.json") is None:
+            quantised, reloaded = engine.ask(formats(engine.state))
+            self._store.write_json("engine.json", {"fp8": sorted(quantised), "reloaded": dict(reloaded)})
+
+
+def _compressed(data: bytes) -> bytes:
+    import pyarrow
+
+    return bytes(pyarrow.compress(data, codec="zstd", asbytes=True))
+
+
+def _expanded(data: bytes, nbytes: int, where: str) -> bytes:
+    import pyarrow
+
+    try:
+        return bytes(pyarrow.decompress(data, decompressed_size=nbytes, codec="zstd", asbytes=True))
+    except OSError as error:
+        raise ConfigError(f"{where} is damaged: {error}") from error
