@@ -50,13 +50,13 @@ class FakeReplica:
         return {layer: dict(zip("qkv", parts, strict=True)) for layer, parts in self.scales.items()}
 
     def prepare(self, *_: Any) -> dict[str, Any]:
-        return {"number": 0, "groups": [0, 1], "quantised": [], "taken": [2, 2]}
+        return {"number": 0, "groups": [0, 1], "quantised": [], "reloaded": [], "taken": [2, 2]}
 
     def begin(self, number: int, samples: int, version: int, keep: str | None) -> None:
         self.copy = None if keep is None else dict(self.weights)
         self.is_open = True
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, patches: int | None) -> dict[str, Any]:
         done: dict[str, Any] = {"in_place": 2, "reloaded": 0, "why_reloaded": {}, "ignored": [], "layers": {}}
         return done | {"check": {"differ": [], "compared": 2, "weight_error": None, "seconds": 0.0}}
 
@@ -66,7 +66,7 @@ class FakeReplica:
     def set_kv_scales(self, scales: dict[str, list[float]]) -> None:
         self.scales = scales
 
-    def commit(self) -> None:
+    def commit(self, stamp: str) -> None:
         self.is_open = False
 
     def abort(self) -> bool:

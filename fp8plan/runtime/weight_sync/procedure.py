@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from math import isfinite
 from typing import Any
@@ -30,16 +31,19 @@ from fp8plan.runtime.interrupts import released
 from fp8plan.runtime.mismatch.sums import LIMIT, k3
 from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync import manifest as manifests
-from fp8plan.runtime.weight_sync.delta.base import Chain, in_format
+from fp8plan.runtime.weight_sync.delta.base import Base, Chain, in_format
 from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
-from fp8plan.runtime.weight_sync.send import Sending, timed
 from fp8plan.runtime.weight_sync.state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
+from fp8plan.runtime.weight_sync.stream import ALIGNMENT, Channel, chunks, loose_chunks
 
 # Manifests that workers remember. A trainer sends the same one every step, or one of few.
 MOST_PREPARED = 4
+
+Sent = Generator[Call, Any, list[Any]]  # its answers are the reports of the workers
+ANY = ""  # stamp of patches that hold all tensors, whatever the engine has
 
 
 def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
@@ -71,7 +75,7 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
         used = {checked.number for checked in state.prepared.values()}
         number = next(number for number in range(MOST_PREPARED) if number not in used)
         wide = manifests.stored_wide(state.expected)
-        answers = yield from rpc("fp8plan_prepare", plain(manifest), state.settings.in_place, number, wide)
+        answers = yield from rpc("fp8plan_prepare", manifests.plain(manifest), state.settings.in_place, number, wide)
         groups = answers[0]["groups"]
         refuse_leftovers(manifest, [answer["taken"] for answer in answers])
         numbers = {entry.name: number for number, entry in enumerate(manifest)}
@@ -85,7 +89,7 @@ def learn_quantised(state: SyncState) -> Procedure:
     """Ask the workers which of the checkpoint's tensors the engine holds in FP8."""
     expected = state.expected or ()
     answers = yield from rpc(
-        "fp8plan_prepare", plain(expected), state.settings.in_place, None, manifests.stored_wide(expected)
+        "fp8plan_prepare", manifests.plain(expected), state.settings.in_place, None, manifests.stored_wide(expected)
     )
     state.quantised = tuple(answers[0]["quantised"])
 
@@ -116,11 +120,6 @@ def refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None
             )
 
 
-def plain(manifest: Manifest) -> list[list[Any]]:
-    """Return a manifest as plain data, which vLLM can send to another process."""
-    return [[name, dtype, list(shape)] for name, dtype, shape in manifest]
-
-
 def replace_weights(
     state: SyncState,
     source: Any,
@@ -146,7 +145,7 @@ def replace_weights(
     seconds: dict[str, float] = {}
     begun = time.perf_counter()
     before, scales = state.refusal, state.kv_scales
-    with timed(seconds, "prepare"):
+    with _timed(seconds, "prepare"):
         try:
             sent = announced(state, source, manifest)
             if isinstance(source, RemoteSource):
@@ -166,13 +165,13 @@ def replace_weights(
     try:
         state.refusal = "a sync has begun and not ended"
         answers = yield from sending.write(pairs, serving=before is None)
-        with timed(seconds, "kv_scales"):
+        with _timed(seconds, "kv_scales"):
             yield from clean(state)
             state.soiled = True  # until the new weights have proven sound
             used = yield from kv_scales(state, kv_amax, kv_prompts, kv_source, kv_known)
-        with timed(seconds, "reset"):
+        with _timed(seconds, "reset"):
             yield Call("reset")
-        with timed(seconds, "score"):
+        with _timed(seconds, "score"):
             score = None if scored is None else (yield from _score(scored, state.settings.scored_k3))
             state.stamp = sending.stamp or stamp or uuid4().hex
             yield from rpc("fp8plan_commit", state.stamp)
@@ -204,6 +203,147 @@ def replace_weights(
         healed=sending.healed,
         **sending.counts,
     )
+
+
+class Sending:
+    """One sync's tensors on their way.
+
+    counts:  tensors, bytes and chunks sent
+    patched: True once the workers have taken what has changed, and nothing else
+    healed:  why all tensors had to be sent after a try to patch; None if they had not
+    stamp:   name of the state that a Chain leads to; None: the sync gives one
+    """
+
+    def __init__(self, state: SyncState, manifest: Manifest, checked: Checked, seconds: dict[str, float]) -> None:
+        self._state, self._manifest, self._checked, self._seconds = state, manifest, checked, seconds
+        self.counts = {"tensors": 0, "bytes": 0, "chunks": 0}
+        self.patched = False
+        self.healed: str | None = None
+        self.stamp: str | None = None
+
+    def write(self, pairs: Any, serving: bool) -> Sent:
+        """Send a trainer's pairs, a RemoteSource or a Chain. Raises ConfigError for what the workers refuse.
+
+        serving: the engine's weights are sound, so that they can be patched
+        """
+        state, base = self._state, self._state.base
+        if isinstance(pairs, Chain):
+            state.base, self.stamp, self.patched = None, pairs.stamp, pairs.base is not None
+            return (yield from self._patch(pairs.patches(), ANY if pairs.base is None else pairs.base))
+        if isinstance(pairs, RemoteSource):
+            state.base = None
+            return (yield from self._replace(pairs))
+        if base is None or not serving or base.stamp is None or base.manifest != self._manifest:
+            state.base = None
+            if state.settings.delta is not None:
+                state.base = Base(self._manifest, state.settings.delta)
+                pairs = state.base.recorded(pairs)
+            return (yield from self._replace(pairs))
+        patches = base.patches(pairs, self._checked.reloaded)
+        try:
+            answers = yield from self._patch(patches, base.stamp)
+            self.patched = True
+            return answers
+        except ConfigError as error:
+            for _ in patches:  # those that were not sent any more
+                pass
+            if not base.complete:
+                raise  # the trainer's tensors are at fault
+            self.healed = str(error)
+            yield from rpc("fp8plan_abort")
+            return (yield from self._replace(base.pairs()))
+
+    def _patch(self, patches: Iterable[tuple[str, Any]], stamp: str) -> Sent:
+        """Send patches of the weights with that stamp."""
+        settings, names = self._state.settings, set[str]()
+
+        def named() -> Iterator[tuple[str, Any]]:
+            for name, patch in patches:
+                names.add(name)
+                yield name, patch
+
+        with _timed(self._seconds, "begin"):
+            yield from rpc("fp8plan_begin", self._checked.number, 0, self._state.version, settings.rollback, stamp)
+        with _timed(self._seconds, "load"):
+            parts = loose_chunks(named(), self._checked, settings.chunk_bytes)
+            few = sum(entry.nbytes for entry in self._manifest) // 100
+            self.counts = yield from _handed(self._state, parts, few, "fp8plan_patch")
+        if stamp == ANY and len(names) < len(self._manifest):
+            raise ConfigError(f"{len(names)} tensors of {len(self._manifest)} have come")
+        with _timed(self._seconds, "finish"):
+            return (yield from _finished(len(names)))
+
+    def _replace(self, pairs: Any) -> Sent:
+        """Send all tensors."""
+        settings = self._state.settings
+        with _timed(self._seconds, "begin"):
+            yield from rpc(
+                "fp8plan_begin", self._checked.number, settings.samples, self._state.version, settings.rollback
+            )
+        with _timed(self._seconds, "load"):
+            if isinstance(pairs, RemoteSource):
+                self.counts = yield from _received(pairs, self._manifest)
+            else:
+                self.counts = yield from streamed(self._state, pairs, self._manifest, self._checked, "fp8plan_load")
+        with _timed(self._seconds, "finish"):
+            return (yield from _finished())
+
+
+def _finished(patches: int | None = None) -> Sent:
+    """Let every worker check what it has written. Raises ConfigError where the live weights differ."""
+    answers = yield from rpc("fp8plan_finish", patches)
+    if differ := next((answer["check"]["differ"] for answer in answers if answer["check"]["differ"]), None):
+        raise ConfigError(f"the live weights differ from what was sent: {', '.join(differ)}")
+    return answers
+
+
+def _received(source: RemoteSource, manifest: Manifest) -> Procedure:
+    """Have the workers receive the tensors that a trainer sends by itself. Returns counts as `streamed`."""
+    with released():
+        sending = source.start()
+    answers = yield from rpc("fp8plan_receive", True)
+    with released():
+        if sending:
+            sending.result()
+    return {"tensors": len(manifest), "bytes": sum(entry.nbytes for entry in manifest), "chunks": answers[0]}
+
+
+def streamed(
+    state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: str
+) -> Generator[Call, Any, dict[str, int]]:
+    """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
+    whole = sum(entry.nbytes + ALIGNMENT for entry in manifest)
+    return (yield from _handed(state, chunks(pairs, checked, state.settings.chunk_bytes), whole, method))
+
+
+def _handed(
+    state: SyncState, parts: Iterable[tuple[list[int], list[Any]]], nbytes: int, method: str
+) -> Generator[Call, Any, dict[str, int]]:
+    """Send chunks of tensors to a method of the workers. Returns counts of tensors, bytes and chunks.
+
+    nbytes: about as many as all take
+    """
+    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
+    channel = Channel(state.staged_on, min(state.settings.chunk_bytes, nbytes), state.workers)
+    try:
+        for numbers, tensors in parts:
+            counts["chunks"] += 1
+            counts["tensors"] += len(tensors)
+            counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
+            name, arguments = channel.message(method, numbers, tensors)
+            yield from rpc(name, *arguments)
+            channel.close()  # all workers have it open; removed now, it cannot outlive a killed process
+    finally:
+        channel.close()
+    return counts
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Note the seconds of a phase."""
+    begun = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - begun
 
 
 def _pairs(state: SyncState, source: Any) -> Iterable[Any]:

@@ -25,15 +25,13 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.jsonl import parse
 from fp8plan.runtime.weight_sync.delta.base import Base, Chain, in_format
 from fp8plan.runtime.weight_sync.delta.patch import packed, whole
-from fp8plan.runtime.weight_sync.manifest import Manifest, entry_of, pairs_of, read_manifest
-from fp8plan.runtime.weight_sync.procedure import formats, plain
+from fp8plan.runtime.weight_sync.manifest import Manifest, entry_of, pairs_of, plain, read_manifest
+from fp8plan.runtime.weight_sync.procedure import formats
 from fp8plan.runtime.weight_sync.state import SyncReport
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from fp8plan.runtime.engine.base import AnyEngine
 
 EVERY: Final = 20
 CODECS: Final = (None, "zstd")
@@ -206,7 +204,7 @@ class Follower:
     def __init__(self, url: str) -> None:
         self._store = Store(url)
 
-    def pull(self, engine: AnyEngine, **settings: Any) -> SyncReport | None:
+    def pull(self, engine: Any, **settings: Any) -> SyncReport | None:
         """Bring an engine, or a fleet, to the newest version. None if it has that already, or if there is none.
 
         engine:   a RolloutEngine or a RolloutFleet that takes E4M3 (SyncSettings.weights_in="fp8_block")
@@ -229,7 +227,7 @@ class Follower:
         return self._synced(engine, manifest, links[wholes[-1] :], None, settings)
 
     def _synced(
-        self, engine: AnyEngine, manifest: Manifest, links: list[dict[str, Any]], base: str | None, settings: Any
+        self, engine: Any, manifest: Manifest, links: list[dict[str, Any]], base: str | None, settings: Any
     ) -> SyncReport:
         """Sync the first of the links, unless it is the base, and all that follow."""
 
@@ -243,7 +241,7 @@ class Follower:
         report: SyncReport = engine.sync_weights(Chain(manifest, base, links[-1]["stamp"], patches), **settings)
         return report
 
-    def _tell(self, engine: AnyEngine) -> None:
+    def _tell(self, engine: Any) -> None:
         """Write how the engine holds the model, for the trainer, unless another engine has."""
         if self._store.read_json("engine.json") is None:
             quantised, reloaded = engine.ask(formats(engine.state))
