@@ -187,7 +187,7 @@ def predict(
             gpus_per_node=card.gpus_per_node,
             shape=shape,
         )
-        + _limits_matter(best)
+        + limits_matter(best)
         + (anchor.sentences(alone, used, choices, chosen, rollouts) if anchor else ()),
         warnings=(*version_warnings(engine_version), *warnings, *risky),
         budget=budget,
@@ -199,7 +199,7 @@ def predict(
     return Prediction(answer, tuple(tried), replace(problem, profile=used))
 
 
-def _limits_matter(chosen: Candidate) -> tuple[str, ...]:
+def limits_matter(chosen: Candidate) -> tuple[str, ...]:
     """A sentence that names `fp8plan tune`, if the limits cost the chosen candidate LEAST_GAIN of its time or more."""
     setup, rollout, costs = chosen.setup, chosen.timed, list[str]()
     largest, most = max(setup.cudagraph_sizes, default=0), rollout.timeline.decode_requests.max(initial=0)

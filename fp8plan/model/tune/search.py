@@ -22,7 +22,7 @@ from fp8plan.model.limits import Derived, EngineLimits
 from fp8plan.model.plan.candidates import Candidate, Problem, in_a_step, mapper, risk_key, risks_of
 from fp8plan.model.plan.choice import SpeedUp, choose, speed_up, timed
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.plan.planner import Prediction, predict
+from fp8plan.model.plan.planner import Prediction, limits_matter, predict
 from fp8plan.model.precision import Precision
 from fp8plan.model.risk.expected import LEAST_GAIN
 from fp8plan.model.rollout import makespans, schedules
@@ -133,9 +133,10 @@ class Tuned:
 
     @property
     def prediction(self) -> Prediction:
-        """The best prediction. Its plan has the reasons for the limits, too."""
-        plan = self.best.plan
-        return replace(self.best, plan=replace(plan, reasons=(*plan.reasons, *self._sentences())))
+        """The best prediction. Its plan has the reasons for the limits, in place of the advice to tune them."""
+        plan, advice = self.best.plan, limits_matter(self.best.chosen)
+        reasons = (*(reason for reason in plan.reasons if reason not in advice), *self._sentences())
+        return replace(self.best, plan=replace(plan, reasons=reasons))
 
     def _sentences(self) -> Iterator[str]:
         plan, grid = self.best.plan, self.grid

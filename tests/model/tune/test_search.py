@@ -16,13 +16,13 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import choose
-from fp8plan.model.plan.planner import Prediction, predict
+from fp8plan.model.plan.planner import Prediction, limits_matter, predict
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import makespans, rollout, schedules
 from fp8plan.model.setup import EngineSetup, default_limits
 from fp8plan.model.tune.bound import Least
-from fp8plan.model.tune.search import WORTH_A_CHANGE, Field, Grid, Tuned, search
+from fp8plan.model.tune.search import SEARCHED, WORTH_A_CHANGE, Field, Grid, Tuned, search
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 
 SMALL, DENSE = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"
@@ -193,6 +193,18 @@ def test_a_tuned_plan_is_a_plan() -> None:
     headline, grid, _ = plan.reasons[-3:]
     assert headline.startswith("Limits: max_cudagraph_capture_size 1024 instead of vLLM's own. The choice is ")
     assert "max_num_seqs 64, 128, 256, 512, 600, 1024" in grid
+
+
+@pytest.mark.parametrize("case", ["more requests than a graph", "a starved pool"])
+def test_a_tuned_plan_does_not_advise_to_tune(case: str) -> None:
+    keep = SEARCHED if "pool" in case else ()
+    tuned = search(gpu="h200", keep=keep, **CASES[case] | {"precisions": ["bf16"]})
+    (advice,) = limits_matter(tuned.base.chosen)
+    assert advice in tuned.base.plan.reasons
+    assert "fp8plan tune" in advice
+    assert "fp8plan tune" not in tuned.prediction.plan.to_json()
+    kept = [reason for reason in tuned.best.plan.reasons if reason != advice]
+    assert list(tuned.prediction.plan.reasons[: len(kept)]) == kept
 
 
 def test_progress_sees_every_group_of_settings() -> None:
