@@ -42,6 +42,7 @@ MIB, GIB = 1 << 20, 1 << 30
 # FP8 adds to full graphs only.
 CUDAGRAPH_FIRST_BYTES = 58 * MIB
 CUDAGRAPH_BYTES = {"v1": (4 * MIB, 8 * MIB), "v2": (6 * MIB, 12 * MIB)}  # of a piecewise and of a full graph
+GRAPH_STEP = 16  # between the sizes of CUDA graphs above 256
 CUDAGRAPH_FP8_BYTES = 2 * MIB
 
 
@@ -57,11 +58,16 @@ def cudagraph_capture_sizes(
     imposed = limits.max_cudagraph_capture_size
     largest = _default_largest(shape, gpu, limits, engine_version) if imposed is None else imposed
     largest = min(largest, limits.max_num_batched_tokens)
-    sizes = {*(1, 2, 4), *range(8, 256, 8), *range(256, largest + 1, 16)}
+    sizes = {*(1, 2, 4), *range(8, 256, 8), *range(256, largest + 1, GRAPH_STEP)}
     sizes.add(limits.max_num_batched_tokens)  # the full budget is captured too, if it is not too large
     if imposed is None and has(engine_version, "max_num_seqs is captured"):
         sizes.add(limits.max_num_seqs)
     return tuple(sorted(size for size in sizes if size <= largest))
+
+
+def capture_size_for(requests: int) -> int:
+    """The least max_cudagraph_capture_size with which a step of so many requests has a CUDA graph."""
+    return -(-requests // GRAPH_STEP) * GRAPH_STEP
 
 
 def _default_largest(shape: ModelShape, gpu: Gpu, limits: EngineLimits, engine_version: str) -> int:

@@ -19,6 +19,7 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import Derived, EngineLimits
+from fp8plan.model.memory.plan import capture_size_for
 from fp8plan.model.plan.candidates import Candidate, Problem, in_a_step, mapper, risk_key, risks_of
 from fp8plan.model.plan.choice import SpeedUp, choose, speed_up, timed
 from fp8plan.model.plan.plan import Plan
@@ -85,7 +86,7 @@ class Grid:
             sizes = replace(setup, limits=limits).cudagraph_sizes
             if whole and seqs <= max(sizes, default=0):
                 continue
-            wider = replace(limits, max_cudagraph_capture_size=seqs) if whole else limits
+            wider = replace(limits, max_cudagraph_capture_size=capture_size_for(seqs)) if whole else limits
             alike[seqs if whole else sizes].append(wider)
         return sorted(alike.values(), key=len, reverse=True)
 

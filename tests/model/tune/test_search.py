@@ -15,6 +15,7 @@ import fp8plan
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.plan import capture_size_for
 from fp8plan.model.plan.choice import choose
 from fp8plan.model.plan.planner import Prediction, limits_matter, predict
 from fp8plan.model.profile.library import datasheet_profile
@@ -59,7 +60,7 @@ def at_every_setting(case: dict[str, Any]) -> dict[EngineLimits, Prediction]:
                 base.plan.limits,
                 max_num_seqs=seqs,
                 max_num_batched_tokens=budget,
-                max_cudagraph_capture_size=seqs if whole else None,
+                max_cudagraph_capture_size=capture_size_for(seqs) if whole else None,
                 enable_prefix_caching=caching,
             )
             plans[limits] = predict(gpu="h200", **case | {"limits": limits})
@@ -152,6 +153,16 @@ def test_what_is_given_stays() -> None:
     for wrong in ("max_num_seqs", ["block_size"]):
         with pytest.raises(ConfigError, match=r"keep is .*; allowed: a list with some of max_num_seqs"):
             search(SMALL, "h200", SHORT, keep=wrong)
+
+
+def test_graphs_for_all_requests_hold_them_whatever_their_number() -> None:
+    fixed = EngineLimits(max_num_seqs=600)
+    tuned = search(SMALL, "h200", SHORT, limits=fixed, precisions=["bf16"])
+    assert tuned.changes == {"max_cudagraph_capture_size": (None, 608)}  # vLLM captures multiples of 16
+    assert max(tuned.best.chosen.setup.cudagraph_sizes) == 608
+    for requests in (1, 256, 257, 600, 1100, 2048):
+        limits = replace(fixed, max_num_seqs=requests, max_cudagraph_capture_size=capture_size_for(requests))
+        assert requests <= max(EngineSetup(SMALL, "h200", "bf16", limits).cudagraph_sizes) < requests + 16
 
 
 def test_the_least_share_is_as_fast_and_less_is_not() -> None:
