@@ -223,15 +223,15 @@ def _state(steps: Steps) -> list[RenderableType]:
     rows = [("decision", f"{last.decision or 'none'}: {last.reason or ''}".rstrip(": "), "")]
     rows += [("causes", sentence(steps.attribution), "")] if steps.attribution else []
     rows += [("alarm", f"{alarm}: {runs.meaning(alarm)}".rstrip(": "), WORST) for alarm in last.alarms]
-    guards = (x.guard for x in reversed(steps.said) if x.guard)
-    guard = next((guard for guard in guards if guard.verdict or guard.off), None)
+    guard = runs.last_judged(steps)
     if guard and (verdict := guard.verdict):
         action, cold = verdict.action or "none", bool(verdict.cold)
         as_fast = runs.as_fast(verdict)
         fine = action == "none" and (cold or as_fast is not False)
         advice = "" if action == "none" else f"{action}: "
         rows.append(("guard", f"{advice}{verdict.reason or ''}", BAD if not fine else GOOD if as_fast else ""))
-        rows += [("  cause", cause.sentence or "", BAD) for cause in verdict.causes or () if not fine]
+        label, style = ("  advice", "") if fine else ("  cause", BAD)
+        rows += [(label, cause.sentence or "", style) for cause in verdict.causes or ()]
     if guard and guard.off:
         rows.append(("guard", f"off: {guard.off}", BAD))
     if last.guard and last.guard.state and (last.guard.state.rung or "none") != "none":

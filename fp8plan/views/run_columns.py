@@ -14,7 +14,17 @@ from fp8plan.model.cost.base import FloatArray
 from fp8plan.runtime.controller.state import MEANINGS, Alarm
 from fp8plan.runtime.monitor.record import RunReader
 from fp8plan.runtime.monitor.steps import Steps
-from fp8plan.schemas import K3, K3_ROBUST, KL_LIMIT, PREDICTED, PREDICTED_HIGH, PREDICTED_LOW, TOKENS_PER_S, Verdict
+from fp8plan.schemas import (
+    K3,
+    K3_ROBUST,
+    KL_LIMIT,
+    PREDICTED,
+    PREDICTED_HIGH,
+    PREDICTED_LOW,
+    TOKENS_PER_S,
+    Judged,
+    Verdict,
+)
 
 SPEED, SPEED_LOW, SPEED_HIGH = "achieved/predicted", "low/predicted", "high/predicted"  # in no record
 OF_PREDICTED: Final = {SPEED: TOKENS_PER_S, SPEED_LOW: PREDICTED_LOW, SPEED_HIGH: PREDICTED_HIGH}
@@ -74,6 +84,12 @@ def over_limit(steps: Steps) -> NDArray[np.bool_]:
 def as_fast(verdict: Verdict) -> bool | None:
     """True if a rollout was as fast as predicted, by the guard; None if it did not judge. Schema 1.1 has `within`."""
     return verdict.within if verdict.as_fast is None else verdict.as_fast
+
+
+def last_judged(steps: Steps) -> Judged | None:
+    """The guard's part of the last record with a verdict, or with a reason why there is none."""
+    guards = (record.guard for record in reversed(steps.said) if record.guard)
+    return next((guard for guard in guards if guard.verdict or guard.off), None)
 
 
 def events(steps: Steps) -> list[Event]:

@@ -15,7 +15,7 @@ from fp8plan.runtime.monitor.record import RunReader
 from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.views import run_columns as runs
 from fp8plan.views.axes import MOST, SPANS
-from fp8plan.views.page import document, figures
+from fp8plan.views.page import document, figures, paragraphs
 from fp8plan.views.run_columns import Event
 from fp8plan.views.run_plots import MARKED, by_position, figure
 from fp8plan.views.text import duration, percent
@@ -50,7 +50,14 @@ def page(reader: RunReader) -> str:
     tiles = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in summary(steps))
     head = f'<p class="dim">{escape(_span(reader))}</p><div class="tiles">{tiles}</div>'
     legend = f'<p class="dim">{" ".join(_legend(len(steps), events))}</p>'
-    return document(reader.path.name, runs.title(steps), f"{head}{legend}{plots}{_table(events)}")
+    return document(reader.path.name, runs.title(steps), f"{head}{_advice(steps)}{legend}{plots}{_table(events)}")
+
+
+def _advice(steps: Steps) -> str:
+    """The sentences of the guard's last verdict: causes, and levers with their gain."""
+    guard = runs.last_judged(steps)
+    causes = guard.verdict.causes or () if guard and guard.verdict else ()
+    return paragraphs(f"Last rollout: {cause.sentence}." for cause in causes if cause.sentence)
 
 
 def summary(steps: Steps) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ import termios
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,16 @@ def test_the_view_tells_what_is_wrong(tmp_path: Path) -> None:
     text = shown(written(tmp_path / "run.jsonl", [off]))
     assert "off: no profile" in text
     assert re.search(r"alarm +new_word\n", text)
+
+
+def test_what_would_help_a_rollout_that_is_as_fast_as_predicted_is_shown(tmp_path: Path) -> None:
+    lever = "aborting the last 6 of 128 responses would save 36% <b>"
+    verdict = {"action": "none", "reason": "nothing to do", "as_fast": True, "causes": [{"sentence": lever}]}
+    record = RUN[0] | {"guard": {"verdict": verdict, "state": None, "off": None}}
+    reader = written(tmp_path / "run.jsonl", [record])
+    assert re.search(rf"advice +{re.escape(lever)}", shown(reader, 160))
+    reader.read()
+    assert f"Last rollout: {escape(lever)}." in page(reader)
 
 
 def test_a_run_that_has_little_to_tell_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:

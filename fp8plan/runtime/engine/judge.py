@@ -48,6 +48,7 @@ class Judge:
         self._thread = ThreadPoolExecutor(1, "fp8plan-guard")  # one thread keeps the order
         self._judging: Future[Judged] | None = None
         self._kl_k3: float | None = None
+        self._ended: float | None = None  # the last rollout, by time.perf_counter
 
     @property
     def last(self) -> Judged:
@@ -106,11 +107,16 @@ class Judge:
         return kl_k3
 
     def judge(self, observe: Callable[[], Observation | None]) -> None:
-        """Let the guard judge an observation, while the caller goes on."""
-        self._judging = self._thread.submit(self._judged, observe)
+        """Let the guard judge the observation of a rollout that has ended, while the caller goes on."""
+        before, self._ended = self._ended, time.perf_counter()
+        self._judging = self._thread.submit(self._judged, observe, None if before is None else self._ended - before)
 
-    def _judged(self, observe: Callable[[], Observation | None]) -> Judged:
-        result = judged(self._engine.guard, observe)
+    def _judged(self, observe: Callable[[], Observation | None], since_s: float | None) -> Judged:
+        def timed() -> Observation | None:
+            seen = observe()
+            return None if seen is None else seen.after(since_s)
+
+        result = judged(self._engine.guard, timed)
         if self._engine.guard is not None and result != Judged():
             self._engine.guard_off = result.off
         return result

@@ -2,8 +2,9 @@
 
 Causes outside the prediction explain a gap: a compile, a slow host, a kernel or scales that the profile was not
 measured with, more preemptions than the lengths call for. Causes inside the prediction explain a small gain: no CUDA
-graphs, preemptions, a small pool, batches at which FP8 is not ahead. The cost of a cause inside is the difference
-to a prediction without it. Costs overlap (a larger pool also ends preemptions), so they do not add up.
+graphs, preemptions, a small pool, batches at which FP8 is not ahead, a long tail. The cost of a cause inside is the
+difference to a prediction without it. Costs overlap (a larger pool also ends preemptions), so they do not add up. A
+tail and an idle engine are no fault: their sentences name the lever of the trainer that would gain, and its price.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from typing import Final, NamedTuple
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.hardware import find_gpu
+from fp8plan.model.memory.plan import capture_size_for
 from fp8plan.model.plan.choice import speed_up, timed
 from fp8plan.model.plan.explain import seconds
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import LEAST_GAIN
-from fp8plan.model.rollout import Simulated
+from fp8plan.model.rollout import TAIL_SHARE, Simulated
 from fp8plan.model.setup import EngineSetup
+from fp8plan.model.tune.cut import bias, cut_after
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, Prediction, again, fallback, with_blocks
 
 # Preemptions per response. The predicted schedule is never wrong by so many.
 MANY_PREEMPTIONS: Final = 0.05
+ABORTED: Final = 0.05  # share of the responses in the tail that is cut off
+IDLE_SHARE: Final = 0.25  # of the time from one rollout's end to the next one's, from which on an idle engine is named
+FEWER: Final = 3  # powers of two that are tried below the requests that ran at once
 
 
 class Cause(StrEnum):
@@ -39,6 +45,8 @@ class Cause(StrEnum):
     KERNEL_FALLBACK = "kernel_fallback"
     E8M0 = "e8m0"
     KV_POOL = "kv_pool"
+    TAIL = "tail"
+    IDLE = "idle"
     ARRIVALS = "arrivals"
     HOST = "host"
     MACHINE = "machine"
@@ -53,7 +61,7 @@ class Found(NamedTuple):
     """One likely cause.
 
     sentence: the numbers and the remedy
-    lost_s:   seconds of the rollout that it explains; None: not known
+    lost_s:   seconds of the rollout that it explains; None: not known, or not the rollout's
     gap:      True if it may explain a gap, because the prediction does not contain it
     of_fp8:   the FP8 parts, "weights" or "kv", without which it disappears; empty: BF16 has it, too
     """
@@ -80,6 +88,11 @@ class Case(NamedTuple):
         """Seconds that the rollout took beyond its prediction."""
         return self.observation.seconds - self.prediction.makespan_s
 
+    @property
+    def least_s(self) -> float:
+        """The least cost of a cause within the prediction, in seconds."""
+        return self.settings.least_loss * self.prediction.makespan_s
+
     def again(self, setup: EngineSetup) -> Simulated:
         """The same work predicted on another engine."""
         return again(setup, self.observation, self.profile, self.prediction.ran.schedules)
@@ -100,9 +113,9 @@ def causes(case: Case) -> tuple[Found, ...]:
         if late and rest >= case.gap_s / 2 and case.settings.anchor is not None:
             text = f"{seconds(rest)} s more than predicted, and nothing that was looked at explains it"
             likely.append(Found(Cause.UNKNOWN, f"{text}: {_looking(case.facts)}"))
-    least = case.settings.least_loss * case.prediction.makespan_s
-    likely += [each for each in _in_the_prediction(case) if (each.lost_s or 0.0) >= least]
-    likely += _no_gain(case)
+    inside = (*_in_the_prediction(case), *_tail(case))
+    likely += [each for each in inside if (each.lost_s or 0.0) >= case.least_s]
+    likely += (*_no_gain(case), *_idle(case))
     return tuple(sorted(likely, key=lambda each: (not each.gap, -(each.lost_s or 0.0))))
 
 
@@ -145,7 +158,7 @@ def _disturbances(case: Case) -> Iterator[Found]:
         text = f"a loop on the host took {slow:.2f} times the fastest seen: give the engine quiet cores (taskset)"
         yield Found(Cause.HOST, text)
     came = observation.arrival_s or 0.0
-    if came >= case.settings.least_loss * prediction.makespan_s:
+    if came >= case.least_s:
         text = (
             f"the last request came {seconds(came)} s after the first, and the prediction begins with all of them: "
             "work before the engine is slow (templates, tokens, calls between processes), or answers take several turns"
@@ -212,14 +225,16 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
             "enforce_eager and cudagraph_mode unset"
         )
         yield Found(Cause.CUDA_GRAPHS_OFF, text, makespan - graphs, gap=False)
+    yield from _larger_graphs(case)
     if prediction.rollout.preemptions:
         pairs = zip(case.observation.prompt_lengths, case.observation.response_lengths, strict=True)
         blocks = sum(prediction.ran.memory.kv.blocks_of_request(sum(pair)) for pair in pairs)
         roomy = case.again(with_blocks(prediction.setup, blocks)).rollout
+        fewer = _fewer_at_once(case) if makespan - roomy.makespan_s >= case.least_s else ""
         text = (
             f"{case.observation.preemptions:,} preemptions ({prediction.rollout.preemptions:,} predicted) in a pool of "
             f"{prediction.kv_cache_tokens:,} tokens: {seconds(makespan)} s predicted, {seconds(roomy.makespan_s)} in a "
-            f"pool that holds all: raise {larger}, or lower max_num_seqs"
+            f"pool that holds all: raise {larger}{fewer}"
         )
         yield Found(Cause.PREEMPTION, text, makespan - roomy.makespan_s, gap=False)
     try:
@@ -234,6 +249,72 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
             f"{seconds(makespan)} s predicted, {seconds(planned.rollout.makespan_s)} with those: {fix}"
         )
         yield Found(Cause.KV_POOL, text, makespan - planned.rollout.makespan_s, gap=False)
+
+
+def _larger_graphs(case: Case) -> Iterator[Found]:
+    """Yield steps of more requests than the largest CUDA graph has."""
+    ran, most = case.prediction.setup, int(case.prediction.rollout.timeline.decode_requests.max(initial=0))
+    largest = max(ran.cudagraph_sizes, default=0)
+    if not 0 < largest < most:
+        return
+    size = capture_size_for(most)
+    try:
+        larger = case.again(replace(ran, limits=replace(ran.limits, max_cudagraph_capture_size=size))).rollout
+    except CapacityError:
+        return
+    text = (
+        f"steps of more than {largest:,} requests have no CUDA graph: {seconds(case.prediction.makespan_s)} s "
+        f"predicted, {seconds(larger.makespan_s)} with max_cudagraph_capture_size {size}"
+    )
+    yield Found(Cause.CUDA_GRAPHS_OFF, text, case.prediction.makespan_s - larger.makespan_s, gap=False)
+
+
+def _fewer_at_once(case: Case) -> str:
+    """The words for the best lower max_num_seqs, of FEWER powers of two, by its prediction."""
+    ran, most = case.prediction.setup, max(int(plan.running.max()) for plan in case.prediction.ran.schedules)
+    powers = [2**k for k in range((most - 1).bit_length())][-FEWER:]
+    fewer = {n: replace(ran, limits=replace(ran.limits, max_num_seqs=n)) for n in powers}
+    times = {n: again(setup, case.observation, case.profile).rollout.makespan_s for n, setup in fewer.items()}
+    if not times:
+        return ""
+    best = min(times, key=lambda n: times[n])
+    gains = times[best] <= case.prediction.makespan_s - case.least_s
+    words = "or lower max_num_seqs" if gains else "as a lower max_num_seqs gains little"
+    return f", {words} ({seconds(times[best])} s at {best})"
+
+
+def _tail(case: Case) -> Iterator[Found]:
+    """Yield a tail in which few requests run, with the gain and the price of aborting the last responses."""
+    ran, batch = case.prediction.ran, case.observation.batch
+    rollout, responses = ran.rollout, len(batch.responses)
+    last = max(1, round(ABORTED * responses))
+    sampled = any(plan.sampled for plan in ran.schedules)  # then it is not known when each response ends
+    if rollout.tail_fraction <= TAIL_SHARE or last == responses or sampled:
+        return
+    cut = cut_after(responses - last, batch.split(len(ran.schedules)), ran.schedules, ran.model)
+    saved, lost = rollout.makespan_s - cut.rollout.makespan_s, bias(batch.responses, cut.ended)
+    text = (
+        f"{rollout.tail_fraction:.0%} of the rollout has fewer than {TAIL_SHARE:.0%} of the requests: aborting the "
+        f"last {last:,} of {responses:,} responses would save {saved / rollout.makespan_s:.0%} ({seconds(saved)} s) "
+        f"and lose {lost.long_lost:.0%} of the longest tenth, mean length {lost.mean_shift:+.0%}; other levers: "
+        "fp8plan tune --workload"
+    )
+    yield Found(Cause.TAIL, text, saved, gap=False)
+
+
+def _idle(case: Case) -> Iterator[Found]:
+    """Yield an engine that waited long for its trainer, with the gain and the price of training beside it."""
+    idle, rollout = case.observation.idle_s or 0.0, case.observation.seconds
+    step = idle + rollout
+    if idle < IDLE_SHARE * step:
+        return
+    saved = min(idle, rollout)
+    text = (
+        f"the engine was idle for {seconds(idle)} s before this rollout of {seconds(rollout)} s: training while the "
+        f"next batch is rolled out (one step off-policy) would save up to {seconds(saved)} s, {saved / step:.0%} of "
+        "both, if the trainer has GPUs of its own; every token is then a step old"
+    )
+    yield Found(Cause.IDLE, text, gap=False)
 
 
 def _no_gain(case: Case) -> Iterator[Found]:

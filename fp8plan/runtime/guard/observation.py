@@ -59,7 +59,7 @@ KNOWN_FOR: Final = {
 FINITE_OR_NONE: Final[Range] = (lambda x: abs(x) < inf, "a finite number, or None")
 RANGES: Final[dict[str, Range]] = {
     "seconds": (lambda x: 0 < x < inf, "a finite number above 0"),
-    **dict.fromkeys(("longest_step_s", "arrival_s", "host_slowdown"), FINITE_OR_NONE),
+    **dict.fromkeys(("longest_step_s", "arrival_s", "host_slowdown", "idle_s"), FINITE_OR_NONE),
     "kl_k3": (lambda x: abs(x) < inf, "a finite number (a nan comes from log-probs that hold nan or inf), or None"),
 }
 
@@ -163,6 +163,7 @@ class Observation:
     longest_step_s:   longest engine step; None: not known
     arrival_s:        time from the first arrival of a request to the last; None: not known, or all came at once
     host_slowdown:    measured by `Watch` in runtime.measure.rollouts.host; None: not known
+    idle_s:           time from the end of the rollout before to its begin; None: not known, or there was none
     kl_k3:            mean k3 per token between trainer and rollout; None: not known
     sampling:         its sampling parameters, in a form that Sampling.of reads; None: not known
 
@@ -179,6 +180,7 @@ class Observation:
     longest_step_s: float | None = None
     arrival_s: float | None = None
     host_slowdown: float | None = None
+    idle_s: float | None = None
     kl_k3: float | None = None
     sampling: Sampling | None = None
 
@@ -199,6 +201,12 @@ class Observation:
             raise ConfigError(
                 f"prompt_lengths, response_lengths and prompt_ids count {counts}; allowed: as many of each"
             )
+
+    def after(self, since_s: float | None) -> Observation:
+        """The same with `idle_s`, unless it is known. since_s: from the end of the rollout before to its own end"""
+        if self.idle_s is not None or since_s is None:
+            return self
+        return replace(self, idle_s=max(0.0, since_s - self.seconds))
 
     @property
     def output_tokens(self) -> int:
@@ -341,7 +349,7 @@ def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: Engin
     row: dict[str, Any] = {} if facts is None else _engine_fields(facts)
     if rollout is None or isinstance(rollout, Mapping):
         return {**row, **(rollout or {})}
-    numbers = ("seconds", "preemptions", "compiled_files", "arrival_s", "host_slowdown")
+    numbers = ("seconds", "preemptions", "compiled_files", "arrival_s", "host_slowdown", "idle_s")
     row |= {name: getattr(rollout, name) for name in numbers}
     row |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
     if rollout.prompt_ids is not None:

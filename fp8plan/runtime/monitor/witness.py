@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from math import isfinite
@@ -48,6 +49,7 @@ class Witness:
             )
         self.engine, self.facts, self._guard = engine, facts, guard
         self._rollout: Observation | None = None  # the engine's last rollout that is in a record
+        self._judged_at: float | None = None  # the last rollout without an engine, by time.perf_counter
         self._warned: set[str] = set()
 
     @property
@@ -62,9 +64,12 @@ class Witness:
             return by_engine._replace(observation=rollout) if isinstance(rollout, Observation) else by_engine
         if rollout is None or (isinstance(rollout, Mapping) and rollout.get("seconds") is None):
             return Judged()
+        before, self._judged_at = self._judged_at, time.perf_counter()
+        since_s = None if before is None else self._judged_at - before
 
         def observe() -> Observation:
             seen = rollout if isinstance(rollout, Observation) else run_record.observation(rollout)
+            seen = seen.after(since_s)
             return replace(seen, kl_k3=mismatch.k3_robust) if seen.kl_k3 is None and mismatch.tokens else seen
 
         by_guard = judged(self.guard, observe)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError, ProfileError
@@ -19,10 +20,18 @@ from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.plan.explain import seconds
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
+from fp8plan.model.rollout import clocks
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.guard.guard import Action, Cause, Found, Guard, GuardSettings, GuardState, Verdict, update
-from fp8plan.runtime.guard.observation import EngineFacts, Observation, fallback, observation_of, predict
+from fp8plan.runtime.guard.observation import (
+    EngineFacts,
+    Observation,
+    fallback,
+    observation_of,
+    predict,
+    rollout_fields,
+)
 
 VALIDATION = profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation"
 PROFILE: Profile = load_profile(find_gpu("h200_sxm"), "0.26.0")[0]
@@ -154,7 +163,8 @@ def test_stalled_rollouts_are_blamed_on_the_compile_and_excused() -> None:
 def test_a_long_first_step_alone_is_no_stall() -> None:
     """Set aside by a rule of that day; nothing was compiled, and they are as fast as predicted."""
     verdicts = [judged(record) for record in records("stalled") if not record.fields["compiled_files"]]
-    assert {(verdict.as_fast, verdict.causes) for verdict in verdicts} == {(True, ())}
+    assert all(verdict.as_fast for verdict in verdicts)
+    assert {x.cause for verdict in verdicts for x in verdict.causes} == {Cause.TAIL}
 
 
 def test_a_disturbed_host_leads_nowhere() -> None:
@@ -212,6 +222,71 @@ def test_preemptions_cost_what_a_larger_pool_would_save() -> None:
     assert f"{ran.kv_cache_tokens:,} tokens" in named.sentence
     assert f"{seconds(ran.makespan_s)} s predicted, {seconds(roomy.makespan_s)} in a pool" in named.sentence
     assert not found(record, Cause.PREEMPTION, large)
+    words, _, at = re.findall(r", (or lower|as a lower) max_num_seqs( gains little)? \((.*)\)$", named.sentence)[0]
+    took, number = at.split(" s at ")
+    fewer = replace(record.limits, max_num_seqs=int(number))
+    assert took == seconds(predict(facts_of(record, limits=fewer), observed(record), PROFILE).makespan_s)
+    assert words == ("or lower" if float(took) <= 0.95 * ran.makespan_s else "as a lower")
+
+
+def test_larger_graphs_are_named_where_steps_have_none() -> None:
+    record, small = pick("Qwen3-1.7B", "bf16", "batch 512"), {"model": "Qwen/Qwen3-0.6B"}
+    many = Observation(seconds=9.0, prompt_lengths=[64] * 900, response_lengths=[200] * 900)
+    wide, graphs = (replace(record.limits, max_num_seqs=1024, max_cudagraph_capture_size=x) for x in (None, 912))
+    (named,) = found(record, Cause.CUDA_GRAPHS_OFF, many, limits=wide, **small)
+    before, after = (predict(facts_of(record, limits=x, **small), many, PROFILE).makespan_s for x in (wide, graphs))
+    assert named.lost_s == pytest.approx(before - after)
+    assert f"{seconds(before)} s predicted, {seconds(after)} with max_cudagraph_capture_size 912" in named.sentence
+    assert not found(record, Cause.CUDA_GRAPHS_OFF, many, limits=graphs, **small)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_tail_names_what_aborting_it_would_save_and_lose(replicas: int) -> None:
+    record = pick("Qwen3-8B", "bf16", "long tail, shared prompts")
+    limits = replace(record.limits, data_parallel_size=replicas)
+    case = observed(record)
+    (named,) = found(record, Cause.TAIL, case, limits=limits)
+    made = predict(facts_of(record, limits=limits), case, PROFILE)
+    ends = clocks([made.ran.schedules], made.ran.model)[0]
+    at = np.sort(np.concatenate([x[p.ended] for x, p in zip(ends, made.ran.schedules, strict=True)]))
+    assert len(at) == 128
+    assert named.lost_s == pytest.approx(made.makespan_s - at[-7])  # without the last 6
+    lengths = np.sort(case.response_lengths)  # all start at once, so the longest of a replica end last
+    assert f"{made.rollout.tail_fraction:.0%} of the rollout has fewer than 25% of the requests" in named.sentence
+    assert f"aborting the last 6 of 128 responses would save {1 - at[-7] / made.makespan_s:.0%} " in named.sentence
+    if replicas == 1:
+        lost = (lengths[-6:] >= np.quantile(lengths, 0.9)).sum() / (lengths >= np.quantile(lengths, 0.9)).sum()
+        assert f"lose {lost:.0%} of the longest tenth" in named.sentence
+        assert f"mean length {lengths[:-6].mean() / lengths.mean() - 1:+.0%}" in named.sentence
+    assert not named.gap
+
+
+def test_without_a_tail_or_with_a_single_response_nothing_is_aborted() -> None:
+    record = pick("Qwen3-8B", "bf16", "batch 512")
+    assert not found(record, Cause.TAIL)
+    alone = Observation(seconds=9.0, prompt_lengths=[64], response_lengths=[900])
+    assert not found(record, Cause.TAIL, alone)
+    two = Observation(seconds=90.0, prompt_lengths=[64] * 8, response_lengths=[9] * 7 + [9000])
+    (named,) = found(record, Cause.TAIL, two, limits=replace(record.limits, max_model_len=None))
+    assert "the last 1 of 8 responses" in named.sentence
+
+
+def test_an_engine_that_waits_for_its_trainer_is_named_with_what_overlap_would_save() -> None:
+    record = pick("Qwen3-8B", "fp8_block", "batch 8")
+    for idle, saved in ((6.0, 6.0), (30.0, 10.0)):
+        (named,) = found(record, Cause.IDLE, replace(observed(record), seconds=10.0, idle_s=idle))
+        assert f"idle for {seconds(idle)} s before this rollout of 10 s" in named.sentence
+        assert f"save up to {seconds(saved)} s, {saved / (10 + idle):.0%} of both" in named.sentence
+        assert not named.gap
+    assert not found(record, Cause.IDLE, replace(observed(record), seconds=10.0, idle_s=3.0))
+    assert not found(record, Cause.IDLE)
+
+
+def test_the_time_between_two_rollouts_ends_is_idle_but_for_the_rollout() -> None:
+    seen = Observation(seconds=10.0, prompt_lengths=[1], response_lengths=[1])
+    assert (seen.after(None).idle_s, seen.after(14.0).idle_s, seen.after(9.0).idle_s) == (None, 4.0, 0.0)
+    assert replace(seen, idle_s=1.0).after(14.0).idle_s == 1.0
+    assert rollout_fields(seen.after(14.0), None)["idle_s"] == 4.0
 
 
 def test_preemptions_that_the_lengths_do_not_call_for_explain_a_gap() -> None:
@@ -352,11 +427,11 @@ def test_a_gap_without_any_cause_is_unknown_and_causes_are_ordered_by_what_they_
     record = pick("Qwen3-14B", "bf16", "KV-starved")
     case = slower(record, 1.5)
     _, verdict = update(GuardState(), case, facts_of(record), PROFILE, ANCHORED)
-    assert [x.cause for x in verdict.causes] == [Cause.UNKNOWN, Cause.PREEMPTION]
+    assert [x.cause for x in verdict.causes] == [Cause.UNKNOWN, Cause.TAIL, Cause.PREEMPTION]
     assert seconds(case.seconds / 3) in verdict.causes[0].sentence
     limits = replace(record.limits, enforce_eager=True)
     both = judged(record, replace(ANCHORED, least_loss=0.01), limits=limits).causes
-    assert [x.cause for x in both] == [Cause.CUDA_GRAPHS_OFF, Cause.PREEMPTION]
+    assert [x.cause for x in both] == [Cause.CUDA_GRAPHS_OFF, Cause.TAIL, Cause.PREEMPTION]
 
 
 # Stepping down
@@ -522,7 +597,7 @@ def test_a_verdict_can_be_logged() -> None:
     verdict = judged(pick("Qwen3-14B", "bf16", "KV-starved"))
     plain = json.loads(json.dumps(verdict.to_dict()))
     assert plain["action"] == "none"
-    assert plain["causes"][0]["cause"] == "preemption"
+    assert plain["causes"][1]["cause"] == "preemption"
     assert plain["ratio"] == pytest.approx(plain["tokens_per_s"] / plain["predicted_tokens_per_s"])
 
 

@@ -270,6 +270,19 @@ def test_a_rollout_without_a_kl_gets_that_of_its_tokens(
     assert (found.verdict is None, found.off, told) == (guard is None, None, [])
 
 
+def test_a_rollout_knows_how_long_its_engine_waited_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 100.0 + SEEN.seconds + 7.0])
+    monkeypatch.setattr("fp8plan.runtime.monitor.witness.time.perf_counter", lambda: next(clock))
+    witness = Witness(None, Guard(FACTS), None)
+    first, second = (witness.judged(SEEN, MISMATCH) for _ in range(2))
+    assert first.observation is not None
+    assert first.observation.idle_s is None
+    assert second.observation is not None
+    assert second.observation.idle_s == pytest.approx(7.0)
+    assert second.verdict is not None
+    assert any("idle for 7 s" in cause.sentence for cause in second.verdict.causes)
+
+
 def test_of_a_rollout_that_cannot_be_read_only_a_guard_warns() -> None:
     unread = {"seconds": 1.0, "prompt_lengths": [1]}
     with warnings.catch_warnings(record=True) as told:
