@@ -297,9 +297,7 @@ def planned(
     printed = texts.pop(STDOUT, None)
     writers = {file: outputs.text(content) for file, content in texts.items()}
     if plot is not None:
-        from fp8plan.views.plan_page import draw
-
-        writers[str(plot)] = lambda path: draw(prediction, path, kv_scales or "unit")  # as `emit` does
+        writers[str(plot)] = lambda path: result.draw(prediction, path, kv_scales or "unit")  # as `emit` does
     outputs.write(writers)
     print_notes(plan.warnings)  # after all steps that may fail, so that an error stands alone
     outputs.print_written(writers)
@@ -321,18 +319,23 @@ def plan_command(**options: Any) -> None:
 
 
 class Result(NamedTuple):
-    """The result of a command that plans: the prediction, more fields for its JSON, and the report on its plan."""
+    """The result of a command that plans: the prediction, more fields for its JSON, and its report and its picture.
+
+    draw: writes the picture to a file; the text is the KV scales of its settings
+    """
 
     prediction: Prediction
     beside: dict[str, Any]
     report: Callable[[Plan], RenderableType]
+    draw: Callable[[Prediction, Path, str], None]
 
 
 def _predicted(*arguments: Any, **options: Any) -> Result:
     from fp8plan.model.plan.planner import predict
+    from fp8plan.views.plan_page import draw
     from fp8plan.views.report import plan_report
 
-    return Result(predict(*arguments, **options), {}, plan_report)
+    return Result(predict(*arguments, **options), {}, plan_report, draw)
 
 
 @app.command("emit")
@@ -412,7 +415,7 @@ def _emissions(words: list[str]) -> list[tuple[str, str]]:
 def _plot_file(plot: Path | None) -> list[tuple[str, str]]:
     if plot is None:
         return []
-    from fp8plan.views.plan_page import check_suffix
+    from fp8plan.views.page import check_suffix
 
     check_suffix(plot)
     return [("--plot", str(plot))]

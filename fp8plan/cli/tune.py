@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @app.command("tune", cls=PlanCommand)
 @options_of(
     planned,
-    without=("ask", "plot"),
+    without=("ask",),
     defaults={
         "max_num_seqs": SEARCHED,
         "max_num_batched_tokens": SEARCHED,
@@ -39,7 +39,7 @@ def tune_command(
     """Choose vLLM's limits, too, and weigh the trainer's levers.
 
     A limit that you give stays. --gpu-memory-utilization is a ceiling. Outputs are those of `plan`; its JSON has the
-    levers as `tune`.
+    levers as `tune`, and its picture is a waterfall.
     """
     keep = ["enable_prefix_caching"] if options["prefix_caching"] is not None else []
     drafts = not_none(tokens=num_speculative_tokens, method=speculative_method)
@@ -53,8 +53,10 @@ def _tuned(
     from fp8plan.model.tune.search import search
     from fp8plan.model.tune.speculation import speculation_of
     from fp8plan.views.tuned import tune_report
+    from fp8plan.views.tuned_page import draw
 
     speculation = speculation_of(model, acceptance, **drafts)
     tuned = search(model, *arguments, **options)
     answer = Answer.of(tuned, speculation)
-    return Result(tuned.prediction, {"tune": answer.to_dict()}, partial(tune_report, answer=answer))
+    report, picture = partial(tune_report, answer=answer), partial(draw, answer=answer)
+    return Result(tuned.prediction, {"tune": answer.to_dict()}, report, picture)

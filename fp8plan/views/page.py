@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any, Final
 
+from fp8plan.errors import ConfigError
 from fp8plan.views.run_plots import BLUE, RED
 
 
@@ -17,10 +19,34 @@ def document(name: str, title: str, body: str) -> str:
     )
 
 
-def figures(made: Iterable[Any]) -> str:
-    """Plotly's figures as HTML, with its program once before the first."""
+def check_suffix(target: Path) -> None:
+    """Raise ConfigError for a name that ends neither in .png nor in .html."""
+    if target.suffix not in (".png", ".html"):
+        raise ConfigError(f"cannot plot to {target}; allowed: a name that ends in .png or .html")
+
+
+def write_plot(target: Path, write_png: Callable[[], None], page: Callable[[], str]) -> None:
+    """Write a picture or a page, by the name's suffix.
+
+    Raises OSError for a file that cannot be written: an error should not name a draft. Raises ConfigError for another
+    suffix, and for a plotting package that is not installed.
+    """
+    check_suffix(target)
+    try:
+        if target.suffix == ".png":
+            write_png()
+        else:
+            text = page()
+            target.write_text(text, encoding="utf-8", errors="backslashreplace")  # a folder's name may be no text
+    except ImportError as error:
+        raise ConfigError(f"plotting needs {error.name}; type: pip install 'fp8plan[report]'") from None
+
+
+def figures(made: Iterable[Any], program: bool = True) -> str:
+    """Plotly's figures as HTML. program: with its program before the first, once for a page"""
     options = {"full_html": False, "config": {"displaylogo": False}}
-    return "".join(figure.to_html(include_plotlyjs=not number, **options) for number, figure in enumerate(made))
+    parts = (figure.to_html(include_plotlyjs=program and not number, **options) for number, figure in enumerate(made))
+    return "".join(parts)
 
 
 def paragraphs(lines: Iterable[str], style: str = "") -> str:

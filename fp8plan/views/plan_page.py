@@ -6,6 +6,7 @@ A .png has the pictures by matplotlib. A .html has them by plotly, with tables, 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from html import escape
 from math import log10
 from pathlib import Path
@@ -19,7 +20,7 @@ from fp8plan.model.emit.vllm import check_kv_scales
 from fp8plan.model.shards import TARGETS
 from fp8plan.views import plan_pictures as plots
 from fp8plan.views.axes import number_axis, share_axis
-from fp8plan.views.page import document, figures, paragraphs, table
+from fp8plan.views.page import document, figures, paragraphs, table, write_plot
 from fp8plan.views.plan_pictures import LIMIT_COLOURS, Point, colour_of, write_png
 from fp8plan.views.report import MISMATCH_LEGEND, plan_text
 from fp8plan.views.text import Column
@@ -32,18 +33,22 @@ HEIGHT: Final = 250  # pixels of a panel over time
 SHADE: Final = 0.13  # opacity of a band
 
 
-def page(prediction: Prediction, kv_scales: str = "unit") -> str:
-    """The whole page as HTML. kv_scales: for its settings, as in `emit`."""
+def page(prediction: Prediction, kv_scales: str = "unit", before: str = "") -> str:
+    """The whole page as HTML.
+
+    kv_scales: for its settings, as in `emit`
+    before:    HTML that stands first, with plotly's program; empty: nothing does
+    """
     plan = prediction.plan
     text = plan_text(plan)
-    drawn = figures([over_time(prediction), tradeoff(plan)])
+    drawn = figures([over_time(prediction), tradeoff(plan)], program=not before)
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in plan.reasons)
     settings = "".join(_settings(plan, target, kv_scales) for target in TARGETS)
-    step = f"<h2>RL step</h2>{_table(text.step, text.picked[0])}" if text.step else ""
+    step = f"<h2>RL step</h2>{as_table(text.step, text.picked[0])}" if text.step else ""
     body = (
-        f"{paragraphs(text.title[1:])}{paragraphs(plan.warnings, 'dim')}"
-        f"<h2>Speed</h2>{_table(text.speed, text.picked[0])}{paragraphs([text.speed_legend], 'dim')}{step}"
-        f"<h2>Mismatch</h2>{_table(text.mismatch, text.picked[1])}{paragraphs([MISMATCH_LEGEND], 'dim')}"
+        f"{paragraphs(text.title[1:])}{paragraphs(plan.warnings, 'dim')}{before}"
+        f"<h2>Speed</h2>{as_table(text.speed, text.picked[0])}{paragraphs([text.speed_legend], 'dim')}{step}"
+        f"<h2>Mismatch</h2>{as_table(text.mismatch, text.picked[1])}{paragraphs([MISMATCH_LEGEND], 'dim')}"
         f"{paragraphs(text.absent)}<h2>Why {escape(plan.select().precision)}</h2><ul>{reasons}</ul>"
         f"{paragraphs([text.settings], 'dim')}<h2>Pictures</h2>{paragraphs(plots.title(plan)[1:], 'dim')}{drawn}"
         f"<h2>Settings</h2>{settings}"
@@ -51,7 +56,8 @@ def page(prediction: Prediction, kv_scales: str = "unit") -> str:
     return document(text.title[0], "", body)
 
 
-def _table(columns: list[Column], bold: int) -> str:
+def as_table(columns: Sequence[Column], bold: int | None = None) -> str:
+    """The table of a terminal as HTML. bold: a row"""
     rows = list(zip(*(column.cells for column in columns), strict=True))
     kinds = "".join("l" if column.left else "r" for column in columns)
     return table([column.name for column in columns], rows, bold, kinds)
@@ -175,21 +181,7 @@ def plot(prediction: Prediction, path: str | Path, kv_scales: str = "unit") -> N
         raise ConfigError(f"cannot write {target}: {reason}; give a file that can be written") from None
 
 
-def check_suffix(target: Path) -> None:
-    """Raise ConfigError for a name that ends neither in .png nor in .html."""
-    if target.suffix not in (".png", ".html"):
-        raise ConfigError(f"cannot plot to {target}; allowed: a name that ends in .png or .html")
-
-
 def draw(prediction: Prediction, target: Path, kv_scales: str = "unit") -> None:
-    """Write the picture. Raises OSError for a file that cannot be written: an error should not name a draft."""
-    check_suffix(target)
+    """Write the picture. Raises as `write_plot` does."""
     check_kv_scales(kv_scales)
-    try:
-        if target.suffix == ".png":
-            write_png(prediction, target)
-        else:
-            text = page(prediction, kv_scales)
-            target.write_text(text, encoding="utf-8", errors="backslashreplace")  # a folder's name may be no text
-    except ImportError as error:
-        raise ConfigError(f"plotting needs {error.name}; type: pip install 'fp8plan[report]'") from None
+    write_plot(target, lambda: write_png(prediction, target), lambda: page(prediction, kv_scales))

@@ -20,23 +20,29 @@ LEGEND = (
 def tune_report(plan: Plan, answer: Answer) -> RenderableType:
     """The title, the choice, the levers, what limits the rollout, and the settings of each lever."""
     text = plan_text(plan)
-    own = [reason for reason in plan.reasons if reason not in answer.tuned.best.plan.reasons]
     return Group(
         *(Paragraph(line) for line in text.title),
         "",
-        *(Paragraph(line) for line in (plan.reasons[0], *own)),
+        *(Paragraph(line) for line in choice(plan, answer)),
         "",
-        Fitted(_columns(answer)),
+        Fitted(columns(answer)),
         Paragraph(LEGEND, style="dim"),
         "",
         *(Paragraph("- " + sentence, indent=2) for sentence in answer.sentences),
         "",
-        *(Paragraph(line, indent=2, style="dim") for line in _words(answer)),
+        *(Paragraph(line, indent=2, style="dim") for line in words(answer)),
         Paragraph(text.settings, style="dim"),
     )
 
 
-def _columns(answer: Answer) -> list[Column]:
+def choice(plan: Plan, answer: Answer) -> list[str]:
+    """The sentences on the choice and its limits."""
+    own = [reason for reason in plan.reasons if reason not in answer.tuned.best.plan.reasons]
+    return [plan.reasons[0], *own]
+
+
+def columns(answer: Answer) -> list[Column]:
+    """The table of the levers."""
     rows = answer.levers
     saved = [lever.saved_s for lever in rows]
     return [
@@ -56,10 +62,10 @@ def _signed(value: float) -> str:
     return f"-{seconds(-value)}" if value < 0 else seconds(value)
 
 
-def _words(answer: Answer) -> list[str]:
+def words(answer: Answer) -> list[str]:
     """The setting of each lever, and in the words of each program that has one."""
     lines = []
     for lever in answer.levers:
-        words = "; ".join(f"{program}: {word}" for program, word in lever.words.items())
-        lines.append(f"{lever.name}: {lever.setting}{f' ({words})' if words else ''}")
+        own = "; ".join(f"{program}: {word}" for program, word in lever.words.items())
+        lines.append(f"{lever.name}: {lever.setting}{f' ({own})' if own else ''}")
     return lines

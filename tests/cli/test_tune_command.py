@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 
 from command import Done, refused
@@ -20,7 +21,7 @@ MANY = [*TUNE, "--prompts", "75", "--samples", "8"]
 def test_tune_has_the_options_of_plan() -> None:
     shared = inspect.signature(plan.plan_command).parameters
     own = inspect.signature(tune.tune_command).parameters
-    assert set(shared) - set(own) == {"plot"}
+    assert set(shared) == set(own)
     assert "ask" not in shared
 
 
@@ -47,7 +48,7 @@ def test_a_limit_that_is_given_stays(fp8plan: Callable[..., Done]) -> None:
 def test_bad_input_is_refused_as_by_plan(fp8plan: Callable[..., Done]) -> None:
     refused(fp8plan(*TUNE, "--max-num-seqs", "0"), "max_num_seqs is 0")
     refused(fp8plan("tune", MODEL, "--gpu", "nothing"), "nothing")
-    refused(fp8plan(*TUNE, "--plot", "x.png"), "No such option", "fp8plan tune --help")
+    refused(fp8plan(*TUNE, "--plot", "x.svg"), "cannot plot to x.svg", ".png or .html")
 
 
 def test_drafts_are_weighed_with_an_acceptance(fp8plan: Callable[..., Done]) -> None:
@@ -57,3 +58,17 @@ def test_drafts_are_weighed_with_an_acceptance(fp8plan: Callable[..., Done]) -> 
     assert lever["setting"] == "2.19 tokens a step at an acceptance of 0.7"
     refused(fp8plan(*TUNE, "--num-speculative-tokens", "2"), "give --acceptance 0.6")
     refused(fp8plan(*TUNE, "--acceptance", "70"), "acceptance is 70")
+
+
+def test_a_picture_is_the_waterfall_and_its_page_has_the_levers_and_the_plan(fp8plan: Callable[..., Done]) -> None:
+    done = fp8plan(*MANY, "--plot", "tuned.png")
+    assert done.code == 0
+    assert Path("tuned.png").read_bytes().startswith(b"\x89PNG")
+    assert fp8plan(*MANY, "--plot", "tuned.html").code == 0
+    page = Path("tuned.html").read_text()
+    levers = json.loads(fp8plan(*MANY, "--json").out)["tune"]["levers"]
+    assert all(escape(lever["lever"]) in page for lever in levers)
+    for heading in ("Levers", "To the physical limit", "Speed", "Mismatch", "Settings"):
+        assert f"<h2>{heading}</h2>" in page
+    assert page.count("Plotly.newPlot(") == 3
+    assert page.count("plotly.js v") == 1

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, NamedTuple
 
+from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.explain import COMPONENTS, seconds
+from fp8plan.model.plan.planner import Prediction
+from fp8plan.model.precision import BF16
 from fp8plan.model.risk.expected import LEAST_GAIN
-from fp8plan.model.rollout import TAIL_SHARE, least_seconds, step_batch
+from fp8plan.model.rollout import TAIL_SHARE, least_seconds, simulate, step_batch
 from fp8plan.model.tune.levers import Lever, Scene, levers
-from fp8plan.model.tune.search import WORTH_A_CHANGE, Tuned
+from fp8plan.model.tune.search import WORTH_A_CHANGE, Tuned, in_words
 from fp8plan.model.tune.speculation import Speculation
 
 MUCH: Final = 0.25  # share of the time from which waiting for the host counts as the limit
@@ -20,6 +25,95 @@ NO_DRAFTS: Final = (
 )
 
 
+class Level(NamedTuple):
+    """A rollout's seconds at one point of the way from before the search to the physical limit.
+
+    name:      the change that leads there, or the plan or limit itself
+    low, high: 90% interval of a plan; None for a change and for the limit
+    """
+
+    name: str
+    seconds: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waterfall:
+    """The way of a rollout from BF16 before the search to the tuned plan, and on to the physical limit.
+
+    before, tuned, limit: BF16 under the limits before (the plan's choice there, if BF16 cannot run), the tuned plan,
+              and its steps at the datasheet's bandwidth and peak
+    changes:  one after the other, from `before` to `tuned`: the precision of the plan before, limits, precision
+    beyond:   parts that no lever changes, from `tuned` to `limit`
+    longest_alone_s: the longest response alone on a replica of the tuned plan
+    """
+
+    before: Level
+    changes: tuple[Level, ...]
+    tuned: Level
+    beyond: tuple[Level, ...]
+    limit: Level
+    longest_alone_s: float
+
+    @classmethod
+    def of(cls, tuned: Tuned, scene: Scene) -> Waterfall:
+        """The way of a tuned plan."""
+        first, after = _first(tuned.base), _plan("tuned", tuned.best.chosen)
+        limit = min(_at_the_datasheet(scene), after.seconds)
+        parts, beyond, left = scene.base.rollout.parts, list[Level](), after.seconds
+        for part in ("host", "front"):
+            if parts.get(part, 0.0) >= WORTH_A_CHANGE:
+                left -= parts[part] * after.seconds
+                beyond.append(Level(COMPONENTS[part], left))
+        beyond.append(Level("kernels slower than the datasheet", limit))
+        changes, end = tuple(_changes(first, tuned)), Level("datasheet's bandwidth and peak", limit)
+        return cls(_plan("before", first), changes, after, tuple(beyond), end, scene.longest_alone_s)
+
+
+def _first(base: Prediction) -> Candidate:
+    """BF16 on the layout of a plan's choice; the choice itself if that cannot run."""
+    cut = base.chosen.setup.limits.cut
+    bf16 = (c for c in base.tried if c.setup.precision == BF16 and c.setup.limits.cut == cut and c.rollout)
+    return next(bf16, base.chosen)
+
+
+def _plan(name: str, candidate: Candidate) -> Level:
+    rollout = candidate.timed
+    ends = rollout.makespan_low_s, rollout.makespan_high_s
+    return Level(f"{name}: {_engine(candidate)}", rollout.makespan_s, *ends)
+
+
+def _engine(candidate: Candidate) -> str:
+    """The precision of a candidate, and its layout if that is not one GPU."""
+    limits = candidate.setup.limits
+    size, replicas = limits.tensor_parallel_size, limits.data_parallel_size
+    experts = " EP" * limits.enable_expert_parallel
+    return candidate.setup.precision.name + f", TP {size}{experts} x DP {replicas}" * (size * replicas > 1)
+
+
+def _changes(first: Candidate, tuned: Tuned) -> Iterator[Level]:
+    """Yield the level after each change. A limit that cannot stand without the next change shares its level."""
+    before, after, problem = tuned.base.chosen, tuned.best.chosen, tuned.base.problem
+    done, together = dict[str, Any](), list[str]()
+    if _engine(first) != _engine(before):
+        yield Level(_engine(before), before.timed.makespan_s)
+    for name, (_, new) in tuned.changes.items():
+        done[name] = new
+        together.append(f"{name} {in_words(new)}")
+        try:
+            changed = replace(before.setup, limits=replace(before.setup.limits, **done))
+            run = simulate(changed, problem.batch, problem.profile).rollout
+        except (CapacityError, ConfigError):
+            continue
+        yield Level(", ".join(together), run.makespan_s)
+        together = []
+    if _engine(before) != _engine(after):
+        together.append(_engine(after))
+    if together:
+        yield Level(", ".join(together), after.timed.makespan_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The worth of each lever of a tuned plan.
@@ -28,6 +122,7 @@ class Answer:
     idle:       names of those that do not, by half a percent
     limited_by: a sentence on what limits the rollout
     floor:      a sentence on what no lever changes
+    waterfall:  the rollout's seconds from before the search to the physical limit
     """
 
     tuned: Tuned
@@ -35,6 +130,7 @@ class Answer:
     idle: tuple[str, ...]
     limited_by: str
     floor: str
+    waterfall: Waterfall
     speculation: Speculation | None = None
 
     @classmethod
@@ -44,7 +140,8 @@ class Answer:
         every = levers(tuned, scene)
         working = [lever for lever in every if abs(lever.gain.ratio - 1) >= WORTH_A_CHANGE]
         idle = dict.fromkeys(lever.name for lever in every if lever not in working)
-        return cls(tuned, tuple(working), tuple(idle), _limited_by(scene), _floor(scene), speculation)
+        ways = _limited_by(scene), _floor(scene), Waterfall.of(tuned, scene)
+        return cls(tuned, tuple(working), tuple(idle), *ways, speculation)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -60,7 +157,8 @@ class Answer:
         search = {"settings": tuned.settings, "changes": limits, "least_gpu_memory_utilization": tuned.least_share}
         before = {"before_s": tuned.base.chosen.seconds, "after_s": tuned.best.chosen.seconds}
         sentences = {"limited_by": self.limited_by, "floor": self.floor, "changes_nothing": list(self.idle)}
-        return search | before | {"levers": [lever.to_dict() for lever in self.levers]} | sentences
+        levels = {"waterfall": asdict(self.waterfall)}
+        return search | before | {"levers": [lever.to_dict() for lever in self.levers]} | sentences | levels
 
 
 def _limited_by(scene: Scene) -> str:

@@ -13,7 +13,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import simulate
-from fp8plan.model.tune.answer import Answer
+from fp8plan.model.tune.answer import Answer, _changes
 from fp8plan.model.tune.levers import CAP, Lever, Scene, levers
 from fp8plan.model.tune.search import Tuned, search
 from fp8plan.model.tune.speculation import Speculation, speculated
@@ -191,6 +191,40 @@ def test_the_answer_separates_what_changes_nothing(tuned: Tuned, found: dict[str
     choice = tuned.best.chosen
     floor = simulate(choice.setup, alone, tuned.best.problem.profile).rollout.makespan_s
     assert f"{alone.responses[0]:,} tokens take {floor:.3g} s even alone" in answer.floor
+
+
+def test_the_waterfall_goes_from_bf16_over_each_change_to_the_datasheet() -> None:
+    work = Workload(64, 16, Fixed(16), Fixed(512))
+    tuned = search("Qwen/Qwen3-8B", "h200", work)
+    fall = Answer.of(tuned).waterfall
+    before, after = tuned.base.plan, tuned.best.plan
+    assert (before.select().precision, after.select().precision) == ("fp8_block", "fp8_block+fp8_kv")
+    bf16 = next(c for c in before.choices if c.precision == "bf16")
+    assert fall.before == ("before: bf16", bf16.makespan_s, bf16.makespan_low_s, bf16.makespan_high_s)
+    limits = replace(before.limits, max_cudagraph_capture_size=1024)
+    graphs = predict("Qwen/Qwen3-8B", "h200", work, limits=limits, precisions=["fp8_block"]).chosen.timed.makespan_s
+    end = after.select().makespan_s
+    steps = {
+        "fp8_block": before.select().makespan_s,
+        "max_cudagraph_capture_size 1024": graphs,
+        "fp8_block+fp8_kv": end,
+    }
+    assert {level.name: level.seconds for level in fall.changes} == pytest.approx(steps)
+    assert fall.tuned.seconds == fall.changes[-1].seconds == end
+    host, kernels = fall.beyond
+    parts = tuned.best.chosen.timed.parts
+    assert host.seconds == pytest.approx(end * (1 - parts["host"]))
+    assert 0 < kernels.seconds == fall.limit.seconds < host.seconds
+    assert f"compute for {fall.limit.seconds:.3g} s at the datasheet's" in Answer.of(tuned).floor
+
+
+def test_a_limit_that_needs_the_next_one_shares_its_level(tuned: Tuned) -> None:
+    base, limits = tuned.base, tuned.best.plan.limits
+    both = replace(tuned.best.plan, limits=replace(limits, max_num_seqs=20_000, max_num_batched_tokens=20_000))
+    changed = replace(tuned, best=replace(tuned.best, plan=both))
+    names = [level.name for level in _changes(base.chosen, changed)]
+    together = "max_num_seqs 20000, max_cudagraph_capture_size 1024, max_num_batched_tokens 20000"
+    assert names == [together, *([] if tuned.best.chosen.setup.precision == base.chosen.setup.precision else names[1:])]
 
 
 @pytest.mark.parametrize(
