@@ -184,6 +184,9 @@ def planned(
     sync_gb_per_s: Annotated[
         float | None, option(TRAINER, "10^9 bytes/s at which new weights reach an engine GPU", "50")
     ] = None,
+    max_lag: Annotated[
+        int | None, option(TRAINER, "policy versions that a token may be behind, in asynchronous training", "4")
+    ] = None,
     as_json: Annotated[
         str | None, option(OUTPUT, "the plan, to a file or, alone, to stdout", flag="--json", metavar="[FILE.json]")
     ] = None,
@@ -256,6 +259,7 @@ def planned(
         train_tokens_per_s=train_tokens_per_s,
         logprob_tokens_per_s=logprob_tokens_per_s,
         sync_bandwidth=None if sync_gb_per_s is None else sync_gb_per_s * 1e9,
+        max_lag=max_lag,
     )
     at_one = kv_scales is None and any(target == "vllm" for target, _ in emissions)
     scales = kv_scales or ("unit" if at_one else "calibrated")
@@ -309,7 +313,7 @@ def planned(
 
 
 @app.command("plan", cls=PlanCommand)
-@options_of(planned, without=("ask",))
+@options_of(planned, without=("ask", "max_lag"))
 def plan_command(**options: Any) -> None:
     """Predict every rollout precision, and choose one.
 

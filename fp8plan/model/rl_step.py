@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8plan.checks import is_number
+from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.cost.base import StepBatch, WindowReads
@@ -37,6 +37,7 @@ class StepTimes:
     train_s, logprob_s:                       seconds a step
     train_tokens_per_s, logprob_tokens_per_s: prompt + response tokens per second, instead of seconds
     sync_bandwidth:                           bytes/s at which new BF16 weights reach one engine GPU
+    max_lag: versions of the policy that a token may be behind the trainer, if training is asynchronous (`tune`)
     """
 
     train_s: float | None = None
@@ -44,6 +45,7 @@ class StepTimes:
     train_tokens_per_s: float | None = None
     logprob_tokens_per_s: float | None = None
     sync_bandwidth: float = 50e9  # one 400 Gbit/s network port, or PCIe 5.0 x16 less its overhead
+    max_lag: int = 4  # as in TRL's AsyncGRPO
 
     def __post_init__(self) -> None:
         for name in ("train_s", "logprob_s"):
@@ -54,6 +56,7 @@ class StepTimes:
             value = getattr(self, name)
             if value is not None and not (is_number(value) and value > 0):
                 raise ConfigError(f"{name} is {value!r}; allowed: a number above 0")
+        whole("max_lag", self.max_lag)
         missing = {}
         for part, name in {"training": "train", "the log-probs": "logprob"}.items():
             times = [x for x in (f"{name}_s", f"{name}_tokens_per_s") if getattr(self, x) is not None]

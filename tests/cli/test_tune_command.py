@@ -21,7 +21,8 @@ MANY = [*TUNE, "--prompts", "75", "--samples", "8"]
 def test_tune_has_the_options_of_plan() -> None:
     shared = inspect.signature(plan.plan_command).parameters
     own = inspect.signature(tune.tune_command).parameters
-    assert set(shared) == set(own)
+    assert set(own) - set(shared) == {"max_lag"}
+    assert set(shared) <= set(own)
     assert "ask" not in shared
 
 
@@ -43,6 +44,15 @@ def test_a_limit_that_is_given_stays(fp8plan: Callable[..., Done]) -> None:
     assert limits["enable_prefix_caching"] is False
     ceiling = json.loads(fp8plan(*TUNE, "--gpu-memory-utilization", "0.5", "--json").out)["limits"]
     assert ceiling["gpu_memory_utilization"] == 0.5
+
+
+def test_the_lag_of_asynchronous_training_is_bounded(fp8plan: Callable[..., Done]) -> None:
+    times = ["--train-s", "3", "--logprob-s", "1", "--max-lag", "3"]
+    work = ["--prompts", "8", "--response-lengths", "lognormal:mean=200,sigma=0.9,max=900"]
+    levers = json.loads(fp8plan(*TUNE, *work, *times, "--json").out)["tune"]["levers"]
+    (lever,) = [lever for lever in levers if "fully" in lever["lever"]]
+    assert "max_staleness=3" in lever["words"]["trl"]
+    refused(fp8plan(*TUNE, *times[:-1], "0"), "max_lag is 0")
 
 
 def test_bad_input_is_refused_as_by_plan(fp8plan: Callable[..., Done]) -> None:

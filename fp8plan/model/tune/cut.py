@@ -144,14 +144,29 @@ class Partial:
     age: float
     most_age: int
 
+    @property
+    def lag(self) -> float:
+        """The mean number of versions that a token is behind the trainer, which trains on the last step's responses."""
+        return 1 + self.old_share * self.age
 
-def partial_rollouts(batch: Batch, share: float, setup: EngineSetup, kv: KvPlan, model: StepModel) -> Partial:
-    """Steps that each end with as many responses as the batch has, with `share` more in flight. The rest goes on."""
+    @property
+    def most_lag(self) -> int:
+        """The largest number of versions that a token is behind the trainer."""
+        return 1 + self.most_age
+
+
+def partial_rollouts(
+    batch: Batch, share: float, setup: EngineSetup, kv: KvPlan, model: StepModel, warm_up: int = WARM_UP
+) -> Partial:
+    """Steps that each end with as many responses as the batch has, with `share` more in flight. The rest goes on.
+
+    warm_up: steps before those that are averaged; tokens of at most warm_up + STEPS - 1 steps ago are seen
+    """
     wanted, replicas = len(batch.prompts), setup.limits.data_parallel_size
     going = drawn(batch, 0, 0)
     history = np.zeros((0, 0), dtype=np.int64)  # tokens of each request in `going`, by step
-    seconds, by_age = list[float](), np.zeros(WARM_UP + STEPS)
-    for step in range(WARM_UP + STEPS):
+    seconds, by_age = list[float](), np.zeros(warm_up + STEPS)
+    for step in range(warm_up + STEPS):
         fresh = drawn(batch, max(0, wanted + round(share * wanted) - len(going.prompts)), step)
         both = beside(going, fresh)
         halves = np.split(np.arange(len(both.prompts)), [len(going.prompts)])
@@ -161,7 +176,7 @@ def partial_rollouts(batch: Batch, share: float, setup: EngineSetup, kv: KvPlan,
         at = np.concatenate(order)
         before = np.vstack([history, np.zeros((len(fresh.prompts), step), dtype=np.int64)])[at]
         history = np.column_stack([before, cut.generated])
-        if step >= WARM_UP:
+        if step >= warm_up:
             seconds.append(cut.rollout.makespan_s)
             by_age[: step + 1] += history[cut.ended].sum(axis=0)[::-1]
         going, history = _going_on(both.take(at[~cut.ended]), cut.generated[~cut.ended]), history[~cut.ended]

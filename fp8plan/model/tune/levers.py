@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Final
@@ -21,7 +21,7 @@ from fp8plan.model.limits import VERLS
 from fp8plan.model.plan.candidates import Candidate, Problem
 from fp8plan.model.plan.choice import SpeedUp, Timed, speed_up, timed
 from fp8plan.model.rollout import WHOLE, Rollout, Simulated, simulate
-from fp8plan.model.tune.cut import beside, bias, cut_after, drawn, partial_rollouts
+from fp8plan.model.tune.cut import WARM_UP, Partial, beside, bias, cut_after, drawn, partial_rollouts
 from fp8plan.model.tune.search import Tuned, in_words
 from fp8plan.model.tune.speculation import Speculation, speculated
 from fp8plan.model.workload import Batch
@@ -29,7 +29,10 @@ from fp8plan.model.workload import Batch
 MORE: Final = (0.1, 0.25)  # shares of responses that are asked for beyond those that are needed
 CAP: Final = 0.95  # quantile of the lengths at which responses are cut
 VERL: Final = "actor_rollout_ref.rollout"
+IN_FLIGHT: Final = (0.1, 0.25, 0.5, 1.0, 2.0)  # the same shares, of asynchronous training
 UNKNOWN: Final = "unknown"  # no run of fp8plan has measured it
+# Steps 2 to 8 and the first one of separate_async in benchmarks/results/verl_h100.jsonl.
+LAGGING: Final = "unknown; a run of verl one version behind: KL k3 9.8e-03 to 1.8e-02 instead of 5.4e-03"
 NOTHING: Final = "nothing"
 
 
@@ -207,41 +210,102 @@ def _partial(scene: Scene) -> Iterator[Lever]:
 
 
 def _off_policy(scene: Scene) -> Iterator[Lever]:
-    """Training on one batch while the next is rolled out. The RL step then takes as long as the longer of the two."""
-    choice, times, batch = scene.choice, scene.problem.times, scene.problem.batch
-    if times is None or choice.step_s is None:
+    """Training on one batch while the next is rolled out, in whole steps or as responses end."""
+    times, batch = scene.problem.times, scene.problem.batch
+    if times is None or scene.choice.step_s is None:
         return
     trainer = times.seconds(int((batch.prompts + batch.responses).sum()))
-    rollout = choice.timed
+    apart = "the trainer needs GPUs of its own"
+    whole = cache(lambda replicas: scene.run(batch, data_parallel_size=replicas).makespan_s)
+    balance = _balance(scene, whole, trainer, 1)
+    words = {"verl": "verl.experimental.one_step_off_policy", "trl": "experimental.async_grpo: max_staleness=1"}
+    setting, price = "train on a batch while the next is rolled out", f"every token is a step old; {apart}; {balance}"
+    alone_s = scene.base.rollout.makespan_s
+    yield _overlapped(scene, trainer, alone_s, "one step off-policy", setting, words, price)
+    steady = cache(lambda replicas: _steady(scene, replicas, times.max_lag)) if scene.whole else lambda _: None
+    own = steady(_replicas(scene))
+    if own is None or own[1].most_lag > times.max_lag:
+        return
+
+    def seconds(replicas: int) -> float:  # where they are shorter than training, it stretches steps and so less lags
+        known = steady(replicas)
+        return math.inf if known is None else known[1].seconds
+
+    share, steps = own
+    price = f"tokens are {steps.lag:.1f} versions old, at most {steps.most_lag}; {apart}; "
+    price += _balance(scene, seconds, trainer, times.max_lag)
+    flying, verl = round((1 + share) * len(batch.prompts)), "async_training"
+    knobs = (f"{verl}.staleness_threshold={share:g}", f"{verl}.trigger_parameter_sync_step=1")
+    words = {
+        "verl": " ".join(("verl.experimental.fully_async_policy:", *knobs, f"{verl}.partial_rollout=True")),
+        "trl": f"experimental.async_grpo: max_staleness={times.max_lag} max_inflight_tasks={flying}",
+        "prime-rl": f"orchestrator.max_off_policy_steps={times.max_lag} orchestrator.max_inflight_rollouts={flying}",
+    }
+    setting = f"{share:.0%} more responses in flight; they go on under new weights, and their KV is computed anew"
+    yield _overlapped(scene, trainer, steps.seconds, f"fully asynchronous, lag {steps.most_lag}", setting, words, price)
+
+
+def _overlapped(scene: Scene, trainer: float, rollout_s: float, *named: Any) -> Lever:
+    """The lever of a rollout of so many seconds beside the trainer: the step takes as long as the longer of the two.
+
+    named: the lever's name, setting, words and price
+    """
+    choice, rollout = scene.choice, scene.choice.timed
+    assert choice.step_s is not None
     rest = choice.step_s - trainer - rollout.makespan_s
 
-    def ratio(seconds: float) -> float:
-        return (seconds + trainer + rest) / (max(seconds, trainer) + rest)
+    def ratio(pace: float) -> float:
+        return (pace * rollout.makespan_s + trainer + rest) / (max(pace * rollout_s, trainer) + rest)
 
-    low, high = rollout.makespan_low_s, rollout.makespan_high_s
-    ends = [ratio(x) for x in (low, min(max(trainer, low), high), high)]  # the gain is largest at the trainer's time
-    gain = SpeedUp(ratio(rollout.makespan_s), min(ends), max(ends))
-    price = f"every token is a step old; the trainer needs GPUs of its own; {_balance(scene, trainer)}"
-    words = {"verl": "verl.experimental.one_step_off_policy", "trl": "experimental.async_grpo: max_staleness=1"}
-    yield Lever(
-        "one step off-policy", "train on a batch while the next is rolled out", words, choice.step_s,
-        choice.step_s / gain.ratio, gain, price, UNKNOWN, step=True,
-    )  # fmt: skip
+    low, high = (end / rollout.makespan_s for end in (rollout.makespan_low_s, rollout.makespan_high_s))
+    ends = [ratio(x) for x in (low, min(max(trainer / rollout_s, low), high), high)]  # the gain is largest in between
+    gain = SpeedUp(ratio(1.0), min(ends), max(ends))
+    name, setting, words, price = named
+    after = choice.step_s / gain.ratio
+    return Lever(name, setting, words, choice.step_s, after, gain, price, LAGGING, step=True)
 
 
-def _balance(scene: Scene, trainer: float) -> str:
-    """The words for the fewest rollout GPUs with which the rollout is no longer than training."""
-    batch, ranks = scene.problem.batch, scene.choice.setup.limits.tensor_parallel_size
-    if scene.longest_alone_s > trainer:
-        return "the longest response alone takes longer than training"
-    seconds = cache(lambda replicas: scene.run(batch, data_parallel_size=replicas).makespan_s)
-    too_few, enough = 0, 1
-    while seconds(enough) > trainer and enough < len(batch.prompts):
-        too_few, enough = enough, min(2 * enough, len(batch.prompts))
+def _replicas(scene: Scene) -> int:
+    return scene.choice.setup.limits.data_parallel_size
+
+
+def _steady(scene: Scene, replicas: int, max_lag: int) -> tuple[float, Partial] | None:
+    """The share of responses in flight beyond a batch with which asynchronous steps are fastest, and those steps.
+
+    No token is more than `max_lag` versions behind, unless some are with the smallest share. None if there are too many
+    requests for a whole simulation.
+    """
+    batch, best = scene.problem.batch, None
+    setup = replace(scene.choice.setup, limits=replace(scene.choice.setup.limits, data_parallel_size=replicas))
+    for share in IN_FLIGHT:
+        if math.ceil((1 + share) * len(batch.prompts) / replicas) > WHOLE:  # its schedule would be a sample
+            break
+        steps = partial_rollouts(batch, share, setup, scene.base.memory.kv, scene.base.model, max(WARM_UP, max_lag))
+        if best and (steps.most_lag > max_lag or steps.seconds >= best[1].seconds):
+            break
+        best = share, steps
+    return best
+
+
+def _balance(scene: Scene, seconds: Callable[[int], float], trainer: float, steps: int) -> str:
+    """The words for the fewest rollout GPUs with which the rollout is no longer than training.
+
+    seconds: of the rollout on so many replicas
+    steps:   that a response may span
+    """
+    if scene.longest_alone_s > steps * trainer:
+        return f"the longest response alone takes longer than training{f' {steps} times' * (steps > 1)}"
+    own, most = _replicas(scene), len(scene.problem.batch.prompts)
+    too_few, enough = 0, min(most, max(1, math.floor(own * seconds(own) / trainer)))  # replicas seldom help more
+    while seconds(enough) > trainer and enough < most:
+        too_few, enough = enough, min(2 * enough, most)
+    if seconds(enough) > trainer:
+        return "no number of rollout GPUs balances it"
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         too_few, enough = (too_few, middle) if seconds(middle) <= trainer else (middle, enough)
-    return f"{enough * ranks} rollout GPU(s) balance it ({seconds(enough):.3g} s)"
+    gpus = enough * scene.choice.setup.limits.tensor_parallel_size
+    return f"{gpus} rollout GPU(s) balance it ({seconds(enough):.3g} s)"
 
 
 def _order(scene: Scene) -> Iterator[Lever]:

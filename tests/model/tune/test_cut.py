@@ -149,6 +149,7 @@ def test_partial_rollouts_of_one_length_are_whole_rollouts() -> None:
     steps = partial_rollouts(batch, 0.0, setup, kv, model)
     assert steps.seconds == pytest.approx(rollout(schedules([batch], kv, setup.limits), model).makespan_s, rel=1e-3)
     assert (steps.old_share, steps.age, steps.most_age) == (0, 0, 0)
+    assert (steps.lag, steps.most_lag) == (1, 1)  # the trainer has gone one version ahead
 
 
 def test_partial_rollouts_make_as_many_tokens_a_step_and_some_are_old() -> None:
@@ -160,6 +161,8 @@ def test_partial_rollouts_make_as_many_tokens_a_step_and_some_are_old() -> None:
     assert few.seconds < whole
     assert 0 < few.old_share < many.old_share < 1
     assert 1 <= few.age <= few.most_age
+    assert few.lag == pytest.approx(1 + few.old_share * few.age)
+    assert few.most_lag == 1 + few.most_age
     assert few.rollout.output_tokens == pytest.approx(batch.responses.sum(), rel=0.2)
 
 

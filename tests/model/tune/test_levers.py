@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import simulate
 from fp8plan.model.tune.answer import Answer, _changes
+from fp8plan.model.tune.cut import Partial, partial_rollouts
 from fp8plan.model.tune.levers import CAP, Lever, Scene, levers
 from fp8plan.model.tune.search import Tuned, search
 from fp8plan.model.tune.speculation import Speculation, speculated
@@ -107,8 +112,83 @@ def test_one_step_off_policy_takes_the_longer_of_rollout_and_training(tuned: Tun
     assert seconds(tuned, data_parallel_size=replicas) <= trainer
     assert replicas == 1 or seconds(tuned, data_parallel_size=replicas - 1) > trainer
     slow = search(MODEL, "h200", WORK, trainer=StepTimes(train_s=0.01, logprob_s=0.0))
-    (lever,) = [x for x in levers(slow, Scene.of(slow)) if x.step]
-    assert "the longest response alone takes longer than training" in lever.price
+    one, fully = [x for x in levers(slow, Scene.of(slow)) if x.step]
+    if "fully" in one.name:
+        one, fully = fully, one
+    assert one.price.endswith("the longest response alone takes longer than training")
+    assert fully.price.endswith("the longest response alone takes longer than training 4 times")
+
+
+def asynchronous(tuned: Tuned, replicas: int, max_lag: int) -> dict[float, Partial]:
+    """Steps by share in flight, with no token beyond the lag; the smallest share in any case."""
+    choice, problem = tuned.best.chosen, tuned.best.problem
+    setup = replace(choice.setup, limits=replace(choice.setup.limits, data_parallel_size=replicas))
+    model, kv = setup.step_model(problem.profile), setup.memory().kv
+    every = {x: partial_rollouts(problem.batch, x, setup, kv, model, max(3, max_lag)) for x in (0.1, 0.25, 0.5, 1, 2)}
+    return {share: steps for share, steps in every.items() if steps.most_lag <= max_lag or share == 0.1}
+
+
+@pytest.mark.parametrize("max_lag", [2, 4])
+def test_asynchronous_training_takes_the_fastest_steps_within_its_lag(max_lag: int) -> None:
+    work, times = replace(WORK, prompts=12), StepTimes(train_s=1.2, logprob_s=0.2, max_lag=max_lag)
+    tuned = search(MODEL, "h200", work, trainer=times)
+    scene, choice, trainer = Scene.of(tuned), tuned.best.chosen, times.seconds(0)
+    fully = [lever for lever in levers(tuned, scene) if "fully" in lever.name]
+    steps = asynchronous(tuned, 1, max_lag)
+    if steps[0.1].most_lag > max_lag:
+        assert fully == []
+        return
+    (lever,) = fully
+    share, best = min(steps.items(), key=lambda pair: pair[1].seconds)
+    assert choice.step_s is not None
+    rest = choice.step_s - choice.timed.makespan_s - trainer
+    assert lever.after_s == pytest.approx(max(best.seconds, trainer) + rest)
+    assert best.most_lag <= max_lag
+    assert lever.name == f"fully asynchronous, lag {best.most_lag}"
+    assert lever.price.startswith(f"tokens are {best.lag:.1f} versions old, at most {best.most_lag}; ")
+    assert lever.mismatch.startswith("unknown")
+    assert f"async_training.staleness_threshold={share:g}" in lever.words["verl"]
+    assert f"max_staleness={max_lag} max_inflight_tasks={round((1 + share) * 192)}" in lever.words["trl"]
+    assert f"max_off_policy_steps={max_lag}" in lever.words["prime-rl"]
+    replicas = int(lever.price.rpartition("; ")[2].split()[0])
+    fastest = {
+        n: min(x.seconds for x in asynchronous(tuned, n, max_lag).values()) for n in {replicas, replicas - 1} - {0}
+    }
+    assert fastest[replicas] <= trainer
+    assert fastest.get(replicas - 1, math.inf) > trainer
+
+
+def test_without_room_for_a_lag_there_is_only_one_step_off_policy(tuned: Tuned) -> None:
+    times = replace(TIMES, max_lag=1)
+    problem = replace(tuned.best.problem, times=times)
+    same = replace(tuned, best=replace(tuned.best, problem=problem))
+    assert [lever.name for lever in levers(same, Scene.of(same)) if lever.step] == ["one step off-policy"]
+    for wrong in (0, 1.5):
+        with pytest.raises(ConfigError, match="max_lag is"):
+            replace(TIMES, max_lag=wrong)  # type: ignore[arg-type]
+
+
+def package(name: str) -> Path:
+    """The folder of an installed package, which is not imported."""
+    spec = find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+@pytest.mark.verl
+def test_the_words_of_verl_are_in_its_settings() -> None:
+    settings = package("verl") / "experimental/fully_async_policy/config/fully_async_ppo_trainer.yaml"
+    section = settings.read_text().partition("async_training:")[2]
+    for word in ("staleness_threshold", "trigger_parameter_sync_step", "partial_rollout"):
+        assert f"\n  {word}:" in section
+
+
+@pytest.mark.trl
+def test_the_words_of_trl_are_fields_of_its_settings() -> None:
+    source = (package("trl") / "experimental/async_grpo/async_grpo_config.py").read_text()
+    for word in ("max_staleness", "max_inflight_tasks"):
+        assert f"    {word}: int" in source
 
 
 def test_the_order_is_that_of_the_requests() -> None:
