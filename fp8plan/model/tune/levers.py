@@ -222,18 +222,12 @@ def _off_policy(scene: Scene) -> Iterator[Lever]:
     setting, price = "train on a batch while the next is rolled out", f"every token is a step old; {apart}; {balance}"
     alone_s = scene.base.rollout.makespan_s
     yield _overlapped(scene, trainer, alone_s, "one step off-policy", setting, words, price)
-    steady = cache(lambda replicas: _steady(scene, replicas, times.max_lag)) if scene.whole else lambda _: None
-    own = steady(_replicas(scene))
-    if own is None or own[1].most_lag > times.max_lag:
+    if (fastest := _fastest_beside(scene, times.max_lag)) is None:
         return
-
-    def seconds(replicas: int) -> float:  # where they are shorter than training, it stretches steps and so less lags
-        known = steady(replicas)
-        return math.inf if known is None else known[1].seconds
-
-    share, steps = own
+    share, steps = fastest
+    gone_on = cache(lambda replicas: _beside(scene, share, replicas, times.max_lag).seconds)
     price = f"tokens are {steps.lag:.1f} versions old, at most {steps.most_lag}; {apart}; "
-    price += _balance(scene, seconds, trainer, times.max_lag)
+    price += _balance(scene, gone_on, trainer, times.max_lag)
     flying, verl = round((1 + share) * len(batch.prompts)), "async_training"
     knobs = (f"{verl}.staleness_threshold={share:g}", f"{verl}.trigger_parameter_sync_step=1")
     words = {
@@ -269,19 +263,25 @@ def _replicas(scene: Scene) -> int:
     return scene.choice.setup.limits.data_parallel_size
 
 
-def _steady(scene: Scene, replicas: int, max_lag: int) -> tuple[float, Partial] | None:
-    """The share of responses in flight beyond a batch with which asynchronous steps are fastest, and those steps.
-
-    No token is more than `max_lag` versions behind, unless some are with the smallest share. None if there are too many
-    requests for a whole simulation.
-    """
-    batch, best = scene.problem.batch, None
+def _beside(scene: Scene, share: float, replicas: int, max_lag: int) -> Partial:
+    """Steps beside the trainer, with this share of responses in flight beyond a batch."""
     setup = replace(scene.choice.setup, limits=replace(scene.choice.setup.limits, data_parallel_size=replicas))
+    kv, warm_up = scene.base.memory.kv, max(WARM_UP, max_lag - 1)  # a lag beyond `max_lag` is seen
+    return partial_rollouts(scene.problem.batch, share, setup, kv, scene.base.model, warm_up)
+
+
+def _fastest_beside(scene: Scene, max_lag: int) -> tuple[float, Partial] | None:
+    """The share in flight with which steps are fastest, and those. Shares grow until steps become slower.
+
+    None if tokens are more than `max_lag` versions behind with every share, or if not all requests are simulated.
+    """
+    best, replicas = None, _replicas(scene)
     for share in IN_FLIGHT:
-        if math.ceil((1 + share) * len(batch.prompts) / replicas) > WHOLE:  # its schedule would be a sample
+        in_flight = math.ceil((1 + share) * len(scene.problem.batch.prompts) / replicas)
+        if not scene.whole or in_flight > WHOLE:  # its schedule would be a sample
             break
-        steps = partial_rollouts(batch, share, setup, scene.base.memory.kv, scene.base.model, max(WARM_UP, max_lag))
-        if best and (steps.most_lag > max_lag or steps.seconds >= best[1].seconds):
+        steps = _beside(scene, share, replicas, max_lag)
+        if steps.most_lag > max_lag or (best and steps.seconds >= best[1].seconds):
             break
         best = share, steps
     return best
@@ -298,7 +298,7 @@ def _balance(scene: Scene, seconds: Callable[[int], float], trainer: float, step
     own, most = _replicas(scene), len(scene.problem.batch.prompts)
     too_few, enough = 0, min(most, max(1, math.floor(own * seconds(own) / trainer)))  # replicas seldom help more
     while seconds(enough) > trainer and enough < most:
-        too_few, enough = enough, min(2 * enough, most)
+        too_few, enough = enough, min(most, math.ceil(enough * min(2.0, seconds(enough) / trainer)))
     if seconds(enough) > trainer:
         return "no number of rollout GPUs balances it"
     while enough - too_few > 1:
