@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import above_graphs  # noqa: E402
+import aic_search  # noqa: E402
 import anchored  # noqa: E402
 import correction_speed  # noqa: E402
 import host_loop  # noqa: E402
@@ -136,6 +137,7 @@ def blocks() -> dict[str, str]:
     made["tuned"] = tuned_table()
     made["anchored plan"] = anchored_plan()
     made["anchored"] = anchored.table()
+    made["aic search"] = aic_search.table()
     made["inside"] = inside.table()
     made["above graphs"] = above_graphs.table()
     made["host loop"] = host_loop.table()
