@@ -186,8 +186,8 @@ async def _ended(server: Any) -> None:
 
 
 @contextmanager
-def serving(precision: str, *overrides: str) -> Iterator[Served]:
-    """verl's server with an engine of fp8plan's in a precision, as verl's replica launches it on a GPU."""
+def serving(plan: str | Plan, *overrides: str) -> Iterator[Served]:
+    """verl's server with an engine of fp8plan's, as verl's replica launches it on a GPU. plan: or a precision of one"""
     from omegaconf import open_dict
 
     with installed(), pytest.MonkeyPatch.context() as patch:
@@ -204,7 +204,7 @@ def serving(precision: str, *overrides: str) -> Iterator[Served]:
         for name in ("CUDA_VISIBLE_DEVICES", "VERL_REPLICA_RANK", "VERL_RAY_JOB_ID"):
             patch.setenv(name, "")  # the server sets them; gone again afterwards
         told = small(*overrides)
-        hand_on(told, planned(precision).to_json(), 256)
+        hand_on(told, (planned(plan) if isinstance(plan, str) else plan).to_json(), 256)
         with open_dict(told):
             told.actor_rollout_ref.rollout.enable_sleep_mode = False  # of GPUs
         arguments: dict[str, Any] = {"replica_rank": 0, "node_rank": 0, "gpus_per_node": 1, "nnodes": 1}
