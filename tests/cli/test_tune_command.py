@@ -21,7 +21,7 @@ MANY = [*TUNE, "--prompts", "75", "--samples", "8"]
 def test_tune_has_the_options_of_plan() -> None:
     shared = inspect.signature(plan.plan_command).parameters
     own = inspect.signature(tune.tune_command).parameters
-    assert set(own) - set(shared) == {"max_lag"}
+    assert set(own) - set(shared) == {"max_lag", "acceptance", "num_speculative_tokens", "speculative_method"}
     assert set(shared) <= set(own)
     assert "ask" not in shared
 
