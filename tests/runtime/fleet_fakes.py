@@ -56,7 +56,7 @@ class FakeReplica:
         self.copy = None if keep is None else dict(self.weights)
         self.is_open = True
 
-    def finish(self, patches: int | None) -> dict[str, Any]:
+    def finish(self, patches: int) -> dict[str, Any]:
         done: dict[str, Any] = {"in_place": 2, "reloaded": 0, "why_reloaded": {}, "ignored": [], "layers": {}}
         return done | {"check": {"differ": [], "compared": 2, "weight_error": None, "seconds": 0.0}}
 

@@ -44,7 +44,7 @@ def refuse_the_next_finish(worker: Any) -> dict[str, None]:
     """Have a worker find fault with the next sync, once all of it has been written."""
     live = worker._fp8plan_weights()
 
-    def finish(patches: int | None) -> None:
+    def finish(patches: int) -> None:
         vars(live).pop("finish")
         raise ConfigError("a planted fault")
 

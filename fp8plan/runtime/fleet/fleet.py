@@ -172,8 +172,8 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
     def replace(self, number: int) -> bool:
         """Start another replica in the place of one that died, or still lives. Returns whether it serves now.
 
-        It gets the kept stream of the last sync, or the base of the next one (SyncSettings.delta), checked again, and
-        the KV scales of the others. If nothing is kept (keep_weights=False, NCCL) or nothing serves, it waits for the
+        It gets the kept stream of the last sync, or the trainer's copy (SyncSettings.delta), checked again, and the KV
+        scales of the others. If nothing is kept (keep_weights=False, NCCL) or nothing serves, it waits for the
         next sync.
 
         Raises ConfigError for an unknown number, NotServingError if no replica lives (then sync_weights starts all),
@@ -344,7 +344,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         return done
 
     def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
-        calls = Calls(self._members, keep=self._keep)
+        calls = Calls(self._members, keep=self._keep and self.state.settings.delta is None)
 
         def reply(call: Call) -> Any:
             if call.what == "restart":
@@ -373,7 +373,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         if base is not None and base.stamp is not None:
             return base.pairs(), base.manifest, base.stamp
         if self._kept is not None:
-            return self._kept.pairs(self._members.get), self._kept.manifest, None
+            return self._kept.pairs(self._members.get), self._kept.manifest, self.state.stamp
         return None
 
     def _seed(self, number: int) -> None:

@@ -179,7 +179,7 @@ def replace_weights(
                 state.base.commit(state.stamp)
             state.soiled = False
     except BaseException as error:
-        yield from _fail(state, error, before, scales)
+        yield from _fail(state, error, before or sending.broken, scales)
     state.refusal = None
     state.version += 1
     done = answers[0]
@@ -210,7 +210,8 @@ class Sending:
 
     counts:  tensors, bytes and chunks sent
     patched: True once the workers have taken what has changed, and nothing else
-    healed:  why all tensors had to be sent after a try to patch; None if they had not
+    healed:  why patches were refused and all tensors sent; None: they were not
+    broken:  why the weights before the sync are gone; None while nothing but a whole sync has written
     stamp:   name of the state that a Chain leads to; None: the sync gives one
     """
 
@@ -219,6 +220,7 @@ class Sending:
         self.counts = {"tensors": 0, "bytes": 0, "chunks": 0}
         self.patched = False
         self.healed: str | None = None
+        self.broken: str | None = None
         self.stamp: str | None = None
 
     def write(self, pairs: Any, serving: bool) -> Sent:
@@ -245,12 +247,13 @@ class Sending:
             self.patched = True
             return answers
         except ConfigError as error:
-            for _ in patches:  # those that were not sent any more
+            for _ in patches:  # read the rest, so that the base knows all changes
                 pass
             if not base.complete:
                 raise  # the trainer's tensors are at fault
             self.healed = str(error)
-            yield from rpc("fp8plan_abort")
+            if not all((yield from rpc("fp8plan_abort"))):
+                self.broken = "patches were written in part"
             return (yield from self._replace(base.pairs()))
 
     def _patch(self, patches: Iterable[tuple[str, Any]], stamp: str) -> Sent:
@@ -289,7 +292,7 @@ class Sending:
             return (yield from _finished())
 
 
-def _finished(patches: int | None = None) -> Sent:
+def _finished(patches: int = 0) -> Sent:
     """Let every worker check what it has written. Raises ConfigError where the live weights differ."""
     answers = yield from rpc("fp8plan_finish", patches)
     if differ := next((answer["check"]["differ"] for answer in answers if answer["check"]["differ"]), None):
@@ -421,6 +424,8 @@ def _fail(state: SyncState, error: BaseException, before: str | None, scales: Sc
     """
     state.refusal = f"the sync of weights {state.version + 1} failed: {str(error) or type(error).__name__}"
     what = "the engine refuses to generate until a complete sync_weights"
+    if state.base is not None:
+        state.base.drop()
     state.dead = state.dead or isinstance(error, LostEngineError)
     try:
         answers = [False] if state.dead else (yield from rpc("fp8plan_abort"))

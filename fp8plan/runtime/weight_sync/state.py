@@ -164,7 +164,7 @@ class SyncReport:
                   self-check's part of begin, load and finish
     tensors, bytes: sent in all
     patched:      True if only what has changed was sent
-    healed:       why all weights had to be sent after a try to patch the engine's; None if they had not
+    healed:       why patches were refused and all weights sent; None: they were not
     chunks:       number of messages
     layers:       dtype of their weights -> modules of one rank
     in_place, reloaded: modules written directly, and by vLLM's layerwise reload

@@ -69,12 +69,14 @@ def loose_chunks(
     """Cut a stream of tensors that may come in any order into chunks as `chunks`."""
     numbers: list[int] = []
     tensors: list[torch.Tensor] = []
+    size = 0
     for name, tensor in pairs:
         numbers.append(checked.numbers[name])
         tensors.append(tensor)
-        if sum(tensor.nbytes for tensor in tensors) >= most:
+        size += tensor.nbytes
+        if size >= most:
             yield numbers, tensors
-            numbers, tensors = [], []
+            numbers, tensors, size = [], [], 0
     if numbers:
         yield numbers, tensors
 

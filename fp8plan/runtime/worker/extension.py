@@ -116,7 +116,7 @@ class Fp8PlanWorker:
         return None
 
     @answering
-    def fp8plan_finish(self, patches: int | None = None) -> dict[str, Any]:
+    def fp8plan_finish(self, patches: int = 0) -> dict[str, Any]:
         left(self)
         return self._fp8plan_weights().finish(patches)
 

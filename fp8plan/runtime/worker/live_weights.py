@@ -233,14 +233,14 @@ class LiveWeights:
             raise ConfigError("the patches start from other weights than these; allowed: a sync of all weights")
         snapshot = None if keep is None else Snapshot(self._model, keep)
         chosen = Samples(prepared.manifest, prepared.binding, samples, version)
-        self._running = _Running(prepared, chosen, version + 1, snapshot)
+        self._running = _Running(prepared, chosen, version + 1, snapshot, self._stamp)
         if base is not None:
             self._running.patches = Patches(prepared, self._device, partial(NativeReload, self._worker, prepared.past))
             return
         reload = NativeReload(self._worker, prepared.past) if prepared.binding.native else None
         self._running.reload = reload
         if reload is not None:
-            self._touched = True
+            self._touched, self._stamp = True, None
             reload.open()
 
     def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
@@ -273,12 +273,9 @@ class LiveWeights:
         running = self._open()
         assert running.patches is not None
         self._touched, self._stamp = True, None
-        try:
-            running.patches.load(numbers, patches)
-        finally:
-            running.reload = running.patches.reload
+        running.patches.load(numbers, patches)
 
-    def finish(self, patches: int | None = None) -> dict[str, Any]:
+    def finish(self, patches: int = 0) -> dict[str, Any]:
         """Close the sync, and return its report with the self-check's result. patches: number of them that were sent
 
         Raises ConfigError for missing tensors, and as _refuse_content and Patches.finish do.
@@ -288,12 +285,14 @@ class LiveWeights:
         if running.patches is None and len(running.done) < len(prepared.manifest):
             missing = [entry.name for number, entry in enumerate(prepared.manifest) if number not in running.done]
             raise ConfigError(f"announced and not sent: {', '.join(missing[:4])} ({len(missing)} in all)")
+        if running.patches is not None:
+            running.reload = running.patches.reload()
         self._close(running)
         if running.patches is None:
             self._refuse_content(running)
             checked, seconds = running.samples.compare(), running.samples.seconds
         else:
-            checked, seconds = running.patches.finish(patches or 0), running.patches.seconds
+            checked, seconds = running.patches.finish(patches), running.patches.seconds
         return {
             "in_place": len(prepared.binding.direct),
             "reloaded": len(prepared.binding.native),
@@ -386,6 +385,7 @@ class LiveWeights:
             running.reload.abandon()
         if running.snapshot is not None:
             running.snapshot.restore()
+            self._stamp = running.stamp
             refresh(self._model)
         wait(self._device)
         return running.snapshot is not None or not self._touched
@@ -415,6 +415,7 @@ class _Running:
     samples: Samples
     version: int
     snapshot: Snapshot | None
+    stamp: str | None  # of the weights before
     reload: NativeReload | None = None
     patches: Patches | None = None
     flags: list[tuple[torch.Tensor, list[Part], list[bool]]] = field(default_factory=list)  # True: a matrix

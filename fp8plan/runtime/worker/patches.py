@@ -29,21 +29,18 @@ Span = tuple[int, int]  # start and stop
 class Patches:
     """The patches of one open sync.
 
-    modules: those that vLLM's reload has got all tensors for
-    reload:  that reload once it has begun
+    modules: those whose tensors have all come, for vLLM's reload
     """
 
     def __init__(self, prepared: Prepared, device: torch.device, new_reload: Callable[[], NativeReload]) -> None:
         self._prepared, self._device, self._new_reload = prepared, device, new_reload
         self._written: dict[int, Tensor] = {}  # number in the manifest -> digests
         self._flags: list[tuple[str, bool, Tensor]] = []
-        self.modules: set[str] = set()
-        self.reload: NativeReload | None = None
+        self._native: dict[str, Tensor] = {}  # tensors for vLLM's reload, the last of each name
         self.seconds = 0.0
 
     def load(self, numbers: Sequence[int], patches: Sequence[Tensor]) -> None:
-        """Write patches, by their tensors' numbers in the manifest. Raises ConfigError for bytes that are none."""
-        native = []
+        """Write patches, by their tensors' numbers in the manifest. Raises ConfigError for other bytes."""
         for number, patch in zip(numbers, patches, strict=True):
             entry, dtype = self._prepared.manifest[number], self._prepared.specs[number][1]
             try:
@@ -55,17 +52,26 @@ class Patches:
             if entry.name in self._prepared.reloads:
                 if made.places is not None:
                     raise ConfigError(f"{entry.name} came as a patch, and vLLM must reload it")
-                native.append((entry.name, made.words.view(dtype).view(entry.shape)))
+                self._native[entry.name] = made.words.view(dtype).view(entry.shape).clone()  # of memory that is reused
             for move in self._prepared.binding.moves.get(entry.name, ()):
                 write(move, made, entry.shape)
             self._written[number] = made.digests
-        if not native:
-            return
-        if self.reload is None:
-            self.reload = self._new_reload()
-            self.reload.open()
-        self.reload.load(native)
-        self.modules.update(module for name, _ in native for module in self._prepared.reloads[name])
+
+    @property
+    def modules(self) -> set[str]:
+        return {module for name in self._native for module in self._prepared.reloads[name]}
+
+    def reload(self) -> NativeReload | None:
+        """Hand the tensors that vLLM must reload to its reload, and return that; None without any.
+
+        A chain of patches may hold a tensor several times, and vLLM's reload takes each only once.
+        """
+        if not self._native:
+            return None
+        reload = self._new_reload()
+        reload.open()
+        reload.load(self._native.items())
+        return reload
 
     def finish(self, count: int) -> dict[str, Any]:
         """Check all patches, and return the result. count: patches that were sent
@@ -78,8 +84,8 @@ class Patches:
         begun = time.perf_counter()
         if len(self._written) != count:
             raise ConfigError(f"{len(self._written)} patches of {count} have come")
-        for name, whole_matrix, flag in self._flags:
-            held = int(flag)  # waits for the GPU
+        flags = torch.stack([flag for _, _, flag in self._flags]).tolist() if self._flags else []  # waits for the GPU
+        for (name, whole_matrix, _), held in zip(self._flags, flags, strict=True):
             if held == NOT_FINITE:
                 raise ConfigError(f"not finite: {name}; allowed: no NaN, no Inf")
             if whole_matrix and held != FINITE:

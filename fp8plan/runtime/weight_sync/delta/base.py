@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.block_fp8 import described
 from fp8plan.runtime.quantize.targets import quantized
-from fp8plan.runtime.weight_sync.delta.patch import Change, apply, change, is_shorter_whole, packed, whole
+from fp8plan.runtime.weight_sync.delta.patch import Change, apply, change, packed, whole
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, gathered, pair_of
 
 if TYPE_CHECKING:
@@ -52,10 +52,19 @@ class Base:
         self._changes: dict[str, Change] = {}
 
     def recorded(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the pairs of a dense sync, and keep a copy of each tensor."""
+        """Yield the pairs of a sync of all tensors, and keep a copy of each.
+
+        Raises ConfigError for a tensor that comes twice, and for one that no patch can hold.
+        """
         self._changes.clear()
         for name, tensor in pairs:
             whole_tensor = gathered(tensor)
+            if name in self._tensors:
+                raise ConfigError(f"{name} came twice")
+            if not (whole_tensor.numel() and whole_tensor.dim() and whole_tensor.element_size() in (1, 2, 4)):
+                raise ConfigError(
+                    f"{name} is {described(whole_tensor)}; allowed with delta: values of 1, 2 or 4 bytes, and not empty"
+                )
             self._tensors[name] = whole_tensor.to(self.device, copy=True).contiguous()
             yield name, whole_tensor
 
@@ -84,8 +93,7 @@ class Base:
             if group is None:
                 made = change(base, new)
                 if made is not None:
-                    shorter = is_shorter_whole(made, new.numel())
-                    yield name, self._changed(name, whole(new.clone()) if shorter else made)
+                    yield name, self._changed(name, made)
                 continue
             members = waiting.setdefault(group, {})
             members[name] = new.clone()
@@ -109,8 +117,12 @@ class Base:
         self._changes.clear()
         self.stamp = stamp
 
+    def drop(self) -> None:
+        """Forget the changes that wait: the replicas have not committed them."""
+        self._changes.clear()
+
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors as a dense sync sends them, with the changes that wait."""
+        """Yield all tensors, with the changes that wait."""
         for name, tensor in self._tensors.items():
             made = self._changes.get(name)
             if made is not None:

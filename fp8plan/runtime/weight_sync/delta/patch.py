@@ -27,6 +27,8 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from numpy.random import PCG64
+
 from fp8plan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,22 +74,28 @@ def tiles(shape: Sequence[int], item: int) -> tuple[int, int]:
 
 
 def change(base: Tensor, new: Tensor) -> Change | None:
-    """Return what has changed from `base` to `new`, of one dtype and shape, on one device; None for nothing."""
+    """Return what has changed from `base` to `new`, of one dtype and shape, on one device; None for nothing.
+
+    It has all values where that takes no more bytes than the changed ones with their places.
+    """
     words = bits(new.contiguous())
     places = (words != bits(base)).flatten().nonzero().flatten()
     if not places.numel():
         return None
+    shortest = min(_sizes(_gaps(places), new.numel()))
+    if shortest + places.numel() * new.element_size() >= new.nbytes:
+        return whole(new)
     return Change(places, words.flatten()[places], digests(words.view(flat(new.shape))))
 
 
 def whole(new: Tensor) -> Change:
-    """Return the Change that writes all values of a tensor."""
+    """Return the Change that writes all values of a tensor, as a copy."""
     words = bits(new.contiguous())
-    return Change(None, words.flatten(), digests(words.view(flat(new.shape))))
+    return Change(None, words.flatten().clone(), digests(words.view(flat(new.shape))))
 
 
 def apply(base: Tensor, made: Change) -> None:
-    """Write a Change into a contiguous tensor."""
+    """Write a Change into `base`, which is contiguous."""
     words = bits(base).view(-1)
     if made.places is None:
         words.copy_(made.words)
@@ -126,9 +134,8 @@ def _constants(device: torch.device) -> Tensor:
     """Return the constants of a tile's words, int64 [rows, 1, words of a row]."""
     import torch
 
-    generator = torch.Generator().manual_seed(SEED)
-    shape = TILE[0], 1, WORDS
-    return torch.randint(-(2**63), 2**63 - 1, shape, generator=generator, dtype=torch.int64).to(device)
+    numbers = PCG64(SEED).random_raw(TILE[0] * WORDS)  # the same with every version of torch
+    return torch.from_numpy(numbers.view("int64").reshape(TILE[0], 1, WORDS)).to(device)
 
 
 def packed(made: Change, size: int) -> Tensor:
@@ -139,22 +146,12 @@ def packed(made: Change, size: int) -> Tensor:
     form, places = DENSE, made.words.new_empty(0, dtype=torch.uint8)
     words = made.words
     if made.places is not None:
-        form, places = _placed(made.places, size, item)
-        if form == DENSE:
-            raise ValueError("a Change of more bytes than its tensor; pass whole(tensor)")
+        form, places = _placed(made.places, size)
     planes = words.view(torch.uint8).view(count, item).t().reshape(-1)
     body = torch.cat([made.digests.reshape(-1).view(torch.uint8), places, planes])
     numbers = [form, count, places.numel(), made.digests.numel(), _checksum(body)]
     header = torch.tensor(numbers, dtype=torch.int64, device=words.device)
     return torch.cat([header.view(torch.uint8), body])
-
-
-def is_shorter_whole(made: Change, size: int) -> bool:
-    """Return True if all values of the tensor take no more bytes than the changed ones with their places."""
-    if made.places is None:
-        return True
-    item, count = made.words.element_size(), made.words.numel()
-    return min(_sizes(_gaps(made.places), size)) + count * item >= size * item
 
 
 def _gaps(places: Tensor) -> Tensor:
@@ -169,14 +166,12 @@ def _sizes(gaps: Tensor, size: int) -> tuple[int, int, int]:
     return gaps.numel() + skips[0], 2 * (gaps.numel() + skips[1]), -(-size // 8)
 
 
-def _placed(places: Tensor, size: int, item: int) -> tuple[int, Tensor]:
+def _placed(places: Tensor, size: int) -> tuple[int, Tensor]:
     """Return the shortest form of the places, and their bytes."""
     import torch
 
     gaps = _gaps(places)
     sizes = _sizes(gaps, size)
-    if min(sizes) + places.numel() * item >= size * item:
-        return DENSE, places.new_empty(0, dtype=torch.uint8)
     form = (GAPS_1, GAPS_2, BITMAP)[sizes.index(min(sizes))]
     if form == BITMAP:
         mask = places.new_zeros(-(-size // 8) * 8, dtype=torch.uint8)
@@ -193,7 +188,7 @@ def _placed(places: Tensor, size: int, item: int) -> tuple[int, Tensor]:
 
 
 def unpacked(patch: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Change:
-    """Return the Change in a patch of a tensor of this dtype and shape. Raises ConfigError for bytes that are none."""
+    """Return the Change in a patch of a tensor of this dtype and shape. Raises ConfigError for other bytes."""
     import torch
 
     size, item, height_width = prod(shape), dtype.itemsize, tiles(shape, dtype.itemsize)

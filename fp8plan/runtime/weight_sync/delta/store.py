@@ -15,7 +15,7 @@ URLs are fsspec's: a path, s3://..., gs://..., memory://... Some need a package 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
@@ -25,7 +25,7 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.jsonl import parse
 from fp8plan.runtime.weight_sync.delta.base import Base, Chain, in_format
 from fp8plan.runtime.weight_sync.delta.patch import packed, whole
-from fp8plan.runtime.weight_sync.manifest import Manifest, entry_of, pairs_of, plain, read_manifest
+from fp8plan.runtime.weight_sync.manifest import entry_of, pairs_of, plain, read_manifest
 from fp8plan.runtime.weight_sync.procedure import formats
 from fp8plan.runtime.weight_sync.state import SyncReport
 
@@ -39,7 +39,7 @@ LENGTH: Final = 8  # bytes of the index's length
 
 
 class Published(NamedTuple):
-    """One version in the store. nbytes: of its patches; whole_bytes: of all tensors, 0 if they were not written"""
+    """A version that was written. nbytes: of its patches; whole_bytes: of all tensors, 0 if they were not written"""
 
     version: int
     nbytes: int
@@ -153,7 +153,6 @@ class Publisher:
                 "the names of the tensors that engines hold in FP8"
             )
         self._fp8 = frozenset(held.get("fp8", ()) if fp8 is None else fp8)
-        self._reloaded: Mapping[str, int] = held.get("reloaded", {})
         self._base: Base | None = None
         self._latest = self._store.read_json("latest.json") or {"version": 0}
 
@@ -165,29 +164,27 @@ class Publisher:
         """
         pairs = in_format(pairs_of(tensors), self._fp8)
         version, stamp = int(self._latest["version"]) + 1, uuid4().hex
-        base, nbytes = self._base, 0
+        base, nbytes, latest, old = self._base, 0, self._latest, []
         if base is None:
-            recorded = list(pairs)
-            base = Base(tuple(entry_of(name, tensor) for name, tensor in recorded), self._device)
-            for _ in base.recorded(recorded):
-                pass
-            latest: dict[str, Any] = {"manifest": plain(base.manifest), "chain": [], "first": version}
+            base = Base((), self._device)
+            base.manifest = tuple(entry_of(name, tensor) for name, tensor in base.recorded(pairs))
+            old = self._latest.get("chain", [])
+            latest = {"manifest": plain(base.manifest), "chain": [], "first": version}
         else:
-            name = f"{version:08d}.patches"
-            nbytes = self._store.write_patches(name, base.patches(pairs, self._reloaded), self._codec)
-            latest = self._latest
-        base.commit(stamp)
-        self._base = base
-        number = version - latest["first"]
+            reloaded = (self._store.read_json("engine.json") or {}).get("reloaded", {})
+            patches = base.patches(pairs, reloaded)
+            nbytes = self._store.write_patches(f"{version:08d}.patches", patches, self._codec)
         whole_bytes = 0
-        if number % self._every == 0:
-            patches = ((name, packed(whole(tensor), tensor.numel())) for name, tensor in base.pairs())
-            whole_bytes = self._store.write_patches(f"{version:08d}.whole", patches, self._codec)
+        if (version - latest["first"]) % self._every == 0:
+            everything = ((name, packed(whole(tensor), tensor.numel())) for name, tensor in base.pairs())
+            whole_bytes = self._store.write_patches(f"{version:08d}.whole", everything, self._codec)
         chain = [*latest["chain"], {"version": version, "stamp": stamp, "whole": bool(whole_bytes)}]
         kept = _kept(chain)
-        self._latest = latest | {"version": version, "chain": kept}
-        self._store.write_json("latest.json", self._latest)
-        gone = [link["version"] for link in chain[: len(chain) - len(kept)]]
+        latest = latest | {"version": version, "chain": kept}
+        self._store.write_json("latest.json", latest)
+        base.commit(stamp)  # only now: a version that nobody can read must not be a base
+        self._base, self._latest = base, latest
+        gone = [link["version"] for link in (*old, *chain[: len(chain) - len(kept)])]
         self._store.delete(f"{number:08d}.{kind}" for number in gone for kind in ("patches", "whole"))
         return Published(version, nbytes, whole_bytes)
 
@@ -218,18 +215,19 @@ class Follower:
         if latest is None or (latest["chain"][-1]["stamp"] == engine.state.stamp and engine.serving):
             return None
         links = latest["chain"]
-        manifest = read_manifest(latest["manifest"])
         at = [number for number, link in enumerate(links) if link["stamp"] == engine.state.stamp]
-        wholes = [number for number, link in enumerate(links) if link["whole"]]
         if at and engine.serving:
             with suppress(SyncError):
-                return self._synced(engine, manifest, links[at[0] :], engine.state.stamp, settings)
-        return self._synced(engine, manifest, links[wholes[-1] :], None, settings)
+                return self._synced(engine, latest, at[0], engine.state.stamp, settings)
+        latest = self._store.read_json("latest.json") or latest  # files of an old one may be gone
+        wholes = [number for number, link in enumerate(latest["chain"]) if link["whole"]]
+        return self._synced(engine, latest, wholes[-1], None, settings)
 
     def _synced(
-        self, engine: Any, manifest: Manifest, links: list[dict[str, Any]], base: str | None, settings: Any
+        self, engine: Any, latest: dict[str, Any], at: int, base: str | None, settings: dict[str, Any]
     ) -> SyncReport:
-        """Sync the first of the links, unless it is the base, and all that follow."""
+        """Sync the link at that place of the chain, unless it is the base, and all that follow."""
+        links, manifest = latest["chain"][at:], read_manifest(latest["manifest"])
 
         def patches() -> Iterator[tuple[str, torch.Tensor]]:
             first, *others = links

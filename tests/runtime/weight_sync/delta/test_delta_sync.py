@@ -13,6 +13,7 @@ from tiny_models import CALIBRATION, generate, started, weights
 
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.weight_sync.delta.base import Base
 from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings
 
 pytestmark = pytest.mark.vllm
@@ -194,6 +195,49 @@ def test_no_schedule_of_faults_leaves_garbage(shaken: RolloutEngine, faults: lis
             sync(shaken, new)
     live = digests(shaken)
     assert live == dense(shaken, new)
+
+
+def test_a_heal_that_fails_before_it_writes_leaves_nothing_serving(fp8: RolloutEngine) -> None:
+    tensors = weights("dense", "a")
+    sync(fp8, tensors)
+    answer, chunks = fp8.answer, 0
+
+    def full(call: Call) -> Any:
+        nonlocal chunks
+        method = call.arguments[0] if call.what == "rpc" else None
+        chunks += method == "fp8plan_patch"
+        if method == "fp8plan_load" or (method == "fp8plan_patch" and chunks == 2):
+            raise ConfigError("no space is left")
+        return answer(call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8, "answer", full)
+        with pytest.raises(SyncError, match="no space is left; the engine refuses to generate"):
+            sync(fp8, new := stepped(tensors, 1))
+    assert not fp8.serving
+    assert not sync(fp8, new).patched
+    live = digests(fp8)
+    assert live == dense(fp8, new)
+
+
+def test_after_a_rollback_the_next_step_is_patched() -> None:
+    with started("dense", "a", "fp8_block", delta="cpu", rollback="cpu") as engine:
+        tensors = weights("dense", "a")
+        sync(engine, tensors)
+        before = digests(engine)
+        with pytest.raises(SyncError, match="the old weights serve"):
+            sync(engine, stepped(tensors, 1) | {"model.norm.weight": tensors["model.norm.weight"] * float("nan")})
+        assert digests(engine) == before
+        report = sync(engine, new := stepped(tensors, 2))
+        assert report.patched
+        live = digests(engine)
+        assert live == dense(engine, new)
+
+
+@pytest.mark.parametrize("odd", [torch.zeros(0, 4), torch.tensor(1.0), torch.zeros(4, dtype=torch.float64)])
+def test_a_tensor_that_no_patch_can_hold_is_refused(odd: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match="allowed with delta: values of 1, 2 or 4 bytes, and not empty"):
+        list(Base((), "cpu").recorded([("a", odd)]))
 
 
 def test_places_for_the_base_are_checked() -> None:

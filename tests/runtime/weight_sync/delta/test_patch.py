@@ -21,10 +21,8 @@ from fp8plan.runtime.weight_sync.delta.patch import (
     change,
     digests,
     flat,
-    is_shorter_whole,
     packed,
     unpacked,
-    whole,
 )
 
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
@@ -45,7 +43,7 @@ def sent(base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
     made = change(base, new)
     if made is None:
         return None
-    return packed(whole(new) if is_shorter_whole(made, new.numel()) else made, new.numel())
+    return packed(made, new.numel())
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,9 +20,10 @@ pytestmark = pytest.mark.vllm
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[RolloutEngine]:
-    with started("dense", "a", "fp8_block", weights_in="fp8_block") as engine:
+@pytest.fixture(scope="module", params=["fp8_block", "fp8_kv"])
+def engine(request: pytest.FixtureRequest) -> Iterator[RolloutEngine]:
+    """On a CPU vLLM must reload most BF16 layers."""
+    with started("dense", "a", request.param, weights_in="fp8_block") as engine:
         yield engine
 
 
