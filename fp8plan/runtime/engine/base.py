@@ -234,7 +234,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
                     yield from rpc("fp8plan_attention_layers")  # a process that died while idle is noticed here
             if state.dead:
                 yield from self._restart()
-            if state.settings.weights_in == "fp8_block" and not state.quantised and state.expected is not None:
+            if state.settings.weights_in == "fp8_block" and state.quantised is None and state.expected is not None:
                 yield from learn_quantised(state)
             prompts, where = self._calibration(kv_amax, kv_prompts)
             return (yield from replace_weights(state, source, manifest, kv_amax, prompts, where, scored))
@@ -252,7 +252,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         state.dead = True
         state.refusal = "the engine was started again, with the weights of its checkpoint"
         state.prepared.clear()
-        state.quantised, state.fp8_kv = (), self.launch.fp8_kv
+        state.quantised, state.fp8_kv = None, self.launch.fp8_kv
         state.asleep, state.soiled = frozenset(), False
         yield Call("restart")
         yield from self._opening()

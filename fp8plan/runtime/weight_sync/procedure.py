@@ -51,10 +51,10 @@ def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
     own = source.manifest if isinstance(source, Chain) else manifests.manifest_of(source)
     expected = state.expected
     if expected is not None and state.settings.weights_in == "fp8_block":
-        expected = manifests.quantised_manifest(expected, state.quantised)
+        expected = manifests.quantised_manifest(expected, state.quantised or ())
     own = manifests.read_manifest(manifest) if manifest is not None else own
     if own is not None and state.settings.delta is not None:
-        own = manifests.quantised_manifest(own, state.quantised)
+        own = manifests.quantised_manifest(own, state.quantised or ())
     sent = expected if own is None else own
     if sent is None:
         raise ConfigError(
@@ -86,11 +86,10 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
 
 
 def learn_quantised(state: SyncState) -> Procedure:
-    """Ask the workers which of the checkpoint's tensors the engine holds in FP8."""
-    expected = state.expected or ()
-    answers = yield from rpc(
-        "fp8plan_prepare", manifests.plain(expected), state.settings.in_place, None, manifests.stored_wide(expected)
-    )
+    """Ask the workers which of the checkpoint's tensors the engine holds in FP8, under a number that no sync uses."""
+    sent, in_place = manifests.plain(state.expected or ()), state.settings.in_place
+    wide = manifests.stored_wide(state.expected)
+    answers = yield from rpc("fp8plan_prepare", sent, in_place, MOST_PREPARED, wide)
     state.quantised = tuple(answers[0]["quantised"])
 
 
@@ -102,7 +101,7 @@ def formats(state: SyncState) -> Procedure:
     if state.expected is None:
         raise ConfigError("the engine has no checkpoint to name its tensors; allowed: a model folder with safetensors")
     yield from learn_quantised(state)
-    checked = yield from prepared(state, manifests.quantised_manifest(state.expected, state.quantised))
+    checked = yield from prepared(state, manifests.quantised_manifest(state.expected, state.quantised or ()))
     return state.quantised, checked.reloaded
 
 
@@ -280,9 +279,8 @@ class Sending:
         """Send all tensors."""
         settings = self._state.settings
         with _timed(self._seconds, "begin"):
-            yield from rpc(
-                "fp8plan_begin", self._checked.number, settings.samples, self._state.version, settings.rollback
-            )
+            arguments = self._checked.number, settings.samples, self._state.version, settings.rollback
+            yield from rpc("fp8plan_begin", *arguments)
         with _timed(self._seconds, "load"):
             if isinstance(pairs, RemoteSource):
                 self.counts = yield from _received(pairs, self._manifest)
@@ -352,7 +350,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 def _pairs(state: SyncState, source: Any) -> Iterable[Any]:
     """Return the pairs of a source in the format that is sent."""
     pairs = manifests.pairs_of(source)
-    return pairs if state.settings.delta is None else in_format(pairs, frozenset(state.quantised))
+    return pairs if state.settings.delta is None else in_format(pairs, frozenset(state.quantised or ()))
 
 
 def _begun(pairs: Iterable[Any]) -> Iterable[Any]:

@@ -128,7 +128,7 @@ class SyncState:
     base:       the trainer's copy of the weights that serve, where syncs send only what has changed
     kv_scales:  scales of the live engine; None with a BF16 KV cache
     longest_prompt, vocabulary: limits of the engine, in tokens, where known
-    quantised:  names of the checkpoint's tensors that the engine holds in FP8, once asked
+    quantised:  names of the checkpoint's tensors that the engine holds in FP8; None until asked
     """
 
     settings: SyncSettings
@@ -151,7 +151,7 @@ class SyncState:
     kv_scales: Scales | None = None
     longest_prompt: int | None = None
     vocabulary: int | None = None
-    quantised: tuple[str, ...] = ()
+    quantised: tuple[str, ...] | None = None
     lock: Lock = field(default_factory=Lock)
 
 
