@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import hypot
@@ -282,17 +282,17 @@ class LiveWeights:
         """
         running = self._open()
         prepared = running.prepared
-        if running.patches is None and len(running.done) < len(prepared.manifest):
-            missing = [entry.name for number, entry in enumerate(prepared.manifest) if number not in running.done]
-            raise ConfigError(f"announced and not sent: {', '.join(missing[:4])} ({len(missing)} in all)")
         if running.patches is not None:
             running.reload = running.patches.reload()
-        self._close(running)
-        if running.patches is None:
+            self._close(running, running.patches.modules)
+            checked, seconds = running.patches.finish(patches), running.patches.seconds
+        else:
+            if len(running.done) < len(prepared.manifest):
+                missing = [entry.name for number, entry in enumerate(prepared.manifest) if number not in running.done]
+                raise ConfigError(f"announced and not sent: {', '.join(missing[:4])} ({len(missing)} in all)")
+            self._close(running, prepared.binding.native)
             self._refuse_content(running)
             checked, seconds = running.samples.compare(), running.samples.seconds
-        else:
-            checked, seconds = running.patches.finish(patches), running.patches.seconds
         return {
             "in_place": len(prepared.binding.direct),
             "reloaded": len(prepared.binding.native),
@@ -363,11 +363,10 @@ class LiveWeights:
             raise ConfigError("no sync is open; allowed: begin, load, finish")
         return self._running
 
-    def _close(self, running: _Running) -> None:
+    def _close(self, running: _Running, reloaded: Collection[str]) -> None:
+        """End vLLM's part of a sync. reloaded: modules that its reload must have got weights for"""
         if running.reload is not None:
-            running.reload.close(
-                running.prepared.binding.native if running.patches is None else running.patches.modules
-            )
+            running.reload.close(reloaded)
         else:
             refresh(self._model)
         running.reload = None

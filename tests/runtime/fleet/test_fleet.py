@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,27 @@ def test_two_syncs_leave_in_both_what_a_fresh_engine_has(fleet: RolloutFleet, fr
     assert all(check["compared"] for check in report.checks)
     assert sync(fleet, "a").version == 2
     is_like_a_fresh_one(fleet, fresh)
+
+
+def test_both_are_patched_and_a_new_one_gets_all_that_the_base_has(
+    fleet: RolloutFleet, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.state, "settings", replace(fleet.state.settings, delta="cpu"))
+    assert not sync(fleet, "b").patched
+    tensors = weights("dense", "b")
+    for number in (0, 1):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] + 0.25
+        report = fleet.sync_weights(tensors, kv_prompts=CALIBRATION)
+        assert (report.patched, report.tensors) == (True, 1)
+        ours, theirs = digests(fleet)
+        assert ours == theirs
+        know_processes(fleet)
+        kill(fleet, number)
+        assert fleet.replace(number)
+        assert digests(fleet) == [ours, ours]
+    assert sync(fleet, "a").patched
+    is_like_a_fresh_one(fleet, fresh)
+    fleet.state.base = None
 
 
 def test_scales_are_the_largest_that_any_replica_saw(fleet: RolloutFleet, fresh: Fresh) -> None:

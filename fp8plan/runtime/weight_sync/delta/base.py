@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.block_fp8 import described
 from fp8plan.runtime.quantize.targets import quantized
-from fp8plan.runtime.weight_sync.delta.patch import Change, apply, change, packed, whole
+from fp8plan.runtime.weight_sync.delta.patch import Change, apply, bits, change, packed, whole
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, gathered, pair_of
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class Base:
         `complete` is True once all pairs have come. Raises ConfigError for tensors that are missing or other than
         announced.
         """
+        import torch
+
         self.complete = False
         self._changes.clear()
         missing, sizes = dict.fromkeys(self._tensors), Counter(groups.values())
@@ -99,7 +101,7 @@ class Base:
             members[name] = new.clone()
             if len(members) == sizes[group]:
                 del waiting[group]
-                if any(change(self._tensors[each], tensor) is not None for each, tensor in members.items()):
+                if not all(torch.equal(bits(self._tensors[each]), bits(tensor)) for each, tensor in members.items()):
                     yield from ((each, self._changed(each, whole(tensor))) for each, tensor in members.items())
         if missing:
             raise ConfigError(f"announced and not sent: {', '.join(list(missing)[:4])} ({len(missing)} in all)")

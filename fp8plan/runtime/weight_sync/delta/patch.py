@@ -144,13 +144,12 @@ def packed(made: Change, size: int) -> Tensor:
 
     item, count = made.words.element_size(), made.words.numel()
     form, places = DENSE, made.words.new_empty(0, dtype=torch.uint8)
-    words = made.words
     if made.places is not None:
         form, places = _placed(made.places, size)
-    planes = words.view(torch.uint8).view(count, item).t().reshape(-1)
+    planes = made.words.view(torch.uint8).view(count, item).t().reshape(-1)
     body = torch.cat([made.digests.reshape(-1).view(torch.uint8), places, planes])
     numbers = [form, count, places.numel(), made.digests.numel(), _checksum(body)]
-    header = torch.tensor(numbers, dtype=torch.int64, device=words.device)
+    header = torch.tensor(numbers, dtype=torch.int64, device=body.device)
     return torch.cat([header.view(torch.uint8), body])
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
 from fp8plan.checks import whole as whole_number
-from fp8plan.errors import ConfigError, SyncError
+from fp8plan.errors import ConfigError, SyncError, text_of
 from fp8plan.jsonl import parse
 from fp8plan.runtime.weight_sync.delta.base import Base, Chain, in_format
 from fp8plan.runtime.weight_sync.delta.patch import packed, whole
@@ -71,12 +71,9 @@ class Store:
         return parse(data.decode("utf-8"), f"{self.url}/{name}")
 
     def write_json(self, name: str, data: Any) -> None:
-        self._replace(name, json.dumps(data).encode("utf-8"))
-
-    def _replace(self, name: str, data: bytes) -> None:
         """Write a file that readers see whole or not at all."""
         part = self.path(f"{name}.{uuid4().hex}.part")
-        self._files.pipe_file(part, data)
+        self._files.pipe_file(part, json.dumps(data).encode("utf-8"))
         self._files.mv(part, self.path(name))
 
     def write_patches(self, name: str, patches: Iterable[tuple[str, Tensor]], codec: str | None) -> int:
@@ -113,7 +110,7 @@ class Store:
                     data = _expanded(data, nbytes, where) if index["codec"] else data
                     yield tensor, torch.frombuffer(bytearray(data), dtype=torch.uint8)
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{where}: {error or type(error).__name__}") from error
+            raise ConfigError(f"{where}: {text_of(error)}") from error
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
