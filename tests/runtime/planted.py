@@ -61,9 +61,9 @@ def corrupt_the_next_update(worker: Any) -> dict[str, None]:
     live = worker._fp8plan_updates()._live
     close = live._close
 
-    def corrupted(running: Any) -> None:
+    def corrupted(running: Any, reloaded: Any) -> None:
         vars(live).pop("_close")
-        close(running)
+        close(running, reloaded)
         for name, parameter in worker.model_runner.get_model().named_parameters():
             if not name.endswith("scale_inv"):
                 parameter.data.copy_(-parameter.data.float())

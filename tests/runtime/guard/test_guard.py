@@ -88,11 +88,11 @@ def on_a_slow_host(record: Record) -> bool:
 
 @pytest.mark.slow
 def test_where_the_host_was_slow_it_is_named() -> None:
-    """Six runs of Qwen3-30B-A3B with 512 requests took 13 to 27% longer than predicted, no others did."""
+    """Seven runs of Qwen3-30B-A3B with 512 requests took 11 to 28% longer than predicted, no others did."""
     judgements = [judged(record) for record in records("rollouts") if on_a_slow_host(record)]
     late = [verdict for verdict in judgements if not verdict.as_fast]
     assert len(judgements) > 25
-    assert len(late) == 6
+    assert len(late) == 7
     assert {x.cause for verdict in late for x in verdict.causes} == {Cause.HOST}
     assert {verdict.action for verdict in judgements} == {Action.NONE}
 
