@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.monitor.sinks import TensorBoard as TensorBoard
     from fp8plan.runtime.probe.probe import probe as probe
     from fp8plan.runtime.weight_sync.state import Scored as Scored
+    from fp8plan.runtime.weight_sync.delta.top_k import TopK as TopK
     from fp8plan.runtime.weight_sync.state import SyncSettings as SyncSettings
 
 # The module of each public name, as above.
@@ -102,6 +103,7 @@ _HOME = {
         "runtime.monitor.monitor": "Monitor",
         "runtime.monitor.sinks": "Callback JsonLines Prometheus TensorBoard",
         "runtime.probe.probe": "probe",
+        "runtime.weight_sync.delta.top_k": "TopK",
         "runtime.weight_sync.state": "Scored SyncSettings",
     }.items()
     for name in names.split()

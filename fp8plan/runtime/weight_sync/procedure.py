@@ -31,7 +31,7 @@ from fp8plan.runtime.interrupts import released
 from fp8plan.runtime.mismatch.sums import LIMIT, k3
 from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync import manifest as manifests
-from fp8plan.runtime.weight_sync.delta.base import Base, Chain, in_format
+from fp8plan.runtime.weight_sync.delta.base import Base, Chain
 from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of
@@ -153,7 +153,7 @@ def replace_weights(
                 refuse_calibration(state, kv_amax, kv_prompts)
             _refuse_scored(state, scored)
             checked = yield from prepared(state, sent)
-            pairs = source if isinstance(source, (RemoteSource, Chain)) else _begun(_pairs(state, source))
+            pairs = source if isinstance(source, (RemoteSource, Chain)) else _begun(manifests.pairs_of(source))
         except ConfigError as error:
             serve = "the old weights serve, untouched" if before is None else "the engine still refuses to generate"
             raise SyncError(f"{error}. Nothing was sent; {serve}") from error
@@ -200,6 +200,7 @@ def replace_weights(
         scored_k3=score,
         patched=sending.patched,
         healed=sending.healed,
+        residual=0.0 if state.base is None else state.base.residual.relative,
         **sending.counts,
     )
 
@@ -237,7 +238,8 @@ class Sending:
         if base is None or not serving or base.stamp is None or base.manifest != self._manifest:
             state.base = None
             if state.settings.delta is not None:
-                state.base = Base(self._manifest, state.settings.delta)
+                fp8, top_k = state.quantised or (), state.settings.top_k
+                state.base = Base(self._manifest, state.settings.delta, fp8, top_k)
                 pairs = state.base.recorded(pairs)
             return (yield from self._replace(pairs))
         patches = base.patches(pairs, self._checked.reloaded)
@@ -345,12 +347,6 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - begun
-
-
-def _pairs(state: SyncState, source: Any) -> Iterable[Any]:
-    """Return the pairs of a source in the format that is sent."""
-    pairs = manifests.pairs_of(source)
-    return pairs if state.settings.delta is None else in_format(pairs, frozenset(state.quantised or ()))
 
 
 def _begun(pairs: Iterable[Any]) -> Iterable[Any]:

@@ -12,6 +12,7 @@ from fp8plan.errors import ConfigError, LostEngineError
 from fp8plan.model.precision import precision
 from fp8plan.runtime.interrupts import let_in
 from fp8plan.runtime.weight_sync.delta.base import Base
+from fp8plan.runtime.weight_sync.delta.top_k import TopK
 from fp8plan.runtime.weight_sync.kv_scales import MARGIN, Scales
 from fp8plan.runtime.weight_sync.manifest import FORMATS, Manifest
 
@@ -46,6 +47,7 @@ class SyncSettings:
     rollback:    "cpu" or "cuda": keep a copy of the weights there, to return to after a failure; None: no copy
     delta:       "cpu" or "cuda": keep a copy of what the engine holds there, send only what has changed, and imply
                  weights_in="fp8_block"; None: send all weights
+    top_k:       with delta, send the most useful changes only; None: all of them, so that no bit differs
     samples:     tensors that are compared with the sent ones after a sync
     kv_margin:   KV scales hold this many times the largest magnitudes seen
     scored_k3:   a sync fails above this mean k3 per token of the scored sequence. FP8 shows 0.001 to 0.03, wrong
@@ -59,6 +61,7 @@ class SyncSettings:
     chunk_bytes: int = 1 << 30
     rollback: str | None = None
     delta: str | None = None
+    top_k: TopK | None = None
     samples: int = 4
     kv_margin: float = MARGIN
     scored_k3: float = 0.5
@@ -79,6 +82,8 @@ class SyncSettings:
         for name in ("rollback", "delta"):
             if (place := getattr(self, name)) not in (None, "cpu", "cuda"):
                 raise ConfigError(f"{name} is {place!r}; allowed: None, 'cpu', 'cuda' (where the copy is kept)")
+        if self.top_k is not None and self.delta is None:
+            raise ConfigError("top_k is set without delta; type: SyncSettings(delta='cpu', top_k=TopK(share=1e-4))")
         if self.delta is not None:
             object.__setattr__(self, "weights_in", "fp8_block")
 
@@ -165,6 +170,7 @@ class SyncReport:
     tensors, bytes: sent in all
     patched:      True if only what has changed was sent
     healed:       why patches were refused and all weights sent; None: they were not
+    residual:     RMS of the changes that top_k has left out, over that of the weights; 0 without top_k
     chunks:       number of messages
     layers:       dtype of their weights -> modules of one rank
     in_place, reloaded: modules written directly, and by vLLM's layerwise reload
@@ -197,6 +203,7 @@ class SyncReport:
     checks: Sequence[Mapping[str, Any]] = ()
     patched: bool = False
     healed: str | None = None
+    residual: float = 0.0
 
     def __str__(self) -> str:
         """Return one line for a log."""

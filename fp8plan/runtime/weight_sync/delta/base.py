@@ -11,6 +11,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.block_fp8 import described
 from fp8plan.runtime.quantize.targets import quantized
 from fp8plan.runtime.weight_sync.delta.patch import Change, apply, bits, change, packed, whole
+from fp8plan.runtime.weight_sync.delta.top_k import Residual, TopK, thinned
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, gathered, pair_of
 
 if TYPE_CHECKING:
@@ -38,27 +39,33 @@ class Base:
 
     manifest: entries of the tensors
     device:   where they are kept, "cpu" or "cuda"
+    fp8:      names of the tensors that engines hold in FP8: a trainer's BF16 is quantised
+    top_k:    sends the most useful changes only; None: all of them
     stamp:    name of this state, which the workers keep, too; None before the first commit
     complete: True once `patches` has seen all tensors of the next state
+    residual: what top_k has left out of that state
 
     Between two commits the changes wait: a sync that fails leaves the base as it was.
     """
 
-    def __init__(self, manifest: Manifest, device: str) -> None:
-        self.manifest, self.device = manifest, device
+    def __init__(
+        self, manifest: Manifest, device: str, fp8: Collection[str] = frozenset(), top_k: TopK | None = None
+    ) -> None:
+        self.manifest, self.device, self.fp8, self.top_k = manifest, device, frozenset(fp8), top_k
         self.stamp: str | None = None
         self.complete = False
+        self.residual = Residual()
         self._tensors: dict[str, Tensor] = {}
         self._changes: dict[str, Change] = {}
 
-    def recorded(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the pairs of a sync of all tensors, and keep a copy of each.
+    def recorded(self, pairs: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a sync of all of a trainer's pairs, and keep a copy of each.
 
-        Raises ConfigError for a tensor that comes twice, and for one that no patch can hold.
+        Raises ConfigError as pair_of does, for a tensor that comes twice, and for one that no patch can hold.
         """
         self._changes.clear()
-        for name, tensor in pairs:
-            whole_tensor = gathered(tensor)
+        tensors = (part for item in pairs for part in in_format(*pair_of(item), self.fp8).items())
+        for name, whole_tensor in tensors:
             if name in self._tensors:
                 raise ConfigError(f"{name} came twice")
             if not (whole_tensor.numel() and whole_tensor.dim() and whole_tensor.element_size() in (1, 2, 4)):
@@ -68,32 +75,27 @@ class Base:
             self._tensors[name] = whole_tensor.to(self.device, copy=True).contiguous()
             yield name, whole_tensor
 
-    def patches(self, pairs: Iterable[tuple[str, Tensor]], groups: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+    def patches(self, pairs: Iterable[object], groups: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, patch) for each tensor that differs from the base, uint8 [bytes] on the base's device.
 
+        pairs:  a trainer's
         groups: tensor that vLLM must reload -> number of its group. If one of a group differs, all its tensors are
                 sent whole
 
-        `complete` is True once all pairs have come. Raises ConfigError for tensors that are missing or other than
-        announced.
+        `complete` is True once all pairs have come. Raises ConfigError as pair_of does, and for tensors that are
+        missing or other than announced.
         """
         import torch
 
         self.complete = False
         self._changes.clear()
+        self.residual = Residual()
         missing, sizes = dict.fromkeys(self._tensors), Counter(groups.values())
         waiting: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in pairs:
-            if name not in missing:
-                raise ConfigError(f"{name} {'came twice' if name in self._tensors else 'was not announced'}")
-            del missing[name]
-            base, new = self._tensors[name], gathered(tensor)
-            if new.shape != base.shape or new.dtype != base.dtype:
-                raise ConfigError(f"{name} is {described(new)}; announced: {described(base)}")
-            new = new.to(base.device)
+        for name, new in self._new(pairs, missing, groups):
             group = groups.get(name)
             if group is None:
-                made = change(base, new)
+                made = change(self._tensors[name], new)
                 if made is not None:
                     yield name, self._changed(name, made)
                 continue
@@ -106,6 +108,27 @@ class Base:
         if missing:
             raise ConfigError(f"announced and not sent: {', '.join(list(missing)[:4])} ({len(missing)} in all)")
         self.complete = True
+
+    def _new(
+        self, pairs: Iterable[object], missing: dict[str, None], groups: Collection[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the base's next tensors, and take their names out of `missing`. groups: names that are sent whole"""
+        share = None if self.top_k is None else self.top_k.share_of(self.manifest)
+        for item in pairs:
+            own, tensor = pair_of(item)
+            exact = gathered(tensor)
+            parts = in_format(own, exact, self.fp8)
+            for name, new in parts.items():
+                if name not in missing:
+                    raise ConfigError(f"{name} {'came twice' if name in self._tensors else 'was not announced'}")
+                del missing[name]
+                base = self._tensors[name]
+                if new.shape != base.shape or new.dtype != base.dtype:
+                    raise ConfigError(f"{name} is {described(new)}; announced: {described(base)}")
+                parts[name] = new.to(base.device)
+            if share is not None and own not in groups:
+                parts[own] = thinned(parts, {name: self._tensors[name] for name in parts}, exact, share, self.residual)
+            yield from parts.items()
 
     def _changed(self, name: str, made: Change) -> Tensor:
         """Note a change until the next commit, and return its patch."""
@@ -133,20 +156,17 @@ class Base:
             yield name, tensor
 
 
-def in_format(pairs: Iterable[object], fp8: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a trainer's pairs in the format of a base: the tensors named in `fp8` as E4M3, followed by their scales.
+def in_format(name: str, tensor: Tensor, fp8: Collection[str]) -> dict[str, Tensor]:
+    """Return a trainer's tensor in the format of a base, by name: E4M3 and its scales if it is named in `fp8`.
 
-    Pairs that are quantised already pass. Raises ConfigError as pair_of does.
+    One that is quantised already stays as it is.
     """
     import torch
 
-    for item in pairs:
-        name, tensor = pair_of(item)
-        if name not in fp8 or tensor.element_size() == 1:
-            yield name, tensor
-            continue
-        matrices = gathered(tensor)
-        parts = quantized(list(matrices.reshape(-1, *matrices.shape[-2:])))
-        for suffix, which in (("", 0), (SCALE_SUFFIX, 1)):
-            stack = torch.stack([part[which] for part in parts])
-            yield name + suffix, stack.reshape(*matrices.shape[:-2], *stack.shape[-2:])
+    matrices = gathered(tensor)
+    if name not in fp8 or tensor.element_size() == 1:
+        return {name: matrices}
+    parts = quantized(list(matrices.reshape(-1, *matrices.shape[-2:])))
+    stacks = (torch.stack([part[which] for part in parts]) for which in (0, 1))
+    shaped = [stack.reshape(*matrices.shape[:-2], *stack.shape[-2:]) for stack in stacks]
+    return {name: shaped[0], name + SCALE_SUFFIX: shaped[1]}

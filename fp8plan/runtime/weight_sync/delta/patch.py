@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 DENSE, GAPS_1, GAPS_2, BITMAP = range(4)
 HEADER: Final = 5
+DIGEST_BYTES: Final = 4
 TILE: Final = (128, 512)  # rows, and bytes of each: shards of matrices mostly begin and end at such tiles
 WORDS: Final = TILE[1] // 4
 SEED: Final = 20261128  # of the digests' constants, which both ends must share
@@ -194,7 +195,7 @@ def unpacked(patch: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Change:
     if patch.numel() < 8 * HEADER:
         raise ConfigError(f"a patch of {patch.numel()} bytes; allowed: {8 * HEADER} and more")
     form, count, long, own, checksum = patch[: 8 * HEADER].clone().view(torch.int64).tolist()
-    lengths = [8 * HEADER, 4 * own, long, count * item]
+    lengths = [8 * HEADER, DIGEST_BYTES * own, long, count * item]
     if own != prod(height_width) or min(lengths) < 0 or sum(lengths) != patch.numel() or count > size:
         raise ConfigError("the bytes of a patch do not fit its tensor: they are another tensor's, or damaged")
     if _checksum(patch[8 * HEADER :]) != checksum:

@@ -23,8 +23,9 @@ from uuid import uuid4
 from fp8plan.checks import whole as whole_number
 from fp8plan.errors import ConfigError, SyncError, text_of
 from fp8plan.jsonl import parse
-from fp8plan.runtime.weight_sync.delta.base import Base, Chain, in_format
+from fp8plan.runtime.weight_sync.delta.base import Base, Chain
 from fp8plan.runtime.weight_sync.delta.patch import packed, whole
+from fp8plan.runtime.weight_sync.delta.top_k import TopK
 from fp8plan.runtime.weight_sync.manifest import entry_of, pairs_of, plain, read_manifest
 from fp8plan.runtime.weight_sync.procedure import formats
 from fp8plan.runtime.weight_sync.state import SyncReport
@@ -39,11 +40,17 @@ LENGTH: Final = 8  # bytes of the index's length
 
 
 class Published(NamedTuple):
-    """A version that was written. nbytes: of its patches; whole_bytes: of all tensors, 0 if they were not written"""
+    """A version that was written.
+
+    nbytes:      of its patches
+    whole_bytes: of all tensors; 0 if they were not written
+    residual:    as SyncReport.residual
+    """
 
     version: int
     nbytes: int
     whole_bytes: int
+    residual: float
 
 
 class Store:
@@ -126,6 +133,7 @@ class Publisher:
     every:  one in so many versions is also written whole, for engines that come late
     device: place of the trainer's copy of the last version, "cpu" or "cuda"
     codec:  "zstd" or None
+    top_k:  writes the most useful changes only; None: all of them
 
     A new Publisher begins with a whole version. Only one may write to a store at a time.
     """
@@ -138,11 +146,12 @@ class Publisher:
         every: int = EVERY,
         device: str = "cpu",
         codec: str | None = None,
+        top_k: TopK | None = None,
     ) -> None:
         if codec not in CODECS:
             raise ConfigError(f"codec is {codec!r}; allowed: None, 'zstd'")
         self._every = whole_number("every", every, 1)
-        self._store, self._device, self._codec = Store(url), device, codec
+        self._store, self._device, self._codec, self._top_k = Store(url), device, codec, top_k
         held = self._store.read_json("engine.json") or {}
         if fp8 is None and not held:
             raise ConfigError(
@@ -159,11 +168,10 @@ class Publisher:
         Raises ConfigError for tensors that are missing or other than in the version before; the store then stays as it
         was.
         """
-        pairs = in_format(pairs_of(tensors), self._fp8)
-        version, stamp = int(self._latest["version"]) + 1, uuid4().hex
+        pairs, version, stamp = pairs_of(tensors), int(self._latest["version"]) + 1, uuid4().hex
         base, nbytes, latest, old = self._base, 0, self._latest, []
         if base is None:
-            base = Base((), self._device)
+            base = Base((), self._device, self._fp8, self._top_k)
             base.manifest = tuple(entry_of(name, tensor) for name, tensor in base.recorded(pairs))
             old = self._latest.get("chain", [])
             latest = {"manifest": plain(base.manifest), "chain": [], "first": version}
@@ -183,7 +191,7 @@ class Publisher:
         self._base, self._latest = base, latest
         gone = [link["version"] for link in (*old, *chain[: len(chain) - len(kept)])]
         self._store.delete(f"{number:08d}.{kind}" for number in gone for kind in ("patches", "whole"))
-        return Published(version, nbytes, whole_bytes)
+        return Published(version, nbytes, whole_bytes, base.residual.relative)
 
 
 def _kept(chain: list[dict[str, Any]]) -> list[dict[str, Any]]:

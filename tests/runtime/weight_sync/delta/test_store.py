@@ -57,7 +57,8 @@ def of_all(engine: RolloutEngine, tensors: Tensors) -> Any:
     """The digests after a sync of all tensors, quantised here."""
     from fp8plan.runtime.weight_sync.delta.base import in_format
 
-    engine.sync_weights(dict(in_format(tensors.items(), engine.state.quantised)))
+    parts = [in_format(name, tensor, engine.state.quantised) for name, tensor in tensors.items()]
+    engine.sync_weights({name: tensor for part in parts for name, tensor in part.items()})
     return digests(engine)
 
 
