@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from fp8plan.runtime.monitor.sinks import Prometheus as Prometheus
     from fp8plan.runtime.monitor.sinks import TensorBoard as TensorBoard
     from fp8plan.runtime.probe.probe import probe as probe
-    from fp8plan.runtime.weight_sync.state import Scored as Scored
     from fp8plan.runtime.weight_sync.delta.top_k import TopK as TopK
+    from fp8plan.runtime.weight_sync.state import Scored as Scored
     from fp8plan.runtime.weight_sync.state import SyncSettings as SyncSettings
 
 # The module of each public name, as above.

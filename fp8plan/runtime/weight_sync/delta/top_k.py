@@ -108,7 +108,7 @@ def thinned(
         raise ConfigError(f"{name} is {described(exact)}; allowed with top_k: BF16, FP16 or FP32, to know its error")
     if tensor.dim() < 2:
         return tensor
-    residual.weights += float(exact.float().square().sum())
+    residual.weights += float(torch.linalg.vector_norm(exact, dtype=torch.float32)) ** 2
     words, base = bits(tensor.contiguous()).flatten(), bits(held[name]).flatten().clone()
     places = (words != base).nonzero().flatten()
     target = exact.flatten()[places.to(exact.device)].to(places.device).float()

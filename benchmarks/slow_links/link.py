@@ -1,0 +1,202 @@
+"""Time a weight sync of a real model over links of several speeds, shaped between two network namespaces. Needs root.
+
+    python -m benchmarks.slow_links.link FOLDER OUT.jsonl [--gigabits 0.1 1 2.5 5 10 25] [--steps 3]
+
+FOLDER is as in benchmarks.slow_links.steps, whose task trains the model for a few steps; the last one is synced. A
+server of HTTP has the bytes of each mode. A client in the namespace at the other end of a veth pair reads them by
+fsspec. `tc` shapes the pair (token bucket). The modes:
+
+    bf16       the trainer's tensors; the receiver quantises
+    fp8        all tensors, quantised by the trainer
+    delta      Publisher's patches; delta+zstd: compressed
+    verl       int32 places and BF16 values of what differs (docs/advance/delta_weight_sync.md of verl 0.9); the
+               receiver applies them to a BF16 copy and quantises everything
+
+A line has the rate, the mode, its bytes, and seconds: to encode, to cross the link, and to apply.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+
+from benchmarks.slow_links.steps import Tensors, fp8_names, learn, weights_of
+from fp8plan.jsonl import append, line
+from fp8plan.runtime.measure.machine import machine_facts
+from fp8plan.runtime.weight_sync.delta.base import in_format
+from fp8plan.runtime.weight_sync.delta.patch import apply, bits, unpacked
+from fp8plan.runtime.weight_sync.delta.store import Publisher, Store
+
+SPACE, HERE, THERE = "fp8plan-link", "10.99.0.1", "10.99.0.2"
+PORT: Final = 8765
+READ: Final = """
+import sys, time, fsspec
+url = sys.argv[1]
+with fsspec.open(url.rpartition("/")[0] + "/warm", "rb") as file:
+    file.read()
+began, size = time.perf_counter(), 0
+with fsspec.open(url, "rb", block_size=0) as file:
+    while part := file.read(1 << 22):
+        size += len(part)
+print(size, time.perf_counter() - began)
+"""
+
+
+def shell(words: str) -> None:
+    subprocess.run(words.split(), check=True)
+
+
+@contextmanager
+def shaped(gigabits: float) -> Iterator[None]:
+    """A veth pair into another namespace with this rate in bits/s."""
+    burst = max(256_000, int(gigabits * 1e9 / 8 / 250))  # bytes between two ticks of the kernel's clock
+    shell(f"ip netns add {SPACE}")
+    try:
+        shell(f"ip link add fp8plan0 type veth peer name fp8plan1 netns {SPACE}")
+        shell(f"ip addr add {HERE}/24 dev fp8plan0")
+        shell("ip link set fp8plan0 up")
+        shell(f"ip -n {SPACE} addr add {THERE}/24 dev fp8plan1")
+        shell(f"ip -n {SPACE} link set fp8plan1 up")
+        shell(f"tc qdisc add dev fp8plan0 root tbf rate {int(gigabits * 1e9)}bit burst {burst}b latency 50ms")
+        yield
+    finally:
+        subprocess.run(["ip", "link", "del", "fp8plan0"], check=False)
+        shell(f"ip netns del {SPACE}")
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *words: Any) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[None]:
+    server = ThreadingHTTPServer(("0.0.0.0", PORT), partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def crossed(name: str) -> tuple[int, float]:
+    """Bytes and seconds of a file's way to the other namespace."""
+    words = ["ip", "netns", "exec", SPACE, sys.executable, "-c", READ, f"http://{HERE}:{PORT}/{name}"]
+    size, seconds = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+    return int(size), float(seconds)
+
+
+def timed(action: Callable[[], Any]) -> tuple[Any, float]:
+    began = time.perf_counter()
+    return action(), time.perf_counter() - began
+
+
+def quantised(tensors: Tensors, fp8: frozenset[str]) -> Tensors:
+    return {part: x for name, tensor in tensors.items() for part, x in in_format(name, tensor, fp8).items()}
+
+
+def write(path: Path, tensors: Any) -> None:
+    with path.open("wb") as file:
+        for tensor in tensors:
+            file.write(bits(tensor.contiguous()).numpy().tobytes())
+
+
+def encoded(before: Tensors, after: Tensors, folder: Path) -> dict[str, tuple[float, float]]:
+    """Write what each mode sends. Returns seconds to encode and to apply, by mode, without the disk's."""
+    fp8 = fp8_names(before)
+    held, made = quantised(before, fp8), {}
+    new, quantise_s = timed(lambda: quantised(after, fp8))
+    write(folder / "bf16", after.values())
+    write(folder / "fp8", new.values())
+
+    def copy() -> None:
+        for name, x in new.items():
+            held[name].copy_(x)
+
+    _, copy_s = timed(copy)
+    made["bf16"], made["fp8"] = (0.0, quantise_s + copy_s), (quantise_s, copy_s)
+    for mode, codec in (("delta", None), ("delta+zstd", "zstd")):
+        store = folder / f"{mode}.chain"
+        publisher = Publisher(str(store), fp8=fp8, codec=codec)
+        publisher.publish(before)
+        _, encode_s = timed(lambda publisher=publisher: publisher.publish(after))
+        (folder / mode).write_bytes((store / "00000002.patches").read_bytes())
+        live = quantised(before, fp8)
+
+        def patch(store: Path = store, live: Tensors = live) -> None:
+            for name, data in Store(str(store)).patches("00000002.patches"):
+                apply(live[name], unpacked(data, live[name].dtype, live[name].shape))
+
+        _, apply_s = timed(patch)
+        assert all(torch.equal(bits(live[name]), bits(x)) for name, x in new.items())
+        made[mode] = (encode_s, apply_s)
+
+    def differing() -> list[torch.Tensor]:
+        parts = []
+        for name, x in after.items():
+            places = (bits(x) != bits(before[name])).flatten().nonzero().flatten()
+            parts += [places.int(), x.flatten()[places]]
+        return parts
+
+    parts, encode_s = timed(differing)
+    write(folder / "verl", parts)
+    copies = {name: x.clone() for name, x in before.items()}
+
+    def patch_bf16() -> None:
+        for x, places, values in zip(copies.values(), parts[::2], parts[1::2], strict=True):
+            x.view(-1)[places.long()] = values
+
+    _, patch_s = timed(patch_bf16)
+    made["verl"] = (encode_s, patch_s + quantise_s + copy_s)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.slow_links.link")
+    parser.add_argument("folder")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--gigabits", type=float, nargs="+", default=[0.1, 1, 2.5, 5, 10, 25])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--learning-rate", type=float, default=3e-6)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.folder)
+    optimiser = torch.optim.AdamW(policy.parameters(), lr=options.learning_rate, weight_decay=0.0)
+    chance, before = torch.Generator().manual_seed(0), {}
+    for _ in range(options.steps):
+        before = weights_of(policy)
+        learn(policy, optimiser, tokenizer, chance)
+    after = weights_of(policy)
+    del policy, optimiser
+    setting = {"model": options.folder.rstrip("/").rpartition("/")[2], "learning_rate": options.learning_rate}
+    with tempfile.TemporaryDirectory() as name, served(Path(name)):
+        folder = Path(name)
+        (folder / "warm").write_bytes(b"1")
+        made = encoded(before, after, folder)
+        for gigabits in options.gigabits:
+            with shaped(gigabits):
+                for mode, (encode_s, apply_s) in made.items():
+                    size, link_s = crossed(mode)
+                    row = {"gigabits": gigabits, "mode": mode, "bytes": size}
+                    row |= {"encode_s": encode_s, "link_s": link_s, "apply_s": apply_s}
+                    append(options.output, line(setting | row | machine_facts()))
+                    print(gigabits, mode, size, f"{encode_s:.2f} + {link_s:.2f} + {apply_s:.2f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
