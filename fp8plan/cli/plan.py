@@ -83,6 +83,8 @@ class PlanCommand(GroupedCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if any(word.partition("=")[0] == "--sync-gb-per-s" for word in args):
+            raise ConfigError("--sync-gb-per-s is now --link, which has a unit; type: --link 50GB/s")
         words = [
             f"--json={STDOUT}" if word == "--json" and not (after == STDOUT or after.endswith(".json")) else word
             for word, after in pairwise([*args, ""])
@@ -181,12 +183,16 @@ def planned(
     logprob_s: Annotated[float | None, option(TRAINER, "log-probs, seconds a step")] = None,
     train_tokens_per_s: Annotated[float | None, option(TRAINER)] = None,
     logprob_tokens_per_s: Annotated[float | None, option(TRAINER)] = None,
-    sync_gb_per_s: Annotated[
-        float | None, option(TRAINER, "10^9 bytes/s at which new weights reach an engine GPU", "50")
+    link: Annotated[
+        str | None, option(TRAINER, "bandwidth of new weights to an engine GPU: 25Gb/s (bits), 3GB/s", "400Gb/s")
     ] = None,
     max_lag: Annotated[
         int | None, option(TRAINER, "policy versions that a token may be behind, in asynchronous training", "4")
     ] = None,
+    learning_rate: Annotated[
+        float | None, option(TRAINER, "finds the fastest mode of a weight sync", "none: all of BF16 is sent")
+    ] = None,
+    optimizer: Annotated[str | None, option(TRAINER, "adamw or muon", "adamw", metavar="NAME")] = None,
     as_json: Annotated[
         str | None, option(OUTPUT, "the plan, to a file or, alone, to stdout", flag="--json", metavar="[FILE.json]")
     ] = None,
@@ -225,8 +231,6 @@ def planned(
         raise ConfigError(f"--kv-scales is {kv_scales!r}; allowed: {', '.join(KV_SCALES)}")
     if accept not in LEVELS:
         raise ConfigError(f"--accept is {accept!r}; allowed: {', '.join(LEVELS)}")
-    if sync_gb_per_s is not None and not 0 < sync_gb_per_s < float("inf"):
-        raise ConfigError(f"--sync-gb-per-s is {sync_gb_per_s!r}; allowed: a number above 0")
     if gpus is not None and (tensor_parallel_size, data_parallel_size, expert_parallel) != (1, 1, False):
         raise ConfigError(
             "both --gpus and a layout are given; give --gpus, which tries every layout, or --tensor-parallel-size, "
@@ -258,7 +262,6 @@ def planned(
         logprob_s=logprob_s,
         train_tokens_per_s=train_tokens_per_s,
         logprob_tokens_per_s=logprob_tokens_per_s,
-        sync_bandwidth=None if sync_gb_per_s is None else sync_gb_per_s * 1e9,
         max_lag=max_lag,
     )
     at_one = kv_scales is None and any(target == "vllm" for target, _ in emissions)
@@ -277,6 +280,9 @@ def planned(
         inside=inside,
         precisions=precision,
         trainer=StepTimes(**trainer) if trainer else None,
+        link=link,
+        learning_rate=learning_rate,
+        optimizer=optimizer,
         budget=RiskBudget(accept=accept),
         kv_scales_calibrated=scales == "calibrated",
         engine_version=engine_version,

@@ -6,7 +6,9 @@ differs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import InitVar, dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -19,12 +21,23 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.precision import BF16_BYTES
 from fp8plan.model.schedule.windows import pairs_read
+from fp8plan.model.weight_changes import bf16_patch_bytes, check_optimizer, e4m3_patch_bytes, mean_step
 
 # Quantisation reads a BF16 matrix twice (amax, then scale and round) and writes FP8 once: modelled.
 QUANTISE_READS = 2
 # Python's seconds for each matrix, beside the GPU's. The 12,288 of Qwen3-30B-A3B took 0.206 s on an H200, the 144 of
 # Qwen3-8B 0.014 s (docs/evidence/weight_sync.md).
 MATRIX_SECONDS = 15e-6
+# Bytes that a patch moves in a GPU's memory for each stored byte: two states read, marks of changed values written and
+# read twice, and on both sides digests: a read, and a product of twice the size written and read. Modelled.
+PATCH_TRAFFIC = 15
+PATCH_SECONDS = 200e-6  # of each matrix's kernels on both sides, about 40 launches of 5 us: assumed
+
+DENSE_BF16, DENSE_FP8, DELTA = "dense BF16", "dense FP8", "delta"
+TABLES: Final = ("embedding", "lm_head")  # matrices outside of layers
+UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}
+LINK: Final = re.compile(r"(\d+(?:\.\d+)?) ?([MGT])([bB])/s")
+DEFAULT_LINK: Final = "400Gb/s"  # a network port of that speed; PCIe 5.0 x16 less its overhead is as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +49,6 @@ class StepTimes:
 
     train_s, logprob_s:                       seconds a step
     train_tokens_per_s, logprob_tokens_per_s: prompt + response tokens per second, instead of seconds
-    sync_bandwidth:                           bytes/s at which new BF16 weights reach one engine GPU
     max_lag: versions of the policy that a token may be behind the trainer, if training is asynchronous (`tune`)
     """
 
@@ -44,15 +56,17 @@ class StepTimes:
     logprob_s: float | None = None
     train_tokens_per_s: float | None = None
     logprob_tokens_per_s: float | None = None
-    sync_bandwidth: float = 50e9  # one 400 Gbit/s network port, or PCIe 5.0 x16 less its overhead
     max_lag: int = 4  # as in TRL's AsyncGRPO
+    sync_bandwidth: InitVar[float | None] = None  # of old scripts
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, sync_bandwidth: float | None) -> None:
+        if sync_bandwidth is not None:
+            raise ConfigError('sync_bandwidth is now an argument of plan; type: plan(..., link="50GB/s")')
         for name in ("train_s", "logprob_s"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and value >= 0):
                 raise ConfigError(f"{name} is {value!r}; allowed: a number of seconds of at least 0")
-        for name in ("train_tokens_per_s", "logprob_tokens_per_s", "sync_bandwidth"):
+        for name in ("train_tokens_per_s", "logprob_tokens_per_s"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and value > 0):
                 raise ConfigError(f"{name} is {value!r}; allowed: a number above 0")
@@ -78,37 +92,118 @@ class StepTimes:
         return sum(tokens / rate if rate is not None else seconds or 0.0 for seconds, rate in parts)
 
 
-def weight_sync_seconds(model: StepModel, times: StepTimes, recalibrate_kv: bool = True) -> dict[str, float]:
-    """Cost of new weights on one engine GPU: {"transfer", "quantise", "kv_scales"} in seconds. Modelled, not measured.
+@dataclass(frozen=True, slots=True)
+class WeightSync:
+    """The way of new weights to an engine.
 
-    transfer:  the rank's BF16 weights at `times.sync_bandwidth` (the engine quantises after it receives)
+    link:          bandwidth to one engine GPU, in bits ("25Gb/s") or bytes ("3GB/s")
+    learning_rate: None: syncs are dense
+    optimizer:     one of fp8plan.model.weight_changes.OPTIMIZERS
+    """
+
+    link: str = DEFAULT_LINK
+    learning_rate: float | None = None
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        match = LINK.fullmatch(self.link) if isinstance(self.link, str) else None
+        if match is None or float(match[1]) == 0:
+            allowed = "a number above 0 with Mb/s, Gb/s or Tb/s (bits) or MB/s, GB/s or TB/s (bytes)"
+            raise ConfigError(f"link is {self.link!r}; allowed: {allowed}; type: 25Gb/s")
+        if self.learning_rate is not None and not (is_number(self.learning_rate) and self.learning_rate >= 0):
+            raise ConfigError(f"learning_rate is {self.learning_rate!r}; allowed: a number of at least 0, such as 1e-6")
+        check_optimizer(self.optimizer)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s to one engine GPU."""
+        match = LINK.fullmatch(self.link)
+        assert match is not None
+        return float(match[1]) * UNITS[match[2]] / (8 if match[3] == "b" else 1)
+
+
+class SyncCost(NamedTuple):
+    """The cost of one sync in one mode.
+
+    bytes: those that one engine GPU receives
+    parts: {"transfer", "quantise", "patch", "kv_scales"} in seconds
+    """
+
+    mode: str
+    bytes: float
+    parts: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all parts."""
+        return sum(self.parts.values())
+
+    def pays_below(self, other: SyncCost) -> float:
+        """Return the bandwidth in bytes/s below which this mode is faster than `other`, which sends more.
+
+        0: it never is; infinity: it always is.
+        """
+        fixed = (self.seconds - self.parts["transfer"]) - (other.seconds - other.parts["transfer"])
+        if self.bytes >= other.bytes:
+            return 0.0
+        return (other.bytes - self.bytes) / fixed if fixed > 0 else float("inf")
+
+
+def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) -> list[SyncCost]:
+    """Return the modes in which new weights can reach one engine GPU, the fastest first. Modelled, not measured.
+
+    Without a learning rate the only mode is DENSE_BF16: the engine quantises after it receives. With one there are
+    DENSE_FP8, for FP8 weights that the trainer quantises, and DELTA: patches of what has changed, from a copy on the
+    trainer's GPU, which is taken to be like the engine's. Vectors, under 0.1% of a model, are left out of a delta.
+
+    transfer:  the rank's bytes over `sync.link`
     quantise:  for FP8 weights: the quantised matrices read in BF16 and written in FP8, at the datasheet's bandwidth,
                and Python's time for each of them
+    patch:     for a delta: PATCH_TRAFFIC of all matrices, and PATCH_SECONDS for each
     kv_scales: for FP8 KV, if `recalibrate_kv`: one full step that prefills requests of max_model_len, to observe K, V
     """
-    shape, gpu, precision = model.shape, model.gpu, model.precision
-    tp = model.limits.tensor_parallel_size
-    bf16_bytes = shape.num_parameters * BF16_BYTES / tp
-    parts = {"transfer": bf16_bytes / times.sync_bandwidth, "quantise": 0.0, "kv_scales": 0.0}
-    if precision.weights != "bf16":
-        for matrix, number in _quantised(shape, model.limits):
-            written = precision.linear_bytes(matrix.n, matrix.k, True)
-            traffic = QUANTISE_READS * matrix.n * matrix.k * BF16_BYTES + written
-            parts["quantise"] += number * (traffic / gpu.memory_bandwidth + MATRIX_SECONDS)
+    shape, limits, precision, memory = model.shape, model.limits, model.precision, model.gpu.memory_bandwidth
+    bf16_bytes = shape.num_parameters * BF16_BYTES / limits.tensor_parallel_size
+    fp8_bytes, delta_bytes, quantise, patch = bf16_bytes, 0.0, 0.0, 0.0
+    rate = sync.learning_rate
+    for matrix, number in _matrices(shape, limits):
+        stored = matrix.elements * BF16_BYTES
+        in_fp8 = precision.weights != "bf16" and matrix.quantised
+        if in_fp8:
+            stored = precision.linear_bytes(matrix.n, matrix.k, True)
+            quantise += number * ((QUANTISE_READS * matrix.elements * BF16_BYTES + stored) / memory + MATRIX_SECONDS)
+            fp8_bytes -= number * (matrix.elements * BF16_BYTES - stored)
+        if rate is not None:
+            step = rate * mean_step(sync.optimizer, hidden=matrix.name not in TABLES)
+            n, k, block = matrix.n, matrix.k, precision.weight_block
+            own = e4m3_patch_bytes(n, k, step, block) if in_fp8 else bf16_patch_bytes(n, k, step)
+            delta_bytes += number * own
+            patch += number * (PATCH_TRAFFIC * stored / memory + PATCH_SECONDS)
+    kv_scales = 0.0
     if precision.kv == "fp8" and recalibrate_kv:
-        longest = model.limits.max_model_len or shape.context.derived()
-        parts["kv_scales"] = float(model.seconds(full_prefill(shape, model.limits, longest))[0])
-    return parts
+        longest = limits.max_model_len or shape.context.derived()
+        kv_scales = float(model.seconds(full_prefill(shape, limits, longest))[0])
+    sent = {DENSE_BF16: bf16_bytes}
+    if rate is not None:
+        sent |= ({DENSE_FP8: fp8_bytes} if fp8_bytes < bf16_bytes else {}) | {DELTA: delta_bytes}
+    costs = []
+    for mode, size in sent.items():
+        parts = {"transfer": size / sync.bandwidth, "quantise": quantise, "patch": patch if mode == DELTA else 0.0}
+        costs.append(SyncCost(mode, size, parts | {"kv_scales": kv_scales}))
+    return sorted(costs, key=lambda cost: cost.seconds)
 
 
-def _quantised(shape: ModelShape, limits: EngineLimits) -> list[tuple[Linear, int]]:
-    """The matrices of one rank that FP8 weights quantise, and the number of each."""
-    matrices = [(matrix, 1) for matrix in shape.linears(limits.tensor_parallel_size)]
+def _matrices(shape: ModelShape, limits: EngineLimits) -> list[tuple[Linear, int]]:
+    """The matrices of one rank, and the number of each."""
+    linears = shape.linears(limits.tensor_parallel_size)
+    matrices = [(matrix, 1) for matrix in linears]
+    if not shape.tie_word_embeddings:
+        matrices += [(matrix._replace(name="embedding"), 1) for matrix in linears if matrix.name == "lm_head"]
     for experts, layers in shape.parts_of(Experts):
         copies = experts.most_on_a_rank(limits.expert_ranks) * layers
         linears = experts.expert_linears(shape.hidden_size, limits.expert_slices)
         matrices += [(matrix, copies) for matrix in linears]
-    return [(matrix, copies * matrix.layers) for matrix, copies in matrices if matrix.quantised]
+    return [(matrix, copies * matrix.layers) for matrix, copies in matrices]
 
 
 def full_prefill(shape: ModelShape, limits: EngineLimits, longest: int) -> StepBatch:

@@ -142,7 +142,10 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         [*PLAN, "--train-s", "inf", "--logprob-s", "1"],
         ("train_s is inf", "allowed: a number of seconds"),
     ),
-    "negative bandwidth": ([*PLAN, "--sync-gb-per-s", "-3"], ("--sync-gb-per-s", "-3")),
+    "negative bandwidth": (
+        [*PLAN, "--learning-rate", "1e-6", "--link", "-3GB/s"],
+        ("link is '-3GB/s'", "type: 25Gb/s"),
+    ),
     "GPUs below one": (
         [*PLAN, "--gpus", "-1"],
         ("gpus is -1", "allowed: a whole number of at least 1, or leave it out"),

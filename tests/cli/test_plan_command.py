@@ -204,7 +204,18 @@ def test_trainer_options_reach_the_step_time(fp8plan: Callable[..., Done]) -> No
     tokens = 2 * 2 * (16 + 32)
     assert beyond_the_rollout("--train-tokens-per-s", 10) == pytest.approx(tokens / 10 + sync)
     assert beyond_the_rollout("--logprob-tokens-per-s", 20) == pytest.approx(tokens / 20 + sync)
-    assert beyond_the_rollout("--sync-gb-per-s", 100) == pytest.approx(sync / 2)  # the default is 50
+    assert beyond_the_rollout("--link", "800Gb/s") == pytest.approx(sync / 2)  # the default is 400
+    assert beyond_the_rollout("--link", "100GB/s") == pytest.approx(sync / 2)
+    dense = beyond_the_rollout("--link", "1Gb/s")
+    assert beyond_the_rollout("--link", "1Gb/s", "--learning-rate", "1e-6") < dense / 10
+
+
+def test_with_a_learning_rate_a_reason_names_the_fastest_sync(fp8plan: Callable[..., Done]) -> None:
+    words = ["--link", "10Gb/s", "--learning-rate", "1e-6", "--optimizer", "muon"]
+    (reason,) = [x for x in json.loads(fp8plan(*PLAN, "--json", *words).out)["reasons"] if "weight sync over" in x]
+    assert "over 10Gb/s, at a learning rate of 1e-06 with muon (modelled)" in reason
+    assert "fp8_block delta of" in reason
+    assert "for dense FP8 (a delta pays below" in reason
 
 
 @pytest.mark.slow

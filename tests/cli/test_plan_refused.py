@@ -103,9 +103,14 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "log-probs twice": (["--logprob-s", "1", "--logprob-tokens-per-s", "5"], ("logprob_s", "give one of them")),
     "no log-probs": (["--train-s", "1"], ("log-probs", "--logprob-s")),
     "no training": (["--logprob-tokens-per-s", "9"], ("training", "--train-s")),
-    "only a bandwidth": (["--sync-gb-per-s", "9"], ("training and the log-probs", "--train-s", "--logprob-s")),
-    "NaN bandwidth": (["--sync-gb-per-s", "nan"], ("--sync-gb-per-s is nan", "above 0")),
-    "no bandwidth": (["--sync-gb-per-s", "0"], ("--sync-gb-per-s is 0", "above 0")),
+    "only a link": (["--link", "9GB/s"], ("link is '9GB/s'", "--learning-rate", "--train-s", "--logprob-s")),
+    "a link without unit": (["--link", "9", "--learning-rate", "1e-6"], ("link is '9'", "type: 25Gb/s")),
+    "a link in words": (["--link", "fast", "--learning-rate", "1e-6"], ("link is 'fast'", "GB/s")),
+    "the old bandwidth": (["--sync-gb-per-s", "9"], ("--sync-gb-per-s is now --link", "type: --link 50GB/s")),
+    "the old bandwidth with =": (["--sync-gb-per-s=9"], ("--sync-gb-per-s is now --link",)),
+    "negative rate": (["--learning-rate", "-1"], ("learning_rate is -1", "at least 0")),
+    "an unknown optimiser": (["--learning-rate", "1", "--optimizer", "sgd"], ("'sgd'", "adamw, muon")),
+    "only an optimiser": (["--optimizer", "muon"], ("optimizer is 'muon'", "--learning-rate")),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from uniform_models import resized
@@ -15,16 +16,21 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.rl_step import StepTimes, full_prefill, weight_sync_seconds
+from fp8plan.model.rl_step import DELTA, StepTimes, SyncCost, WeightSync, full_prefill, sync_costs
 
 H200 = find_gpu("h200")
 PROFILE, _ = load_profile(H200)
 FREE = {"train_s": 0.0, "logprob_s": 0.0}
 
 
-def sync(sync_bandwidth: float = 50e9) -> StepTimes:
-    """Nothing but new weights."""
-    return StepTimes(train_s=0, logprob_s=0, sync_bandwidth=sync_bandwidth)
+def sync(gb_per_s: float = 50) -> WeightSync:
+    return WeightSync(f"{gb_per_s:g}GB/s")
+
+
+def weight_sync_seconds(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) -> dict[str, float]:
+    """The parts of a dense sync."""
+    (dense,) = sync_costs(model, sync, recalibrate_kv)
+    return dense.parts
 
 
 def model(precision: str = "bf16", name: str = "Qwen/Qwen3-8B", **limits: int) -> StepModel:
@@ -48,7 +54,6 @@ def test_tokens_per_second_scale_with_the_batch() -> None:
     ("given", "missing", "there"),
     [
         ({}, ("training", "log-probs", "train_s or train_tokens_per_s", "--train-s", "--logprob-s"), ()),
-        ({"sync_bandwidth": 1e9}, ("training", "log-probs", "0 if"), ()),
         ({"train_s": 5}, ("log-probs", "logprob_s or logprob_tokens_per_s", "--logprob-s"), ("train_s",)),
         ({"train_tokens_per_s": 5}, ("log-probs", "--logprob-s"), ("train_s",)),
         ({"logprob_s": 0}, ("training", "--train-s"), ("logprob_s",)),
@@ -71,15 +76,13 @@ def test_seconds_and_tokens_per_second_at_once_are_refused(part: str) -> None:
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize(
-    "name", ["train_s", "logprob_s", "train_tokens_per_s", "logprob_tokens_per_s", "sync_bandwidth"]
-)
+@pytest.mark.parametrize("name", ["train_s", "logprob_s", "train_tokens_per_s", "logprob_tokens_per_s"])
 def test_senseless_figures_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name} is"):
         StepTimes(**FREE | {name: value})
 
 
-@pytest.mark.parametrize("name", ["train_tokens_per_s", "logprob_tokens_per_s", "sync_bandwidth"])
+@pytest.mark.parametrize("name", ["train_tokens_per_s", "logprob_tokens_per_s"])
 def test_a_rate_of_zero_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0.*above 0"):
         StepTimes(**FREE | {name: 0.0})
@@ -87,9 +90,9 @@ def test_a_rate_of_zero_is_refused(name: str) -> None:
 
 def test_bf16_pays_for_the_transfer_alone() -> None:
     parts = weight_sync_seconds(model("bf16"), sync())
-    assert set(parts) == {"transfer", "quantise", "kv_scales"}
+    assert set(parts) == {"transfer", "quantise", "patch", "kv_scales"}
     assert parts["transfer"] > 0
-    assert parts["quantise"] == parts["kv_scales"] == 0
+    assert parts["quantise"] == parts["patch"] == parts["kv_scales"] == 0
 
 
 @pytest.mark.parametrize("precision", PRESETS)
@@ -102,21 +105,21 @@ def test_quantisation_costs_fp8_weights_and_recalibration_costs_fp8_kv(precision
 
 
 def test_the_transfer_takes_the_published_parameters_over_the_bandwidth() -> None:
-    seconds = weight_sync_seconds(model("bf16"), sync(1e9))["transfer"]
+    seconds = weight_sync_seconds(model("bf16"), sync(1))["transfer"]
     assert seconds == pytest.approx(16.4, rel=0.01)  # Qwen3-8B: 8.2e9 parameters (model card) of two bytes
 
 
 def test_the_transfer_scales_with_bandwidth_model_and_ranks() -> None:
-    def transfer(bandwidth: float = 50e9, **options: object) -> float:
+    def transfer(bandwidth: float = 50, **options: object) -> float:
         return weight_sync_seconds(model(**options), sync(bandwidth))["transfer"]  # type: ignore[arg-type]
 
-    assert transfer(100e9) == pytest.approx(transfer(50e9) / 2)
+    assert transfer(100) == pytest.approx(transfer(50) / 2)
     assert transfer(tensor_parallel_size=4) == pytest.approx(transfer() / 4)
     assert transfer(name="Qwen/Qwen3-32B") > 3 * transfer()
 
 
 def test_bandwidth_moves_nothing_but_the_transfer() -> None:
-    slow, fast = (weight_sync_seconds(model("fp8_block+fp8_kv"), sync(b)) for b in (1e9, 1e12))
+    slow, fast = (weight_sync_seconds(model("fp8_block+fp8_kv"), sync(b)) for b in (1, 1000))
     assert slow["transfer"] > fast["transfer"]
     assert (slow["quantise"], slow["kv_scales"]) == (fast["quantise"], fast["kv_scales"])
 
@@ -125,7 +128,7 @@ def test_quantising_reads_the_bf16_weights_at_least_once() -> None:
     quantise = weight_sync_seconds(model("fp8_block"), sync())["quantise"]
     # Qwen3-8B without embedding and lm_head: 6.95e9 parameters (model card), nearly all of them in linear layers.
     assert quantise > 2 * 6.94e9 / H200.memory_bandwidth
-    assert quantise < 16.4e9 / sync().sync_bandwidth  # HBM is faster than any network
+    assert quantise < 16.4e9 / sync().bandwidth  # HBM is faster than any network
 
 
 @pytest.mark.parametrize(
@@ -166,6 +169,78 @@ def test_kv_scales_that_are_left_at_one_cost_nothing() -> None:
     parts = weight_sync_seconds(model("fp8_block+fp8_kv"), sync(), recalibrate_kv=False)
     assert parts["kv_scales"] == 0
     assert parts["quantise"] > 0
+
+
+@pytest.mark.parametrize(
+    ("link", "bandwidth"),
+    [("25Gb/s", 3.125e9), ("3GB/s", 3e9), ("200 Gb/s", 25e9), ("1.5Tb/s", 187.5e9), ("9MB/s", 9e6)],
+)
+def test_a_link_is_in_bits_or_bytes(link: str, bandwidth: float) -> None:
+    assert WeightSync(link).bandwidth == pytest.approx(bandwidth)
+
+
+@pytest.mark.parametrize("link", ["25", "25G", "25gb/s", "0Gb/s", "-3Gb/s", "nanGb/s", "", 25e9, None])
+def test_any_other_link_is_refused_with_what_to_type(link: object) -> None:
+    with pytest.raises(ConfigError, match=r"link is .*Gb/s.*bits.*GB/s.*bytes.*type: 25Gb/s"):
+        WeightSync(link)  # type: ignore[arg-type]
+
+
+def test_a_senseless_learning_rate_and_an_unknown_optimiser_are_refused() -> None:
+    for rate in (-1e-6, float("nan"), "1e-6"):
+        with pytest.raises(ConfigError, match=r"learning_rate is .*at least 0"):
+            WeightSync(learning_rate=rate)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="optimizer is 'lion'; allowed: adamw, muon"):
+        WeightSync(optimizer="lion")
+
+
+def test_the_old_bandwidth_says_what_to_type() -> None:
+    with pytest.raises(ConfigError, match=r"sync_bandwidth.*link="):
+        StepTimes(**FREE, sync_bandwidth=1e9)
+
+
+def costs(precision: str, link: str, rate: float, name: str = "Qwen/Qwen3-8B") -> dict[str, SyncCost]:
+    return {cost.mode: cost for cost in sync_costs(model(precision, name), WeightSync(link, rate))}
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
+def test_the_best_sync_is_the_first_and_never_slower_over_a_faster_link(precision: str, name: str) -> None:
+    best = []
+    for link in ("1Gb/s", "10Gb/s", "25Gb/s", "100Gb/s", "400Gb/s", "3.2Tb/s", "99Tb/s"):
+        every = list(costs(precision, link, 1e-6, name).values())
+        assert every[0].seconds == min(cost.seconds for cost in every)
+        best.append(every[0])
+    assert all(slow.seconds >= fast.seconds for slow, fast in pairwise(best))
+    assert (best[0].mode, best[-1].mode == DELTA) == (DELTA, False)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
+def test_a_delta_pays_below_its_break_even_and_not_above(precision: str) -> None:
+    modes = costs(precision, "25Gb/s", 1e-6)
+    dense = next(cost for cost in modes.values() if cost.mode != DELTA)
+    even = modes[DELTA].pays_below(dense)
+    for factor, faster in ((0.99, True), (1.01, False)):
+        there = costs(precision, f"{even * factor / 1e6:.6f}MB/s", 1e-6)
+        assert (there[DELTA].seconds < there[dense.mode].seconds) == faster
+
+
+def test_modes_send_less_in_fp8_and_a_delta_grows_with_the_learning_rate_up_to_all() -> None:
+    bf16, fp8 = costs("bf16", "25Gb/s", 1e-6), costs("fp8_block", "25Gb/s", 1e-6)
+    assert list(bf16) == ["delta", "dense BF16"]
+    assert list(fp8) == ["delta", "dense FP8", "dense BF16"]
+    # Qwen3-8B: 6.95e9 of its 8.19e9 parameters (model card) are in FP8, one byte each, and the scales.
+    assert fp8["dense BF16"].bytes - fp8["dense FP8"].bytes == pytest.approx(6.95e9, rel=0.01)
+    assert fp8["delta"].bytes < bf16["delta"].bytes / 2
+    sizes = [costs("fp8_block", "25Gb/s", rate)["delta"].bytes for rate in (0.0, 1e-7, 1e-6, 1e-5, 1e-3, 1.0)]
+    assert sizes[0] == 0
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == pytest.approx(fp8["dense FP8"].bytes, rel=0.01)
+
+
+def test_rates_at_which_all_changes_make_a_delta_useless() -> None:
+    modes = costs("bf16", "25Gb/s", 1.0)
+    assert modes[DELTA].pays_below(modes["dense BF16"]) < 1e8
+    assert next(iter(modes)) == "dense BF16"
 
 
 WINDOWED = (Attention(32, 8, 128, window=1024), Attention(32, 8, 128, chunk=3000), Attention(32, 8, 128))

@@ -25,7 +25,7 @@ from fp8plan.model.precision import PRESETS, Precision, presets_of
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import MismatchRisk, RiskBudget, mismatch_risk
-from fp8plan.model.rl_step import StepTimes, weight_sync_seconds
+from fp8plan.model.rl_step import StepTimes, SyncCost, WeightSync, sync_costs
 from fp8plan.model.rollout import Rollout, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
@@ -52,6 +52,7 @@ class Candidate:
     risk: MismatchRisk | None = None
     unit_risk: MismatchRisk | None = None  # with K and V scales left at 1.0; None without an FP8 KV cache
     step_s: float | None = None  # seconds of the whole RL step; None without trainer figures
+    syncs: tuple[SyncCost, ...] = ()  # from the fastest on; empty where no sync is asked for
     layout_doubt: float = 0.0  # Profile.layout_doubt of its layout
 
     @property
@@ -218,6 +219,7 @@ class Problem:
     batch: Batch
     profile: Profile
     times: StepTimes | None
+    sync: WeightSync | None  # None: nothing depends on it
     budget: RiskBudget
     kv_scales_calibrated: bool
 
@@ -298,13 +300,14 @@ def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> Iterator[
 
 def in_a_step(candidate: Candidate, model: StepModel, problem: Problem) -> Candidate:
     """A timed candidate with the seconds of the RL step around its rollout, and the doubt of its layout."""
-    step_s, makespan_s = None, candidate.makespan_s or 0.0
+    step_s, sync = None, problem.sync
+    syncs = [] if sync is None else sync_costs(model, sync, problem.kv_scales_calibrated)
     if problem.times is not None:
         tokens = int((problem.batch.prompts + problem.batch.responses).sum())
-        sync = weight_sync_seconds(model, problem.times, problem.kv_scales_calibrated)
         wait = wait_seconds(candidate.setup.inside, model.profile)
-        step_s = makespan_s + problem.times.seconds(tokens) + sum(sync.values()) + wait
-    return replace(candidate, step_s=step_s, layout_doubt=problem.profile.layout_doubt(*candidate.setup.limits.cut))
+        step_s = (candidate.makespan_s or 0.0) + problem.times.seconds(tokens) + syncs[0].seconds + wait
+    doubt = problem.profile.layout_doubt(*candidate.setup.limits.cut)
+    return replace(candidate, step_s=step_s, syncs=tuple(syncs), layout_doubt=doubt)
 
 
 RiskKey = tuple[Precision, tuple[Linear, ...]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -27,7 +28,7 @@ from fp8plan.model.precision import FP8_KV, PRESETS
 from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import HOST_LOOP, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, RiskBudget, recommended_thresholds
-from fp8plan.model.rl_step import StepTimes
+from fp8plan.model.rl_step import DEFAULT_LINK, DELTA, StepTimes, WeightSync
 from fp8plan.model.rollout import Rollout
 from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
@@ -74,6 +75,9 @@ def predict(
     inside: str | None = None,
     precisions: Sequence[str] | None = None,
     trainer: StepTimes | None = None,
+    link: str | None = None,
+    learning_rate: float | None = None,
+    optimizer: str | None = None,
     budget: RiskBudget | None = None,
     kv_scales_calibrated: bool = True,
     engine_version: str | None = None,
@@ -97,6 +101,10 @@ def predict(
                     for trl "server" if an engine may have several GPUs, else "trl"
     precisions:     preset names; None: all, and those that this GPU cannot run are listed as unavailable
     trainer:        the other parts of an RL step; None: only the rollout is compared
+    link:           bandwidth of a weight sync to one engine GPU, such as "25Gb/s" or "3GB/s"; None: 400Gb/s
+    learning_rate:  predicts the bytes of a sync that sends only what has changed. The RL step takes the fastest mode,
+                    and the reasons name it. None: syncs send all of BF16
+    optimizer:      with it, one of fp8plan.model.weight_changes.OPTIMIZERS; None: adamw
     budget:         the highest mismatch risk that may be chosen
     kv_scales_calibrated: K and V scales of FP8 KV are measured after each sync. False: they stay at 1.0, as in engines
                     that keep the scales they started with (Gpu.why_fixed_kv_scales)
@@ -116,6 +124,7 @@ def predict(
     """
     _check_kinds(locals())
     check_target(target)
+    sync = _sync(trainer, link, learning_rate, optimizer)
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
     most_gpus = gpus or (limits or EngineLimits()).tensor_parallel_size
     inside = check_inside(_calls(target, most_gpus) if inside is None else inside)
@@ -158,7 +167,7 @@ def predict(
             "enforce_eager: engines without CUDA graphs were not measured; their launches are assumed",
         ]
     kv_scales_calibrated = kv_scales_calibrated and fixed_scales is None
-    problem = Problem(batch, used, trainer, budget, kv_scales_calibrated)
+    problem = Problem(batch, used, trainer, sync, budget, kv_scales_calibrated)
     tried = evaluated(layouts, problem, progress, workers)
     rollouts = tuple(c.rollout for c in tried)
     kernels = {name.rpartition(".")[0] for rollout in rollouts if rollout for name in rollout.log_gradient}
@@ -188,6 +197,7 @@ def predict(
             shape=shape,
         )
         + limits_matter(best)
+        + _syncs(tried, best, sync)
         + (anchor.sentences(alone, used, choices, chosen, rollouts) if anchor else ()),
         warnings=(*version_warnings(engine_version), *warnings, *risky),
         budget=budget,
@@ -208,6 +218,41 @@ def limits_matter(chosen: Candidate) -> tuple[str, ...]:
     if rollout.recomputed_tokens >= LEAST_GAIN * rollout.output_tokens:
         costs.append(f"{rollout.preemptions:,} preemptions lose {rollout.recomputed_tokens:,} tokens of work")
     return (f"Other limits may be faster: {', and '.join(costs)}. fp8plan tune searches them.",) if costs else ()
+
+
+def _sync(
+    trainer: StepTimes | None, link: str | None, learning_rate: float | None, optimizer: str | None
+) -> WeightSync | None:
+    """The sync of `predict`'s arguments, if anything depends on it. Raises ConfigError for one that changes nothing."""
+    if link is not None and trainer is None and learning_rate is None:
+        raise ConfigError(
+            f"link is {link!r}, and there is neither a learning rate nor an RL step that a sync is part of; give "
+            "--learning-rate 1e-6, or --train-s SECONDS --logprob-s SECONDS (learning_rate, or trainer)"
+        )
+    if optimizer is not None and learning_rate is None:
+        raise ConfigError(f"optimizer is {optimizer!r} without a learning rate; give --learning-rate 1e-6, too")
+    if trainer is None and learning_rate is None:
+        return None
+    return WeightSync(DEFAULT_LINK if link is None else link, learning_rate, optimizer or "adamw")
+
+
+def _syncs(tried: Sequence[Candidate], chosen: Candidate, sync: WeightSync | None) -> tuple[str, ...]:
+    """A sentence on the fastest sync of each precision on the chosen layout, if the learning rate is known."""
+    if sync is None or sync.learning_rate is None:
+        return ()
+    layout, parts = chosen.setup.limits.cut, []
+    for candidate in tried:
+        if not candidate.syncs or candidate.setup.limits.cut != layout:
+            continue
+        fastest, delta = candidate.syncs[0], next(cost for cost in candidate.syncs if cost.mode == DELTA)
+        dense = next(cost for cost in candidate.syncs if cost.mode != DELTA)
+        below = delta.pays_below(dense) * 8 / 1e9
+        pays = "never" if below == 0 else "always" if math.isinf(below) else f"below {below:,.0f} Gb/s"
+        other = f" instead of {dense.seconds:.3g} s for {dense.mode}" if fastest is delta else ""
+        best = f"{fastest.mode} of {fastest.bytes / 1e9:.3g} GB in {fastest.seconds:.3g} s{other}"
+        parts.append(f"{candidate.setup.precision.name} {best} (a delta pays {pays})")
+    how = f"{sync.link}, at a learning rate of {sync.learning_rate:g} with {sync.optimizer}"
+    return (f"The fastest weight sync over {how} (modelled): {'; '.join(parts)}.",)
 
 
 def _calls(target: str, gpus: int) -> str:

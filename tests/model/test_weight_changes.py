@@ -1,0 +1,116 @@
+"""Shares of values that a step changes, as laws and against rounding itself; bytes of patches against the encoder's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.weight_changes import (
+    bf16_share,
+    e4m3_share,
+    mean_step,
+    patch_bytes,
+    scale_share,
+)
+from fp8plan.runtime.quantize.block_fp8 import quantize
+from fp8plan.runtime.weight_sync.delta.patch import change, is_shorter_whole, packed, whole
+
+RATES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0)
+
+
+@pytest.mark.parametrize("share", [bf16_share, e4m3_share, scale_share])
+def test_shares_rise_with_the_step_from_none_to_all(share: object) -> None:
+    found = [share(step) for step in RATES]  # type: ignore[operator]
+    assert found == sorted(found)
+    assert found[0] == 0
+    assert found[-1] == 1
+
+
+@pytest.mark.parametrize("step", RATES[1:-2])
+def test_codes_change_less_often_than_bf16_values_and_wide_weights_less_than_narrow_ones(step: float) -> None:
+    assert 0 < e4m3_share(step) < bf16_share(step)
+    assert bf16_share(step, 0.2) < bf16_share(step, 0.02)
+    assert e4m3_share(step, 0.2) < e4m3_share(step, 0.02)
+
+
+@pytest.mark.parametrize("step", [2e-6, 2e-5, 2e-4])
+def test_shares_are_those_of_rounding_weights(step: float) -> None:
+    """FP32 weights move by the step, up or down, and are rounded before and after."""
+    chance = torch.Generator().manual_seed(1)
+    weights = 0.02 * torch.randn(1024, 2048, generator=chance)
+    signs = torch.randint(0, 2, weights.shape, generator=chance) * 2 - 1
+    old, new = weights.bfloat16(), (weights + step * signs).bfloat16()
+    (codes, scales), (new_codes, new_scales) = quantize(old), quantize(new)
+    moved = (codes.view(torch.uint8) != new_codes.view(torch.uint8)).double().mean()
+    assert bf16_share(step) == pytest.approx(float((old != new).double().mean()), rel=0.05)
+    assert e4m3_share(step) == pytest.approx(float(moved), rel=0.15)
+    if step > 1e-4:  # 128 scales
+        assert scale_share(step) == pytest.approx(float((scales != new_scales).double().mean()), rel=0.35)
+
+
+@pytest.mark.parametrize("beta_2", [0.95, 0.999])
+def test_steps_of_adamw_are_those_of_torch(beta_2: float) -> None:
+    """Gradients of noise and of a signal with the modelled share of the power, in the first step and in late ones."""
+    from fp8plan.model.weight_changes import SIGNAL
+
+    chance = torch.Generator().manual_seed(2)
+    weights = torch.zeros(20_000, requires_grad=True)
+    signal = SIGNAL**0.5 * torch.randn(weights.shape, generator=chance)
+    optimiser = torch.optim.AdamW([weights], lr=1.0, betas=(0.9, beta_2), weight_decay=0.0)
+    steps = []
+    for _ in range(200):
+        before = weights.detach().clone()
+        weights.grad = signal + (1 - SIGNAL) ** 0.5 * torch.randn(weights.shape, generator=chance)
+        optimiser.step()
+        steps.append(float((weights.detach() - before).abs().mean()))
+    assert mean_step("adamw", step=1) == pytest.approx(steps[0], rel=0.01)
+    assert mean_step("adamw", step=8) == pytest.approx(steps[7], rel=0.15)
+    assert mean_step("adamw") == pytest.approx(float(np.mean(steps[100:])), rel=0.15)
+
+
+def test_steps_of_muon_are_those_of_torch() -> None:
+    chance = torch.Generator().manual_seed(3)
+    weights = torch.zeros(256, 512, requires_grad=True)
+    optimiser = torch.optim.Muon([weights], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        before = weights.detach().clone()
+        weights.grad = torch.randn(weights.shape, generator=chance)
+        optimiser.step()
+    assert mean_step("muon") == pytest.approx(float((weights.detach() - before).abs().mean()), rel=0.2)
+    assert mean_step("muon", hidden=False) == mean_step("adamw")
+
+
+def test_an_unknown_optimiser_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizer is 'sgd'; allowed: adamw, muon"):
+        mean_step("sgd")
+
+
+def sent(new: torch.Tensor) -> int:
+    """Bytes that the encoder makes of a tensor that was all zeros."""
+    made = change(torch.zeros_like(new), new)
+    if made is None:
+        return 0
+    return packed(whole(new) if is_shorter_whole(made, new.numel()) else made, new.numel()).numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32])
+@pytest.mark.parametrize("shape", [(768, 1024), (100, 3000)])
+@pytest.mark.parametrize("share", [1e-4, 1e-3, 0.01, 0.05, 0.2, 0.5, 0.95])
+def test_bytes_of_a_patch_are_those_of_the_encoder(dtype: torch.dtype, shape: tuple[int, int], share: float) -> None:
+    new = torch.zeros(shape, dtype=dtype)
+    places = torch.randperm(new.numel(), generator=torch.Generator().manual_seed(4))[: round(share * new.numel())]
+    new.view(-1)[places] = 1
+    assert patch_bytes(*shape, new.element_size(), share) == pytest.approx(sent(new), rel=0.1)
+
+
+def test_a_small_tensor_is_often_not_sent() -> None:
+    chance = torch.Generator().manual_seed(5)
+    sizes = [sent((torch.rand(16, 32, generator=chance) < 1 / 512).float()) for _ in range(1000)]
+    assert 0.5 < np.count_nonzero(sizes) / 1000 < 0.8
+    assert patch_bytes(16, 32, 4, 1 / 512) == pytest.approx(np.mean(sizes), rel=0.1)
+
+
+def test_nothing_is_sent_where_nothing_changes() -> None:
+    assert patch_bytes(1024, 1024, 1, 0.0) == 0
