@@ -11,8 +11,9 @@ with a given spread. The mean of |step| follows from the optimiser:
            torch.optim.Muon with adjust_lr_fn="match_rms_adamw"). AdamW moves embeddings, lm_head and vectors.
 
 Decay of weights is left out: at a usual 0.01 it moves a weight of 0.02 by 0.0002 * rate. A row of the embedding or
-lm_head whose token occurs in no sample hardly moves, so their shares are upper bounds. So are those of the first steps
-of a trainer that begins with BF16 weights, which lie in the middle between two rounding points.
+lm_head whose token occurs in no sample hardly moves, so their shares are mostly too high. So are those of the first
+steps of a trainer that begins with BF16 weights, which lie in the middle between two rounding points, and those of a
+model with wider weights than SPREAD.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fp8plan.model.precision import BF16_BYTES, E4M3_MANTISSA_BITS, E4M3_MAX, FP
 OPTIMIZERS: Final = ("adamw", "muon")
 SPREAD: Final = 0.02  # standard deviation of weights: initializer_range of most configs. A wider one changes less
 BETA_1: Final = 0.9
-SIGNAL: Final = 0.07  # between SmolLM2's logs and those of random models (benchmarks/change_ratios.py)
+SIGNAL: Final = 0.07  # chosen on the logs of benchmarks/change_ratios.py: SmolLM2's need more, random models' less
 MUON_RMS: Final = 0.2
 MEAN_OF_NORMAL: Final = float(np.sqrt(2 / np.pi))  # E|N(0, 1)|
 
