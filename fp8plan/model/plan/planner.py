@@ -33,6 +33,7 @@ from fp8plan.model.rollout import Rollout
 from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
 from fp8plan.model.validate.records import Record
+from fp8plan.model.weight_changes import SPREAD
 from fp8plan.model.workload import Batch, Workload
 from fp8plan.version import default_version, version_warnings
 
@@ -252,7 +253,8 @@ def _syncs(tried: Sequence[Candidate], chosen: Candidate, sync: WeightSync | Non
         best = f"{fastest.mode} of {fastest.bytes / 1e9:.3g} GB in {fastest.seconds:.3g} s{other}"
         parts.append(f"{candidate.setup.precision.name} {best} (a delta pays {pays})")
     how = f"{sync.link}, at a learning rate of {sync.learning_rate:g} with {sync.optimizer}"
-    return (f"The fastest weight sync over {how} (modelled): {'; '.join(parts)}.",)
+    assumed = f"modelled, for weights with a standard deviation of {SPREAD}"
+    return (f"The fastest weight sync over {how} ({assumed}): {'; '.join(parts)}.",)
 
 
 def _calls(target: str, gpus: int) -> str:
