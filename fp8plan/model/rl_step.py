@@ -7,7 +7,8 @@ differs.
 from __future__ import annotations
 
 import re
-from dataclasses import InitVar, dataclass
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -21,7 +22,15 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.precision import BF16_BYTES
 from fp8plan.model.schedule.windows import pairs_read
-from fp8plan.model.weight_changes import bf16_patch_bytes, check_optimizer, e4m3_patch_bytes, mean_step
+from fp8plan.model.weight_changes import (
+    Changed,
+    bf16_patch_bytes,
+    changed,
+    check_optimizer,
+    e4m3_patch_bytes,
+    one_step,
+)
+from fp8plan.model.weights import EMBEDDING, LAYERS, LM_HEAD, Weights, normal
 
 # Quantisation reads a BF16 matrix twice (amax, then scale and round) and writes FP8 once: modelled.
 QUANTISE_READS = 2
@@ -34,7 +43,6 @@ PATCH_TRAFFIC = 15
 PATCH_SECONDS = 200e-6  # of each matrix's kernels on both sides, about 40 launches of 5 us: assumed
 
 DENSE_BF16, DENSE_FP8, DELTA = "dense BF16", "dense FP8", "delta"
-TABLES: Final = ("embedding", "lm_head")  # matrices outside of layers
 UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}
 LINK: Final = re.compile(r"(\d+(?:\.\d+)?) ?([MGT])([bB])/s")
 DEFAULT_LINK: Final = "400Gb/s"  # a network port of that speed; PCIe 5.0 x16 less its overhead is as fast
@@ -99,11 +107,13 @@ class WeightSync:
     link:          bandwidth to one engine GPU, in bits ("25Gb/s") or bytes ("3GB/s")
     learning_rate: None: syncs are dense
     optimizer:     one of fp8plan.model.weight_changes.OPTIMIZERS
+    weights:       kind of matrix -> a sample, as fp8plan.model.weights.sampled returns; other kinds: normal ones
     """
 
     link: str = DEFAULT_LINK
     learning_rate: float | None = None
     optimizer: str = "adamw"
+    weights: Mapping[str, Weights] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         match = LINK.fullmatch(self.link) if isinstance(self.link, str) else None
@@ -120,6 +130,12 @@ class WeightSync:
         match = LINK.fullmatch(self.link)
         assert match is not None
         return float(match[1]) * UNITS[match[2]] / (8 if match[3] == "b" else 1)
+
+    def changed(self, matrix: str) -> Changed:
+        """Return the shares of a matrix's values that a late step changes. matrix: its name in a ModelShape"""
+        kind = matrix if matrix in (EMBEDDING, LM_HEAD) else LAYERS
+        step = one_step(self.optimizer, hidden=kind == LAYERS)
+        return changed(step.times(self.learning_rate or 0.0), self.weights.get(kind, normal()))
 
 
 class SyncCost(NamedTuple):
@@ -174,9 +190,8 @@ def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) 
             quantise += number * ((QUANTISE_READS * matrix.elements * BF16_BYTES + stored) / memory + MATRIX_SECONDS)
             fp8_bytes -= number * (matrix.elements * BF16_BYTES - stored)
         if rate is not None:
-            step = rate * mean_step(sync.optimizer, hidden=matrix.name not in TABLES)
-            n, k, block = matrix.n, matrix.k, precision.weight_block
-            own = e4m3_patch_bytes(n, k, step, block) if in_fp8 else bf16_patch_bytes(n, k, step)
+            n, k, block, share = matrix.n, matrix.k, precision.weight_block, sync.changed(matrix.name)
+            own = e4m3_patch_bytes(n, k, share, block) if in_fp8 else bf16_patch_bytes(n, k, share)
             delta_bytes += number * own
             patch += number * (PATCH_TRAFFIC * stored / memory + PATCH_SECONDS)
     kv_scales = 0.0
@@ -198,7 +213,7 @@ def _matrices(shape: ModelShape, limits: EngineLimits) -> list[tuple[Linear, int
     linears = shape.linears(limits.tensor_parallel_size)
     matrices = [(matrix, 1) for matrix in linears]
     if not shape.tie_word_embeddings:
-        matrices += [(matrix._replace(name="embedding"), 1) for matrix in linears if matrix.name == "lm_head"]
+        matrices += [(matrix._replace(name=EMBEDDING), 1) for matrix in linears if matrix.name == LM_HEAD]
     for experts, layers in shape.parts_of(Experts):
         copies = experts.most_on_a_rank(limits.expert_ranks) * layers
         linears = experts.expert_linears(shape.hidden_size, limits.expert_slices)

@@ -213,7 +213,8 @@ def test_trainer_options_reach_the_step_time(fp8plan: Callable[..., Done]) -> No
 def test_with_a_learning_rate_a_reason_names_the_fastest_sync(fp8plan: Callable[..., Done]) -> None:
     words = ["--link", "10Gb/s", "--learning-rate", "1e-6", "--optimizer", "muon"]
     (reason,) = [x for x in json.loads(fp8plan(*PLAN, "--json", *words).out)["reasons"] if "weight sync over" in x]
-    assert "over 10Gb/s, at a learning rate of 1e-06 with muon (modelled)" in reason
+    assert "over 10Gb/s, at a learning rate of 1e-06 with muon (modelled: weights of layers have a" in reason
+    assert "spread of 0.02, assumed, and a step changes" in reason
     assert "fp8_block delta of" in reason
     assert "for dense FP8 (a delta pays below" in reason
 

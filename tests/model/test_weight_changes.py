@@ -7,32 +7,40 @@ import pytest
 import torch
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.weight_changes import (
-    bf16_share,
-    e4m3_share,
-    mean_step,
-    patch_bytes,
-    scale_share,
-)
+from fp8plan.model.weight_changes import Changed, Step, changed, one_step, patch_bytes
+from fp8plan.model.weights import normal
 from fp8plan.runtime.quantize.block_fp8 import quantize
 from fp8plan.runtime.weight_sync.delta.patch import change, packed
 
 RATES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0)
 
 
-@pytest.mark.parametrize("share", [bf16_share, e4m3_share, scale_share])
-def test_shares_rise_with_the_step_from_none_to_all(share: object) -> None:
-    found = [share(step) for step in RATES]  # type: ignore[operator]
-    assert found == sorted(found)
-    assert found[0] == 0
-    assert found[-1] == 1
+def shares(step: float, spread: float = 0.02) -> Changed:
+    """The shares of a late step."""
+    return changed(Step(step), normal(spread))
+
+
+@pytest.mark.parametrize("what", Changed._fields)
+def test_shares_rise_with_the_step_from_none_to_all(what: str) -> None:
+    rising = [getattr(shares(step), what) for step in RATES]
+    assert rising == sorted(rising)
+    assert rising[0] == 0
+    assert rising[-1] == 1
 
 
 @pytest.mark.parametrize("step", RATES[1:-2])
 def test_codes_change_less_often_than_bf16_values_and_wide_weights_less_than_narrow_ones(step: float) -> None:
-    assert 0 < e4m3_share(step) < bf16_share(step)
-    assert bf16_share(step, 0.2) < bf16_share(step, 0.02)
-    assert e4m3_share(step, 0.2) < e4m3_share(step, 0.02)
+    assert 0 < shares(step).codes < shares(step).bf16
+    assert shares(step, 0.2).bf16 < shares(step).bf16
+    assert shares(step, 0.2).codes < shares(step).codes
+
+
+def rounded(before: torch.Tensor, after: torch.Tensor) -> Changed:
+    """The shares of FP32 weights that differ once they are rounded."""
+    old, new = before.bfloat16(), after.bfloat16()
+    (codes, scales), (new_codes, new_scales) = quantize(old), quantize(new)
+    differ = (old != new, codes.view(torch.uint8) != new_codes.view(torch.uint8), scales != new_scales)
+    return Changed(*(float(mask.double().mean()) for mask in differ))
 
 
 @pytest.mark.parametrize("step", [2e-6, 2e-5, 2e-4])
@@ -41,13 +49,24 @@ def test_shares_are_those_of_rounding_weights(step: float) -> None:
     chance = torch.Generator().manual_seed(1)
     weights = 0.02 * torch.randn(1024, 2048, generator=chance)
     signs = torch.randint(0, 2, weights.shape, generator=chance) * 2 - 1
-    old, new = weights.bfloat16(), (weights + step * signs).bfloat16()
-    (codes, scales), (new_codes, new_scales) = quantize(old), quantize(new)
-    moved = (codes.view(torch.uint8) != new_codes.view(torch.uint8)).double().mean()
-    assert bf16_share(step) == pytest.approx(float((old != new).double().mean()), rel=0.05)
-    assert e4m3_share(step) == pytest.approx(float(moved), rel=0.15)
+    seen = rounded(weights, weights + step * signs)
+    assert shares(step).bf16 == pytest.approx(seen.bf16, rel=0.05)
+    assert shares(step).codes == pytest.approx(seen.codes, rel=0.15)
     if step > 1e-4:  # 128 scales
-        assert scale_share(step) == pytest.approx(float((scales != new_scales).double().mean()), rel=0.35)
+        assert shares(step).scales == pytest.approx(seen.scales, rel=0.35)
+
+
+@pytest.mark.parametrize(("moved", "step"), [(1e-5, 1e-6), (1e-4, 1e-5), (1e-3, 1e-4)])
+def test_weights_that_began_in_bf16_change_less_often(moved: float, step: float) -> None:
+    chance = torch.Generator().manual_seed(2)
+    weights = (0.05 * torch.randn(1024, 2048, generator=chance)).bfloat16().float()
+    middle = weights + moved * torch.randn(weights.shape, generator=chance)
+    half = step / 2 * (torch.randint(0, 2, weights.shape, generator=chance) * 2 - 1)
+    seen, made = rounded(middle - half, middle + half), changed(Step(step, moved), normal(0.05))
+    assert made.bf16 == pytest.approx(seen.bf16, rel=0.05)
+    assert made.codes == pytest.approx(seen.codes, rel=0.15)
+    assert made.bf16 < shares(step, 0.05).bf16
+    assert tuple(changed(Step(step, 1.0), normal(0.05))) == pytest.approx(tuple(shares(step, 0.05)), rel=0.01)
 
 
 @pytest.mark.parametrize("beta_2", [0.95, 0.999])
@@ -59,15 +78,18 @@ def test_steps_of_adamw_are_those_of_torch(beta_2: float) -> None:
     weights = torch.zeros(20_000, requires_grad=True)
     signal = SIGNAL**0.5 * torch.randn(weights.shape, generator=chance)
     optimiser = torch.optim.AdamW([weights], lr=1.0, betas=(0.9, beta_2), weight_decay=0.0)
-    steps = []
+    steps, ways = [], []
     for _ in range(200):
         before = weights.detach().clone()
         weights.grad = signal + (1 - SIGNAL) ** 0.5 * torch.randn(weights.shape, generator=chance)
         optimiser.step()
         steps.append(float((weights.detach() - before).abs().mean()))
-    assert mean_step("adamw", step=1) == pytest.approx(steps[0], rel=0.01)
-    assert mean_step("adamw", step=8) == pytest.approx(steps[7], rel=0.15)
-    assert mean_step("adamw") == pytest.approx(float(np.mean(steps[100:])), rel=0.15)
+        ways.append(float(((weights.detach() + before) / 2).square().mean().sqrt()))
+    for number in (1, 8, 40):
+        made = one_step("adamw", number=number)
+        assert made.mean == pytest.approx(steps[number - 1], rel=0.15)
+        assert made.moved == pytest.approx(ways[number - 1], rel=0.4)
+    assert one_step("adamw").mean == pytest.approx(float(np.mean(steps[100:])), rel=0.15)
 
 
 def test_steps_of_muon_are_those_of_torch() -> None:
@@ -78,13 +100,13 @@ def test_steps_of_muon_are_those_of_torch() -> None:
         before = weights.detach().clone()
         weights.grad = torch.randn(weights.shape, generator=chance)
         optimiser.step()
-    assert mean_step("muon") == pytest.approx(float((weights.detach() - before).abs().mean()), rel=0.2)
-    assert mean_step("muon", hidden=False) == mean_step("adamw")
+    assert one_step("muon").mean == pytest.approx(float((weights.detach() - before).abs().mean()), rel=0.2)
+    assert one_step("muon", hidden=False) == one_step("adamw")
 
 
 def test_an_unknown_optimiser_is_refused() -> None:
     with pytest.raises(ConfigError, match="optimizer is 'sgd'; allowed: adamw, muon"):
-        mean_step("sgd")
+        one_step("sgd")
 
 
 def sent(new: torch.Tensor) -> int:

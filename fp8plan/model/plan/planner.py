@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import signature
+from pathlib import Path
 from types import NoneType
 from typing import Any, ParamSpec
 
@@ -33,7 +34,7 @@ from fp8plan.model.rollout import Rollout
 from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
 from fp8plan.model.validate.records import Record
-from fp8plan.model.weight_changes import SPREAD
+from fp8plan.model.weights import LAYERS, SPREAD, sampled
 from fp8plan.model.workload import Batch, Workload
 from fp8plan.version import default_version, version_warnings
 
@@ -127,6 +128,8 @@ def predict(
     check_target(target)
     sync = _sync(trainer, link, learning_rate, optimizer)
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
+    if sync is not None and learning_rate is not None and Path(shape.source).is_file():
+        sync = replace(sync, weights=sampled(Path(shape.source).parent))
     most_gpus = gpus or (limits or EngineLimits()).tensor_parallel_size
     inside = check_inside(_calls(target, most_gpus) if inside is None else inside)
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
@@ -253,8 +256,11 @@ def _syncs(tried: Sequence[Candidate], chosen: Candidate, sync: WeightSync | Non
         best = f"{fastest.mode} of {fastest.bytes / 1e9:.3g} GB in {fastest.seconds:.3g} s{other}"
         parts.append(f"{candidate.setup.precision.name} {best} (a delta pays {pays})")
     how = f"{sync.link}, at a learning rate of {sync.learning_rate:g} with {sync.optimizer}"
-    assumed = f"modelled, for weights with a standard deviation of {SPREAD}"
-    return (f"The fastest weight sync over {how} ({assumed}): {'; '.join(parts)}.",)
+    layers, share = sync.weights.get(LAYERS), sync.changed(LAYERS)
+    spread = f"{SPREAD}, assumed" if layers is None else f"{layers.spread:.2g}, measured in the checkpoint"
+    changes = f"a step changes {share.codes:.2%} of their E4M3 codes and {share.bf16:.2%} of their BF16 values"
+    how += f" (modelled: weights of layers have a spread of {spread}, and {changes})"
+    return (f"The fastest weight sync over {how}: {'; '.join(parts)}.",)
 
 
 def _calls(target: str, gpus: int) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from uniform_models import resized
 
 import fp8plan
@@ -691,3 +692,24 @@ def test_engines_without_cuda_graphs_are_said_to_be_unmeasured() -> None:
     assert warned("h200", enforce_eager=True)
     assert not warned("h200")
     assert not warned("cpu")  # where vLLM has no others
+
+
+def test_the_weights_of_a_local_checkpoint_are_measured(tmp_path: Path) -> None:
+    """A wide spread makes fewer changes, so a delta is smaller."""
+    config = {"model_type": "qwen3", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config |= {"num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 512, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+
+    def delta() -> tuple[float, str]:
+        made = predict(str(tmp_path), "h200", WORK, precisions=["fp8_block"], learning_rate=1e-6)
+        (reason,) = [reason for reason in made.plan.reasons if "weight sync over" in reason]
+        return next(cost.bytes for cost in made.chosen.syncs if cost.mode == "delta"), reason
+
+    without, assumed = delta()
+    wide = np.random.default_rng(1).normal(0, 0.5, (512, 256)).astype(np.float32)
+    names = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight")
+    save_file(dict.fromkeys(names, wide), tmp_path / "model.safetensors")
+    measured, told = delta()
+    assert measured < without / 3
+    assert "a spread of 0.02, assumed" in assumed
+    assert "a spread of 0.5, measured in the checkpoint" in told
