@@ -55,6 +55,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     first_rollout:   true: the first rollout that its writer saw, perhaps of an engine that had not compiled yet
     sampling:        the rollout's sampling parameters (fp8plan.Sampling, field by field); null: not known
     inside:          the program that called the engine, as in `fp8plan plan --inside`; null: own
+    delta_bytes:     bytes of the sync before, if it sent all that had changed and nothing else
     """
 
     model: str | None = None
@@ -89,6 +90,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     first_rollout: bool | None = None
     sampling: dict[str, Any] | None = None
     inside: str | None = None
+    delta_bytes: int | None = None
 
 
 # A long run has a million of the parts below. They hold no circles, so the garbage collector may skip them.

@@ -20,7 +20,7 @@ from fp8plan.model.cost.base import StepBatch, WindowReads
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
-from fp8plan.model.precision import BF16_BYTES
+from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.schedule.windows import pairs_read
 from fp8plan.model.weight_changes import (
     Changed,
@@ -108,12 +108,14 @@ class WeightSync:
     learning_rate: None: syncs are dense
     optimizer:     one of fp8plan.model.weight_changes.OPTIMIZERS
     weights:       kind of matrix -> a sample, as fp8plan.model.weights.sampled returns; other kinds: normal ones
+    measured:      measured shares of changed values over the theory's
     """
 
     link: str = DEFAULT_LINK
     learning_rate: float | None = None
     optimizer: str = "adamw"
     weights: Mapping[str, Weights] = field(default_factory=dict)
+    measured: float = 1.0
 
     def __post_init__(self) -> None:
         match = LINK.fullmatch(self.link) if isinstance(self.link, str) else None
@@ -135,7 +137,8 @@ class WeightSync:
         """Return the shares of a matrix's values that a late step changes. matrix: its name in a ModelShape"""
         kind = matrix if matrix in (EMBEDDING, LM_HEAD) else LAYERS
         step = one_step(self.optimizer, hidden=kind == LAYERS)
-        return changed(step.times(self.learning_rate or 0.0), self.weights.get(kind, normal()))
+        share = changed(step.times(self.learning_rate or 0.0), self.weights.get(kind, normal()))
+        return Changed(*(min(1.0, self.measured * part) for part in share))
 
 
 class SyncCost(NamedTuple):
@@ -180,19 +183,15 @@ def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) 
     """
     shape, limits, precision, memory = model.shape, model.limits, model.precision, model.gpu.memory_bandwidth
     bf16_bytes = shape.num_parameters * BF16_BYTES / limits.tensor_parallel_size
-    fp8_bytes, delta_bytes, quantise, patch = bf16_bytes, 0.0, 0.0, 0.0
+    fp8_bytes, quantise, patch = bf16_bytes, 0.0, 0.0
     rate = sync.learning_rate
     for matrix, number in _matrices(shape, limits):
         stored = matrix.elements * BF16_BYTES
-        in_fp8 = precision.weights != "bf16" and matrix.quantised
-        if in_fp8:
+        if _in_fp8(matrix, precision):
             stored = precision.linear_bytes(matrix.n, matrix.k, True)
             quantise += number * ((QUANTISE_READS * matrix.elements * BF16_BYTES + stored) / memory + MATRIX_SECONDS)
             fp8_bytes -= number * (matrix.elements * BF16_BYTES - stored)
         if rate is not None:
-            n, k, block, share = matrix.n, matrix.k, precision.weight_block, sync.changed(matrix.name)
-            own = e4m3_patch_bytes(n, k, share, block) if in_fp8 else bf16_patch_bytes(n, k, share)
-            delta_bytes += number * own
             patch += number * (PATCH_TRAFFIC * stored / memory + PATCH_SECONDS)
     kv_scales = 0.0
     if precision.kv == "fp8" and recalibrate_kv:
@@ -200,12 +199,29 @@ def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) 
         kv_scales = float(model.seconds(full_prefill(shape, limits, longest))[0])
     sent = {DENSE_BF16: bf16_bytes}
     if rate is not None:
-        sent |= ({DENSE_FP8: fp8_bytes} if fp8_bytes < bf16_bytes else {}) | {DELTA: delta_bytes}
+        sent |= ({DENSE_FP8: fp8_bytes} if fp8_bytes < bf16_bytes else {}) | {
+            DELTA: delta_bytes(shape, precision, limits, sync)
+        }
     costs = []
     for mode, size in sent.items():
         parts = {"transfer": size / sync.bandwidth, "quantise": quantise, "patch": patch if mode == DELTA else 0.0}
         costs.append(SyncCost(mode, size, parts | {"kv_scales": kv_scales}))
     return sorted(costs, key=lambda cost: cost.seconds)
+
+
+def delta_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits, sync: WeightSync) -> float:
+    """Return the bytes of a delta for one rank: patches of all matrices."""
+    total = 0.0
+    for matrix, number in _matrices(shape, limits):
+        n, k, share = matrix.n, matrix.k, sync.changed(matrix.name)
+        in_fp8 = _in_fp8(matrix, precision)
+        own = e4m3_patch_bytes(n, k, share, precision.weight_block) if in_fp8 else bf16_patch_bytes(n, k, share)
+        total += number * own
+    return total
+
+
+def _in_fp8(matrix: Linear, precision: Precision) -> bool:
+    return precision.weights != "bf16" and matrix.quantised
 
 
 def _matrices(shape: ModelShape, limits: EngineLimits) -> list[tuple[Linear, int]]:

@@ -20,7 +20,7 @@ from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import check_share
-from fp8plan.model.plan.anchor import anchored, host_of
+from fp8plan.model.plan.anchor import anchored, changes_of, host_of
 from fp8plan.model.plan.candidates import Candidate, Problem, Progress, candidates, evaluated
 from fp8plan.model.plan.choice import as_choices, choose
 from fp8plan.model.plan.explain import explain
@@ -115,7 +115,8 @@ def predict(
     profile:        used instead of the best known one
     host_loop_s:    speed of the engine's host, which `fp8plan doctor --host` measures there, in seconds as in
                     RolloutRecord; None: that of the observed rollouts, else not known, with a wide error
-    observed:       rollouts that were measured on this machine, which correct the profile (`read_records`)
+    observed:       rollouts that were measured on this machine, which correct the profile (`read_records`). With
+                    `delta_bytes` they correct the bytes of a delta
     progress:       wraps the candidates while they are predicted, as tqdm does
     workers:        processes for the layouts of a large batch. They are forked: leave it at 1 beside threads
 
@@ -128,8 +129,10 @@ def predict(
     check_target(target)
     sync = _sync(trainer, link, learning_rate, optimizer)
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
-    if sync is not None and learning_rate is not None and Path(shape.source).is_file():
-        sync = replace(sync, weights=sampled(Path(shape.source).parent))
+    if sync is not None and learning_rate is not None:
+        folder = Path(shape.source).parent
+        sync = replace(sync, weights=sampled(folder) if Path(shape.source).is_file() else {})
+        sync = replace(sync, measured=changes_of(observed, shape, sync))
     most_gpus = gpus or (limits or EngineLimits()).tensor_parallel_size
     inside = check_inside(_calls(target, most_gpus) if inside is None else inside)
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
@@ -258,7 +261,8 @@ def _syncs(tried: Sequence[Candidate], chosen: Candidate, sync: WeightSync | Non
     how = f"{sync.link}, at a learning rate of {sync.learning_rate:g} with {sync.optimizer}"
     layers, share = sync.weights.get(LAYERS), sync.changed(LAYERS)
     spread = f"{SPREAD}, assumed" if layers is None else f"{layers.spread:.2g}, measured in the checkpoint"
-    changes = f"a step changes {share.codes:.2%} of their E4M3 codes and {share.bf16:.2%} of their BF16 values"
+    times = "" if sync.measured == 1.0 else f", {sync.measured:.2g} times as many as in theory, as measured"
+    changes = f"a step changes {share.codes:.2%} of their E4M3 codes and {share.bf16:.2%} of their BF16 values{times}"
     how += f" (modelled: weights of layers have a spread of {spread}, and {changes})"
     return (f"The fastest weight sync over {how}: {'; '.join(parts)}.",)
 

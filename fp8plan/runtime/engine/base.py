@@ -71,6 +71,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         self.guard_off: str | None = None
         self._guard_settings = guard
         self._rollout: list[list[int]] = []
+        self._delta_bytes: int | None = None  # as in EngineFacts
 
     @classmethod
     def from_plan(
@@ -220,7 +221,8 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
 
     def engine_facts(self) -> EngineFacts:
         """Return the facts that the guard needs about the running engine."""
-        return facts_of(self.launch.setup, self.facts, self.launch.not_predicted)
+        facts = facts_of(self.launch.setup, self.facts, self.launch.not_predicted)
+        return replace(facts, delta_bytes=self._delta_bytes)
 
     def _sync(
         self, source: Any, manifest: Any, kv_amax: Amaxes | None, kv_prompts: Prompts | None, scored: Scored | None
@@ -237,7 +239,9 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
             if state.settings.weights_in == "fp8_block" and state.quantised is None and state.expected is not None:
                 yield from learn_quantised(state)
             prompts, where = self._calibration(kv_amax, kv_prompts)
-            return (yield from replace_weights(state, source, manifest, kv_amax, prompts, where, scored))
+            report = yield from replace_weights(state, source, manifest, kv_amax, prompts, where, scored)
+            self._delta_bytes = report.bytes if report.patched and state.settings.top_k is None else None
+            return report
 
     def _join(self, where: Rendezvous) -> Procedure:
         """Meet a trainer; a dead engine is started again first."""

@@ -99,6 +99,7 @@ class EngineFacts:
     cudagraph_mode:  name of vLLM's CUDAGraphMode; None: not known
     not_predicted:   options of the engine that the cost model does not know (runtime.engine.options)
     inside:          as in EngineSetup
+    delta_bytes:     bytes of the last sync, if it sent all that had changed and nothing else; None: it did not
     """
 
     model: str
@@ -111,6 +112,7 @@ class EngineFacts:
     cudagraph_mode: str | None = None
     not_predicted: Sequence[str] = ()
     inside: str = OWN
+    delta_bytes: int | None = None
 
     @property
     def preset(self) -> Precision:
@@ -376,4 +378,5 @@ def _engine_fields(facts: EngineFacts) -> dict[str, Any]:
         "kernel_backends": dict(facts.kernel_backends),
         "e8m0": facts.e8m0,
         "inside": None if facts.inside == OWN else facts.inside,
+        **({} if facts.delta_bytes is None else {"delta_bytes": facts.delta_bytes}),
     }

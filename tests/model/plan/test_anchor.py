@@ -12,11 +12,14 @@ import pytest
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.anchor import REST_SD, WORKLOAD_SD, anchored, prior
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.anchor import REST_SD, WORKLOAD_SD, anchored, changes_of, prior
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan, predict
+from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import datasheet_profile, load_profile
 from fp8plan.model.profile.profile import GPU_PACE, HOST_PACE, VERSION_SD, Profile, layout_pace, precision_pace
+from fp8plan.model.rl_step import WeightSync, delta_bytes
 from fp8plan.model.rollout import Rollout, rollout
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
@@ -245,3 +248,46 @@ def test_a_busy_host_makes_a_rollout_teach_less_as_far_as_it_waits_for_the_host(
         shape = ModelShape.from_hf(model)
         moved, less = (anchored(SHEET, shape, VERSION, [record]).shifts[name] for record in (quiet, busy))
         assert least * moved < less < most * moved
+
+
+def synced(tmp_path: Any, factor: float, *precisions: str, **others: Any) -> list[Record]:
+    """Records of a run in which a step changes so many times what theory says."""
+    truth = WeightSync(learning_rate=1e-6, measured=factor)
+    sizes = [delta_bytes(SHAPE, PRESETS[name], EngineLimits(), truth) for name in precisions]
+    rows = [fields(name, delta_bytes=round(size)) | others for name, size in zip(precisions, sizes, strict=True)]
+    return records_of(tmp_path, *rows)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("factor", [0.1, 1.0, 3.0])
+def test_a_measured_delta_corrects_the_share(tmp_path: Any, factor: float, precision: str) -> None:
+    records = synced(tmp_path, factor, precision)
+    assert changes_of(records, SHAPE, WeightSync(learning_rate=1e-6)) == pytest.approx(factor, rel=1e-3)
+
+
+def test_deltas_of_one_precision_correct_all_and_a_plan_says_so(tmp_path: Any) -> None:
+    records = synced(tmp_path, 0.25, "fp8_block", "fp8_block")
+
+    def planned(observed: list[Record]) -> tuple[dict[str, float], str]:
+        made = predict(SHAPE, GPU, WORKLOAD, precisions=["bf16", "fp8_block"], observed=observed, learning_rate=1e-6)
+        (reason,) = [reason for reason in made.plan.reasons if "weight sync over" in reason]
+        sizes = {c.setup.precision.name: {x.mode: x.bytes for x in c.syncs}["delta"] for c in made.tried}
+        return sizes, reason
+
+    (without, theory), (now, told) = planned([]), planned(records)
+    assert now["fp8_block"] == pytest.approx(records[0].fields["delta_bytes"], rel=1e-3)
+    assert now["bf16"] < without["bf16"] / 2
+    assert "0.25 times as many as in theory, as measured" in told
+    assert "as measured" not in theory
+
+
+def test_other_models_and_dense_syncs_correct_no_share(tmp_path: Any) -> None:
+    sync = WeightSync(learning_rate=1e-6)
+    for records in ([], records_of(tmp_path, fields()), synced(tmp_path, 3.0, "bf16", model=OTHER)):
+        assert changes_of(records, SHAPE, sync) == 1.0
+
+
+@pytest.mark.parametrize(("size", "factor"), [(1, 1e-3), (10**12, 1e3)])
+def test_bytes_that_no_share_explains_correct_it_as_far_as_allowed(tmp_path: Any, size: int, factor: float) -> None:
+    records = records_of(tmp_path, fields(delta_bytes=size))
+    assert changes_of(records, SHAPE, WeightSync(learning_rate=1e-6)) == pytest.approx(factor)

@@ -13,6 +13,7 @@ from tiny_models import CALIBRATION, generate, started, weights
 
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.guard.observation import rollout_fields
 from fp8plan.runtime.weight_sync.delta.base import Base
 from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings
 
@@ -67,6 +68,7 @@ def dense(engine: RolloutEngine, tensors: Any) -> Any:
     engine.state.base = None
     report = sync(engine, tensors)
     assert not report.patched
+    assert engine.engine_facts().delta_bytes is None
     return digests(engine)
 
 
@@ -80,6 +82,7 @@ def test_each_step_has_the_bits_of_a_sync_of_everything(subject: Subject) -> Non
         assert report.patched
         assert report.healed is None
         assert report.compared > 0
+        assert rollout_fields(None, engine.engine_facts())["delta_bytes"] == report.bytes
         assert 0 < report.tensors < len(engine.state.base.manifest)  # a norm has not changed
         if "fp8_block" in engine.launch.precision:  # on a CPU vLLM reloads most BF16 layers, from all values
             assert report.bytes < sum(entry.nbytes for entry in engine.state.base.manifest) / 2
