@@ -12,11 +12,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm
 
 SPREAD: Final = 0.02  # assumed standard deviation: initializer_range of most configs
 SIDE: Final = 128  # rows and columns of the blocks that share a scale
@@ -56,9 +56,9 @@ class Weights:
 @cache
 def normal(spread: float = SPREAD) -> Weights:
     """Return normal weights of a standard deviation, in a block with the median of largest magnitudes."""
-    quantiles = norm.ppf(0.5 + (np.arange(POINTS) + 0.5) / (2 * POINTS))
-    largest = norm.ppf(0.5 + 0.5 * 0.5 ** (1 / SIDE**2))
-    return Weights(spread * quantiles[None], spread * np.array([largest]), measured=False)
+    quantile = NormalDist(0.0, spread).inv_cdf
+    values = [quantile(0.5 + (number + 0.5) / (2 * POINTS)) for number in range(POINTS)]
+    return Weights(np.array([values]), np.array([quantile(0.5 + 0.5 * 0.5 ** (1 / SIDE**2))]), measured=False)
 
 
 def sampled(folder: Path, kinds: dict[str, str] = KINDS) -> dict[str, Weights]:

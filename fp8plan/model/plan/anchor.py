@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
@@ -303,6 +302,9 @@ def changes_of(records: Sequence[Record], shape: ModelShape, sync: WeightSync) -
     It is the median over records with `delta_bytes`, whose learning rate and optimiser are taken to be those of `sync`.
     1.0 without such a record.
     """
+    if not any(record.fields.get("delta_bytes") for record in records):
+        return 1.0
+    from scipy.optimize import brentq
 
     def missed(log: float, setup: EngineSetup, measured: float) -> float:
         own = replace(sync, measured=math.exp(log))
