@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -26,22 +27,45 @@ from benchmarks.tables import markdown
 from fp8plan.jsonl import append, line
 from fp8plan.jsonl import rows as read
 from fp8plan.model.weight_changes import OPTIMIZERS, changed, one_step
-from fp8plan.model.weights import POINTS, Weights, normal, sampled
+from fp8plan.model.weights import POINTS, SPREAD, Weights, normal, sampled
 
 RESULTS: Final = Path(__file__).parent / "results" / "change_ratios.jsonl"
 SAMPLES: Final = Path(__file__).parent / "results" / "change_weights.jsonl"
 PLACES: Final = (np.arange(256) + 0.5) / 256  # of the quantiles in SAMPLES
-RATES: Final = (1e-6, 1e-5, 1e-4, 1e-3)
+RATES: Final = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 STEPS, EVERY = 40, 20
 TOKENS: Final = (128, 32)  # sequences of a step, and tokens of each
 TABLES: Final = ("embedding", "lm_head")
+NOT_KEPT: Final = ("qk-norm", "moe")  # policies whose checkpoints are gone
 # Rows of the embedding whose tokens a task uses, of all. STOP ends a response, so it is no input. SmolLM2's embedding
 # is tied to lm_head, in which all rows have gradients, and the random models' prompts have all tokens.
 ROWS: Final = STOP / VOCABULARY
 
 
-def compared() -> str:
-    """The table of predicted and measured shares, in Markdown."""
+class Compared(NamedTuple):
+    """Shares of one kind of layer in one format ("bf16" or "e4m3"), as means over the logged steps."""
+
+    policy: str
+    rate: float
+    kind: str
+    format: str
+    spread: float
+    measured: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        what = self.kind if self.kind in TABLES else "others"
+        weights = "assumed" if self.policy in NOT_KEPT else "known"
+        return what, weights, "1e-3" if self.rate > 5e-4 else "to 1e-4"
+
+
+def compared() -> list[Compared]:
+    """Predicted beside measured shares of all logs."""
     here = Path(changes.__file__).parent
     logged = [row for pattern in changes.COMMITTED for path in sorted(here.glob(pattern)) for row in read(path)]
     samples = {(row["policy"], row["kind"]): _weights(row) for row in read(SAMPLES)}
@@ -49,29 +73,45 @@ def compared() -> str:
     for row in [*logged, *read(RESULTS)]:
         if row["kind"] != "norm":  # some values of a whole model
             groups[row["policy"], row["learning_rate"], row["kind"]].append(row)
-    heads = ["policy", "learning rate", "layers", "spread", "BF16", "predicted", "ratio", "E4M3", "predicted", "ratio"]
-    lines, ratios = [], defaultdict[str, list[float]](list)
+    made = []
     for (policy, rate, kind), rows in sorted(groups.items()):
+        weights = samples.get((policy, kind)) or normal(rows[-1].get("spread", SPREAD))
         pairs = [_shares(row, samples.get((policy, kind))) for row in rows]
-        spread = samples[policy, kind].spread if (policy, kind) in samples else rows[-1].get("spread", normal().spread)
-        cells = []
-        for name, of in (("bf16", 0), ("e4m3", 1)):
-            if name == "e4m3" and not rows[0]["blocks"]:
-                cells += ["-"] * 3
-                continue
-            measured = sum(row[name] for row in rows) / sum(row["values"] for row in rows)
-            predicted = float(np.average([pair[of] for pair in pairs], weights=[row["values"] for row in rows]))
-            cells += [f"{100 * measured:.2g}%", f"{100 * predicted:.2g}%", f"{predicted / measured:.2f}"]
-            known = "assumed" if policy in ("moe", "qk-norm") else "known"
-            what = kind if kind in TABLES else f"{name} of layers"
-            ratios[f"{what}, weights {known}"].append(predicted / measured)
-        lines.append([policy, f"{rate:.0e}", kind, f"{spread:.2g}", *cells])
-    within = [
-        f"{name}: {sum(1 / 1.5 <= x <= 1.5 for x in values)} of {len(values)} within a factor of 1.5, "
-        f"{min(values):.2f} to {max(values):.2f}"
-        for name, values in sorted(ratios.items())
-    ]
-    return "\n".join([markdown.table(heads, lines), *within])
+        counts = [row["values"] for row in rows]
+        for number, name in enumerate(("bf16", "e4m3") if rows[0]["blocks"] else ("bf16",)):
+            measured = sum(row[name] for row in rows) / sum(counts)
+            predicted = float(np.average([pair[number] for pair in pairs], weights=counts))
+            made.append(Compared(policy, rate, kind, name, weights.spread, measured, predicted))
+    return made
+
+
+def table(rows: Iterable[Compared]) -> str:
+    """Every comparison, in Markdown."""
+    heads = ("policy", "learning rate", "layers", "spread", "format", "measured", "predicted", "ratio")
+    lines = []
+    for x in rows:
+        shares = (f"{100 * x.measured:.2g}%", f"{100 * x.predicted:.2g}%", f"{x.ratio:.2f}")
+        lines.append([x.policy, f"{x.rate:.0e}", x.kind, f"{x.spread:.2g}", x.format, *shares])
+    return markdown.table(heads, lines)
+
+
+def summary(rows: Iterable[Compared]) -> str:
+    """The comparisons within a factor of 1.5, by kind of layer, in Markdown."""
+    groups = defaultdict[tuple[str, ...], list[float]](list)
+    for row in rows:
+        groups[(*row.group, row.format)].append(row.ratio)
+    lines = []
+    for (kind, weights, rate, name), ratios in sorted(groups.items(), key=lambda item: item[0][1:3] + item[0][:1]):
+        within = sum(1 / 1.5 <= ratio <= 1.5 for ratio in ratios)
+        extent = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        lines.append([kind, weights, rate, name.upper(), f"{within} of {len(ratios)}", extent])
+    heads = ("layers", "weights", "learning rate", "format", "within 1.5", "predicted / measured")
+    return markdown.table(heads, lines[::-1])
+
+
+def committed() -> str:
+    """The summary of the committed logs."""
+    return summary(compared())
 
 
 def _shares(row: dict[str, Any], weights: Weights | None) -> tuple[float, float]:
@@ -81,7 +121,7 @@ def _shares(row: dict[str, Any], weights: Weights | None) -> tuple[float, float]
     step = one_step(optimizer, row["kind"] not in TABLES, row["step"])
     if random:
         step = step._replace(moved=None)
-    share = changed(step.times(row["learning_rate"]), weights or normal(row.get("spread", normal().spread)))
+    share = changed(step.times(row["learning_rate"]), weights or normal(row.get("spread", SPREAD)))
     rows = ROWS if row["kind"] == "embedding" and not random and row["policy"] != "smollm2" else 1.0
     return rows * share.bf16, share.codes
 
@@ -169,7 +209,8 @@ def main() -> None:
         sample(policy, Path(folder))
     if given.train:
         train()
-    print(compared())
+    rows = compared()
+    print(table(rows), summary(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import above_graphs  # noqa: E402
 import aic_search  # noqa: E402
 import anchored  # noqa: E402
+import change_ratios  # noqa: E402
 import correction_speed  # noqa: E402
 import host_loop  # noqa: E402
 import inside  # noqa: E402
@@ -162,6 +163,7 @@ def blocks() -> dict[str, str]:
     made["kept sets"] = kept_sets()
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()
+    made["predicted change ratios"] = change_ratios.committed()
     made["probe of smollm2"] = probe.table(probe.SMOLLM2)
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
