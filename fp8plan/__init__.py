@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fp8plan.model.workload import Workload as Workload
     from fp8plan.runtime.controller.laws import AdaptiveThresholds as AdaptiveThresholds
     from fp8plan.runtime.controller.laws import ConstantThresholds as ConstantThresholds
+    from fp8plan.runtime.controller.laws import LevelThresholds as LevelThresholds
     from fp8plan.runtime.controller.least_error import LeastErrorThresholds as LeastErrorThresholds
     from fp8plan.runtime.controller.state import AlarmLimits as AlarmLimits
     from fp8plan.runtime.correction.correct import Correction as Correction
@@ -85,7 +86,7 @@ _HOME = {
         "model.tune.search": "tune",
         "model.validate.records": "read_records recorded_workload",
         "model.workload": "Batch Fixed LogNormal Trace Workload",
-        "runtime.controller.laws": "AdaptiveThresholds ConstantThresholds",
+        "runtime.controller.laws": "AdaptiveThresholds ConstantThresholds LevelThresholds",
         "runtime.controller.least_error": "LeastErrorThresholds",
         "runtime.controller.state": "AlarmLimits",
         "runtime.correction.correct": "correct Correction",

@@ -29,7 +29,7 @@ import fp8plan  # noqa: E402
 from fp8plan.cli.console import app  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
 from fp8plan.model.validate.validate import validate  # noqa: E402
-from fp8plan.runtime.controller.laws import AdaptiveThresholds, Decision  # noqa: E402
+from fp8plan.runtime.controller.laws import Decision, LevelThresholds  # noqa: E402
 
 PAGES = readme.pages()
 # Read as files, not as pages of the site: `make docs` checks the links of the site.
@@ -125,8 +125,8 @@ def test_the_snippets_of_python_name_what_there_is(code: str) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("law", [AdaptiveThresholds(), AdaptiveThresholds(tis=None, band=(0.5, 5.0))])
-def test_the_thresholds_at_each_kl_are_those_that_the_page_shows(law: AdaptiveThresholds) -> None:
+@pytest.mark.parametrize("law", [LevelThresholds(), LevelThresholds(tis=None, band=(0.5, 5.0))])
+def test_the_thresholds_at_each_kl_are_those_that_the_page_shows(law: LevelThresholds) -> None:
     """As the KL grows: 20 batches at each of its values."""
     state, cells = law.initial(), []
     for kl in (0.0001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0):

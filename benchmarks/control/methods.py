@@ -12,7 +12,7 @@ from benchmarks.control.baselines import CONSTANTS, GRID, by_staleness
 from benchmarks.control.observed import Observed
 from benchmarks.control.scenarios import Scenario
 from benchmarks.control.simulate import Bound, Method, Mixed
-from fp8plan.runtime.controller.laws import AdaptiveThresholds, ControllerState, LeastErrorThresholds
+from fp8plan.runtime.controller.laws import ControllerState, LeastErrorThresholds, LevelThresholds
 
 Factory = Callable[[], Method]
 Rule = Callable[[Observed], Bound]
@@ -30,7 +30,7 @@ def of_batch(rule: Rule) -> Factory:
     return lambda: lambda scenario, step, seed, seen: rule(seen)
 
 
-def controlled(settings: AdaptiveThresholds | LeastErrorThresholds) -> Factory:
+def controlled(settings: LevelThresholds | LeastErrorThresholds) -> Factory:
     """One of fp8plan's controllers, one state for each seed."""
 
     def make() -> Method:
@@ -97,8 +97,8 @@ def methods(noise_tokens: float) -> dict[str, Factory]:
         **{name: constant(bound) for name, bound in CONSTANTS.items()},
         "staleness": lambda: lambda scenario, step, seed, seen: by_staleness(scenario, step),
         "icepop [0.5, 5]": constant(BAND),
-        "adaptive": controlled(AdaptiveThresholds()),
-        "adaptive band": controlled(AdaptiveThresholds(tis=None, band=BAND)),
+        "adaptive": controlled(LevelThresholds()),
+        "adaptive band": controlled(LevelThresholds(tis=None, band=BAND)),
         "least error": controlled(informed),
         "least error, noise unknown": controlled(LeastErrorThresholds()),
         "least error, noise x4": controlled(replace(informed, noise_tokens=4 * noise_tokens)),
@@ -106,8 +106,8 @@ def methods(noise_tokens: float) -> dict[str, Factory]:
         "least error band": controlled(replace(informed, tis=None, band=BAND)),
         "law: least error, slow to relax": controlled(replace(informed, slew=(4.0, 1.15))),
         "law: least error, slow to tighten": controlled(replace(informed, slew=(1.15, 4.0))),
-        "law: adaptive at half the gain": controlled(AdaptiveThresholds(gain=0.1)),
-        "law: adaptive at twice the gain": controlled(AdaptiveThresholds(gain=0.4)),
+        "law: adaptive at half the gain": controlled(LevelThresholds(gain=0.1)),
+        "law: adaptive at twice the gain": controlled(LevelThresholds(gain=0.4)),
         "law: tighten with KL": of_batch(lambda seen: schedule(seen, 2.0, -0.2, (1.2, 2.0))),
         "law: relax with KL": of_batch(lambda seen: schedule(seen, 1.2, 0.4, (1.2, 8.0))),
         "law: 3% clipped": of_batch(lambda seen: falling_root(lambda c: seen.clipped_mass(c) - 0.03)),

@@ -59,7 +59,7 @@ Made by `python -m benchmarks.control.run`. Squared error of the corrected gradi
 variance), **relative to token TIS at C=2**: below 1 is better. KL is k3 per token, mean over the run. The gradient's
 noise scale, measured without mismatch, is {noise:.0f} tokens; a batch has 12 tokens per sequence.
 
-`adaptive` is AdaptiveThresholds, whose C tightens as the KL rises above its target (0.01 here).
+`adaptive` is LevelThresholds, whose C tightens as the KL rises above its target (0.01 here).
 `least error` is LeastErrorThresholds, which is made for the figure of this table and told the noise scale, or not.
 """
 BESTS = """`best fixed`: the best constant C in hindsight, for this scenario and batch size. `best each step`: the best

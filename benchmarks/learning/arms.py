@@ -6,12 +6,19 @@ as vLLM has no blockwise kernel for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, Controller, LeastErrorThresholds
-from fp8plan.runtime.correction.settings import CorrectionSettings, Thresholds
+from fp8plan.runtime.controller.laws import (
+    AdaptiveThresholds,
+    ConstantThresholds,
+    Controller,
+    LeastErrorThresholds,
+    LevelThresholds,
+)
+from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode, Thresholds
 
 FP8: Final = {"cpu": "fp8_kv", "cuda": "fp8_block+fp8_kv"}
 
@@ -36,12 +43,37 @@ def _constant(c: float) -> Correction:
 TIS: Final = CorrectionSettings(thresholds=Thresholds(2.0))
 # The constants but 2 tell a law that moves C from a law that only ends at a better C.
 CONSTANTS: Final = {"tis": 2.0, "tis_1.1": 1.1, "tis_1.4": 1.4, "tis_5": 5.0}
-CORRECTIONS: Final = {
+# Token weights, as truncated importance sampling. "adaptive" is the name of LevelThresholds in logs of before.
+TRUNCATED: Final = {
     "none": Correction(CorrectionSettings(level=None), ConstantThresholds(), follow=False),
     **{name: _constant(c) for name, c in CONSTANTS.items()},
-    "adaptive": Correction(TIS, AdaptiveThresholds(), follow=True),
+    "adaptive": Correction(TIS, LevelThresholds(), follow=True),
     "least_error": Correction(TIS, LeastErrorThresholds(), follow=True),
+    "news": Correction(TIS, AdaptiveThresholds(), follow=True),
+    "news_free": Correction(TIS, AdaptiveThresholds(limit_kl=1.0), follow=True),  # relaxes up to a KL of 1
 }
+# Masks, each with one band in its own units: MIS has that of the hooks' default, IcePop that of its paper. A mean over
+# few tokens spreads more than the [0.999, 1.001] for thousands, so the geometric band is about as wide as its spread.
+BANDS: Final[dict[str, tuple[Level, Mode, tuple[float, float]]]] = {
+    "mis": ("token", "mis", (0.5, 2.0)),
+    "icepop": ("token", "icepop", (0.5, 5.0)),
+    "geometric": ("geometric", "mis", (0.8, 1.25)),
+}
+
+
+def _masks(level: Level, mode: Mode, band: tuple[float, float]) -> tuple[Correction, Correction]:
+    """A mask with a constant band, and with that of AdaptiveThresholds."""
+    settings = CorrectionSettings(level, mode, Thresholds(None, band))
+    constant = Correction(settings, ConstantThresholds(None, band), follow=False)
+    return constant, Correction(settings, AdaptiveThresholds(None, band), follow=True)
+
+
+MASKS: Final = {
+    name: correction
+    for mask, ways in BANDS.items()
+    for name, correction in zip((mask, f"{mask}_news"), _masks(*ways), strict=True)
+}
+CORRECTIONS: Final = TRUNCATED | MASKS
 
 # Scenario -> relative noise of the weights that are sent to the engine, by the share of the run that is over. The
 # trainer's own stay clean: what the engine samples then really comes from another policy.
@@ -52,12 +84,16 @@ GROWN: Final = 0.6
 LASTING: Final = {"lasting": GROWN, "moderate": 0.3}
 RISE: Final = 0.3
 SPIKE, SPIKES, SPIKE_WIDTH = 0.8, (0.25, 0.5, 0.75), 0.02
+# Two happen without noise. "staler": in each quarter of a run rollouts are up to twice as old, at last 8 steps.
+# "broken": from the middle on, BROKEN_STEPS syncs leave the first layer as it was before the run.
+QUARTERS, BROKEN_AT, BROKEN_STEPS = 4, 0.5, 5
+NOISELESS: Final = ("benign", "staler", "broken")
 
 
 def strength(scenario: str, step: int, steps: int) -> float:
     """Noise of the weights as a share of each matrix's RMS. Raises ConfigError for a scenario that there is not."""
     at = step / steps
-    if scenario == "benign":
+    if scenario in NOISELESS:
         return 0.0
     if scenario == "growing":
         return GROWN * at
@@ -65,7 +101,13 @@ def strength(scenario: str, step: int, steps: int) -> float:
         return LASTING[scenario] * min(1.0, at / RISE)
     if scenario == "spiking":
         return SPIKE if any(start <= at < start + max(SPIKE_WIDTH, 1 / steps) for start in SPIKES) else 0.0
-    raise ConfigError(f"mismatch is {scenario!r}; allowed: benign, growing, lasting, moderate, spiking")
+    raise ConfigError(f"mismatch is {scenario!r}; allowed: benign, growing, lasting, moderate, spiking, staler, broken")
+
+
+def broken(scenario: str, step: int, steps: int) -> bool:
+    """True if the sync after this many steps leaves out the first layer."""
+    first = int(BROKEN_AT * steps)
+    return scenario == "broken" and first <= step < first + BROKEN_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +117,7 @@ class Arm:
     precision:      a preset, or "fp8": FP8 of the device
     correction:     a name in CORRECTIONS
     kv_scales:      "measured" after each sync, or "unit": 1.0, as vLLM leaves them
-    mismatch:       a scenario of `strength`
+    mismatch:       a scenario of `strength`, `stale` or `broken`
     updates:        optimiser steps on each rollout
     sync_every:     steps between two syncs: above 1, rollouts are stale
     rate:           times the policy's learning rate
@@ -95,9 +137,10 @@ class Arm:
         """The name of the precision on a device, "cpu" or "cuda"."""
         return FP8[device] if self.precision == "fp8" else self.precision
 
-    def stale(self, step: int) -> bool:
-        """True if no sync follows this step (0, 1, ...)."""
-        return (step + 1) % self.sync_every != 0
+    def stale(self, step: int, steps: int) -> bool:
+        """True if no sync follows this step (0, 1, ...) of a run."""
+        every = 2 ** (QUARTERS * step // steps) if self.mismatch == "staler" else self.sync_every
+        return (step + 1) % every != 0
 
 
 MAIN: Final = {
@@ -109,12 +152,24 @@ MAIN: Final = {
     "fp8-least-error": Arm(correction="least_error"),
     "fp8-unit-kv": Arm(kv_scales="unit"),
 }
-# Each controller under each scenario.
-CONTROL: Final = {
-    f"{scenario}-{name.replace('_', '-')}": Arm(correction=name, mismatch=scenario)
-    for scenario in ("growing", *LASTING, "spiking")
-    for name in CORRECTIONS
-}
+
+
+def _under(scenarios: Iterable[str], corrections: Iterable[str]) -> dict[str, Arm]:
+    """Each correction under each scenario."""
+    return {
+        f"{scenario}-{name.replace('_', '-')}": Arm(correction=name, mismatch=scenario)
+        for scenario in scenarios
+        for name in corrections
+    }
+
+
+CONTROL: Final = _under(("growing", *LASTING, "spiking", "staler", "broken"), TRUNCATED)
+# The runs of evidence/news.md, in the order in which they are made.
+JUDGED: Final = ("lasting", "growing", "spiking", "staler", "broken")
+NEWS: Final = _under(JUDGED, ("none", "tis", "tis_1.4", "adaptive", "news", "news_free"))
+NEWS_MORE: Final = _under(("benign",), ("none", "tis", "tis_1.4", "adaptive", "least_error", "news", "news_free"))
+NEWS_MORE.update(_under(JUDGED, ("least_error",)))
+NEWS_MASKS: Final = _under(("lasting", "growing", "staler", "broken"), MASKS)
 # Where plain FP8 may begin to do harm, each with the BF16 that it is held against.
 HARDER: Final = {"high-rate": {"rate": 4.0}, "4-updates": {"updates": 4}, "stale": {"sync_every": 4}}
 MAP: Final = {
@@ -126,8 +181,10 @@ MAP: Final = {
         ("fp8-adaptive", "fp8", "adaptive"),
     )
 }
-GROUPS: Final = {"main": MAIN, "control": CONTROL, "map": MAP}
-ARMS: Final = MAIN | CONTROL | MAP
+GROUPS: Final = {
+    "main": MAIN, "control": CONTROL, "map": MAP, "news": NEWS, "news-more": NEWS_MORE, "news-masks": NEWS_MASKS
+}  # fmt: skip
+ARMS: Final = MAIN | CONTROL | NEWS_MORE | NEWS_MASKS | MAP
 BASELINES: Final = {f"{name}-{what}": f"{name}-bf16" for name in HARDER for what in ("bf16", "fp8", "fp8-adaptive")}
 
 

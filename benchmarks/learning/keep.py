@@ -24,6 +24,10 @@ from fp8plan import jsonl, schemas
 KEPT: Final = ("predicted.json", "done.json", "drill.json")
 OF_MODEL: Final = ("training.json", "config.json")  # with its config, `validate` can say again what was to be expected
 LOGS: Final = ("run.jsonl", "steps.jsonl", "changes.jsonl", "events.jsonl")
+COSTS: Final = {  # name of a column -> metric
+    "high": schemas.BAND_HIGH, "clipped_mass": schemas.CLIPPED_MASS, "lost_tokens": schemas.LOST_TOKENS,
+    "ess": schemas.ESS, "ess_raw": schemas.ESS_RAW, "news": schemas.NEWS,
+}  # fmt: skip
 OF_SPEED: Final = ("prompt_lengths", "response_lengths", "prompt_ids", "guard")
 
 
@@ -64,7 +68,7 @@ def keep(run: RunFolder, target: Path) -> None:
 
 
 def figures(run: RunFolder) -> dict[str, Any]:
-    """Rewards before and after a run, and of each step: the reward in training, the KL, C, and the precision."""
+    """Rewards before and after a run, and of each step: the reward in training, the KL, C, its cost, the precision."""
     metrics = [row["metrics"] for row in run.rows("run.jsonl")]
     steps = run.rows("steps.jsonl")
     return {
@@ -74,8 +78,14 @@ def figures(run: RunFolder) -> dict[str, Any]:
         "reward": [round(row["reward"], 3) for row in steps],
         "kl_k3": [float(f"{one[schemas.K3]:.3g}") for one in metrics],
         "tis": [None if one.get(schemas.TIS) is None else round(one[schemas.TIS], 3) for one in metrics],
+        **{name: [_digits(one.get(metric)) for one in metrics] for name, metric in COSTS.items()},
         "precision": [row["precision"] for row in steps],
     }
+
+
+def _digits(number: float | None) -> float | None:
+    """Three digits of a number."""
+    return None if number is None else float(f"{number:.3g}")
 
 
 if __name__ == "__main__":

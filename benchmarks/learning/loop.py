@@ -17,7 +17,7 @@ import torch
 
 import fp8plan
 from benchmarks.learning import changes, predicted
-from benchmarks.learning.arms import CORRECTIONS, Arm, strength
+from benchmarks.learning.arms import CORRECTIONS, Arm, broken, strength
 from benchmarks.learning.grpo import Sample, batch_of, samples_of
 from benchmarks.learning.policies.make import task_of
 from benchmarks.learning.policies.table import policy_named
@@ -87,6 +87,7 @@ class Loop:
             settings.checkpoint, settings.device, self.rate, settings.temperature, settings.clip, settings.max_norm,
             settings.micro_tokens, policy_named(settings.policy).frozen_layers,
         )  # fmt: skip
+        self.first = self.trainer.tensors() if arm.mismatch == "broken" else {}
         self.gpu = find_gpu("cpu" if settings.device == "cpu" else "auto")
         self.limits, pool = predicted.limits_of(self.gpu, self.task, settings.memory / settings.at_once)
         self.precision = arm.preset(settings.device) if saved is None else saved["precision"]
@@ -151,7 +152,7 @@ class Loop:
         trained = self.trainer.clock()
         if self.correction.follow:
             self.follow(found)
-        if not self.arm.stale(self.step - 1) or not self.engine.serving:
+        if not self.arm.stale(self.step - 1, self.settings.steps) or not self.engine.serving:
             self.sync(strength(self.arm.mismatch, self.step, self.settings.steps))
         ended = self.trainer.clock()
         row = {"step": self.step, "date": now(), "reward": mean, "response_tokens": int(batch.mask.sum())}
@@ -196,7 +197,10 @@ class Loop:
 
     def tensors(self, noise: float) -> dict[str, torch.Tensor]:
         """The tensors that are sent to the engine. noise: as a share of each matrix's RMS"""
-        return self.trainer.tensors(noise, self.seed * 100_003 + self.step)
+        sent = self.trainer.tensors(noise, self.seed * 100_003 + self.step)
+        if not broken(self.arm.mismatch, self.step, self.settings.steps):
+            return sent
+        return sent | {name: tensor for name, tensor in self.first.items() if ".layers.0." in name}
 
     def sync(self, noise: float) -> None:
         """Make the policy's weights serve. What fails, or is not there afterwards, is sent again."""

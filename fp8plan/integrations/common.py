@@ -44,7 +44,7 @@ class TrainerSettings(msgspec.Struct, frozen=True):
 
     plan:       path of a plan's JSON
     thresholds: "constant", or "adaptive" (AdaptiveThresholds)
-    target_kl:  KL in nats per token up to which adaptive thresholds stay; null: as the plan expects, or the law's own
+    target_kl:  KL in nats per token that is no news to adaptive thresholds; null: as the plan expects, or the law's own
     limit_kl:   KL in nats per token above which the alarm sounds; null: likewise
     run_file:   path of a file for `fp8plan monitor`; null: none is written
     """

@@ -124,8 +124,9 @@ some = torch.nn.Parameter(torch.ones(1))
 some.grad = torch.ones(1)
 optimiser = torch.optim.SGD([some])
 chance = torch.Generator().manual_seed(rank)
-shared = running(HookSettings(thresholds="adaptive", run_file=folder + "/shared.jsonl"))
-alone = running(HookSettings(thresholds="adaptive", run_file=folder + "/alone.jsonl", share=False))
+adaptive = {"thresholds": "adaptive", "target_kl": 0.001}
+shared = running(HookSettings(**adaptive, run_file=folder + "/shared.jsonl"))
+alone = running(HookSettings(**adaptive, run_file=folder + "/alone.jsonl", share=False))
 found = []
 for step in range(4):
     for _ in range(1 + rank):  # ranks may have different numbers of micro-batches

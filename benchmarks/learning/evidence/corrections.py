@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from benchmarks.learning.arms import ARMS, CONTROL, CORRECTIONS
+from benchmarks.learning.arms import ARMS, CORRECTIONS
 from benchmarks.learning.evidence.learnt import LATE, Runs, by_arm, rewards_after, rewards_late
 from benchmarks.learning.evidence.places import H100, H200, H200_BROKEN_OFF, LARGE_BATCHES, SMALL_BATCHES
 from benchmarks.learning.evidence.seeds import apart, mean
@@ -24,6 +24,7 @@ from fp8plan.runtime.controller.laws import ConstantThresholds
 
 USUAL: Final = "tis"  # the correction that others are held against: token TIS at C = 2
 LAWS: Final = ("none", "adaptive", "least_error")
+MASKS: Final = {"mis": "MIS", "icepop": "IcePop"}
 
 
 def corrected(path: Path) -> str:
@@ -49,12 +50,16 @@ def _rows(path: Path) -> dict[str, dict[Hashable, dict[str, Any]]]:
 
 def _corrected(runs: Mapping[str, Mapping[Hashable, dict[str, Any]]]) -> Iterator[list[str]]:
     after = _after(runs)
-    for arm in (name for name in CONTROL if name in runs):
+    for arm in (name for name in ARMS if name in runs):
         scenario, correction, rows = ARMS[arm].mismatch, ARMS[arm].correction, runs[arm].values()
         kls, bounds = ([x for row in rows for x in last_tenth(row[name])] for name in ("kl_k3", "tis"))
         cells = [scenario, _name(correction), str(len(rows)), mean([row["reward_before"] for row in rows])]
         cells += [mean(list(after[arm].values())), apart(after[arm], after.get(_arm(scenario, USUAL), {}))]
-        yield [*cells, f"{fmean(kls):.2g}", UNSEEN if correction == "none" else f"{fmean(bounds):.2f}"]
+        yield [
+            *cells,
+            f"{fmean(kls):.2g}",
+            UNSEEN if None in bounds or correction == "none" else f"{fmean(bounds):.2f}",
+        ]
 
 
 def _after(runs: Mapping[str, Mapping[Hashable, dict[str, Any]]]) -> dict[str, dict[Hashable, float]]:
@@ -118,7 +123,7 @@ def laws() -> str:
     """A line for each setting, in Markdown: rewards with no correction and with each law, less those of C = 2.
 
     Means over the seeds that both have, with their standard errors. The seeds are those that C = 2 shares with
-    `AdaptiveThresholds`; k3 is that of C = 2 over the last ten steps.
+    `LevelThresholds`; k3 is that of C = 2 over the last ten steps.
     """
     heads = ("runs", "batch", "mismatch", "seeds", "k3 at last", *map(_name, LAWS))
     measured = {measure: measure() for measure in dict.fromkeys(setting.measure for setting in SETTINGS)}
@@ -140,7 +145,11 @@ def _arm(mismatch: str, correction: str) -> str:
 
 def _name(correction: str) -> str:
     """A correction as the pages call it."""
-    law = CORRECTIONS[correction]
-    if isinstance(law.controller, ConstantThresholds):
-        return "none" if law.settings.level is None else f"token TIS, C = {law.controller.tis:g}"
-    return f"`{type(law.controller).__name__}`"
+    settings, law = CORRECTIONS[correction].settings, CORRECTIONS[correction].controller
+    level, mode = settings.level, settings.mode
+    way = "" if mode == "tis" else f"{level} {MASKS[mode]}, "
+    if isinstance(law, ConstantThresholds):
+        bounds = f"C = {law.tis:g}" if law.band is None else "[{:g}, {:g}]".format(*law.band)
+        return "none" if level is None else f"{way or 'token TIS, '}{bounds}"
+    relaxing = f" up to a KL of {law.limit_kl:g}" if law.limit_kl != type(law)().limit_kl else ""
+    return f"{way}`{type(law).__name__}`{relaxing}"

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Final
 
 _HERE: Final = Path(__file__).parents[1]
-# The tiny policy's runs, of 512 sequences a step and of 32.
-LARGE_BATCHES, SMALL_BATCHES = (
-    _HERE / "cpu" / "tiny-qk-norm" / name for name in ("control.jsonl", "small_batches.jsonl")
+# The tiny policy's runs, of 512 sequences a step and of 32, and those of evidence/news.md.
+LARGE_BATCHES, SMALL_BATCHES, NEWS = (
+    _HERE / "cpu" / "tiny-qk-norm" / name for name in ("control.jsonl", "small_batches.jsonl", "news.jsonl")
 )
 # Runs that shared a GPU: those that are whole, and those that the end of a lease broke off.
 H200, H100 = (_HERE / gpu / "shared" for gpu in ("h200", "h100"))

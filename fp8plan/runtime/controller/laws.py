@@ -5,10 +5,11 @@
     thresholds, state, decided = controller.update(state, mismatch)           pure; thresholds for this very batch
     state = controller.resume(ControllerState.from_dict(saved), controller.initial(plan))        from state.to_dict()
 
-Three laws share this protocol (docs/evidence/thresholds.md compares them):
+Four laws share this protocol (docs/evidence/thresholds.md compares them):
 
 ConstantThresholds    the default
-AdaptiveThresholds    tighter as the KL rises above its target, at every level
+AdaptiveThresholds    tighter while the KL is news, that is above its own recent past
+LevelThresholds       tighter as the KL rises above a fixed target, for as long as it stays there
 LeastErrorThresholds  the least squared error of one step's gradient; looser as the mismatch grows
                       (controller/least_error.py)
 
@@ -17,37 +18,36 @@ Figures that are not numbers move nothing. Alarms go into the log beside every d
 decision escalates: first to a recalibration of the KV scales, then to the guard's step down
 (`engine.apply(step.verdict, step.decided.escalate)`).
 
-The law of AdaptiveThresholds. `reach` is the distance of the thresholds from 1, as a share of the initial distance:
-log C = reach x log C0, and both ends of a band likewise. So one law serves C = 2, a band of [0.5, 5] and a geometric
-band of [0.999, 1.001]. With KL for the smoothed robust k3 per token, the law is
+The law of AdaptiveThresholds. KL is the smaller of this batch's robust k3 per token and the smoothed one. The baseline
+is the median of the last `memory` batches, and never below what is expected. News is their ratio:
+
+    news  = KL / max(median of the last batches, target_kl)
+    reach = (quiet / news) ^ gain      within [narrowest, 1]; 1 up to `quiet`
+
+A spike, a bad sync and a growing KL are news. A level that stays for half of `memory` batches is the baseline, so that
+the thresholds return to where they began. Above `limit_kl` they do not relax: each step counts towards an escalation.
+
+The law of LevelThresholds. With the smoothed KL:
 
     reach = (target_kl / KL) ^ gain     within [narrowest, 1]; 1 up to the target
 
-The log ratios of tokens spread as sqrt(KL): a gain of 0.5 would cut at a constant number of standard deviations.
-
-A dead band, a slew limit (fast to tighten, slow to relax) and two limits bound this map. In each batch, at the level of
-the thresholds, at most `max_clipped` of the weight is cut away and at least `min_kept` of the tokens stay. Tightening
-stops short of these limits. If a batch still passes them, a band widens at once, just far enough to keep `min_kept`,
-and never beyond its beginning. If even the initial band keeps less, band and C stay: they would otherwise be widest
-under the worst mismatch.
-
-The decision is AT_BOUND if the KL is above its target, and a limit stops the thresholds or they are as tight as they
-get. After `patience` such steps in a row the decision also escalates.
+controller/reach.py has the meaning of `reach`, and the bounds within which both laws move.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fp8plan.checks import Range
+from fp8plan.checks import Range, in_range, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.controller.least_error import LeastErrorThresholds
 from fp8plan.runtime.controller.noise import noise_scale
+from fp8plan.runtime.controller.reach import Asked, State, Tightening, at_reach, check_start
 from fp8plan.runtime.controller.state import (
     AdaptiveState,
     Alarm,
@@ -56,6 +56,7 @@ from fp8plan.runtime.controller.state import (
     Decided,
     Decision,
     Escalation,
+    LevelState,
     Update,
     alarms,
     beginning,
@@ -72,203 +73,156 @@ from fp8plan.runtime.correction.settings import Thresholds
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
-    from fp8plan.runtime.mismatch.metrics import Mismatch, Ratios
+    from fp8plan.runtime.mismatch.metrics import Mismatch
 
-LEVELS: Final = ("token", "sequence", "geometric")
-STEPS: Final = 33  # values of reach, from the narrowest to 1, of which the limits choose one: coarser than one token
-OUTLIERS: Final = 2  # tokens, or sequences, by which tightening stays away from the limits: one of them moves nothing
 PATIENCE: Final = 3  # batches that an escalation of ConstantThresholds has to help, before the next one
-RANGES: Final[dict[str, Range]] = {
-    "target_kl": (lambda x: 0 < x < np.inf, "a finite number above 0, or None"),
-    "gain": (lambda x: 0 < x < np.inf, "a finite number above 0"),
-    "narrowest": (lambda x: 0 < x <= 1, "a share above 0, 1 at most"),
-}
+EXPECTED: Final = RiskBudget().low_kl  # nats per token, where nothing else is expected
+QUIET: Final[dict[str, Range]] = {"quiet": (lambda x: 1 <= x < np.inf, "a finite factor of 1 or more")}
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveThresholds:
-    """Thresholds that tighten as the observed KL rises above its target.
+class AdaptiveThresholds(Tightening):
+    """Thresholds that tighten while the observed KL is news, and return once its level has stayed.
 
     The docstring of fp8plan.runtime.controller.laws has the law. KL is the robust k3 in nats per token.
 
     tis, band:   initial thresholds on pi_train / pi_rollout; None: not controlled. A plan's come first
     level:       the ratios that they bound: "token", "sequence" or "geometric"; Monitor passes that of its settings
-    target_kl:   KL up to which the thresholds keep their initial values; None: up to thrice a plan's expectation, or
-                 0.01 without a plan
-    gain:        exponent of the law: log thresholds go with KL ^ -gain. At 30 times the target, 0.2 halves them
+    target_kl:   KL that is no news, and the baseline before there are batches; None: thrice a plan's expectation, and
+                 at least 0.01, the KL of a low risk
+    gain:        exponent of the law: log thresholds go with news ^ -gain
     narrowest:   smallest share of their initial log distance from 1
     max_clipped: largest share of the weight that tightening may cut away (TIS)
     min_kept:    smallest share of the tokens that a tightened band may keep
     slew:        (tighten, relax): largest factors by which the log distance changes in one step
     dead_band:   smaller factors change nothing, unless they lead back to the beginning
     warm_up:     number of batches that get the initial thresholds
-    patience:    steps at a bound before each escalation
-    limit_kl:    KL above which the KL alarm sounds, unless a plan predicts more
+    patience:    steps at a bound, or above limit_kl, before each escalation
+    limit_kl:    KL above which the thresholds do not relax and the KL alarm sounds, unless a plan predicts more
     limits:      levels of the other alarms
+    memory:      batches whose median is the baseline; a level becomes the baseline after half of them
+    quiet:       news up to which the thresholds keep their initial values
 
     Raises ConfigError, when made, for values that are out of range.
     """
 
-    tis: float | None = 2.0
-    band: tuple[float, float] | None = None
-    level: Ratios = "token"
-    target_kl: float | None = None
-    gain: float = 0.2
-    narrowest: float = 0.4
-    max_clipped: float = 0.5
-    min_kept: float = 0.5
-    slew: tuple[float, float] = (2.0, 1.05)
-    dead_band: float = 1.05
-    warm_up: int = 1
-    patience: int = 3
-    limit_kl: float = 0.03
-    limits: AlarmLimits = field(default_factory=AlarmLimits)
+    gain: float = 0.5
+    slew: tuple[float, float] = (2.0, 1.1)
+    memory: int = 40
+    quiet: float = 1.5
 
     def __post_init__(self) -> None:
-        _check_start(self.tis, self.band)
-        if self.tis is None and self.band is None:
-            raise ConfigError("tis and band are None; allowed: one to control, or ConstantThresholds(None)")
-        if self.level not in LEVELS:
-            raise ConfigError(f"level is {self.level!r}; allowed: {', '.join(LEVELS)}")
-        check_law(self, RANGES)
+        Tightening.__post_init__(self)
+        in_range(self, QUIET)
+        whole("memory", self.memory)
 
     def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> AdaptiveState:
         """The state before the first batch. A plan gives initial thresholds and the expected KL.
 
         choice: the plan's choice that runs; None: the one it chose
 
+        The baseline begins at `target_kl` or the plan's KL; with neither, at the first batch's.
         Raises ConfigError for a plan with thresholds that cannot tighten, or without such a choice.
         """
-        tis, band = beginning(plan, self.level, self.tis, self.band)
-        _check_start(tis, band)
+        state = _begun(self, AdaptiveState(), plan, choice)
         predicted = predicted_kl(plan, choice)
-        return AdaptiveState(
-            tis=tis, band=band, start_tis=tis, start_band=band,
-            target_kl=self.target_kl or predicted or RiskBudget().low_kl, limit_kl=max(self.limit_kl, predicted),
-        )  # fmt: skip
+        target = self.target_kl or max(predicted, EXPECTED)
+        recent = (target,) * self.memory if self.target_kl or predicted else ()
+        return replace(state, target_kl=target, recent=recent)
 
     def resume(self, saved: ControllerState, fresh: AdaptiveState) -> AdaptiveState:
         """A saved state with the beginning, the target and the bounds of `fresh`, a new state of `initial`.
 
         Only the KL of another law's state counts; the thresholds are the initial ones then.
 
-        Raises ConfigError if the state controls other thresholds than these settings.
+        Raises ConfigError if the state controls other thresholds than these settings, and for one of LevelThresholds.
         """
-        state = resumed(saved, fresh)
-        reach = saved.reach if isinstance(saved, AdaptiveState) else 1.0
-        return _at(state, min(max(reach, self.narrowest), 1.0))
+        if isinstance(saved, LevelState):
+            raise ConfigError(
+                "the saved state is of LevelThresholds, which were AdaptiveThresholds when it was saved; allowed: "
+                "Monitor(controller=LevelThresholds(...)) to go on with it, or a new state"
+            )
+        state = _resumed(self, saved, fresh)
+        return replace(state, recent=saved.recent[-self.memory :]) if isinstance(saved, AdaptiveState) else state
 
     def update(self, state: AdaptiveState, mismatch: Mismatch) -> Update:
         """Thresholds for this very batch, the next state, and the decision with its reason."""
-        if not usable(mismatch):
-            return Thresholds(state.tis, state.band), state, no_data(mismatch, self.limits)
-        seen = observed(state, mismatch)
-        sounding = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
-        if seen.steps <= self.warm_up:
-            reason = f"step {seen.steps} of {self.warm_up} with the initial thresholds"
-            return Thresholds(seen.tis, seen.band), seen, Decided(Decision.WARM_UP, reason, sounding)
-        now, wanted = seen.reach, self._wanted(seen, seen.kl or 0.0)
-        floor, why = self._least_reach(seen, mismatch, self._spared(mismatch))
-        free = self._slewed(now, max(wanted, min(floor, now)))
-        least, _ = self._least_reach(replace(seen, start_tis=None), mismatch)  # of the band, which loses tokens
-        new = _at(seen, max(free, least) if least <= 1.0 else free)
-        passed = self._lost(new, mismatch, 0.0)
-        bound = self._bound(new, mismatch, passed or (why if new.reach > self._slewed(now, wanted) else ""))
-        strained = strain(seen.strained, bool(bound), Alarm.BROKEN in sounding, self.patience)
-        decided = Decided(*_said(seen, new, bound), sounding, escalation(strained, self.patience))
-        return Thresholds(new.tis, new.band), replace(new, strained=strained), decided
+        thresholds, new, decided = Tightening.update(self, state, mismatch)
+        if isinstance(new, AdaptiveState) and decided.decision is not Decision.NO_DATA:
+            new = replace(new, recent=(*state.recent, mismatch.k3_robust)[-self.memory :])
+        return thresholds, new, decided
 
-    def _wanted(self, state: AdaptiveState, kl: float) -> float:
-        """The law's reach for a KL."""
-        if kl <= state.target_kl:
-            return 1.0
-        return max(float((state.target_kl / kl) ** self.gain), self.narrowest)
+    def _asked(self, state: AdaptiveState, mismatch: Mismatch) -> Asked:
+        """The reach for the news of this batch. The baseline is of the batches before."""
+        kl = min(mismatch.k3_robust, state.kl or 0.0)
+        baseline = max(median(state.recent or (kl,)), state.target_kl)
+        news, beyond = kl / baseline, kl > state.limit_kl
+        reach = sure = 1.0 if news <= self.quiet else float((self.quiet / news) ** self.gain)
+        fact = f"KL {kl:.2g} is {news:,.1f} times its baseline of {baseline:.2g}"
+        if beyond:
+            reach, fact = min(reach, state.reach), f"{fact} and above its limit of {state.limit_kl:.2g}"
+        return Asked(reach, sure, fact, beyond, {"baseline": baseline, "news": news})
 
-    def _slewed(self, now: float, wanted: float) -> float:
-        """The reach after one step from `now` towards `wanted`. It never falls as `wanted` rises."""
-        if wanted < 1.0 and now / self.dead_band <= wanted <= now * self.dead_band:
-            return now
-        return min(max(wanted, now / self.slew[0]), now * self.slew[1])
 
-    def _spared(self, mismatch: Mismatch) -> float:
-        """The share by which tightening stays away from the limits: OUTLIERS, or half the way in a small batch."""
-        few = OUTLIERS * mismatch.unit(self.level) / mismatch.tokens
-        return min(few, (1 - self.min_kept) / 2, self.max_clipped / 2)
+@dataclass(frozen=True, slots=True)
+class LevelThresholds(Tightening):
+    """Thresholds that are the tighter, the further the observed KL lies above its target, for as long as it does.
 
-    def _least_reach(self, state: AdaptiveState, mismatch: Mismatch, spared: float = 0.0) -> tuple[float, str]:
-        """The smallest reach that keeps the limits in this batch, and the limit that one step tighter would pass.
+    The docstring of fp8plan.runtime.controller.laws has the law. Before, AdaptiveThresholds were this law. Its settings
+    are theirs, without `memory` and `quiet`, but for:
 
-        spared: share by which it stays away from the limits. The reach is infinite if no reach keeps them.
+    target_kl:   KL up to which the thresholds keep their initial values; None: up to thrice a plan's expectation, or
+                 0.01 without a plan
+    gain:        exponent of the law: log thresholds go with KL ^ -gain. At 30 times the target, 0.2 halves them
+    patience:    steps at a bound before each escalation
+    limit_kl:    KL above which the KL alarm sounds, unless a plan predicts more
+
+    Raises ConfigError, when made, for values that are out of range.
+    """
+
+    def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> LevelState:
+        """The state before the first batch. A plan gives initial thresholds and the expected KL.
+
+        choice: the plan's choice that runs; None: the one it chose
+
+        Raises ConfigError for a plan with thresholds that cannot tighten, or without such a choice.
         """
-        reaches = np.geomspace(self.narrowest, 1.0, STEPS)
+        state = _begun(self, LevelState(), plan, choice)
+        return replace(state, target_kl=self.target_kl or predicted_kl(plan, choice) or EXPECTED)
 
-        def kept(reach: float) -> bool:
-            return not self._lost(_at(state, reach), mismatch, spared)
+    def resume(self, saved: ControllerState, fresh: LevelState) -> LevelState:
+        """A saved state with the beginning, the target and the bounds of `fresh`, a new state of `initial`.
 
-        least = bisect_left(reaches, True, key=kept)
-        why = self._lost(_at(state, float(reaches[least - 1])), mismatch, spared) if least else ""
-        return float(reaches[least]) if least < STEPS else np.inf, why
+        Only the KL of another law's state counts; the thresholds are the initial ones then.
 
-    def _lost(self, state: AdaptiveState, mismatch: Mismatch, spared: float) -> str:
-        """The limit that these thresholds pass in this batch, as a sentence; empty if none."""
-        most, least = self.max_clipped - spared, self.min_kept + spared
-        if state.tis is not None and (cut := mismatch.cut_share(state.tis, self.level)) > most:
-            return f"{cut:.1%} of the weight would be cut away, above {most:.1%}"
-        if state.band is not None and (kept := mismatch.kept_fraction(*state.band, self.level)) < least:
-            return f"{kept:.1%} of the tokens would be kept, below {least:.1%}"
-        return ""
-
-    def _bound(self, new: AdaptiveState, mismatch: Mismatch, limit: str) -> str:
-        """The reason why the thresholds do less than the KL asks for; empty if they do enough.
-
-        The KL is the smaller of this batch's and the smoothed one. limit: the limit that stopped the law
+        Raises ConfigError if the state controls other thresholds than these settings.
         """
-        kl = min(mismatch.k3_robust, new.kl or 0.0)
-        if kl <= new.target_kl:
-            return ""
-        if limit:
-            return limit
-        tightest = new.reach <= self.narrowest * self.dead_band
-        more = (new.target_kl / kl) ** self.gain < self.narrowest
-        return "it is as tight as it gets" if tightest and more else ""
+        return _resumed(self, saved, fresh)
+
+    def _asked(self, state: LevelState, mismatch: Mismatch) -> Asked:
+        """The reach for the smoothed KL; a bound counts if this batch's KL is above the target, too."""
+        kl, target = state.kl or 0.0, state.target_kl
+        relation = f"{kl / target:,.1f} times" if kl > target else "within"
+        fact = f"KL {kl:.2g} is {relation} its target of {target:.2g}"
+        return Asked(self._law(kl, target), self._law(min(mismatch.k3_robust, kl), target), fact)
+
+    def _law(self, kl: float, target: float) -> float:
+        return 1.0 if kl <= target else float((target / kl) ** self.gain)
 
 
-def _check_start(tis: float | None, band: tuple[float, float] | None) -> None:
-    """Raise ConfigError for thresholds that cannot tighten towards 1."""
-    Thresholds(tis, band)  # raises ConfigError for values that cannot be thresholds
-    if tis is not None and not 1 < tis < np.inf:
-        raise ConfigError(f"tis begins at {tis!r}; allowed: above 1, or ConstantThresholds({tis!r})")
-    if band is not None and not 0 < band[0] < 1 < band[1] < np.inf:
-        raise ConfigError(f"band begins at {band!r}; allowed: around 1, or ConstantThresholds(None, {band!r})")
+def _begun(law: Tightening, state: State, plan: Plan | None, choice: int | str | None) -> State:
+    """`state` at the beginning of a law: its thresholds or the plan's, and the limit of the KL."""
+    tis, band = beginning(plan, law.level, law.tis, law.band)
+    check_start(tis, band)
+    limit = max(law.limit_kl, predicted_kl(plan, choice))
+    return replace(state, tis=tis, band=band, start_tis=tis, start_band=band, limit_kl=limit)
 
 
-def _at(state: AdaptiveState, reach: float) -> AdaptiveState:
-    """The state with its thresholds at a reach; at 1 they are the initial ones to the last bit."""
-    tis, band = state.start_tis, state.start_band
-    if reach < 1.0:
-        tis = None if tis is None else float(tis**reach)
-        band = None if band is None else (float(band[0] ** reach), float(band[1] ** reach))
-    return replace(state, reach=reach, tis=tis, band=band)
-
-
-def _said(old: AdaptiveState, new: AdaptiveState, bound: str) -> tuple[Decision, str]:
-    """The decision and a sentence with the figures behind it."""
-    kl, target = new.kl or 0.0, new.target_kl
-    relation = f"{kl / target:,.1f} times" if kl > target else "within"
-    fact = f"KL {kl:.2g} is {relation} its target of {target:.2g}"
-    before, after = shown(old), shown(new)
-    what = f"{before} -> {after}" if before != after else f"{after} kept"
-    if bound:
-        return Decision.AT_BOUND, f"{fact}: {what}, and no tighter: {bound}"
-    if old.reach == new.reach:
-        return Decision.HOLD, f"{fact}: {what}"
-    return Decision.TIGHTEN if new.reach < old.reach else Decision.RELAX, f"{fact}: {what}"
-
-
-def shown(state: ControllerState) -> str:
-    """The controlled thresholds as words for a sentence."""
-    tis = [] if state.tis is None else [f"C {state.tis:.4g}"]
-    return " and ".join(tis + ([] if state.band is None else [f"[{state.band[0]:.4g}, {state.band[1]:.4g}]"])) or "none"
+def _resumed(law: Tightening, saved: ControllerState, fresh: State) -> State:
+    """`fresh` with what counts of a saved state, and its reach if it is of the same law."""
+    state = resumed(saved, fresh)
+    reach = saved.reach if isinstance(saved, type(fresh)) else 1.0
+    return at_reach(state, min(max(reach, law.narrowest), 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +268,7 @@ class ConstantThresholds:
         )
 
 
-Controller = AdaptiveThresholds | LeastErrorThresholds | ConstantThresholds
+Controller = AdaptiveThresholds | LevelThresholds | LeastErrorThresholds | ConstantThresholds
 
 __all__ = [
     "AdaptiveThresholds",
@@ -327,5 +281,6 @@ __all__ = [
     "Decision",
     "Escalation",
     "LeastErrorThresholds",
+    "LevelThresholds",
     "noise_scale",
 ]

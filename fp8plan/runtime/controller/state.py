@@ -85,12 +85,16 @@ class Decided:
     reason:   a sentence for the log
     escalate: the action that is due in this step, because thresholds can do no more; None: none. For an engine,
               `engine.apply(step.verdict, step.decided.escalate)` does it
+    baseline: k3 per token that this step's is compared with; None: the law compares it with none
+    news:     this step's k3 over the baseline
     """
 
     decision: Decision
     reason: str
     alarms: tuple[Alarm, ...] = ()
     escalate: Escalation | None = None
+    baseline: float | None = None
+    news: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ class ControllerState:
         Raises ConfigError for unknown or missing keys, for values that no state has, and for a tail of another grid.
         """
         instance("a saved ControllerState", saved, Mapping, "what to_dict returned")
-        kinds = (AdaptiveState, LeastErrorState, ControllerState)
+        kinds = (AdaptiveState, LevelState, LeastErrorState, ControllerState)
         wrong, kind = min(((sorted(saved.keys() ^ _names(kind)), kind) for kind in kinds), key=lambda x: len(x[0]))
         if wrong:
             raise ConfigError(
@@ -143,8 +147,8 @@ Update = tuple[Thresholds, ControllerState, Decided]
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveState(ControllerState):
-    """The state of AdaptiveThresholds.
+class ReachState(ControllerState):
+    """The state of a law that tightens towards 1 (controller/reach.py).
 
     start_tis, start_band: initial thresholds, the widest ones
     target_kl: k3 per token up to which they hold
@@ -155,6 +159,21 @@ class AdaptiveState(ControllerState):
     start_band: tuple[float, float] | None = None
     target_kl: float = 0.01
     reach: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LevelState(ReachState):
+    """The state of LevelThresholds."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveState(ReachState):
+    """The state of AdaptiveThresholds.
+
+    recent: robust k3 per token of the last batches, the newest last; their median is the baseline
+    """
+
+    recent: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +193,9 @@ class LeastErrorState(ControllerState):
     gradient_noise: float = 0.0
 
 
+MANY: Final = ("tail", "recent")  # fields of as many numbers as there are
+
+
 def _check_values(saved: Mapping[str, Any]) -> None:
     """Raise ConfigError for a value that no state has."""
     optional = ("tis", "start_tis", "kl", "low")
@@ -181,10 +203,10 @@ def _check_values(saved: Mapping[str, Any]) -> None:
     for name, value in saved.items():
         if name in ("steps", "strained", "gradients"):
             whole(name, value, 0)
-        elif name in ("band", "start_band", "tail"):
+        elif name in ("band", "start_band", *MANY):
             many = value if isinstance(value, (list, tuple)) else ("",)
-            fine = all(map(is_number, many)) and (name == "tail" or len(many) == 2)
-            if not (fine or (value is None and name != "tail")):
+            fine = all(map(is_number, many)) and (name in MANY or len(many) == 2)
+            if not (fine or (value is None and name not in MANY)):
                 raise ConfigError(f"a saved {name} is {value!r}; allowed: numbers, as to_dict gave them")
         elif not (value is None and name in optional):
             lowest = 0.0 if name in positive else -inf

@@ -74,8 +74,8 @@ class Monitor:
     """One call per training step: measure, decide the thresholds, correct, judge the rollout, write the record.
 
     settings:   settings of the correction, with the controller's initial thresholds; None: token TIS, C = 2
-    controller: ConstantThresholds; AdaptiveThresholds, which tighten when the KL rises, at every level; or
-                LeastErrorThresholds, for token-level weights alone. None: constants of the plan or of the settings
+    controller: ConstantThresholds; AdaptiveThresholds or LevelThresholds, which tighten when the KL rises, at every
+                level; LeastErrorThresholds, for token weights. None: constants of the plan or of the settings
     sinks:      destinations of the records; opened here, on rank 0 only
     plan:       gives the controller its initial thresholds, and the expected KL of the precision that runs: the
                 engine's, also after a step down; without an engine, that of the plan's choice
@@ -255,7 +255,7 @@ class Monitor:
             **context.own,
             **run_record.mismatch_metrics(mismatch),
             **run_record.correction_metrics(whole_batch),
-            **run_record.control_metrics(thresholds, state, len(decided.alarms)),
+            **run_record.control_metrics(thresholds, state, decided),
             **run_record.speed_metrics(judged.observation, judged.verdict),
             "fp8plan/sink_failures": float(sum(self.failures)),
             "fp8plan/monitor_s": time.perf_counter() - context.begun,

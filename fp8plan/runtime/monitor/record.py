@@ -165,8 +165,8 @@ def correction_metrics(correction: Correction) -> Metrics:
     }
 
 
-def control_metrics(thresholds: Thresholds, state: ControllerState, alarms: int) -> Metrics:
-    """Figures of the controller. alarms: their number"""
+def control_metrics(thresholds: Thresholds, state: ControllerState, decided: Decided) -> Metrics:
+    """Figures of the controller."""
     low, high = thresholds.band or (None, None)
     return {
         schemas.TIS: thresholds.tis,
@@ -174,7 +174,9 @@ def control_metrics(thresholds: Thresholds, state: ControllerState, alarms: int)
         schemas.BAND_HIGH: high,
         schemas.SMOOTHED: state.kl,
         schemas.KL_LIMIT: state.limit_kl,
-        "fp8plan/alarms": float(alarms),
+        schemas.BASELINE: decided.baseline,
+        schemas.NEWS: decided.news,
+        "fp8plan/alarms": float(len(decided.alarms)),
     }
 
 

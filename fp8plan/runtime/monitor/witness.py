@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from fp8plan.checks import instance
 from fp8plan.errors import ConfigError, warn
 from fp8plan.model.precision import PRESETS
-from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, Controller
+from fp8plan.runtime.controller.laws import ConstantThresholds, Controller
+from fp8plan.runtime.controller.reach import Tightening
 from fp8plan.runtime.controller.state import Alarm, Decided, Escalation, beginning
 from fp8plan.runtime.correction.settings import CorrectionSettings
 from fp8plan.runtime.engine.judge import Judged, judged
@@ -185,7 +186,7 @@ def suited(settings: CorrectionSettings, controller: Controller | None, plan: Pl
         return replace(controller, **alone)
     if settings.level is None:
         raise ConfigError(f"{name} with level=None, which has no weights; allowed: a level, or ConstantThresholds()")
-    if isinstance(controller, AdaptiveThresholds):
+    if isinstance(controller, Tightening):
         return replace(controller, level=settings.level, **alone)
     if settings.level != "token":
         raise ConfigError(

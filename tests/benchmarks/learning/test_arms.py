@@ -10,7 +10,21 @@ from typing import Any
 import pytest
 
 from benchmarks.learning import run
-from benchmarks.learning.arms import ARMS, CORRECTIONS, FP8, Arm, arm_named, baseline, chosen, strength, uncorrected
+from benchmarks.learning.arms import (
+    ARMS,
+    CORRECTIONS,
+    FP8,
+    GROUPS,
+    JUDGED,
+    NEWS,
+    Arm,
+    arm_named,
+    baseline,
+    broken,
+    chosen,
+    strength,
+    uncorrected,
+)
 from benchmarks.learning.run import arguments, found_runs, jobs, side_by_side
 from benchmarks.learning.state import RunFolder
 from fp8plan.errors import ConfigError
@@ -47,13 +61,31 @@ def test_mismatch_grows_or_comes_in_spikes() -> None:
         spiking = [strength("spiking", step, steps) for step in range(steps)]
         assert 3 <= sum(x > 0 for x in spiking) <= 0.15 * steps
     assert not any(strength("benign", step, 100) for step in range(100))
-    with pytest.raises(ConfigError, match="mismatch is 'none'; allowed: benign, growing, lasting, moderate, spiking"):
+    with pytest.raises(
+        ConfigError, match="mismatch is 'none'; allowed: benign, growing, lasting, moderate, spiking, staler, broken"
+    ):
         strength("none", 0, 100)
 
 
 def test_stale_rollouts_are_synced_every_few_steps() -> None:
-    assert [Arm(sync_every=4).stale(step) for step in range(8)] == [True, True, True, False] * 2
-    assert not Arm().stale(0)
+    assert [Arm(sync_every=4).stale(step, 8) for step in range(8)] == [True, True, True, False] * 2
+    assert not Arm().stale(0, 8)
+
+
+def test_rollouts_get_staler_by_quarters() -> None:
+    synced = [step + 1 for step in range(64) if not Arm(mismatch="staler").stale(step, 64)]
+    assert synced == [*range(1, 17), *range(18, 33, 2), *range(36, 49, 4), 56, 64]
+
+
+def test_a_sync_is_broken_for_five_steps() -> None:
+    assert [step for step in range(60) if broken("broken", step, 60)] == [30, 31, 32, 33, 34]
+    assert not any(broken("lasting", step, 60) for step in range(60))
+    assert not any(strength(name, step, 60) for name in ("staler", "broken") for step in range(60))
+
+
+def test_the_judged_runs_have_every_correction_under_every_mismatch() -> None:
+    corrections = ("none", "tis", "tis_1.4", "adaptive", "news", "news_free")
+    assert [(arm.mismatch, arm.correction) for arm in NEWS.values()] == [(x, y) for x in JUDGED for y in corrections]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +106,7 @@ def test_a_correction_is_held_against_the_arm_without_one(arm: str, other: str |
 def test_groups_and_names_choose_arms_once() -> None:
     assert chosen(["bf16", "main"])[0] == "bf16"
     assert chosen(["bf16", "main"]).count("bf16") == 1
-    assert set(chosen(["main", "control", "map"])) == set(ARMS)
+    assert set(chosen(list(GROUPS))) == set(ARMS)
     with pytest.raises(ConfigError, match="arm is 'fp9'; allowed: bf16"):
         chosen(["fp9"])
 

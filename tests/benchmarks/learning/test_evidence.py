@@ -159,7 +159,7 @@ def test_corrections_stand_beside_a_constant_over_the_seeds_that_both_have(tmp_p
     # The error of 0.1 and 0.2 is half of their difference.
     assert lines == [
         "| lasting | token TIS, C = 2 | 3 | 1.00 ± 0.00 | 0.70 ± 0.12 | - | 0.0051 | 1.50 |",
-        "| lasting | `AdaptiveThresholds` | 2 | 1.00 ± 0.00 | 0.75 ± 0.15 | +0.15 ± 0.05 | 0.0051 | 1.50 |",
+        "| lasting | `LevelThresholds` | 2 | 1.00 ± 0.00 | 0.75 ± 0.15 | +0.15 ± 0.05 | 0.0051 | 1.50 |",
     ]
 
 

@@ -1,4 +1,4 @@
-"""AdaptiveThresholds: tighter as the KL rises, within bounds, slowly back; and what all controllers share."""
+"""LevelThresholds: tighter as the KL rises, within bounds, slowly back; and what all controllers share."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from fp8plan.runtime.controller.laws import (
     Decision,
     Escalation,
     LeastErrorThresholds,
-    shown,
+    LevelThresholds,
 )
-from fp8plan.runtime.controller.state import AdaptiveState
+from fp8plan.runtime.controller.reach import shown
+from fp8plan.runtime.controller.state import LevelState
 from fp8plan.runtime.mismatch.metrics import Mismatch
 
 SETTINGS = (
-    AdaptiveThresholds(),
-    AdaptiveThresholds(tis=None, band=(0.5, 5.0)),
-    AdaptiveThresholds(tis=3.0, band=(0.2, 4.0), max_clipped=0.1, min_kept=0.9),
-    AdaptiveThresholds(level="sequence"),
-    AdaptiveThresholds(level="sequence", tis=None, band=(0.1, 10.0)),
-    AdaptiveThresholds(level="geometric", tis=1.1),
-    AdaptiveThresholds(level="geometric", tis=None, band=(0.9, 1.2)),
+    LevelThresholds(),
+    LevelThresholds(tis=None, band=(0.5, 5.0)),
+    LevelThresholds(tis=3.0, band=(0.2, 4.0), max_clipped=0.1, min_kept=0.9),
+    LevelThresholds(level="sequence"),
+    LevelThresholds(level="sequence", tis=None, band=(0.1, 10.0)),
+    LevelThresholds(level="geometric", tis=1.1),
+    LevelThresholds(level="geometric", tis=None, band=(0.9, 1.2)),
 )
-CONTROLLERS = (*SETTINGS, ConstantThresholds(), LeastErrorThresholds(noise_tokens=100.0))
+LAWS = (LevelThresholds(), AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds())
+CONTROLLERS = (*SETTINGS, AdaptiveThresholds(), ConstantThresholds(), LeastErrorThresholds(noise_tokens=100.0))
 KLS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of Gaussian log ratios; the target is 0.01
 adaptive = st.sampled_from(SETTINGS)
 reaches = st.floats(0.4, 1.0)
@@ -65,7 +67,7 @@ def no_wider(one: Any, other: Any) -> bool:
     return all(x <= y * (1 + 1e-12) for x, y in zip(width(one), width(other), strict=True))
 
 
-def state_of(controller: AdaptiveThresholds, reach: float, kl: float | None) -> AdaptiveState:
+def state_of(controller: LevelThresholds, reach: float, kl: float | None) -> LevelState:
     """The state after some steps that led to this reach and smoothed KL."""
     fresh = controller.initial()
     return controller.resume(replace(fresh, reach=reach, kl=kl, steps=9), fresh)
@@ -139,10 +141,10 @@ def test_ratios_that_spread_are_never_met_by_a_wider_threshold(controller, hold)
 
 
 def test_c_of_token_tis_over_growing_kl():
-    state, chosen = AdaptiveThresholds().initial(), []
+    state, chosen = LevelThresholds().initial(), []
     for kl in KLS:
         for seed in range(15):
-            thresholds, state, _ = AdaptiveThresholds().update(state, BATCHES[kl][seed % 5])
+            thresholds, state, _ = LevelThresholds().update(state, BATCHES[kl][seed % 5])
         chosen.append(round(thresholds.tis, 1))
     assert chosen == [2.0, 2.0, 2.0, 2.0, 2.0, 1.7, 1.6, 1.4, 1.3, 1.3, 1.3]
 
@@ -159,7 +161,7 @@ def test_it_tightens_fast_and_relaxes_slowly(controller, reach, before, kl):
 
 
 def test_steps_up_and_down():
-    controller = AdaptiveThresholds()
+    controller = LevelThresholds()
     _, state, _ = after(controller, [SEEN[1e-3]] * 10)
     up, down = [], []
     for _ in range(15):
@@ -177,7 +179,7 @@ def test_steps_up_and_down():
 
 def test_hysteresis():
     """A KL that moves within the dead band moves no threshold, on the way up or down."""
-    controller = AdaptiveThresholds()
+    controller = LevelThresholds()
     _, state, _ = after(controller, [SEEN[0.1]] * 40)
     for factor in (0.9, 1.0, 1.1):
         seen = replace(SEEN[0.1], k3_robust=factor * SEEN[0.1].k3_robust)
@@ -248,7 +250,7 @@ def test_one_bad_batch_does_not_rule_for_long_after_it(controller):
 
 
 def test_a_thousand_calm_steps_wind_nothing_up():
-    controller = AdaptiveThresholds()
+    controller = LevelThresholds()
     _, once, _ = after(controller, [SEEN[1e-4]] * 4)
     _, long, _ = after(controller, [SEEN[1e-4]] * 1_000)
     assert (once.reach, once.strained, once.kl) == (long.reach, long.strained, pytest.approx(long.kl))
@@ -268,7 +270,7 @@ def test_what_is_not_a_number_moves_nothing(controller):
 
 
 def test_warm_up_keeps_the_initial_thresholds():
-    controller = AdaptiveThresholds(tis=2.5, warm_up=3)
+    controller = LevelThresholds(tis=2.5, warm_up=3)
     state, said = controller.initial(), []
     for _ in range(4):
         thresholds, state, decided = controller.update(state, SEEN[0.3])
@@ -281,10 +283,10 @@ def test_warm_up_keeps_the_initial_thresholds():
 @pytest.mark.parametrize(
     ("controller", "kl", "why"),
     [
-        (AdaptiveThresholds(max_clipped=0.05), 0.3, "of the weight would be cut away, above 5.0%"),
-        (AdaptiveThresholds(tis=None, band=(0.5, 5.0), min_kept=0.9), 0.3, "of the tokens would be kept, below 90.0%"),
-        (AdaptiveThresholds(level="sequence", tis=None, band=(0.5, 2.0)), 0.1, "of the tokens would be kept"),
-        (AdaptiveThresholds(narrowest=0.9), 0.3, "as tight as it gets"),
+        (LevelThresholds(max_clipped=0.05), 0.3, "of the weight would be cut away, above 5.0%"),
+        (LevelThresholds(tis=None, band=(0.5, 5.0), min_kept=0.9), 0.3, "of the tokens would be kept, below 90.0%"),
+        (LevelThresholds(level="sequence", tis=None, band=(0.5, 2.0)), 0.1, "of the tokens would be kept"),
+        (LevelThresholds(narrowest=0.9), 0.3, "as tight as it gets"),
     ],
 )
 def test_at_a_bound_it_says_so_and_escalates_one_thing_after_the_other(controller, kl, why):
@@ -309,12 +311,12 @@ SMALL = {"tokens": 16, "sequences": 4}
 @pytest.mark.parametrize(
     ("controller", "size", "spared"),
     [
-        (AdaptiveThresholds(), {}, 2 / 4096),  # two tokens
-        (AdaptiveThresholds(level="sequence"), {}, 2 / 64),  # two sequences
-        (AdaptiveThresholds(), SMALL, 2 / 16),
-        (AdaptiveThresholds(level="geometric"), SMALL, 1 / 4),  # half the way, where two are more
-        (AdaptiveThresholds(level="sequence", min_kept=0.75), SMALL, 1 / 8),
-        (AdaptiveThresholds(level="sequence", max_clipped=0.25), SMALL, 1 / 8),
+        (LevelThresholds(), {}, 2 / 4096),  # two tokens
+        (LevelThresholds(level="sequence"), {}, 2 / 64),  # two sequences
+        (LevelThresholds(), SMALL, 2 / 16),
+        (LevelThresholds(level="geometric"), SMALL, 1 / 4),  # half the way, where two are more
+        (LevelThresholds(level="sequence", min_kept=0.75), SMALL, 1 / 8),
+        (LevelThresholds(level="sequence", max_clipped=0.25), SMALL, 1 / 8),
     ],
 )
 @pytest.mark.parametrize("limited", ["tis", "band"])
@@ -339,7 +341,7 @@ def test_tightening_stops_two_tokens_or_half_the_way_before_a_limit(monkeypatch,
 
 def test_a_band_widens_at_once_for_the_tokens_that_it_must_keep_and_no_further(monkeypatch):
     """Tokens are kept by a band of [0.5^0.8, 2^0.8] and wider. One that is exactly `min_kept` is enough."""
-    law = AdaptiveThresholds(tis=None, band=(0.5, 2.0))
+    law = LevelThresholds(tis=None, band=(0.5, 2.0))
     monkeypatch.setattr(Mismatch, "kept_fraction", lambda self, low, high, *_: 0.5 if high >= 2**0.8 else 0.49)
     thresholds, new, decided = law.update(state_of(law, 0.5, 0.1), SEEN[0.1])
     reaches = np.geomspace(0.4, 1.0, 33)
@@ -358,7 +360,7 @@ def test_a_band_widens_at_once_for_the_tokens_that_it_must_keep_and_no_further(m
 def test_the_reason_names_the_limit_that_one_step_tighter_would_pass(monkeypatch):
     """At a reach r the share of the weight that is cut away is 1 - r."""
     monkeypatch.setattr(Mismatch, "cut_share", lambda self, c, level: 1 - np.log2(c))
-    law, seen = AdaptiveThresholds(), replace(SEEN[0.1], k3_robust=3.0)
+    law, seen = LevelThresholds(), replace(SEEN[0.1], k3_robust=3.0)
     reaches = np.geomspace(0.4, 1.0, 33)
     least = int(np.argmax(1 - reaches <= 0.5 - 2 / 4096))
     _, new, decided = law.update(state_of(law, 1.0, 3.0), seen)
@@ -372,7 +374,7 @@ def test_the_reason_names_the_limit_that_one_step_tighter_would_pass(monkeypatch
 
 def test_at_its_target_the_kl_asks_for_nothing_whatever_the_limits(monkeypatch):
     monkeypatch.setattr(Mismatch, "kept_fraction", lambda *_: 0.4)
-    law = AdaptiveThresholds(tis=None, band=(0.5, 2.0), target_kl=0.02, warm_up=0)
+    law = LevelThresholds(tis=None, band=(0.5, 2.0), target_kl=0.02, warm_up=0)
     for kl, decision, words in (
         (0.02, Decision.HOLD, "KL 0.02 is within its target of 0.02: [0.5, 2] kept"),
         (0.03, Decision.AT_BOUND, "KL 0.03 is 1.5 times its target of 0.02: [0.5, 2] kept, and no tighter: "),
@@ -383,7 +385,7 @@ def test_at_its_target_the_kl_asks_for_nothing_whatever_the_limits(monkeypatch):
 
 
 def test_it_is_as_tight_as_it_gets_at_the_narrowest_and_below_what_leads_there():
-    law = AdaptiveThresholds(gain=1.0, narrowest=0.5, dead_band=1.0, target_kl=0.01)
+    law = LevelThresholds(gain=1.0, narrowest=0.5, dead_band=1.0, target_kl=0.01)
     narrowest = replace(law.initial(), reach=0.5, steps=9)
     assert [law.update(narrowest, with_kl(kl))[2].decision for kl in (0.02, 0.021)] == [
         Decision.HOLD,
@@ -392,13 +394,13 @@ def test_it_is_as_tight_as_it_gets_at_the_narrowest_and_below_what_leads_there()
 
 
 def test_changes_as_large_as_the_dead_band_are_not_made():
-    law = AdaptiveThresholds(dead_band=1.25, slew=(2.0, 2.0))
+    law = LevelThresholds(dead_band=1.25, slew=(2.0, 2.0))
     assert [law._slewed(0.625, 0.5), law._slewed(0.5, 0.625)] == [0.625, 0.5]
     assert [law._slewed(0.625, 0.49), law._slewed(0.5, 0.63)] == [0.49, 0.63]
 
 
 def test_a_decision_says_from_where_to_where_the_thresholds_go():
-    law = AdaptiveThresholds(tis=2.0, band=(0.5, 5.0), warm_up=0)
+    law = LevelThresholds(tis=2.0, band=(0.5, 5.0), warm_up=0)
     _, state, tighter = law.update(law.initial(), with_kl(0.1))
     assert tighter.reason == "KL 0.1 is 10.0 times its target of 0.01: C 2 and [0.5, 5] -> C 1.549 and [0.6457, 2.761]"
     assert law.update(replace(state, kl=0.0), with_kl(0.0))[2].reason == (
@@ -408,7 +410,7 @@ def test_a_decision_says_from_where_to_where_the_thresholds_go():
 
 
 @pytest.mark.parametrize(
-    "controller", [AdaptiveThresholds(warm_up=0), AdaptiveThresholds(warm_up=9), ConstantThresholds()]
+    "controller", [LevelThresholds(warm_up=0), LevelThresholds(warm_up=9), AdaptiveThresholds(), ConstantThresholds()]
 )
 def test_without_any_mismatch_nothing_moves_and_no_kl_alarm_sounds(controller):
     thresholds, _, decided = after(controller, [mismatch_of(np.zeros(100))] * 2)
@@ -417,13 +419,15 @@ def test_without_any_mismatch_nothing_moves_and_no_kl_alarm_sounds(controller):
 
 def test_limits_that_the_initial_thresholds_pass_are_no_alarm_while_the_kl_is_as_expected():
     """A band over long sequences drops most of them, whatever the precision: nothing to step down for."""
-    controller = AdaptiveThresholds(level="sequence", tis=None, band=(0.9, 1.1))
+    controller = LevelThresholds(level="sequence", tis=None, band=(0.9, 1.1))
     thresholds, _, decided = after(controller, [SEEN[3e-3]] * 9)
     assert SEEN[3e-3].kept_fraction(0.9, 1.1, "sequence") < 0.3
     assert (thresholds.band, decided.decision, decided.escalate) == ((0.9, 1.1), Decision.HOLD, None)
 
 
-@pytest.mark.parametrize("controller", [AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()])
+@pytest.mark.parametrize(
+    "controller", [LevelThresholds(), AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()]
+)
 def test_a_kl_beyond_repair_escalates_at_once(controller):
     state, said = after(controller, [SEEN[1e-3]] * 2)[1], []
     for _ in range(8):
@@ -439,10 +443,10 @@ def test_alarms_tell_what_kl_does_not():
     few[:60] = np.log(30.0)
     found = ConstantThresholds().update(ConstantThresholds().initial(), mismatch_of(few))[2]
     assert {Alarm.RAW_ESS, Alarm.CHI2, Alarm.TAIL} <= set(found.alarms)
-    broken = after(AdaptiveThresholds(), [mismatch_of(gaussian(0.5) - 2.0)] * 2)[2]
+    broken = after(LevelThresholds(), [mismatch_of(gaussian(0.5) - 2.0)] * 2)[2]
     assert {Alarm.KL, Alarm.BROKEN} <= set(broken.alarms)
-    assert after(AdaptiveThresholds(), [SEEN[3e-3]] * 2)[2].alarms == ()
-    assert Alarm.UNIT_MEAN in after(AdaptiveThresholds(), [mismatch_of(gaussian(1.0) + 0.5)])[2].alarms
+    assert after(LevelThresholds(), [SEEN[3e-3]] * 2)[2].alarms == ()
+    assert Alarm.UNIT_MEAN in after(LevelThresholds(), [mismatch_of(gaussian(1.0) + 0.5)])[2].alarms
 
 
 class Planned:
@@ -460,26 +464,26 @@ class Planned:
 
 def test_a_plan_gives_the_start_and_the_expected_kl():
     plan: Any = Planned(0.2)
-    state = AdaptiveThresholds().initial(plan)
+    state = LevelThresholds().initial(plan)
     assert (state.tis, state.band, state.target_kl, state.limit_kl) == (1.5, None, 0.2, 0.2)
-    assert after(AdaptiveThresholds(), [SEEN[0.1]] * 9, state)[0].tis == 1.5
-    assert after(AdaptiveThresholds(), [SEEN[0.1]] * 9)[0].tis < 2.0
-    for law in (AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()):
+    assert after(LevelThresholds(), [SEEN[0.1]] * 9, state)[0].tis == 1.5
+    assert after(LevelThresholds(), [SEEN[0.1]] * 9)[0].tis < 2.0
+    for law in LAWS:
         assert [law.initial(plan, one).limit_kl for one in ("bf16", 2)] == [0.03, 0.5]
-    assert AdaptiveThresholds().initial(plan, "bf16").target_kl == 1e-4
-    state = AdaptiveThresholds().initial(Planned(1e-3))  # type: ignore[arg-type]
+    assert LevelThresholds().initial(plan, "bf16").target_kl == 1e-4
+    state = LevelThresholds().initial(Planned(1e-3))  # type: ignore[arg-type]
     assert (state.target_kl, state.limit_kl) == (1e-3, 0.03)
-    assert after(AdaptiveThresholds(), [SEEN[3e-3]] * 9, state)[0].tis < 1.5
-    assert AdaptiveThresholds().initial(Planned(None)).target_kl == 0.01  # type: ignore[arg-type]
+    assert after(LevelThresholds(), [SEEN[3e-3]] * 9, state)[0].tis < 1.5
+    assert LevelThresholds().initial(Planned(None)).target_kl == 0.01  # type: ignore[arg-type]
     for expected in (None, 0.2):  # a target that somebody gives goes before the plan's
-        law = AdaptiveThresholds(target_kl=0.02)
+        law = LevelThresholds(target_kl=0.02)
         assert law.initial(Planned(expected)).target_kl == 0.02  # type: ignore[arg-type]
     # An interval that is wide because little is known does not let the KL grow by as much.
-    assert AdaptiveThresholds().initial(Planned(0.15, 0.008)).target_kl == pytest.approx(0.024)  # type: ignore[arg-type]
-    state = AdaptiveThresholds(tis=None, band=(0.5, 5.0)).initial(plan)
+    assert LevelThresholds().initial(Planned(0.15, 0.008)).target_kl == pytest.approx(0.024)  # type: ignore[arg-type]
+    state = LevelThresholds(tis=None, band=(0.5, 5.0)).initial(plan)
     assert (state.tis, state.band) == (None, (0.4, 3.0))
-    assert AdaptiveThresholds(tis=None, band=(0.5, 5.0), level="geometric").initial(plan).band == (0.99, 1.01)
-    assert AdaptiveThresholds(tis=3.0, level="sequence").initial(plan).tis == 3.0
+    assert LevelThresholds(tis=None, band=(0.5, 5.0), level="geometric").initial(plan).band == (0.99, 1.01)
+    assert LevelThresholds(tis=3.0, level="sequence").initial(plan).tis == 3.0
     assert ConstantThresholds(tis=2.0).initial(plan).tis == 2.0
     state = LeastErrorThresholds(tis=None, band=(0.5, 5.0)).initial(plan)
     assert (state.tis, state.band, state.limit_kl) == (None, (0.4, 3.0), 0.2)
@@ -526,13 +530,13 @@ def test_a_plan_gives_the_start_and_the_expected_kl():
 )
 def test_settings_that_cannot_be(wrong):
     with pytest.raises(ConfigError, match="allowed"):
-        AdaptiveThresholds(**wrong)
+        LevelThresholds(**wrong)
 
 
 def test_what_cannot_tighten_is_refused_in_a_plan_and_in_a_constant():
     plan = SimpleNamespace(thresholds={"token_tis": 0.9}, select=lambda _: None)
     with pytest.raises(ConfigError, match=r"tis begins at 0\.9"):
-        AdaptiveThresholds().initial(plan)  # type: ignore[arg-type]
+        LevelThresholds().initial(plan)  # type: ignore[arg-type]
     for wrong in ({"tis": -1.0}, {"band": (2.0, 0.5)}, {"limit_kl": 0.0}):
         with pytest.raises(ConfigError, match="allowed"):
             ConstantThresholds(**wrong)
@@ -540,8 +544,8 @@ def test_what_cannot_tighten_is_refused_in_a_plan_and_in_a_constant():
 
 
 def test_a_saved_reach_stays_within_the_settings():
-    fresh = AdaptiveThresholds().initial()
-    assert [AdaptiveThresholds().resume(replace(fresh, reach=x), fresh).reach for x in (0.1, 0.5, 1.5)] == [
+    fresh = LevelThresholds().initial()
+    assert [LevelThresholds().resume(replace(fresh, reach=x), fresh).reach for x in (0.1, 0.5, 1.5)] == [
         0.4,
         0.5,
         1.0,
@@ -550,8 +554,8 @@ def test_a_saved_reach_stays_within_the_settings():
 
 def test_settings_at_their_bounds_and_by_default():
     at_bounds = {"narrowest": 1.0, "max_clipped": 1.0, "dead_band": 1.0, "warm_up": 0, "patience": 1}
-    assert AdaptiveThresholds(**at_bounds).initial().reach == 1.0
-    assert AdaptiveThresholds() == AdaptiveThresholds(
+    assert LevelThresholds(**at_bounds).initial().reach == 1.0
+    assert LevelThresholds() == LevelThresholds(
         tis=2.0, band=None, level="token", target_kl=None, gain=0.2, narrowest=0.4, max_clipped=0.5, min_kept=0.5,
         slew=(2.0, 1.05), dead_band=1.05, warm_up=1, patience=3, limit_kl=0.03,
     )  # fmt: skip
@@ -560,19 +564,23 @@ def test_settings_at_their_bounds_and_by_default():
 def test_a_saved_state_of_something_else_is_refused():
     with pytest.raises(ConfigError, match=r"unknown or missing: .*kl.*to_dict"):
         ControllerState.from_dict({"steps": 3})
-    saved = AdaptiveThresholds().initial().to_dict()
+    saved = LevelThresholds().initial().to_dict()
     for wrong in (None, saved | {"reach": "x"}, saved | {"kl": "high"}, saved | {"band": [1]}):
         with pytest.raises(ConfigError, match="allowed"):
             ControllerState.from_dict(wrong)
 
 
-@pytest.mark.parametrize("new", [AdaptiveThresholds(), ConstantThresholds(), LeastErrorThresholds()])
-@pytest.mark.parametrize("old", [AdaptiveThresholds(), ConstantThresholds(), LeastErrorThresholds()])
+@pytest.mark.parametrize("new", LAWS)
+@pytest.mark.parametrize("old", LAWS)
 def test_a_state_of_another_law_goes_on_with_its_kl(old, new):
     """So does one that the default saved before it tightened: those are LeastErrorThresholds' keys."""
     _, state, _ = after(old, [SEEN[0.1]] * 5)
     fresh = new.initial()
     saved = ControllerState.from_dict(json.loads(json.dumps(state.to_dict())))
+    if isinstance(old, LevelThresholds) and isinstance(new, AdaptiveThresholds):
+        with pytest.raises(ConfigError, match=r"the saved state is of LevelThresholds.*allowed: Monitor\("):
+            new.resume(saved, fresh)
+        return
     found = new.resume(saved, fresh)
     assert type(found) is type(fresh)
     assert (found.steps, found.kl) == (5, state.kl)
