@@ -1,0 +1,102 @@
+"""The verdict of news.md beside this file: AdaptiveThresholds against constants, by a rule from before the runs.
+
+python -m benchmarks.learning.evidence.news [NEWS.jsonl]      the table and the verdict; default: the committed runs
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Final, NamedTuple
+
+from benchmarks.learning.arms import JUDGED
+from benchmarks.learning.evidence.corrections import of_lines
+from benchmarks.learning.evidence.places import NEWS
+from benchmarks.learning.evidence.seeds import apart, mean
+from benchmarks.tables.markdown import table
+
+SEEDS: Final = 6
+MISMATCHES: Final = ("benign", *JUDGED)
+NEW: Final = ("growing", "spiking", "staler", "broken")  # where the law has to be ahead of C = 2
+USUAL: Final = "tis"
+CONSTANTS: Final = (USUAL, "tis-1.4")
+TRIES: Final = ("news", "news-free")
+
+Rewards = Mapping[str, Mapping[Hashable, float]]
+
+
+class Margin(NamedTuple):
+    """A mean difference of rewards over seeds, and its standard error."""
+
+    difference: float
+    error: float
+
+
+def margin(mine: Mapping[Hashable, float], other: Mapping[Hashable, float]) -> Margin | None:
+    """The margin of an arm over another; None unless both have SEEDS seeds in common."""
+    differences = [mine[seed] - other[seed] for seed in mine if seed in other]
+    if len(differences) < SEEDS:
+        return None
+    return Margin(fmean(differences), stdev(differences) / len(differences) ** 0.5)
+
+
+def best_constant(rewards: Rewards, mismatch: str) -> str:
+    """The constant with the higher mean reward."""
+    means = {name: list(rewards.get(f"{mismatch}-{name}", {}).values()) for name in CONSTANTS}
+    return max(CONSTANTS, key=lambda name: fmean(means[name]) if means[name] else float("-inf"))
+
+
+def failures(rewards: Rewards, law: str) -> Iterator[str]:
+    """The conditions of the rule that a law does not keep, as sentences."""
+    for mismatch in MISMATCHES:
+        mine, best = rewards.get(f"{mismatch}-{law}", {}), best_constant(rewards, mismatch)
+        beside = margin(mine, rewards.get(f"{mismatch}-{best}", {}))
+        if beside is None:
+            yield f"{mismatch}: not all {SEEDS} seeds are there"
+            continue
+        if beside.difference < -beside.error:
+            yield f"{mismatch}: below {best} by {-beside.difference:.3f} ± {beside.error:.3f}"
+        ahead = margin(mine, rewards.get(f"{mismatch}-{USUAL}", {}))
+        if mismatch in NEW and (ahead is None or ahead.difference <= ahead.error):
+            yield f"{mismatch}: not ahead of C = 2" + (
+                f": {ahead.difference:+.3f} ± {ahead.error:.3f}" if ahead else ""
+            )
+
+
+def verdict(rewards: Rewards) -> str:
+    """The rule's verdict on both tries, in Markdown."""
+    lines = []
+    for law in TRIES:
+        failed = list(failures(rewards, law))
+        lines.append(f"- `{law}` {'does not hold: ' + '; '.join(failed) if failed else 'holds'}.")
+    return "\n".join(lines)
+
+
+def shown(rewards: Rewards) -> str:
+    """The rewards of each arm under each mismatch, and the two margins of each try, in Markdown."""
+    arms = ("none", *CONSTANTS, "adaptive", "least-error", *TRIES)
+    heads = (
+        "mismatch",
+        "seeds",
+        *arms,
+        *(f"{law} less {other}" for law in TRIES for other in ("C = 2", "best constant")),
+    )
+    return table(heads, (_row(rewards, mismatch, arms) for mismatch in MISMATCHES))
+
+
+def _row(rewards: Rewards, mismatch: str, arms: Sequence[str]) -> list[str]:
+    of = {name: rewards.get(f"{mismatch}-{name}", {}) for name in arms}
+    beside = [apart(of[law], of[name]) for law in TRIES for name in (USUAL, best_constant(rewards, mismatch))]
+    return [mismatch, str(len(of[TRIES[0]])), *(mean(list(of[name].values())) for name in arms), *beside]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if words is None else words)
+    rewards = of_lines(Path(given[0]) if given else NEWS).rewards
+    print(f"{shown(rewards)}\n\n{verdict(rewards)}")
+
+
+if __name__ == "__main__":
+    main()
