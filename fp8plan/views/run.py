@@ -136,7 +136,7 @@ def _table(steps: Steps, width: int, count: int | None) -> Table:
 
 def lines(steps: Steps) -> list[Line]:
     """The figures that these records have."""
-    rows = [_kl(steps), _ess(steps, "ESS", schemas.ESS), _ess(steps, "raw ESS", schemas.ESS_RAW)]
+    rows = [_kl(steps), _news_of_kl(steps), _ess(steps, "ESS", schemas.ESS), _ess(steps, "raw ESS", schemas.ESS_RAW)]
     rows = [_plain(steps, "reward", schemas.REWARD), *rows, _plain(steps, "TIS C", schemas.TIS), _band(steps)]
     rows += [_share(steps, "clipped", schemas.CLIP_FRACTION, "of tokens, ratio above C")]
     rows += [_share(steps, "clipped mass", schemas.CLIPPED_MASS, "of the weight")]
@@ -156,6 +156,14 @@ def _kl(steps: Steps) -> Line:
     if infinite:
         style, against = WORST, f"k3 infinite; limit {limit:.1e}" if limit else "k3 infinite"
     return Line("KL k3 robust" if robust else "KL k3", _number(now, ".2e"), against, values, style, KL_SCALE)
+
+
+def _news_of_kl(steps: Steps) -> Line:
+    """The KL over the baseline that adaptive thresholds compare it with."""
+    news, baseline = steps.value(schemas.NEWS), steps.value(schemas.BASELINE)
+    now = "-" if news is None else f"{news:.2f}x"
+    against = "" if baseline is None else f"baseline {baseline:.1e}"
+    return Line("KL news", now, against, steps.column(schemas.NEWS), scale=KL_SCALE)
 
 
 def _share(steps: Steps, label: str, metric: str, against: str = "") -> Line:

@@ -123,6 +123,7 @@ def _legend(steps: int, events: Sequence[Event]) -> list[str]:
     alarm = '<span class="alarm">an alarm begins</span>'
     guard = '<span class="guard">the guard advises to step down</span>'
     sentences = [f"Dotted lines{some}: {alarm}, {guard}. Drag to zoom, double-click to go back."]
+    sentences.append("Point at a threshold for its reason.")
     if steps > MOST:
         sentences.append(
             f"Of {steps:,} steps a curve shows the first, least, greatest and last value in each of {SPANS:,} spans: "

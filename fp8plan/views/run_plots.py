@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from html import escape
+from textwrap import wrap
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,6 +24,7 @@ HEIGHT, TOP, BOTTOM = 240, 60, 60  # pixels of a panel, above the first and belo
 GAP: Final = 36  # pixels between two panels, with the lower one's legend
 FILL: Final = "rgba(230,159,0,0.18)"  # colour of a band
 FEW: Final = 60  # most steps that are drawn as a point each
+WRAPPED: Final = 80  # characters in a line of a reason
 
 
 class Trace(NamedTuple):
@@ -33,6 +36,7 @@ class Trace(NamedTuple):
     dash: str = "solid"
     band: tuple[str, str] | None = None
     step: bool = False  # a value holds until the next one
+    reasons: bool = False  # the pointer shows the reason of each step's decision
 
 
 class Panel(NamedTuple):
@@ -56,15 +60,21 @@ PANELS: Final = (
         (
             Trace("k3", schemas.K3, BLUE),
             Trace("k3, robust", schemas.K3_ROBUST, SKY),
+            Trace("baseline of the news", schemas.BASELINE, BLACK, "dot", step=True),
             Trace("limit", schemas.KL_LIMIT, RED, "dash", step=True),
         ),
         axis=log_axis,
     ),
-    Panel("TIS threshold C", (Trace("C", schemas.TIS, GREEN, step=True),)),
+    Panel(
+        "news",
+        (Trace("KL over its baseline", schemas.NEWS, ORANGE),),
+        axis=lambda x: log_axis(x) | {"tickformat": "~g"},
+    ),
+    Panel("TIS threshold C", (Trace("C", schemas.TIS, GREEN, step=True, reasons=True),)),
     Panel(
         "MIS band",
         (
-            Trace("upper end", schemas.BAND_HIGH, GREEN, step=True),
+            Trace("upper end", schemas.BAND_HIGH, GREEN, step=True, reasons=True),
             Trace("lower end", schemas.BAND_LOW, ORANGE, step=True),
         ),
     ),
@@ -95,6 +105,7 @@ def figure(steps: Steps, events: Sequence[Event]) -> Any:
     from plotly.subplots import make_subplots
 
     numbers = np.array(steps.numbers)
+    reasons = ["<br>".join(wrap(escape(f"{said.decision}: {said.reason or ''}"), WRAPPED)) for said in steps.said]
     data = runs.columns(steps, {name for panel in PANELS for name in panel.metrics} - runs.OF_PREDICTED.keys())
     shown = [p for p in PANELS if any(np.isfinite(data[trace.metric]).any() for trace in p.traces)] or [PANELS[0]]
     space = GAP / HEIGHT / len(shown)
@@ -104,7 +115,8 @@ def figure(steps: Steps, events: Sequence[Event]) -> Any:
         where = {"row": number, "col": 1}
         for trace in panel.traces:
             if np.isfinite(data[trace.metric]).any():
-                _draw(made, numbers, data, trace, legend, where)
+                words = reasons if trace.reasons else None
+                _draw(made, numbers, data, trace, legend, where, words)
         made.update_yaxes(title_text=panel.label, **panel.axis([data[name] for name in panel.metrics]), **where)
         top = made.layout[f"yaxis{number if number > 1 else ''}"].domain[1]
         place = {"orientation": "h", "x": 1, "xanchor": "right", "y": top, "yanchor": "bottom"}
@@ -125,8 +137,15 @@ def figure(steps: Steps, events: Sequence[Event]) -> Any:
 
 
 def _draw(
-    made: Any, numbers: Any, data: dict[str, FloatArray], trace: Trace, legend: str, where: dict[str, int]
+    made: Any,
+    numbers: Any,
+    data: dict[str, FloatArray],
+    trace: Trace,
+    legend: str,
+    where: dict[str, int],
+    words: Sequence[str] | None,
 ) -> None:
+    """words: a text for each step, which the pointer shows; None: the value alone"""
     line = {"color": trace.colour, "dash": trace.dash, "width": 1.6, "shape": "hv" if trace.step else "linear"}
     if trace.band and all(np.isfinite(data[end]).any() for end in trace.band):
         edge = {"mode": "lines", "line": {"width": 0}, "legend": legend, "hoverinfo": "skip", "showlegend": False}
@@ -139,7 +158,9 @@ def _draw(
     kept = thinned(data[trace.metric])
     values = data[trace.metric][kept]
     mode = "lines+markers" if len(numbers) <= FEW or _lonely(values) else "lines"
-    style = {"mode": mode, "line": line, "marker": {"size": 4}}
+    style: dict[str, Any] = {"mode": mode, "line": line, "marker": {"size": 4}}
+    if words is not None:
+        style |= {"text": [words[at] for at in kept], "hovertemplate": "%{y}<br>%{text}"}
     made.add_scatter(x=numbers[kept].tolist(), y=rounded(values), name=trace.name, legend=legend, **style, **where)
 
 

@@ -89,6 +89,22 @@ def test_every_figure_is_in_the_view_and_no_line_is_cut(tmp_path: Path, width: i
         assert re.search(rf"^{label} ", text, re.MULTILINE), label
 
 
+def test_news_their_baseline_the_threshold_and_the_reason_are_shown(tmp_path: Path) -> None:
+    """In the terminal as figures, in the report in panels of one picture, with the reasons where the pointer is."""
+    more = {"fp8plan/kl_baseline": 2e-3, "fp8plan/kl_news": 2.5}
+    rows = [row | {"metrics": row["metrics"] | more, "reason": f"KL <{row['step']}>"} for row in RUN[:40]]
+    reader = written(tmp_path / "run.jsonl", rows)
+    text = shown(reader, 100)
+    assert re.search(r"^KL news +│? *2\.50x +│? *baseline 2\.0e-03", text, re.MULTILINE), text
+    curves = {trace.name: trace for trace in figure(reader.steps, []).data}
+    assert set(curves["KL over its baseline"].y) == {2.5}
+    assert set(curves["baseline of the news"].y) == {2e-3}
+    assert curves["C"].text[6] == f"{rows[6]['decision']}: KL &lt;7&gt;"
+    assert curves["C"].x == curves["KL over its baseline"].x
+    without = shown(written(tmp_path / "old.jsonl", RUN[:40]), 100)
+    assert "KL news" not in without
+
+
 def test_the_view_tells_what_is_wrong(tmp_path: Path) -> None:
     slow = next(x for x in RUN if not x["guard"]["verdict"]["as_fast"])
     text = shown(written(tmp_path / "run.jsonl", RUN[: slow["step"]]), 160)
