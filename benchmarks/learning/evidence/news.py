@@ -18,6 +18,7 @@ from benchmarks.learning.evidence.seeds import apart, mean
 from benchmarks.tables.markdown import table
 
 SEEDS: Final = 6
+MISSING: Final = f"not all {SEEDS} seeds are there"
 MISMATCHES: Final = ("benign", *JUDGED)
 NEW: Final = ("growing", "spiking", "staler", "broken")  # where the law has to be ahead of C = 2
 USUAL: Final = "tis"
@@ -54,7 +55,7 @@ def failures(rewards: Rewards, law: str) -> Iterator[str]:
         mine, best = rewards.get(f"{mismatch}-{law}", {}), best_constant(rewards, mismatch)
         beside = margin(mine, rewards.get(f"{mismatch}-{best}", {}))
         if beside is None:
-            yield f"{mismatch}: not all {SEEDS} seeds are there"
+            yield f"{mismatch}: {MISSING}"
             continue
         if beside.difference < -beside.error:
             yield f"{mismatch}: below {best} by {-beside.difference:.3f} ± {beside.error:.3f}"
@@ -70,7 +71,9 @@ def verdict(rewards: Rewards) -> str:
     lines = []
     for law in TRIES:
         failed = list(failures(rewards, law))
-        lines.append(f"- `{law}` {'does not hold: ' + '; '.join(failed) if failed else 'holds'}.")
+        missing = [sentence for sentence in failed if sentence.endswith(MISSING)]
+        said = "is not judged: " if missing else "does not hold: " if failed else "holds"
+        lines.append(f"- `{law}` {said}{'; '.join(missing or failed)}.")
     return "\n".join(lines)
 
 

@@ -62,4 +62,4 @@ def test_the_command_prints_the_table_and_the_verdict(tmp_path: Path, capsys) ->
     news.main([str(tmp_path / "news.jsonl")])
     said = capsys.readouterr().out.splitlines()
     assert said[2].startswith("| benign | 2 | 0.30 ± 0.01 | 0.51 ± 0.01 |")
-    assert said[-2].startswith("- `news` does not hold: benign: not all 6 seeds are there; ")
+    assert said[-2].startswith("- `news` is not judged: benign: not all 6 seeds are there; ")
