@@ -36,6 +36,7 @@ from control import report as control_report  # noqa: E402
 from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
 from silent_failures import table as silent_failures  # noqa: E402
+from slow_links import tables as slow_links  # noqa: E402
 from tables import accuracy, baselines, correction_gpu, fleet, markdown, probe, trainers, weight_sync  # noqa: E402
 
 import fp8plan  # noqa: E402
@@ -167,7 +168,7 @@ def blocks() -> dict[str, str]:
     made["probe of smollm2"] = probe.table(probe.SMOLLM2)
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
-    return made | learning_tables() | weight_sync.tables()
+    return made | learning_tables() | weight_sync.tables() | slow_links.tables()
 
 
 def filled(page: str, made: dict[str, str]) -> str:

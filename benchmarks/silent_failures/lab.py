@@ -17,7 +17,7 @@ import torch
 import fp8plan
 from fp8plan import Scored
 from fp8plan.errors import Fp8PlanError
-from fp8plan.runtime.controller.state import MEANINGS, Alarm
+from fp8plan.runtime.controller.alarms import MEANINGS, Alarm
 
 from .policy import Example, Logprobs, Policy, Rollout, example
 

@@ -2,15 +2,15 @@
 
     python -m benchmarks.slow_links.steps FOLDER OUT.jsonl [--steps 50] [--learning-rate 3e-6]
 
-FOLDER is a model with its tokenizer, such as SmolLM2 135M. The task is addition, with two examples in the prompt.
-transformers samples on the CPU. AdamW keeps FP32 weights, which are sent in BF16. All linears of layers count as FP8.
-A model whose 4-bit file holds exact zeros (Gemma 3 270M has 4.5%) changes more codes than others do: do not use one.
+FOLDER is a model with its tokenizer, such as SmolLM2 135M. The task is addition. transformers samples on the CPU. AdamW
+keeps FP32 weights, which are sent in BF16. All linears of layers count as FP8. Exact zeros, which some 4-bit files
+hold (4.5% of Gemma 3 270M's), change their codes in every step, so such a model shows too many changes.
 
 Lines, by "what":
     model     the set-up, and bytes of all weights in BF16 and FP8
     step      reward; bytes and changed values of a delta, of FP8 matrices and of BF16 tensors apart; bits of entropy;
               bytes of verl's encoding (int32 places and BF16 values of what differs: docs/advance/delta_weight_sync.md
-              of verl 0.9); seconds to encode and to apply, each on one thread
+              of verl 0.9); seconds to encode and to apply
     top_k     bytes, residual, and KL(exact sync || sparse sync) per token in nats on held-out text, with error feedback
               and without: then a change that is left out is forgotten
 """
@@ -64,7 +64,7 @@ def worth(text: str, total: int) -> float:
 def learn(policy: Any, optimiser: Any, tokenizer: Any, chance: torch.Generator) -> float:
     """One step of GRPO. Returns the mean reward."""
     pairs = torch.randint(10, 60, (PROMPTS, 2), generator=chance)
-    prompts = [f"13 + 14 = 27\n20 + 15 = 35\n{a} + {b} =" for a, b in pairs.tolist()]
+    prompts = [f"{a} + {b} =" for a, b in pairs.tolist()]
     ids = tokenizer(prompts, return_tensors="pt").input_ids.repeat_interleave(SAMPLES, 0)  # of one length
     with torch.no_grad():
         sampled = policy.generate(ids, do_sample=True, top_k=0, max_new_tokens=LENGTH, min_new_tokens=LENGTH)

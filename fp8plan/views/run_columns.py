@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.model.cost.base import FloatArray
-from fp8plan.runtime.controller.state import MEANINGS, Alarm
+from fp8plan.runtime.controller.alarms import MEANINGS, Alarm
 from fp8plan.runtime.monitor.record import RunReader
 from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.schemas import (

@@ -31,7 +31,7 @@ from simulated_run import STEP_S, simulated
 from fp8plan import cli
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line
-from fp8plan.runtime.controller.state import MEANINGS, Alarm
+from fp8plan.runtime.controller.alarms import MEANINGS, Alarm
 from fp8plan.runtime.monitor.record import DECODER, RunReader
 from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.views import axes

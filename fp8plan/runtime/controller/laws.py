@@ -45,12 +45,12 @@ import numpy as np
 from fp8plan.checks import Range, in_range, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.expected import RiskBudget
+from fp8plan.runtime.controller.alarms import Alarm
 from fp8plan.runtime.controller.least_error import LeastErrorThresholds
 from fp8plan.runtime.controller.noise import noise_scale
 from fp8plan.runtime.controller.reach import Asked, State, Tightening, at_reach, check_start
 from fp8plan.runtime.controller.state import (
     AdaptiveState,
-    Alarm,
     AlarmLimits,
     ControllerState,
     Decided,

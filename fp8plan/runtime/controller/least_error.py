@@ -29,9 +29,9 @@ import numpy as np
 from fp8plan.checks import Range
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller import gradient_error
+from fp8plan.runtime.controller.alarms import Alarm
 from fp8plan.runtime.controller.noise import measured
 from fp8plan.runtime.controller.state import (
-    Alarm,
     AlarmLimits,
     ControllerState,
     Decided,

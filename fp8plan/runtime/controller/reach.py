@@ -26,8 +26,8 @@ import numpy as np
 
 from fp8plan.checks import Range
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.controller.alarms import Alarm
 from fp8plan.runtime.controller.state import (
-    Alarm,
     AlarmLimits,
     ControllerState,
     Decided,

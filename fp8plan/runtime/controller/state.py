@@ -1,7 +1,6 @@
-"""The parts that all laws share: state, decisions, the smoothed KL, alarms and escalations.
+"""The parts that all laws share: state, decisions, the smoothed KL, the levels of alarms, and escalations.
 
-An alarm reports a figure that no threshold repairs, or that KL alone does not show. Alarms of the mismatch sound before
-the thresholds are decided, those of the correction afterwards.
+Alarms of the mismatch sound before the thresholds are decided, those of the correction afterwards.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from math import inf, isfinite, isnan, sqrt
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from fp8plan.checks import Range, in_range, instance, is_number, whole
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.controller.alarms import Alarm
 from fp8plan.runtime.controller.gradient_error import GRID
 from fp8plan.runtime.correction.settings import Thresholds
 from fp8plan.runtime.mismatch.metrics import ERRORS
@@ -33,25 +33,6 @@ class Decision(StrEnum):
     RELAX = "relax"
     AT_BOUND = "at_bound"  # the bounds do not allow what the mismatch asks for
     NO_DATA = "no_data"  # no valid token, or a figure that is not a number: nothing moves
-
-
-class Alarm(StrEnum):
-    """A figure that no threshold repairs, or that KL alone does not show. No alarm loosens a threshold.
-
-    fp8plan.runtime.controller.state.MEANINGS has the meaning and the remedy of each.
-    """
-
-    KL = "kl"
-    BROKEN = "broken"
-    RAW_ESS = "raw_ess"
-    CHI2 = "chi2"
-    TAIL = "tail"
-    UNIT_MEAN = "unit_mean"
-    UNITS = "units"
-    IDENTICAL = "identical"
-    PLACEHOLDERS = "placeholders"
-    INVALID = "invalid"
-    LOST = "lost"
 
 
 class Escalation(StrEnum):
@@ -256,51 +237,6 @@ LAW_RANGES: Final[dict[str, Range]] = {
     "max_clipped": (lambda x: 0 < x <= 1, "a share above 0, 1 at most"),
     "min_kept": (lambda x: 0 < x < 1, "a share above 0 and below 1"),
     "dead_band": (lambda x: 1 <= x < inf, "a factor of 1 or more"),
-}
-
-
-class Meaning(NamedTuple):
-    """The meaning of an alarm, and the remedy, as clauses of a sentence."""
-
-    says: str
-    remedy: str
-
-
-DOCTOR: Final = "fp8plan.doctor(engine, weights=..., scored=...) tells old weights, temperature and KV scales apart"
-MEANINGS: Final = {
-    Alarm.KL: Meaning("smoothed KL above its limit", DOCTOR),
-    Alarm.BROKEN: Meaning("KL beyond what any correction repairs", f"stop training on these rollouts; {DOCTOR}"),
-    Alarm.RAW_ESS: Meaning("effective sample size of the untruncated weights too low", DOCTOR),
-    Alarm.CHI2: Meaning("variance of the ratios too high", DOCTOR),
-    Alarm.TAIL: Meaning("too many tokens with extreme ratios", DOCTOR),
-    Alarm.UNIT_MEAN: Meaning(
-        "the ratios' mean is not 1: the log-probs are not those of the policy that sampled",
-        "sample with top_p=1, top_k=-1, min_p=0 and no penalties, at the trainer's temperature, with "
-        "logprobs_mode='processed_logprobs'; look for shifted or synthetic tokens, such as an EOS that nobody sampled; "
-        "weights of long sequences miss 1 by noise alone: use level='token'",
-    ),
-    Alarm.UNITS: Meaning(
-        "KL by k1 is 2.3 times that by k3: the log-probs look like logarithms to base 10",
-        "give natural logarithms on both sides: x * 2.302585",
-    ),
-    Alarm.IDENTICAL: Meaning(
-        "both sides are the same numbers to the last bit",
-        "give the engine's log-probs as rollout_logprobs, and the trainer's own as train_logprobs; with kernels that "
-        "agree to the last bit (batch-invariant ones in both) this is as it should be",
-    ),
-    Alarm.PLACEHOLDERS: Meaning(
-        "one side has log-probs of exactly 0.0 where the other is not sure: they were filled in, not computed",
-        "mask tokens that nobody sampled or scored: padding, a tool's output, an EOS that was appended, log-probs that "
-        "were missing; a cut (top_p, top_k, min_p) that kept one token gives 0.0, too",
-    ),
-    Alarm.INVALID: Meaning(
-        "too many log-probs are NaN or infinite, as those of broken logits are",
-        "look for NaN in the engine's logits (weights, KV scales) and in the trainer's; step down if FP8 makes them",
-    ),
-    Alarm.LOST: Meaning(
-        "the correction takes most of the weight away, so that little of the batch trains",
-        "use level='token', whose weights do not shrink with the length, or wider thresholds, or shorter responses",
-    ),
 }
 
 

@@ -15,7 +15,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import E4M3_MAX, PRESETS
 from fp8plan.model.risk.expected import RiskBudget
-from fp8plan.runtime.controller.state import MEANINGS, Alarm, AlarmLimits, Meaning
+from fp8plan.runtime.controller.alarms import MEANINGS, Alarm, Meaning
+from fp8plan.runtime.controller.state import AlarmLimits
 from fp8plan.runtime.doctor import weights_checks
 from fp8plan.runtime.doctor.observed import Finding, Logged, Observed, fault, ok, unknown, warning
 from fp8plan.runtime.guard.causes import MANY_PREEMPTIONS

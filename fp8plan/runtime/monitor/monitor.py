@@ -25,9 +25,10 @@ from fp8plan.checks import check_torch, instance, whole
 from fp8plan.errors import ConfigError, warn
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.plan.plan import Plan
+from fp8plan.runtime.controller.alarms import MEANINGS
 from fp8plan.runtime.controller.laws import Controller, ControllerState
 from fp8plan.runtime.controller.noise import heard
-from fp8plan.runtime.controller.state import MEANINGS, LeastErrorState, Update, expecting, of_correction
+from fp8plan.runtime.controller.state import LeastErrorState, Update, expecting, of_correction
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.engine.judge import Judged
 from fp8plan.runtime.guard.guard import Guard

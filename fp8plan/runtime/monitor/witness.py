@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 from fp8plan.checks import instance
 from fp8plan.errors import ConfigError, warn
 from fp8plan.model.precision import PRESETS
+from fp8plan.runtime.controller.alarms import Alarm
 from fp8plan.runtime.controller.laws import ConstantThresholds, Controller
 from fp8plan.runtime.controller.reach import Tightening
-from fp8plan.runtime.controller.state import Alarm, Decided, Escalation, beginning
+from fp8plan.runtime.controller.state import Decided, Escalation, beginning
 from fp8plan.runtime.correction.settings import CorrectionSettings
 from fp8plan.runtime.engine.judge import Judged, judged
 from fp8plan.runtime.guard.fallback import Action

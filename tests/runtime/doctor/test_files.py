@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fp8plan
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.controller.state import MEANINGS, Alarm
+from fp8plan.runtime.controller.alarms import MEANINGS, Alarm
 from fp8plan.runtime.doctor.over_http.answers import Completion, Info, facts_of, output_of, samples, total
 
 # As a Monitor's record has them (fp8plan.schemas.RunRecord).

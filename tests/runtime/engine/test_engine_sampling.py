@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import PROMPTS, started
 
-from fp8plan.runtime.controller.state import Alarm
+from fp8plan.runtime.controller.alarms import Alarm
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.mismatch.sampling import Sampling, kept_logprobs
 from fp8plan.runtime.monitor.monitor import Monitor

@@ -28,6 +28,7 @@ from fp8plan.jsonl import plain
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
+from fp8plan.runtime.controller.alarms import MEANINGS
 from fp8plan.runtime.controller.laws import (
     AdaptiveThresholds,
     Alarm,
@@ -36,7 +37,6 @@ from fp8plan.runtime.controller.laws import (
     LeastErrorThresholds,
     LevelThresholds,
 )
-from fp8plan.runtime.controller.state import MEANINGS
 from fp8plan.runtime.correction.correct import CorrectionSettings, Rejection, Thresholds, correct
 from fp8plan.runtime.correction.verl import from_verl
 from fp8plan.runtime.guard.fallback import Action

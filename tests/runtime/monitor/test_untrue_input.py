@@ -20,13 +20,14 @@ from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import STATE_FILE, load_state
 from fp8plan.integrations.hooks import MicroBatches
+from fp8plan.runtime.controller.alarms import Alarm
 from fp8plan.runtime.controller.laws import (
     AdaptiveThresholds,
     ConstantThresholds,
     LeastErrorThresholds,
     LevelThresholds,
 )
-from fp8plan.runtime.controller.state import Alarm, AlarmLimits, Decision
+from fp8plan.runtime.controller.state import AlarmLimits, Decision
 from fp8plan.runtime.correction.correct import CorrectionSettings, Thresholds
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Callback
