@@ -42,10 +42,11 @@ from fp8plan.runtime.weight_sync.delta.store import Publisher, Store
 
 SPACE, HERE, THERE = "fp8plan-link", "10.99.0.1", "10.99.0.2"
 PORT: Final = 8765
+WARM: Final = 20_000_000  # bytes before each measurement, more than any burst
 READ: Final = """
 import sys, time, fsspec
 url = sys.argv[1]
-with fsspec.open(url.rpartition("/")[0] + "/warm", "rb") as file:
+with fsspec.open(url.rpartition("/")[0] + "/warm", "rb", block_size=0) as file:  # it empties the bucket of tokens
     file.read()
 began, size = time.perf_counter(), 0
 with fsspec.open(url, "rb", block_size=0) as file:
@@ -62,7 +63,7 @@ def shell(words: str) -> None:
 @contextmanager
 def shaped(gigabits: float) -> Iterator[None]:
     """A veth pair into another namespace with this rate in bits/s."""
-    burst = max(256_000, int(gigabits * 1e9 / 8 / 250))  # bytes between two ticks of the kernel's clock
+    burst = max(16_000, int(gigabits * 1e9 / 8 / 250))  # bytes between two ticks of the kernel's clock
     shell(f"ip netns add {SPACE}")
     try:
         shell(f"ip link add fp8plan0 type veth peer name fp8plan1 netns {SPACE}")
@@ -186,12 +187,14 @@ def main() -> None:
     setting = {"model": options.folder.rstrip("/").rpartition("/")[2], "learning_rate": options.learning_rate}
     with tempfile.TemporaryDirectory() as name, served(Path(name)):
         folder = Path(name)
-        (folder / "warm").write_bytes(b"1")
+        (folder / "warm").write_bytes(bytes(WARM))
         made = encoded(before, after, folder)
         for gigabits in options.gigabits:
             with shaped(gigabits):
                 for mode, (encode_s, apply_s) in made.items():
                     size, link_s = crossed(mode)
+                    if size * 8 / link_s > 1.1e9 * gigabits:
+                        raise RuntimeError(f"{mode} crossed {gigabits} Gb/s in {link_s} s: the link is not shaped")
                     row = {"gigabits": gigabits, "mode": mode, "bytes": size}
                     row |= {"encode_s": encode_s, "link_s": link_s, "apply_s": apply_s}
                     append(options.output, line(setting | row | machine_facts()))

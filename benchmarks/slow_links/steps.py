@@ -159,8 +159,8 @@ class Forgetful:
             moved = new.float() - self._last[name].float()
             if new.dim() > 1:
                 count = max(1, int(self._share * new.numel()))
-                least = moved.abs().flatten().topk(count).values[-1]
-                moved = torch.where(moved.abs() >= least, moved, 0)
+                kept = moved.abs().flatten().topk(count).indices
+                moved = torch.zeros_like(moved).view(-1).index_copy(0, kept, moved.flatten()[kept]).view_as(moved)
             self.own[name] = (self.own[name].float() + moved).bfloat16()
         self._last = tensors
 

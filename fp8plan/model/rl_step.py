@@ -109,6 +109,7 @@ class WeightSync:
     optimizer:     one of fp8plan.model.weight_changes.OPTIMIZERS
     weights:       kind of matrix -> a sample, as fp8plan.model.weights.sampled returns; other kinds: normal ones
     measured:      measured shares of changed values over the theory's
+    patches:       False for trainers that cannot send a delta
     """
 
     link: str = DEFAULT_LINK
@@ -116,6 +117,7 @@ class WeightSync:
     optimizer: str = "adamw"
     weights: Mapping[str, Weights] = field(default_factory=dict)
     measured: float = 1.0
+    patches: bool = True
 
     def __post_init__(self) -> None:
         match = LINK.fullmatch(self.link) if isinstance(self.link, str) else None
@@ -199,9 +201,8 @@ def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) 
         kv_scales = float(model.seconds(full_prefill(shape, limits, longest))[0])
     sent = {DENSE_BF16: bf16_bytes}
     if rate is not None:
-        sent |= ({DENSE_FP8: fp8_bytes} if fp8_bytes < bf16_bytes else {}) | {
-            DELTA: delta_bytes(shape, precision, limits, sync)
-        }
+        sent |= {DENSE_FP8: fp8_bytes} if fp8_bytes < bf16_bytes else {}
+        sent |= {DELTA: delta_bytes(shape, precision, limits, sync)} if sync.patches else {}
     costs = []
     for mode, size in sent.items():
         parts = {"transfer": size / sync.bandwidth, "quantise": quantise, "patch": patch if mode == DELTA else 0.0}

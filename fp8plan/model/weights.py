@@ -64,8 +64,8 @@ def normal(spread: float = SPREAD) -> Weights:
 def sampled(folder: Path, kinds: dict[str, str] = KINDS) -> dict[str, Weights]:
     """Return a sample of each kind of matrix in a folder's safetensors files, evenly over all of them.
 
-    kinds: kind -> pattern of names, as KINDS. A kind without matrices in BF16, FP16 or FP32 has no entry. A tied
-    lm_head has the embedding's
+    kinds: kind -> pattern of names, as KINDS. A kind has no entry unless all its matrices are BF16, FP16 or FP32. A
+    tied lm_head has the embedding's
 
     A file that cannot be read is left out.
     """
@@ -74,7 +74,8 @@ def sampled(folder: Path, kinds: dict[str, str] = KINDS) -> dict[str, Weights]:
         for name, matrix in _matrices(file):
             if kind := next((kind for kind, pattern in kinds.items() if re.search(pattern, name)), None):
                 matrices[kind].append(matrix)
-    samples = {kind: _sample(of_kind) for kind, of_kind in matrices.items()}
+    plain = {kind: of_kind for kind, of_kind in matrices.items() if all(matrix.dtype in DTYPES for matrix in of_kind)}
+    samples = {kind: _sample(of_kind) for kind, of_kind in plain.items()}
     measured = {kind: sample for kind, sample in samples.items() if sample is not None}
     if EMBEDDING in measured:
         measured.setdefault(LM_HEAD, measured[EMBEDDING])
@@ -108,11 +109,13 @@ def _matrices(file: Path) -> list[tuple[str, _Matrix]]:
             header: dict[str, Any] = json.loads(opened.read(length)) if length <= MOST_HEADER else {}
         size, matrices = file.stat().st_size - 8 - length, []
         for name, entry in header.items():
-            if name == "__metadata__" or entry["dtype"] not in DTYPES or len(entry["shape"]) < 2:
+            if name == "__metadata__" or len(entry["shape"]) < 2:
                 continue
             *leading, columns = entry["shape"]
             rows, (start, end) = int(np.prod(leading)), entry["data_offsets"]
-            if rows * columns and end <= size and end - start == rows * columns * DTYPES[entry["dtype"]].itemsize:
+            stored = DTYPES.get(entry["dtype"])
+            whole = stored is None or end - start == rows * columns * stored.itemsize
+            if rows * columns and end <= size and whole:
                 matrices.append((name, _Matrix(file, entry["dtype"], rows, columns, 8 + length + start)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # such as a pointer of Git LFS
         return []

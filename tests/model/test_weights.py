@@ -87,3 +87,11 @@ def test_normal_weights_have_the_spread_and_the_largest_of_a_block() -> None:
     seen = np.median([np.abs(0.02 * chance.standard_normal(SIDE**2)).max() for _ in range(99)])
     assert float(weights.largest[0]) == pytest.approx(seen, rel=0.03)
     assert not weights.measured
+
+
+def test_layers_of_an_fp8_checkpoint_are_not_judged_by_their_routers(tmp_path: Path) -> None:
+    own = {
+        "model.layers.0.mlp.gate.weight": torch.full((4, 32), 0.5),
+        "model.layers.0.mlp.down_proj.weight": torch.ones(32, 32).to(torch.float8_e4m3fn),
+    }
+    assert LAYERS not in sampled(checkpoint(tmp_path, **own))

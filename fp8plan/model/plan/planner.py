@@ -131,7 +131,8 @@ def predict(
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
     if sync is not None and learning_rate is not None:
         folder = Path(shape.source).parent
-        sync = replace(sync, weights=sampled(folder) if Path(shape.source).is_file() else {})
+        weights = sampled(folder) if Path(shape.source).is_file() else {}
+        sync = replace(sync, weights=weights, patches=target == "vllm")
         sync = replace(sync, measured=changes_of(observed, shape, sync))
     most_gpus = gpus or (limits or EngineLimits()).tensor_parallel_size
     inside = check_inside(_calls(target, most_gpus) if inside is None else inside)
@@ -251,13 +252,14 @@ def _syncs(tried: Sequence[Candidate], chosen: Candidate, sync: WeightSync | Non
     for candidate in tried:
         if not candidate.syncs or candidate.setup.limits.cut != layout:
             continue
-        fastest, delta = candidate.syncs[0], next(cost for cost in candidate.syncs if cost.mode == DELTA)
+        fastest, delta = candidate.syncs[0], next((cost for cost in candidate.syncs if cost.mode == DELTA), None)
         dense = next(cost for cost in candidate.syncs if cost.mode != DELTA)
-        below = delta.pays_below(dense) * 8 / 1e9
-        pays = "never" if below == 0 else "always" if math.isinf(below) else f"below {below:,.0f} Gb/s"
+        below = 0.0 if delta is None else delta.pays_below(dense) * 8 / 1e9
+        pays = "never" if below == 0 else "always" if math.isinf(below) else f"below {below:.3g} Gb/s"
+        pays = f"a delta pays {pays}" if delta is not None else "verl's and TRL's own syncs send no deltas"
         other = f" instead of {dense.seconds:.3g} s for {dense.mode}" if fastest is delta else ""
         best = f"{fastest.mode} of {fastest.bytes / 1e9:.3g} GB in {fastest.seconds:.3g} s{other}"
-        parts.append(f"{candidate.setup.precision.name} {best} (a delta pays {pays})")
+        parts.append(f"{candidate.setup.precision.name} {best} ({pays})")
     how = f"{sync.link}, at a learning rate of {sync.learning_rate:g} with {sync.optimizer}"
     layers, share = sync.weights.get(LAYERS), sync.changed(LAYERS)
     spread = f"{SPREAD}, assumed" if layers is None else f"{layers.spread:.2g}, measured in the checkpoint"

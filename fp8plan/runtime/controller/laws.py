@@ -25,7 +25,8 @@ is the median of the last `memory` batches, and never below what is expected. Ne
     reach = (quiet / news) ^ gain      within [narrowest, 1]; 1 up to `quiet`
 
 A spike, a bad sync and a growing KL are news. A level that stays for half of `memory` batches is the baseline, so that
-the thresholds return to where they began. Above `limit_kl` they do not relax: each step counts towards an escalation.
+the thresholds return to where they began. Early in a run without a plan or target, fewer batches suffice. Above
+`limit_kl` they do not relax: each step counts towards an escalation.
 
 The law of LevelThresholds. With the smoothed KL:
 
@@ -168,8 +169,8 @@ class AdaptiveThresholds(Tightening):
 class LevelThresholds(Tightening):
     """Thresholds that are the tighter, the further the observed KL lies above its target, for as long as it does.
 
-    The docstring of fp8plan.runtime.controller.laws has the law. Before, AdaptiveThresholds were this law. Its settings
-    are theirs, without `memory` and `quiet`, but for:
+    The docstring of fp8plan.runtime.controller.laws has the law. It had the name AdaptiveThresholds before. It has the
+    settings of AdaptiveThresholds except `memory` and `quiet`. These differ:
 
     target_kl:   KL up to which the thresholds keep their initial values; None: up to thrice a plan's expectation, or
                  0.01 without a plan

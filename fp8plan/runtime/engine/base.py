@@ -24,6 +24,7 @@ from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict, answer
 from fp8plan.runtime.guard.observation import EngineFacts, facts_of
 from fp8plan.runtime.tokens import is_text
+from fp8plan.runtime.weight_sync.delta.base import Chain
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,
@@ -240,7 +241,8 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
                 yield from learn_quantised(state)
             prompts, where = self._calibration(kv_amax, kv_prompts)
             report = yield from replace_weights(state, source, manifest, kv_amax, prompts, where, scored)
-            self._delta_bytes = report.bytes if report.patched and state.settings.top_k is None else None
+            exact = report.patched and state.settings.top_k is None and not isinstance(source, Chain)
+            self._delta_bytes = report.bytes if exact else None  # a Chain may lead over several versions
             return report
 
     def _join(self, where: Rendezvous) -> Procedure:

@@ -32,6 +32,7 @@ from fp8plan.runtime.mismatch.sums import LIMIT, k3
 from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync import manifest as manifests
 from fp8plan.runtime.weight_sync.delta.base import Base, Chain
+from fp8plan.runtime.weight_sync.delta.top_k import refuse_codes
 from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of
@@ -53,6 +54,9 @@ def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
     if expected is not None and state.settings.weights_in == "fp8_block":
         expected = manifests.quantised_manifest(expected, state.quantised or ())
     own = manifests.read_manifest(manifest) if manifest is not None else own
+    if own is not None and state.settings.top_k is not None:
+        for entry in own:
+            refuse_codes(entry.name, entry.dtype)
     if own is not None and state.settings.delta is not None:
         own = manifests.quantised_manifest(own, state.quantised or ())
     sent = expected if own is None else own

@@ -8,6 +8,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+from fp8plan.checks import instance
 from fp8plan.errors import ConfigError, LostEngineError
 from fp8plan.model.precision import precision
 from fp8plan.runtime.interrupts import let_in
@@ -82,6 +83,8 @@ class SyncSettings:
         for name in ("rollback", "delta"):
             if (place := getattr(self, name)) not in (None, "cpu", "cuda"):
                 raise ConfigError(f"{name} is {place!r}; allowed: None, 'cpu', 'cuda' (where the copy is kept)")
+        if self.top_k is not None:
+            instance("top_k", self.top_k, TopK, "TopK(share=1e-4)")
         if self.top_k is not None and self.delta is None:
             raise ConfigError("top_k is set without delta; type: SyncSettings(delta='cpu', top_k=TopK(share=1e-4))")
         if self.delta is not None:
@@ -170,7 +173,8 @@ class SyncReport:
     tensors, bytes: sent in all
     patched:      True if only what has changed was sent
     healed:       why patches were refused and all weights sent; None: they were not
-    residual:     RMS of the changes that top_k has left out, over that of the weights; 0 without top_k
+    residual:     RMS of the changes that top_k has left out, over that of the weights; 0 without top_k. After
+                  Follower.pull it is 0, because only the Publisher knows it
     chunks:       number of messages
     layers:       dtype of their weights -> modules of one rank
     in_place, reloaded: modules written directly, and by vLLM's layerwise reload

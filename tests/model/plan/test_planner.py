@@ -713,3 +713,12 @@ def test_the_weights_of_a_local_checkpoint_are_measured(tmp_path: Path) -> None:
     assert measured < without / 3
     assert "a spread of 0.02, assumed" in assumed
     assert "a spread of 0.5, measured in the checkpoint" in told
+
+
+def test_trainers_that_send_no_delta_are_not_promised_one() -> None:
+    for target, promised in (("vllm", True), ("verl", False), ("trl", False)):
+        made = predict(
+            "Qwen/Qwen3-8B", "h200", WORK, precisions=["fp8_block"], learning_rate=1e-6, link="1Gb/s", target=target
+        )
+        assert (made.chosen.syncs[0].mode == "delta") == promised
+        assert any("send no deltas" in reason for reason in made.plan.reasons) != promised

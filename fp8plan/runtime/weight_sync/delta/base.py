@@ -11,8 +11,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.block_fp8 import described
 from fp8plan.runtime.quantize.targets import quantized
 from fp8plan.runtime.weight_sync.delta.patch import Change, apply, bits, change, packed, whole
-from fp8plan.runtime.weight_sync.delta.top_k import Residual, TopK, thinned
-from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, gathered, pair_of
+from fp8plan.runtime.weight_sync.delta.top_k import Residual, TopK, refuse_codes, thinned
+from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, dtype_name, gathered, pair_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +52,8 @@ class Base:
         self, manifest: Manifest, device: str, fp8: Collection[str] = frozenset(), top_k: TopK | None = None
     ) -> None:
         self.manifest, self.device, self.fp8, self.top_k = manifest, device, frozenset(fp8), top_k
+        if top_k is not None and manifest:
+            top_k.share_of(manifest)  # raises ConfigError for too few bytes, before anything is sent
         self.stamp: str | None = None
         self.complete = False
         self.residual = Residual()
@@ -64,16 +66,19 @@ class Base:
         Raises ConfigError as pair_of does, for a tensor that comes twice, and for one that no patch can hold.
         """
         self._changes.clear()
-        tensors = (part for item in pairs for part in in_format(*pair_of(item), self.fp8).items())
-        for name, whole_tensor in tensors:
-            if name in self._tensors:
-                raise ConfigError(f"{name} came twice")
-            if not (whole_tensor.numel() and whole_tensor.dim() and whole_tensor.element_size() in (1, 2, 4)):
-                raise ConfigError(
-                    f"{name} is {described(whole_tensor)}; allowed with delta: values of 1, 2 or 4 bytes, and not empty"
-                )
-            self._tensors[name] = whole_tensor.to(self.device, copy=True).contiguous()
-            yield name, whole_tensor
+        for item in pairs:
+            own, tensor = pair_of(item)
+            if self.top_k is not None:
+                refuse_codes(own, dtype_name(tensor.dtype))
+            for name, part in in_format(own, tensor, self.fp8).items():
+                if name in self._tensors:
+                    raise ConfigError(f"{name} came twice")
+                if not (part.numel() and part.dim() and part.element_size() in (1, 2, 4)):
+                    raise ConfigError(
+                        f"{name} is {described(part)}; allowed with delta: values of 1, 2 or 4 bytes, and not empty"
+                    )
+                self._tensors[name] = part.to(self.device, copy=True).contiguous()
+                yield name, part
 
     def patches(self, pairs: Iterable[object], groups: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, patch) for each tensor that differs from the base, uint8 [bytes] on the base's device.

@@ -1,8 +1,7 @@
 """The change of one tensor as bytes: where its values changed, and the new ones.
 
-A step of RL changes few values: at a learning rate of 3e-6 about 0.06% of a model's E4M3 codes, and 0.7% of its BF16
-values (docs/evidence/change_ratios.md). A patch holds the new values themselves, so applying it twice does no harm. Its
-places take the shortest of four forms:
+A step of RL changes few values (docs/evidence/change_ratios.md). A patch holds the new values themselves, so applying
+it twice does no harm. Its places take the shortest of four forms:
 
     GAPS_1, GAPS_2  the unchanged values before each changed one, in 1 or 2 bytes. The largest number of that size
                     stands for as many unchanged values and no changed one

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
+from fp8plan.checks import instance
 from fp8plan.checks import whole as whole_number
 from fp8plan.errors import ConfigError, SyncError, text_of
 from fp8plan.jsonl import parse
@@ -86,15 +87,19 @@ class Store:
     def write_patches(self, name: str, patches: Iterable[tuple[str, Tensor]], codec: str | None) -> int:
         """Write a file of patches, and return its bytes."""
         index: list[list[Any]] = []
-        with self._files.open(self.path(name), "wb") as file:
-            for tensor, patch in patches:
-                data = patch.cpu().numpy().tobytes()
-                stored = _compressed(data) if codec else data
-                file.write(stored)
-                index.append([tensor, len(stored), len(data)])
-            text = json.dumps({"codec": codec, "patches": index}).encode("utf-8")
-            file.write(text)
-            file.write(len(text).to_bytes(LENGTH, "little"))
+        try:
+            with self._files.open(self.path(name), "wb") as file:
+                for tensor, patch in patches:
+                    data = patch.cpu().numpy().tobytes()
+                    stored = _compressed(data) if codec else data
+                    file.write(stored)
+                    index.append([tensor, len(stored), len(data)])
+                text = json.dumps({"codec": codec, "patches": index}).encode("utf-8")
+                file.write(text)
+                file.write(len(text).to_bytes(LENGTH, "little"))
+        except BaseException:
+            self.delete([name])  # a part of a file serves nobody
+            raise
         return int(sum(stored for _, stored, _ in index)) + len(text) + LENGTH
 
     def patches(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -150,6 +155,8 @@ class Publisher:
     ) -> None:
         if codec not in CODECS:
             raise ConfigError(f"codec is {codec!r}; allowed: None, 'zstd'")
+        if top_k is not None:
+            instance("top_k", top_k, TopK, "TopK(share=1e-4)")
         self._every = whole_number("every", every, 1)
         self._store, self._device, self._codec, self._top_k = Store(url), device, codec, top_k
         held = self._store.read_json("engine.json") or {}
@@ -173,6 +180,8 @@ class Publisher:
         if base is None:
             base = Base((), self._device, self._fp8, self._top_k)
             base.manifest = tuple(entry_of(name, tensor) for name, tensor in base.recorded(pairs))
+            if self._top_k is not None:
+                self._top_k.share_of(base.manifest)  # raises ConfigError for too few bytes
             old = self._latest.get("chain", [])
             latest = {"manifest": plain(base.manifest), "chain": [], "first": version}
         else:

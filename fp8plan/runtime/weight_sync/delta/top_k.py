@@ -20,22 +20,24 @@ from typing import TYPE_CHECKING, Final
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.quantize.block_fp8 import BLOCK, described
+from fp8plan.runtime.quantize.block_fp8 import BLOCK
 from fp8plan.runtime.weight_sync.delta.patch import DIGEST_BYTES, HEADER, bits, tiles
-from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Entry, Manifest
+from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Entry, Manifest, dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PLACE_BYTES: Final = 2.02  # most bytes of a place on average: a gap of GAPS_2, and one skip in 65,535 values
+PLACE_BYTES: Final = 2  # of a place in GAPS_2, and of a skip of SKIPPED values: a patch takes the shortest form
+SKIPPED: Final = 65535
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Settings of a sparse sync; one of the two.
+    """Settings of a sparse sync. Give exactly one.
 
     share:  largest share of a matrix's values that a sync sends
-    nbytes: largest bytes of a sync. All matrices get the same share. Blocks with new scales come on top
+    nbytes: largest bytes of a sync. All matrices get the same share. Blocks with new scales, and matrices that vLLM
+            must reload, come on top
 
     Raises ConfigError for other values.
     """
@@ -62,8 +64,10 @@ class TopK:
         matrices = [entry for entry in manifest if _thinned(entry)]
         fixed = sum(8 * HEADER + DIGEST_BYTES * _tiles(entry) for entry in manifest)
         fixed += sum(entry.nbytes for entry in manifest if not _thinned(entry))
+        # Skips, and the value by which a share is rounded up.
+        fixed += sum(PLACE_BYTES * (entry.numel // SKIPPED + 1) + entry.nbytes // entry.numel for entry in matrices)
         each = sum(entry.nbytes + PLACE_BYTES * entry.numel for entry in matrices)
-        if self.nbytes <= fixed:
+        if self.nbytes <= fixed:  # scales are counted, too: all of them may change
             raise ConfigError(f"nbytes is {self.nbytes}; allowed for this model: more than {fixed}")
         return min(1.0, (self.nbytes - fixed) / each)
 
@@ -90,6 +94,12 @@ class Residual:
         return sqrt(self.lacking / self.weights) if self.lacking else 0.0
 
 
+def refuse_codes(name: str, dtype: str) -> None:
+    """Raise ConfigError for a trainer's E4M3, whose exact values are not known. dtype: as Entry has it"""
+    if dtype.startswith("float8"):
+        raise ConfigError(f"{name} is {dtype}; allowed with top_k: BF16, FP16 or FP32, to know its error")
+
+
 def thinned(
     new: Mapping[str, Tensor], held: Mapping[str, Tensor], exact: Tensor, share: float, residual: Residual
 ) -> Tensor:
@@ -99,13 +109,12 @@ def thinned(
     exact:     the trainer's values, BF16, FP16 or FP32 [..., N, K]
     share:     of the values, rounded up, that may change
 
-    Raises ConfigError for a trainer's E4M3, whose exact values are not known.
+    Raises ConfigError as refuse_codes.
     """
     import torch
 
     name, tensor = next(iter(new.items()))
-    if exact.element_size() == 1:
-        raise ConfigError(f"{name} is {described(exact)}; allowed with top_k: BF16, FP16 or FP32, to know its error")
+    refuse_codes(name, dtype_name(exact.dtype))
     if tensor.dim() < 2:
         return tensor
     residual.weights += float(torch.linalg.vector_norm(exact, dtype=torch.float32)) ** 2

@@ -77,6 +77,7 @@ def test_an_engine_that_follows_has_the_bits_of_each_version(
         if number:
             assert 0 < made.nbytes < publisher._base.manifest[0].nbytes * 10
         assert follower.pull(engine) is None
+        assert engine.engine_facts().delta_bytes is None  # a chain may lead over several versions
         live.append(digests(engine))
     assert live == [of_all(engine, tensors) for tensors in steps]
 
@@ -168,3 +169,14 @@ def test_bad_input_is_refused_with_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="announced and not sent: b"):
         publisher.publish({"a": torch.zeros(3)})
     assert publisher.publish({"a": torch.zeros(3), "b": torch.ones(4)}).version == 2
+
+
+def test_a_version_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    publisher = Publisher(str(tmp_path), fp8=[])
+    tensors = {"a": torch.ones(4, 4), "b": torch.ones(4)}
+    publisher.publish(tensors)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="announced and not sent: b"):
+        publisher.publish({"a": torch.zeros(4, 4)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert publisher.publish(tensors | {"a": torch.zeros(4, 4)}).nbytes

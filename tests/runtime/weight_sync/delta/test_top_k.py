@@ -107,6 +107,24 @@ def test_a_sync_stays_within_its_bytes(seed: int, rate: float, nbytes: int) -> N
     assert all(torch.equal(live[name], tensor) for name, tensor in base.pairs())
 
 
+@pytest.mark.parametrize("nbytes", [3000, 6000, 40_000])
+def test_long_gaps_in_a_large_matrix_stay_within_the_bytes(nbytes: int) -> None:
+    base = Base((), "cpu", (), TopK(nbytes=nbytes))
+    base.manifest = tuple(entry_of(*pair) for pair in base.recorded([("a", random(2048, 256))]))
+    base.commit("0")
+    ((_, patch),) = base.patches([("a", drifted(random(2048, 256), 1, 0.1))], {})
+    assert nbytes / 2 < patch.numel() <= nbytes
+
+
+def test_a_trainers_codes_and_too_few_bytes_are_refused_in_the_first_sync(tmp_path: Path) -> None:
+    tensors = {"a": random(256, 256)}
+    with pytest.raises(ConfigError, match="allowed with top_k: BF16, FP16 or FP32"):
+        list(Base((), "cpu", {"a"}, TopK(share=0.1)).recorded(in_format("a", tensors["a"], {"a"}).items()))
+    with pytest.raises(ConfigError, match="allowed for this model: more than"):
+        Publisher(str(tmp_path), fp8=["a"], top_k=TopK(nbytes=20)).publish(tensors)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture
 def engine() -> Iterator[RolloutEngine]:
     with started("moe", "a", "fp8_block", delta="cpu", top_k=TopK(share=0.002)) as engine:
@@ -187,7 +205,9 @@ def test_a_chain_of_sparse_versions_is_followed(tmp_path: Path) -> None:
         (lambda: TopK(share=0), "share is 0; allowed: a number above 0, up to 1"),
         (lambda: TopK(share=float("nan")), "share is nan"),
         (lambda: TopK(nbytes=-1), "nbytes is -1; allowed: a number of bytes above 0"),
-        (lambda: TopK(nbytes=5).share_of((entry_of("a", random(8, 8)),)), "allowed for this model: more than 44"),
+        (lambda: TopK(nbytes=5).share_of((entry_of("a", random(8, 8)),)), "allowed for this model: more than 48"),
+        (lambda: SyncSettings(delta="cpu", top_k=1e-4), "top_k is 0.0001; allowed: a TopK, such as TopK(share=1e-4)"),
+        (lambda: Publisher("memory://a", fp8=[], top_k=1e-4), "top_k is 0.0001; allowed: a TopK"),
         (lambda: SyncSettings(top_k=TopK(share=0.1)), "top_k is set without delta; type: SyncSettings(delta='cpu'"),
     ],
 )
