@@ -203,11 +203,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.change_ratios")
     parser.add_argument("--train", action="store_true", help="measure the random models again")
     parser.add_argument("--sample", metavar="POLICY=FOLDER", help="add a checkpoint's weights to the samples")
-    given = parser.parse_args()
-    if given.sample:
-        policy, _, folder = given.sample.partition("=")
+    options = parser.parse_args()
+    if options.sample:
+        policy, _, folder = options.sample.partition("=")
         sample(policy, Path(folder))
-    if given.train:
+    if options.train:
         train()
     rows = compared()
     print(table(rows), summary(rows), sep="\n\n")

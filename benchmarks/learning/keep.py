@@ -78,7 +78,7 @@ def figures(run: RunFolder) -> dict[str, Any]:
         "reward": [round(row["reward"], 3) for row in steps],
         "kl_k3": [float(f"{one[schemas.K3]:.3g}") for one in metrics],
         "tis": [None if one.get(schemas.TIS) is None else round(one[schemas.TIS], 3) for one in metrics],
-        **{name: [_digits(one.get(metric)) for one in metrics] for name, metric in COSTS.items()},
+        **{name: [_digits(step.get(metric)) for step in metrics] for name, metric in COSTS.items()},
         "precision": [row["precision"] for row in steps],
     }
 

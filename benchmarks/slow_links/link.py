@@ -31,9 +31,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import transformers
 
-from benchmarks.slow_links.steps import Tensors, fp8_names, learn, weights_of
+from benchmarks.slow_links.steps import Tensors, fp8_names, learn, trainer_of, weights_of
 from fp8plan.jsonl import append, line
 from fp8plan.runtime.measure.machine import machine_facts
 from fp8plan.runtime.weight_sync.delta.base import in_format
@@ -174,16 +173,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=3e-6)
     options = parser.parse_args()
-    torch.manual_seed(0)
-    policy = transformers.AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.folder)
-    optimiser = torch.optim.AdamW(policy.parameters(), lr=options.learning_rate, weight_decay=0.0)
-    chance, before = torch.Generator().manual_seed(0), {}
+    trainer, before = trainer_of(options.folder, options.learning_rate), {}
     for _ in range(options.steps):
-        before = weights_of(policy)
-        learn(policy, optimiser, tokenizer, chance)
-    after = weights_of(policy)
-    del policy, optimiser
+        before = weights_of(trainer.policy)
+        learn(*trainer)
+    after = weights_of(trainer.policy)
+    del trainer
     setting = {"model": options.folder.rstrip("/").rpartition("/")[2], "learning_rate": options.learning_rate}
     with tempfile.TemporaryDirectory() as name, served(Path(name)):
         folder = Path(name)

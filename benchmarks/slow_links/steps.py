@@ -4,7 +4,7 @@
 
 FOLDER is a model with its tokenizer, such as SmolLM2 135M. The task is addition. transformers samples on the CPU. AdamW
 keeps FP32 weights, which are sent in BF16. All linears of layers count as FP8. Exact zeros, which some 4-bit files
-hold (4.5% of Gemma 3 270M's), change their codes in every step, so such a model shows too many changes.
+hold, change their codes in every step, so such a model shows too many changes.
 
 Lines, by "what":
     model     the set-up, and bytes of all weights in BF16 and FP8
@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Mapping
 from math import log2
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import transformers
@@ -59,6 +59,24 @@ def worth(text: str, total: int) -> float:
     """The reward of a response: 1 for the sum, less the farther the first number is from it, 0 for no number."""
     number = next((word for word in text.replace("\n", " ").split() if word.isdigit()), None)
     return 0.0 if number is None else 1 / (1 + abs(int(number) - total))
+
+
+class Trainer(NamedTuple):
+    """A model that is trained, and what its steps need."""
+
+    policy: Any
+    optimiser: torch.optim.Optimizer
+    tokenizer: Any
+    chance: torch.Generator
+
+
+def trainer_of(folder: str, rate: float) -> Trainer:
+    """The model in a folder, in FP32 under AdamW, with all seeds set."""
+    torch.manual_seed(0)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    optimiser = torch.optim.AdamW(policy.parameters(), lr=rate, weight_decay=0.0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return Trainer(policy, optimiser, tokenizer, torch.Generator().manual_seed(0))
 
 
 def learn(policy: Any, optimiser: Any, tokenizer: Any, chance: torch.Generator) -> float:
@@ -177,11 +195,8 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-6)
     parser.add_argument("--every", type=int, default=10, help="steps between two measurements of the KL")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    policy = transformers.AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.folder)
-    optimiser = torch.optim.AdamW(policy.parameters(), lr=options.learning_rate, weight_decay=0.0)
-    chance, ids = torch.Generator().manual_seed(0), tokenizer(HELD_OUT, return_tensors="pt").input_ids
+    trainer = trainer_of(options.folder, options.learning_rate)
+    policy, ids = trainer.policy, trainer.tokenizer(HELD_OUT, return_tensors="pt").input_ids
     last = weights_of(policy)
     exact, sparse = Encoding(last), {share: Encoding(last, TopK(share=share)) for share in SHARES}
     forgetful = {share: Forgetful(last, share) for share in SHARES}
@@ -195,7 +210,7 @@ def main() -> None:
     append(options.output, line({"what": "model"} | setting | counted | machine_facts()))
     for step in range(1, options.steps + 1):
         began = time.perf_counter()
-        reward = learn(policy, optimiser, tokenizer, chance)
+        reward = learn(*trainer)
         tensors = weights_of(policy)
         before = {name: exact.held[name].clone() for name in names}
         row = exact.step(tensors)

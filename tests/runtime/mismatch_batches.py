@@ -37,6 +37,16 @@ def mismatch_of(log_ratio: Any) -> Any:
     return measure(pack(log_ratio - 3.0, np.full_like(log_ratio, -3.0), np.ones_like(log_ratio, bool))).metrics()
 
 
+def with_outliers(sigma: float) -> tuple[Any, list[Any]]:
+    """The Mismatch of 50 honest sequences of 80 tokens, and the same with one token of four extreme ratios."""
+    log_ratio = gaussian(sigma).reshape(50, 80)
+    plain, spoiled = mismatch_of(log_ratio), []
+    for outlier in (-20.0, 5.0, 20.0, 50.0):
+        log_ratio[17, 5] = outlier
+        spoiled.append(mismatch_of(log_ratio))
+    return plain, spoiled
+
+
 def after(controller: Any, seen: Any, state: Any = None) -> Any:
     """(thresholds, state, decided) of a controller once it has seen some mismatches."""
     state = state or controller.initial()

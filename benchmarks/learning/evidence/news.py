@@ -96,8 +96,8 @@ def _row(rewards: Rewards, mismatch: str, arms: Sequence[str]) -> list[str]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if words is None else words)
-    rewards = of_lines(Path(given[0]) if given else NEWS).rewards
+    paths = list(sys.argv[1:] if words is None else words)
+    rewards = of_lines(Path(paths[0]) if paths else NEWS).rewards
     print(f"{shown(rewards)}\n\n{verdict(rewards)}")
 
 

@@ -49,7 +49,7 @@ from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.controller.alarms import Alarm
 from fp8plan.runtime.controller.least_error import LeastErrorThresholds
 from fp8plan.runtime.controller.noise import noise_scale
-from fp8plan.runtime.controller.reach import Asked, State, Tightening, at_reach, check_start
+from fp8plan.runtime.controller.reach import Demand, State, Tightening, at_reach, check_start
 from fp8plan.runtime.controller.state import (
     AdaptiveState,
     AlarmLimits,
@@ -153,7 +153,7 @@ class AdaptiveThresholds(Tightening):
             new = replace(new, recent=(*state.recent, mismatch.k3_robust)[-self.memory :])
         return thresholds, new, decided
 
-    def _asked(self, state: AdaptiveState, mismatch: Mismatch) -> Asked:
+    def _demand(self, state: AdaptiveState, mismatch: Mismatch) -> Demand:
         """The reach for the news of this batch. The baseline is of the batches before."""
         kl = min(mismatch.k3_robust, state.kl or 0.0)
         baseline = max(median(state.recent or (kl,)), state.target_kl)
@@ -162,7 +162,7 @@ class AdaptiveThresholds(Tightening):
         fact = f"KL {kl:.2g} is {news:,.1f} times its baseline of {baseline:.2g}"
         if beyond:
             reach, fact = min(reach, state.reach), f"{fact} and above its limit of {state.limit_kl:.2g}"
-        return Asked(reach, sure, fact, beyond, {"baseline": baseline, "news": news})
+        return Demand(reach, sure, fact, beyond, {"baseline": baseline, "news": news})
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +200,12 @@ class LevelThresholds(Tightening):
         """
         return _resumed(self, saved, fresh)
 
-    def _asked(self, state: LevelState, mismatch: Mismatch) -> Asked:
+    def _demand(self, state: LevelState, mismatch: Mismatch) -> Demand:
         """The reach for the smoothed KL; a bound counts if this batch's KL is above the target, too."""
         kl, target = state.kl or 0.0, state.target_kl
         relation = f"{kl / target:,.1f} times" if kl > target else "within"
         fact = f"KL {kl:.2g} is {relation} its target of {target:.2g}"
-        return Asked(self._law(kl, target), self._law(min(mismatch.k3_robust, kl), target), fact)
+        return Demand(self._law(kl, target), self._law(min(mismatch.k3_robust, kl), target), fact)
 
     def _law(self, kl: float, target: float) -> float:
         return 1.0 if kl <= target else float((target / kl) ** self.gain)

@@ -57,7 +57,7 @@ RANGES: Final[dict[str, Range]] = {
 }
 
 
-class Asked(NamedTuple):
+class Demand(NamedTuple):
     """A law's answer to a batch.
 
     reach:    the reach that the law asks for; it may lie below `narrowest`, and is 1 at most
@@ -76,7 +76,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tightening:
-    """The settings and the update of a law that asks for a reach; a law adds its `_asked`."""
+    """The settings and the update of a law that asks for a reach; a law adds its `_demand`."""
 
     tis: float | None = 2.0
     band: tuple[float, float] | None = None
@@ -101,7 +101,7 @@ class Tightening:
             raise ConfigError(f"level is {self.level!r}; allowed: {', '.join(LEVELS)}")
         check_law(self, RANGES)
 
-    def _asked(self, state: Any, mismatch: Mismatch) -> Asked:
+    def _demand(self, state: Any, mismatch: Mismatch) -> Demand:
         """The law. state: with this batch in its smoothed KL"""
         raise NotImplementedError
 
@@ -111,21 +111,21 @@ class Tightening:
             return Thresholds(state.tis, state.band), state, no_data(mismatch, self.limits)
         seen = observed(state, mismatch)
         sounding = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
-        asked = self._asked(seen, mismatch)
+        demand = self._demand(seen, mismatch)
         if seen.steps <= self.warm_up:
             reason = f"step {seen.steps} of {self.warm_up} with the initial thresholds"
-            warming = Decided(Decision.WARM_UP, reason, sounding, **asked.figures)
+            warming = Decided(Decision.WARM_UP, reason, sounding, **demand.figures)
             return Thresholds(seen.tis, seen.band), seen, warming
-        now, wanted = seen.reach, max(asked.reach, self.narrowest)
+        now, wanted = seen.reach, max(demand.reach, self.narrowest)
         floor, why = self._least_reach(seen, mismatch, self._spared(mismatch))
         free = self._slewed(now, max(wanted, min(floor, now)))
         least, _ = self._least_reach(replace(seen, start_tis=None), mismatch)  # of the band, which loses tokens
         new = at_reach(seen, max(free, least) if least <= 1.0 else free)
         passed = self._lost(new, mismatch, 0.0)
-        bound = self._bound(new, asked.sure, passed or (why if new.reach > self._slewed(now, wanted) else ""))
-        strained = strain(seen.strained, bool(bound) or asked.beyond, Alarm.BROKEN in sounding, self.patience)
+        bound = self._bound(new, demand.sure, passed or (why if new.reach > self._slewed(now, wanted) else ""))
+        strained = strain(seen.strained, bool(bound) or demand.beyond, Alarm.BROKEN in sounding, self.patience)
         escalate = escalation(strained, self.patience)
-        decided = Decided(*_said(seen, new, asked, bound), sounding, escalate, **asked.figures)
+        decided = Decided(*_said(seen, new, demand, bound), sounding, escalate, **demand.figures)
         return Thresholds(new.tis, new.band), replace(new, strained=strained), decided
 
     def _slewed(self, now: float, wanted: float) -> float:
@@ -194,15 +194,15 @@ def at_reach(state: State, reach: float) -> State:
     return replace(state, reach=reach, tis=tis, band=band)
 
 
-def _said(old: ReachState, new: ReachState, asked: Asked, bound: str) -> tuple[Decision, str]:
+def _said(old: ReachState, new: ReachState, demand: Demand, bound: str) -> tuple[Decision, str]:
     """The decision and a sentence with the figures behind it."""
     before, after = shown(old), shown(new)
     what = f"{before} -> {after}" if before != after else f"{after} kept"
     if bound:
-        return Decision.AT_BOUND, f"{asked.fact}: {what}, and no tighter: {bound}"
+        return Decision.AT_BOUND, f"{demand.fact}: {what}, and no tighter: {bound}"
     if old.reach == new.reach:
-        return Decision.AT_BOUND if asked.beyond else Decision.HOLD, f"{asked.fact}: {what}"
-    return Decision.TIGHTEN if new.reach < old.reach else Decision.RELAX, f"{asked.fact}: {what}"
+        return Decision.AT_BOUND if demand.beyond else Decision.HOLD, f"{demand.fact}: {what}"
+    return Decision.TIGHTEN if new.reach < old.reach else Decision.RELAX, f"{demand.fact}: {what}"
 
 
 def shown(state: ControllerState) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mismatch_batches import after, gaussian, mismatch_of
+from mismatch_batches import after, gaussian, mismatch_of, with_outliers
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.laws import (
@@ -207,11 +207,7 @@ def test_a_state_restored_mid_run_decides_the_same(controller):
 
 @pytest.mark.parametrize("sigma", [0.0, 0.1, 0.4])
 def test_one_token_of_any_ratio_moves_nothing(sigma):
-    log_ratio = gaussian(sigma).reshape(50, 80)
-    plain, spoiled = mismatch_of(log_ratio), []
-    for outlier in (-20.0, 5.0, 20.0, 50.0):
-        log_ratio[17, 5] = outlier
-        spoiled.append(mismatch_of(log_ratio))
+    plain, spoiled = with_outliers(sigma)
     for controller in SETTINGS:
         _, state, _ = after(controller, [plain] * 40)
         for steps in (1, 10):  # nor does one in every step

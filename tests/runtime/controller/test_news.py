@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mismatch_batches import after, gaussian, mismatch_of
+from mismatch_batches import after, gaussian, mismatch_of, with_outliers
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.laws import AdaptiveThresholds, ControllerState, Decision, Escalation
@@ -84,11 +84,7 @@ def test_a_constant_kl_of_any_level_ends_at_the_initial_thresholds_unless_it_is_
 
 @pytest.mark.parametrize("sigma", [0.0, 0.1, 0.4])
 def test_one_token_of_any_ratio_moves_nothing(sigma):
-    log_ratio = gaussian(sigma).reshape(50, 80)
-    plain, spoiled = mismatch_of(log_ratio), []
-    for outlier in (-20.0, 5.0, 20.0, 50.0):
-        log_ratio[17, 5] = outlier
-        spoiled.append(mismatch_of(log_ratio))
+    plain, spoiled = with_outliers(sigma)
     for law in SETTINGS:
         _, state, _ = after(law, [plain] * 60)
         for steps in (1, 10):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DENSE, GAPS_1, GAPS_2, BITMAP = range(4)
+LARGEST: Final = {GAPS_1: 255, GAPS_2: 65535}  # number of a gap's size
 HEADER: Final = 5
 DIGEST_BYTES: Final = 4
 TILE: Final = (128, 512)  # rows, and bytes of each: shards of matrices mostly begin and end at such tiles
@@ -161,7 +162,7 @@ def _gaps(places: Tensor) -> Tensor:
 
 def _sizes(gaps: Tensor, size: int) -> tuple[int, int, int]:
     """Return the bytes of the places as GAPS_1, GAPS_2 and BITMAP."""
-    skips = [int((gaps // most).sum()) for most in (255, 65535)]
+    skips = [int((gaps // most).sum()) for most in LARGEST.values()]
     return gaps.numel() + skips[0], 2 * (gaps.numel() + skips[1]), -(-size // 8)
 
 
@@ -176,7 +177,7 @@ def _placed(places: Tensor, size: int) -> tuple[int, Tensor]:
         mask = places.new_zeros(-(-size // 8) * 8, dtype=torch.uint8)
         mask[places] = 1
         return form, (mask.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1).to(torch.uint8)
-    most = 255 if form == GAPS_1 else 65535
+    most = LARGEST[form]
     skips = gaps // most
     ends = torch.cumsum(skips + 1, 0)
     stream = gaps.new_full((int(ends[-1]),), most)
@@ -218,7 +219,7 @@ def _places(form: int, places: Tensor, size: int) -> Tensor:
         return flags.flatten()[:size].nonzero().flatten()
     if form not in (GAPS_1, GAPS_2) or places.numel() % form:
         raise ConfigError(f"a patch has the form {form}; allowed: {DENSE} to {BITMAP}")
-    most = 255 if form == GAPS_1 else 65535
+    most = LARGEST[form]
     stream = places.long() if form == GAPS_1 else places.clone().view(torch.int16).long() & 65535
     changed = stream != most
     return (torch.cumsum(stream + changed, 0) - 1)[changed]

@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Final
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.quantize.block_fp8 import BLOCK
-from fp8plan.runtime.weight_sync.delta.patch import DIGEST_BYTES, HEADER, bits, tiles
+from fp8plan.runtime.quantize.block_fp8 import BLOCK, scale_shape
+from fp8plan.runtime.weight_sync.delta.patch import DIGEST_BYTES, GAPS_2, HEADER, LARGEST, bits, tiles
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Entry, Manifest, dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PLACE_BYTES: Final = 2  # of a place in GAPS_2, and of a skip of SKIPPED values: a patch takes the shortest form
-SKIPPED: Final = 65535
+PLACE_BYTES: Final = 2  # of a place in GAPS_2, and of a skip: a patch takes the shortest form
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,9 @@ class TopK:
         fixed = sum(8 * HEADER + DIGEST_BYTES * _tiles(entry) for entry in manifest)
         fixed += sum(entry.nbytes for entry in manifest if not _thinned(entry))
         # Skips, and the value by which a share is rounded up.
-        fixed += sum(PLACE_BYTES * (entry.numel // SKIPPED + 1) + entry.nbytes // entry.numel for entry in matrices)
+        fixed += sum(
+            PLACE_BYTES * (entry.numel // LARGEST[GAPS_2] + 1) + entry.nbytes // entry.numel for entry in matrices
+        )
         each = sum(entry.nbytes + PLACE_BYTES * entry.numel for entry in matrices)
         if self.nbytes <= fixed:  # scales are counted, too: all of them may change
             raise ConfigError(f"nbytes is {self.nbytes}; allowed for this model: more than {fixed}")
@@ -140,5 +141,5 @@ def _blocks(places: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the number of each place's scale. shape: of the codes [..., N, K]"""
     rows, columns = shape[-2:]
     matrix, row, column = places // (rows * columns), places // columns % rows, places % columns
-    height, width = -(-rows // BLOCK), -(-columns // BLOCK)
+    height, width = scale_shape(rows, columns)
     return (matrix * height + row // BLOCK) * width + column // BLOCK
