@@ -80,6 +80,11 @@ def figures(run: RunFolder) -> dict[str, Any]:
         "tis": [None if one.get(schemas.TIS) is None else round(one[schemas.TIS], 3) for one in metrics],
         **{name: [_digits(step.get(metric)) for step in metrics] for name, metric in COSTS.items()},
         "precision": [row["precision"] for row in steps],
+        "gradient_error": [
+            {part: _digits(value) for part, value in row["gradient_error"].items()}
+            for row in steps
+            if "gradient_error" in row
+        ],
     }
 
 

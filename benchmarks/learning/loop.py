@@ -35,6 +35,7 @@ from fp8plan.runtime.engine.launch import held_back
 from fp8plan.runtime.guard.fallback import GuardSettings
 
 ATTEMPTS: Final = 3  # at a rollout or a sync
+ERROR_EVERY: Final = 5  # steps between two measurements of the gradient's error
 ADVISES_NOTHING: Final = GuardSettings(patience=None)  # it judges each rollout; an arm stays what it is called
 
 
@@ -142,6 +143,7 @@ class Loop:
             old, batch.rollout_logprobs, batch.mask, versions=versions, metrics={schemas.REWARD: mean}
         )
         before = self.trainer.tensors() if self._logs_changes() else {}
+        error = self.trainer.error(batch, old, found.mask, found.weights) if self.step % ERROR_EVERY == 0 else None
         for _ in range(self.arm.updates):
             noise = self.trainer.update(batch, old, found.mask, found.weights)
         if noise is not None and self.arm.correction == "least_error":
@@ -158,6 +160,8 @@ class Loop:
         row = {"step": self.step, "date": now(), "reward": mean, "response_tokens": int(batch.mask.sum())}
         row |= {"finished": sum(one.tokens[-1] in self.task.stop for one in samples) / len(samples)}
         row |= {"rollout_s": rollout_s, "train_s": trained - begun - rollout_s, "sync_s": ended - trained}
+        if error is not None:
+            row["gradient_error"] = error._asdict()
         self.folder.log("steps.jsonl", row | {"step_s": ended - begun, "precision": self.engine.launch.precision})
         self.say(
             f"step {self.step}: reward {mean:.3f}, k3 {found.mismatch.k3:.1e}, {found.decided.decision.value}, "

@@ -24,6 +24,22 @@ class Noise(NamedTuple):
     tokens_large: float
 
 
+class GradientError(NamedTuple):
+    """Squared parts of the error of a corrected gradient, and the squared norm of the exact one, all without bias.
+
+    Exact is the gradient whose tokens weigh pi_train / pi_rollout, untruncated: its expectation is right. g and e are
+    the corrected and the exact gradients of two halves of a batch.
+
+    bias2:    (g1 - e1) . (g2 - e2)
+    variance: |g1 - g2|^2 / 4
+    norm2:    e1 . e2
+    """
+
+    bias2: float
+    variance: float
+    norm2: float
+
+
 class Trainer:
     """A policy that is trained.
 
@@ -78,6 +94,20 @@ class Trainer:
         self.optimiser.zero_grad(set_to_none=True)
         return noise
 
+    def error(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> GradientError:
+        """Return the error of the gradient that `update` would take first. It changes nothing."""
+        exact = (old - batch.rollout_logprobs).clamp(-20, 20).exp()  # clamped as DESIGN's weights
+        half = len(batch.tokens) // 2
+        corrected, wanted = [], []
+        for part in (slice(0, half), slice(half, 2 * half)):
+            few = batch.rows(part)
+            length = few.mask.shape[1]
+            own = None if weights is None else weights[part, :length]
+            corrected.append(self._gradient(few, old[part, :length], mask[part, :length], own))
+            wanted.append(self._gradient(few, old[part, :length], few.mask, exact[part, :length]))
+        (g1, g2), (e1, e2) = corrected, wanted
+        return GradientError(float((g1 - e1) @ (g2 - e2)), float((g1 - g2).square().sum()) / 4, float(e1 @ e2))
+
     def timed(self, batch: Batch) -> tuple[float, float]:
         """Seconds of the log-probs of a batch, and of gradients on it, which change nothing."""
         begun = self.clock()
@@ -117,6 +147,13 @@ class Trainer:
     def _forward(self, few: Batch) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device != "cpu"):
             return train_logprobs(self.policy, few, self.temperature)
+
+    def _gradient(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> Tensor:
+        """The gradient of a batch as one vector. It leaves none in the policy."""
+        self._gradients(batch, old, mask, weights)
+        parts = [p.grad.flatten() for p in self.policy.parameters() if p.grad is not None]
+        self.optimiser.zero_grad(set_to_none=True)
+        return torch.cat(parts)
 
     def _gradients(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> Noise | None:
         """Gradients of the mean loss over the tokens that count."""
