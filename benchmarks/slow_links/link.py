@@ -36,8 +36,9 @@ from benchmarks.slow_links.steps import Tensors, fp8_names, learn, trainer_of, w
 from fp8plan.jsonl import append, line
 from fp8plan.runtime.measure.machine import machine_facts
 from fp8plan.runtime.weight_sync.delta.base import in_format
-from fp8plan.runtime.weight_sync.delta.patch import apply, bits, unpacked
+from fp8plan.runtime.weight_sync.delta.patch import apply, unpacked
 from fp8plan.runtime.weight_sync.delta.store import Publisher, Store
+from fp8plan.runtime.weight_sync.delta.tiles import bits
 
 SPACE, HERE, THERE = "fp8plan-link", "10.99.0.1", "10.99.0.2"
 PORT: Final = 8765

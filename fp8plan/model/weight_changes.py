@@ -40,8 +40,8 @@ BF16_MANTISSA_BITS: Final = 7
 E4M3_LEAST_EXPONENT: Final = -6
 TINY: Final = 1e-30
 
-# The format of a patch: fp8plan.runtime.weight_sync.delta.patch, which tests compare.
-PATCH_HEADER: Final = 40
+# The format of a patch: fp8plan.runtime.weight_sync.delta, which tests compare.
+PATCH_HEADER: Final = 24
 TILE_ROWS, TILE_BYTES, DIGEST_BYTES = 128, 512, 4
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.targets import FINITE, NOT_FINITE, content
-from fp8plan.runtime.weight_sync.delta.patch import TILE, Change, bits, digests, flat, unpacked
+from fp8plan.runtime.weight_sync.delta.patch import Change, unpacked
+from fp8plan.runtime.weight_sync.delta.tiles import TILE, bits, digests, flat
 from fp8plan.runtime.worker.binding import Move
 from fp8plan.runtime.worker.prepare import Prepared, is_matrix
 from fp8plan.runtime.worker.vllm_reload import NativeReload
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Span = tuple[int, int]  # start and stop
+FEW: Final = 2**20  # bytes of a patch that a CPU unpacks sooner than a GPU is told to
 
 
 class Patches:
@@ -35,7 +37,7 @@ class Patches:
     def __init__(self, prepared: Prepared, device: torch.device, new_reload: Callable[[], NativeReload]) -> None:
         self._prepared, self._device, self._new_reload = prepared, device, new_reload
         self._written: dict[int, Tensor] = {}  # number in the manifest -> digests
-        self._flags: list[tuple[str, bool, Tensor]] = []
+        self._flags: list[tuple[str, bool, int]] = []
         self._native: dict[str, Tensor] = {}  # tensors for vLLM's reload, the last of each name
         self.seconds = 0.0
 
@@ -44,11 +46,11 @@ class Patches:
         for number, patch in zip(numbers, patches, strict=True):
             entry, dtype = self._prepared.manifest[number], self._prepared.specs[number][1]
             try:
-                made = unpacked(patch.to(self._device), dtype, entry.shape)
+                made = unpacked(patch if patch.numel() <= FEW else patch.to(self._device), dtype, entry.shape)
             except ConfigError as error:
                 raise ConfigError(f"{entry.name}: {error}") from error
             whole_matrix = made.places is None and is_matrix(entry.shape)
-            self._flags.append((entry.name, whole_matrix, content(made.words.view(dtype).float())))
+            self._flags.append((entry.name, whole_matrix, int(content(made.words.view(dtype).float()))))
             if entry.name in self._prepared.reloads:
                 if made.places is not None:
                     raise ConfigError(f"{entry.name} came as a patch, and vLLM must reload it")
@@ -79,42 +81,41 @@ class Patches:
         Raises ConfigError for patches that did not come, values that are not finite, matrices of zeros, and live
         tensors that differ.
         """
-        import torch
-
         begun = time.perf_counter()
         if len(self._written) != count:
             raise ConfigError(f"{len(self._written)} patches of {count} have come")
-        flags = torch.stack([flag for _, _, flag in self._flags]).tolist() if self._flags else []  # waits for the GPU
-        for (name, whole_matrix, _), held in zip(self._flags, flags, strict=True):
+        for name, whole_matrix, held in self._flags:
             if held == NOT_FINITE:
                 raise ConfigError(f"not finite: {name}; allowed: no NaN, no Inf")
             if whole_matrix and held != FINITE:
                 raise ConfigError(f"all zeros: {name}")
-        compared, differ = 0, []
-        for number, sent in self._written.items():
+        names, live, sent = [], [], []
+        for number, own in self._written.items():
             entry = self._prepared.manifest[number]
             for move in self._prepared.binding.moves.get(entry.name, ()):
-                for ours, theirs in compared_tiles(move, sent, entry.shape):
-                    compared += 1
-                    differ += [] if torch.equal(ours, theirs) else [entry.name]
+                for part, wanted in whole_tiles(move, own, entry.shape):
+                    names.append(entry.name)
+                    live.append(part)
+                    sent.append(wanted)
+        differ = [name for name, same in zip(names, alike(live, sent), strict=True) if not same]
         self.seconds += time.perf_counter() - begun
-        return {"compared": compared, "differ": list(dict.fromkeys(differ)), "weight_error": None}
+        return {"compared": len(names), "differ": list(dict.fromkeys(differ)), "weight_error": None}
 
 
 def write(move: Move, made: Change, shape: Sequence[int]) -> None:
     """Write those changed values that a move takes. shape: of the tensor that was sent"""
     (top, bottom), (left, right) = box(move, shape)
-    target = matrix(move)
+    target, words = matrix(move), made.words
     if made.places is None:
-        target.copy_(made.words.view(flat(shape))[top:bottom, left:right])
+        target.copy_(words.view(flat(shape))[top:bottom, left:right])
         return
     row = made.places // flat(shape)[1]
     column = made.places - row * flat(shape)[1]
-    words = made.words
     if (bottom - top, right - left) != flat(shape):
         inside = (row >= top) & (row < bottom) & (column >= left) & (column < right)
         row, column, words = row[inside], column[inside], words[inside]
-    target[row - top, column - left] = words
+    where = (index.to(target.device) for index in (row - top, column - left))
+    target[tuple(where)] = words.to(target.device)
 
 
 def box(move: Move, shape: Sequence[int]) -> tuple[Span, Span]:
@@ -133,8 +134,8 @@ def matrix(move: Move) -> Tensor:
     return target.unsqueeze(0) if target.dim() == 1 else target
 
 
-def compared_tiles(move: Move, sent: Tensor, shape: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the digests of a move's live part and those that were sent, of the tiles that lie whole in its box."""
+def whole_tiles(move: Move, sent: Tensor, shape: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a move's live part, and the digests that were sent, of the tiles that lie whole in its box."""
     live, whole, item = matrix(move), flat(shape), move.target.element_size()
     sides = (TILE[0], TILE[1] // item)
     spans = [_whole_tiles(span, side, size) for span, side, size in zip(box(move, shape), sides, whole, strict=True)]
@@ -144,7 +145,18 @@ def compared_tiles(move: Move, sent: Tensor, shape: Sequence[int]) -> Iterator[t
         slice(start * side - begin, min(stop * side, size) - begin)
         for (start, stop), side, size, (begin, _) in zip(spans, sides, whole, box(move, shape), strict=True)
     ]
-    yield digests(live[cuts[0], cuts[1]]), sent[slice(*spans[0]), slice(*spans[1])]
+    yield live[cuts[0], cuts[1]], sent[slice(*spans[0]), slice(*spans[1])]
+
+
+def alike(live: Sequence[Tensor], sent: Sequence[Tensor]) -> list[bool]:
+    """Return for each live part if it has the digests that were sent."""
+    import torch
+
+    if not live:
+        return []
+    ours, theirs = (torch.cat([each.flatten().to(live[0].device) for each in some]) for some in (digests(live), sent))
+    same = (ours == theirs).cpu().split([each.numel() for each in sent])  # one answer of the GPU for all
+    return [bool(each.all()) for each in same]
 
 
 def _whole_tiles(span: Span, side: int, size: int) -> Span:

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.block_fp8 import described
 from fp8plan.runtime.quantize.targets import quantized
-from fp8plan.runtime.weight_sync.delta.patch import Change, apply, bits, change, packed, whole
+from fp8plan.runtime.weight_sync.delta.patch import Change, apply, changes, packed, whole
+from fp8plan.runtime.weight_sync.delta.tiles import bits
 from fp8plan.runtime.weight_sync.delta.top_k import Residual, TopK, refuse_codes, thinned
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, dtype_name, gathered, pair_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+BATCH: Final = 2**27  # bytes of the tensors on a GPU that are compared together, so that few answers are waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +81,11 @@ class Base:
                     raise ConfigError(
                         f"{name} is {described(part)}; allowed with delta: values of 1, 2 or 4 bytes, and not empty"
                     )
-                self._tensors[name] = part.to(self.device, copy=True).contiguous()
+                self._tensors[name] = self._own(part, part)
                 yield name, part
 
     def patches(self, pairs: Iterable[object], groups: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, patch) for each tensor that differs from the base, uint8 [bytes] on the base's device.
+        """Yield (name, patch) for each tensor that differs from the base, uint8 [bytes].
 
         pairs:  a trainer's
         groups: tensor that vLLM must reload -> number of its group. If one of a group differs, all its tensors are
@@ -97,19 +101,22 @@ class Base:
         self.residual = Residual()
         missing, sizes = dict.fromkeys(self._tensors), Counter(groups.values())
         waiting: dict[int, dict[str, Tensor]] = {}
+        batch: dict[str, Tensor] = {}
         for name, new in self._new(pairs, missing, groups):
             group = groups.get(name)
             if group is None:
-                made = change(self._tensors[name], new)
-                if made is not None:
-                    yield name, self._changed(name, made)
+                batch[name] = new
+                if self.device == "cpu" or sum(each.nbytes for each in batch.values()) >= BATCH:
+                    yield from self._patches(batch)
+                    batch = {}
                 continue
             members = waiting.setdefault(group, {})
-            members[name] = new.clone()
+            members[name] = new
             if len(members) == sizes[group]:
                 del waiting[group]
                 if not all(torch.equal(bits(self._tensors[each]), bits(tensor)) for each, tensor in members.items()):
                     yield from ((each, self._changed(each, whole(tensor))) for each, tensor in members.items())
+        yield from self._patches(batch)
         if missing:
             raise ConfigError(f"announced and not sent: {', '.join(list(missing)[:4])} ({len(missing)} in all)")
         self.complete = True
@@ -117,7 +124,10 @@ class Base:
     def _new(
         self, pairs: Iterable[object], missing: dict[str, None], groups: Collection[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base's next tensors, and take their names out of `missing`. groups: names that are sent whole"""
+        """Yield the base's next tensors as its own copies, and take their names out of `missing`.
+
+        groups: names that are sent whole
+        """
         share = None if self.top_k is None else self.top_k.share_of(self.manifest)
         for item in pairs:
             own, tensor = pair_of(item)
@@ -130,10 +140,25 @@ class Base:
                 base = self._tensors[name]
                 if new.shape != base.shape or new.dtype != base.dtype:
                     raise ConfigError(f"{name} is {described(new)}; announced: {described(base)}")
-                parts[name] = new.to(base.device)
+                parts[name] = self._own(new, tensor)
             if share is not None and own not in groups:
                 parts[own] = thinned(parts, {name: self._tensors[name] for name in parts}, exact, share, self.residual)
             yield from parts.items()
+
+    def _own(self, part: Tensor, trainers: Tensor) -> Tensor:
+        """Return a tensor where the base is kept, contiguous, and apart from the trainer's memory.
+
+        With "cuda" it stays on the trainer's GPU, which may not be torch's current one.
+        """
+        here = part.contiguous() if part.device.type == self.device else part.to(self.device).contiguous()
+        return here.clone() if here.data_ptr() == trainers.data_ptr() else here
+
+    def _patches(self, batch: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the patches of tensors that are compared together."""
+        pairs = [(self._tensors[name], new) for name, new in batch.items()]
+        for name, made in zip(batch, changes(pairs), strict=True):
+            if made is not None:
+                yield name, self._changed(name, made)
 
     def _changed(self, name: str, made: Change) -> Tensor:
         """Note a change until the next commit, and return its patch."""

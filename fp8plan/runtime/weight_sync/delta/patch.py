@@ -8,27 +8,22 @@ it twice does no harm. Its places take the shortest of four forms:
     BITMAP          a bit for each value, from the lowest bit of a byte on
     DENSE           no places: all values of the tensor
 
-    bytes of a patch: HEADER int64 (form, changed values, bytes of places, digests, checksum of all that follows)
-                      | digests, int32 | places | values
+    bytes of a patch: HEADER int64 (form and changed values, bytes of places, checksum of all that follows)
+                      | digests of the new tensor's tiles, int32 | places | values
 
 Values are stored by planes: the first bytes of all values, then the second ones. So a general compressor finds the
 bytes that are alike, such as the exponents of BF16.
-
-A digest tells a receiver that its tile of the tensor is as the trainer's. It is the high half of the sum of the tile's
-32-bit words, each times a random constant of its place, modulo 2^64 (multilinear hashing: Lemire & Kaser, The Computer
-Journal 57(11), 2014). Two tiles that differ have equal digests with a probability of 2^-32.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from numpy.random import PCG64
-
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.weight_sync.delta.tiles import DIGEST_BYTES, TILE, bits, compared, digests, flat, tiles
 
 if TYPE_CHECKING:
     import torch
@@ -36,15 +31,13 @@ if TYPE_CHECKING:
 
 DENSE, GAPS_1, GAPS_2, BITMAP = range(4)
 LARGEST: Final = {GAPS_1: 255, GAPS_2: 65535}  # number of a gap's size
-HEADER: Final = 5
-DIGEST_BYTES: Final = 4
-TILE: Final = (128, 512)  # rows, and bytes of each: shards of matrices mostly begin and end at such tiles
-WORDS: Final = TILE[1] // 4
-SEED: Final = 20261128  # of the digests' constants, which both ends must share
+FORMS: Final = 4
+HEADER: Final = 3
+FEW: Final = 2**20  # changed values that a CPU packs sooner than a GPU is told to: each operation takes a launch
 
 
 class Change(NamedTuple):
-    """The changed values of one tensor.
+    """The changed values of one tensor, on one device.
 
     places:  their places in the flat tensor, int64 [changed], rising; None: all values, in order
     words:   their bit patterns, an integer dtype of the tensor's size [changed]
@@ -56,43 +49,60 @@ class Change(NamedTuple):
     digests: Tensor
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """Return a tensor's bit patterns as a view of the same shape: uint8, int16 or int32."""
+def change(base: Tensor, new: Tensor) -> Change | None:
+    """Return what has changed from `base` to `new`; None for nothing. As `changes`."""
+    return changes([(base, new)])[0]
+
+
+def changes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Change | None]:
+    """Return what has changed in each pair of a base and a new tensor; None for nothing.
+
+    A Change has all values where that takes no more bytes than the changed ones with their places. Few changes on a GPU
+    come to the CPU, where they are packed.
+
+    pairs: alike in shape and dtype, contiguous; all on one device
+    """
+
+    if not pairs:
+        return []
+    news = [new for _, new in pairs]
+    places, own = map(list, zip(*compared(news, [base for base, _ in pairs]), strict=True))
+    counts = [each.numel() for each in places]
+    words = [bits(new).view(-1)[where] for new, where in zip(news, places, strict=True)]
+    if places[0].is_cuda and sum(counts) <= FEW:
+        moved = iter(_on_cpu([*places, *words, *own]))
+        places, words, own = ([next(moved) for _ in pairs] for _ in range(3))
+    return [_shortest(new, Change(*parts)) for new, *parts in zip(news, places, words, own, strict=True)]
+
+
+def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors on the CPU, by one copy for each dtype."""
     import torch
 
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(tensor.flatten())
+    parts = {
+        dtype: iter(torch.cat(some).cpu().split([each.numel() for each in some])) for dtype, some in by_dtype.items()
+    }
+    return [next(parts[tensor.dtype]).view(tensor.shape) for tensor in tensors]
 
 
-def flat(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns that a tensor's tiles are counted in: leading dimensions are rows."""
-    return prod(shape[:-1]), shape[-1] if shape else 1
-
-
-def tiles(shape: Sequence[int], item: int) -> tuple[int, int]:
-    """Return the numbers of rows and columns of tiles of a tensor. item: bytes of a value"""
-    rows, columns = flat(shape)
-    return -(-rows // TILE[0]), -(-columns * item // TILE[1])
-
-
-def change(base: Tensor, new: Tensor) -> Change | None:
-    """Return what has changed from `base` to `new`, of one dtype and shape, on one device; None for nothing.
-
-    It has all values where that takes no more bytes than the changed ones with their places.
-    """
-    words = bits(new.contiguous())
-    places = (words != bits(base)).flatten().nonzero().flatten()
-    if not places.numel():
+def _shortest(new: Tensor, made: Change) -> Change | None:
+    """Return a Change, or that of all values if it takes no more bytes; None for nothing."""
+    assert made.places is not None
+    if not made.places.numel():
         return None
-    shortest = min(_sizes(_gaps(places), new.numel()))
-    if shortest + places.numel() * new.element_size() >= new.nbytes:
+    shortest = min(_sizes(_gaps(made.places), new.numel()))
+    if shortest + made.places.numel() * new.element_size() >= new.nbytes:
         return whole(new)
-    return Change(places, words.flatten()[places], digests(words.view(flat(new.shape))))
+    return made
 
 
 def whole(new: Tensor) -> Change:
     """Return the Change that writes all values of a tensor, as a copy."""
     words = bits(new.contiguous())
-    return Change(None, words.flatten().clone(), digests(words.view(flat(new.shape))))
+    return Change(None, words.flatten().clone(), digests([words.view(flat(new.shape))])[0])
 
 
 def apply(base: Tensor, made: Change) -> None:
@@ -101,24 +111,7 @@ def apply(base: Tensor, made: Change) -> None:
     if made.places is None:
         words.copy_(made.words)
     else:
-        words[made.places] = made.words
-
-
-def digests(words: Tensor) -> Tensor:
-    """Return the digests of a matrix of bit patterns, int32 [rows of tiles, columns of tiles]."""
-    import torch
-
-    height, width = tiles(words.shape, words.element_size())
-    data = words.view(torch.uint8)
-    if data.shape[1] != width * TILE[1] or data.stride() != (data.shape[1], 1) or data.storage_offset() % 4:
-        data = data.new_zeros(data.shape[0], width * TILE[1])  # of whole tiles, and aligned
-        data[:, : words.shape[1] * words.element_size()] = words.view(torch.uint8)
-    stripes = data.view(torch.int32).view(-1, width, WORDS).split(TILE[0])
-    # A row of tiles at a time: products take eight bytes for each word.
-    sums = torch.empty(height, width, dtype=torch.int64, device=words.device)
-    for row, stripe in enumerate(stripes):
-        sums[row] = (stripe * _constants(words.device)[: stripe.shape[0]]).sum((0, 2))
-    return (sums >> 32).to(torch.int32)
+        words[made.places.to(words.device)] = made.words.to(words.device)
 
 
 def _checksum(data: Tensor) -> int:
@@ -126,21 +119,13 @@ def _checksum(data: Tensor) -> int:
     import torch
 
     spare = -data.numel() % TILE[1]
-    rows = digests(torch.nn.functional.pad(data, (0, spare)).view(-1, TILE[1])).flatten().long()
+    (own,) = digests([torch.nn.functional.pad(data, (0, spare)).view(-1, TILE[1])])
+    rows = own.flatten().long()
     return int((rows * (2 * torch.arange(rows.numel(), device=rows.device) + 1)).sum())
 
 
-@cache
-def _constants(device: torch.device) -> Tensor:
-    """Return the constants of a tile's words, int64 [rows, 1, words of a row]."""
-    import torch
-
-    numbers = PCG64(SEED).random_raw(TILE[0] * WORDS)  # the same with every version of torch
-    return torch.from_numpy(numbers.view("int64").reshape(TILE[0], 1, WORDS)).to(device)
-
-
 def packed(made: Change, size: int) -> Tensor:
-    """Return the patch of a Change as bytes, uint8 [bytes] on its device. size: values in the tensor"""
+    """Return the patch of a Change as bytes, uint8 [bytes] on the Change's device. size: values in the tensor"""
     import torch
 
     item, count = made.words.element_size(), made.words.numel()
@@ -149,7 +134,7 @@ def packed(made: Change, size: int) -> Tensor:
         form, places = _placed(made.places, size)
     planes = made.words.view(torch.uint8).view(count, item).t().reshape(-1)
     body = torch.cat([made.digests.reshape(-1).view(torch.uint8), places, planes])
-    numbers = [form, count, places.numel(), made.digests.numel(), _checksum(body)]
+    numbers = [form + FORMS * count, places.numel(), _checksum(body)]
     header = torch.tensor(numbers, dtype=torch.int64, device=body.device)
     return torch.cat([header.view(torch.uint8), body])
 
@@ -194,9 +179,10 @@ def unpacked(patch: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Change:
     size, item, height_width = prod(shape), dtype.itemsize, tiles(shape, dtype.itemsize)
     if patch.numel() < 8 * HEADER:
         raise ConfigError(f"a patch of {patch.numel()} bytes; allowed: {8 * HEADER} and more")
-    form, count, long, own, checksum = patch[: 8 * HEADER].clone().view(torch.int64).tolist()
-    lengths = [8 * HEADER, DIGEST_BYTES * own, long, count * item]
-    if own != prod(height_width) or min(lengths) < 0 or sum(lengths) != patch.numel() or count > size:
+    form_count, long, checksum = patch[: 8 * HEADER].clone().view(torch.int64).tolist()
+    count, form = divmod(form_count, FORMS)
+    lengths = [8 * HEADER, DIGEST_BYTES * prod(height_width), long, count * item]
+    if min(lengths) < 0 or sum(lengths) != patch.numel() or count > size:
         raise ConfigError("the bytes of a patch do not fit its tensor: they are another tensor's, or damaged")
     if _checksum(patch[8 * HEADER :]) != checksum:
         raise ConfigError("the bytes of a patch are damaged")
@@ -218,7 +204,7 @@ def _places(form: int, places: Tensor, size: int) -> Tensor:
         flags = (places.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=places.device)) & 1
         return flags.flatten()[:size].nonzero().flatten()
     if form not in (GAPS_1, GAPS_2) or places.numel() % form:
-        raise ConfigError(f"a patch has the form {form}; allowed: {DENSE} to {BITMAP}")
+        raise ConfigError("a patch has gaps of half a number: it is damaged")
     most = LARGEST[form]
     stream = places.long() if form == GAPS_1 else places.clone().view(torch.int16).long() & 65535
     changed = stream != most

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Final
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.block_fp8 import BLOCK, scale_shape
-from fp8plan.runtime.weight_sync.delta.patch import DIGEST_BYTES, GAPS_2, HEADER, LARGEST, bits, tiles
+from fp8plan.runtime.weight_sync.delta.patch import GAPS_2, HEADER, LARGEST
+from fp8plan.runtime.weight_sync.delta.tiles import DIGEST_BYTES, bits, tiles
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Entry, Manifest, dtype_name
 
 if TYPE_CHECKING:

@@ -1,0 +1,74 @@
+"""The kernel that compares and digests tiles gives what torch gives."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from fp8plan.runtime.weight_sync.delta import tiles
+from fp8plan.runtime.weight_sync.delta.patch import change, changes
+from fp8plan.runtime.weight_sync.delta.tiles import bits, compared, constants, digests
+
+DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
+SHAPES = ((300, 704), (128, 512), (5, 8), (257, 1320), (3, 130, 512))
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def pairs(dtype: torch.dtype, share: float, device: str = "cpu") -> Pairs:
+    """(base, new) of each shape, on a device."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for shape in SHAPES:
+        base = torch.randn(shape, generator=generator).to(dtype)
+        new = base.clone()
+        for bit in (1, 1 << 4):
+            bits(new)[torch.rand(shape, generator=generator) < share] ^= bit
+        made.append((base.to(device), new.to(device)))
+    return made
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_finds_what_torch_finds(dtype: torch.dtype, share: float) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1")
+    from fp8plan.runtime.weight_sync.delta import triton_kernels
+
+    made = [
+        (bits(new).view(tiles.flat(new.shape)), bits(base).view(tiles.flat(base.shape)))
+        for base, new in pairs(dtype, share)
+    ]
+    numbers = constants(torch.device("cpu"))
+    for (new, base), (places, own) in zip(made, triton_kernels.compared(made, numbers), strict=True):
+        assert torch.equal(places, (new != base).flatten().nonzero().flatten())
+        assert torch.equal(own, digests([new])[0])
+    # Parts of live matrices have gaps between their rows.
+    parts = [new[:, 8:] for new, _ in made if new.shape[1] > 8]
+    for part, own in zip(parts, triton_kernels.digests(parts, numbers), strict=True):
+        assert torch.equal(own, digests([part])[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_finds_what_a_cpu_finds(dtype: torch.dtype, share: float) -> None:
+    for here, there in zip(changes(pairs(dtype, share)), changes(pairs(dtype, share, "cuda")), strict=True):
+        assert (here is None) == (there is None)
+        if here is not None and there is not None:
+            assert all(a is b or torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
+
+
+def test_tensors_that_are_compared_together_change_as_they_do_alone() -> None:
+    made = pairs(torch.bfloat16, 0.01)
+    for (base, new), both in zip(made, changes(made), strict=True):
+        alone = change(base, new)
+        assert alone is not None
+        assert both is not None
+        assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
+    assert changes([]) == []
+    assert [each.places.numel() for each in compared([new for _, new in made], [new for _, new in made])] == [0] * len(
+        made
+    )
