@@ -44,6 +44,7 @@ from fp8plan.model.workload import Fixed, Workload
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.weight_sync.manifest import quantised_manifest
+from fp8plan.runtime.weight_sync.procedure import learn_quantised
 from fp8plan.runtime.weight_sync.state import Call, rpc
 
 REPEATS = 4
@@ -285,7 +286,7 @@ def fp8_in(engine: RolloutEngine, weights: Mapping[str, Any], manifest: Any, not
     from fp8plan.runtime.quantize.targets import QuantizeTargets
 
     engine.state.expected = manifest
-    engine._drive(engine._learn_quantised())
+    engine.ask(learn_quantised(engine.state))
     quantised = list(engine.state.quantised)
     sent = {}
     for name, tensor in weights.items():

@@ -32,6 +32,7 @@ from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.quantize.targets import QuantizeTargets, quantized
 from fp8plan.runtime.weight_sync.delta import tiles, triton_kernels
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX
+from fp8plan.runtime.weight_sync.procedure import learn_quantised
 
 GROUPS = (((4096, 4096), 8), ((4096, 4096), 64), ((12288, 4096), 32), ((151936, 4096), 1))
 REPEATS = 5
@@ -63,7 +64,8 @@ def main(words: list[str] | None = None) -> None:
     kernels(note)
     config, folder = model_folder(options.model)
     engine = start(options, folder)
-    syncs(engine, random_weights(checkpoint_entries(config), options.trainer), options.rates, note)
+    engine.state.expected = checkpoint_entries(config)
+    syncs(engine, random_weights(engine.state.expected, options.trainer), options.rates, note)
     engine.shutdown()
 
 
@@ -135,8 +137,8 @@ def syncs(engine: Any, weights: Weights, rates: list[float], note: Callable[...,
     plain = engine.state.settings
     for repeat in range(REPEATS):
         note("bf16", repeat=repeat, **timed(weights))
-    engine._drive(engine._learn_quantised())
-    names = list(engine.state.quantised)
+    engine.ask(learn_quantised(engine.state))
+    names = list(engine.state.quantised or ())
     engine.state.settings = replace(plain, weights_in="fp8_block")
     for repeat in range(REPEATS):
         begun = waited()

@@ -275,7 +275,9 @@ class Sending:
         with _timed(self._seconds, "load"):
             parts = loose_chunks(named(), self._checked, settings.chunk_bytes)
             few = sum(entry.nbytes for entry in self._manifest) // 100
-            self.counts = yield from _handed(self._state, parts, few, "fp8plan_patch")
+            place = None if self._state.staged_on is None else "cpu"  # where most patches are packed and unpacked
+            channel = Channel(place, min(settings.chunk_bytes, few), self._state.workers)
+            self.counts = yield from _handed(channel, parts, "fp8plan_patch")
         if stamp == ANY and len(names) < len(self._manifest):
             raise ConfigError(f"{len(names)} tensors of {len(self._manifest)} have come")
         with _timed(self._seconds, "finish"):
@@ -319,19 +321,16 @@ def streamed(
     state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: str
 ) -> Generator[Call, Any, dict[str, int]]:
     """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
-    whole = sum(entry.nbytes + ALIGNMENT for entry in manifest)
-    return (yield from _handed(state, chunks(pairs, checked, state.settings.chunk_bytes), whole, method))
+    whole, settings = sum(entry.nbytes + ALIGNMENT for entry in manifest), state.settings
+    channel = Channel(state.staged_on, min(settings.chunk_bytes, whole), state.workers)
+    return (yield from _handed(channel, chunks(pairs, checked, settings.chunk_bytes), method))
 
 
 def _handed(
-    state: SyncState, parts: Iterable[tuple[list[int], list[Any]]], nbytes: int, method: str
+    channel: Channel, parts: Iterable[tuple[list[int], list[Any]]], method: str
 ) -> Generator[Call, Any, dict[str, int]]:
-    """Send chunks of tensors to a method of the workers. Returns counts of tensors, bytes and chunks.
-
-    nbytes: about as many as all take
-    """
+    """Send chunks of tensors to a method of the workers, and close the channel. Returns counts as `streamed`."""
     counts = {"tensors": 0, "bytes": 0, "chunks": 0}
-    channel = Channel(state.staged_on, min(state.settings.chunk_bytes, nbytes), state.workers)
     try:
         for numbers, tensors in parts:
             counts["chunks"] += 1

@@ -46,7 +46,7 @@ class Patches:
         for number, patch in zip(numbers, patches, strict=True):
             entry, dtype = self._prepared.manifest[number], self._prepared.specs[number][1]
             try:
-                made = unpacked(patch if patch.numel() <= FEW else patch.to(self._device), dtype, entry.shape)
+                made = unpacked(patch.to("cpu" if patch.numel() <= FEW else self._device), dtype, entry.shape)
             except ConfigError as error:
                 raise ConfigError(f"{entry.name}: {error}") from error
             whole_matrix = made.places is None and is_matrix(entry.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
+from math import ceil
 
 import numpy as np
 import torch
@@ -16,16 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8plan.runtime.weight_sync.delta.tiles import TILE, WORD, WORDS, tiles
-
 # Address and row stride in words of a matrix and of the other one, rows, words of a row, first program, first mark.
 COLUMNS = 8
 STEP = 16  # rows that a program reads at a time
 WARPS = 4
 MARKED = 8  # values that a byte of marks stands for
+WORD = 4  # bytes
 
 _COLUMNS, _STEP, _MARKED = tl.constexpr(COLUMNS), tl.constexpr(STEP), tl.constexpr(MARKED)
-_ROWS, _WORDS = tl.constexpr(TILE[0]), tl.constexpr(WORDS)
 
 
 def digests(matrices: Sequence[Tensor], constants: Tensor) -> list[Tensor]:
@@ -52,14 +51,18 @@ def compared(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> Itera
 
 
 def _run(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tensor | None) -> list[Tensor]:
-    shapes = [tiles(mine.shape, mine.element_size()) for mine, _ in pairs]
-    counts = [height * width for height, width in shapes]
+    height, _, width = constants.shape
+    words = [mine.shape[1] * mine.element_size() // WORD for mine, _ in pairs]
+    shapes = [
+        (ceil(mine.shape[0] / height), ceil(count / width)) for (mine, _), count in zip(pairs, words, strict=True)
+    ]
+    counts = [rows * columns for rows, columns in shapes]
     firsts = accumulate(counts, initial=0)
     first_marks = accumulate((mine.numel() // MARKED for mine, _ in pairs), initial=0)
     table = np.array(
         [
-            (*_place(mine), *_place(other), mine.shape[0], mine.shape[1] * mine.element_size() // WORD, first, mark)
-            for (mine, other), first, mark in zip(pairs, firsts, first_marks, strict=False)
+            (*_place(mine), *_place(other), mine.shape[0], count, first, mark)
+            for (mine, other), count, first, mark in zip(pairs, words, firsts, first_marks, strict=False)
         ],
         dtype=np.int64,
     )
@@ -69,8 +72,8 @@ def _run(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tenso
     values = WORD // pairs[0][0].element_size()
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         _tiles[(len(out),)](
-            on_device, on_device[table.size :], constants, out, marks, VALUES=values, COMPARE=marks is not None,
-            num_warps=WARPS,
+            on_device, on_device[table.size :], constants, out, marks, ROWS=height, WORDS=width, VALUES=values,
+            COMPARE=marks is not None, num_warps=WARPS,
         )  # fmt: skip
     return [part.view(shape) for part, shape in zip(out.split(counts), shapes, strict=True)]
 
@@ -80,7 +83,17 @@ def _place(matrix: Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def _tiles(table, owners, constants, digests, marks, VALUES: tl.constexpr, COMPARE: tl.constexpr):
+def _tiles(
+    table,
+    owners,
+    constants,
+    digests,
+    marks,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    VALUES: tl.constexpr,
+    COMPARE: tl.constexpr,
+):
     """Digest a tile, and mark where it differs from the other one. VALUES: of a word"""
     program = tl.program_id(0)
     entry = table + tl.load(owners + program) * _COLUMNS
@@ -88,17 +101,17 @@ def _tiles(table, owners, constants, digests, marks, VALUES: tl.constexpr, COMPA
     other, other_stride = tl.load(entry + 2).to(tl.pointer_type(tl.int32)), tl.load(entry + 3)
     rows, words = tl.load(entry + 4), tl.load(entry + 5)
     tile = program - tl.load(entry + 6)
-    across = tl.cdiv(words, _WORDS)
-    top, left = tile // across * _ROWS, tile % across * _WORDS
-    inside = tl.arange(0, _WORDS)[None, :]
+    across = tl.cdiv(words, WORDS)
+    top, left = tile // across * ROWS, tile % across * WORDS
+    inside = tl.arange(0, WORDS)[None, :]
     column = left + inside
-    total = tl.zeros([_STEP, _WORDS], tl.int64)
-    for start in range(0, _ROWS, _STEP):
+    total = tl.zeros([_STEP, WORDS], tl.int64)
+    for start in range(0, ROWS, _STEP):
         step = start + tl.arange(0, _STEP)[:, None]
         row = top + step
         mask = (row < rows) & (column < words)
         word = tl.load(mine + row * stride + column, mask, 0, eviction_policy="evict_first")
-        constant = tl.load(constants + step * _WORDS + inside, eviction_policy="evict_last")
+        constant = tl.load(constants + step * WORDS + inside, eviction_policy="evict_last")
         total += word.to(tl.int64) * constant
         if COMPARE:
             differ = word ^ tl.load(other + row * other_stride + column, mask, 0, eviction_policy="evict_first")
@@ -111,10 +124,10 @@ def _tiles(table, owners, constants, digests, marks, VALUES: tl.constexpr, COMPA
             else:
                 bit = (differ != 0).to(tl.int32)
             GROUP: tl.constexpr = _MARKED // VALUES
-            grouped = tl.reshape(bit, [_STEP, _WORDS // GROUP, GROUP])
+            grouped = tl.reshape(bit, [_STEP, WORDS // GROUP, GROUP])
             byte = tl.sum(grouped << (tl.arange(0, GROUP) * VALUES)[None, None, :], axis=2)
             across_marks = words // GROUP
-            mark = left // GROUP + tl.arange(0, _WORDS // GROUP)[None, :]
+            mark = left // GROUP + tl.arange(0, WORDS // GROUP)[None, :]
             place = marks + tl.load(entry + 7) + row * across_marks + mark
             tl.store(place, byte.to(tl.uint8), (row < rows) & (mark < across_marks))
     tl.store(digests + program, (tl.sum(tl.sum(total, 1), 0) >> 32).to(tl.int32))
