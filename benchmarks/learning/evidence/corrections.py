@@ -35,10 +35,10 @@ def corrected(path: Path) -> str:
     Raises ConfigError if there is no such file.
     """
     heads = ("mismatch", "correction", "seeds", "reward before", "after", "less that of C = 2")
-    return table((*heads, "KL k3, at last", "C, at last"), _corrected(_rows(path)))
+    return table((*heads, "KL k3, at last", "C, at last"), _corrected(kept_runs(path)))
 
 
-def _rows(path: Path) -> dict[str, dict[Hashable, dict[str, Any]]]:
+def kept_runs(path: Path) -> dict[str, dict[Hashable, dict[str, Any]]]:
     """Arm -> seed -> the line of a run that `benchmarks.learning.keep` wrote."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; type: python -m benchmarks.learning.keep FOLDER/POLICY {path}")
@@ -75,7 +75,7 @@ class Measured(NamedTuple):
 
 def of_lines(path: Path) -> Measured:
     """The measurements in a file that keeps a line for each run."""
-    runs = _rows(path)
+    runs = kept_runs(path)
     kls = {arm: {seed: fmean(row["kl_k3"][LATE]) for seed, row in rows.items()} for arm, rows in runs.items()}
     return Measured(_after(runs), kls)
 

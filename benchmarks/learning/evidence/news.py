@@ -1,6 +1,6 @@
 """The verdict of news.md beside this file: AdaptiveThresholds against constants, by a rule from before the runs.
 
-python -m benchmarks.learning.evidence.news [NEWS.jsonl]      the table and the verdict; default: the committed runs
+python -m benchmarks.learning.evidence.news [NEWS.jsonl]      tables and the verdict; default: the committed runs
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from benchmarks.learning.arms import JUDGED
-from benchmarks.learning.evidence.corrections import of_lines
+from benchmarks.learning.arms import ARMS, JUDGED, NEWS_MASKS, NEWS_MORE
+from benchmarks.learning.arms import NEWS as NEWS_FIRST
+from benchmarks.learning.evidence.corrections import kept_runs, of_lines
 from benchmarks.learning.evidence.places import NEWS
 from benchmarks.learning.evidence.seeds import apart, mean
+from benchmarks.learning.predicted import UNSEEN
+from benchmarks.learning.trainer import GradientError
 from benchmarks.tables.markdown import table
 
 SEEDS: Final = 6
@@ -95,10 +98,33 @@ def _row(rewards: Rewards, mismatch: str, arms: Sequence[str]) -> list[str]:
     return [mismatch, str(len(of[TRIES[0]])), *(mean(list(of[name].values())) for name in arms), *beside]
 
 
+def costs(path: Path) -> str:
+    """What corrections cost and save, in Markdown: means over all steps and seeds of an arm.
+
+    Errors are those of the gradient relative to the exact one (trainer.GradientError): square roots of ratios of sums.
+    """
+    heads = ("mismatch", "arm", "seeds", "clipped mass", "tokens left out", "ESS", "error", "of it bias")
+    return table(heads, _costs(kept_runs(path)))
+
+
+def _costs(runs: Mapping[str, Mapping[Hashable, dict[str, Any]]]) -> Iterator[list[str]]:
+    for arm in (name for name in (*NEWS_MORE, *NEWS_FIRST, *NEWS_MASKS) if name in runs):
+        rows = list(runs[arm].values())
+        cells = [ARMS[arm].mismatch, arm.removeprefix(f"{ARMS[arm].mismatch}-"), str(len(rows))]
+        for column in ("clipped_mass", "lost_tokens", "ess"):
+            values = [x for row in rows for x in row[column] if x is not None]
+            cells.append(f"{fmean(values):.1%}" if values else UNSEEN)
+        errors = [each for row in rows for each in row.get("gradient_error", ())]
+        bias2, variance, norm2 = (sum(each[part] for each in errors) for part in GradientError._fields)
+        parts = (bias2 + variance, bias2) if norm2 > 0 else ()
+        yield cells + [f"{(max(part, 0) / norm2) ** 0.5:.2f}" for part in parts] + [UNSEEN] * (2 - len(parts))
+
+
 def main(words: Sequence[str] | None = None) -> None:
     paths = list(sys.argv[1:] if words is None else words)
-    rewards = of_lines(Path(paths[0]) if paths else NEWS).rewards
-    print(f"{shown(rewards)}\n\n{verdict(rewards)}")
+    path = Path(paths[0]) if paths else NEWS
+    rewards = of_lines(path).rewards
+    print(f"{shown(rewards)}\n\n{verdict(rewards)}\n\n{costs(path)}")
 
 
 if __name__ == "__main__":
