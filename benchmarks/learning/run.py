@@ -34,6 +34,7 @@ SIZES: Final[dict[str, dict[str, Any]]] = {
 }
 OWN: Final[dict[str, dict[str, Any]]] = {
     "smollm2": {"learning_rate": 3e-6, "micro_tokens": 4096},  # pretrained; its logits have 49,152 columns
+    "gemma": {"learning_rate": 3e-6, "micro_tokens": 1024},  # 262,144 columns
     # AdamW moves each of 8 copies of a unit by the rate. A checkpoint would have 40 GB.
     "wide": {"learning_rate": 1.25e-5, "micro_tokens": 8192, "save_every": 0},
 }
@@ -61,7 +62,8 @@ def main(words: Sequence[str] | None = None) -> int:
         # In a process of its own, which leaves nothing on the GPU.
         made = [given.policy, str(folder / "model"), "--device", given.device, "--seed", str(given.seed)]
         subprocess.run([sys.executable, "-m", f"{__package__}.policies", *made], check=True)
-        failed = side_by_side(given, jobs(given.arms, given.seeds))
+        runs = [run for arms in given.arms for run in jobs(arms, given.seeds)]
+        failed = side_by_side(given, list(dict.fromkeys(runs)))
         if failed:
             print(f"failed, see their log.txt: {', '.join(failed)}", file=sys.stderr)
     text = predicted.table(found_runs(folder))
@@ -76,7 +78,10 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--policy", choices=POLICIES, default="tiny-qk-norm")
-    parser.add_argument("--arms", nargs="+", default=["main"], help=f"{', '.join([*GROUPS, *ARMS])}")
+    parser.add_argument(
+        "--arms", nargs="+", action="append",
+        help=f"{', '.join([*GROUPS, *ARMS])}; given twice: the second after all seeds of the first; default: main",
+    )  # fmt: skip
     parser.add_argument("--seeds", type=int, help="of every arm; default: as the table of arms says")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--seed", type=int, default=0, help="of the policy's own training")
@@ -90,7 +95,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
     parser.add_argument("--one", metavar="ARM/SEED", help="this run alone, in this process")
     given = parser.parse_args(words)
-    given.arms, given.words = chosen(given.arms), list(sys.argv[1:] if words is None else words)
+    given.arms = [chosen(names) for names in given.arms or [["main"]]]
+    given.words = list(sys.argv[1:] if words is None else words)
     if given.at_once < 1:
         raise ConfigError(f"--at-once is {given.at_once}; allowed: 1 and more")
     if given.device is None:

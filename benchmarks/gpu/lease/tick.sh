@@ -6,10 +6,13 @@ set -u
 here=$(dirname "$0")
 seconds=${1:?usage: tick.sh SECONDS [JOB...]}
 shift
-[ -e ~/lease.env ] || { echo "no lease.env: begin.sh has not run here, or failed" >&2; exit 2; }
 mkdir -p ~/started ~/res
 for job in "$@"; do
     [ -f "$here/jobs/$job.sh" ] || { echo "no job $job; there are $(ls "$here/jobs")" >&2; exit 2; }
+    if [ ! -e ~/lease.env ] && grep -q lease.env "$here/jobs/$job.sh"; then
+        echo "no lease.env for $job: begin.sh has not run here, or failed" >&2
+        exit 2
+    fi
     mkdir ~/started/"$job" 2> /dev/null || continue
     cp "$here/jobs/$job.sh" ~/started/"$job"
     setsid bash -c 'bash "$0/$1.sh"; touch "$0/ended"' ~/started/"$job" "$job" > ~/res/"$job".log 2>&1 < /dev/null &
@@ -25,7 +28,7 @@ until=$((SECONDS + seconds))
 while [ $SECONDS -lt $until ] && running; do sleep 1; done
 tail -n 2 ~/res/*.log
 nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
-tar -C ~ --exclude='*.safetensors' --exclude='*.pt' -czf "$OUT/res.tgz" res
+tar -C ~ --exclude='*.safetensors' --exclude='*.pt' --exclude=tokenizer.json -czf "$OUT/res.tgz" res
 cd
 kernels=$(ls -d .cache/vllm/deep_gemm .tensorrt_llm 2> /dev/null)
 [ -z "$kernels" ] || tar -czf "$OUT/kernels.tgz" $kernels

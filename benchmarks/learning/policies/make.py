@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.policies import smollm2
+from benchmarks.learning.policies import gguf_models
 from benchmarks.learning.policies.grow import grow
 from benchmarks.learning.policies.table import POLICIES, policy_named
 from benchmarks.learning.policies.tasks import Task
@@ -29,7 +29,7 @@ def make(name: str, folder: Path, device: str = "cpu", seed: int = 0, say: Calla
         make(policy.from_, small, device, seed, say)
         grow(small, folder, policy.growth, seed)
     elif policy.size is None:
-        smollm2.write(folder)
+        gguf_models.write(policy.kind, folder)
     else:
         facts = teach(policy, policy.size, folder, device, seed, say)
         say(f"{name}: {json.dumps(facts)}")

@@ -20,9 +20,9 @@ from fp8plan.errors import ConfigError
 class Policy:
     """A model and its task.
 
-    kind: "qk_norm" (Qwen3), "plain" (Llama: no QK-norm), "moe" (Qwen3-MoE), or "smollm2"
+    kind: "qk_norm" (Qwen3), "plain" (Llama: no QK-norm), "moe" (Qwen3-MoE), or a name in gguf_models.SOURCES
     size: of what is trained here; None: it comes trained
-    task: of a tokenizer, which only SmolLM2's takes
+    task: of a tokenizer, which only those that come trained have
     cpu:  small enough for two cores
     from_: name of the policy that it is grown from
     growth: what it is grown to; the layers that are added are not trained, nor are the embeddings below them
@@ -60,6 +60,13 @@ def _sums(tokenizer: Any) -> Task:
     return ReasoningGym("chain_sum", settings, tokenizer, "Answer with the number alone.")
 
 
+def _continued_sums(tokenizer: Any) -> Task:
+    settings = (("min_terms", 2), ("max_terms", 2), ("min_digits", 1), ("max_digits", 1))
+    question = "State the final answer to the following arithmetic problem: "
+    shots = f"{question}4 + 3 = 7\n{question}5 - 9 = -4\n"
+    return ReasoningGym("chain_sum", settings, tokenizer, shots, ends=("\n", "\n\n", tokenizer.eos_token))
+
+
 POLICIES: Final = {
     "tiny-qk-norm": Policy("qk_norm", TINY, _short, cpu=True),
     "tiny-plain": Policy("plain", TINY, _short, cpu=True),
@@ -71,6 +78,7 @@ POLICIES: Final = {
     "wide": Policy(
         "qk_norm", LARGE, _long, cpu=False, from_="qk-norm", growth=Growth(8, heads=32, kv_heads=8, layers=36)
     ),
+    "gemma": Policy("gemma", None, _continued_sums, cpu=True),
     "smollm2": Policy("smollm2", None, _sums, cpu=True),
 }
 

@@ -3,7 +3,7 @@
 Recurrence     x(n+1) = x(n) + x(n-1) mod 10^digits, from two given terms until a term is 0. Digits are tokens. For
                models that are trained here. One digit gives answers of up to 17 tokens, three of 291 in the mean and
                601 at most (200 terms), of very different lengths, as rollouts of reasoning have
-ReasoningGym   a task of the package reasoning-gym, in words, for a chat model
+ReasoningGym   a task of the package reasoning-gym, in words, for a chat model or one that continues text
 """
 
 from __future__ import annotations
@@ -112,23 +112,25 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """A data set of reasoning-gym, asked of a chat model.
+    """A data set of reasoning-gym, asked in words.
 
     name, settings:      of reasoning_gym.create_dataset
-    tokenizer:           of the model, with its chat template
-    instruction:         the system prompt
+    tokenizer:           of the model
+    instruction:         the system prompt; without a chat template, the text before the question
+    ends:                tokens that end an answer; none: the tokenizer's end token
     """
 
     name: str
     settings: tuple[tuple[str, Any], ...]
     tokenizer: Any
     instruction: str
+    ends: tuple[str, ...] = ()
     max_prompt_tokens: int = 160
     max_response_tokens: int = 64
 
     @cached_property
     def stop(self) -> Sequence[int]:
-        return (int(self.tokenizer.eos_token_id),)
+        return tuple(self.tokenizer.convert_tokens_to_ids(list(self.ends or (self.tokenizer.eos_token,))))
 
     def problems(self, count: int, seed: Sequence[int]) -> list[Problem]:
         """Draw problems. Raises ConfigError for a prompt that is too long."""
@@ -154,6 +156,8 @@ class ReasoningGym:
         return self._data(1, 0)
 
     def _prompt(self, question: str) -> list[int]:
+        if not self.tokenizer.chat_template:
+            return list(self.tokenizer(f"{self.instruction}{question}")["input_ids"])
         said = [{"role": "system", "content": self.instruction}, {"role": "user", "content": question}]
         text = self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -120,8 +120,19 @@ def test_every_arm_has_its_first_seed_before_any_has_its_second() -> None:
 def test_one_run_gets_the_words_of_the_whole(tmp_path: Path) -> None:
     words = [str(tmp_path), "--arms", "fp8", "--device", "cpu", "--steps", "3"]
     given = arguments(words)
-    assert (given.arms, given.words, given.one) == (["fp8"], words, None)
+    assert (given.arms, given.words, given.one) == ([["fp8"]], words, None)
     assert arguments([*words, "--device", "cpu", "--one", "fp8/0"]).one == "fp8/0"
+
+
+def test_later_arms_come_after_all_seeds_of_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(run, "side_by_side", lambda given, runs: seen.extend(runs) or [])
+    monkeypatch.setattr(run.subprocess, "run", lambda words, check: None)
+    (tmp_path / "tiny-qk-norm").mkdir()
+    words = ["--device", "cpu", "--seeds", "2", "--arms", "fp8", "bf16", "--arms", "bf16", "fp8-tis"]
+    assert run.main([str(tmp_path), *words]) == 0
+    first = [("fp8", 0), ("bf16", 0), ("fp8", 1), ("bf16", 1)]
+    assert seen == [*first, ("fp8-tis", 0), ("fp8-tis", 1)]
 
 
 def test_as_many_runs_share_a_gpu_as_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

