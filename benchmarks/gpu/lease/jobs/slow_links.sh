@@ -1,4 +1,4 @@
-# For two GPUs, three if there are: syncs by patches, of an engine in the trainer's process and of one on another GPU.
+# Syncs by patches, of an engine in the trainer's process and of one in another; with two GPUs, on the other GPU.
 # Only syncs are timed, so DeepGEMM's kernels are compiled as they are met. About 6 minutes.
 . ~/lease.env
 export VLLM_DEEP_GEMM_WARMUP=skip VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0
@@ -8,6 +8,9 @@ measure() { # NAME GPUS MODEL [OPTION...]
         --engine-args "$small" "${@:4}" > ~/res/slow_links_gpu."$1".log 2>&1
 }
 measure inprocess 0 Qwen/Qwen3-8B
-measure experts 0 fp8plan/moe-7b --rates 3e-6 &
-measure apart 0,1 Qwen/Qwen3-8B --trainer cuda:1 --mode multiprocess --rates 1e-6 3e-6 1e-5
-wait
+measure experts 0 fp8plan/moe-7b --rates 3e-6
+if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then
+    measure apart 0,1 Qwen/Qwen3-8B --trainer cuda:1 --mode multiprocess --rates 1e-6 3e-6 1e-5
+else
+    measure process 0 Qwen/Qwen3-8B --mode multiprocess --rates 3e-6
+fi
