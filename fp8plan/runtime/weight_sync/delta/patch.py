@@ -79,7 +79,7 @@ def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors on the CPU, by one copy for each dtype."""
     import torch
 
-    by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_dtype[tensor.dtype].append(tensor.flatten())
     parts = {

@@ -16,6 +16,7 @@ from fp8plan.runtime.weight_sync.delta.patch import (
     GAPS_1,
     GAPS_2,
     HEADER,
+    _on_cpu,
     apply,
     change,
     packed,
@@ -146,3 +147,10 @@ def test_a_digest_sees_any_change_and_any_exchange() -> None:
     exchanged = base.clone()
     exchanged[[3, 5]] = base[[5, 3]]
     assert (digests(bits(exchanged)) != own).any()
+
+
+def test_tensors_of_several_dtypes_come_to_the_cpu_in_their_order() -> None:
+    tensors = [torch.arange(6).view(2, 3), torch.arange(4, dtype=torch.uint8), torch.arange(0), torch.arange(5) + 7]
+    for mine, moved in zip(tensors, _on_cpu(tensors), strict=True):
+        assert mine.dtype == moved.dtype
+        assert torch.equal(mine, moved)
