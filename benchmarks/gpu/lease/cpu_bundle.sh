@@ -33,7 +33,7 @@ unused=(
 copy "$packages" "$site" "${unused[@]}"
 cp "$prefix/bin/$version" "$cpu/bin/python3"
 cp -a "$prefix"/lib/libpython*.so* "$cpu/lib"
-strip --strip-unneeded "$cpu"/lib/libpython3.*.so.* "$site"/vllm/*.so "$site"/torch/lib/libtorch_{cpu,python}.so # of 1.0 GB, half
+strip --strip-unneeded "$cpu"/lib/libpython3.*.so.* "$site"/vllm/*.so "$site"/torch/lib/libtorch_{cpu,python}.so
 
 # Libraries of the system that the machine may lack. Those of glibc and of the compiler it has, and newer.
 ldd "$cpu/lib/$version"/lib-dynload/*.so "$site"/vllm/*.so | awk '$3 ~ "^(/usr)?/lib/" { print $3 }' | sort -u |

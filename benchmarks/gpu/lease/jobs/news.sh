@@ -1,9 +1,9 @@
 # The runs of benchmarks/learning/evidence/news.md on the machine's CPU cores. It needs from ~/lease what cpu_bundle.sh made
-# as cpu.0 ..., policy/model, with which all runs begin, and news.tgz, if there is one: `news` in what came back of an
-# earlier lease. No begin.sh. NEWS_AT_ONCE: runs at once, each on a core; by default four cores are left to other jobs.
+# as cpu.0 ..., policy/model, with which all runs begin, and news.tgz, if there is one: the folder `news` of what an earlier
+# lease brought back. It needs no begin.sh. NEWS_AT_ONCE: runs at once, each on a core; by default all cores but four.
 at_once=${NEWS_AT_ONCE:-$(($(nproc) - 4))}
 tree=~/news.tree
-mkdir -p ~/news/tiny-qk-norm "$tree"
+mkdir -p ~/news/tiny-qk-norm ~/res/news/tiny-qk-norm "$tree"
 cp -r benchmarks fp8plan profiles tests pyproject.toml "$tree" # later calls change the tree under a job that runs
 cp -r ~/lease/policy/model ~/news/tiny-qk-norm
 [ ! -e ~/lease/news.tgz ] || tar -C ~ -xzf ~/lease/news.tgz
