@@ -14,7 +14,7 @@ from benchmarks.learning.policies import gguf_models, teach
 from benchmarks.learning.policies.grow import Growth, grow
 from benchmarks.learning.policies.make import fp8_linears, make
 from benchmarks.learning.policies.table import LARGE, POLICIES, TINY, policy_named
-from benchmarks.learning.policies.tasks import GO, STOP, VOCABULARY, Recurrence
+from benchmarks.learning.policies.tasks import GO, STOP, VOCABULARY, ReasoningGym, Recurrence
 from benchmarks.learning.policies.teach import IGNORED, answers, new_model
 from benchmarks.learning.trainer import Trainer
 from fp8plan.errors import ConfigError
@@ -84,6 +84,51 @@ def test_what_is_not_installed_is_named(name: str, said: str, tmp_path: Path, mo
     monkeypatch.setattr(gguf_models, "find_spec", lambda module: None)
     with pytest.raises(ConfigError, match=said):
         make(name, tmp_path)
+
+
+@pytest.mark.gguf
+def test_gemmas_words_are_those_of_its_file(tmp_path: Path) -> None:
+    from gguf import GGUFWriter, TokenType
+    from transformers import AutoTokenizer
+
+    tokens = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "<mask>",
+        "\n",
+        "  ",
+        "\u2581",
+        "s",
+        "u",
+        "m",
+        "su",
+        "sum",
+        "\u2581sum",
+        "7",
+    ]
+    control = [TokenType.CONTROL] * 5
+    writer = GGUFWriter(tmp_path / "model.gguf", "gemma3")
+    writer.add_token_list(tokens)
+    writer.add_token_types([*control, TokenType.USER_DEFINED, *[TokenType.NORMAL] * (len(tokens) - 6)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    gguf_models.gemma_tokenizer(tmp_path / "model.gguf").save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    said = tokenizer("sum sum  7\n")["input_ids"]
+    assert [tokenizer.convert_ids_to_tokens(x) for x in said] == [
+        "<bos>",
+        "sum",
+        "\u2581sum",
+        "\u2581\u2581",
+        "7",
+        "\n",
+    ]
+    assert tokenizer.decode([*said, 1], skip_special_tokens=True) == "sum sum  7\n"
+    task = ReasoningGym("chain_sum", (), tokenizer, "", ends=("\n", "<eos>"))
+    assert task.stop == (5, 1)
 
 
 @pytest.mark.gguf

@@ -73,7 +73,10 @@ def test_the_final_word_is_taken_without_punctuation(text: str, word: str) -> No
 class Words:
     """A tokenizer: a token for each character."""
 
-    eos_token_id = 0
+    eos_token, chat_template = "\0", "each on a line"
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
+        return [ord(token) for token in tokens]
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return "".join(chr(token) for token in tokens if token)
