@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fp8plan.model.tune.search import tune as tune
     from fp8plan.model.validate.records import read_records as read_records
     from fp8plan.model.validate.records import recorded_workload as recorded_workload
+    from fp8plan.model.weight_changes import TopK as TopK
     from fp8plan.model.workload import Batch as Batch
     from fp8plan.model.workload import Fixed as Fixed
     from fp8plan.model.workload import LogNormal as LogNormal
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from fp8plan.runtime.monitor.sinks import Prometheus as Prometheus
     from fp8plan.runtime.monitor.sinks import TensorBoard as TensorBoard
     from fp8plan.runtime.probe.probe import probe as probe
-    from fp8plan.runtime.weight_sync.delta.top_k import TopK as TopK
     from fp8plan.runtime.weight_sync.state import Scored as Scored
     from fp8plan.runtime.weight_sync.state import SyncSettings as SyncSettings
 
@@ -85,6 +85,7 @@ _HOME = {
         "model.setup": "EngineSetup",
         "model.tune.search": "tune",
         "model.validate.records": "read_records recorded_workload",
+        "model.weight_changes": "TopK",
         "model.workload": "Batch Fixed LogNormal Trace Workload",
         "runtime.controller.laws": "AdaptiveThresholds ConstantThresholds LevelThresholds",
         "runtime.controller.least_error": "LeastErrorThresholds",
@@ -104,7 +105,6 @@ _HOME = {
         "runtime.monitor.monitor": "Monitor",
         "runtime.monitor.sinks": "Callback JsonLines Prometheus TensorBoard",
         "runtime.probe.probe": "probe",
-        "runtime.weight_sync.delta.top_k": "TopK",
         "runtime.weight_sync.state": "Scored SyncSettings",
     }.items()
     for name in names.split()

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+import fp8plan
 from fp8plan.errors import ConfigError
-from fp8plan.model.weight_changes import Changed, Step, changed, one_step, patch_bytes
+from fp8plan.jsonl import rows
+from fp8plan.model.weight_changes import (
+    BETA_1,
+    KL_OF_RESIDUAL,
+    SIGNAL,
+    Changed,
+    Step,
+    TopK,
+    changed,
+    one_step,
+    patch_bytes,
+)
 from fp8plan.model.weights import normal
 from fp8plan.runtime.quantize.block_fp8 import quantize
-from fp8plan.runtime.weight_sync.delta.patch import change, packed
+from fp8plan.runtime.weight_sync.delta.base import in_format
+from fp8plan.runtime.weight_sync.delta.patch import bits, change, packed
+from fp8plan.runtime.weight_sync.delta.top_k import Residual, thinned
 
 RATES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0)
 
@@ -39,8 +55,9 @@ def rounded(before: torch.Tensor, after: torch.Tensor) -> Changed:
     """The shares of FP32 weights that differ once they are rounded."""
     old, new = before.bfloat16(), after.bfloat16()
     (codes, scales), (new_codes, new_scales) = quantize(old), quantize(new)
-    differ = (old != new, codes.view(torch.uint8) != new_codes.view(torch.uint8), scales != new_scales)
-    return Changed(*(float(mask.double().mean()) for mask in differ))
+    moved, scaled = codes.view(torch.uint8) != new_codes.view(torch.uint8), scales != new_scales
+    blocks = scaled.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return Changed(*(float(mask.double().mean()) for mask in (old != new, moved, scaled, moved & blocks)))
 
 
 @pytest.mark.parametrize("step", [2e-6, 2e-5, 2e-4])
@@ -54,6 +71,70 @@ def test_shares_are_those_of_rounding_weights(step: float) -> None:
     assert shares(step).codes == pytest.approx(seen.codes, rel=0.15)
     if step > 1e-4:  # 128 scales
         assert shares(step).scales == pytest.approx(seen.scales, rel=0.35)
+        assert shares(step).rescaled == pytest.approx(seen.rescaled, rel=0.35)
+
+
+@pytest.mark.parametrize(("residual", "saves"), [(1e-5, False), (1e-2, True)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_residual_sends_in_a_long_run_what_the_sparse_sync_does(fp8: bool, residual: float, saves: bool) -> None:
+    """AdamW with the modelled share of signal, from weights anywhere between two rounding points."""
+    rate, steps, names = 1e-5, 160, ("w",) if fp8 else ()
+    chance = torch.Generator().manual_seed(7)
+    weights = 0.02 * torch.randn(256, 256, generator=chance)
+    signal = SIGNAL**0.5 * torch.randn(weights.shape, generator=chance)
+    mean, held, sent = torch.zeros_like(weights), in_format("w", weights.bfloat16(), names), []
+    for _ in range(steps):
+        noise = (1 - SIGNAL) ** 0.5 * torch.randn(weights.shape, generator=chance)
+        mean = BETA_1 * mean + (1 - BETA_1) * (signal + noise)
+        weights = weights - rate * mean
+        exact = weights.bfloat16()
+        new = in_format("w", exact, names)
+        thin = thinned(new, held, exact, TopK(residual=residual), Residual())
+        sent.append(float((bits(thin) != bits(held["w"])).double().mean()))
+        held = new | {"w": thin}
+    late = float(np.mean(sent[-40:]))
+    made, every = (changed(one_step("adamw").times(rate), normal(), left) for left in (residual, 0.0))
+    assert 0.5 < (made.codes / late if fp8 else made.bf16 / late) < 2
+    assert (late < (every.codes if fp8 else every.bf16) / 2) == saves
+
+
+def test_a_limited_sync_sends_no_more_than_its_share_and_blocks_with_new_scales() -> None:
+    every = changed(Step(1e-5), normal())
+    for share in (1e-6, 1e-3, 0.5):
+        limited = every.limited(share)
+        assert limited.bf16 == min(every.bf16, share)
+        assert limited.codes == min(every.codes, share + every.rescaled)
+        assert (limited.scales, limited.rescaled) == (every.scales, every.rescaled)
+
+
+SETTINGS = {
+    "1e-4": TopK(share=1e-4),
+    "0.5": TopK(share=0.5),
+    "20MB": TopK(nbytes=2e7),
+    "1.5 GB": TopK(nbytes=1.5e9),
+    "residual=1e-3": TopK(residual=1e-3),
+    "residual=2E-05": TopK(residual=2e-5),
+}
+OTHERS = ("", "x", "-1", "1e", "1.2.3", ".", "20mb", "share=1e-4", "residual=20MB", "residual=", "1e999")
+
+
+@pytest.mark.parametrize("text", SETTINGS)
+def test_settings_of_top_k_are_read_and_written(text: str) -> None:
+    made = TopK.parse(text)
+    assert made == SETTINGS[text]
+    assert TopK.parse(str(made)) == made
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"allowed: (1e-4 \(a share of the values\), 20MB or residual=1e-3|a number)"):
+        TopK.parse(text)
+
+
+def test_the_kl_of_a_residual_is_as_measured() -> None:
+    logged = rows(Path(fp8plan.__file__).parents[1] / "benchmarks/results/slow_links_steps.jsonl")
+    measured = [row["kl"] / row["residual"] ** 2 for row in logged if "kl" in row]
+    assert (min(measured), max(measured)) == pytest.approx(KL_OF_RESIDUAL, rel=0.02)
 
 
 @pytest.mark.parametrize(("moved", "step"), [(1e-5, 1e-6), (1e-4, 1e-5), (1e-3, 1e-4)])
@@ -72,8 +153,6 @@ def test_weights_that_began_in_bf16_change_less_often(moved: float, step: float)
 @pytest.mark.parametrize("beta_2", [0.95, 0.999])
 def test_steps_of_adamw_are_those_of_torch(beta_2: float) -> None:
     """Gradients of noise and of a signal with the modelled share of the power, in the first step and in late ones."""
-    from fp8plan.model.weight_changes import SIGNAL
-
     chance = torch.Generator().manual_seed(2)
     weights = torch.zeros(20_000, requires_grad=True)
     signal = SIGNAL**0.5 * torch.randn(weights.shape, generator=chance)

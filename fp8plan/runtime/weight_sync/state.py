@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 from fp8plan.checks import instance
 from fp8plan.errors import ConfigError, LostEngineError
 from fp8plan.model.precision import precision
+from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.interrupts import let_in
 from fp8plan.runtime.weight_sync.delta.base import Base
-from fp8plan.runtime.weight_sync.delta.top_k import TopK
 from fp8plan.runtime.weight_sync.kv_scales import MARGIN, Scales
 from fp8plan.runtime.weight_sync.manifest import FORMATS, Manifest
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.quantize.block_fp8 import described
 from fp8plan.runtime.quantize.targets import quantized
-from fp8plan.runtime.weight_sync.delta.patch import Change, apply, changes, packed, whole
-from fp8plan.runtime.weight_sync.delta.tiles import bits
-from fp8plan.runtime.weight_sync.delta.top_k import Residual, TopK, refuse_codes, thinned
+from fp8plan.runtime.weight_sync.delta.patch import Change, apply, bits, change, packed, whole
+from fp8plan.runtime.weight_sync.delta.top_k import Residual, for_each_matrix, refuse_codes, thinned
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, dtype_name, gathered, pair_of
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Base:
     ) -> None:
         self.manifest, self.device, self.fp8, self.top_k = manifest, device, frozenset(fp8), top_k
         if top_k is not None and manifest:
-            top_k.share_of(manifest)  # raises ConfigError for too few bytes, before anything is sent
+            for_each_matrix(top_k, manifest)  # raises ConfigError for too few bytes, before anything is sent
         self.stamp: str | None = None
         self.complete = False
         self.residual = Residual()
@@ -124,11 +124,8 @@ class Base:
     def _new(
         self, pairs: Iterable[object], missing: dict[str, None], groups: Collection[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base's next tensors as its own copies, and take their names out of `missing`.
-
-        groups: names that are sent whole
-        """
-        share = None if self.top_k is None else self.top_k.share_of(self.manifest)
+        """Yield the base's next tensors, and take their names out of `missing`. groups: names that are sent whole"""
+        top_k = None if self.top_k is None else for_each_matrix(self.top_k, self.manifest)
         for item in pairs:
             own, tensor = pair_of(item)
             exact = gathered(tensor)
@@ -140,9 +137,9 @@ class Base:
                 base = self._tensors[name]
                 if new.shape != base.shape or new.dtype != base.dtype:
                     raise ConfigError(f"{name} is {described(new)}; announced: {described(base)}")
-                parts[name] = self._own(new, tensor)
-            if share is not None and own not in groups:
-                parts[own] = thinned(parts, {name: self._tensors[name] for name in parts}, exact, share, self.residual)
+                parts[name] = new.to(base.device)
+            if top_k is not None and own not in groups:
+                parts[own] = thinned(parts, {name: self._tensors[name] for name in parts}, exact, top_k, self.residual)
             yield from parts.items()
 
     def _own(self, part: Tensor, trainers: Tensor) -> Tensor:

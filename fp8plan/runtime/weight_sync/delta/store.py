@@ -24,9 +24,10 @@ from fp8plan.checks import instance
 from fp8plan.checks import whole as whole_number
 from fp8plan.errors import ConfigError, SyncError, text_of
 from fp8plan.jsonl import parse
+from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.weight_sync.delta.base import Base, Chain
 from fp8plan.runtime.weight_sync.delta.patch import packed, whole
-from fp8plan.runtime.weight_sync.delta.top_k import TopK
+from fp8plan.runtime.weight_sync.delta.top_k import for_each_matrix
 from fp8plan.runtime.weight_sync.manifest import entry_of, pairs_of, plain, read_manifest
 from fp8plan.runtime.weight_sync.procedure import formats
 from fp8plan.runtime.weight_sync.state import SyncReport
@@ -181,7 +182,7 @@ class Publisher:
             base = Base((), self._device, self._fp8, self._top_k)
             base.manifest = tuple(entry_of(name, tensor) for name, tensor in base.recorded(pairs))
             if self._top_k is not None:
-                self._top_k.share_of(base.manifest)  # raises ConfigError for too few bytes
+                for_each_matrix(self._top_k, base.manifest)  # raises ConfigError for too few bytes
             old = self._latest.get("chain", [])
             latest = {"manifest": plain(base.manifest), "chain": [], "first": version}
         else:

@@ -16,71 +16,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, isfinite, sqrt
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
+from fp8plan.model.weight_changes import TopK, frame_bytes
 from fp8plan.runtime.quantize.block_fp8 import BLOCK, scale_shape
-from fp8plan.runtime.weight_sync.delta.patch import GAPS_2, HEADER, LARGEST
-from fp8plan.runtime.weight_sync.delta.tiles import DIGEST_BYTES, bits, tiles
+from fp8plan.runtime.weight_sync.delta.patch import bits, flat
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Entry, Manifest, dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PLACE_BYTES: Final = 2  # of a place in GAPS_2, and of a skip: a patch takes the shortest form
 
+def for_each_matrix(top_k: TopK, manifest: Manifest) -> TopK:
+    """Return settings that hold for each matrix of a manifest.
 
-@dataclass(frozen=True, slots=True)
-class TopK:
-    """Settings of a sparse sync. Give exactly one.
-
-    share:  largest share of a matrix's values that a sync sends
-    nbytes: largest bytes of a sync. All matrices get the same share. Blocks with new scales, and matrices that vLLM
-            must reload, come on top
-
-    Raises ConfigError for other values.
+    Raises ConfigError if nbytes is less than headers, digests and vectors take.
     """
-
-    share: float | None = None
-    nbytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.share is None) == (self.nbytes is None):
-            raise ConfigError("top_k needs one of its two settings; type: TopK(share=1e-4) or TopK(nbytes=20_000_000)")
-        if self.share is not None and not (is_number(self.share) and 0 < self.share <= 1):
-            raise ConfigError(f"share is {self.share!r}; allowed: a number above 0, up to 1")
-        if self.nbytes is not None and not (is_number(self.nbytes) and isfinite(self.nbytes) and self.nbytes > 0):
-            raise ConfigError(f"nbytes is {self.nbytes!r}; allowed: a number of bytes above 0")
-
-    def share_of(self, manifest: Manifest) -> float:
-        """Return the share of a matrix's values that one sync sends.
-
-        Raises ConfigError if nbytes is less than headers, digests and vectors take.
-        """
-        if self.share is not None:
-            return self.share
-        assert self.nbytes is not None
-        matrices = [entry for entry in manifest if _thinned(entry)]
-        fixed = sum(8 * HEADER + DIGEST_BYTES * _tiles(entry) for entry in manifest)
-        fixed += sum(entry.nbytes for entry in manifest if not _thinned(entry))
-        # Skips, and the value by which a share is rounded up.
-        fixed += sum(
-            PLACE_BYTES * (entry.numel // LARGEST[GAPS_2] + 1) + entry.nbytes // entry.numel for entry in matrices
-        )
-        each = sum(entry.nbytes + PLACE_BYTES * entry.numel for entry in matrices)
-        if self.nbytes <= fixed:  # scales are counted, too: all of them may change
-            raise ConfigError(f"nbytes is {self.nbytes}; allowed for this model: more than {fixed}")
-        return min(1.0, (self.nbytes - fixed) / each)
+    # Scales count as if all of them changed.
+    parts = [(entry, *flat(entry.shape), entry.nbytes // entry.numel) for entry in manifest]
+    matrices = [(rows, columns, item, 1) for entry, rows, columns, item in parts if _thinned(entry)]
+    rest = sum(frame_bytes(*sizes) + entry.nbytes for entry, *sizes in parts if not _thinned(entry))
+    return top_k.in_shares(matrices, rest)
 
 
 def _thinned(entry: Entry) -> bool:
     return len(entry.shape) > 1 and not entry.name.endswith(SCALE_SUFFIX)
-
-
-def _tiles(entry: Entry) -> int:
-    height, width = tiles(entry.shape, entry.nbytes // entry.numel)
-    return height * width
 
 
 @dataclass(slots=True)
@@ -103,13 +64,13 @@ def refuse_codes(name: str, dtype: str) -> None:
 
 
 def thinned(
-    new: Mapping[str, Tensor], held: Mapping[str, Tensor], exact: Tensor, share: float, residual: Residual
+    new: Mapping[str, Tensor], held: Mapping[str, Tensor], exact: Tensor, top_k: TopK, residual: Residual
 ) -> Tensor:
     """Return a tensor that is `held` but for its most useful changes to `new`, and add the rest to `residual`.
 
     new, held: a tensor by name, or E4M3 [..., N, K] followed by its scales; alike in shapes, on one device
     exact:     the trainer's values, BF16, FP16 or FP32 [..., N, K]
-    share:     of the values, rounded up, that may change
+    top_k:     the share of the values that may change, rounded up, or the residual that may stay
 
     Raises ConfigError as refuse_codes.
     """
@@ -119,7 +80,7 @@ def thinned(
     refuse_codes(name, dtype_name(exact.dtype))
     if tensor.dim() < 2:
         return tensor
-    residual.weights += float(torch.linalg.vector_norm(exact, dtype=torch.float32)) ** 2
+    weights = float(torch.linalg.vector_norm(exact, dtype=torch.float32)) ** 2
     words, base = bits(tensor.contiguous()).flatten(), bits(held[name]).flatten().clone()
     places = (words != base).nonzero().flatten()
     target = exact.flatten()[places.to(exact.device)].to(places.device).float()
@@ -130,11 +91,19 @@ def thinned(
         old_scales, scales = (side[name + SCALE_SUFFIX].flatten()[at] for side in (held, new))
         before, after, always = before * old_scales, after * scales, scales != old_scales
     worth = torch.where(always, torch.inf, (before - target).square() - (after - target).square())
-    count = min(places.numel(), int(always.sum()) + ceil(share * tensor.numel()))
     order = worth.argsort(descending=True, stable=True)
-    sent, left = order[:count], order[count:]
+    # The squares that the engine lacks if the last 0, 1, 2, ... changes wait.
+    lacking = torch.nn.functional.pad((after - before)[order].flip(0).double().square().cumsum(0), (1, 0))
+    may_wait = places.numel() - int(always.sum())
+    if top_k.share is not None:
+        waiting = max(0, may_wait - ceil(top_k.share * tensor.numel()))
+    else:
+        most = (top_k.residual or 0.0) ** 2 * weights if isfinite(weights) else 0.0
+        waiting = min(may_wait, int((lacking <= most).sum()) - 1)
+    sent = order[: places.numel() - waiting]
     base[places[sent]] = words[places[sent]]
-    residual.lacking += float((after - before)[left].square().sum())
+    residual.weights += weights
+    residual.lacking += float(lacking[waiting])
     return base.view(tensor.dtype).view(tensor.shape)
 
 

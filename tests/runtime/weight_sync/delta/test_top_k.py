@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from tiny_models import CALIBRATION, started, weights
 
 from fp8plan.errors import ConfigError, SyncError
+from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.quantize.block_fp8 import dequantize
 from fp8plan.runtime.weight_sync.delta.base import Base, in_format
 from fp8plan.runtime.weight_sync.delta.patch import apply, unpacked
 from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
-from fp8plan.runtime.weight_sync.delta.top_k import Residual, TopK, thinned
+from fp8plan.runtime.weight_sync.delta.top_k import Residual, for_each_matrix, thinned
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, entry_of
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings
 
@@ -53,7 +54,7 @@ def test_the_best_changes_are_sent(shape: tuple[int, ...], fp8: tuple[str, ...])
             held[W].dtype
         )
     residual = Residual()
-    sent = thinned(new, held, exact, 0.01, residual)
+    sent = thinned(new, held, exact, TopK(share=0.01), residual)
     errors = [(value(side) - exact.float()).square() for side in (held, new, new | {W: sent})]
     worth = (errors[0] - errors[1]).flatten()
     count = int((sent.view(torch.uint8) != held[W].view(torch.uint8)).view(*shape, -1).any(-1).sum())
@@ -71,7 +72,7 @@ def test_a_block_with_a_new_scale_is_sent_whole() -> None:
     held, new = in_format(W, old, (W,)), in_format(W, exact, (W,))
     moved = new[SCALES] != held[SCALES]
     assert moved[1, 0]
-    sent = thinned(new, held, exact, 1e-6, Residual())
+    sent = thinned(new, held, exact, TopK(share=1e-6), Residual())
     for row, column in moved.nonzero().tolist():
         block = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
         assert torch.equal(sent[block].view(torch.uint8), new[W][block].view(torch.uint8))
@@ -81,9 +82,77 @@ def test_a_block_with_a_new_scale_is_sent_whole() -> None:
 def test_all_changes_are_those_of_no_top_k() -> None:
     held, exact = in_format(W, random(128, 256), (W,)), drifted(random(128, 256), 3)
     new, residual = in_format(W, exact, (W,)), Residual()
-    sent = thinned(new, held, exact, 1.0, residual)
+    sent = thinned(new, held, exact, TopK(share=1.0), residual)
     assert torch.equal(sent.view(torch.uint8), new[W].view(torch.uint8))
     assert residual.relative == 0
+
+
+def changes(sent: torch.Tensor, held: torch.Tensor) -> int:
+    return int((sent.view(torch.uint8) != held.view(torch.uint8)).view(*held.shape, -1).any(-1).sum())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    fp8=st.booleans(),
+    rate=st.floats(1e-5, 0.5),
+    budgets=st.tuples(*[st.floats(1e-9, 1.0)] * 2).map(sorted),
+)
+def test_a_residual_is_kept_and_a_tighter_one_sends_no_less(
+    seed: int, fp8: bool, rate: float, budgets: list[float]
+) -> None:
+    old = random(130, 257, seed=seed)
+    exact, names = drifted(old, seed + 1, rate), (W,) if fp8 else ()
+    held, new = in_format(W, old, names), in_format(W, exact, names)
+    counts = []
+    for budget in (1e-30, *budgets):
+        residual = Residual()
+        sent = thinned(new, held, exact, TopK(residual=budget), residual)
+        left = float((value(new) - value(new | {W: sent})).double().norm() / exact.double().norm())
+        assert residual.relative == pytest.approx(left, rel=1e-3, abs=1e-9)
+        assert residual.relative <= budget * (1 + 1e-9)
+        counts.append(changes(sent, held[W]))
+        if budget == 1e-30:
+            assert torch.equal(value(new), value(new | {W: sent}))
+    assert counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.parametrize("fp8", [(), (W,)], ids=["bf16", "fp8"])
+def test_a_residual_leaves_no_change_that_would_still_fit(fp8: tuple[str, ...]) -> None:
+    """With one change less sent, the residual of a matrix without new scales would be above the budget."""
+    old = random(256, 256)
+    exact = torch.where(old.abs() > 0.05, old, drifted(old, 1, 0.01).clamp(-0.05, 0.05))  # each block's largest stays
+    held, new = in_format(W, old, fp8), in_format(W, exact, fp8)
+    assert SCALES not in new or torch.equal(new[SCALES], held[SCALES])
+    sent, residual = thinned(new, held, exact, TopK(residual=1e-3), Residual()), Residual()
+    count = changes(sent, held[W])
+    assert 0 < count < changes(new[W], held[W])
+    thinned(new, held, exact, TopK(share=(count - 1.5) / old.numel()), residual)
+    assert residual.relative > 1e-3
+
+
+def test_a_residual_holds_in_every_sync_and_for_the_model() -> None:
+    names = {"a": random(256, 384), "b": random(130, 257, seed=1) * 50, "norm": random(384)}
+    base = Base((), "cpu", {"a"}, TopK(residual=1e-3))
+    base.manifest = tuple(entry_of(*pair) for pair in base.recorded(names.items()))
+    base.commit("0")
+    residuals = []
+    for step in range(12):
+        names = {name: drifted(tensor, step, 0.0005) for name, tensor in names.items()}
+        list(base.patches(names.items(), {}))
+        residuals.append(base.residual.relative)
+        base.commit(str(step))
+    assert 0 < residuals[0] < residuals[-1] <= 1e-3
+    assert residuals[-1] > 9e-4
+
+
+def test_a_matrix_that_is_not_finite_is_sent() -> None:
+    for odd in (float("inf"), float("nan")):
+        held = in_format(W, random(128, 128), ())
+        exact = drifted(held[W], 1)
+        exact[3, 5] = odd
+        sent = thinned({W: exact}, held, exact, TopK(residual=0.5), Residual())
+        assert torch.equal(sent.view(torch.int16), exact.view(torch.int16))
 
 
 @settings(max_examples=30, deadline=None)
@@ -167,6 +236,16 @@ def test_what_was_left_out_is_sent_later(engine: RolloutEngine) -> None:
 
 
 @pytest.mark.vllm
+def test_an_engine_lacks_no_more_than_the_residual() -> None:
+    tensors = weights("moe", "b")
+    with started("moe", "a", "fp8_block", delta="cpu", top_k=TopK(residual=0.002)) as engine:
+        engine.sync_weights(tensors)
+        reports = [engine.sync_weights(new) for new in walk(tensors, 6)]
+        assert all(report.patched and 0 < report.residual <= 0.002 for report in reports)
+        assert reports[0].bytes < reports[-1].bytes
+
+
+@pytest.mark.vllm
 def test_patches_that_are_refused_heal_to_what_the_base_has(engine: RolloutEngine) -> None:
     tensors = weights("moe", "b")
     engine.sync_weights(tensors)
@@ -200,12 +279,17 @@ def test_a_chain_of_sparse_versions_is_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "problem"),
     [
-        (lambda: TopK(), "one of its two settings; type: TopK(share=1e-4)"),
-        (lambda: TopK(share=0.1, nbytes=5), "one of its two settings"),
+        (lambda: TopK(), "one of its three settings; type: TopK(share=1e-4)"),
+        (lambda: TopK(share=0.1, nbytes=5), "one of its three settings"),
+        (lambda: TopK(share=0.1, residual=0.1), "one of its three settings"),
+        (lambda: TopK(residual=0), "residual is 0; allowed: a number above 0, up to 1"),
         (lambda: TopK(share=0), "share is 0; allowed: a number above 0, up to 1"),
         (lambda: TopK(share=float("nan")), "share is nan"),
         (lambda: TopK(nbytes=-1), "nbytes is -1; allowed: a number of bytes above 0"),
-        (lambda: TopK(nbytes=5).share_of((entry_of("a", random(8, 8)),)), "allowed for this model: more than 32"),
+        (
+            lambda: for_each_matrix(TopK(nbytes=5), (entry_of("a", random(8, 8)),)),
+            "allowed for this model: more than 48",
+        ),
         (lambda: SyncSettings(delta="cpu", top_k=1e-4), "top_k is 0.0001; allowed: a TopK, such as TopK(share=1e-4)"),
         (lambda: Publisher("memory://a", fp8=[], top_k=1e-4), "top_k is 0.0001; allowed: a TopK"),
         (lambda: SyncSettings(top_k=TopK(share=0.1)), "top_k is set without delta; type: SyncSettings(delta='cpu'"),
