@@ -193,6 +193,15 @@ def planned(
         float | None, option(TRAINER, "finds the fastest mode of a weight sync", "none: all of BF16 is sent")
     ] = None,
     optimizer: Annotated[str | None, option(TRAINER, "adamw or muon", "adamw", metavar="NAME")] = None,
+    top_k: Annotated[
+        str | None,
+        option(
+            TRAINER,
+            "with it, also a sparse sync of a share of the values (1e-4), of bytes (20MB), or that lacks at most a "
+            "part of the weights (residual=1e-3)",
+            "none: syncs are lossless",
+        ),
+    ] = None,
     as_json: Annotated[
         str | None, option(OUTPUT, "the plan, to a file or, alone, to stdout", flag="--json", metavar="[FILE.json]")
     ] = None,
@@ -222,6 +231,7 @@ def planned(
     from fp8plan.model.rl_step import StepTimes
     from fp8plan.model.shards import strictest
     from fp8plan.model.validate.records import read_run
+    from fp8plan.model.weight_changes import TopK
 
     card = find_gpu(gpu)
     emissions = _emissions(emit or [])
@@ -283,6 +293,7 @@ def planned(
         link=link,
         learning_rate=learning_rate,
         optimizer=optimizer,
+        top_k=None if top_k is None else TopK.parse(top_k),
         budget=RiskBudget(accept=accept),
         kv_scales_calibrated=scales == "calibrated",
         engine_version=engine_version,

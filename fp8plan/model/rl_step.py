@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
+from enum import StrEnum
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -20,14 +21,16 @@ from fp8plan.model.cost.base import StepBatch, WindowReads
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
-from fp8plan.model.precision import BF16_BYTES, Precision
+from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, Precision
 from fp8plan.model.schedule.windows import pairs_read
 from fp8plan.model.weight_changes import (
     Changed,
+    TopK,
     bf16_patch_bytes,
     changed,
     check_optimizer,
     e4m3_patch_bytes,
+    frame_bytes,
     one_step,
 )
 from fp8plan.model.weights import EMBEDDING, LAYERS, LM_HEAD, Weights, normal
@@ -42,7 +45,6 @@ MATRIX_SECONDS = 15e-6
 PATCH_TRAFFIC = 15
 PATCH_SECONDS = 200e-6  # of each matrix's kernels on both sides, about 40 launches of 5 us: assumed
 
-DENSE_BF16, DENSE_FP8, DELTA = "dense BF16", "dense FP8", "delta"
 UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}
 LINK: Final = re.compile(r"(\d+(?:\.\d+)?) ?([MGT])([bB])/s")
 DEFAULT_LINK: Final = "400Gb/s"  # a network port of that speed; PCIe 5.0 x16 less its overhead is as fast
@@ -100,6 +102,25 @@ class StepTimes:
         return sum(tokens / rate if rate is not None else seconds or 0.0 for seconds, rate in parts)
 
 
+class Mode(StrEnum):
+    """A way in which new weights reach an engine."""
+
+    DENSE_BF16 = "dense BF16"
+    DENSE_FP8 = "dense FP8"
+    DELTA = "delta"
+    TOP_K = "top-k"
+
+    @property
+    def dense(self) -> bool:
+        """True if all weights are sent."""
+        return self in (Mode.DENSE_BF16, Mode.DENSE_FP8)
+
+    @property
+    def lossless(self) -> bool:
+        """True if an engine has all changes after a sync."""
+        return self is not Mode.TOP_K
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSync:
     """The way of new weights to an engine.
@@ -110,6 +131,7 @@ class WeightSync:
     weights:       kind of matrix -> a sample, as fp8plan.model.weights.sampled returns; other kinds: normal ones
     measured:      measured shares of changed values over the theory's
     patches:       False for trainers that cannot send a delta
+    top_k:         settings of sparse syncs; None: all syncs are lossless
     """
 
     link: str = DEFAULT_LINK
@@ -118,6 +140,7 @@ class WeightSync:
     weights: Mapping[str, Weights] = field(default_factory=dict)
     measured: float = 1.0
     patches: bool = True
+    top_k: TopK | None = None
 
     def __post_init__(self) -> None:
         match = LINK.fullmatch(self.link) if isinstance(self.link, str) else None
@@ -135,12 +158,17 @@ class WeightSync:
         assert match is not None
         return float(match[1]) * UNITS[match[2]] / (8 if match[3] == "b" else 1)
 
-    def changed(self, matrix: str) -> Changed:
-        """Return the shares of a matrix's values that a late step changes. matrix: its name in a ModelShape"""
-        kind = matrix if matrix in (EMBEDDING, LM_HEAD) else LAYERS
+    def changed(self, matrix: str, top_k: TopK | None = None) -> Changed:
+        """Return the shares of a matrix's values that a late step changes, or a sparse sync sends.
+
+        matrix: its name in a ModelShape
+        top_k:  as TopK.in_shares returns; None: a sync sends all changes
+        """
+        kind, residual = matrix if matrix in (EMBEDDING, LM_HEAD) else LAYERS, top_k and top_k.residual
         step = one_step(self.optimizer, hidden=kind == LAYERS)
-        share = changed(step.times(self.learning_rate or 0.0), self.weights.get(kind, normal()))
-        return Changed(*(min(1.0, self.measured * part) for part in share))
+        share = changed(step.times(self.learning_rate or 0.0), self.weights.get(kind, normal()), residual or 0.0)
+        share = Changed(*(min(1.0, self.measured * part) for part in share))
+        return share if top_k is None or top_k.share is None else share.limited(top_k.share)
 
 
 class SyncCost(NamedTuple):
@@ -150,7 +178,7 @@ class SyncCost(NamedTuple):
     parts: {"transfer", "quantise", "patch", "kv_scales"} in seconds
     """
 
-    mode: str
+    mode: Mode
     bytes: float
     parts: dict[str, float]
 
@@ -176,16 +204,20 @@ def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) 
     Without a learning rate the only mode is DENSE_BF16: the engine quantises after it receives. With one there are
     DENSE_FP8, for FP8 weights that the trainer quantises, and DELTA: patches of what has changed, from a copy on the
     trainer's GPU, which is taken to be like the engine's. Vectors, under 0.1% of a model, are left out of a delta.
+    With `sync.top_k` there is TOP_K, too: patches of a part of what has changed.
 
     transfer:  the rank's bytes over `sync.link`
     quantise:  for FP8 weights: the quantised matrices read in BF16 and written in FP8, at the datasheet's bandwidth,
                and Python's time for each of them
-    patch:     for a delta: PATCH_TRAFFIC of all matrices, and PATCH_SECONDS for each
+    patch:     for a delta: PATCH_TRAFFIC of all matrices, and PATCH_SECONDS for each. For top-k both states and the
+               trainer's weights are read once more to choose, by as many kernels
     kv_scales: for FP8 KV, if `recalibrate_kv`: one full step that prefills requests of max_model_len, to observe K, V
+
+    Raises ConfigError as TopK.in_shares.
     """
     shape, limits, precision, memory = model.shape, model.limits, model.precision, model.gpu.memory_bandwidth
     bf16_bytes = shape.num_parameters * BF16_BYTES / limits.tensor_parallel_size
-    fp8_bytes, quantise, patch = bf16_bytes, 0.0, 0.0
+    fp8_bytes, quantise, patch, choice = bf16_bytes, 0.0, 0.0, 0.0
     rate = sync.learning_rate
     for matrix, number in _matrices(shape, limits):
         stored = matrix.elements * BF16_BYTES
@@ -195,30 +227,48 @@ def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) 
             fp8_bytes -= number * (matrix.elements * BF16_BYTES - stored)
         if rate is not None:
             patch += number * (PATCH_TRAFFIC * stored / memory + PATCH_SECONDS)
+            choice += number * ((2 * stored + matrix.elements * BF16_BYTES) / memory + PATCH_SECONDS)
     kv_scales = 0.0
     if precision.kv == "fp8" and recalibrate_kv:
         longest = limits.max_model_len or shape.context.derived()
         kv_scales = float(model.seconds(full_prefill(shape, limits, longest))[0])
-    sent = {DENSE_BF16: bf16_bytes}
+    sent = {Mode.DENSE_BF16: (bf16_bytes, 0.0)}
     if rate is not None:
-        sent |= {DENSE_FP8: fp8_bytes} if fp8_bytes < bf16_bytes else {}
-        sent |= {DELTA: delta_bytes(shape, precision, limits, sync)} if sync.patches else {}
+        sent |= {Mode.DENSE_FP8: (fp8_bytes, 0.0)} if fp8_bytes < bf16_bytes else {}
+        sent |= {Mode.DELTA: (delta_bytes(shape, precision, limits, sync), patch)} if sync.patches else {}
+    if sync.top_k is not None:
+        top_k = _in_shares(sync.top_k, shape, precision)
+        sent[Mode.TOP_K] = (delta_bytes(shape, precision, limits, sync, top_k), patch + choice)
     costs = []
-    for mode, size in sent.items():
-        parts = {"transfer": size / sync.bandwidth, "quantise": quantise, "patch": patch if mode == DELTA else 0.0}
-        costs.append(SyncCost(mode, size, parts | {"kv_scales": kv_scales}))
+    for mode, (size, patched) in sent.items():
+        parts = {"transfer": size / sync.bandwidth, "quantise": quantise, "patch": patched, "kv_scales": kv_scales}
+        costs.append(SyncCost(mode, size, parts))
     return sorted(costs, key=lambda cost: cost.seconds)
 
 
-def delta_bytes(shape: ModelShape, precision: Precision, limits: EngineLimits, sync: WeightSync) -> float:
-    """Return the bytes of a delta for one rank: patches of all matrices."""
+def delta_bytes(
+    shape: ModelShape, precision: Precision, limits: EngineLimits, sync: WeightSync, top_k: TopK | None = None
+) -> float:
+    """Return the bytes of a delta for one rank: patches of all matrices. top_k: as WeightSync.changed takes it"""
     total = 0.0
     for matrix, number in _matrices(shape, limits):
-        n, k, share = matrix.n, matrix.k, sync.changed(matrix.name)
+        n, k, share = matrix.n, matrix.k, sync.changed(matrix.name, top_k)
         in_fp8 = _in_fp8(matrix, precision)
         own = e4m3_patch_bytes(n, k, share, precision.weight_block) if in_fp8 else bf16_patch_bytes(n, k, share)
         total += number * own
     return total
+
+
+def _in_shares(top_k: TopK, shape: ModelShape, precision: Precision) -> TopK:
+    """The settings for each matrix of the model. Scales are not thinned: all of them may change."""
+    matrices, scales, (height, width) = [], 0.0, precision.weight_block
+    for matrix, number in _matrices(shape, EngineLimits()):
+        item = FP8_BYTES if _in_fp8(matrix, precision) else BF16_BYTES
+        matrices.append((matrix.n, matrix.k, item, number))
+        if item == FP8_BYTES:
+            rows, columns = -(-matrix.n // height), -(-matrix.k // width)
+            scales += number * (frame_bytes(rows, columns, 4) + 4 * rows * columns)
+    return top_k.in_shares(matrices, scales)
 
 
 def _in_fp8(matrix: Linear, precision: Precision) -> bool:

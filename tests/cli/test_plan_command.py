@@ -219,6 +219,13 @@ def test_with_a_learning_rate_a_reason_names_the_fastest_sync(fp8plan: Callable[
     assert "for dense FP8 (a delta pays below" in reason
 
 
+def test_top_k_is_a_mode_of_the_sync(fp8plan: Callable[..., Done]) -> None:
+    words = ["--link", "100Mb/s", "--learning-rate", "1e-6", "--top-k", "5MB", "--precision", "fp8_block"]
+    reasons = json.loads(fp8plan(*PLAN, "--json", *words).out)["reasons"]
+    assert any("fp8_block top-k of 0.00" in reason and "against a delta" in reason for reason in reasons)
+    assert any("Top-k of 5MB is not lossless" in reason for reason in reasons)
+
+
 @pytest.mark.slow
 def test_one_run_writes_all_outputs(fp8plan: Callable[..., Done]) -> None:
     files = ["--json", "plan.json", "--emit", "verl=verl.args", "--emit", "vllm=vllm.json", "--plot", "plan.png"]

@@ -110,6 +110,10 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "the old bandwidth with =": (["--sync-gb-per-s=9"], ("--sync-gb-per-s is now --link",)),
     "negative rate": (["--learning-rate", "-1"], ("learning_rate is -1", "at least 0")),
     "an unknown optimiser": (["--learning-rate", "1", "--optimizer", "sgd"], ("'sgd'", "adamw, muon")),
+    "only top-k": (["--top-k", "20MB"], ("top_k is 20MB", "--learning-rate")),
+    "top-k in words": (["--learning-rate", "1e-6", "--top-k", "few"], ("top_k is 'few'", "20MB or residual=1e-3")),
+    "a share above 1": (["--learning-rate", "1e-6", "--top-k", "7"], ("share is 7", "up to 1")),
+    "few bytes": (["--learning-rate", "1e-6", "--top-k", "1KB"], ("nbytes is 1000", "for this model: more than")),
     "only an optimiser": (["--optimizer", "muon"], ("optimizer is 'muon'", "--learning-rate")),
 }
 

@@ -16,7 +16,8 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.rl_step import DELTA, StepTimes, SyncCost, WeightSync, full_prefill, sync_costs
+from fp8plan.model.rl_step import Mode, StepTimes, SyncCost, WeightSync, full_prefill, sync_costs
+from fp8plan.model.weight_changes import TopK
 
 H200 = find_gpu("h200")
 PROFILE, _ = load_profile(H200)
@@ -211,17 +212,17 @@ def test_the_best_sync_is_the_first_and_never_slower_over_a_faster_link(precisio
         assert every[0].seconds == min(cost.seconds for cost in every)
         best.append(every[0])
     assert all(slow.seconds >= fast.seconds for slow, fast in pairwise(best))
-    assert (best[0].mode, best[-1].mode == DELTA) == (DELTA, False)
+    assert (best[0].mode, best[-1].mode == Mode.DELTA) == (Mode.DELTA, False)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
 def test_a_delta_pays_below_its_break_even_and_not_above(precision: str) -> None:
     modes = costs(precision, "25Gb/s", 1e-6)
-    dense = next(cost for cost in modes.values() if cost.mode != DELTA)
-    even = modes[DELTA].pays_below(dense)
+    dense = next(cost for cost in modes.values() if cost.mode.dense)
+    even = modes[Mode.DELTA].pays_below(dense)
     for factor, faster in ((0.99, True), (1.01, False)):
         there = costs(precision, f"{even * factor / 1e6:.6f}MB/s", 1e-6)
-        assert (there[DELTA].seconds < there[dense.mode].seconds) == faster
+        assert (there[Mode.DELTA].seconds < there[dense.mode].seconds) == faster
 
 
 def test_modes_send_less_in_fp8_and_a_delta_grows_with_the_learning_rate_up_to_all() -> None:
@@ -239,8 +240,59 @@ def test_modes_send_less_in_fp8_and_a_delta_grows_with_the_learning_rate_up_to_a
 
 def test_rates_at_which_all_changes_make_a_delta_useless() -> None:
     modes = costs("bf16", "25Gb/s", 1.0)
-    assert modes[DELTA].pays_below(modes["dense BF16"]) < 1e8
+    assert modes[Mode.DELTA].pays_below(modes["dense BF16"]) < 1e8
     assert next(iter(modes)) == "dense BF16"
+
+
+def top_k(precision: str, setting: str, rate: float = 1e-6, **limits: int) -> dict[str, SyncCost]:
+    made = sync_costs(model(precision, **limits), WeightSync("25Gb/s", rate, top_k=TopK.parse(setting)))
+    return {cost.mode: cost for cost in made}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
+def test_top_k_is_a_mode_where_it_is_asked_for_and_takes_its_own_seconds(precision: str) -> None:
+    assert Mode.TOP_K not in costs(precision, "25Gb/s", 1e-6)
+    modes = top_k(precision, "1e-4")
+    assert [mode for mode in modes if not mode.lossless] == [Mode.TOP_K]
+    assert modes[Mode.TOP_K].bytes < modes[Mode.DELTA].bytes
+    assert modes[Mode.TOP_K].parts["patch"] > modes[Mode.DELTA].parts["patch"]
+    others = [
+        [each.parts[part] for part in ("quantise", "kv_scales")] for each in modes.values() if not each.mode.dense
+    ]
+    assert others[0] == others[1]
+    assert {mode: cost for mode, cost in modes.items() if mode.lossless} == costs(precision, "25Gb/s", 1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("settings", [("1e-6", "1e-4", "1e-2", "1"), ("4MB", "9MB", "90MB", "90GB")])
+def test_top_k_sends_more_where_it_may_up_to_a_delta(precision: str, settings: tuple[str, ...]) -> None:
+    modes = [top_k(precision, setting) for setting in settings]
+    sizes = [each[Mode.TOP_K].bytes for each in modes]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[1] < sizes[-1]
+    assert sizes[-1] == pytest.approx(modes[-1][Mode.DELTA].bytes)
+    assert modes[-1][Mode.DELTA].pays_below(modes[-1][Mode.TOP_K]) == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
+def test_a_looser_residual_sends_less_and_a_tight_one_a_delta(precision: str) -> None:
+    sizes = [top_k(precision, f"residual={left}")[Mode.TOP_K].bytes for left in (1e-9, 1e-4, 1e-3, 1e-2, 1)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == pytest.approx(costs(precision, "25Gb/s", 1e-6)[Mode.DELTA].bytes)
+    assert sizes[-1] < sizes[0] / 20  # new scales and their blocks remain
+
+
+@pytest.mark.parametrize("nbytes", [5e6, 2e7, 1e8])
+def test_the_bytes_of_top_k_are_those_of_the_whole_model(nbytes: float) -> None:
+    """A BF16 model has no scales. One of two ranks receives half."""
+    size, half = (top_k("bf16", f"{nbytes / 1e6}MB", tensor_parallel_size=tp)[Mode.TOP_K].bytes for tp in (1, 2))
+    assert 0.8 * nbytes < size <= nbytes
+    assert half == pytest.approx(size / 2, rel=0.1)
+
+
+def test_bytes_that_hold_no_patch_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"nbytes is 1000; allowed for this model: more than [0-9]+$"):
+        top_k("fp8_block", "1KB")
 
 
 WINDOWED = (Attention(32, 8, 128, window=1024), Attention(32, 8, 128, chunk=3000), Attention(32, 8, 128))

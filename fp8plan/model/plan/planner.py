@@ -29,11 +29,12 @@ from fp8plan.model.precision import FP8_KV, PRESETS
 from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import HOST_LOOP, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, RiskBudget, recommended_thresholds
-from fp8plan.model.rl_step import DEFAULT_LINK, DELTA, StepTimes, WeightSync
+from fp8plan.model.rl_step import DEFAULT_LINK, Mode, StepTimes, SyncCost, WeightSync
 from fp8plan.model.rollout import Rollout
 from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
 from fp8plan.model.validate.records import Record
+from fp8plan.model.weight_changes import KL_OF_RESIDUAL, TopK
 from fp8plan.model.weights import LAYERS, SPREAD, sampled
 from fp8plan.model.workload import Batch, Workload
 from fp8plan.version import default_version, version_warnings
@@ -80,6 +81,7 @@ def predict(
     link: str | None = None,
     learning_rate: float | None = None,
     optimizer: str | None = None,
+    top_k: TopK | None = None,
     budget: RiskBudget | None = None,
     kv_scales_calibrated: bool = True,
     engine_version: str | None = None,
@@ -107,6 +109,7 @@ def predict(
     learning_rate:  predicts the bytes of a sync that sends only what has changed. The RL step takes the fastest mode,
                     and the reasons name it. None: syncs send all of BF16
     optimizer:      with it, one of fp8plan.model.weight_changes.OPTIMIZERS; None: adamw
+    top_k:          with it, also a sparse sync, which is not lossless; None: all modes are
     budget:         the highest mismatch risk that may be chosen
     kv_scales_calibrated: K and V scales of FP8 KV are measured after each sync. False: they stay at 1.0, as in engines
                     that keep the scales they started with (Gpu.why_fixed_kv_scales)
@@ -127,7 +130,9 @@ def predict(
     """
     _check_kinds(locals())
     check_target(target)
-    sync = _sync(trainer, link, learning_rate, optimizer)
+    sync = _sync(trainer, link, learning_rate, optimizer, top_k)
+    if top_k is not None and target != "vllm":
+        raise ConfigError(f"top_k is {top_k}, and {target}'s own syncs send no patches; leave one of the two out")
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
     if sync is not None and learning_rate is not None:
         folder = Path(shape.source).parent
@@ -229,7 +234,11 @@ def limits_matter(chosen: Candidate) -> tuple[str, ...]:
 
 
 def _sync(
-    trainer: StepTimes | None, link: str | None, learning_rate: float | None, optimizer: str | None
+    trainer: StepTimes | None,
+    link: str | None,
+    learning_rate: float | None,
+    optimizer: str | None,
+    top_k: TopK | None,
 ) -> WeightSync | None:
     """The sync of `predict`'s arguments, if anything depends on it. Raises ConfigError for one that changes nothing."""
     if link is not None and trainer is None and learning_rate is None:
@@ -237,11 +246,12 @@ def _sync(
             f"link is {link!r}, and there is neither a learning rate nor an RL step that a sync is part of; give "
             "--learning-rate 1e-6, or --train-s SECONDS --logprob-s SECONDS (learning_rate, or trainer)"
         )
-    if optimizer is not None and learning_rate is None:
-        raise ConfigError(f"optimizer is {optimizer!r} without a learning rate; give --learning-rate 1e-6, too")
+    for name, value in {"optimizer": optimizer and repr(optimizer), "top_k": top_k}.items():
+        if value is not None and learning_rate is None:
+            raise ConfigError(f"{name} is {value} without a learning rate; give --learning-rate 1e-6, too")
     if trainer is None and learning_rate is None:
         return None
-    return WeightSync(DEFAULT_LINK if link is None else link, learning_rate, optimizer or "adamw")
+    return WeightSync(DEFAULT_LINK if link is None else link, learning_rate, optimizer or "adamw", top_k=top_k)
 
 
 def _syncs(tried: Sequence[Candidate], chosen: Candidate, sync: WeightSync | None) -> tuple[str, ...]:
@@ -252,21 +262,42 @@ def _syncs(tried: Sequence[Candidate], chosen: Candidate, sync: WeightSync | Non
     for candidate in tried:
         if not candidate.syncs or candidate.setup.limits.cut != layout:
             continue
-        fastest, delta = candidate.syncs[0], next((cost for cost in candidate.syncs if cost.mode == DELTA), None)
-        dense = next(cost for cost in candidate.syncs if cost.mode != DELTA)
-        below = 0.0 if delta is None else delta.pays_below(dense) * 8 / 1e9
-        pays = "never" if below == 0 else "always" if math.isinf(below) else f"below {below:.3g} Gb/s"
-        pays = f"a delta pays {pays}" if delta is not None else "verl's and TRL's own syncs send no deltas"
-        other = f" instead of {dense.seconds:.3g} s for {dense.mode}" if fastest is delta else ""
+        fastest, dense = candidate.syncs[0], next(cost for cost in candidate.syncs if cost.mode.dense)
+        notes = [_break_even(cost, candidate.syncs) for cost in candidate.syncs if not cost.mode.dense]
+        notes = notes or ["verl's and TRL's own syncs send no deltas"]
+        other = "" if fastest is dense else f" instead of {dense.seconds:.3g} s for {dense.mode}"
         best = f"{fastest.mode} of {fastest.bytes / 1e9:.3g} GB in {fastest.seconds:.3g} s{other}"
-        parts.append(f"{candidate.setup.precision.name} {best} ({pays})")
+        parts.append(f"{candidate.setup.precision.name} {best} ({'; '.join(notes)})")
     how = f"{sync.link}, at a learning rate of {sync.learning_rate:g} with {sync.optimizer}"
     layers, share = sync.weights.get(LAYERS), sync.changed(LAYERS)
     spread = f"{SPREAD}, assumed" if layers is None else f"{layers.spread:.2g}, measured in the checkpoint"
     times = "" if sync.measured == 1.0 else f", {sync.measured:.2g} times as many as in theory, as measured"
     changes = f"a step changes {share.codes:.2%} of their E4M3 codes and {share.bf16:.2%} of their BF16 values{times}"
     how += f" (modelled: weights of layers have a spread of {spread}, and {changes})"
-    return (f"The fastest weight sync over {how}: {'; '.join(parts)}.",)
+    fastest_of_each = f"The fastest weight sync over {how}: {'; '.join(parts)}."
+    return (fastest_of_each,) if sync.top_k is None else (fastest_of_each, _what_waits(sync.top_k))
+
+
+def _break_even(cost: SyncCost, syncs: Sequence[SyncCost]) -> str:
+    """The bandwidth below which a delta is faster than a dense sync, or top-k than a delta."""
+    other = next(each for each in syncs if (each.mode.dense if cost.mode.lossless else each.mode is Mode.DELTA))
+    below = cost.pays_below(other) * 8 / 1e9
+    pays = "never" if below == 0 else "always" if math.isinf(below) else f"below {below:.3g} Gb/s"
+    size = "" if cost is syncs[0] else f" of {cost.bytes / 1e9:.3g} GB in {cost.seconds:.3g} s"
+    return f"a delta{size} pays {pays}" if cost.mode.lossless else f"top-k{size} pays {pays}, against a delta"
+
+
+def _what_waits(top_k: TopK) -> str:
+    """A sentence on the KL that top-k adds."""
+    low, high = KL_OF_RESIDUAL
+    fact = (
+        f"Top-k of {top_k} is not lossless: the KL per token that it adds grows with the square of report.residual. It "
+        f"was {low:,} to {high:,} times that in steps of SmolLM2 135M, and is not known for other models"
+    )
+    if top_k.residual is None:
+        return f"{fact}. The residual grows from sync to sync, as long as more changes than is sent."
+    at = f"{low * top_k.residual**2:.2g} to {high * top_k.residual**2:.2g}"
+    return f"{fact} (at this residual, {at}). Its bytes are those of a long run, in which every change must come."
 
 
 def _calls(target: str, gpus: int) -> str:
@@ -296,6 +327,7 @@ plan = _without_rollouts(predict)
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
+    "top_k": (TopK, NoneType),
     "gpu": (Gpu, str),
     "workload": (Workload,),
     "limits": (EngineLimits, NoneType),
