@@ -197,8 +197,7 @@ def planned(
         str | None,
         option(
             TRAINER,
-            "with it, also a sparse sync of a share of the values (1e-4), of bytes (20MB), or that lacks at most a "
-            "part of the weights (residual=1e-3)",
+            "with a learning rate, also top-k: 1e-4 (of the values), 20MB, or residual=1e-3 (of the weights)",
             "none: syncs are lossless",
         ),
     ] = None,
