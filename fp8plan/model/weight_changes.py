@@ -59,7 +59,6 @@ MEAN_LACK: Final = 0.4  # of threshold^2: between a third and a half
 # KL per token that top-k adds, over residual^2: least and most in benchmarks/results/slow_links_steps.jsonl.
 KL_OF_RESIDUAL: Final = (1500, 2500)
 UNITS: Final = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
-TOP_K: Final = "1e-4 (a share of the values), 20MB or residual=1e-3"
 
 
 def check_optimizer(optimizer: str) -> None:
@@ -110,7 +109,7 @@ class TopK:
         except ValueError:  # such as 1.2.3
             number = None
         if match is None or number is None:
-            raise ConfigError(f"top_k is {text!r}; allowed: {TOP_K}")
+            raise ConfigError(f"top_k is {text!r}; allowed: 1e-4 (a share of the values), 20MB or residual=1e-3")
         if match[3]:
             return cls(nbytes=number * UNITS[match[3]])
         return cls(residual=number) if match[1] else cls(share=number)

@@ -8,7 +8,8 @@ A change is worth the squared error of the weight that it takes away, (held - ex
 trainer's value, before it is quantised. An E4M3 code that has just crossed the middle between two values is worth
 little; one that has drifted on is worth more.
 
-Vectors, matrices that vLLM must reload, and blocks whose scale has changed are always sent exactly.
+Either the number of changes that are sent is bounded, or the error that stays. Vectors, matrices that vLLM must reload,
+and blocks whose scale has changed are always sent exactly.
 """
 
 from __future__ import annotations
