@@ -33,7 +33,8 @@ from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.measure.machine import machine_facts
 from fp8plan.runtime.quantize.block_fp8 import dequantize
 from fp8plan.runtime.weight_sync.delta.base import Base, in_format
-from fp8plan.runtime.weight_sync.delta.patch import apply, bits, unpacked
+from fp8plan.runtime.weight_sync.delta.patch import apply, unpacked
+from fp8plan.runtime.weight_sync.delta.tiles import bits
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, entry_of
 
 Tensors = dict[str, torch.Tensor]

@@ -11,7 +11,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.quantize.block_fp8 import described
 from fp8plan.runtime.quantize.targets import quantized
-from fp8plan.runtime.weight_sync.delta.patch import Change, apply, bits, change, packed, whole
+from fp8plan.runtime.weight_sync.delta.patch import Change, apply, changes, packed, whole
+from fp8plan.runtime.weight_sync.delta.tiles import bits
 from fp8plan.runtime.weight_sync.delta.top_k import Residual, for_each_matrix, refuse_codes, thinned
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, dtype_name, gathered, pair_of
 
@@ -124,7 +125,10 @@ class Base:
     def _new(
         self, pairs: Iterable[object], missing: dict[str, None], groups: Collection[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base's next tensors, and take their names out of `missing`. groups: names that are sent whole"""
+        """Yield the base's next tensors as its own copies, and take their names out of `missing`.
+
+        groups: names that are sent whole
+        """
         top_k = None if self.top_k is None else for_each_matrix(self.top_k, self.manifest)
         for item in pairs:
             own, tensor = pair_of(item)
@@ -137,7 +141,7 @@ class Base:
                 base = self._tensors[name]
                 if new.shape != base.shape or new.dtype != base.dtype:
                     raise ConfigError(f"{name} is {described(new)}; announced: {described(base)}")
-                parts[name] = new.to(base.device)
+                parts[name] = self._own(new, tensor)
             if top_k is not None and own not in groups:
                 parts[own] = thinned(parts, {name: self._tensors[name] for name in parts}, exact, top_k, self.residual)
             yield from parts.items()

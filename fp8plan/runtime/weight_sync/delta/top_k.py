@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from fp8plan.errors import ConfigError
 from fp8plan.model.weight_changes import TopK, frame_bytes
 from fp8plan.runtime.quantize.block_fp8 import BLOCK, scale_shape
-from fp8plan.runtime.weight_sync.delta.patch import bits, flat
+from fp8plan.runtime.weight_sync.delta.tiles import bits, flat
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Entry, Manifest, dtype_name
 
 if TYPE_CHECKING:
