@@ -1,7 +1,8 @@
 """Copy what is worth keeping of runs into a folder that is committed: all their records, compressed.
 
     python -m benchmarks.learning.keep FOLDER/POLICY TARGET
-    python -m benchmarks.learning.keep FOLDER/POLICY TARGET.jsonl       a line for each run: the figures of its steps
+    python -m benchmarks.learning.keep FOLDER/POLICY TARGET.jsonl       a line for each run: the figures of its steps.
+                                                                        Lines of other runs stay
 
 Runs that shared a GPU lose what only a check of their speed needs: the lengths of every request, and the guard's
 verdicts. Checkpoints and plans stay where they are.
@@ -37,12 +38,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("target", type=Path, help="a folder; or a file, NAME.jsonl")
     given = parser.parse_args(words)
     if given.target.suffix == ".jsonl":
-        lines = [
-            jsonl.line({"arm": arm, "seed": seed, **figures(run)})
-            for (arm, seed), run in found_runs(given.runs).items()
-            if run.done
-        ]
-        given.target.write_bytes(b"".join(lines))
+        rows = {(row["arm"], row["seed"]): row for row in jsonl.rows(given.target)}
+        for (arm, seed), run in found_runs(given.runs).items():
+            if run.done:
+                rows[arm, seed] = {"arm": arm, "seed": seed, **figures(run)}
+        given.target.write_bytes(b"".join(jsonl.line(row) for row in rows.values()))
         return
     for (arm, seed), run in found_runs(given.runs).items():
         keep(run, given.target / arm / str(seed))

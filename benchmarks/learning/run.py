@@ -25,6 +25,7 @@ from benchmarks.learning import predicted
 from benchmarks.learning.arms import ARMS, GROUPS, arm_named, chosen
 from benchmarks.learning.policies.table import POLICIES
 from benchmarks.learning.state import RunFolder
+from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 
 # Of a rollout and of a run, by device. AdamW's rates are where the tiny policies learn in some tens of steps.
@@ -62,7 +63,8 @@ def main(words: Sequence[str] | None = None) -> int:
         # In a process of its own, which leaves nothing on the GPU.
         made = [given.policy, str(folder / "model"), "--device", given.device, "--seed", str(given.seed)]
         subprocess.run([sys.executable, "-m", f"{__package__}.policies", *made], check=True)
-        runs = [run for arms in given.arms for run in jobs(arms, given.seeds)]
+        kept = {(row["arm"], row["seed"]) for path in given.kept for row in jsonl.rows(path)}
+        runs = [run for arms in given.arms for run in jobs(arms, given.seeds) if run not in kept]
         failed = side_by_side(given, list(dict.fromkeys(runs)))
         if failed:
             print(f"failed, see their log.txt: {', '.join(failed)}", file=sys.stderr)
@@ -82,6 +84,9 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         "--arms", nargs="+", action="append",
         help=f"{', '.join([*GROUPS, *ARMS])}; given twice: the second after all seeds of the first; default: main",
     )  # fmt: skip
+    parser.add_argument(
+        "--kept", type=Path, nargs="+", default=[], help="files of benchmarks.learning.keep: runs in them are done"
+    )
     parser.add_argument("--seeds", type=int, help="of every arm; default: as the table of arms says")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--seed", type=int, default=0, help="of the policy's own training")

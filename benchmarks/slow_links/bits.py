@@ -1,10 +1,12 @@
 """Fifty steps of GRPO with patched syncs, and the bits that a sync of all weights leaves, for small models on a CPU.
 
     python -m benchmarks.slow_links.bits OUT.jsonl [SETUP ...]
+    python -m benchmarks.slow_links.bits OUT.jsonl --model FOLDER [--precision fp8_block]     # a real model
 
 Each set-up runs in a process of its own. The engine samples, a copy of the model in FP32 learns to sample even tokens,
 and every step is patched into the engine. Every tenth step keeps the weights and a digest of all live tensors. In the
-end each of these weights is sent whole, and the digests are compared.
+end each of these weights is sent whole, and the digests are compared. A real model, such as Gemma 3 270M, is trained as
+in benchmarks.slow_links.steps, where transformers samples.
 
 A line has the set-up, the steps and those that were patched, healed or not, bytes of the patches and of a whole sync,
 and of the kept steps those whose bits are equal.
@@ -27,12 +29,17 @@ sys.path += [str(Path(__file__).parents[2] / "tests" / folder) for folder in (".
 from tiny_models import CALIBRATION, checkpoint, cpu_plan, started
 
 from fp8plan.jsonl import append, line
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.setup import EngineSetup
+from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.fleet.fleet import RolloutFleet
 from fp8plan.runtime.measure.machine import machine_facts
 from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
 from fp8plan.runtime.weight_sync.state import SyncSettings, rpc
 
 STEPS, KEPT_EVERY, RATE = 50, 10, 1e-4  # so that scales move, too
+REAL_RATE = 3e-6
 PROMPTS, SAMPLES, LENGTH = 4, 4, 12
 
 
@@ -92,6 +99,49 @@ def learn(policy: Any, optimiser: Any, engine: Any, chance: Any) -> float:
     return float(rewards.mean())
 
 
+def run_real(folder: str, precision: str, output: Path) -> None:
+    import torch
+
+    from benchmarks.slow_links.steps import learn, trainer_of, weights_of
+
+    limits = EngineLimits(
+        max_model_len=256, max_num_seqs=8, max_num_batched_tokens=256, gpu_memory_utilization=0.2, enforce_eager=True
+    )
+    setup = EngineSetup(folder, find_gpu("cpu"), precision, limits)
+    options = {"sync": SyncSettings(delta="cpu"), "kv_cache_memory_bytes": 2**28, "skip_tokenizer_init": True}
+    engine = RolloutEngine.from_setup(setup, mode="inprocess", **options)
+    torch.set_default_dtype(torch.float32)  # vLLM leaves its own
+    trainer = trainer_of(folder, REAL_RATE)
+    calibrated = {"kv_prompts": trainer.tokenizer(["The sun rises in the east.", "12 + 7 = 19."]).input_ids}
+    reports, rewards, kept = [engine.sync_weights(weights_of(trainer.policy), **calibrated)], [], []
+    for step in range(1, STEPS + 1):
+        rewards.append(learn(*trainer))
+        tensors = weights_of(trainer.policy)
+        reports.append(engine.sync_weights(tensors, **calibrated))
+        print(f"step {step}: {reports[-1]}", flush=True)
+        if step % KEPT_EVERY == 0:
+            kept.append((tensors, engine.ask(rpc("fp8plan_digests"))))
+    equal = 0
+    for tensors, live in kept:
+        engine.state.base = None
+        assert not engine.sync_weights(tensors, **calibrated).patched
+        equal += engine.ask(rpc("fp8plan_digests")) == live
+    names = {"setup": "real", "kind": Path(folder).name, "precision": precision, "way": "in process"}
+    write(output, names | {"learning_rate": REAL_RATE}, reports, rewards, len(kept), equal)
+    engine.shutdown()
+
+
+def write(output: Path, row: dict[str, Any], reports: list[Any], rewards: list[float], kept: int, equal: int) -> None:
+    """Append the line of a set-up. reports: of its syncs, the first one of all weights"""
+    first, *patched = reports
+    row |= {"steps": STEPS, "patched": sum(report.patched for report in patched)}
+    row |= {"healed": sum(report.healed is not None for report in patched)}
+    row |= {"patch_bytes": [report.bytes for report in patched], "whole_bytes": first.bytes}
+    row |= {"kept": kept, "equal": equal, "first_reward": rewards[0], "last_reward": rewards[-1]}
+    append(output, line(row | machine_facts()))
+    print(f"{row['setup']}: {equal} of {kept} kept steps have the bits of a sync of everything", flush=True)
+
+
 def run(name: str, output: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -137,20 +187,20 @@ def run(name: str, output: Path) -> None:
             report = synced(tensors)
             assert not report.patched
             equal += digests() == live
-        row = {"setup": name, **setup._asdict(), "learning_rate": RATE, "steps": STEPS}
-        row |= {"patched": sum(report.patched for report in reports)}
-        row |= {"healed": sum(report.healed is not None for report in reports)}
-        row |= {"patch_bytes": [report.bytes for report in reports], "whole_bytes": first.bytes}
-        row |= {"kept": len(kept), "equal": equal, "first_reward": rewards[0], "last_reward": rewards[-1]}
-        append(output, line(row | machine_facts()))
-        print(f"{name}: {equal} of {len(kept)} kept steps have the bits of a sync of everything", flush=True)
+        row = {"setup": name, **setup._asdict(), "learning_rate": RATE}
+        write(output, row, [first, *reports], rewards, len(kept), equal)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.slow_links.bits")
     parser.add_argument("output", type=Path)
     parser.add_argument("setups", nargs="*", help=f"of {', '.join(SETUPS)}; default: all")
+    parser.add_argument("--model", help="folder of a real model with its tokenizer, instead of set-ups")
+    parser.add_argument("--precision", default="fp8_block", help="of the real model's engine")
     options = parser.parse_args()
+    if options.model:
+        run_real(options.model, options.precision, options.output)
+        return
     if len(options.setups) == 1:
         run(options.setups[0], options.output)
         return

@@ -68,14 +68,10 @@ def steps() -> str:
 
 
 def top_k() -> str:
-    """Sparse syncs beside exact ones: bytes, residual and added KL as the steps go on.
-
-    The committed rows also have the KL without error feedback. They are left out: that arm sent all values that were
-    as large as its smallest one, which is more than its share. The script has been mended since.
-    """
+    """Sparse syncs beside exact ones: bytes, residual and added KL as the steps go on."""
     logged = [row for row in read("steps") if row["what"] == "top_k"]
     exact = {row["step"]: row for row in read("steps") if row["what"] == "step"}
-    heads = ["step", "share sent", "of the exact bytes", "residual", "KL added"]
+    heads = ["step", "share sent", "of the exact bytes", "residual", "KL added", "without error feedback"]
     cells = [
         [
             str(row["step"]),
@@ -83,6 +79,7 @@ def top_k() -> str:
             f"{_bytes(row) / _bytes(exact[row['step']]):.0%}",
             f"{row['residual']:.1e}",
             f"{row['kl']:.1e}",
+            f"{row['kl_without_feedback']:.1e}",
         ]
         for row in logged
         if "kl" in row
@@ -110,6 +107,32 @@ def links() -> str:
     return markdown.table(heads, cells)
 
 
+def kernels() -> str:
+    """Seconds and bytes of the kernels of a delta sync on a GPU, over the largest group of linears."""
+    rows = [row for row in read("gpu") if row["what"] == "kernel" and row["model"] == "Qwen/Qwen3-8B"]
+    most = max(row["count"] * row["shape"][0] for row in rows if row["count"] > 1)
+    cells = [
+        [row["kernel"], row["dtype"], f"{row['seconds'] * 1e3:.2f}", f"{row['nbytes'] / row['seconds'] / 1e12:.2f}"]
+        for row in rows
+        if row["count"] > 1 and row["count"] * row["shape"][0] == most
+    ]
+    return markdown.table(["kernel", "values", "ms", "TB/s read and written"], cells)
+
+
+def dense_syncs() -> str:
+    """Seconds of syncs of all weights into an engine in the trainer's process, on one GPU."""
+    by_mode: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in read("gpu"):
+        if row["what"] in ("bf16", "fp8") and row["repeat"] > 0:  # the first one compiles kernels
+            by_mode[row["model"], row["what"]].append(row)
+    cells = []
+    for (model, mode), some in by_mode.items():
+        quantise = median(row.get("quantise_s", 0.0) for row in some)
+        seconds = median(row["wall_s"] for row in some)
+        cells.append([model, mode, f"{some[0]['bytes'] / 1e9:.1f} GB", f"{quantise:.3f}", f"{seconds:.3f}"])
+    return markdown.table(["model", "sent", "bytes", "trainer quantises, s", "sync, s"], cells)
+
+
 def tables() -> dict[str, str]:
     """The tables by the name of their block."""
     return {
@@ -117,6 +140,8 @@ def tables() -> dict[str, str]:
         "bytes of a step": steps(),
         "sparse syncs": top_k(),
         "shaped links": links(),
+        "kernels of a delta": kernels(),
+        "dense syncs on a GPU": dense_syncs(),
     }
 
 

@@ -40,8 +40,8 @@ QUANTISE_READS = 2
 # Python's seconds for each matrix, beside the GPU's. The 12,288 of Qwen3-30B-A3B took 0.206 s on an H200, the 144 of
 # Qwen3-8B 0.014 s (docs/evidence/weight_sync.md).
 MATRIX_SECONDS = 15e-6
-# Bytes that a patch moves in a GPU's memory for each stored byte: two states read, marks of changed values written and
-# read twice, and on both sides digests: a read, and a product of twice the size written and read. Modelled.
+# The kernels of both sides (compare, find places, check) take as long as so many reads of each stored byte. On an
+# H200 it was 14.5 for E4M3, compared in groups (benchmarks/results/slow_links_gpu.jsonl).
 PATCH_TRAFFIC = 15
 PATCH_SECONDS = 200e-6  # of each matrix's kernels on both sides, about 40 launches of 5 us: assumed
 

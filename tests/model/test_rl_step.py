@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from uniform_models import resized
 
+from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts, Layer
@@ -16,7 +18,7 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.rl_step import Mode, StepTimes, SyncCost, WeightSync, full_prefill, sync_costs
+from fp8plan.model.rl_step import PATCH_TRAFFIC, Mode, StepTimes, SyncCost, WeightSync, full_prefill, sync_costs
 from fp8plan.model.weight_changes import TopK
 
 H200 = find_gpu("h200")
@@ -333,3 +335,13 @@ def test_experts_of_two_sizes_are_quantised_as_they_are() -> None:
 
     assert quantised(first, first, small) == pytest.approx(2 * quantised(first) + quantised(small))
     assert quantised(small) < quantised(first) / 4
+
+
+def test_the_kernels_of_a_patch_take_as_long_as_measured() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "slow_links_gpu.jsonl"
+    rows = [row for row in jsonl.rows(path) if row["what"] == "kernel" and row["model"] == "Qwen/Qwen3-8B"]
+    group = [row for row in rows if (row["count"], row["dtype"]) == (32, "float8_e4m3fn")]
+    seconds = {row["kernel"]: row["seconds"] for row in group}
+    (stored,) = {row["nbytes"] for row in group if row["kernel"] == "digest"}
+    traffic = (seconds["compare and find"] + seconds["digest"]) * H200.memory_bandwidth / stored
+    assert traffic == pytest.approx(PATCH_TRAFFIC, rel=0.05)

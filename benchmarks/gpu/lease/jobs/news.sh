@@ -1,11 +1,12 @@
 # The runs of benchmarks/learning/evidence/news.md on the machine's CPU cores. It needs from ~/lease what cpu_bundle.sh made
-# as cpu.0 ..., policy/model, with which all runs begin, and news.tgz, if there is one: the folder `news` of what an earlier
-# lease brought back. It needs no begin.sh. NEWS_AT_ONCE: runs at once, each on a core; by default all cores but four.
+# as cpu.0 ..., and no begin.sh. All runs begin with the committed policy. Those whose lines are committed are not made
+# again. To go on with others, carry `news` of what came back of an earlier lease as ~/lease/news.tgz.
+# NEWS_AT_ONCE: runs at once, each on a core; by default four cores are left to other jobs.
 at_once=${NEWS_AT_ONCE:-$(($(nproc) - 4))}
 tree=~/news.tree
 mkdir -p ~/news/tiny-qk-norm ~/res/news/tiny-qk-norm "$tree"
 cp -r benchmarks fp8plan profiles tests pyproject.toml "$tree" # later calls change the tree under a job that runs
-cp -r ~/lease/policy/model ~/news/tiny-qk-norm
+cp -r benchmarks/learning/cpu/tiny-qk-norm/model ~/news/tiny-qk-norm
 [ ! -e ~/lease/news.tgz ] || tar -C ~ -xzf ~/lease/news.tgz
 # The machine's memory grows while it is used, and an engine wants a free GiB when it starts.
 python3 -c "b'1' * ($at_once * 1400 << 20)" &
@@ -24,7 +25,7 @@ keep() { # the records of runs, and the last lines of those that are not done
 }
 for _ in 1 2 3; do # a run that failed goes on from its checkpoint
     python3 -m benchmarks.learning.run ~/news --policy tiny-qk-norm --device cpu --seeds 6 --at-once "$at_once" \
-        --arms news --arms news-more --arms news-masks && break
+        --kept benchmarks/learning/cpu/tiny-qk-norm/news.jsonl --arms news --arms news-more --arms news-masks && break
 done &
 while kill -0 $! 2> /dev/null; do
     sleep 20

@@ -13,6 +13,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.weight_sync.delta.patch import (
     BITMAP,
     DENSE,
+    FORMS,
     GAPS_1,
     GAPS_2,
     HEADER,
@@ -80,7 +81,7 @@ def test_a_patch_makes_the_new_tensor_of_the_base(
 def test_each_form_is_the_shortest_somewhere(share: float, dtype: torch.dtype, form: int) -> None:
     patch = sent(*pair(0, (1024, 1024), dtype, share))
     assert patch is not None
-    assert int(patch[0]) == form
+    assert int(patch[0]) % FORMS == form
 
 
 def test_a_step_at_3e_6_takes_less_than_twice_the_entropy_of_its_change() -> None:
@@ -146,7 +147,7 @@ def test_a_digest_sees_any_change_and_any_exchange() -> None:
             assert differs == [[row // 128, column // 512]]
     exchanged = base.clone()
     exchanged[[3, 5]] = base[[5, 3]]
-    assert (digests(bits(exchanged)) != own).any()
+    assert (digests([bits(exchanged)])[0] != own).any()
 
 
 def test_tensors_of_several_dtypes_come_to_the_cpu_in_their_order() -> None:

@@ -288,7 +288,7 @@ def test_a_chain_of_sparse_versions_is_followed(tmp_path: Path) -> None:
         (lambda: TopK(nbytes=-1), "nbytes is -1; allowed: a number of bytes above 0"),
         (
             lambda: for_each_matrix(TopK(nbytes=5), (entry_of("a", random(8, 8)),)),
-            "allowed for this model: more than 48",
+            "allowed for this model: more than 32",
         ),
         (lambda: SyncSettings(delta="cpu", top_k=1e-4), "top_k is 0.0001; allowed: a TopK, such as TopK(share=1e-4)"),
         (lambda: Publisher("memory://a", fp8=[], top_k=1e-4), "top_k is 0.0001; allowed: a TopK"),
