@@ -40,6 +40,7 @@ from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.quantize.block_fp8 import scale_shape
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, quantised_manifest
 from fp8plan.runtime.weight_sync.nccl import TrainerTransfer, connect
+from fp8plan.runtime.weight_sync.procedure import learn_quantised
 from fp8plan.runtime.weight_sync.state import rpc
 
 REPEATS = 5  # odd: the first and the last send the same set
@@ -179,7 +180,8 @@ class Measurement:
         """Sync weights that the trainer quantised: half the bytes."""
         self.engine.state.settings = replace(self.engine.state.settings, weights_in="fp8_block")
         try:
-            quantise, sent = quantiser(self.sets[0], self.engine._drive(self.engine._learn_quantised()), self.manifest)
+            self.engine.ask(learn_quantised(self.engine.state))
+            quantise, sent = quantiser(self.sets[0], self.engine.state.quantised or (), self.manifest)
             transfer = self.connected()
             for repeat in range(REPEATS):
                 self.note("quantise", repeat=repeat, seconds=quantise(self.sets[repeat % 2]))

@@ -143,7 +143,10 @@ class Loop:
             old, batch.rollout_logprobs, batch.mask, versions=versions, metrics={schemas.REWARD: mean}
         )
         before = self.trainer.tensors() if self._logs_changes() else {}
-        error = self.trainer.error(batch, old, found.mask, found.weights) if self.step % ERROR_EVERY == 0 else None
+        paused, error = self.trainer.clock(), None
+        if self.step % ERROR_EVERY == 0:
+            error = self.trainer.error(batch, old, found.mask, found.weights)
+        begun += self.trainer.clock() - paused  # no part of a step
         for _ in range(self.arm.updates):
             noise = self.trainer.update(batch, old, found.mask, found.weights)
         if noise is not None and self.arm.correction == "least_error":

@@ -63,6 +63,9 @@ def main(words: Sequence[str] | None = None) -> int:
         # In a process of its own, which leaves nothing on the GPU.
         made = [given.policy, str(folder / "model"), "--device", given.device, "--seed", str(given.seed)]
         subprocess.run([sys.executable, "-m", f"{__package__}.policies", *made], check=True)
+        for path in given.kept:
+            if not path.is_file():
+                raise ConfigError(f"{path} does not exist; allowed: files that benchmarks.learning.keep wrote")
         kept = {(row["arm"], row["seed"]) for path in given.kept for row in jsonl.rows(path)}
         runs = [run for arms in given.arms for run in jobs(arms, given.seeds) if run not in kept]
         failed = side_by_side(given, list(dict.fromkeys(runs)))

@@ -102,7 +102,7 @@ def learn(policy: Any, optimiser: Any, engine: Any, chance: Any) -> float:
 def run_real(folder: str, precision: str, output: Path) -> None:
     import torch
 
-    from benchmarks.slow_links.steps import learn, trainer_of, weights_of
+    from benchmarks.slow_links import steps
 
     limits = EngineLimits(
         max_model_len=256, max_num_seqs=8, max_num_batched_tokens=256, gpu_memory_utilization=0.2, enforce_eager=True
@@ -111,12 +111,12 @@ def run_real(folder: str, precision: str, output: Path) -> None:
     options = {"sync": SyncSettings(delta="cpu"), "kv_cache_memory_bytes": 2**28, "skip_tokenizer_init": True}
     engine = RolloutEngine.from_setup(setup, mode="inprocess", **options)
     torch.set_default_dtype(torch.float32)  # vLLM leaves its own
-    trainer = trainer_of(folder, REAL_RATE)
+    trainer = steps.trainer_of(folder, REAL_RATE)
     calibrated = {"kv_prompts": trainer.tokenizer(["The sun rises in the east.", "12 + 7 = 19."]).input_ids}
-    reports, rewards, kept = [engine.sync_weights(weights_of(trainer.policy), **calibrated)], [], []
+    reports, rewards, kept = [engine.sync_weights(steps.weights_of(trainer.policy), **calibrated)], [], []
     for step in range(1, STEPS + 1):
-        rewards.append(learn(*trainer))
-        tensors = weights_of(trainer.policy)
+        rewards.append(steps.learn(*trainer))
+        tensors = steps.weights_of(trainer.policy)
         reports.append(engine.sync_weights(tensors, **calibrated))
         print(f"step {step}: {reports[-1]}", flush=True)
         if step % KEPT_EVERY == 0:
@@ -198,6 +198,8 @@ def main() -> None:
     parser.add_argument("--model", help="folder of a real model with its tokenizer, instead of set-ups")
     parser.add_argument("--precision", default="fp8_block", help="of the real model's engine")
     options = parser.parse_args()
+    if options.model and options.setups:
+        parser.error("give either set-ups or --model")
     if options.model:
         run_real(options.model, options.precision, options.output)
         return

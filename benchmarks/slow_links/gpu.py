@@ -2,8 +2,8 @@
 
     python -m benchmarks.slow_links.gpu --model Qwen/Qwen3-8B --output OUT.jsonl [--trainer cuda:1] [--rates 1e-6 3e-6]
 
-Random weights stand for the trainer's. A step moves each by a normal number of the rate's size, and rounds it as a
-trainer's FP32 weight in a random place between two BF16 values would be. Rows, by "what":
+Random weights stand for the trainer's. A step adds a normal number of the rate's size. Weights are rounded as FP32 ones
+at random places between two BF16 values. Rows, by "what":
 
     kernel    seconds of a kernel over one matrix, and the bytes that it has to read and write; "copy" is torch's own
     bf16      syncs of all BF16 tensors
@@ -88,8 +88,11 @@ def kernels(note: Callable[..., None]) -> None:
             nbytes = sum(each.nbytes for each in mine)
             marks = torch.empty(sum(each.numel() for each in mine) // 8, dtype=torch.uint8, device="cuda")
             work: dict[str, tuple[int, Callable[[], Any]]] = {
-                "compare": (2 * nbytes + marks.nbytes, partial(triton_kernels._run, pairs, constants, marks)),
-                "compare and find": (2 * nbytes, partial(triton_kernels.compared, pairs, constants)),
+                "compare": (
+                    2 * nbytes + marks.nbytes,
+                    partial(triton_kernels._run, pairs, constants, marks, tiles.MARKED),
+                ),
+                "compare and find": (2 * nbytes, partial(triton_kernels.compared, pairs, constants, tiles.MARKED)),
                 "digest": (nbytes, partial(triton_kernels.digests, mine, constants)),
                 "copy": (2 * nbytes, partial(torch._foreach_copy_, [b for _, b in pairs], mine)),  # the last one
             }

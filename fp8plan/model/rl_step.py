@@ -43,7 +43,7 @@ MATRIX_SECONDS = 15e-6
 # The kernels of both sides (compare, find places, check) take as long as so many reads of each stored byte. On an
 # H200 it was 14.5 for E4M3, compared in groups (benchmarks/results/slow_links_gpu.jsonl).
 PATCH_TRAFFIC = 15
-PATCH_SECONDS = 200e-6  # of each matrix's kernels on both sides, about 40 launches of 5 us: assumed
+PATCH_SECONDS = 200e-6  # of each matrix, to pack and unpack its changes: assumed
 
 UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}
 LINK: Final = re.compile(r"(\d+(?:\.\d+)?) ?([MGT])([bB])/s")

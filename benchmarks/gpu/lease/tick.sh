@@ -29,7 +29,7 @@ while [ $SECONDS -lt $until ] && running; do sleep 1; done
 tail -n 2 ~/res/*.log
 nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
 # A file that comes back has 16 MiB at most: cat res.tgz.* | tar -xz
-tar -C ~ --exclude='*.safetensors' --exclude='*.pt' -cz res | split -b 15M -d -a 1 - "$OUT/res.tgz."
+tar -C ~ --exclude='*.safetensors' --exclude='*.pt' -cz res | split -b 15M -d -a 2 - "$OUT/res.tgz."
 cd
 kernels=$(ls -d .cache/vllm/deep_gemm .tensorrt_llm 2> /dev/null)
 [ -z "$kernels" ] || tar -czf "$OUT/kernels.tgz" $kernels

@@ -48,7 +48,7 @@ def gemma_tokenizer(file: Path) -> Any:
     vocabulary = {token if token.strip(" ") else "\u2581" * len(token): id_ for id_, token in enumerate(tokens)}
     merges = generate_merges(vocabulary, {token: -id_ for token, id_ in vocabulary.items()})
     tokenizer = GemmaTokenizer(vocab=vocabulary, merges=merges, add_bos_token=True)
-    added = {TokenType.CONTROL: True, TokenType.USER_DEFINED: False}  # type -> whether the text of an answer omits it
+    added = {TokenType.CONTROL: True, TokenType.USER_DEFINED: False}  # type -> True: left out of answers
     tokenizer.add_tokens(
         [
             AddedToken(token, normalized=False, special=added[kind])

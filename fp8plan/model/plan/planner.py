@@ -295,7 +295,7 @@ def _what_waits(top_k: TopK) -> str:
         f"was {low:,} to {high:,} times that in steps of SmolLM2 135M, and is not known for other models"
     )
     if top_k.residual is None:
-        return f"{fact}. The residual grows from sync to sync, as long as more changes than is sent."
+        return f"{fact}. The residual grows while a step changes more than a sync sends."
     at = f"{low * top_k.residual**2:.2g} to {high * top_k.residual**2:.2g}"
     return f"{fact} (at this residual, {at}). Its bytes are those of a long run, in which every change must come."
 

@@ -1,9 +1,9 @@
 """Patches of a worker's live weights: the places and values of a sparse sync, written where a dense one writes.
 
-A tensor may be cut over ranks and fused with others. The moves of the load map (runtime.worker.binding) say which box
-of it is which part of a live tensor. A place of a patch is written by each move whose box holds it. Afterwards each
-move reads its part back, and compares the digests of all tiles that lie whole in its box. Tensors that vLLM must reload
-come whole, together with all others of their modules.
+A tensor may be cut over ranks and fused with others. A move of the load map (runtime.worker.binding) maps a box of it
+to a part of a live tensor. A place of a patch is written by each move whose box holds it. Afterwards each move reads
+its part back, and compares the digests of all tiles that lie whole in its box. Tensors that vLLM must reload come
+whole, together with all others of their modules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Span = tuple[int, int]  # start and stop
-FEW: Final = 2**20  # bytes of a patch that a CPU unpacks sooner than a GPU is told to
+FEW_BYTES: Final = 2**20  # smaller patches are unpacked on the CPU: launches would take longer
 
 
 class Patches:
@@ -46,7 +46,7 @@ class Patches:
         for number, patch in zip(numbers, patches, strict=True):
             entry, dtype = self._prepared.manifest[number], self._prepared.specs[number][1]
             try:
-                made = unpacked(patch.to("cpu" if patch.numel() <= FEW else self._device), dtype, entry.shape)
+                made = unpacked(patch.to("cpu" if patch.numel() <= FEW_BYTES else self._device), dtype, entry.shape)
             except ConfigError as error:
                 raise ConfigError(f"{entry.name}: {error}") from error
             whole_matrix = made.places is None and is_matrix(entry.shape)
@@ -54,7 +54,7 @@ class Patches:
             if entry.name in self._prepared.reloads:
                 if made.places is not None:
                     raise ConfigError(f"{entry.name} came as a patch, and vLLM must reload it")
-                self._native[entry.name] = made.words.view(dtype).view(entry.shape).clone()  # of memory that is reused
+                self._native[entry.name] = made.words.view(dtype).view(entry.shape).to(self._device)
             for move in self._prepared.binding.moves.get(entry.name, ()):
                 write(move, made, entry.shape)
             self._written[number] = made.digests

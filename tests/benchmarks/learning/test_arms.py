@@ -137,6 +137,8 @@ def test_later_arms_come_after_all_seeds_of_those_before(tmp_path: Path, monkeyp
     (tmp_path / "kept.jsonl").write_text('{"arm": "bf16", "seed": 0}\n')
     assert run.main([str(tmp_path), *words, "--kept", str(tmp_path / "kept.jsonl")]) == 0
     assert seen == [first[0], *first[2:], ("fp8-tis", 0), ("fp8-tis", 1)]
+    with pytest.raises(ConfigError, match="does not exist"):
+        run.main([str(tmp_path), *words, "--kept", str(tmp_path / "other.jsonl")])
 
 
 def test_as_many_runs_share_a_gpu_as_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

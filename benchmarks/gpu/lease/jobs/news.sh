@@ -31,3 +31,4 @@ while kill -0 $! 2> /dev/null; do
     sleep 20
     keep
 done
+keep # runs that ended meanwhile

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-BATCH: Final = 2**27  # bytes of the tensors on a GPU that are compared together, so that few answers are waited for
+BATCH: Final = 2**27  # bytes of tensors on GPUs that are compared together
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Base:
                 base = self._tensors[name]
                 if new.shape != base.shape or new.dtype != base.dtype:
                     raise ConfigError(f"{name} is {described(new)}; announced: {described(base)}")
-                parts[name] = self._own(new, tensor)
+                parts[name] = self._own(new, exact)
             if top_k is not None and own not in groups:
                 parts[own] = thinned(parts, {name: self._tensors[name] for name in parts}, exact, top_k, self.residual)
             yield from parts.items()

@@ -33,7 +33,7 @@ DENSE, GAPS_1, GAPS_2, BITMAP = range(4)
 LARGEST: Final = {GAPS_1: 255, GAPS_2: 65535}  # number of a gap's size
 FORMS: Final = 4
 HEADER: Final = 3
-FEW: Final = 2**20  # changed values that a CPU packs sooner than a GPU is told to: each operation takes a launch
+FEW_VALUES: Final = 2**20  # fewer changed values are packed on the CPU: launches would take longer
 
 
 class Change(NamedTuple):
@@ -60,7 +60,7 @@ def changes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Change | None]:
     A Change has all values where that takes no more bytes than the changed ones with their places. Few changes on a GPU
     come to the CPU, where they are packed.
 
-    pairs: alike in shape and dtype, contiguous; all on one device
+    pairs: alike in shape, dtype and device, contiguous
     """
 
     if not pairs:
@@ -69,23 +69,21 @@ def changes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Change | None]:
     places, own = map(list, zip(*compared(news, [base for base, _ in pairs]), strict=True))
     counts = [each.numel() for each in places]
     words = [bits(new).view(-1)[where] for new, where in zip(news, places, strict=True)]
-    if places[0].is_cuda and sum(counts) <= FEW:
+    if any(each.is_cuda for each in places) and sum(counts) <= FEW_VALUES:
         moved = iter(_on_cpu([*places, *words, *own]))
         places, words, own = ([next(moved) for _ in pairs] for _ in range(3))
     return [_shortest(new, Change(*parts)) for new, *parts in zip(news, places, words, own, strict=True)]
 
 
 def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors on the CPU, by one copy for each dtype."""
+    """Return tensors on the CPU, by one copy for each dtype and device."""
     import torch
 
-    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        by_dtype[tensor.dtype].append(tensor.flatten())
-    parts = {
-        dtype: iter(torch.cat(some).cpu().split([each.numel() for each in some])) for dtype, some in by_dtype.items()
-    }
-    return [next(parts[tensor.dtype]).view(tensor.shape) for tensor in tensors]
+        groups[tensor.dtype, tensor.device].append(tensor.flatten())
+    parts = {key: iter(torch.cat(some).cpu().split([each.numel() for each in some])) for key, some in groups.items()}
+    return [next(parts[tensor.dtype, tensor.device]).view(tensor.shape) for tensor in tensors]
 
 
 def _shortest(new: Tensor, made: Change) -> Change | None:

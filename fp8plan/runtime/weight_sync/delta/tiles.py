@@ -10,6 +10,7 @@ does one after the other.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 TILE: Final = (128, 512)  # rows, and bytes of each: shards of matrices mostly begin and end at such tiles
 WORD: Final = 4  # bytes of the words that a digest sums
 DIGEST_BYTES: Final = 4
+MARKED: Final = 8  # values that a byte of the kernel's marks stands for
 WORDS: Final = TILE[1] // WORD
 SEED: Final = 20261128  # of the digests' constants, which both ends must share
 
@@ -74,18 +76,23 @@ def digests(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def compared(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Compared]:
-    """Compare tensors with others of their shapes and dtypes. All are contiguous, and on one device."""
+    """Compare tensors with others of their shapes, dtypes and devices. All are contiguous."""
     mine, theirs = ([bits(x).view(flat(x.shape)) for x in each] for each in (tensors, others))
-    fit = [_for_kernel(a) and _for_kernel(b) and not a.shape[1] % 8 for a, b in zip(mine, theirs, strict=True)]
-    by_kernel: Iterator[Any] = iter(())
-    if any(fit):
+    groups = defaultdict(list)  # a launch for each: tensors of one device, whose values have one size
+    for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        if _for_kernel(a) and _for_kernel(b) and not a.shape[1] % MARKED:
+            groups[a.device, a.element_size()].append(number)
+    by_kernel: dict[int, tuple[Tensor, Tensor]] = {}
+    for (device, _), numbers in groups.items():
         from fp8plan.runtime.weight_sync.delta import triton_kernels
 
-        some = [(a, b) for a, b, fits in zip(mine, theirs, fit, strict=True) if fits]
-        by_kernel = iter(triton_kernels.compared(some, constants(mine[0].device)))
+        pairs = [(mine[number], theirs[number]) for number in numbers]
+        by_kernel.update(zip(numbers, triton_kernels.compared(pairs, constants(device), MARKED), strict=True))
     return [
-        Compared(*next(by_kernel)) if fits else Compared((a != b).flatten().nonzero().flatten(), _digests(a))
-        for a, b, fits in zip(mine, theirs, fit, strict=True)
+        Compared(*by_kernel[number])
+        if number in by_kernel
+        else Compared((a != b).flatten().nonzero().flatten(), _digests(a))
+        for number, (a, b) in enumerate(zip(mine, theirs, strict=True))
     ]
 
 

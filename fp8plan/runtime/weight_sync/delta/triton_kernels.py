@@ -21,10 +21,9 @@ from torch import Tensor
 COLUMNS = 8
 STEP = 16  # rows that a program reads at a time
 WARPS = 4
-MARKED = 8  # values that a byte of marks stands for
 WORD = 4  # bytes
 
-_COLUMNS, _STEP, _MARKED = tl.constexpr(COLUMNS), tl.constexpr(STEP), tl.constexpr(MARKED)
+_COLUMNS, _STEP = tl.constexpr(COLUMNS), tl.constexpr(STEP)
 
 
 def digests(matrices: Sequence[Tensor], constants: Tensor) -> list[Tensor]:
@@ -32,25 +31,30 @@ def digests(matrices: Sequence[Tensor], constants: Tensor) -> list[Tensor]:
     return _run([(matrix, matrix) for matrix in matrices], constants, None)
 
 
-def compared(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def compared(
+    pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marked_values: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the places at which two matrices differ, and the digests of the first.
 
-    pairs: of one dtype; columns are multiples of MARKED
+    pairs:         of values of one size
+    marked_values: that a byte of marks stands for; columns are multiples of it
     """
-    sizes = [mine.numel() // MARKED for mine, _ in pairs]
+    sizes = [mine.numel() // marked_values for mine, _ in pairs]
     marks = torch.empty(sum(sizes), dtype=torch.uint8, device=constants.device)
-    own = _run(pairs, constants, marks)
+    own = _run(pairs, constants, marks, marked_values)
     marked = marks.nonzero().flatten()
-    flags = marks[marked].unsqueeze(1) >> torch.arange(MARKED, dtype=torch.uint8, device=marks.device) & 1
+    flags = marks[marked].unsqueeze(1) >> torch.arange(marked_values, dtype=torch.uint8, device=marks.device) & 1
     byte, bit = flags.nonzero(as_tuple=True)
-    places = marked[byte] * MARKED + bit
-    starts = [MARKED * start for start in accumulate(sizes, initial=0)]
+    places = marked[byte] * marked_values + bit
+    starts = [marked_values * start for start in accumulate(sizes, initial=0)]
     cuts = torch.searchsorted(places, torch.tensor(starts, device=places.device)).tolist()
     for start, first, last, each in zip(starts, cuts, cuts[1:], own, strict=False):
         yield places[first:last] - start, each
 
 
-def _run(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tensor | None) -> list[Tensor]:
+def _run(
+    pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tensor | None, marked_values: int = 1
+) -> list[Tensor]:
     height, _, width = constants.shape
     words = [mine.shape[1] * mine.element_size() // WORD for mine, _ in pairs]
     shapes = [
@@ -58,7 +62,7 @@ def _run(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tenso
     ]
     counts = [rows * columns for rows, columns in shapes]
     firsts = accumulate(counts, initial=0)
-    first_marks = accumulate((mine.numel() // MARKED for mine, _ in pairs), initial=0)
+    first_marks = accumulate((mine.numel() // marked_values for mine, _ in pairs), initial=0)
     table = np.array(
         [
             (*_place(mine), *_place(other), mine.shape[0], count, first, mark)
@@ -73,7 +77,7 @@ def _run(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tenso
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         _tiles[(len(out),)](
             on_device, on_device[table.size :], constants, out, marks, ROWS=height, WORDS=width, VALUES=values,
-            COMPARE=marks is not None, num_warps=WARPS,
+            MARKED=marked_values, COMPARE=marks is not None, num_warps=WARPS,
         )  # fmt: skip
     return [part.view(shape) for part, shape in zip(out.split(counts), shapes, strict=True)]
 
@@ -92,6 +96,7 @@ def _tiles(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     VALUES: tl.constexpr,
+    MARKED: tl.constexpr,
     COMPARE: tl.constexpr,
 ):
     """Digest a tile, and mark where it differs from the other one. VALUES: of a word"""
@@ -123,7 +128,7 @@ def _tiles(
                 bit = ((differ & 0xFFFF) != 0).to(tl.int32) + ((differ & -0x10000) != 0).to(tl.int32) * 2
             else:
                 bit = (differ != 0).to(tl.int32)
-            GROUP: tl.constexpr = _MARKED // VALUES
+            GROUP: tl.constexpr = MARKED // VALUES
             grouped = tl.reshape(bit, [_STEP, WORDS // GROUP, GROUP])
             byte = tl.sum(grouped << (tl.arange(0, GROUP) * VALUES)[None, None, :], axis=2)
             across_marks = words // GROUP
