@@ -717,7 +717,7 @@ def test_the_weights_of_a_local_checkpoint_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "waits"), [("1e-5", "grows from sync to sync"), ("residual=1e-2", "of a long run")]
+    ("setting", "waits"), [("1e-5", "grows while a step changes more"), ("residual=1e-2", "of a long run")]
 )
 def test_a_step_takes_top_k_only_where_it_is_asked_for_and_the_plan_says_what_is_lost(setting: str, waits: str) -> None:
     arguments = {"precisions": ["bf16"], "learning_rate": 1e-6, "link": "1Gb/s"}
