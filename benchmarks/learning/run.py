@@ -63,9 +63,6 @@ def main(words: Sequence[str] | None = None) -> int:
         # In a process of its own, which leaves nothing on the GPU.
         made = [given.policy, str(folder / "model"), "--device", given.device, "--seed", str(given.seed)]
         subprocess.run([sys.executable, "-m", f"{__package__}.policies", *made], check=True)
-        for path in given.kept:
-            if not path.is_file():
-                raise ConfigError(f"{path} does not exist; allowed: files that benchmarks.learning.keep wrote")
         kept = {(row["arm"], row["seed"]) for path in given.kept for row in jsonl.rows(path)}
         runs = [run for arms in given.arms for run in jobs(arms, given.seeds) if run not in kept]
         failed = side_by_side(given, list(dict.fromkeys(runs)))
@@ -105,6 +102,9 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(words)
     given.arms = [chosen(names) for names in given.arms or [["main"]]]
     given.words = list(sys.argv[1:] if words is None else words)
+    for path in given.kept:
+        if not path.is_file():
+            raise ConfigError(f"{path} does not exist; allowed: files that benchmarks.learning.keep wrote")
     if given.at_once < 1:
         raise ConfigError(f"--at-once is {given.at_once}; allowed: 1 and more")
     if given.device is None:

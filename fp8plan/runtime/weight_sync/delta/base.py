@@ -103,13 +103,15 @@ class Base:
         missing, sizes = dict.fromkeys(self._tensors), Counter(groups.values())
         waiting: dict[int, dict[str, Tensor]] = {}
         batch: dict[str, Tensor] = {}
+        size = 0
         for name, new in self._new(pairs, missing, groups):
             group = groups.get(name)
             if group is None:
                 batch[name] = new
-                if self.device == "cpu" or sum(each.nbytes for each in batch.values()) >= BATCH:
+                size += new.nbytes
+                if self.device == "cpu" or size >= BATCH:
                     yield from self._patches(batch)
-                    batch = {}
+                    batch, size = {}, 0
                 continue
             members = waiting.setdefault(group, {})
             members[name] = new

@@ -23,16 +23,16 @@ from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.weight_sync.delta.tiles import DIGEST_BYTES, TILE, bits, compared, digests, flat, tiles
+from fp8plan.model.weight_changes import DIGEST_BYTES, LARGEST_GAPS, PATCH_HEADER
+from fp8plan.runtime.weight_sync.delta.tiles import TILE, bits, compared, digests, flat, tiles
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-DENSE, GAPS_1, GAPS_2, BITMAP = range(4)
-LARGEST: Final = {GAPS_1: 255, GAPS_2: 65535}  # number of a gap's size
+DENSE, GAPS_1, GAPS_2, BITMAP = range(4)  # the number of a form of gaps is the bytes of a gap
 FORMS: Final = 4
-HEADER: Final = 3
+HEADER: Final = PATCH_HEADER // 8
 FEW_VALUES: Final = 2**20  # fewer changed values are packed on the CPU: launches would take longer
 
 
@@ -145,7 +145,7 @@ def _gaps(places: Tensor) -> Tensor:
 
 def _sizes(gaps: Tensor, size: int) -> tuple[int, int, int]:
     """Return the bytes of the places as GAPS_1, GAPS_2 and BITMAP."""
-    skips = [int((gaps // most).sum()) for most in LARGEST.values()]
+    skips = [int((gaps // most).sum()) for most in LARGEST_GAPS.values()]
     return gaps.numel() + skips[0], 2 * (gaps.numel() + skips[1]), -(-size // 8)
 
 
@@ -160,7 +160,7 @@ def _placed(places: Tensor, size: int) -> tuple[int, Tensor]:
         mask = places.new_zeros(-(-size // 8) * 8, dtype=torch.uint8)
         mask[places] = 1
         return form, (mask.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1).to(torch.uint8)
-    most = LARGEST[form]
+    most = LARGEST_GAPS[form]
     skips = gaps // most
     ends = torch.cumsum(skips + 1, 0)
     stream = gaps.new_full((int(ends[-1]),), most)
@@ -203,7 +203,7 @@ def _places(form: int, places: Tensor, size: int) -> Tensor:
         return flags.flatten()[:size].nonzero().flatten()
     if form not in (GAPS_1, GAPS_2) or places.numel() % form:
         raise ConfigError("a patch has gaps of half a number: it is damaged")
-    most = LARGEST[form]
+    most = LARGEST_GAPS[form]
     stream = places.long() if form == GAPS_1 else places.clone().view(torch.int16).long() & 65535
     changed = stream != most
     return (torch.cumsum(stream + changed, 0) - 1)[changed]

@@ -11,21 +11,22 @@ does one after the other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from numpy.random import PCG64
+
+from fp8plan.model.weight_changes import TILE_BYTES, TILE_ROWS
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-TILE: Final = (128, 512)  # rows, and bytes of each: shards of matrices mostly begin and end at such tiles
+TILE: Final = (TILE_ROWS, TILE_BYTES)  # shards of matrices mostly begin and end at such tiles
 WORD: Final = 4  # bytes of the words that a digest sums
-DIGEST_BYTES: Final = 4
 MARKED: Final = 8  # values that a byte of the kernel's marks stands for
 WORDS: Final = TILE[1] // WORD
 SEED: Final = 20261128  # of the digests' constants, which both ends must share
@@ -65,14 +66,14 @@ def digests(matrices: Sequence[Tensor]) -> list[Tensor]:
 
     matrices: [rows, columns] with contiguous rows, all on one device
     """
-    fit = [_for_kernel(matrix) for matrix in matrices]
-    by_kernel: Iterator[Any] = iter(())
-    if any(fit):
+    numbers = [number for number, matrix in enumerate(matrices) if _for_kernel(matrix)]
+    by_kernel: dict[int, Tensor] = {}
+    if numbers:
         from fp8plan.runtime.weight_sync.delta import triton_kernels
 
-        some = [matrix for matrix, fits in zip(matrices, fit, strict=True) if fits]
-        by_kernel = iter(triton_kernels.digests(some, constants(matrices[0].device)))
-    return [next(by_kernel) if fits else _digests(matrix) for matrix, fits in zip(matrices, fit, strict=True)]
+        some = [matrices[number] for number in numbers]
+        by_kernel.update(zip(numbers, triton_kernels.digests(some, constants(matrices[0].device)), strict=True))
+    return [by_kernel[number] if number in by_kernel else _digests(each) for number, each in enumerate(matrices)]
 
 
 def compared(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Compared]:
