@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -41,6 +41,8 @@ from fp8plan.runtime.weight_sync.state import SyncSettings, rpc
 STEPS, KEPT_EVERY, RATE = 50, 10, 1e-4  # so that scales move, too
 REAL_RATE = 3e-6
 PROMPTS, SAMPLES, LENGTH = 4, 4, 12
+
+Tensors = dict[str, Any]
 
 
 class Setup(NamedTuple):
@@ -113,33 +115,54 @@ def run_real(folder: str, precision: str, output: Path) -> None:
     torch.set_default_dtype(torch.float32)  # vLLM leaves its own
     trainer = steps.trainer_of(folder, REAL_RATE)
     calibrated = {"kv_prompts": trainer.tokenizer(["The sun rises in the east.", "12 + 7 = 19."]).input_ids}
-    reports, rewards, kept = [engine.sync_weights(steps.weights_of(trainer.policy), **calibrated)], [], []
-    for step in range(1, STEPS + 1):
-        rewards.append(steps.learn(*trainer))
-        tensors = steps.weights_of(trainer.policy)
-        reports.append(engine.sync_weights(tensors, **calibrated))
-        print(f"step {step}: {reports[-1]}", flush=True)
-        if step % KEPT_EVERY == 0:
-            kept.append((tensors, engine.ask(rpc("fp8plan_digests"))))
-    equal = 0
-    for tensors, live in kept:
-        engine.state.base = None
-        assert not engine.sync_weights(tensors, **calibrated).patched
-        equal += engine.ask(rpc("fp8plan_digests")) == live
-    names = {"setup": "real", "kind": Path(folder).name, "precision": precision, "way": "in process"}
-    write(output, names | {"learning_rate": REAL_RATE}, reports, rewards, len(kept), equal)
+
+    def synced(tensors: Tensors) -> Any:
+        return engine.sync_weights(tensors, **calibrated)
+
+    row = {"setup": "real", "kind": Path(folder).name, "precision": precision, "way": "in process"}
+    row |= {"learning_rate": REAL_RATE}
+    train(engine, lambda: steps.learn(*trainer), lambda: steps.weights_of(trainer.policy), synced, synced, row, output)
     engine.shutdown()
 
 
-def write(output: Path, row: dict[str, Any], reports: list[Any], rewards: list[float], kept: int, equal: int) -> None:
-    """Append the line of a set-up. reports: of its syncs, the first one of all weights"""
-    first, *patched = reports
-    row |= {"steps": STEPS, "patched": sum(report.patched for report in patched)}
-    row |= {"healed": sum(report.healed is not None for report in patched)}
-    row |= {"patch_bytes": [report.bytes for report in patched], "whole_bytes": first.bytes}
-    row |= {"kept": kept, "equal": equal, "first_reward": rewards[0], "last_reward": rewards[-1]}
+def train(
+    engine: Any,
+    learn_once: Callable[[], float],
+    sent: Callable[[], Tensors],
+    synced: Callable[[Tensors], Any],
+    synced_whole: Callable[[Tensors], Any],
+    row: dict[str, Any],
+    output: Path,
+) -> None:
+    """Train and patch for STEPS, compare the kept steps with syncs of all weights, and append the line.
+
+    learn_once: a step of training, which returns its reward
+    sent:       the weights as they are
+    synced, synced_whole: a sync, which returns its report; the second without a base
+    row:        what the line begins with
+    """
+
+    def digests() -> Any:
+        return engine.ask(rpc("fp8plan_digests"))
+
+    first, kept, reports, rewards = synced(sent()), [], [], []
+    for step in range(1, STEPS + 1):
+        rewards.append(learn_once())
+        tensors = sent()
+        reports.append(synced(tensors))
+        if step % KEPT_EVERY == 0:
+            kept.append((tensors, digests()))
+    equal = 0
+    for tensors, live in kept:
+        engine.state.base = None
+        assert not synced_whole(tensors).patched
+        equal += digests() == live
+    row |= {"steps": STEPS, "patched": sum(report.patched for report in reports)}
+    row |= {"healed": sum(report.healed is not None for report in reports)}
+    row |= {"patch_bytes": [report.bytes for report in reports], "whole_bytes": first.bytes}
+    row |= {"kept": len(kept), "equal": equal, "first_reward": rewards[0], "last_reward": rewards[-1]}
     append(output, line(row | machine_facts()))
-    print(f"{row['setup']}: {equal} of {kept} kept steps have the bits of a sync of everything", flush=True)
+    print(f"{row['setup']}: {equal} of {len(kept)} kept steps have the bits of a sync of everything", flush=True)
 
 
 def run(name: str, output: Path) -> None:
@@ -153,42 +176,30 @@ def run(name: str, output: Path) -> None:
         torch.set_default_dtype(torch.float32)  # vLLM leaves its own
         policy = AutoModelForCausalLM.from_pretrained(checkpoint(setup.kind, "a"), dtype=torch.float32)
         optimiser = torch.optim.AdamW(policy.parameters(), lr=RATE)
-        chance, kept, reports, rewards = torch.Generator().manual_seed(0), [], [], []
+        chance = torch.Generator().manual_seed(0)
         follower, publisher = Follower(store), None
         if "folder" in setup.way:
             follower.pull(engine)
             publisher = Publisher(store, codec="zstd")
 
-        def synced(tensors: dict[str, Any]) -> Any:
+        def synced(tensors: Tensors) -> Any:
             if publisher is None:
                 return engine.sync_weights(tensors, **calibrated)
             publisher.publish(tensors)
             return follower.pull(engine, **calibrated)
 
-        def sent() -> dict[str, Any]:
+        def sent() -> Tensors:
             tensors = revert_weight_conversion(policy, policy.state_dict())  # the checkpoint's names
             return {key: x.detach().bfloat16() for key, x in tensors.items()}
 
-        def digests() -> Any:
-            return engine.ask(rpc("fp8plan_digests"))
-
-        first = synced(sent())
-        for step in range(1, STEPS + 1):
-            rewards.append(learn(policy, optimiser, engine, chance))
-            tensors = sent()
-            reports.append(synced(tensors))
-            if step % KEPT_EVERY == 0:
-                kept.append((tensors, digests()))
-        equal = 0
-        for tensors, live in kept:
-            engine.state.base = None
+        def synced_whole(tensors: Tensors) -> Any:
+            nonlocal publisher
             if publisher is not None:
                 publisher = Publisher(store, codec="zstd")  # begins with a whole version
-            report = synced(tensors)
-            assert not report.patched
-            equal += digests() == live
+            return synced(tensors)
+
         row = {"setup": name, **setup._asdict(), "learning_rate": RATE}
-        write(output, row, [first, *reports], rewards, len(kept), equal)
+        train(engine, lambda: learn(policy, optimiser, engine, chance), sent, synced, synced_whole, row, output)
 
 
 def main() -> None:
