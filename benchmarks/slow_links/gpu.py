@@ -15,9 +15,12 @@ at random places between two BF16 values. Rows, by "what":
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +50,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--trainer", default="cuda:0", help="GPU of the trainer's weights; the engine's is the first")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 3e-6, 1e-5, 1e-4])
+    parser.add_argument("--profile", action="store_true", help="profile the last sync of each rate, which slows it")
     parser.add_argument("--precision", default="fp8_block")
     parser.add_argument("--mode", default="inprocess")
     parser.add_argument("--utilization", type=float, default=0.3, help="of the GPU's memory, by the engine")
@@ -65,7 +69,7 @@ def main(words: list[str] | None = None) -> None:
     config, folder = model_folder(options.model)
     engine = start(options, folder)
     engine.state.expected = checkpoint_entries(config)
-    syncs(engine, random_weights(engine.state.expected, options.trainer), options.rates, note)
+    syncs(engine, random_weights(engine.state.expected, options.trainer), options.rates, note, options.profile)
     engine.shutdown()
 
 
@@ -128,8 +132,8 @@ def waited() -> float:
     return time.perf_counter()
 
 
-def syncs(engine: Any, weights: Weights, rates: list[float], note: Callable[..., None]) -> None:
-    """Sync in each mode, and compare the bits in the end."""
+def syncs(engine: Any, weights: Weights, rates: list[float], note: Callable[..., None], profiled: bool) -> None:
+    """Sync in each mode, and compare the bits in the end. profiled: print the calls of the last sync of each rate"""
 
     def timed(pairs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         begun = waited()
@@ -152,20 +156,20 @@ def syncs(engine: Any, weights: Weights, rates: list[float], note: Callable[...,
             sent |= {name: parts[name][0], name + SCALE_SUFFIX: parts[name][1]} if name in parts else {name: tensor}
         note("fp8", repeat=repeat, quantise_s=quantise_s, **timed(sent))
     del sent, parts
-    for place in ("cuda", "cpu"):
-        engine.state.settings, engine.state.base = replace(plain, delta=place), None
-        note("delta", delta=place, rate=None, repeat=0, **timed(weights))
-        for rate in rates if place == "cuda" else rates[:1]:
-            for repeat in range(REPEATS if place == "cuda" else 2):
-                weights = moved_weights(weights, rate)
-                base = engine.state.base
-                begun = waited()
-                encoded = sum(patch.numel() for _, patch in base.patches(weights.items(), {}))
-                encode_s = waited() - begun
-                base.drop()
-                note(
-                    "delta", delta=place, rate=rate, repeat=repeat, encode_s=encode_s, encoded=encoded, **timed(weights)
-                )
+    engine.state.settings, engine.state.base = replace(plain, delta="cuda"), None
+    note("delta", rate=None, repeat=0, **timed(weights))
+    for rate in rates:
+        for repeat in range(REPEATS):
+            weights = moved_weights(weights, rate)
+            base = engine.state.base
+            begun = waited()
+            encoded = sum(patch.numel() for _, patch in base.patches(weights.items(), {}))
+            encode_s = waited() - begun
+            base.drop()
+            with cProfile.Profile(builtins=True) if profiled and repeat == REPEATS - 1 else nullcontext() as profile:
+                note("delta", rate=rate, repeat=repeat, encode_s=encode_s, encoded=encoded, **timed(weights))
+            if profile is not None:
+                pstats.Stats(profile).sort_stats("tottime").print_stats(30)
     patched = digests(engine)
     engine.state.settings, engine.state.base = plain, None
     engine.sync_weights(weights)

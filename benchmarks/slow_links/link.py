@@ -39,6 +39,7 @@ from fp8plan.runtime.weight_sync.delta.base import in_format
 from fp8plan.runtime.weight_sync.delta.patch import apply, unpacked
 from fp8plan.runtime.weight_sync.delta.store import Publisher, Store
 from fp8plan.runtime.weight_sync.delta.tiles import bits
+from fp8plan.runtime.weight_sync.manifest import entry_of
 
 SPACE, HERE, THERE = "fp8plan-link", "10.99.0.1", "10.99.0.2"
 PORT: Final = 8765
@@ -107,7 +108,7 @@ def timed(action: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def quantised(tensors: Tensors, fp8: frozenset[str]) -> Tensors:
-    return {part: x for name, tensor in tensors.items() for part, x in in_format(name, tensor, fp8).items()}
+    return {name: x for parts in in_format(tensors, fp8).values() for name, x in parts.items()}
 
 
 def write(path: Path, tensors: Any) -> None:
@@ -139,8 +140,10 @@ def encoded(before: Tensors, after: Tensors, folder: Path) -> dict[str, tuple[fl
         live = quantised(before, fp8)
 
         def patch(store: Path = store, live: Tensors = live) -> None:
-            for name, data in Store(str(store)).patches("00000002.patches"):
-                apply(live[name], unpacked(data, live[name].dtype, live[name].shape))
+            names, patches = zip(*Store(str(store)).patches("00000002.patches"), strict=True)
+            tensors = [live[name] for name in names]
+            entries = [entry_of(*pair) for pair in zip(names, tensors, strict=True)]
+            apply(tensors, unpacked(patches, entries, torch.device("cpu")))
 
         _, apply_s = timed(patch)
         assert all(torch.equal(bits(live[name]), bits(x)) for name, x in new.items())

@@ -132,13 +132,14 @@ class Encoding:
         patches = dict(self.base.patches(tensors.items(), {}))
         encoded = time.perf_counter()
         row: dict[str, Any] = {"fp8_bytes": 0, "bf16_bytes": 0, "fp8_changed": 0, "bf16_changed": 0}
-        for name, patch in patches.items():
-            made = unpacked(patch, self.held[name].dtype, self.held[name].shape)
+        entries = [entry_of(name, self.held[name]) for name in patches]
+        changes = unpacked(list(patches.values()), entries, torch.device("cpu"))
+        for (name, patch), made in zip(patches.items(), changes, strict=True):
             kind = "fp8" if name.removesuffix(SCALE_SUFFIX) in self.base.fp8 else "bf16"
             row[f"{kind}_bytes"] += patch.numel()
             if not name.endswith(SCALE_SUFFIX):
                 row[f"{kind}_changed"] += made.words.numel()
-            apply(self.held[name], made)
+        apply([self.held[name] for name in patches], changes)
         row |= {"encode_s": encoded - began, "apply_s": time.perf_counter() - encoded}
         self.base.commit("next")
         return row | {"residual": self.base.residual.relative}
@@ -184,7 +185,7 @@ class Forgetful:
         self._last = tensors
 
     def weights(self) -> Tensors:
-        parts = {part: x for name, w in self.own.items() for part, x in in_format(name, w, self._fp8).items()}
+        parts = {name: x for parts in in_format(self.own, self._fp8).values() for name, x in parts.items()}
         return engine_weights(parts)
 
 

@@ -25,7 +25,8 @@ from fp8plan.model.weight_changes import (
 from fp8plan.model.weights import normal
 from fp8plan.runtime.quantize.block_fp8 import quantize
 from fp8plan.runtime.weight_sync.delta.base import in_format
-from fp8plan.runtime.weight_sync.delta.patch import bits, change, packed
+from fp8plan.runtime.weight_sync.delta.patch import changes, packed
+from fp8plan.runtime.weight_sync.delta.tiles import bits
 from fp8plan.runtime.weight_sync.delta.top_k import Residual, thinned
 
 RATES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0)
@@ -82,13 +83,13 @@ def test_a_residual_sends_in_a_long_run_what_the_sparse_sync_does(fp8: bool, res
     chance = torch.Generator().manual_seed(7)
     weights = 0.02 * torch.randn(256, 256, generator=chance)
     signal = SIGNAL**0.5 * torch.randn(weights.shape, generator=chance)
-    mean, held, sent = torch.zeros_like(weights), in_format("w", weights.bfloat16(), names), []
+    mean, held, sent = torch.zeros_like(weights), in_format({"w": weights.bfloat16()}, names)["w"], []
     for _ in range(steps):
         noise = (1 - SIGNAL) ** 0.5 * torch.randn(weights.shape, generator=chance)
         mean = BETA_1 * mean + (1 - BETA_1) * (signal + noise)
         weights = weights - rate * mean
         exact = weights.bfloat16()
-        new = in_format("w", exact, names)
+        new = in_format({"w": exact}, names)["w"]
         thin = thinned(new, held, exact, TopK(residual=residual), Residual())
         sent.append(float((bits(thin) != bits(held["w"])).double().mean()))
         held = new | {"w": thin}
@@ -190,8 +191,8 @@ def test_an_unknown_optimiser_is_refused() -> None:
 
 def sent(new: torch.Tensor) -> int:
     """Bytes that the encoder makes of a tensor that was all zeros."""
-    made = change(torch.zeros_like(new), new)
-    return 0 if made is None else packed(made, new.numel()).numel()
+    (made,) = changes([(torch.zeros_like(new), new)])
+    return 0 if made is None else packed([made], [new])[0].numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32])

@@ -9,13 +9,17 @@ whole, together with all others of their modules.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.quantize.targets import FINITE, NOT_FINITE, content
-from fp8plan.runtime.weight_sync.delta.patch import Change, unpacked
+from fp8plan.runtime.quantize.targets import FINITE, content
+from fp8plan.runtime.weight_sync.delta.patch import Change, sums, unpacked
+from fp8plan.runtime.weight_sync.delta.places import Part, Span, write
 from fp8plan.runtime.weight_sync.delta.tiles import TILE, bits, digests, flat
+from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named
 from fp8plan.runtime.worker.binding import Move
 from fp8plan.runtime.worker.prepare import Prepared, is_matrix
 from fp8plan.runtime.worker.vllm_reload import NativeReload
@@ -23,9 +27,6 @@ from fp8plan.runtime.worker.vllm_reload import NativeReload
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-Span = tuple[int, int]  # start and stop
-FEW_BYTES: Final = 2**20  # smaller patches are unpacked on the CPU: launches would take longer
 
 
 class Patches:
@@ -37,27 +38,56 @@ class Patches:
     def __init__(self, prepared: Prepared, device: torch.device, new_reload: Callable[[], NativeReload]) -> None:
         self._prepared, self._device, self._new_reload = prepared, device, new_reload
         self._written: dict[int, Tensor] = {}  # number in the manifest -> digests
-        self._flags: list[tuple[str, bool, int]] = []
+        self._not_finite: list[tuple[list[str], Tensor]] = []  # names, and how many values each of them has
+        self._matrices: list[tuple[str, Tensor]] = []  # those that came whole, and their flags
         self._native: dict[str, Tensor] = {}  # tensors for vLLM's reload, the last of each name
         self.seconds = 0.0
 
     def load(self, numbers: Sequence[int], patches: Sequence[Tensor]) -> None:
         """Write patches, by their tensors' numbers in the manifest. Raises ConfigError for other bytes."""
+        batch: dict[int, Tensor] = {}
         for number, patch in zip(numbers, patches, strict=True):
-            entry, dtype = self._prepared.manifest[number], self._prepared.specs[number][1]
-            try:
-                made = unpacked(patch.to("cpu" if patch.numel() <= FEW_BYTES else self._device), dtype, entry.shape)
-            except ConfigError as error:
-                raise ConfigError(f"{entry.name}: {error}") from error
-            whole_matrix = made.places is None and is_matrix(entry.shape)
-            self._flags.append((entry.name, whole_matrix, int(content(made.words.view(dtype).float()))))
+            if number in batch:  # of a chain: the later patch is written after the earlier one
+                self._load(batch)
+                batch = {}
+            batch[number] = patch
+        self._load(batch)
+
+    def _load(self, batch: Mapping[int, Tensor]) -> None:
+        """Write patches of different tensors together."""
+        entries = [self._prepared.manifest[number] for number in batch]
+        made = unpacked(list(batch.values()), entries, self._device)
+        parts, places, words = [], [], []
+        for number, entry, each in zip(batch, entries, made, strict=True):
             if entry.name in self._prepared.reloads:
-                if made.places is not None:
+                if each.places is not None:
                     raise ConfigError(f"{entry.name} came as a patch, and vLLM must reload it")
-                self._native[entry.name] = made.words.view(dtype).view(entry.shape).to(self._device)
+                self._native[entry.name] = each.words.view(dtype_named(entry.dtype)).view(entry.shape)
             for move in self._prepared.binding.moves.get(entry.name, ()):
-                write(move, made, entry.shape)
-            self._written[number] = made.digests
+                part = part_of(move, entry.shape)
+                if each.places is None:
+                    part.matrix.copy_(each.words.view(flat(entry.shape))[slice(*part.rows), slice(*part.columns)])
+                else:
+                    parts.append(part)
+                    places.append(each.places)
+                    words.append(each.words)
+            self._written[number] = each.digests
+        write(parts, places, words)
+        self._note_values(entries, made)
+
+    def _note_values(self, entries: Sequence[Entry], made: Sequence[Change]) -> None:
+        """Let the device look for values that `finish` refuses."""
+        import torch
+
+        by_dtype: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for entry, each in zip(entries, made, strict=True):
+            by_dtype[entry.dtype][entry.name] = each.words
+            if each.places is None and is_matrix(entry.shape):
+                self._matrices.append((entry.name, content(each.words.view(dtype_named(entry.dtype)).float())))
+        for dtype, words in by_dtype.items():
+            values = torch.cat(list(words.values())).view(dtype_named(dtype)).float()
+            cuts = torch.tensor([0, *accumulate(len(each) for each in words.values())], device=values.device)
+            self._not_finite.append((list(words), sums(~values.isfinite(), cuts)))
 
     @property
     def modules(self) -> set[str]:
@@ -84,10 +114,11 @@ class Patches:
         begun = time.perf_counter()
         if len(self._written) != count:
             raise ConfigError(f"{len(self._written)} patches of {count} have come")
-        for name, whole_matrix, held in self._flags:
-            if held == NOT_FINITE:
-                raise ConfigError(f"not finite: {name}; allowed: no NaN, no Inf")
-            if whole_matrix and held != FINITE:
+        for tensors, counts in self._not_finite:
+            if bad := [name for name, count in zip(tensors, counts.tolist(), strict=True) if count]:
+                raise ConfigError(f"not finite: {bad[0]}; allowed: no NaN, no Inf")
+        for name, flag in self._matrices:
+            if int(flag) != FINITE:
                 raise ConfigError(f"all zeros: {name}")
         names, live, sent = [], [], []
         for number, own in self._written.items():
@@ -102,20 +133,9 @@ class Patches:
         return {"compared": len(names), "differ": list(dict.fromkeys(differ)), "weight_error": None}
 
 
-def write(move: Move, made: Change, shape: Sequence[int]) -> None:
-    """Write those changed values that a move takes. shape: of the tensor that was sent"""
-    (top, bottom), (left, right) = box(move, shape)
-    target, words = matrix(move), made.words
-    if made.places is None:
-        target.copy_(words.view(flat(shape))[top:bottom, left:right])
-        return
-    row = made.places // flat(shape)[1]
-    column = made.places - row * flat(shape)[1]
-    if (bottom - top, right - left) != flat(shape):
-        inside = (row >= top) & (row < bottom) & (column >= left) & (column < right)
-        row, column, words = row[inside], column[inside], words[inside]
-    where = (index.to(target.device) for index in (row - top, column - left))
-    target[tuple(where)] = words.to(target.device)
+def part_of(move: Move, shape: Sequence[int]) -> Part:
+    """Return a move's target, as a part of the tensor that was sent. shape: of that tensor"""
+    return Part(matrix(move), *box(move, shape), flat(shape)[1])
 
 
 def box(move: Move, shape: Sequence[int]) -> tuple[Span, Span]:
@@ -154,7 +174,7 @@ def alike(live: Sequence[Tensor], sent: Sequence[Tensor]) -> list[bool]:
 
     if not live:
         return []
-    ours, theirs = (torch.cat([each.flatten().to(live[0].device) for each in some]) for some in (digests(live), sent))
+    ours, theirs = (torch.cat([each.flatten() for each in some]).to(live[0].device) for some in (digests(live), sent))
     same = (ours == theirs).cpu().split([each.numel() for each in sent])  # one answer of the GPU for all
     return [bool(each.all()) for each in same]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -14,13 +14,21 @@ from fp8plan.runtime.quantize.targets import quantized
 from fp8plan.runtime.weight_sync.delta.patch import Change, apply, changes, packed, whole
 from fp8plan.runtime.weight_sync.delta.tiles import bits
 from fp8plan.runtime.weight_sync.delta.top_k import Residual, for_each_matrix, refuse_codes, thinned
-from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, dtype_name, gathered, pair_of
+from fp8plan.runtime.weight_sync.manifest import (
+    SCALE_SUFFIX,
+    Manifest,
+    dtype_name,
+    gathered,
+    pair_of,
+    refuse_reused,
+    writes,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-BATCH: Final = 2**27  # bytes of tensors on GPUs that are compared together
+BATCH: Final = 2**28  # bytes of a trainer's tensors that are quantised and compared together
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ class Base:
             own, tensor = pair_of(item)
             if self.top_k is not None:
                 refuse_codes(own, dtype_name(tensor.dtype))
-            for name, part in in_format(own, tensor, self.fp8).items():
+            for name, part in in_format({own: gathered(tensor)}, self.fp8)[own].items():
                 if name in self._tensors:
                     raise ConfigError(f"{name} came twice")
                 if not (part.numel() and part.dim() and part.element_size() in (1, 2, 4)):
@@ -95,47 +103,38 @@ class Base:
         `complete` is True once all pairs have come. Raises ConfigError as pair_of does, and for tensors that are
         missing or other than announced.
         """
-        import torch
-
         self.complete = False
         self._changes.clear()
         self.residual = Residual()
         missing, sizes = dict.fromkeys(self._tensors), Counter(groups.values())
         waiting: dict[int, dict[str, Tensor]] = {}
-        batch: dict[str, Tensor] = {}
-        size = 0
-        for name, new in self._new(pairs, missing, groups):
-            group = groups.get(name)
-            if group is None:
-                batch[name] = new
-                size += new.nbytes
-                if self.device == "cpu" or size >= BATCH:
-                    yield from self._patches(batch)
-                    batch, size = {}, 0
-                continue
-            members = waiting.setdefault(group, {})
-            members[name] = new
-            if len(members) == sizes[group]:
-                del waiting[group]
-                if not all(torch.equal(bits(self._tensors[each]), bits(tensor)) for each, tensor in members.items()):
-                    yield from ((each, self._changed(each, whole(tensor))) for each, tensor in members.items())
-        yield from self._patches(batch)
+        for batch in _batches(pairs):
+            alone: dict[str, Tensor] = {}
+            for name, new in self._next(batch, missing, groups):
+                group = groups.get(name)
+                if group is None:
+                    alone[name] = new
+                    continue
+                members = waiting.setdefault(group, {})
+                members[name] = new
+                if len(members) == sizes[group]:
+                    yield from self._group(waiting.pop(group))
+            made = changes([(self._tensors[name], new) for name, new in alone.items()])
+            yield from self._packed({name: each for name, each in zip(alone, made, strict=True) if each}, alone)
         if missing:
             raise ConfigError(f"announced and not sent: {', '.join(list(missing)[:4])} ({len(missing)} in all)")
         self.complete = True
 
-    def _new(
-        self, pairs: Iterable[object], missing: dict[str, None], groups: Collection[str]
+    def _next(
+        self, batch: Mapping[str, Tensor], missing: dict[str, None], groups: Collection[str]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the base's next tensors as its own copies, and take their names out of `missing`.
 
+        batch:  a trainer's tensors
         groups: names that are sent whole
         """
         top_k = None if self.top_k is None else for_each_matrix(self.top_k, self.manifest)
-        for item in pairs:
-            own, tensor = pair_of(item)
-            exact = gathered(tensor)
-            parts = in_format(own, exact, self.fp8)
+        for own, parts in in_format(batch, self.fp8).items():
             for name, new in parts.items():
                 if name not in missing:
                     raise ConfigError(f"{name} {'came twice' if name in self._tensors else 'was not announced'}")
@@ -143,10 +142,18 @@ class Base:
                 base = self._tensors[name]
                 if new.shape != base.shape or new.dtype != base.dtype:
                     raise ConfigError(f"{name} is {described(new)}; announced: {described(base)}")
-                parts[name] = self._own(new, exact)
+                parts[name] = self._own(new, batch[own])
             if top_k is not None and own not in groups:
-                parts[own] = thinned(parts, {name: self._tensors[name] for name in parts}, exact, top_k, self.residual)
+                held = {name: self._tensors[name] for name in parts}
+                parts[own] = thinned(parts, held, batch[own], top_k, self.residual)
             yield from parts.items()
+
+    def _group(self, members: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the patches of a group that vLLM must reload: of all its tensors, if one has changed."""
+        import torch
+
+        if not all(torch.equal(bits(self._tensors[name]), bits(new)) for name, new in members.items()):
+            yield from self._packed({name: whole(new) for name, new in members.items()}, members)
 
     def _own(self, part: Tensor, trainers: Tensor) -> Tensor:
         """Return a tensor where the base is kept, contiguous, and apart from the trainer's memory.
@@ -156,22 +163,14 @@ class Base:
         here = part.contiguous() if part.device.type == self.device else part.to(self.device).contiguous()
         return here.clone() if here.data_ptr() == trainers.data_ptr() else here
 
-    def _patches(self, batch: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the patches of tensors that are compared together."""
-        pairs = [(self._tensors[name], new) for name, new in batch.items()]
-        for name, made in zip(batch, changes(pairs), strict=True):
-            if made is not None:
-                yield name, self._changed(name, made)
-
-    def _changed(self, name: str, made: Change) -> Tensor:
-        """Note a change until the next commit, and return its patch."""
-        self._changes[name] = made
-        return packed(made, self._tensors[name].numel())
+    def _packed(self, made: Mapping[str, Change], news: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Note changes until the next commit, and yield their patches."""
+        self._changes |= made
+        yield from zip(made, packed(list(made.values()), [news[name] for name in made]), strict=True)
 
     def commit(self, stamp: str) -> None:
         """Move the base on, and name it: the replicas have committed what was sent."""
-        for name, made in self._changes.items():
-            apply(self._tensors[name], made)
+        apply([self._tensors[name] for name in self._changes], list(self._changes.values()))
         self._changes.clear()
         self.stamp = stamp
 
@@ -185,21 +184,51 @@ class Base:
             made = self._changes.get(name)
             if made is not None:
                 tensor = tensor.clone()
-                apply(tensor, made)
+                apply([tensor], [made])
             yield name, tensor
 
 
-def in_format(name: str, tensor: Tensor, fp8: Collection[str]) -> dict[str, Tensor]:
-    """Return a trainer's tensor in the format of a base, by name: E4M3 and its scales if it is named in `fp8`.
+def _batches(pairs: Iterable[object]) -> Iterator[dict[str, Tensor]]:
+    """Yield a trainer's tensors, about BATCH bytes at a time. Raises ConfigError as pair_of and refuse_reused do."""
+    batch: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    size = 0
+
+    def checked() -> dict[str, Tensor]:
+        for name, count in counts.items():
+            refuse_reused(name, batch[name], count)
+        return batch
+
+    for item in pairs:
+        name, tensor = pair_of(item)
+        if name in batch:
+            raise ConfigError(f"{name} came twice")
+        batch[name] = gathered(tensor)
+        counts[name] = writes(batch[name])
+        size += batch[name].nbytes
+        if size >= BATCH:
+            yield checked()
+            batch, counts, size = {}, {}, 0
+    yield checked()
+
+
+def in_format(tensors: Mapping[str, Tensor], fp8: Collection[str]) -> dict[str, dict[str, Tensor]]:
+    """Return each of a trainer's tensors in the format of a base, by name: E4M3 and its scales if `fp8` names it.
 
     One that is quantised already stays as it is.
     """
     import torch
 
-    matrices = gathered(tensor)
-    if name not in fp8 or tensor.element_size() == 1:
-        return {name: matrices}
-    parts = quantized(list(matrices.reshape(-1, *matrices.shape[-2:])))
-    stacks = (torch.stack([part[which] for part in parts]) for which in (0, 1))
-    shaped = [stack.reshape(*matrices.shape[:-2], *stack.shape[-2:]) for stack in stacks]
-    return {name: shaped[0], name + SCALE_SUFFIX: shaped[1]}
+    parts = {name: {name: tensor} for name, tensor in tensors.items()}
+    by_device: dict[torch.device, dict[str, list[Tensor]]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if name in fp8 and tensor.element_size() > 1:
+            by_device[tensor.device][name] = list(tensor.reshape(-1, *tensor.shape[-2:]))
+    for matrices in by_device.values():
+        made = iter(quantized([each for some in matrices.values() for each in some]))
+        for name, some in matrices.items():
+            stacks = zip(*(next(made) for _ in some), strict=True)
+            lead = tensors[name].shape[:-2]
+            q, scales = (torch.stack(each).reshape(*lead, *each[0].shape) if lead else each[0] for each in stacks)
+            parts[name] = {name: q, name + SCALE_SUFFIX: scales}
+    return parts

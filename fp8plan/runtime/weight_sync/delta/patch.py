@@ -1,30 +1,41 @@
-"""The change of one tensor as bytes: where its values changed, and the new ones.
+"""The changes of tensors as bytes: where their values changed, and the new ones.
 
-A step of RL changes few values (docs/evidence/change_ratios.md). A patch holds the new values themselves, so applying
-it twice does no harm. Its places take the shortest of four forms:
+A step of RL changes few values (docs/evidence/change_ratios.md). A patch holds the new values of one tensor themselves,
+so applying it twice does no harm. Its places take the shortest of four forms:
 
     GAPS_1, GAPS_2  the unchanged values before each changed one, in 1 or 2 bytes. The largest number of that size
                     stands for as many unchanged values and no changed one
     BITMAP          a bit for each value, from the lowest bit of a byte on
     DENSE           no places: all values of the tensor
 
-    bytes of a patch: HEADER int64 (form and changed values, bytes of places, checksum of all that follows)
+    bytes of a patch: HEADER int64 (form and changed values, bytes of places, CRC-32 of all that follows)
                       | digests of the new tensor's tiles, int32 | places | values
 
 Values are stored by planes: the first bytes of all values, then the second ones. So a general compressor finds the
 bytes that are alike, such as the exponents of BF16.
+
+Patches lie in the CPU's memory. The tensors' device turns places into bytes and back, those of many tensors at once,
+as launches for each tensor would take longer than the work.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.weight_changes import DIGEST_BYTES, LARGEST_GAPS, PATCH_HEADER
-from fp8plan.runtime.weight_sync.delta.tiles import TILE, bits, compared, digests, flat, tiles
+from fp8plan.runtime.weight_sync.delta import places as places_of
+from fp8plan.runtime.weight_sync.delta.tiles import bits, compared, digests, flat, tiles
+from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +43,10 @@ if TYPE_CHECKING:
 
 DENSE, GAPS_1, GAPS_2, BITMAP = range(4)  # the number of a form of gaps is the bytes of a gap
 FORMS: Final = 4
-HEADER: Final = PATCH_HEADER // 8
-FEW_VALUES: Final = 2**20  # fewer changed values are packed on the CPU: launches would take longer
+HEADER: Final = struct.Struct("<qqq")
+assert HEADER.size == PATCH_HEADER
+
+Bytes = NDArray[np.uint8]
 
 
 class Change(NamedTuple):
@@ -41,7 +54,7 @@ class Change(NamedTuple):
 
     places:  their places in the flat tensor, int64 [changed], rising; None: all values, in order
     words:   their bit patterns, an integer dtype of the tensor's size [changed]
-    digests: of the tensor's tiles after the change, int32 [rows of tiles, columns of tiles]
+    digests: of the tensor's tiles after the change, int32 [rows of tiles, columns of tiles], on any device
     """
 
     places: Tensor | None
@@ -49,52 +62,18 @@ class Change(NamedTuple):
     digests: Tensor
 
 
-def change(base: Tensor, new: Tensor) -> Change | None:
-    """Return what has changed from `base` to `new`; None for nothing. As `changes`."""
-    return changes([(base, new)])[0]
-
-
 def changes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Change | None]:
     """Return what has changed in each pair of a base and a new tensor; None for nothing.
 
-    A Change has all values where that takes no more bytes than the changed ones with their places. Few changes on a GPU
-    come to the CPU, where they are packed.
-
     pairs: alike in shape, dtype and device, contiguous
     """
-
-    if not pairs:
-        return []
     news = [new for _, new in pairs]
-    places, own = map(list, zip(*compared(news, [base for base, _ in pairs]), strict=True))
-    counts = [each.numel() for each in places]
-    words = [bits(new).view(-1)[where] for new, where in zip(news, places, strict=True)]
-    if any(each.is_cuda for each in places) and sum(counts) <= FEW_VALUES:
-        moved = iter(_on_cpu([*places, *words, *own]))
-        places, words, own = ([next(moved) for _ in pairs] for _ in range(3))
-    return [_shortest(new, Change(*parts)) for new, *parts in zip(news, places, words, own, strict=True)]
-
-
-def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors on the CPU, by one copy for each dtype and device."""
-    import torch
-
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        groups[tensor.dtype, tensor.device].append(tensor.flatten())
-    parts = {key: iter(torch.cat(some).cpu().split([each.numel() for each in some])) for key, some in groups.items()}
-    return [next(parts[tensor.dtype, tensor.device]).view(tensor.shape) for tensor in tensors]
-
-
-def _shortest(new: Tensor, made: Change) -> Change | None:
-    """Return a Change, or that of all values if it takes no more bytes; None for nothing."""
-    assert made.places is not None
-    if not made.places.numel():
-        return None
-    shortest = min(_sizes(_gaps(made.places), new.numel()))
-    if shortest + made.places.numel() * new.element_size() >= new.nbytes:
-        return whole(new)
-    return made
+    places, own = [], []
+    for each in compared(news, [base for base, _ in pairs]):
+        places.append(each.places)
+        own.append(each.digests)
+    words = places_of.read(news, places)
+    return [Change(*made) if made[0].numel() else None for made in zip(places, words, own, strict=True)]
 
 
 def whole(new: Tensor) -> Change:
@@ -103,107 +82,252 @@ def whole(new: Tensor) -> Change:
     return Change(None, words.flatten().clone(), digests([words.view(flat(new.shape))])[0])
 
 
-def apply(base: Tensor, made: Change) -> None:
-    """Write a Change into `base`, which is contiguous."""
-    words = bits(base).view(-1)
-    if made.places is None:
-        words.copy_(made.words)
-    else:
-        words[made.places.to(words.device)] = made.words.to(words.device)
+def apply(tensors: Sequence[Tensor], made: Sequence[Change]) -> None:
+    """Write a Change into each tensor. Both are on one device, tensors contiguous."""
+    sparse = [
+        (places_of.whole(tensor), *each[:2])
+        for tensor, each in zip(tensors, made, strict=True)
+        if each.places is not None
+    ]
+    for tensor, each in zip(tensors, made, strict=True):
+        if each.places is None:
+            bits(tensor).view(-1).copy_(each.words)
+    if sparse:
+        places_of.write(*zip(*sparse, strict=True))
 
 
-def _checksum(data: Tensor) -> int:
-    """Return a checksum of bytes, which tells a damaged patch."""
+def packed(made: Sequence[Change], news: Sequence[Tensor]) -> list[Tensor]:
+    """Return the patch of each Change, uint8 [bytes] on the CPU.
+
+    news: the tensors after the changes. A patch holds all values where that takes no more bytes
+    """
     import torch
 
-    spare = -data.numel() % TILE[1]
-    (own,) = digests([torch.nn.functional.pad(data, (0, spare)).view(-1, TILE[1])])
-    rows = own.flatten().long()
-    return int((rows * (2 * torch.arange(rows.numel(), device=rows.device) + 1)).sum())
+    forms, places = [DENSE] * len(made), [np.empty(0, dtype=np.uint8)] * len(made)
+    for numbers in _by(made, lambda each: each.places is not None and each.words.device):
+        streams = _placed([made[number] for number in numbers], [news[number] for number in numbers])
+        for number, (form, stream) in zip(numbers, streams, strict=True):
+            forms[number], places[number] = form, stream
+    words = [
+        each.words if each.places is None or form != DENSE else bits(new).view(-1)
+        for each, form, new in zip(made, forms, news, strict=True)
+    ]
+    parts = zip(
+        forms,
+        words,
+        _on_cpu([each.digests for each in made]),
+        places,
+        _on_cpu([_planes(each) for each in words]),
+        strict=True,
+    )
+    patches = []
+    for form, changed, *body in parts:
+        checksum = 0
+        for part in body:
+            checksum = crc32(part.data, checksum)
+        header = HEADER.pack(form + FORMS * changed.numel(), body[1].size, checksum)
+        patches.append(torch.from_numpy(np.concatenate([np.frombuffer(header, dtype=np.uint8), *body])))
+    return patches
 
 
-def packed(made: Change, size: int) -> Tensor:
-    """Return the patch of a Change as bytes, uint8 [bytes] on the Change's device. size: values in the tensor"""
+def _by(items: Sequence[Any], key: Any) -> Iterable[list[int]]:
+    """Return the numbers of items with one key; those whose key is False or None are left out."""
+    groups = defaultdict(list)
+    for number, item in enumerate(items):
+        if (group := key(item)) not in (False, None):
+            groups[group].append(number)
+    return groups.values()
+
+
+def _planes(words: Tensor) -> Tensor:
+    """Return the first bytes of all values, then the second ones."""
     import torch
 
-    item, count = made.words.element_size(), made.words.numel()
-    form, places = DENSE, made.words.new_empty(0, dtype=torch.uint8)
-    if made.places is not None:
-        form, places = _placed(made.places, size)
-    planes = made.words.view(torch.uint8).view(count, item).t().reshape(-1)
-    body = torch.cat([made.digests.reshape(-1).view(torch.uint8), places, planes])
-    numbers = [form + FORMS * count, places.numel(), _checksum(body)]
-    header = torch.tensor(numbers, dtype=torch.int64, device=body.device)
-    return torch.cat([header.view(torch.uint8), body])
+    item = words.element_size()
+    return words.view(torch.uint8) if item == 1 else words.view(torch.uint8).view(-1, item).t().reshape(-1)
 
 
-def _gaps(places: Tensor) -> Tensor:
+def _on_cpu(tensors: Sequence[Tensor]) -> list[Bytes]:
+    """Return the bytes of tensors, by one copy for each dtype and device."""
     import torch
 
-    return torch.diff(places, prepend=places.new_full((1,), -1)) - 1
+    parts: dict[int, Bytes] = {}
+    for numbers in _by(tensors, lambda tensor: (tensor.dtype, tensor.device)):
+        some = [tensors[number].reshape(-1) for number in numbers]
+        data = torch.cat(some).cpu().numpy().view(np.uint8)
+        cuts = list(accumulate(tensor.nbytes for tensor in some))[:-1]
+        parts.update(zip(numbers, np.split(data, cuts), strict=True))
+    return [parts[number] for number in range(len(tensors))]
 
 
-def _sizes(gaps: Tensor, size: int) -> tuple[int, int, int]:
-    """Return the bytes of the places as GAPS_1, GAPS_2 and BITMAP."""
-    skips = [int((gaps // most).sum()) for most in LARGEST_GAPS.values()]
-    return gaps.numel() + skips[0], 2 * (gaps.numel() + skips[1]), -(-size // 8)
-
-
-def _placed(places: Tensor, size: int) -> tuple[int, Tensor]:
-    """Return the shortest form of the places, and their bytes."""
+def sums(values: Tensor, cuts: Tensor) -> Tensor:
+    """Return the sum of each part of values, int64 [parts]. cuts: where parts begin and end, int64 [parts + 1]"""
     import torch
 
-    gaps = _gaps(places)
-    sizes = _sizes(gaps, size)
-    form = (GAPS_1, GAPS_2, BITMAP)[sizes.index(min(sizes))]
-    if form == BITMAP:
-        mask = places.new_zeros(-(-size // 8) * 8, dtype=torch.uint8)
-        mask[places] = 1
-        return form, (mask.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1).to(torch.uint8)
-    most = LARGEST_GAPS[form]
-    skips = gaps // most
-    ends = torch.cumsum(skips + 1, 0)
-    stream = gaps.new_full((int(ends[-1]),), most)
-    stream[ends - 1] = gaps - skips * most
-    if form == GAPS_1:
-        return form, stream.to(torch.uint8)
-    return form, torch.where(stream < 2**15, stream, stream - 2**16).to(torch.int16).view(torch.uint8)
+    total = torch.nn.functional.pad(torch.cumsum(values, 0, dtype=torch.int64), (1, 0))
+    return total[cuts].diff()
 
 
-def unpacked(patch: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Change:
-    """Return the Change in a patch of a tensor of this dtype and shape. Raises ConfigError for other bytes."""
+def _placed(made: Sequence[Change], news: Sequence[Tensor]) -> list[tuple[int, Bytes]]:
+    """Return the shortest form of each Change's places, and their bytes."""
     import torch
 
-    size, item, height_width = prod(shape), dtype.itemsize, tiles(shape, dtype.itemsize)
-    if patch.numel() < 8 * HEADER:
-        raise ConfigError(f"a patch of {patch.numel()} bytes; allowed: {8 * HEADER} and more")
-    form_count, long, checksum = patch[: 8 * HEADER].clone().view(torch.int64).tolist()
+    places = [each.places for each in made if each.places is not None]
+    counts = [each.numel() for each in places]
+    every = torch.cat(places)
+    cuts = _cuts(counts, every.device)
+    gaps = torch.diff(every, prepend=every[:1]) - 1
+    gaps[cuts[:-1]] = every[cuts[:-1]]
+    skips = {form: gaps // most for form, most in LARGEST_GAPS.items()}
+    skipped = torch.stack([sums(each, cuts) for each in skips.values()]).tolist()
+    owner = torch.repeat_interleave(cuts.diff(), output_size=len(every))
+    forms, numbers_in = [], np.empty((len(counts), len(skips)), dtype=np.int64)
+    for number, (count, new) in enumerate(zip(counts, news, strict=True)):
+        numbers_in[number] = [count + each[number] for each in skipped]
+        sizes = {form: form * int(n) for form, n in zip(LARGEST_GAPS, numbers_in[number], strict=True)}
+        sizes[BITMAP] = -(-new.numel() // 8)
+        shortest = min(sizes, key=sizes.__getitem__)
+        forms.append(DENSE if sizes[shortest] + count * new.element_size() >= new.nbytes else shortest)
+    streams: list[Bytes] = [np.empty(0, dtype=np.uint8)] * len(counts)
+    for column, (form, most) in enumerate(LARGEST_GAPS.items()):
+        numbers = [number for number, each in enumerate(forms) if each == form]
+        if numbers:
+            chosen = torch.tensor([each == form for each in forms], device=every.device)[owner]
+            own, own_skips = gaps[chosen], skips[form][chosen]
+            ends = torch.cumsum(own_skips + 1, 0)
+            lengths = numbers_in[numbers, column]
+            stream = torch.full((int(lengths.sum()),), most, dtype=torch.int32, device=every.device)
+            stream[ends - 1] = (own - own_skips * most).int()
+            data = stream.view(torch.uint8).view(-1, 4)[:, :form].contiguous().view(-1).cpu().numpy()  # little-endian
+            for number, part in zip(numbers, np.split(data, np.cumsum(form * lengths)[:-1]), strict=True):
+                streams[number] = part
+    for number, form in enumerate(forms):
+        if form == BITMAP:
+            streams[number] = _bitmap(places[number], news[number].numel())
+    return list(zip(forms, streams, strict=True))
+
+
+def _bitmap(places: Tensor, size: int) -> Bytes:
+    import torch
+
+    mask = places.new_zeros(-(-size // 8) * 8, dtype=torch.uint8)
+    mask[places] = 1
+    shifted = mask.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=mask.device)
+    data: Bytes = shifted.sum(1, dtype=torch.uint8).cpu().numpy()
+    return data
+
+
+def _cuts(counts: Sequence[int], device: torch.device) -> Tensor:
+    import torch
+
+    return torch.tensor([0, *accumulate(counts)], device=device)
+
+
+class _Parts(NamedTuple):
+    """The parts of one patch."""
+
+    entry: Entry
+    form: int
+    changed: int
+    digests: Bytes
+    places: Bytes
+    planes: Bytes
+
+
+def unpacked(patches: Sequence[Tensor], entries: Sequence[Entry], device: torch.device) -> list[Change]:
+    """Return the Changes in patches on the CPU, with their places and words on a device.
+
+    Raises ConfigError, with the tensor's name, for other bytes than a patch of that tensor.
+    """
+    parts = [_parts(patch, entry) for patch, entry in zip(patches, entries, strict=True)]
+    places: dict[int, Tensor] = {}
+    for form in LARGEST_GAPS:
+        numbers = [number for number, each in enumerate(parts) if each.form == form]
+        if numbers:
+            places.update(zip(numbers, _located(form, [parts[number] for number in numbers], device), strict=True))
+    places.update((number, _marked(each, device)) for number, each in enumerate(parts) if each.form == BITMAP)
+    words = _words(parts, device)
+    return [Change(places.get(number), words[number], _digests(each)) for number, each in enumerate(parts)]
+
+
+def _parts(patch: Tensor, entry: Entry) -> _Parts:
+    """Cut a patch into its parts."""
+    data, item = patch.numpy(), dtype_named(entry.dtype).itemsize
+    if data.size < HEADER.size:
+        raise ConfigError(f"{entry.name}: a patch of {data.size} bytes; allowed: {HEADER.size} and more")
+    form_count, long, checksum = HEADER.unpack_from(data.data)
     count, form = divmod(form_count, FORMS)
-    lengths = [8 * HEADER, DIGEST_BYTES * prod(height_width), long, count * item]
-    if min(lengths) < 0 or sum(lengths) != patch.numel() or count > size:
-        raise ConfigError("the bytes of a patch do not fit its tensor: they are another tensor's, or damaged")
-    if _checksum(patch[8 * HEADER :]) != checksum:
-        raise ConfigError("the bytes of a patch are damaged")
-    _, tile_bytes, places, planes = patch.split(lengths)
-    values = torch.empty(count, item, dtype=torch.uint8, device=patch.device)  # aligned, as a part of bytes is not
-    words = bits(values.copy_(planes.view(item, count).t()).view(-1).view(dtype))
-    where = None if form == DENSE else _places(form, places, size)
-    if (size if where is None else where.numel()) != count:
-        raise ConfigError("a patch has other places than values: it is damaged")
-    if where is not None and count and not 0 <= int(where[-1]) < size:
-        raise ConfigError("a patch has places outside of its tensor: it is damaged")
-    return Change(where, words, tile_bytes.clone().view(torch.int32).view(height_width))  # a clone, to be aligned
+    lengths = [DIGEST_BYTES * prod(tiles(entry.shape, item)), long, count * item]
+    body = data[HEADER.size :]
+    size = prod(entry.shape)
+    if min(lengths) < 0 or sum(lengths) != body.size or count > size or (form == DENSE and (count != size or long)):
+        raise ConfigError(
+            f"{entry.name}: the bytes of a patch do not fit its tensor: they are another tensor's, or damaged"
+        )
+    if crc32(body.data) != checksum:
+        raise ConfigError(f"{entry.name}: the bytes of a patch are damaged")
+    cuts = np.split(body, np.cumsum(lengths[:-1]))
+    return _Parts(entry, form, count, *cuts)
 
 
-def _places(form: int, places: Tensor, size: int) -> Tensor:
+def _located(form: int, parts: Sequence[_Parts], device: torch.device) -> list[Tensor]:
+    """Return the places of patches with this form of gaps."""
     import torch
 
-    if form == BITMAP:
-        flags = (places.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=places.device)) & 1
-        return flags.flatten()[:size].nonzero().flatten()
-    if form not in (GAPS_1, GAPS_2) or places.numel() % form:
-        raise ConfigError("a patch has gaps of half a number: it is damaged")
-    most = LARGEST_GAPS[form]
-    stream = places.long() if form == GAPS_1 else places.clone().view(torch.int16).long() & 65535
+    for each in parts:
+        if each.places.size % form:
+            raise ConfigError(f"{each.entry.name}: a patch has gaps of half a number: it is damaged")
+    data, most = torch.from_numpy(np.concatenate([each.places for each in parts])).to(device), LARGEST_GAPS[form]
+    stream = data.long() if form == 1 else data.view(torch.int16).long() & most
     changed = stream != most
-    return (torch.cumsum(stream + changed, 0) - 1)[changed]
+    lengths, counts = [each.places.size // form for each in parts], [each.changed for each in parts]
+    cuts = _cuts(lengths, device)
+    steps = stream + changed
+    own, ends = torch.stack([sums(changed, cuts), sums(steps, cuts)]).tolist()
+    for each, count, end in zip(parts, own, ends, strict=True):
+        if count != each.changed:
+            raise ConfigError(f"{each.entry.name}: a patch has other places than values: it is damaged")
+        if end > prod(each.entry.shape):
+            raise ConfigError(f"{each.entry.name}: a patch has places outside of its tensor: it is damaged")
+    total = torch.cumsum(steps, 0)
+    before = torch.nn.functional.pad(total, (1, 0))[cuts[:-1]]
+    owner = torch.repeat_interleave(torch.tensor(counts, device=device), output_size=sum(counts))
+    return list((total[changed] - 1 - before[owner]).split(counts))
+
+
+def _marked(part: _Parts, device: torch.device) -> Tensor:
+    """Return the places of a patch with a bitmap."""
+    import torch
+
+    size = prod(part.entry.shape)
+    data = torch.from_numpy(part.places.copy()).to(device)
+    flags = (data.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+    places = flags.flatten().nonzero().flatten()
+    if places.numel() != part.changed:
+        raise ConfigError(f"{part.entry.name}: a patch has other places than values: it is damaged")
+    if part.changed and int(places[-1]) >= size:
+        raise ConfigError(f"{part.entry.name}: a patch has places outside of its tensor: it is damaged")
+    return places
+
+
+def _words(parts: Sequence[_Parts], device: torch.device) -> list[Tensor]:
+    """Return the values of patches, by one copy to the device."""
+    import torch
+
+    if not parts:
+        return []
+    data = torch.from_numpy(np.concatenate([each.planes for each in parts])).to(device)
+    words = []
+    for each, planes in zip(parts, data.split([each.planes.size for each in parts]), strict=True):
+        item = dtype_named(each.entry.dtype).itemsize
+        values = planes if item == 1 else planes.view(item, each.changed).t().flatten().clone()  # aligned
+        words.append(bits(values.view(dtype_named(each.entry.dtype))))
+    return words
+
+
+def _digests(part: _Parts) -> Tensor:
+    import torch
+
+    return torch.from_numpy(part.digests.copy().view(np.int32)).view(
+        tiles(part.entry.shape, dtype_named(part.entry.dtype).itemsize)
+    )

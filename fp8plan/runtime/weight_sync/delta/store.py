@@ -191,7 +191,7 @@ class Publisher:
             nbytes = self._store.write_patches(f"{version:08d}.patches", patches, self._codec)
         whole_bytes = 0
         if (version - latest["first"]) % self._every == 0:
-            everything = ((name, packed(whole(tensor), tensor.numel())) for name, tensor in base.pairs())
+            everything = ((name, packed([whole(tensor)], [tensor])[0]) for name, tensor in base.pairs())
             whole_bytes = self._store.write_patches(f"{version:08d}.whole", everything, self._codec)
         chain = [*latest["chain"], {"version": version, "stamp": stamp, "whole": bool(whole_bytes)}]
         kept = _kept(chain)

@@ -101,11 +101,11 @@ def _for_kernel(matrix: Tensor) -> bool:
     """Return True if the kernel can read a matrix: on a GPU, in aligned words."""
     item = matrix.element_size()
     aligned = not (matrix.data_ptr() % WORD or matrix.shape[1] * item % WORD or matrix.stride(0) * item % WORD)
-    return matrix.is_cuda and aligned and matrix.stride(1) == 1 and _has_triton()
+    return matrix.is_cuda and aligned and matrix.stride(1) == 1 and has_triton()
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return find_spec("triton") is not None
 
 

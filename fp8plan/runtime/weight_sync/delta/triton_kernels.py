@@ -1,7 +1,10 @@
-"""The Triton kernel of fp8plan.runtime.weight_sync.delta.tiles: a program for each tile of many matrices.
+"""The Triton kernels of a sparse sync. Each launch serves many tensors.
 
-A table tells it the places of the matrices, and `owners` the row of each program. Where two matrices are compared, a
-bit marks each value that differs. Marks have an eighth of the bytes of E4M3, so that torch finds the places in them.
+`_tiles` has a program for each tile (fp8plan.runtime.weight_sync.delta.tiles). Where two matrices are compared, a bit
+marks each value that differs. Marks have an eighth of the bytes of E4M3, so that torch finds the places in them.
+`_values` reads or writes single values (fp8plan.runtime.weight_sync.delta.places).
+
+A table tells a kernel the addresses of the matrices, and `owners` the table's row of each program or value.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 # Address and row stride in words of a matrix and of the other one, rows, words of a row, first program, first mark.
@@ -22,8 +26,13 @@ COLUMNS = 8
 STEP = 16  # rows that a program reads at a time
 WARPS = 4
 WORD = 4  # bytes
+VECTOR = 4  # words that a thread reads at once, from addresses that allow it
+LONG = 8  # bytes of marks that are searched at once, before each of them is
+# Address, row stride in values, top, left, rows and columns of a part, and columns of the flat tensor.
+PART_COLUMNS = 7
+BLOCK = 1024  # values of a program
 
-_COLUMNS, _STEP = tl.constexpr(COLUMNS), tl.constexpr(STEP)
+_COLUMNS, _STEP, _PART_COLUMNS = tl.constexpr(COLUMNS), tl.constexpr(STEP), tl.constexpr(PART_COLUMNS)
 
 
 def digests(matrices: Sequence[Tensor], constants: Tensor) -> list[Tensor]:
@@ -40,16 +49,19 @@ def compared(
     marked_values: that a byte of marks stands for; columns are multiples of it
     """
     sizes = [mine.numel() // marked_values for mine, _ in pairs]
-    marks = torch.empty(sum(sizes), dtype=torch.uint8, device=constants.device)
+    marks = torch.empty(ceil(sum(sizes) / LONG) * LONG, dtype=torch.uint8, device=constants.device)
+    marks[-LONG:] = 0
     own = _run(pairs, constants, marks, marked_values)
-    marked = marks.nonzero().flatten()
+    long = marks.view(torch.int64).nonzero().flatten()
+    which, byte = marks.view(-1, LONG)[long].nonzero(as_tuple=True)
+    marked = long[which] * LONG + byte
     flags = marks[marked].unsqueeze(1) >> torch.arange(marked_values, dtype=torch.uint8, device=marks.device) & 1
     byte, bit = flags.nonzero(as_tuple=True)
     places = marked[byte] * marked_values + bit
-    starts = [marked_values * start for start in accumulate(sizes, initial=0)]
-    cuts = torch.searchsorted(places, torch.tensor(starts, device=places.device)).tolist()
-    for start, first, last, each in zip(starts, cuts, cuts[1:], own, strict=False):
-        yield places[first:last] - start, each
+    starts = torch.tensor([marked_values * start for start in accumulate(sizes, initial=0)], device=places.device)
+    counts = torch.searchsorted(places, starts).diff()
+    places -= starts[torch.repeat_interleave(counts, output_size=places.numel())]
+    yield from zip(places.split(counts.tolist()), own, strict=True)
 
 
 def _run(
@@ -70,20 +82,50 @@ def _run(
         ],
         dtype=np.int64,
     )
-    numbers = torch.from_numpy(np.concatenate([table.ravel(), np.repeat(np.arange(len(pairs)), counts)]))
-    on_device = (numbers.pin_memory() if constants.is_cuda else numbers).to(constants.device, non_blocking=True)
+    on_device = _moved(np.concatenate([table.ravel(), np.repeat(np.arange(len(pairs)), counts)]), constants.device)
     out = torch.empty(sum(counts), dtype=torch.int32, device=constants.device)
     values = WORD // pairs[0][0].element_size()
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         _tiles[(len(out),)](
             on_device, on_device[table.size :], constants, out, marks, ROWS=height, WORDS=width, VALUES=values,
-            MARKED=marked_values, COMPARE=marks is not None, num_warps=WARPS,
+            MARKED=marked_values, COMPARE=marks is not None, VECTOR=_vector(table), num_warps=WARPS,
         )  # fmt: skip
     return [part.view(shape) for part, shape in zip(out.split(counts), shapes, strict=True)]
 
 
 def _place(matrix: Tensor) -> tuple[int, int]:
     return matrix.data_ptr(), matrix.stride(0) * matrix.element_size() // WORD
+
+
+def _vector(table: NDArray[np.int64]) -> int:
+    """Return the words that a thread can read at once of all matrices of a table."""
+    aligned = not (table[:, [0, 2]] % (VECTOR * WORD)).any() and not (table[:, [1, 3, 5]] % VECTOR).any()
+    return VECTOR if aligned else 1
+
+
+def _moved(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return numbers on a device, int64."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def values(rows: Sequence[Sequence[int]], counts: Sequence[int], places: Tensor, words: Tensor, *, write: bool) -> None:
+    """Write words to places, or read them from there.
+
+    rows:   of the table, one for each part
+    counts: places of each part
+    places: int64 [sum of counts]
+    words:  as the parts' values [sum of counts]
+    """
+    item = words.element_size()
+    table = np.array(rows, dtype=np.int64).ravel()
+    on_device = _moved(np.concatenate([table, np.array(counts, dtype=np.int64)]), words.device)
+    owners = torch.repeat_interleave(on_device[table.size :], output_size=len(words))
+    if len(words):
+        with torch.cuda.device(words.device) if words.is_cuda else nullcontext():
+            _values[(ceil(len(words) / BLOCK),)](
+                on_device, owners, places, words, len(words), ITEM=item, SIZE=BLOCK, WRITE=write
+            )
 
 
 @triton.jit
@@ -98,13 +140,19 @@ def _tiles(
     VALUES: tl.constexpr,
     MARKED: tl.constexpr,
     COMPARE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """Digest a tile, and mark where it differs from the other one. VALUES: of a word"""
+    """Digest a tile, and mark where it differs from the other one.
+
+    VALUES: of a word; VECTOR: words that addresses, strides and rows are multiples of
+    """
     program = tl.program_id(0)
     entry = table + tl.load(owners + program) * _COLUMNS
-    mine, stride = tl.load(entry).to(tl.pointer_type(tl.int32)), tl.load(entry + 1)
-    other, other_stride = tl.load(entry + 2).to(tl.pointer_type(tl.int32)), tl.load(entry + 3)
-    rows, words = tl.load(entry + 4), tl.load(entry + 5)
+    mine = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.int32)), VECTOR * 4)
+    other = tl.multiple_of(tl.load(entry + 2).to(tl.pointer_type(tl.int32)), VECTOR * 4)
+    stride = tl.multiple_of(tl.load(entry + 1), VECTOR)
+    other_stride = tl.multiple_of(tl.load(entry + 3), VECTOR)
+    rows, words = tl.load(entry + 4), tl.multiple_of(tl.load(entry + 5), VECTOR)
     tile = program - tl.load(entry + 6)
     across = tl.cdiv(words, WORDS)
     top, left = tile // across * ROWS, tile % across * WORDS
@@ -136,3 +184,23 @@ def _tiles(
             place = marks + tl.load(entry + 7) + row * across_marks + mark
             tl.store(place, byte.to(tl.uint8), (row < rows) & (mark < across_marks))
     tl.store(digests + program, (tl.sum(tl.sum(total, 1), 0) >> 32).to(tl.int32))
+
+
+@triton.jit
+def _values(table, owners, places, words, count, ITEM: tl.constexpr, SIZE: tl.constexpr, WRITE: tl.constexpr):
+    """Read or write the values at some places. ITEM: bytes of a value; SIZE: values of a program"""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    valid = at < count
+    entry = table + tl.load(owners + at, valid, 0) * _PART_COLUMNS
+    width, place = tl.load(entry + 6, valid, 1), tl.load(places + at, valid, 0)
+    row = place // width
+    column = place - row * width - tl.load(entry + 3, valid, 0)
+    row -= tl.load(entry + 2, valid, 0)
+    inside = valid & (row >= 0) & (row < tl.load(entry + 4, valid, 0))
+    inside = inside & (column >= 0) & (column < tl.load(entry + 5, valid, 0))
+    address = tl.load(entry, valid, 0) + (row * tl.load(entry + 1, valid, 0) + column) * ITEM
+    pointer = address.to(words.dtype)
+    if WRITE:
+        tl.store(pointer, tl.load(words + at, inside, 0), inside)
+    else:
+        tl.store(words + at, tl.load(pointer, inside, 0), valid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import log2
+from zlib import crc32
 
 import pytest
 import torch
@@ -17,13 +18,15 @@ from fp8plan.runtime.weight_sync.delta.patch import (
     GAPS_1,
     GAPS_2,
     HEADER,
-    _on_cpu,
+    Change,
     apply,
-    change,
+    changes,
     packed,
     unpacked,
+    whole,
 )
 from fp8plan.runtime.weight_sync.delta.tiles import bits, digests, flat
+from fp8plan.runtime.weight_sync.manifest import Entry, dtype_name
 
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 SHAPES = ((1,), (5,), (300, 700), (3, 130, 515), (129, 1), (1024, 1024))
@@ -40,10 +43,13 @@ def pair(seed: int, shape: tuple[int, ...], dtype: torch.dtype, share: float) ->
 
 
 def sent(base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-    made = change(base, new)
-    if made is None:
-        return None
-    return packed(made, new.numel())
+    (made,) = changes([(base, new)])
+    return None if made is None else packed([made], [new])[0]
+
+
+def read(patch: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Change:
+    (made,) = unpacked([patch], [Entry("w", dtype_name(dtype), shape)], torch.device("cpu"))
+    return made
 
 
 @settings(max_examples=60, deadline=None)
@@ -61,11 +67,11 @@ def test_a_patch_makes_the_new_tensor_of_the_base(
     if patch is None:
         assert torch.equal(bits(base), bits(new))
         return
-    assert patch.numel() <= new.nbytes + 8 * HEADER + 4 * digests([bits(new).view(flat(shape))])[0].numel()
-    made = unpacked(patch, dtype, shape)
+    assert patch.numel() <= new.nbytes + HEADER.size + 4 * digests([bits(new).view(flat(shape))])[0].numel()
+    made = read(patch, dtype, shape)
     assert torch.equal(made.digests, digests([bits(new).view(flat(shape))])[0])
     for _ in range(2):  # again does no harm
-        apply(base, made)
+        apply([base], [made])
         assert torch.equal(bits(base), bits(new))
 
 
@@ -102,7 +108,7 @@ def test_long_gaps_are_skipped_in_both_sizes() -> None:
         new[[0, far, far + 1, -1]] = 1.0
         patch = sent(base, new)
         assert patch is not None
-        apply(base, unpacked(patch, base.dtype, base.shape))
+        apply([base], [read(patch, base.dtype, base.shape)])
         assert torch.equal(base, new)
 
 
@@ -117,10 +123,10 @@ def test_a_damaged_patch_is_refused_or_its_digests_tell(
     at = data.draw(st.integers(0, patch.numel() - 1))
     patch[at] ^= data.draw(st.integers(1, 255))
     try:
-        made = unpacked(patch, dtype, new.shape)
+        made = read(patch, dtype, new.shape)
     except ConfigError:
         return
-    apply(base, made)
+    apply([base], [made])
     right = torch.equal(bits(base), bits(new)) and torch.equal(made.digests, digests([bits(new)])[0])
     assert right or not torch.equal(made.digests, digests([bits(base)])[0])
 
@@ -130,9 +136,9 @@ def test_a_patch_that_was_cut_is_refused(cut: int) -> None:
     patch = sent(*pair(0, (140, 600), torch.bfloat16, 0.02))
     assert patch is not None
     with pytest.raises(ConfigError, match="patch"):
-        unpacked(patch[:cut], torch.bfloat16, (140, 600))
+        read(patch[:cut], torch.bfloat16, (140, 600))
     with pytest.raises(ConfigError, match="another tensor's"):
-        unpacked(patch, torch.bfloat16, (14000, 600))
+        read(patch, torch.bfloat16, (14000, 600))
 
 
 def test_a_digest_sees_any_change_and_any_exchange() -> None:
@@ -150,8 +156,73 @@ def test_a_digest_sees_any_change_and_any_exchange() -> None:
     assert (digests([bits(exchanged)])[0] != own).any()
 
 
-def test_tensors_of_several_dtypes_come_to_the_cpu_in_their_order() -> None:
-    tensors = [torch.arange(6).view(2, 3), torch.arange(4, dtype=torch.uint8), torch.arange(0), torch.arange(5) + 7]
-    for mine, moved in zip(tensors, _on_cpu(tensors), strict=True):
-        assert mine.dtype == moved.dtype
-        assert torch.equal(mine, moved)
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(SHAPES),
+            st.sampled_from(DTYPES),
+            st.sampled_from([0.0, 1e-4, 1e-3, 0.02, 0.2, 0.6, 1.0, None]),
+        ),
+        max_size=6,
+    ),
+    st.integers(0, 2**31),
+)
+def test_patches_of_many_tensors_are_those_of_each(
+    cases: list[tuple[tuple[int, ...], torch.dtype, float | None]], seed: int
+) -> None:
+    """A share of None: all values are sent, as for tensors that vLLM reloads."""
+    pairs = [pair(seed + number, shape, dtype, share or 0.5) for number, (shape, dtype, share) in enumerate(cases)]
+    made = [
+        whole(new) if share is None else each
+        for (_, _, share), (_, new), each in zip(cases, pairs, changes(pairs), strict=True)
+    ]
+    kept = [number for number, each in enumerate(made) if each is not None]
+    some = [each for each in made if each is not None]
+    news, bases = ([pairs[number][which] for number in kept] for which in (1, 0))
+    patches = packed(some, news)
+    for patch, each, new in zip(patches, some, news, strict=True):
+        assert torch.equal(patch, packed([each], [new])[0])
+    entries = [
+        Entry(f"w{number}", dtype_name(new.dtype), tuple(new.shape)) for number, new in zip(kept, news, strict=True)
+    ]
+    apply(bases, unpacked(patches, entries, torch.device("cpu")))
+    for base, new in zip(bases, news, strict=True):
+        assert torch.equal(bits(base), bits(new))
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_a_damaged_patch_among_others_is_named(damaged: int) -> None:
+    pairs = [pair(number, (140, 600), torch.float8_e4m3fn, 0.01) for number in range(3)]
+    patches = packed([each for each in changes(pairs) if each is not None], [new for _, new in pairs])
+    patches[damaged][-1] ^= 1
+    entries = [Entry(f"w{number}", "float8_e4m3fn", (140, 600)) for number in range(3)]
+    with pytest.raises(ConfigError, match=f"w{damaged}: the bytes of a patch are damaged"):
+        unpacked(patches, entries, torch.device("cpu"))
+
+
+def forged(form: int, changed: int, places: list[int], values: list[int], shape: tuple[int, int]) -> torch.Tensor:
+    """A patch of E4M3 with a right checksum."""
+    body = bytes(4 * digests([torch.zeros(shape, dtype=torch.uint8)])[0].numel()) + bytes(places) + bytes(values)
+    data = HEADER.pack(form + FORMS * changed, len(places), crc32(body)) + body
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("form", "places", "message"),
+    [
+        (GAPS_1, [0, 0, 0], "other places than values"),
+        (GAPS_1, [0, 255], "other places than values"),
+        (GAPS_1, [255, 255], "other places than values"),
+        (GAPS_1, [3, 250], "outside of its tensor"),
+        (GAPS_2, [1, 0, 0, 9], "outside of its tensor"),
+        (GAPS_2, [1, 0, 0], "half a number"),
+        (BITMAP, [1] + 24 * [0], "other places than values"),
+        (BITMAP, [1] + 24 * [0] + [1], "outside of its tensor"),
+    ],
+)
+def test_places_that_do_not_fit_are_refused_before_anything_is_written(
+    form: int, places: list[int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(forged(form, 2, places, [1, 2], (10, 20)), torch.float8_e4m3fn, (10, 20))

@@ -58,7 +58,7 @@ def of_all(engine: RolloutEngine, tensors: Tensors) -> Any:
     """The digests after a sync of all tensors, quantised here."""
     from fp8plan.runtime.weight_sync.delta.base import in_format
 
-    parts = [in_format(name, tensor, engine.state.quantised) for name, tensor in tensors.items()]
+    parts = in_format(tensors, engine.state.quantised).values()
     engine.sync_weights({name: tensor for part in parts for name, tensor in part.items()})
     return digests(engine)
 

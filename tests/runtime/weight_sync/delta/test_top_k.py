@@ -47,7 +47,7 @@ def test_the_best_changes_are_sent(shape: tuple[int, ...], fp8: tuple[str, ...])
     """No other choice of as many changes leaves a smaller error: the squares add up, so the largest are best."""
     old = random(*shape)
     exact = drifted(old, 1, 0.001)
-    held, new = in_format(W, old, fp8), in_format(W, exact, fp8)
+    held, new = in_format({W: old}, fp8)[W], in_format({W: exact}, fp8)[W]
     if fp8:
         new[SCALES] = held[SCALES].clone()  # scales that move are another test's
         new[W] = torch.where(new[W].view(torch.uint8) == 0, held[W].view(torch.uint8), new[W].view(torch.uint8)).view(
@@ -69,7 +69,7 @@ def test_a_block_with_a_new_scale_is_sent_whole() -> None:
     old = random(256, 256)
     exact = drifted(old, 1, 0.0005)
     exact[130, 5] = 3.0  # in the block of rows 128 on, columns to 127
-    held, new = in_format(W, old, (W,)), in_format(W, exact, (W,))
+    held, new = in_format({W: old}, (W,))[W], in_format({W: exact}, (W,))[W]
     moved = new[SCALES] != held[SCALES]
     assert moved[1, 0]
     sent = thinned(new, held, exact, TopK(share=1e-6), Residual())
@@ -80,8 +80,8 @@ def test_a_block_with_a_new_scale_is_sent_whole() -> None:
 
 
 def test_all_changes_are_those_of_no_top_k() -> None:
-    held, exact = in_format(W, random(128, 256), (W,)), drifted(random(128, 256), 3)
-    new, residual = in_format(W, exact, (W,)), Residual()
+    held, exact = in_format({W: random(128, 256)}, (W,))[W], drifted(random(128, 256), 3)
+    new, residual = in_format({W: exact}, (W,))[W], Residual()
     sent = thinned(new, held, exact, TopK(share=1.0), residual)
     assert torch.equal(sent.view(torch.uint8), new[W].view(torch.uint8))
     assert residual.relative == 0
@@ -103,7 +103,7 @@ def test_a_residual_is_kept_and_a_tighter_one_sends_no_less(
 ) -> None:
     old = random(130, 257, seed=seed)
     exact, names = drifted(old, seed + 1, rate), (W,) if fp8 else ()
-    held, new = in_format(W, old, names), in_format(W, exact, names)
+    held, new = in_format({W: old}, names)[W], in_format({W: exact}, names)[W]
     counts = []
     for budget in (1e-30, *budgets):
         residual = Residual()
@@ -122,7 +122,7 @@ def test_a_residual_leaves_no_change_that_would_still_fit(fp8: tuple[str, ...]) 
     """With one change less sent, the residual of a matrix without new scales would be above the budget."""
     old = random(256, 256)
     exact = torch.where(old.abs() > 0.05, old, drifted(old, 1, 0.01).clamp(-0.05, 0.05))  # each block's largest stays
-    held, new = in_format(W, old, fp8), in_format(W, exact, fp8)
+    held, new = in_format({W: old}, fp8)[W], in_format({W: exact}, fp8)[W]
     assert SCALES not in new or torch.equal(new[SCALES], held[SCALES])
     sent, residual = thinned(new, held, exact, TopK(residual=1e-3), Residual()), Residual()
     count = changes(sent, held[W])
@@ -148,7 +148,7 @@ def test_a_residual_holds_in_every_sync_and_for_the_model() -> None:
 
 def test_a_matrix_that_is_not_finite_is_sent() -> None:
     for odd in (float("inf"), float("nan")):
-        held = in_format(W, random(128, 128), ())
+        held = in_format({W: random(128, 128)}, ())[W]
         exact = drifted(held[W], 1)
         exact[3, 5] = odd
         sent = thinned({W: exact}, held, exact, TopK(residual=0.5), Residual())
@@ -171,8 +171,8 @@ def test_a_sync_stays_within_its_bytes(seed: int, rate: float, nbytes: int) -> N
     assert "a" + SCALE_SUFFIX not in patches
     assert sum(patch.numel() for patch in patches.values()) <= nbytes
     live = dict(first)
-    for name, patch in patches.items():
-        apply(live[name], unpacked(patch, live[name].dtype, live[name].shape))
+    entries = [entry_of(name, live[name]) for name in patches]
+    apply([live[name] for name in patches], unpacked(list(patches.values()), entries, torch.device("cpu")))
     assert all(torch.equal(live[name], tensor) for name, tensor in base.pairs())
 
 
@@ -188,7 +188,7 @@ def test_long_gaps_in_a_large_matrix_stay_within_the_bytes(nbytes: int) -> None:
 def test_a_trainers_codes_and_too_few_bytes_are_refused_in_the_first_sync(tmp_path: Path) -> None:
     tensors = {"a": random(256, 256)}
     with pytest.raises(ConfigError, match="allowed with top_k: BF16, FP16 or FP32"):
-        list(Base((), "cpu", {"a"}, TopK(share=0.1)).recorded(in_format("a", tensors["a"], {"a"}).items()))
+        list(Base((), "cpu", {"a"}, TopK(share=0.1)).recorded(in_format({"a": tensors["a"]}, {"a"})["a"].items()))
     with pytest.raises(ConfigError, match="allowed for this model: more than"):
         Publisher(str(tmp_path), fp8=["a"], top_k=TopK(nbytes=20)).publish(tensors)
     assert not list(tmp_path.iterdir())
@@ -255,7 +255,7 @@ def test_patches_that_are_refused_heal_to_what_the_base_has(engine: RolloutEngin
     assert report.residual > 0
     assert engine.sync_weights(new).patched
     quantised = engine.state.quantised
-    codes = {part: x for name in new for part, x in in_format(name, new[name], quantised).items()}
+    codes = {name: x for parts in in_format(new, quantised).values() for name, x in parts.items()}
     with pytest.raises(SyncError, match="allowed with top_k: BF16, FP16 or FP32"):
         engine.sync_weights(codes)
 
