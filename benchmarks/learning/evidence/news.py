@@ -1,6 +1,6 @@
-"""The verdict of news.md beside this file: AdaptiveThresholds against constants, by a rule from before the runs.
+"""The verdicts of news.md and gates.md beside this file: laws against constants, by a rule from before their runs.
 
-python -m benchmarks.learning.evidence.news [NEWS.jsonl]      tables and the verdict; default: the committed runs
+python -m benchmarks.learning.evidence.news [NEWS.jsonl]      tables and verdicts; default: the committed runs
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final, NamedTuple
 
-from benchmarks.learning.arms import ARMS, JUDGED, NEWS_MASKS, NEWS_MORE
+from benchmarks.learning.arms import ARMS, GATES, JUDGED, NEWS_MASKS, NEWS_MORE
 from benchmarks.learning.arms import NEWS as NEWS_FIRST
 from benchmarks.learning.evidence.corrections import kept_runs, of_lines
 from benchmarks.learning.evidence.places import NEWS
@@ -26,7 +26,7 @@ MISMATCHES: Final = ("benign", *JUDGED)
 NEW: Final = ("growing", "spiking", "staler", "broken")  # where the law has to be ahead of C = 2
 USUAL: Final = "tis"
 CONSTANTS: Final = (USUAL, "tis-1.4")
-TRIES: Final = ("news", "news-free")
+TRIES: Final = {"news.md": ("news", "news-free"), "gates.md": ("ess", "mass")}  # plan -> its laws
 
 Rewards = Mapping[str, Mapping[Hashable, float]]
 
@@ -69,10 +69,10 @@ def failures(rewards: Rewards, law: str) -> Iterator[str]:
             )
 
 
-def verdict(rewards: Rewards) -> str:
-    """The rule's verdict on both tries, in Markdown."""
+def verdict(rewards: Rewards, tries: Sequence[str]) -> str:
+    """The rule's verdict on laws, in Markdown."""
     lines = []
-    for law in TRIES:
+    for law in tries:
         failed = list(failures(rewards, law))
         missing = [sentence for sentence in failed if sentence.endswith(MISSING)]
         said = "is not judged: " if missing else "does not hold: " if failed else "holds"
@@ -80,22 +80,22 @@ def verdict(rewards: Rewards) -> str:
     return "\n".join(lines)
 
 
-def shown(rewards: Rewards) -> str:
-    """The rewards of each arm under each mismatch, and the two margins of each try, in Markdown."""
-    arms = ("none", *CONSTANTS, "adaptive", "least-error", *TRIES)
+def shown(rewards: Rewards, tries: Sequence[str]) -> str:
+    """The rewards of each arm under each mismatch, and the two margins of each law of a plan, in Markdown."""
+    arms = ("none", *CONSTANTS, "adaptive", "least-error", *tries)
     heads = (
         "mismatch",
         "seeds",
         *arms,
-        *(f"{law} less {other}" for law in TRIES for other in ("C = 2", "best constant")),
+        *(f"{law} less {other}" for law in tries for other in ("C = 2", "best constant")),
     )
-    return table(heads, (_row(rewards, mismatch, arms) for mismatch in MISMATCHES))
+    return table(heads, (_row(rewards, mismatch, arms, tries) for mismatch in MISMATCHES))
 
 
-def _row(rewards: Rewards, mismatch: str, arms: Sequence[str]) -> list[str]:
+def _row(rewards: Rewards, mismatch: str, arms: Sequence[str], tries: Sequence[str]) -> list[str]:
     of = {name: rewards.get(f"{mismatch}-{name}", {}) for name in arms}
-    beside = [apart(of[law], of[name]) for law in TRIES for name in (USUAL, best_constant(rewards, mismatch))]
-    return [mismatch, str(len(of[TRIES[0]])), *(mean(list(of[name].values())) for name in arms), *beside]
+    beside = [apart(of[law], of[name]) for law in tries for name in (USUAL, best_constant(rewards, mismatch))]
+    return [mismatch, str(len(of[tries[0]])), *(mean(list(of[name].values())) for name in arms), *beside]
 
 
 def costs(path: Path) -> str:
@@ -108,7 +108,7 @@ def costs(path: Path) -> str:
 
 
 def _costs(runs: Mapping[str, Mapping[Hashable, dict[str, Any]]]) -> Iterator[list[str]]:
-    for arm in (name for name in (*NEWS_MORE, *NEWS_FIRST, *NEWS_MASKS) if name in runs):
+    for arm in (name for name in (*NEWS_MORE, *NEWS_FIRST, *GATES, *NEWS_MASKS) if name in runs):
         rows = list(runs[arm].values())
         cells = [ARMS[arm].mismatch, arm.removeprefix(f"{ARMS[arm].mismatch}-"), str(len(rows))]
         for column in ("clipped_mass", "lost_tokens", "ess"):
@@ -124,7 +124,9 @@ def main(words: Sequence[str] | None = None) -> None:
     paths = list(sys.argv[1:] if words is None else words)
     path = Path(paths[0]) if paths else NEWS
     rewards = of_lines(path).rewards
-    print(f"{shown(rewards)}\n\n{verdict(rewards)}\n\n{costs(path)}")
+    for plan, tries in TRIES.items():
+        print(f"{plan}\n\n{shown(rewards, tries)}\n\n{verdict(rewards, tries)}\n")
+    print(costs(path))
 
 
 if __name__ == "__main__":

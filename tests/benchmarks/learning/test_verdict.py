@@ -1,11 +1,20 @@
-"""The rule of evidence/news.md, on rewards whose verdict is known."""
+"""The rule of evidence/news.md and gates.md, on rewards whose verdict is known."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from benchmarks.learning.evidence import news
-from benchmarks.learning.evidence.news import MISMATCHES, NEW, SEEDS, best_constant, failures, margin, verdict
+from benchmarks.learning.evidence.news import (
+    MISMATCHES,
+    NEW,
+    SEEDS,
+    TRIES,
+    best_constant,
+    failures,
+    margin,
+    verdict,
+)
 from fp8plan import jsonl
 
 Of = dict[str, dict[int, float]]
@@ -20,14 +29,17 @@ def rewards(level: dict[str, float], seeds: int = SEEDS) -> Of:
     }
 
 
-LEVEL = {"none": 0.3, "tis": 0.5, "tis-1.4": 0.6, "news": 0.6, "news-free": 0.4}
+LEVEL = {"none": 0.3, "tis": 0.5, "tis-1.4": 0.6, "news": 0.6, "news-free": 0.4, "ess": 0.6, "mass": 0.5}
 
 
 def test_a_law_level_with_the_best_constant_and_ahead_of_the_usual_one_holds() -> None:
     assert list(failures(rewards(LEVEL), "news")) == []
-    said = verdict(rewards(LEVEL)).splitlines()
+    said = verdict(rewards(LEVEL), TRIES["news.md"]).splitlines()
     assert said[0] == "- `news` holds."
     assert said[1].startswith("- `news-free` does not hold: benign: below tis-1.4 by 0.20")
+    said = verdict(rewards(LEVEL), TRIES["gates.md"]).splitlines()
+    assert said[0] == "- `ess` holds."
+    assert said[1].startswith("- `mass` does not hold: benign: below tis-1.4 by 0.10")
 
 
 def test_a_law_level_with_the_usual_constant_is_not_ahead_where_the_mismatch_is_new() -> None:
@@ -70,6 +82,10 @@ def test_the_command_prints_the_table_and_the_verdict(tmp_path: Path, capsys) ->
     (tmp_path / "news.jsonl").write_bytes(b"".join(jsonl.line(row) for row in lines))
     news.main([str(tmp_path / "news.jsonl")])
     said = capsys.readouterr().out.splitlines()
-    assert said[2].startswith("| benign | 2 | 0.30 ± 0.01 | 0.51 ± 0.01 |")
-    assert any(x.startswith("- `news` is not judged: benign: not all 6 seeds are there; ") for x in said)
-    assert "| growing | news | 2 | 20.0% | - | 50.0% | 0.50 | 0.25 |" in said
+    tables = said.index("news.md"), said.index("gates.md")
+    for at, law in zip(tables, ("news", "ess"), strict=True):
+        assert f"| {law} less best constant |" in said[at + 2]
+        assert said[at + 4].startswith("| benign | 2 | 0.30 ± 0.01 | 0.51 ± 0.01 |")
+        assert any(x.startswith(f"- `{law}` is not judged: benign: not all 6 seeds are there; ") for x in said[at:])
+    for law in ("news", "ess"):
+        assert f"| growing | {law} | 2 | 20.0% | - | 50.0% | 0.50 | 0.25 |" in said
