@@ -25,10 +25,14 @@ from benchmarks.learning.arms import (
     strength,
     uncorrected,
 )
+from benchmarks.learning.evidence.places import NEWS as NEWS_LINES
 from benchmarks.learning.run import arguments, found_runs, jobs, side_by_side
 from benchmarks.learning.state import RunFolder
+from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import precision
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("name", ARMS)
@@ -139,6 +143,24 @@ def test_later_arms_come_after_all_seeds_of_those_before(tmp_path: Path, monkeyp
     assert seen == [first[0], *first[2:], ("fp8-tis", 0), ("fp8-tis", 1)]
     with pytest.raises(ConfigError, match="does not exist"):
         run.main([str(tmp_path), *words, "--kept", str(tmp_path / "other.jsonl")])
+
+
+def test_the_lease_makes_the_runs_of_the_plans_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words are those of the job, without what it says about its machine."""
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(run, "side_by_side", lambda given, runs: seen.extend(runs) or [])
+    monkeypatch.setattr(run.subprocess, "run", lambda words, check: None)
+    (tmp_path / "tiny-qk-norm").mkdir()
+    text = (ROOT / "benchmarks/gpu/lease/jobs/news.sh").read_text(encoding="utf-8").replace("\\\n", "")
+    job = next(line for line in text.splitlines() if "learning.run" in line)
+    words = job.partition("~/news ")[2].partition(" && ")[0].replace('"$at_once"', "1").split()
+    words[words.index("--kept") + 1] = str(ROOT / words[words.index("--kept") + 1])
+    assert run.main([str(tmp_path), *words]) == 0
+    kept = {(row["arm"], row["seed"]) for row in jsonl.rows(NEWS_LINES)}
+    order = ("news", "gates", "news-more", "news-masks")
+    planned = [(arm, seed) for group in order for seed in range(6) for arm in GROUPS[group]]
+    assert seen == [each for each in planned if each not in kept]
+    assert len(set(seen)) == len(seen)
 
 
 def test_as_many_runs_share_a_gpu_as_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
