@@ -79,7 +79,7 @@ class MassThresholds(Gate):
     """
 
     gain: float = 1.0
-    quiet: float = 0.02
+    quiet: float = 0.015
 
     def __post_init__(self) -> None:
         Gate.__post_init__(self)

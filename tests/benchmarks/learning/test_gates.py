@@ -166,7 +166,7 @@ def test_settings_that_cannot_be(kind, wrong):
 def test_settings_by_default():
     shared = {"tis": 2.0, "narrowest": 0.5, "slew": (2.0, 1.5)}
     assert EssThresholds() == EssThresholds(**shared, target=0.93)
-    assert MassThresholds() == MassThresholds(**shared, quiet=0.02, gain=1.0)
+    assert MassThresholds() == MassThresholds(**shared, quiet=0.015, gain=1.0)
 
 
 def test_both_laws_have_an_arm_under_each_mismatch_that_differs_from_that_of_news_in_its_law_alone():
