@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fp8plan.errors import LostEngineError
 from fp8plan.runtime.quantize.block_fp8 import BLOCK, scale_shape, stands_alone
 from fp8plan.runtime.quantize.targets import quantized
+from fp8plan.runtime.weight_sync.delta.places import Window
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Entry, dtype_named
 from fp8plan.runtime.worker.load_map import Box, Copy, LoadMap
 from fp8plan.runtime.worker.vllm_reload import NativeReload, Places
@@ -34,6 +35,24 @@ class Move(NamedTuple):
     source: Box
     target: torch.Tensor
     scale: torch.Tensor | None
+
+
+class WholeTiles(NamedTuple):
+    """The tiles of a sent tensor that lie whole in a live part (weight_sync.delta.tiles).
+
+    live: bit patterns of their values, an integer dtype [rows, columns]
+    sent: their rows and columns among the tensor's tiles
+    """
+
+    live: torch.Tensor
+    sent: tuple[slice, slice]
+
+
+class Target(NamedTuple):
+    """The live part that a move writes, for patches. tiles: None: no tile lies whole in it"""
+
+    window: Window
+    tiles: WholeTiles | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.quantize.targets import FINITE, content
+from fp8plan.runtime.quantize.targets import FINITE, NOT_FINITE, content
 from fp8plan.runtime.weight_sync.delta.patch import Change, sums, unpacked
-from fp8plan.runtime.weight_sync.delta.places import Part, Span, write
+from fp8plan.runtime.weight_sync.delta.places import Span, Window, write
 from fp8plan.runtime.weight_sync.delta.tiles import TILE, bits, digests, flat
 from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named
-from fp8plan.runtime.worker.binding import Move
+from fp8plan.runtime.worker.binding import Move, Target, WholeTiles
 from fp8plan.runtime.worker.prepare import Prepared, is_matrix
 from fp8plan.runtime.worker.vllm_reload import NativeReload
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+BATCH: Final = 2**24  # bytes of patches that are written together: the device takes 60 bytes or so for a changed value
 
 
 class Patches:
@@ -39,18 +41,21 @@ class Patches:
         self._prepared, self._device, self._new_reload = prepared, device, new_reload
         self._written: dict[int, Tensor] = {}  # number in the manifest -> digests
         self._not_finite: list[tuple[list[str], Tensor]] = []  # names, and how many values each of them has
-        self._matrices: list[tuple[str, Tensor]] = []  # those that came whole, and their flags
+        self._whole: list[tuple[Entry, Tensor]] = []  # tensors that came whole, and their flags
         self._native: dict[str, Tensor] = {}  # tensors for vLLM's reload, the last of each name
         self.seconds = 0.0
 
     def load(self, numbers: Sequence[int], patches: Sequence[Tensor]) -> None:
         """Write patches, by their tensors' numbers in the manifest. Raises ConfigError for other bytes."""
         batch: dict[int, Tensor] = {}
+        size = 0
         for number, patch in zip(numbers, patches, strict=True):
-            if number in batch:  # of a chain: the later patch is written after the earlier one
+            # A chain has several patches of a tensor: the later one is written after the earlier one.
+            if number in batch or size >= BATCH:
                 self._load(batch)
-                batch = {}
+                batch, size = {}, 0
             batch[number] = patch
+            size += len(patch)
         self._load(batch)
 
     def _load(self, batch: Mapping[int, Tensor]) -> None:
@@ -63,8 +68,7 @@ class Patches:
                 if each.places is not None:
                     raise ConfigError(f"{entry.name} came as a patch, and vLLM must reload it")
                 self._native[entry.name] = each.words.view(dtype_named(entry.dtype)).view(entry.shape)
-            for move in self._prepared.binding.moves.get(entry.name, ()):
-                part = part_of(move, entry.shape)
+            for part, _ in self._targets(entry):
                 if each.places is None:
                     part.matrix.copy_(each.words.view(flat(entry.shape))[slice(*part.rows), slice(*part.columns)])
                 else:
@@ -75,15 +79,24 @@ class Patches:
         write(parts, places, words)
         self._note_values(entries, made)
 
+    def _targets(self, entry: Entry) -> tuple[Target, ...]:
+        """Return the live parts of a tensor, which are the same in every sync."""
+        targets = self._prepared.targets
+        if entry.name not in targets:
+            moves = self._prepared.binding.moves.get(entry.name, ())
+            targets[entry.name] = tuple(target_of(move, entry.shape) for move in moves)
+        return targets[entry.name]
+
     def _note_values(self, entries: Sequence[Entry], made: Sequence[Change]) -> None:
         """Let the device look for values that `finish` refuses."""
         import torch
 
         by_dtype: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for entry, each in zip(entries, made, strict=True):
-            by_dtype[entry.dtype][entry.name] = each.words
-            if each.places is None and is_matrix(entry.shape):
-                self._matrices.append((entry.name, content(each.words.view(dtype_named(entry.dtype)).float())))
+            if each.places is None:
+                self._whole.append((entry, content(each.words.view(dtype_named(entry.dtype)).float())))
+            else:
+                by_dtype[entry.dtype][entry.name] = each.words
         for dtype, words in by_dtype.items():
             values = torch.cat(list(words.values())).view(dtype_named(dtype)).float()
             cuts = torch.tensor([0, *accumulate(len(each) for each in words.values())], device=values.device)
@@ -114,28 +127,42 @@ class Patches:
         begun = time.perf_counter()
         if len(self._written) != count:
             raise ConfigError(f"{len(self._written)} patches of {count} have come")
+        flags = [(entry, int(flag)) for entry, flag in self._whole]
+        not_finite = [entry.name for entry, flag in flags if flag == NOT_FINITE]
         for tensors, counts in self._not_finite:
-            if bad := [name for name, count in zip(tensors, counts.tolist(), strict=True) if count]:
-                raise ConfigError(f"not finite: {bad[0]}; allowed: no NaN, no Inf")
-        for name, flag in self._matrices:
-            if int(flag) != FINITE:
-                raise ConfigError(f"all zeros: {name}")
+            not_finite += [name for name, values in zip(tensors, counts.tolist(), strict=True) if values]
+        if not_finite:
+            raise ConfigError(f"not finite: {not_finite[0]}; allowed: no NaN, no Inf")
+        for entry, flag in flags:
+            if flag != FINITE and is_matrix(entry.shape):
+                raise ConfigError(f"all zeros: {entry.name}")
         names, live, sent = [], [], []
         for number, own in self._written.items():
             entry = self._prepared.manifest[number]
-            for move in self._prepared.binding.moves.get(entry.name, ()):
-                for part, wanted in whole_tiles(move, own, entry.shape):
+            for _, whole_tiles in self._targets(entry):
+                if whole_tiles is not None:
                     names.append(entry.name)
-                    live.append(part)
-                    sent.append(wanted)
+                    live.append(whole_tiles.live)
+                    sent.append(own[whole_tiles.sent])
         differ = [name for name, same in zip(names, alike(live, sent), strict=True) if not same]
         self.seconds += time.perf_counter() - begun
         return {"compared": len(names), "differ": list(dict.fromkeys(differ)), "weight_error": None}
 
 
-def part_of(move: Move, shape: Sequence[int]) -> Part:
-    """Return a move's target, as a part of the tensor that was sent. shape: of that tensor"""
-    return Part(matrix(move), *box(move, shape), flat(shape)[1])
+def target_of(move: Move, shape: Sequence[int]) -> Target:
+    """Return a move's target. shape: of the tensor that is sent"""
+    live, sides = matrix(move), (TILE[0], TILE[1] // move.target.element_size())
+    spans, whole = box(move, shape), flat(shape)
+    tiles = [_whole_tiles(span, side, size) for span, side, size in zip(spans, sides, whole, strict=True)]
+    part = Window(live, *spans, whole[1])
+    if any(start >= stop for start, stop in tiles):
+        return Target(part, None)
+    rows, columns = (
+        slice(start * side - begin, min(stop * side, size) - begin)
+        for (start, stop), side, size, (begin, _) in zip(tiles, sides, whole, spans, strict=True)
+    )
+    sent_rows, sent_columns = (slice(*span) for span in tiles)
+    return Target(part, WholeTiles(live[rows, columns], (sent_rows, sent_columns)))
 
 
 def box(move: Move, shape: Sequence[int]) -> tuple[Span, Span]:
@@ -152,20 +179,6 @@ def matrix(move: Move) -> Tensor:
     """Return a move's target as a matrix of bit patterns."""
     target = bits(move.target)
     return target.unsqueeze(0) if target.dim() == 1 else target
-
-
-def whole_tiles(move: Move, sent: Tensor, shape: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a move's live part, and the digests that were sent, of the tiles that lie whole in its box."""
-    live, whole, item = matrix(move), flat(shape), move.target.element_size()
-    sides = (TILE[0], TILE[1] // item)
-    spans = [_whole_tiles(span, side, size) for span, side, size in zip(box(move, shape), sides, whole, strict=True)]
-    if any(start >= stop for start, stop in spans):
-        return
-    cuts = [
-        slice(start * side - begin, min(stop * side, size) - begin)
-        for (start, stop), side, size, (begin, _) in zip(spans, sides, whole, box(move, shape), strict=True)
-    ]
-    yield live[cuts[0], cuts[1]], sent[slice(*spans[0]), slice(*spans[1])]
 
 
 def alike(live: Sequence[Tensor], sent: Sequence[Tensor]) -> list[bool]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.targets import CopyTargets, QuantizeTargets
 from fp8plan.runtime.weight_sync.manifest import LEFT_OUT, SCALE_SUFFIX, Entry, Manifest, Part, dtype_named, only_bf16
-from fp8plan.runtime.worker.binding import Binding, Move, bind, derived_from, kind, refused
+from fp8plan.runtime.worker.binding import Binding, Move, Target, bind, derived_from, kind, refused
 from fp8plan.runtime.worker.load_map import LoadMap, trace
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class Prepared:
     wide:     tensors that may be FP32, whatever dtype the model keeps
     past:     (module, parameter) that vLLM's reload must be told of (vllm_reload.NativeReload)
     programs: the writes of each chunk that has come
+    targets:  the live parts of each tensor that came as a patch
     """
 
     manifest: Manifest
@@ -108,6 +109,7 @@ class Prepared:
     wide: tuple[str, ...]
     past: frozenset[tuple[str, str]]
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
+    targets: dict[str, tuple[Target, ...]] = field(default_factory=dict)
 
     def program(self, numbers: Sequence[int]) -> Program:
         """Return the writes of a chunk, made once: trainers send the same chunks every step."""

@@ -11,7 +11,7 @@ from fp8plan.runtime.weight_sync.delta.patch import changes, whole
 from fp8plan.runtime.weight_sync.delta.places import write
 from fp8plan.runtime.weight_sync.delta.tiles import bits
 from fp8plan.runtime.worker.binding import Move
-from fp8plan.runtime.worker.patches import alike, part_of, whole_tiles
+from fp8plan.runtime.worker.patches import alike, target_of
 
 SHAPES = ((513,), (300, 1100), (3, 257, 640))
 
@@ -51,8 +51,8 @@ def expected(move: Move, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same(move: Move, sent: torch.Tensor, shape: torch.Size) -> bool:
-    pairs = list(whole_tiles(move, sent, shape))
-    return all(alike([live for live, _ in pairs], [wanted for _, wanted in pairs]))
+    tiles = target_of(move, shape).tiles
+    return tiles is None or all(alike([tiles.live], [sent[tiles.sent]]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,8 +63,8 @@ def test_every_part_gets_its_own_values(case: tuple[torch.Tensor, torch.Tensor, 
     if made is None:
         return
     assert made.places is not None
-    parts = [part_of(move, new.shape) for move in moves]
-    write(parts, [made.places] * len(parts), [made.words] * len(parts))
+    windows = [target_of(move, new.shape).window for move in moves]
+    write(windows, [made.places] * len(windows), [made.words] * len(windows))
     for move in moves:
         assert torch.equal(bits(move.target), expected(move, new))
         assert same(move, made.digests, new.shape)
@@ -85,4 +85,4 @@ def test_a_tile_that_lies_whole_in_a_part_shows_a_wrong_value(rows: tuple[int, i
 def test_a_part_without_a_whole_tile_has_none_to_compare() -> None:
     new = torch.randn(300, 1100).to(torch.bfloat16)
     move = Move(((5, 120), (0, 1100)), new[5:120].clone(), None)
-    assert list(whole_tiles(move, whole(new).digests, new.shape)) == []
+    assert target_of(move, new.shape).tiles is None

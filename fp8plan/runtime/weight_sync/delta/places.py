@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from fp8plan.runtime.weight_sync.delta.tiles import bits, flat, has_triton
+from fp8plan.runtime.weight_sync.delta.tiles import has_triton
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]  # start and stop
 
 
-class Part(NamedTuple):
+class Window(NamedTuple):
     """A box of a tensor that is kept as a matrix of its own.
 
     matrix:  bit patterns of the box, an integer dtype [rows, columns]
@@ -34,79 +34,77 @@ class Part(NamedTuple):
     width: int
 
 
-def read(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
-    """Return the bit patterns at places of each tensor, an integer dtype [places].
+def read(matrices: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
+    """Return the bit patterns at places of each matrix, an integer dtype [places].
 
-    tensors: contiguous; places: int64 [places] on the tensor's device
+    matrices: bit patterns, contiguous; places: int64 [places] on the matrix's device
     """
     import torch
 
     out: dict[int, Tensor] = {}
-    parts = [whole(tensor) for tensor in tensors]
-    for numbers in _groups(parts):
-        first = parts[numbers[0]].matrix
+    windows = [whole(matrix) for matrix in matrices]
+    for numbers in _groups(windows):
+        first = windows[numbers[0]].matrix
         counts = [places[number].numel() for number in numbers]
-        if _for_kernel(parts[numbers[0]]):
+        if _for_kernel(windows[numbers[0]]):
             from fp8plan.runtime.weight_sync.delta import triton_kernels
 
             words = torch.empty(sum(counts), dtype=first.dtype, device=first.device)
             every = torch.cat([places[number] for number in numbers])
-            triton_kernels.values([_row(parts[number]) for number in numbers], counts, every, words, write=False)
+            triton_kernels.values([_row(windows[number]) for number in numbers], counts, every, words, write=False)
             out.update(zip(numbers, words.split(counts), strict=True))
         else:
-            out.update((number, parts[number].matrix.view(-1)[places[number]]) for number in numbers)
-    return [out[number] for number in range(len(parts))]
+            out.update((number, windows[number].matrix.view(-1)[places[number]]) for number in numbers)
+    return [out[number] for number in range(len(windows))]
 
 
-def write(parts: Sequence[Part], places: Sequence[Tensor], words: Sequence[Tensor]) -> None:
-    """Write values of each part's tensor into the part, those outside of its box apart.
+def write(windows: Sequence[Window], places: Sequence[Tensor], words: Sequence[Tensor]) -> None:
+    """Write values of each window's tensor into the window, those outside of its box apart.
 
-    places: int64 [values] in the flat tensor, each place at most once; words: bit patterns [values]; on the part's
+    places: int64 [values] in the flat tensor, each place at most once; words: bit patterns [values]; on the window's
     device
     """
     import torch
 
-    for numbers in _groups(parts):
-        if _for_kernel(parts[numbers[0]]):
+    for numbers in _groups(windows):
+        if _for_kernel(windows[numbers[0]]):
             from fp8plan.runtime.weight_sync.delta import triton_kernels
 
             counts = [places[number].numel() for number in numbers]
             some = (torch.cat([each[number] for number in numbers]) for each in (places, words))
-            triton_kernels.values([_row(parts[number]) for number in numbers], counts, *some, write=True)
+            triton_kernels.values([_row(windows[number]) for number in numbers], counts, *some, write=True)
         else:
             for number in numbers:
-                _write(parts[number], places[number], words[number])
+                _write(windows[number], places[number], words[number])
 
 
-def whole(tensor: Tensor) -> Part:
-    """Return the Part of all of a contiguous tensor."""
-    rows, columns = flat(tensor.shape)
-    return Part(bits(tensor).view(rows, columns), (0, rows), (0, columns), columns)
+def whole(matrix: Tensor) -> Window:
+    """Return the Window that holds all of a tensor. matrix: its bit patterns [rows, columns]"""
+    rows, columns = matrix.shape
+    return Window(matrix, (0, rows), (0, columns), columns)
 
 
-def _write(part: Part, places: Tensor, words: Tensor) -> None:
-    row = places // part.width
-    column = places - row * part.width
-    if part.matrix.shape != (part.rows[1], part.width):
-        (top, bottom), (left, right) = part.rows, part.columns
-        inside = (row >= top) & (row < bottom) & (column >= left) & (column < right)
-        row, column, words = row[inside] - top, column[inside] - left, words[inside]
-    part.matrix[row, column] = words
+def _write(window: Window, places: Tensor, words: Tensor) -> None:
+    (top, bottom), (left, right) = window.rows, window.columns
+    row = places // window.width
+    column = places - row * window.width
+    inside = (row >= top) & (row < bottom) & (column >= left) & (column < right)
+    window.matrix[row[inside] - top, column[inside] - left] = words[inside]
 
 
-def _row(part: Part) -> tuple[int, ...]:
-    """Return the part's row of the kernel's table."""
-    matrix = part.matrix
-    return matrix.data_ptr(), matrix.stride(0), part.rows[0], part.columns[0], *matrix.shape, part.width
+def _row(window: Window) -> tuple[int, ...]:
+    """Return the window's row of the kernel's table."""
+    matrix = window.matrix
+    return matrix.data_ptr(), matrix.stride(0), window.rows[0], window.columns[0], *matrix.shape, window.width
 
 
-def _groups(parts: Sequence[Part]) -> list[list[int]]:
-    """Return the numbers of the parts that one launch can serve: alike in device and size of values."""
+def _groups(windows: Sequence[Window]) -> list[list[int]]:
+    """Return the numbers of the windows that one launch can serve: alike in device and size of values."""
     groups: dict[tuple[torch.device, int, bool], list[int]] = defaultdict(list)
-    for number, part in enumerate(parts):
-        groups[part.matrix.device, part.matrix.element_size(), _for_kernel(part)].append(number)
+    for number, window in enumerate(windows):
+        groups[window.matrix.device, window.matrix.element_size(), _for_kernel(window)].append(number)
     return list(groups.values())
 
 
-def _for_kernel(part: Part) -> bool:
-    return part.matrix.is_cuda and part.matrix.stride(1) == 1 and has_triton()
+def _for_kernel(window: Window) -> bool:
+    return window.matrix.is_cuda and window.matrix.stride(1) == 1 and has_triton()

@@ -33,9 +33,9 @@ SEED: Final = 20261128  # of the digests' constants, which both ends must share
 
 
 class Compared(NamedTuple):
-    """A tensor against another one.
+    """A matrix against another one.
 
-    places:  at which they differ, in the flat tensor, int64 [differences], rising
+    places:  at which they differ, in the flat matrix, int64 [differences], rising
     digests: of the tensor's tiles, int32 [rows of tiles, columns of tiles]
     """
 
@@ -45,9 +45,20 @@ class Compared(NamedTuple):
 
 def bits(tensor: Tensor) -> Tensor:
     """Return a tensor's bit patterns as a view of the same shape: uint8, int16 or int32."""
+    return tensor.view(_integers()[tensor.element_size()])
+
+
+@cache
+def _integers() -> dict[int, torch.dtype]:
     import torch
 
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def matrix(tensor: Tensor) -> Tensor:
+    """Return the bit patterns of a contiguous tensor as a matrix [rows, columns]: leading dimensions are rows."""
+    words = bits(tensor)
+    return words if words.dim() == 2 else words.view(flat(words.shape))
 
 
 def flat(shape: Sequence[int]) -> tuple[int, int]:
@@ -76,9 +87,8 @@ def digests(matrices: Sequence[Tensor]) -> list[Tensor]:
     return [by_kernel[number] if number in by_kernel else _digests(each) for number, each in enumerate(matrices)]
 
 
-def compared(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Compared]:
-    """Compare tensors with others of their shapes, dtypes and devices. All are contiguous."""
-    mine, theirs = ([bits(x).view(flat(x.shape)) for x in each] for each in (tensors, others))
+def compared(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Compared]:
+    """Compare matrices of bit patterns with others of their shapes, dtypes and devices. All are contiguous."""
     groups = defaultdict(list)  # a launch for each: tensors of one device, whose values have one size
     for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         if _for_kernel(a) and _for_kernel(b) and not a.shape[1] % MARKED:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fp8plan.runtime.weight_sync.delta import places
-from fp8plan.runtime.weight_sync.delta.places import Part, read, whole, write
-from fp8plan.runtime.weight_sync.delta.tiles import bits
+from fp8plan.runtime.weight_sync.delta.places import Window, read, whole, write
+from fp8plan.runtime.weight_sync.delta.tiles import bits, matrix
 
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 SHAPES = ((300, 704), (5, 8), (3, 130, 512), (97,))
@@ -31,19 +31,19 @@ def cases(device: str = "cpu", shapes: tuple[tuple[int, ...], ...] = SHAPES) -> 
     return tensors, where, words
 
 
-def boxes(tensors: list[torch.Tensor]) -> list[Part]:
+def boxes(tensors: list[torch.Tensor]) -> list[Window]:
     """A box of each matrix, within a live tensor with gaps between its rows."""
     parts = []
     for tensor in tensors:
-        matrix = torch.zeros(200, 640, dtype=tensor.dtype, device=tensor.device)[7:107, 3:503]
-        parts.append(Part(bits(matrix), (20, 120), (100, 600), tensor.shape[-1]))
+        live = torch.zeros(200, 640, dtype=tensor.dtype, device=tensor.device)[7:107, 3:503]
+        parts.append(Window(bits(live), (20, 120), (100, 600), tensor.shape[-1]))
     return parts
 
 
 def check(use: Callable[[], None], device: str) -> None:
     tensors, where, words = cases()
     before = [tensor.clone() for tensor in tensors]
-    write([whole(tensor) for tensor in tensors], where, words)
+    write([whole(matrix(tensor)) for tensor in tensors], where, words)
     for base, tensor, at, new in zip(before, tensors, where, words, strict=True):
         bits(base).view(-1)[at] = new
         assert torch.equal(bits(base), bits(tensor))
@@ -52,12 +52,12 @@ def check(use: Callable[[], None], device: str) -> None:
     write(by_torch, at, new)
     use()
     there, at_there, new_there = cases(device)
-    for new_words, theirs in zip(words, read(there, at_there), strict=True):
+    for new_words, theirs in zip(words, read([matrix(each) for each in there], at_there), strict=True):
         assert torch.equal(new_words ^ 5, theirs.cpu())
-    write([whole(tensor) for tensor in there], at_there, new_there)
+    write([whole(matrix(tensor)) for tensor in there], at_there, new_there)
     for mine, theirs in zip(tensors, there, strict=True):
         assert torch.equal(bits(mine), bits(theirs).cpu())
-    for values, mine in zip(new_there, read(there, at_there), strict=True):
+    for values, mine in zip(new_there, read([matrix(each) for each in there], at_there), strict=True):
         assert torch.equal(values, mine)
     there, at_there, new_there = cases(device, ((300, 704), (130, 1000)))
     by_kernel = boxes(there)

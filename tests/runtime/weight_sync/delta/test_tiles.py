@@ -9,7 +9,7 @@ import torch
 
 from fp8plan.runtime.weight_sync.delta import tiles
 from fp8plan.runtime.weight_sync.delta.patch import changes
-from fp8plan.runtime.weight_sync.delta.tiles import MARKED, bits, compared, constants, digests
+from fp8plan.runtime.weight_sync.delta.tiles import MARKED, bits, compared, constants, digests, matrix
 
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 SHAPES = ((300, 704), (128, 512), (5, 8), (257, 1320), (3, 130, 512))
@@ -37,10 +37,7 @@ def test_the_kernel_finds_what_torch_finds(dtype: torch.dtype, share: float) -> 
         pytest.skip("needs TRITON_INTERPRET=1")
     from fp8plan.runtime.weight_sync.delta import triton_kernels
 
-    made = [
-        (bits(new).view(tiles.flat(new.shape)), bits(base).view(tiles.flat(base.shape)))
-        for base, new in pairs(dtype, share)
-    ]
+    made = [(matrix(new), matrix(base)) for base, new in pairs(dtype, share)]
     numbers = constants(torch.device("cpu"))
     for (new, base), (places, own) in zip(made, triton_kernels.compared(made, numbers, MARKED), strict=True):
         assert torch.equal(places, (new != base).flatten().nonzero().flatten())
@@ -68,7 +65,7 @@ def test_tensors_of_several_dtypes_are_compared_together(monkeypatch: pytest.Mon
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
     made = [pair for each in zip(*(pairs(dtype, 0.01)[2:4] for dtype in DTYPES), strict=True) for pair in each]
-    bases, news = zip(*made, strict=True)
+    bases, news = ([matrix(each) for each in some] for some in zip(*made, strict=True))
     by_torch = compared(news, bases)
     monkeypatch.setattr(tiles, "_for_kernel", lambda _: True)
     for kernels, torchs in zip(compared(news, bases), by_torch, strict=True):
