@@ -32,7 +32,7 @@ LONG = 8  # bytes of marks that are searched at once, before each of them is
 PART_COLUMNS = 7
 BLOCK = 1024  # values of a program
 
-_COLUMNS, _STEP, _PART_COLUMNS = tl.constexpr(COLUMNS), tl.constexpr(STEP), tl.constexpr(PART_COLUMNS)
+_COLUMNS, _PART_COLUMNS = tl.constexpr(COLUMNS), tl.constexpr(PART_COLUMNS)
 
 
 def digests(matrices: Sequence[Tensor], constants: Tensor) -> list[Tensor]:
@@ -88,7 +88,7 @@ def _run(
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         _tiles[(len(out),)](
             on_device, on_device[table.size :], constants, out, marks, ROWS=height, WORDS=width, VALUES=values,
-            MARKED=marked_values, COMPARE=marks is not None, VECTOR=_vector(table), num_warps=WARPS,
+            MARKED=marked_values, COMPARE=marks is not None, VECTOR=_vector(table), STEP=STEP, num_warps=WARPS,
         )  # fmt: skip
     return [part.view(shape) for part, shape in zip(out.split(counts), shapes, strict=True)]
 
@@ -141,10 +141,11 @@ def _tiles(
     MARKED: tl.constexpr,
     COMPARE: tl.constexpr,
     VECTOR: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Digest a tile, and mark where it differs from the other one.
 
-    VALUES: of a word; VECTOR: words that addresses, strides and rows are multiples of
+    VALUES: of a word; VECTOR: words that addresses, strides and rows are multiples of; STEP: rows read at a time
     """
     program = tl.program_id(0)
     entry = table + tl.load(owners + program) * _COLUMNS
@@ -158,9 +159,9 @@ def _tiles(
     top, left = tile // across * ROWS, tile % across * WORDS
     inside = tl.arange(0, WORDS)[None, :]
     column = left + inside
-    total = tl.zeros([_STEP, WORDS], tl.int64)
-    for start in range(0, ROWS, _STEP):
-        step = start + tl.arange(0, _STEP)[:, None]
+    total = tl.zeros([STEP, WORDS], tl.int64)
+    for start in range(0, ROWS, STEP):
+        step = start + tl.arange(0, STEP)[:, None]
         row = top + step
         mask = (row < rows) & (column < words)
         word = tl.load(mine + row * stride + column, mask, 0, eviction_policy="evict_first")
@@ -177,7 +178,7 @@ def _tiles(
             else:
                 bit = (differ != 0).to(tl.int32)
             GROUP: tl.constexpr = MARKED // VALUES
-            grouped = tl.reshape(bit, [_STEP, WORDS // GROUP, GROUP])
+            grouped = tl.reshape(bit, [STEP, WORDS // GROUP, GROUP])
             byte = tl.sum(grouped << (tl.arange(0, GROUP) * VALUES)[None, None, :], axis=2)
             across_marks = words // GROUP
             mark = left // GROUP + tl.arange(0, WORDS // GROUP)[None, :]
