@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-BATCH: Final = 2**29  # bytes of a trainer's tensors that are quantised and compared together
+BATCH: Final = 2**28  # bytes of a trainer's tensors that are quantised and compared together
 
 
 @dataclass(frozen=True, slots=True)

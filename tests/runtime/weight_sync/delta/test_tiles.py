@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -29,22 +32,29 @@ def pairs(dtype: torch.dtype, share: float, device: str = "cpu") -> Pairs:
     return made
 
 
-@pytest.mark.triton
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.5])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_finds_what_torch_finds(dtype: torch.dtype, share: float) -> None:
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernels in Triton's interpreter, which takes a millisecond for each line: so with few steps a tile."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
     from fp8plan.runtime.weight_sync.delta import triton_kernels
 
+    monkeypatch.setattr(triton_kernels, "STEP", 64)
+    return triton_kernels
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_finds_what_torch_finds(interpreted: Any, dtype: torch.dtype, share: float) -> None:
     made = [(matrix(new), matrix(base)) for base, new in pairs(dtype, share)]
     numbers = constants(torch.device("cpu"))
-    for (new, base), (places, own) in zip(made, triton_kernels.compared(made, numbers, MARKED), strict=True):
+    for (new, base), (places, own) in zip(made, interpreted.compared(made, numbers, MARKED), strict=True):
         assert torch.equal(places, (new != base).flatten().nonzero().flatten())
         assert torch.equal(own, digests([new])[0])
     # Parts of live matrices have gaps between their rows.
     parts = [new[:, 8:] for new, _ in made if new.shape[1] > 8]
-    for part, own in zip(parts, triton_kernels.digests(parts, numbers), strict=True):
+    for part, own in zip(parts, interpreted.digests(parts, numbers), strict=True):
         assert torch.equal(own, digests([part])[0])
 
 
@@ -61,9 +71,8 @@ def test_a_gpu_finds_what_a_cpu_finds(dtype: torch.dtype, share: float) -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.usefixtures("interpreted")
 def test_tensors_of_several_dtypes_are_compared_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs TRITON_INTERPRET=1")
     made = [pair for each in zip(*(pairs(dtype, 0.01)[2:4] for dtype in DTYPES), strict=True) for pair in each]
     bases, news = ([matrix(each) for each in some] for some in zip(*made, strict=True))
     by_torch = compared(news, bases)
@@ -76,3 +85,40 @@ def test_nothing_to_compare_is_no_change() -> None:
     assert changes([]) == []
     base, _ = pairs(torch.bfloat16, 0.01)[0]
     assert changes([(base, base.clone())]) == [None]
+
+
+COMPILE = """
+from itertools import product
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fp8plan.runtime.weight_sync.delta import triton_kernels as kernels
+
+def compiled(kernel, signature, **constants):
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), places)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+tiles = {"table": "*i64", "owners": "*i64", "constants": "*i64", "digests": "*i32", "marks": "*u8"}
+for values, compare, vector in product((4, 2, 1), (True, False), (1, kernels.VECTOR)):
+    ptx = compiled(kernels._tiles, tiles, ROWS=128, WORDS=128, VALUES=values, MARKED=8, COMPARE=compare,
+                   VECTOR=vector, STEP=kernels.STEP)
+    vectors = ptx.count("v4.b32")
+    assert (vectors > 0) == (vector == kernels.VECTOR), (values, compare, vector, vectors)
+scanned = {"marks": "*u8", "size": "i32"}
+compiled(kernels._count, scanned | {"counts": "*i32"}, BYTES=kernels.SCANNED, BITS=8)
+compiled(kernels._find, scanned | {"ends": "*i64", "places": "*i64"}, BYTES=kernels.SCANNED, BITS=8)
+for (item, words), write in product({1: "*u8", 2: "*i16", 4: "*i32"}.items(), (True, False)):
+    single = {"table": "*i64", "owners": "*i64", "places": "*i64", "words": words, "count": "i32"}
+    compiled(kernels._values, single, ITEM=item, SIZE=kernels.BLOCK, WRITE=write)
+"""
+
+
+@pytest.mark.triton
+def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
+    """Aligned matrices are read 16 bytes at a time."""
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
