@@ -8,10 +8,19 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from scipy.optimize import brentq
 
 from benchmarks.tables import markdown
 from fp8plan.jsonl import rows
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.cost.step import StepModel
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import PRESETS
+from fp8plan.model.profile.library import load_profile
+from fp8plan.model.rl_step import Mode, SyncCost, WeightSync, sync_costs
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 Row = dict[str, Any]
@@ -22,7 +31,7 @@ def read(name: str) -> list[Row]:
 
 
 def mb(nbytes: float) -> str:
-    return f"{nbytes / 1e6:,.3g} MB"
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.3g} MB"
 
 
 def bits() -> str:
@@ -113,23 +122,109 @@ def kernels() -> str:
     cells = [
         [row["kernel"], row["dtype"], f"{row['seconds'] * 1e3:.2f}", f"{row['nbytes'] / row['seconds'] / 1e12:.2f}"]
         for row in rows
-        if (row["count"], row["shape"]) == (32, [12288, 4096])
+        if (row["count"], row["shape"]) == (32, [12288, 4096]) and row["kernel"] != "copy"
     ]
     return markdown.table(["kernel", "values", "ms", "TB/s read and written"], cells)
 
 
-def dense_syncs() -> str:
-    """Seconds of syncs of all weights into an engine in the trainer's process, on one GPU."""
-    by_mode: dict[tuple[str, str], list[Row]] = defaultdict(list)
+def _key(row: Row) -> tuple[str, str, str, float]:
+    return row["model"], row["trainer"], row["what"], row.get("rate") or 0.0
+
+
+def gpu_syncs() -> dict[tuple[str, str, str, float], Row]:
+    """Syncs on GPUs: bytes, seconds of a sync and, apart from it, of quantising or of the search for changes.
+
+    By model, GPU of the trainer, what was sent, and size of the step. Seconds are the least of four, as other work had
+    the other CPU cores. The first sync of each, which compiles kernels, is left out.
+    """
+    logged = defaultdict(list)
     for row in read("gpu"):
-        if row["what"] in ("bf16", "fp8") and row["repeat"] > 0:  # the first one compiles kernels
-            by_mode[row["model"], row["what"]].append(row)
+        if row["what"] in ("bf16", "fp8", "delta") and row["repeat"] > 0:
+            logged[_key(row)].append(row)
+    return {
+        key: {
+            "bytes": median(row["bytes"] for row in some),
+            "before_s": min(row.get("quantise_s", row.get("encode_s", 0.0)) for row in some),
+            "wall_s": min(row["wall_s"] for row in some),
+        }
+        for key, some in logged.items()
+    }
+
+
+def on_gpus() -> str:
+    """Seconds of syncs of all weights and of patches, with all GPUs in one machine."""
+    where = {"cuda:0": "the engine's", "cuda:1": "another"}
+    cells = [
+        [
+            model,
+            where[trainer],
+            what if what != "delta" else f"patches, {rate:.0e}",
+            mb(row["bytes"]),
+            f"{row['before_s']:.3f}",
+            f"{row['wall_s']:.3f}",
+            f"{_planned(model, FAST, row['bytes'])[Mode.DELTA]:.3f}" if what == "delta" else "-",
+        ]
+        for (model, trainer, what, rate), row in gpu_syncs().items()
+    ]
+    return markdown.table(
+        ["model", "trainer's GPU", "sent", "bytes", "quantise or encode, s", "sync, s", "planned, s"], cells
+    )
+
+
+FAST: Final = "9999Tb/s"  # a link that takes no time
+LINKS: Final = ("1Gb/s", "5Gb/s", "25Gb/s", "100Gb/s", "400Gb/s", "3.2Tb/s")
+
+
+def _planned(model: str, link: str, nbytes: float) -> dict[str, float]:
+    """Return the planned seconds of each mode, at the learning rate whose patches have that size."""
+    gpu = find_gpu("h200")
+    step = StepModel(ModelShape.from_hf(model), gpu, PRESETS["fp8_block"], EngineLimits(), load_profile(gpu)[0])
+
+    def costs(rate: float) -> dict[str, SyncCost]:
+        return {cost.mode: cost for cost in sync_costs(step, WeightSync(link, rate))}
+
+    exponent = brentq(lambda exponent: costs(10**exponent)[Mode.DELTA].bytes - nbytes, -9, -3)
+    return {mode: cost.seconds for mode, cost in costs(10**exponent).items()}
+
+
+class Modes(NamedTuple):
+    """Modes over a link: the planned seconds, and the measured ones of both sides with the link's computed ones."""
+
+    planned: dict[str, float]
+    measured: dict[str, float]
+
+    @property
+    def right(self) -> bool:
+        """True if the planned mode is the measured one, or at most a tenth slower."""
+        best = min(self.planned, key=self.planned.__getitem__)
+        return self.measured[best] <= 1.1 * min(self.measured.values())
+
+
+def planned_links(model: str, rate: float) -> dict[str, Modes]:
+    """The modes over six links, for syncs within one GPU of steps of that size."""
+    syncs = gpu_syncs()
+    sizes = {Mode.DENSE_BF16: ("bf16", 0.0), Mode.DENSE_FP8: ("fp8", 0.0), Mode.DELTA: ("delta", rate)}
+    rows = {mode: syncs[model, "cuda:0", *key] for mode, key in sizes.items()}
+    quantise = rows[Mode.DENSE_FP8]["before_s"]  # a sync of patches quantises, too, and BF16 is quantised by the engine
+    made = {}
+    for link in LINKS:
+        own = {mode: row["wall_s"] + (quantise if mode == Mode.DENSE_FP8 else 0.0) for mode, row in rows.items()}
+        measured = {mode: own[mode] + row["bytes"] / WeightSync(link).bandwidth for mode, row in rows.items()}
+        made[link] = Modes(_planned(model, link, rows[Mode.DELTA]["bytes"]), measured)
+    return made
+
+
+def link_modes() -> str:
+    """The mode that a plan names on six links, beside the measured seconds."""
     cells = []
-    for (model, mode), some in by_mode.items():
-        quantise = median(row.get("quantise_s", 0.0) for row in some)
-        seconds = median(row["wall_s"] for row in some)
-        cells.append([model, mode, f"{some[0]['bytes'] / 1e9:.1f} GB", f"{quantise:.3f}", f"{seconds:.3f}"])
-    return markdown.table(["model", "sent", "bytes", "trainer quantises, s", "sync, s"], cells)
+    for model in ("Qwen/Qwen3-8B", "fp8plan/moe-7b"):
+        for link, modes in planned_links(model, 3e-7).items():
+            best = min(modes.planned, key=modes.planned.__getitem__)
+            seconds = [f"{modes.measured[mode]:.2f} ({modes.planned[mode]:.2f})" for mode in modes.measured]
+            cells.append([model, link, *seconds, best, "yes" if modes.right else "no"])
+    names = ["dense BF16", "dense FP8", "delta"]
+    heads = ["model", "link", *(f"{name}, s (planned)" for name in names), "the plan names", "right"]
+    return markdown.table(heads, cells)
 
 
 def tables() -> dict[str, str]:
@@ -140,7 +235,8 @@ def tables() -> dict[str, str]:
         "sparse syncs": top_k(),
         "shaped links": links(),
         "kernels of a delta": kernels(),
-        "dense syncs on a GPU": dense_syncs(),
+        "syncs on GPUs": on_gpus(),
+        "modes over links": link_modes(),
     }
 
 

@@ -40,10 +40,13 @@ QUANTISE_READS = 2
 # Python's seconds for each matrix, beside the GPU's. The 12,288 of Qwen3-30B-A3B took 0.206 s on an H200, the 144 of
 # Qwen3-8B 0.014 s (docs/evidence/weight_sync.md).
 MATRIX_SECONDS = 15e-6
-# The kernels of both sides (compare, find places, check) take as long as so many reads of each stored byte. On an
-# H200 it was 14.5 for E4M3, compared in groups (benchmarks/results/slow_links_gpu.jsonl).
-PATCH_TRAFFIC = 15
-PATCH_SECONDS = 200e-6  # of each matrix, to pack and unpack its changes: assumed
+# In addition, for a matrix that the trainer quantises and sends as codes and scales: the 2,112 of fp8plan/moe-7b took
+# 0.32 s in all on an H200 (benchmarks/results/slow_links_gpu.jsonl).
+SENT_FP8_SECONDS = 130e-6
+# Seconds of a sync of patches beside the link's, on both sides together: for each BF16 byte of the trainer, each matrix
+# and each byte of patches. Fitted to syncs of two models on H200s, whose CPUs were busy with other work
+# (benchmarks/results/slow_links_gpu.jsonl; benchmarks.slow_links.tables prints both).
+COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 24e-12, 750e-6, 3.5e-9
 
 UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}
 LINK: Final = re.compile(r"(\d+(?:\.\d+)?) ?([MGT])([bB])/s")
@@ -208,16 +211,17 @@ def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) 
 
     transfer:  the rank's bytes over `sync.link`
     quantise:  for FP8 weights: the quantised matrices read in BF16 and written in FP8, at the datasheet's bandwidth,
-               and Python's time for each of them
-    patch:     for a delta: PATCH_TRAFFIC of all matrices, and PATCH_SECONDS for each. For top-k both states and the
-               trainer's weights are read once more to choose, by as many kernels
+               and Python's time for each of them; for DENSE_FP8 also SENT_FP8_SECONDS
+    patch:     for a delta: COMPARED_SECONDS of the trainer's bytes, PATCHED_SECONDS of each matrix and
+               PATCH_BYTE_SECONDS of the patches. For top-k both states and the trainer's weights are read once more to
+               choose, and each matrix takes PATCHED_SECONDS again
     kv_scales: for FP8 KV, if `recalibrate_kv`: one full step that prefills requests of max_model_len, to observe K, V
 
     Raises ConfigError as TopK.in_shares.
     """
     shape, limits, precision, memory = model.shape, model.limits, model.precision, model.gpu.memory_bandwidth
     bf16_bytes = shape.num_parameters * BF16_BYTES / limits.tensor_parallel_size
-    fp8_bytes, quantise, patch, choice = bf16_bytes, 0.0, 0.0, 0.0
+    fp8_bytes, quantise, quantised, patch, choice = bf16_bytes, 0.0, 0, 0.0, 0.0
     rate = sync.learning_rate
     for matrix, number in _matrices(shape, limits):
         stored = matrix.elements * BF16_BYTES
@@ -225,24 +229,27 @@ def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) 
             stored = precision.linear_bytes(matrix.n, matrix.k, True)
             quantise += number * ((QUANTISE_READS * matrix.elements * BF16_BYTES + stored) / memory + MATRIX_SECONDS)
             fp8_bytes -= number * (matrix.elements * BF16_BYTES - stored)
+            quantised += number
         if rate is not None:
-            patch += number * (PATCH_TRAFFIC * stored / memory + PATCH_SECONDS)
-            choice += number * ((2 * stored + matrix.elements * BF16_BYTES) / memory + PATCH_SECONDS)
+            patch += number * (COMPARED_SECONDS * matrix.elements * BF16_BYTES + PATCHED_SECONDS)
+            choice += number * ((2 * stored + matrix.elements * BF16_BYTES) / memory + PATCHED_SECONDS)
     kv_scales = 0.0
     if precision.kv == "fp8" and recalibrate_kv:
         longest = limits.max_model_len or shape.context.derived()
         kv_scales = float(model.seconds(full_prefill(shape, limits, longest))[0])
-    sent = {Mode.DENSE_BF16: (bf16_bytes, 0.0)}
+    parts = {"transfer": 0.0, "quantise": quantise, "patch": 0.0, "kv_scales": kv_scales}
+    costs = [SyncCost(Mode.DENSE_BF16, bf16_bytes, parts)]
     if rate is not None:
-        sent |= {Mode.DENSE_FP8: (fp8_bytes, 0.0)} if fp8_bytes < bf16_bytes else {}
-        sent |= {Mode.DELTA: (delta_bytes(shape, precision, limits, sync), patch)} if sync.patches else {}
+        if quantised:
+            twice = parts | {"quantise": quantise + quantised * SENT_FP8_SECONDS}
+            costs.append(SyncCost(Mode.DENSE_FP8, fp8_bytes, twice))
+        if sync.patches:
+            size = delta_bytes(shape, precision, limits, sync)
+            costs.append(SyncCost(Mode.DELTA, size, parts | {"patch": patch + size * PATCH_BYTE_SECONDS}))
     if sync.top_k is not None:
-        top_k = _in_shares(sync.top_k, shape, precision)
-        sent[Mode.TOP_K] = (delta_bytes(shape, precision, limits, sync, top_k), patch + choice)
-    costs = []
-    for mode, (size, patched) in sent.items():
-        parts = {"transfer": size / sync.bandwidth, "quantise": quantise, "patch": patched, "kv_scales": kv_scales}
-        costs.append(SyncCost(mode, size, parts))
+        size = delta_bytes(shape, precision, limits, sync, _in_shares(sync.top_k, shape, precision))
+        costs.append(SyncCost(Mode.TOP_K, size, parts | {"patch": patch + choice + size * PATCH_BYTE_SECONDS}))
+    costs = [cost._replace(parts=cost.parts | {"transfer": cost.bytes / sync.bandwidth}) for cost in costs]
     return sorted(costs, key=lambda cost: cost.seconds)
 
 

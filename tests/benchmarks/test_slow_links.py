@@ -7,6 +7,7 @@ from math import log2
 import pytest
 import torch
 
+from benchmarks.slow_links import tables
 from benchmarks.slow_links.steps import Encoding, entropy_bits, fp8_names, worth
 
 
@@ -41,3 +42,19 @@ def test_bytes_are_counted_apart_for_linears_and_other_tensors() -> None:
 
 def test_a_response_is_worth_more_the_nearer_its_number_is() -> None:
     assert [worth(text, 30) for text in ("30 and 7", "29", "is", "0")] == [1.0, 0.5, 0.0, 1 / 31]
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "fp8plan/moe-7b"])
+def test_a_plan_names_the_fastest_mode_on_each_link(model: str) -> None:
+    """At seconds that an H200 took, and the link's."""
+    links = tables.planned_links(model, 3e-7)
+    assert all(modes.right for modes in links.values())
+    assert len({min(modes.measured, key=modes.measured.__getitem__) for modes in links.values()}) > 1
+
+
+def test_the_planned_seconds_of_both_sides_are_near_the_measured_ones() -> None:
+    for model in ("Qwen/Qwen3-8B", "fp8plan/moe-7b"):
+        for rate in (3e-8, 3e-7):
+            modes = tables.planned_links(model, rate)["1Gb/s"]
+            link_s = tables.gpu_syncs()[model, "cuda:0", "delta", rate]["bytes"] / 125e6
+            assert modes.planned["delta"] - link_s == pytest.approx(modes.measured["delta"] - link_s, rel=0.15)
