@@ -94,9 +94,9 @@ def kernels(note: Callable[..., None]) -> None:
             work: dict[str, tuple[int, Callable[[], Any]]] = {
                 "compare": (
                     2 * nbytes + marks.nbytes,
-                    partial(triton_kernels._run, pairs, constants, marks, tiles.MARKED),
+                    partial(triton_kernels._run, pairs, constants, marks),
                 ),
-                "compare and find": (2 * nbytes, partial(triton_kernels.compared, pairs, constants, tiles.MARKED)),
+                "compare and find": (2 * nbytes, partial(triton_kernels.compared, pairs, constants)),
                 "digest": (nbytes, partial(triton_kernels.digests, mine, constants)),
                 "copy": (2 * nbytes, partial(torch._foreach_copy_, [b for _, b in pairs], mine)),  # the last one
             }

@@ -223,7 +223,7 @@ def in_format(tensors: Mapping[str, Tensor], fp8: Collection[str]) -> dict[str, 
     by_device: dict[torch.device, dict[str, list[Tensor]]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if name in fp8 and tensor.element_size() > 1:
-            by_device[tensor.device][name] = list(tensor.reshape(-1, *tensor.shape[-2:]))
+            by_device[tensor.device][name] = [tensor] if tensor.dim() == 2 else list(tensor.flatten(0, -3))
     for matrices in by_device.values():
         made = iter(quantized([each for some in matrices.values() for each in some]))
         for name, some in matrices.items():

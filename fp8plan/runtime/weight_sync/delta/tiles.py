@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 TILE: Final = (TILE_ROWS, TILE_BYTES)  # shards of matrices mostly begin and end at such tiles
 WORD: Final = 4  # bytes of the words that a digest sums
-MARKED: Final = 8  # values that a byte of the kernel's marks stands for
 WORDS: Final = TILE[1] // WORD
 SEED: Final = 20261128  # of the digests' constants, which both ends must share
 
@@ -91,14 +90,14 @@ def compared(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Compared]
     """Compare matrices of bit patterns with others of their shapes, dtypes and devices. All are contiguous."""
     groups = defaultdict(list)  # a launch for each: tensors of one device, whose values have one size
     for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        if _for_kernel(a) and _for_kernel(b) and not a.shape[1] % MARKED:
+        if _for_kernel(a) and _for_kernel(b):
             groups[a.device, a.element_size()].append(number)
     by_kernel: dict[int, tuple[Tensor, Tensor]] = {}
     for (device, _), numbers in groups.items():
         from fp8plan.runtime.weight_sync.delta import triton_kernels
 
         pairs = [(mine[number], theirs[number]) for number in numbers]
-        by_kernel.update(zip(numbers, triton_kernels.compared(pairs, constants(device), MARKED), strict=True))
+        by_kernel.update(zip(numbers, triton_kernels.compared(pairs, constants(device)), strict=True))
     return [
         Compared(*by_kernel[number])
         if number in by_kernel

@@ -27,6 +27,7 @@ STEP = 4  # rows that a program reads at a time
 WARPS = 4
 WORD = 4  # bytes
 VECTOR = 4  # words that a thread reads at once, from addresses that allow it
+MARKED = 8  # values that a byte of marks stands for
 SCANNED = 512  # bytes of marks that a program searches
 # Address, row stride in values, top, left, rows and columns of a part, and columns of the flat tensor.
 PART_COLUMNS = 7
@@ -40,32 +41,41 @@ def digests(matrices: Sequence[Tensor], constants: Tensor) -> list[Tensor]:
     return _run([(matrix, matrix) for matrix in matrices], constants, None)
 
 
-def compared(
-    pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marked_values: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def compared(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the places at which two matrices differ, and the digests of the first.
 
-    pairs:         of values of one size
-    marked_values: that a byte of marks stands for; columns are multiples of it
+    pairs: of values of one size
     """
-    sizes = [mine.numel() // marked_values for mine, _ in pairs]
-    marks = torch.empty(sum(sizes), dtype=torch.uint8, device=constants.device)
-    own = _run(pairs, constants, marks, marked_values)
-    places = _places(marks, marked_values)
-    starts = torch.tensor([marked_values * start for start in accumulate(sizes, initial=0)], device=places.device)
-    counts = torch.searchsorted(places, starts).diff()
-    places -= starts[torch.repeat_interleave(counts, output_size=len(places))]
+    marks = torch.empty(sum(map(_marks, pairs)), dtype=torch.uint8, device=constants.device)
+    own = _run(pairs, constants, marks)
+    bits = _places(marks)
+    # A row's marks are whole bytes, and may have bits that stand for no value.
+    starts = [MARKED * start for start in accumulate(map(_marks, pairs), initial=0)]
+    columns = [mine.shape[1] for mine, _ in pairs]
+    table = torch.tensor(
+        [starts[:-1], columns, [ceil(width / MARKED) * MARKED for width in columns]], device=bits.device
+    )
+    counts = torch.searchsorted(bits, torch.tensor(starts, device=bits.device)).diff()
+    start, width, padded = table[:, torch.repeat_interleave(counts, output_size=len(bits))]
+    row = (bits - start) // padded
+    places = bits - start - row * (padded - width)
     yield from zip(places.split(counts.tolist()), own, strict=True)
 
 
-def _places(marks: Tensor, marked_values: int) -> Tensor:
-    """Return the places of set bits, int64 [bits], rising: each block counts its own, and writes behind those before.
+def _marks(pair: tuple[Tensor, Tensor]) -> int:
+    """Return the bytes of marks of two matrices."""
+    rows, columns = pair[0].shape
+    return rows * ceil(columns / MARKED)
+
+
+def _places(marks: Tensor) -> Tensor:
+    """Return the numbers of set bits, int64 [bits], rising: each block counts its own, and writes behind those before.
 
     torch's nonzero reads every mark for its count, and took two thirds of a comparison.
     """
     blocks = ceil(len(marks) / SCANNED)
     counts = torch.empty(blocks, dtype=torch.int32, device=marks.device)
-    shape = {"BYTES": SCANNED, "BITS": marked_values}
+    shape = {"BYTES": SCANNED, "BITS": MARKED}
     with torch.cuda.device(marks.device) if marks.is_cuda else nullcontext():
         _count[(blocks,)](marks, len(marks), counts, **shape)
         ends = torch.cumsum(counts, 0)
@@ -74,9 +84,7 @@ def _places(marks: Tensor, marked_values: int) -> Tensor:
     return places
 
 
-def _run(
-    pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tensor | None, marked_values: int = 1
-) -> list[Tensor]:
+def _run(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tensor | None) -> list[Tensor]:
     height, _, width = constants.shape
     words = [mine.shape[1] * mine.element_size() // WORD for mine, _ in pairs]
     shapes = [
@@ -84,7 +92,7 @@ def _run(
     ]
     counts = [rows * columns for rows, columns in shapes]
     firsts = accumulate(counts, initial=0)
-    first_marks = accumulate((mine.numel() // marked_values for mine, _ in pairs), initial=0)
+    first_marks = accumulate(map(_marks, pairs), initial=0)
     table = np.array(
         [
             (*_place(mine), *_place(other), mine.shape[0], count, first, mark)
@@ -99,7 +107,7 @@ def _run(
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         _tiles[(len(out),)](
             on_device, owners, constants, out, marks, ROWS=height, WORDS=width, VALUES=values,
-            MARKED=marked_values, COMPARE=marks is not None, VECTOR=_vector(table), STEP=STEP, num_warps=WARPS,
+            MARKED=MARKED, COMPARE=marks is not None, VECTOR=_vector(table), STEP=STEP, num_warps=WARPS,
         )  # fmt: skip
     return [part.view(shape) for part, shape in zip(out.split(counts), shapes, strict=True)]
 
@@ -190,7 +198,7 @@ def _tiles(
             GROUP: tl.constexpr = MARKED // VALUES
             grouped = tl.reshape(bit, [STEP, WORDS // GROUP, GROUP])
             byte = tl.sum(grouped << (tl.arange(0, GROUP) * VALUES)[None, None, :], axis=2)
-            across_marks = words // GROUP
+            across_marks = tl.cdiv(words, GROUP)
             mark = left // GROUP + tl.arange(0, WORDS // GROUP)[None, :]
             place = marks + tl.load(entry + 7) + row * across_marks + mark
             tl.store(place, byte.to(tl.uint8), (row < rows) & (mark < across_marks))
