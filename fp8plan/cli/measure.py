@@ -46,6 +46,10 @@ def probe_command(
     temperature: Annotated[float, typer.Option(help="of the run's rollouts")] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     kv_scales: Annotated[str, typer.Option(help="of FP8 KV: calibrated, or unit (1.0)")] = "calibrated",
+    after: Annotated[
+        str | None, typer.Option(help="the trainer's checkpoint, which the engine gets from MODEL by a sync")
+    ] = None,
+    top_k: Annotated[str | None, typer.Option(help="with --after: 1e-4 (of the values), 20MB or residual=1e-3")] = None,
     gpu_memory_utilization: Annotated[float | None, option(ENGINE)] = None,
     tensor_parallel_size: Annotated[int, option(ENGINE)] = 1,
     max_num_seqs: Annotated[int | None, option(ENGINE)] = None,
@@ -61,6 +65,7 @@ def probe_command(
     from fp8plan.model.architecture import ModelShape
     from fp8plan.model.hardware import find_gpu
     from fp8plan.model.setup import default_limits
+    from fp8plan.model.weight_changes import TopK
     from fp8plan.runtime.probe.probe import probe
     from fp8plan.runtime.probe.results import append_observations
     from fp8plan.runtime.probe.results import observations as rows_of
@@ -68,7 +73,9 @@ def probe_command(
     from fp8plan.views.findings import probe_report
 
     card = find_gpu(gpu)
-    settings = SampleSettings(max_tokens, samples, temperature, seed, cast("Any", kv_scales))  # checked there
+    scales = cast("Any", kv_scales)  # checked there
+    sparse = None if top_k is None else TopK.parse(top_k)
+    settings = SampleSettings(max_tokens, samples, temperature, seed, scales, after=after, top_k=sparse)
     limits = default_limits(
         card,
         model,
@@ -78,6 +85,8 @@ def probe_command(
         max_num_seqs=max_num_seqs,
         num_gpu_blocks=num_gpu_blocks,
     )
+    if observations is not None and after is not None:
+        raise ConfigError("--observations is given with --after; allowed: one of them")
     if observations is not None:  # so that a file that cannot be written shows before the measurement
         ModelShape.from_hf(model)
         append_observations(observations, [])

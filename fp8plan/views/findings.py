@@ -30,6 +30,11 @@ def probe_report(probe: Probe) -> RenderableType:
     """A row for each precision that was measured, and why the others were not."""
     rows = [row for row in probe.precisions.values() if row.figures is not None]
     failed = [row for row in probe.precisions.values() if row.error is not None]
+    synced = {
+        row.precision: f"{facts['bytes'] / 1e6:,.3g} MB, residual {facts['residual']:.1e}"
+        for row in rows
+        if (facts := (row.facts or {}).get("synced"))
+    }
     scales = {str((row.facts or {}).get("kv_scales")) for row in rows} - {"None"}
     about = (
         f"{counted(probe.prompts, 'prompt')} x {counted(probe.settings.samples, 'sample')} of at most "
@@ -39,6 +44,7 @@ def probe_report(probe: Probe) -> RenderableType:
     return Group(
         Paragraph(f"{probe.model} on {probe.gpu}: vLLM {probe.engine_version} against {probe.reference}"),
         Paragraph(about + (f"; KV scales: {', '.join(sorted(scales))}" if scales else "")),
+        *(Paragraph(f"synced to {probe.settings.after}, {name}: {text}") for name, text in synced.items()),
         "",
         *table,
         *(Paragraph(f"Not measured: {row.precision}: {row.error}", indent=2) for row in failed),

@@ -6,6 +6,9 @@
 An engine of each precision, one after the other, samples responses with their log-probs. Then the trainer's model, in
 BF16, scores the same tokens. The result holds for these prompts, this checkpoint and the start of a run; the Monitor
 follows the drift in training. The mismatch of bf16 comes from the kernels alone, and is the floor.
+
+With `SampleSettings(after=..., top_k=...)` the trainer's model is one of a later step, which the engine got by a sparse
+sync. Top-k adds what the KL is above that of the same sync without `top_k`.
 """
 
 from __future__ import annotations
@@ -91,8 +94,8 @@ def probe(
     if samples:
         progress("the BF16 reference scores the same tokens")
         with held_back(engine_stays=False):
-            _score(model_path, card, samples, results, settings)
-    for name, rows in samples.items():
+            _score(settings.after or model_path, card, samples, results, settings)
+    for name, rows in samples.items() if settings.after is None else ():  # no expectation covers a sync
         results[name] = replace(results[name], predicted=_predicted(model_path, results[name], rows))
     import torch
 

@@ -182,6 +182,7 @@ class Probe:
         named = {"schema_version": VERSIONS["probe"]}
         named |= {name: getattr(self, name) for name in ("model", "gpu", "date", "engine_version", "reference")}
         settings = {name: getattr(self.settings, name) for name in self.settings.__dataclass_fields__}
+        settings["top_k"] = self.settings.top_k and str(self.settings.top_k)
         rows = [probed.to_dict() for probed in self.precisions.values()]
         return named | settings | {"prompts": self.prompts, "precisions": rows}
 
@@ -207,8 +208,10 @@ def observations(probe: Probe) -> list[dict[str, str]]:
 
     Its weight is 1 on a GPU. It is 0 (not fitted) with log-probs that are not finite, and on a CPU: there blockwise FP8
     is reference arithmetic, and the FP8 KV cache (vLLM 0.30) rounds towards zero.
-    Raises ConfigError for a model with a shape that fp8plan does not know.
+    Raises ConfigError for a model with a shape that fp8plan does not know, and for a probe of a sync.
     """
+    if probe.settings.after is not None:
+        raise ConfigError("a probe of a sync is no observation of a precision; allowed: one without after")
     shape = ModelShape.from_hf(probe.model)
     return [_row(probe, probed, shape) for probed in probe.precisions.values() if probed.figures is not None]
 

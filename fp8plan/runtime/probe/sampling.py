@@ -12,7 +12,10 @@ from fp8plan.checks import in_range, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import read
 from fp8plan.model.setup import EngineSetup
+from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.engine.launch import held_back
+from fp8plan.runtime.weight_sync.manifest import checkpoint_manifest, checkpoint_tensors
+from fp8plan.runtime.weight_sync.state import SyncSettings
 
 # Prompts of the first calibration of KV scales, before there is a rollout.
 FIRST_CALIBRATION = 16
@@ -27,8 +30,10 @@ class SampleSettings:
     temperature: that of the RL run's rollouts
     kv_scales:   for an FP8 KV cache: "calibrated" on a rollout, as after each weight sync, or vLLM's "unit" (1.0)
     mode:        mode of the engine; None: on a GPU a process of its own, which leaves nothing there; on a CPU, this one
+    after:       folder of the trainer's checkpoint. The engine starts from the model's, and gets the changes by a sync
+    top_k:       settings of that sync; None: it leaves nothing out
 
-    Raises ConfigError for values out of range.
+    Raises ConfigError for values out of range, and for top_k without after.
     """
 
     max_tokens: int = 512
@@ -37,6 +42,8 @@ class SampleSettings:
     seed: int = 0
     kv_scales: Literal["calibrated", "unit"] = "calibrated"
     mode: Literal["inprocess", "multiprocess"] | None = None
+    after: str | None = None
+    top_k: TopK | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "samples"):
@@ -44,6 +51,10 @@ class SampleSettings:
         in_range(self, {"temperature": (lambda x: 0 < x < inf, "above 0 (at 0 every log-prob is 0)")})
         if self.kv_scales not in ("calibrated", "unit"):
             raise ConfigError(f"kv_scales is {self.kv_scales!r}; allowed: calibrated, unit")
+        if self.top_k is not None and self.after is None:
+            raise ConfigError("top_k is given without after, the folder of the trainer's checkpoint after some steps")
+        if self.after is not None and checkpoint_manifest(self.after) is None:
+            raise ConfigError(f"after is {self.after!r}; allowed: a folder with safetensors")
 
 
 class Sampled(NamedTuple):
@@ -59,19 +70,33 @@ def sample(
 ) -> tuple[list[Sampled], dict[str, Any]]:
     """Sample `settings.samples` responses of the engine to each prompt, and shut the engine down.
 
-    Also returns the engine's facts, and under `kv_scales` the origin of its scales.
+    Also returns the engine's facts, under `kv_scales` the origin of its scales, and under `synced` the bytes and the
+    residual of a sync to `settings.after`. Raises ConfigError for a model without files here, if there is one.
     """
     from fp8plan.runtime.engine.engine import RolloutEngine
 
     mode = settings.mode or ("inprocess" if setup.gpu.is_cpu else "multiprocess")
     options = {"skip_tokenizer_init": True, "seed": settings.seed} | vllm_kwargs
-    engine = RolloutEngine.from_setup(setup, mode=mode, **options)
+    sync = None if settings.after is None else SyncSettings(delta="cpu", top_k=settings.top_k)
+    engine = RolloutEngine.from_setup(setup, mode=mode, sync=sync, **options)
     try:
+        synced = None if settings.after is None else _synced(engine, str(setup.model), settings.after)
         scales = _calibrated(engine, prompts, settings) if engine.state.fp8_kv else None
         every = [tokens for tokens in prompts for _ in range(settings.samples)]
-        return _generated(engine, every, settings), engine.facts | {"kv_scales": scales}
+        return _generated(engine, every, settings), engine.facts | {"kv_scales": scales, "synced": synced}
     finally:
         engine.shutdown()
+
+
+def _synced(engine: Any, before: str, after: str) -> dict[str, float]:
+    """Sync the engine as a run does: first all weights, then the changes. Returns bytes and residual of the second."""
+    if checkpoint_manifest(before) is None:
+        raise ConfigError(f"the model is {before!r}; allowed with after: a folder with safetensors")
+    engine.sync_weights(checkpoint_tensors(before))
+    report = engine.sync_weights(checkpoint_tensors(after))
+    if not report.patched:
+        raise ConfigError(f"the engine took no patches: {report.healed or 'it was synced whole'}")
+    return {"bytes": report.bytes, "residual": report.residual}
 
 
 def _calibrated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSettings) -> str:

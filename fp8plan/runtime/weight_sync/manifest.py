@@ -7,7 +7,7 @@ checkpoint that the engine was started with.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -313,6 +313,15 @@ def checkpoint_manifest(folder: str | Path) -> Manifest | None:
                 tensor = file.get_slice(name)
                 entries.append(Entry(name, SAFETENSORS_DTYPES.get(tensor.get_dtype(), ""), tuple(tensor.get_shape())))
     return tuple(entries)
+
+
+def checkpoint_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the tensor of each entry of `checkpoint_manifest`."""
+    from safetensors import safe_open
+
+    for path in _files(Path(folder)):
+        with safe_open(path, "pt") as file:
+            yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 -- not a dict
 
 
 def _files(folder: Path) -> list[Path]:

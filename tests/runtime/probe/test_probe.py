@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +23,11 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.fit import read_observations
+from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.probe import probe as probe_module
 from fp8plan.runtime.probe.probe import Probe, compared, probe
 from fp8plan.runtime.probe.reference import Reference
-from fp8plan.runtime.probe.results import Interval, append_observations, columns, observations
+from fp8plan.runtime.probe.results import Interval, Probed, append_observations, columns, observations
 from fp8plan.runtime.probe.sampling import Sampled, SampleSettings, read_prompts
 from fp8plan.views.findings import probe_report
 
@@ -82,6 +85,26 @@ def kl(measured: Measured, name: str) -> Interval:
     return measured.found.precisions[name].kl_k3
 
 
+@pytest.fixture(scope="module")
+def later(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained model with smaller values, except for the largest of each block, so that no scale moves."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("probe") / "later"
+    shutil.copytree(trained.folder, folder)
+    chance = torch.Generator().manual_seed(0)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if tensor.dim() > 1:
+                blocks = tensor.float().view(tensor.shape[0] // 128, 128, -1, 128)
+                largest = blocks.abs() == blocks.abs().amax((1, 3), keepdim=True)
+                smaller = blocks * (1 - 0.6 * torch.rand(blocks.shape, generator=chance))
+                tensors[name] = torch.where(largest, blocks, smaller).view(tensor.shape).to(tensor.dtype)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
 # --- real engines ---------------------------------------------------------------------------------------------------
 
 
@@ -107,6 +130,36 @@ def test_both_are_no_better_than_either(measured: Measured) -> None:
     both = kl(measured, "fp8_block+fp8_kv")
     assert both.value > kl(measured, "fp8_block").high
     assert both.high > kl(measured, "fp8_kv").low
+
+
+@vllm
+def test_top_k_adds_to_the_mismatch_of_a_sync(trained: Trained, later: Path) -> None:
+    """An engine that got all changes is where the trainer is. One that got a part of them lacks the rest.
+
+    vLLM on a CPU reloads BF16 layers whole.
+    """
+    probed: dict[float | None, Probed] = {}
+    for share in (None, 0.1, 0.5):
+        top_k = None if share is None else TopK(share=share)
+        settings = replace(SETTINGS, samples=1, after=str(later), top_k=top_k)
+        measured = probe(
+            str(trained.folder), ["fp8_block"], trained.prompts, gpu="cpu", settings=settings, limits=LIMITS
+        )
+        probed[share] = measured.precisions["fp8_block"]
+        assert probed[share].predicted is None
+        assert probed[share].error is None
+        assert json.dumps(measured.to_dict())
+        with pytest.raises(ConfigError, match="a probe of a sync is no observation"):
+            observations(measured)
+    assert probed[None].kl_k3.high < probed[0.5].kl_k3.low
+    assert probed[0.5].kl_k3.high < probed[0.1].kl_k3.low
+    synced = {share: (row.facts or {})["synced"] for share, row in probed.items()}
+    assert synced[None]["residual"] == 0 < synced[0.5]["residual"] < synced[0.1]["residual"]
+    assert synced[0.1]["bytes"] < synced[0.5]["bytes"] < synced[None]["bytes"]
+    console = Console(width=400)
+    with console.capture() as shown:
+        console.print(probe_report(measured))
+    assert f"synced to {later}, fp8_block: " in shown.get()
 
 
 @vllm
@@ -288,6 +341,8 @@ def test_the_command_prints_what_was_found_and_nothing_else(
         (["--gpu", "h300"], "unknown GPU 'h300'"),
         (["--observations", "table.csv"], "model"),
         (["--most-prompts", "0"], "--most-prompts"),
+        (["--top-k", "1e-4"], "top_k is given without after"),
+        (["--after", "/nowhere", "--top-k", "many"], "top_k is 'many'; allowed: 1e-4"),
         (["--prompts", "binary"], "line 1 of binary is not JSON"),
         ([*KNOWN, "--observations", "binary"], "cannot append to binary: it is no text in UTF-8"),
         ([*KNOWN, "--observations", "/dev/full"], "cannot append to /dev/full: No space left on device"),
@@ -432,6 +487,8 @@ def test_what_nothing_can_be_measured_with_is_refused(options: dict[str, Any], s
         ({"max_tokens": 0}, "max_tokens is 0; allowed"),
         ({"temperature": 0.0}, "temperature is 0.0; allowed: above 0"),
         ({"kv_scales": "none"}, "kv_scales is 'none'; allowed: calibrated, unit"),
+        ({"top_k": TopK(share=0.1)}, "top_k is given without after"),
+        ({"after": "/nowhere"}, "after is '/nowhere'; allowed: a folder with safetensors"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], says: str) -> None:
