@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from benchmarks.learning.gates import EssThresholds, MassThresholds
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.laws import (
     AdaptiveThresholds,
@@ -53,11 +52,6 @@ TRUNCATED: Final = {
     "news": Correction(TIS, AdaptiveThresholds(), follow=True),
     "news_free": Correction(TIS, AdaptiveThresholds(limit_kl=1.0), follow=True),  # relaxes up to a KL of 1
 }
-# Candidates, each with the statistic of the batch that it answers to.
-GATED: Final = {
-    "ess": Correction(TIS, EssThresholds(), follow=True),
-    "mass": Correction(TIS, MassThresholds(), follow=True),
-}
 # Masks, each with one band in its own units: MIS has that of the hooks' default, IcePop that of its paper. A mean over
 # few tokens spreads more than the [0.999, 1.001] for thousands, so the geometric band is about as wide as its spread.
 BANDS: Final[dict[str, tuple[Level, Mode, tuple[float, float]]]] = {
@@ -79,7 +73,7 @@ MASKS: Final = {
     for mask, ways in BANDS.items()
     for name, correction in zip((mask, f"{mask}_news"), _masks(*ways), strict=True)
 }
-CORRECTIONS: Final = TRUNCATED | GATED | MASKS
+CORRECTIONS: Final = TRUNCATED | MASKS
 
 # Scenario -> relative noise of the weights that are sent to the engine, by the share of the run that is over. The
 # trainer's own stay clean: what the engine samples then really comes from another policy.
@@ -175,7 +169,6 @@ JUDGED: Final = ("lasting", "growing", "spiking", "staler", "broken")
 NEWS: Final = _under(JUDGED, ("none", "tis", "tis_1.4", "adaptive", "news", "news_free"))
 NEWS_MORE: Final = _under(("benign",), ("none", "tis", "tis_1.4", "adaptive", "least_error", "news", "news_free"))
 NEWS_MORE.update(_under(JUDGED, ("least_error",)))
-GATES: Final = _under((*JUDGED, "benign"), GATED)  # of evidence/gates.md
 NEWS_MASKS: Final = _under(("lasting", "growing", "staler", "broken"), MASKS)
 # Where plain FP8 may begin to do harm, each with the BF16 that it is held against.
 HARDER: Final = {"high-rate": {"rate": 4.0}, "4-updates": {"updates": 4}, "stale": {"sync_every": 4}}
@@ -190,9 +183,9 @@ MAP: Final = {
 }
 GROUPS: Final = {
     "main": MAIN, "control": CONTROL, "map": MAP,
-    "news": NEWS, "gates": GATES, "news-more": NEWS_MORE, "news-masks": NEWS_MASKS,
+    "news": NEWS, "news-more": NEWS_MORE, "news-masks": NEWS_MASKS,
 }  # fmt: skip
-ARMS: Final = MAIN | CONTROL | GATES | NEWS_MORE | NEWS_MASKS | MAP
+ARMS: Final = MAIN | CONTROL | NEWS_MORE | NEWS_MASKS | MAP
 BASELINES: Final = {f"{name}-{what}": f"{name}-bf16" for name in HARDER for what in ("bf16", "fp8", "fp8-adaptive")}
 
 

@@ -6,27 +6,33 @@ python -m benchmarks.learning.evidence.news [NEWS.jsonl]      tables and verdict
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final, NamedTuple
 
-from benchmarks.learning.arms import ARMS, GATES, JUDGED, NEWS_MASKS, NEWS_MORE
-from benchmarks.learning.arms import NEWS as NEWS_FIRST
+from benchmarks.learning.arms import JUDGED
 from benchmarks.learning.evidence.corrections import kept_runs, of_lines
 from benchmarks.learning.evidence.places import NEWS
-from benchmarks.learning.evidence.seeds import apart, mean
+from benchmarks.learning.evidence.seeds import mean
 from benchmarks.learning.predicted import UNSEEN
 from benchmarks.learning.trainer import GradientError
 from benchmarks.tables.markdown import table
 
 SEEDS: Final = 6
-MISSING: Final = f"not all {SEEDS} seeds are there"
-MISMATCHES: Final = ("benign", *JUDGED)
+MISMATCHES: Final = (*JUDGED, "benign")
 NEW: Final = ("growing", "spiking", "staler", "broken")  # where the law has to be ahead of C = 2
 USUAL: Final = "tis"
 CONSTANTS: Final = (USUAL, "tis-1.4")
+BEST: Final = "the better constant"
+NAMES: Final = {USUAL: "C = 2", "tis-1.4": "C = 1.4"}
 TRIES: Final = {"news.md": ("news", "news-free"), "gates.md": ("ess", "mass")}  # plan -> its laws
+LAWS: Final = tuple(law for tries in TRIES.values() for law in tries)
+OTHERS: Final = ("none", *CONSTANTS, "adaptive", "least-error")
+# No rule was written for these before the runs.
+EXPLORED: Final = (("tis-1.4", USUAL), ("adaptive", USUAL), ("adaptive", BEST))
+TRIMMED: Final = 0.05  # share of an arm's steps whose exact gradients are the largest: a few would decide the sums
 
 Rewards = Mapping[str, Mapping[Hashable, float]]
 
@@ -37,6 +43,10 @@ class Margin(NamedTuple):
     difference: float
     error: float
 
+    @property
+    def cell(self) -> str:
+        return f"{self.difference:+.3f} ± {self.error:.3f}"
+
 
 def margin(mine: Mapping[Hashable, float], other: Mapping[Hashable, float]) -> Margin | None:
     """The margin of an arm over another; None unless both have SEEDS seeds in common."""
@@ -46,87 +56,169 @@ def margin(mine: Mapping[Hashable, float], other: Mapping[Hashable, float]) -> M
     return Margin(fmean(differences), stdev(differences) / len(differences) ** 0.5)
 
 
+def pooled(rewards: Rewards, law: str, other: str) -> Margin | None:
+    """The margin of each seed's mean over JUDGED. A seed draws the same problems under all of them."""
+
+    def means(name: str) -> dict[Hashable, float]:
+        of = [_of(rewards, mismatch, name) for mismatch in JUDGED]
+        return {seed: fmean(each[seed] for each in of) for seed in of[0] if all(seed in each for each in of)}
+
+    return margin(means(law), means(other))
+
+
+def _of(rewards: Rewards, mismatch: str, name: str) -> Mapping[Hashable, float]:
+    """An arm's rewards by seed. name: of the arm without its mismatch, or BEST"""
+    return rewards.get(f"{mismatch}-{best_constant(rewards, mismatch) if name == BEST else name}", {})
+
+
+def _name(arm: str) -> str:
+    return NAMES.get(arm, arm)
+
+
 def best_constant(rewards: Rewards, mismatch: str) -> str:
     """The constant with the higher mean reward."""
     means = {name: list(rewards.get(f"{mismatch}-{name}", {}).values()) for name in CONSTANTS}
     return max(CONSTANTS, key=lambda name: fmean(means[name]) if means[name] else float("-inf"))
 
 
-def failures(rewards: Rewards, law: str) -> Iterator[str]:
-    """The conditions of the rule that a law does not keep, as sentences."""
+def missing(rewards: Rewards, law: str) -> Iterator[str]:
+    """The mismatches under which the law or a constant has not all seeds, as sentences."""
     for mismatch in MISMATCHES:
-        mine, best = rewards.get(f"{mismatch}-{law}", {}), best_constant(rewards, mismatch)
-        beside = margin(mine, rewards.get(f"{mismatch}-{best}", {}))
-        if beside is None:
-            yield f"{mismatch}: {MISSING}"
+        seeds = min(len(_of(rewards, mismatch, name)) for name in (law, *CONSTANTS))
+        if seeds < SEEDS:
+            yield f"{mismatch} has {seeds} of {SEEDS} seeds"
+
+
+def failures(rewards: Rewards, law: str) -> Iterator[str]:
+    """The conditions that a law does not keep, as sentences. Mismatches with too few seeds are left out."""
+    for mismatch in MISMATCHES:
+        mine, usual = (_of(rewards, mismatch, name) for name in (law, USUAL))
+        if any(len(_of(rewards, mismatch, name)) < SEEDS for name in (law, *CONSTANTS)):
             continue
-        if beside.difference < -beside.error:
+        beside, ahead = margin(mine, _of(rewards, mismatch, BEST)), margin(mine, usual)
+        if beside is not None and beside.difference < -beside.error:
+            best = NAMES[best_constant(rewards, mismatch)]
             yield f"{mismatch}: below {best} by {-beside.difference:.3f} ± {beside.error:.3f}"
-        ahead = margin(mine, rewards.get(f"{mismatch}-{USUAL}", {}))
-        if mismatch in NEW and (ahead is None or ahead.difference <= ahead.error):
-            yield f"{mismatch}: not ahead of C = 2" + (
-                f": {ahead.difference:+.3f} ± {ahead.error:.3f}" if ahead else ""
-            )
+        if mismatch in NEW and ahead is not None and ahead.difference <= ahead.error:
+            yield f"{mismatch}: not ahead of C = 2: {ahead.cell}"
 
 
 def verdict(rewards: Rewards, tries: Sequence[str]) -> str:
-    """The rule's verdict on laws, in Markdown."""
+    """The rule's verdict on laws, in Markdown. Missing runs cannot mend a condition that is broken."""
     lines = []
     for law in tries:
-        failed = list(failures(rewards, law))
-        missing = [sentence for sentence in failed if sentence.endswith(MISSING)]
-        said = "is not judged: " if missing else "does not hold: " if failed else "holds"
-        lines.append(f"- `{law}` {said}{'; '.join(missing or failed)}.")
+        failed, lacking = (list(said(rewards, law)) for said in (failures, missing))
+        said = "does not hold: " if failed else "is not judged: " if lacking else "holds"
+        more = f" Missing: {'; '.join(lacking)}." if failed and lacking else ""
+        lines.append(f"- `{law}` {said}{'; '.join(failed or lacking)}.{more}")
     return "\n".join(lines)
 
 
-def shown(rewards: Rewards, tries: Sequence[str]) -> str:
-    """The rewards of each arm under each mismatch, and the two margins of each law of a plan, in Markdown."""
-    arms = ("none", *CONSTANTS, "adaptive", "least-error", *tries)
-    heads = (
-        "mismatch",
-        "seeds",
-        *arms,
-        *(f"{law} less {other}" for law in tries for other in ("C = 2", "best constant")),
-    )
-    return table(heads, (_row(rewards, mismatch, arms, tries) for mismatch in MISMATCHES))
+def rewarded(rewards: Rewards) -> str:
+    """The mean reward of each arm under each mismatch, in Markdown: (n) if it has n seeds and not SEEDS."""
+    rows = ((_name(arm), *(_mean(_of(rewards, mismatch, arm)) for mismatch in MISMATCHES)) for arm in (*OTHERS, *LAWS))
+    return table(("reward after", *MISMATCHES), rows)
 
 
-def _row(rewards: Rewards, mismatch: str, arms: Sequence[str], tries: Sequence[str]) -> list[str]:
-    of = {name: rewards.get(f"{mismatch}-{name}", {}) for name in arms}
-    beside = [apart(of[law], of[name]) for law in tries for name in (USUAL, best_constant(rewards, mismatch))]
-    return [mismatch, str(len(of[tries[0]])), *(mean(list(of[name].values())) for name in arms), *beside]
+def _mean(values: Mapping[Hashable, float]) -> str:
+    return mean(list(values.values())) + (f" ({len(values)})" if 0 < len(values) < SEEDS else "")
 
 
-def costs(path: Path) -> str:
+def margins(rewards: Rewards, pairs: Iterable[tuple[str, str]]) -> str:
+    """The margins of arms over others, under each mismatch with all seeds and pooled, in Markdown."""
+    rows = []
+    for law, other in pairs:
+        cells = [margin(_of(rewards, mismatch, law), _of(rewards, mismatch, other)) for mismatch in JUDGED]
+        cells.append(pooled(rewards, law, other))
+        rows.append((f"{_name(law)} less {_name(other)}", *(UNSEEN if x is None else x.cell for x in cells)))
+    return table(("difference", *JUDGED, "all five"), rows)
+
+
+def judged(rewards: Rewards) -> str:
+    """The margins that the rule asks for, in Markdown."""
+    return margins(rewards, [(law, other) for law in LAWS for other in (USUAL, BEST)])
+
+
+def costs(path: Path, each: bool = True) -> str:
     """What corrections cost and save, in Markdown: means over all steps and seeds of an arm.
 
-    Errors are those of the gradient relative to the exact one (trainer.GradientError): square roots of ratios of sums.
+    each: a row for each mismatch; False: one for those of JUDGED together, of arms with all seeds
+
+    Errors are those of the gradient in squares, relative to the exact one (trainer.GradientError): ratios of sums
+    without the steps of TRIMMED, and the jackknife's standard error over seeds. Without bias they may be negative.
     """
-    heads = ("mismatch", "arm", "seeds", "clipped mass", "tokens left out", "ESS", "error", "of it bias")
-    return table(heads, _costs(kept_runs(path)))
+    runs = kept_runs(path)
+    heads = ("arm", "runs", "clipped mass", "tokens left out", "ESS", "squared error", "of it bias", "steps in BF16")
+    if each:
+        rows = {name: list(of.values()) for name, of in runs.items()}
+    else:
+        rows = {arm: [row for m in JUDGED for row in runs[f"{m}-{arm}"].values()] for arm in (*OTHERS, *LAWS)}
+        rows = {arm: of for arm, of in rows.items() if len(of) == SEEDS * len(JUDGED)}
+    return table(heads, ((_name(arm), *_costs(of)) for arm, of in rows.items()))
 
 
-def _costs(runs: Mapping[str, Mapping[Hashable, dict[str, Any]]]) -> Iterator[list[str]]:
-    for arm in (name for name in (*NEWS_MORE, *NEWS_FIRST, *GATES, *NEWS_MASKS) if name in runs):
-        rows = list(runs[arm].values())
-        cells = [ARMS[arm].mismatch, arm.removeprefix(f"{ARMS[arm].mismatch}-"), str(len(rows))]
-        for column in ("clipped_mass", "lost_tokens", "ess"):
-            values = [x for row in rows for x in row[column] if x is not None]
-            cells.append(f"{fmean(values):.1%}" if values else UNSEEN)
-        errors = [each for row in rows for each in row.get("gradient_error", ())]
-        bias2, variance, norm2 = (sum(each[part] for each in errors) for part in GradientError._fields)
-        parts = (bias2 + variance, bias2) if norm2 > 0 else ()
-        yield cells + [f"{(max(part, 0) / norm2) ** 0.5:.2f}" for part in parts] + [UNSEEN] * (2 - len(parts))
+def _costs(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield str(len(rows))
+    for column in ("clipped_mass", "lost_tokens", "ess"):
+        values = [x for row in rows for x in row[column] if x is not None]
+        yield f"{fmean(values):.1%}" if values else UNSEEN
+    yield from _errors(rows)
+    precisions = [precision for row in rows for precision in row["precision"]]
+    yield f"{precisions.count('bf16') / len(precisions):.0%}"
+
+
+def _errors(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """The squared error of the gradient and its bias, relative to the exact gradient, as cells."""
+    steps = sorted(
+        ((GradientError(**step), row["seed"]) for row in rows for step in row.get("gradient_error", ())),
+        key=lambda step: abs(step[0].norm2),
+    )
+    sums = defaultdict[Hashable, list[GradientError]](list)
+    for step, seed in steps[: len(steps) - int(TRIMMED * len(steps))]:
+        sums[seed].append(step)
+    every = {seed: tuple(map(sum, zip(*of, strict=True))) for seed, of in sums.items()}
+
+    def ratios(parts: Iterable[tuple[float, ...]]) -> tuple[float, float]:
+        bias2, variance, norm2 = map(sum, zip(*parts, strict=True))
+        return (bias2 + variance) / norm2, bias2 / norm2
+
+    if len(every) < 2 or sum(of[2] for of in every.values()) <= 0:
+        return UNSEEN, UNSEEN
+    without = [ratios(of for other, of in every.items() if other != seed) for seed in every]
+    errors = [stdev(of) * (len(of) - 1) / len(of) ** 0.5 for of in zip(*without, strict=True)]
+    squared, bias = (f"{x:.2f} ± {error:.2f}" for x, error in zip(ratios(every.values()), errors, strict=True))
+    return squared, bias
+
+
+def stepped_down(path: Path, law: str) -> str:
+    """The share of a law's steps that ran in BF16 under each mismatch, as a sentence. Constants never step down."""
+    runs = kept_runs(path)
+    shares = []
+    for mismatch in JUDGED:
+        steps = [precision for row in runs[f"{mismatch}-{law}"].values() for precision in row["precision"]]
+        shares.append(f"{steps.count('bf16') / len(steps):.0%} under `{mismatch}`")
+    return f"Steps of `{law}` in BF16: {', '.join(shares)}."
+
+
+def tables() -> dict[str, str]:
+    """The blocks of docs/evidence/thresholds.md."""
+    rewards = of_lines(NEWS).rewards
+    return {
+        "rewards of laws": rewarded(rewards),
+        "verdict of laws": f"{judged(rewards)}\n\n{verdict(rewards, LAWS)}",
+        "costs of laws": costs(NEWS, each=False),
+        "explored laws": f"{margins(rewards, EXPLORED)}\n\n{stepped_down(NEWS, 'adaptive')}",
+    }
 
 
 def main(words: Sequence[str] | None = None) -> None:
     paths = list(sys.argv[1:] if words is None else words)
     path = Path(paths[0]) if paths else NEWS
     rewards = of_lines(path).rewards
+    print(f"{rewarded(rewards)}\n\n{judged(rewards)}\n")
     for plan, tries in TRIES.items():
-        print(f"{plan}\n\n{shown(rewards, tries)}\n\n{verdict(rewards, tries)}\n")
-    print(costs(path))
+        print(f"{plan}\n\n{verdict(rewards, tries)}\n")
+    print(f"explored, without a rule\n\n{margins(rewards, EXPLORED)}\n\n{costs(path)}\n\n{costs(path, each=False)}")
 
 
 if __name__ == "__main__":

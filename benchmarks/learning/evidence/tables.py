@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.learning.evidence import engine_modes
+from benchmarks.learning.evidence import engine_modes, news
 from benchmarks.learning.evidence.corrections import corrected, laws
 from benchmarks.learning.evidence.learnt import doubt, drill, in_training, learnt
 from benchmarks.learning.evidence.places import (
@@ -36,4 +36,4 @@ def tables() -> dict[str, str]:
         "corrected": corrected(LARGE_BATCHES),
         "corrected in small batches": corrected(SMALL_BATCHES),
         "laws": laws(),
-    }
+    } | news.tables()

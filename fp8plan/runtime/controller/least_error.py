@@ -2,7 +2,7 @@
 
     monitor = Monitor(controller=LeastErrorThresholds(noise_tokens=250_000))
 
-AdaptiveThresholds keep a run out of danger. This law instead finds the C that makes the gradient of one step most
+AdaptiveThresholds answer to the KL's news. This law instead finds the C that makes the gradient of one step most
 accurate (gradient_error.py). benchmarks/control/laws.md has the laws that were considered, and the measurements.
 
 C follows the tail of the ratios (more mismatch never gives a smaller C; `bounds` end at 8, as in published runs) and

@@ -1,4 +1,4 @@
-# The runs of news.md and gates.md in benchmarks/learning/evidence, on the machine's CPU cores. It needs from ~/lease what
+# The runs of benchmarks/learning/evidence/news.md, on the machine's CPU cores. It needs from ~/lease what
 # cpu_bundle.sh made as cpu.0 ..., and no begin.sh. All runs begin with the committed policy. Those whose lines are
 # committed are not made again. To go on with others, carry `news` of what came back of an earlier lease as
 # ~/lease/news.tgz.
@@ -27,7 +27,7 @@ keep() { # the records of runs, and the last lines of those that are not done
 for _ in 1 2 3; do # a run that failed goes on from its checkpoint
     python3 -m benchmarks.learning.run ~/news --policy tiny-qk-norm --device cpu --seeds 6 --at-once "$at_once" \
         --kept benchmarks/learning/cpu/tiny-qk-norm/news.jsonl \
-        --arms news --arms gates --arms news-more --arms news-masks && break
+        --arms news --arms news-more --arms news-masks && break
 done &
 while kill -0 $! 2> /dev/null; do
     sleep 20
