@@ -165,7 +165,7 @@ def blocks() -> dict[str, str]:
     made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()
     made["predicted change ratios"] = change_ratios.committed()
-    made["probe of smollm2"] = probe.table(probe.SMOLLM2)
+    made["small models"] = probe.small_models()
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
     return made | learning_tables() | weight_sync.tables() | slow_links.tables()

@@ -1,7 +1,7 @@
 """The mismatch of four precisions, measured on an H200 on a small model, from committed files.
 
     python -m benchmarks.tables.probe profiles/h200_sxm/vllm-0.26.0/probe            # a model that was trained there
-    python -m benchmarks.tables.probe profiles/h200_sxm/vllm-0.26.0/probe/smollm2    # SmolLM2-135M-Instruct
+    python -m benchmarks.tables.probe profiles/h200_sxm/vllm-0.26.0/probe/smollm2    # or gemma
 
 What made them: `bash benchmarks/h200.sh FOLDER probe`, and `fp8plan probe` (profiles/README.md).
 """
@@ -10,28 +10,30 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import exp, log
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "probe"
-SMOLLM2 = MEASURED / "smollm2"
+SMALL = {"SmolLM2-135M": MEASURED / "smollm2", "Gemma 3 270M": MEASURED / "gemma"}
 PRECISIONS = ("bf16", "fp8_kv", "fp8_block", "fp8_block+fp8_kv")
 
 
 def read(folder: Path) -> dict[str, Any]:
     """precision -> what the probe said of it; and "training" -> of the model, if it was trained there."""
-    names = [*PRECISIONS, *(["training"] if (folder / "training.json").is_file() else [])]
-    return {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in names}
+    paths = {name: folder / f"{name}.json" for name in (*PRECISIONS, "training")}
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
 
 def table(folder: Path = MEASURED) -> str:
     """A row for each precision, and what was measured with."""
     found = read(folder)
-    rows = {name: found[name]["precisions"][0] for name in PRECISIONS}
+    rows = _rows(found)
     floor = rows["bf16"]["figures"]["kl_k3"]["value"]
     heads = ("precision", "KL k3 (90%)", "of bf16's", "raw ESS", "tokens beyond 2x (90%)", "expected (90%)", "tokens")
     lines = []
@@ -40,6 +42,44 @@ def table(folder: Path = MEASURED) -> str:
         figures = (_spread(kl), f"{kl['value'] / floor:.1f}x", f"{ess['value']:.4f}", _shares(beyond))
         lines.append((name, *figures, _spread(row["predicted"]), f"{row['tokens']:,}"))
     return f"{markdown.table(heads, lines)}\n\n{_about(found, rows)}"
+
+
+def log_errors(folder: Path) -> dict[str, float]:
+    """Precision -> log of the measured KL over the one that the theory had foreseen, without the factor of size."""
+    rows = _rows(read(folder))
+    return {name: log(x["figures"]["kl_k3"]["value"] / x["predicted"]["value"]) for name, x in rows.items()}
+
+
+def small_models() -> str:
+    """KL foreseen and measured of the small language models, also as each is foreseen from the other alone.
+
+    A model's factor is that of its mean log error. "left out": the theory times the other model's factor.
+    """
+    errors = {model: log_errors(folder) for model, folder in SMALL.items()}
+    heads = ("model", "precision", "KL k3 (90%)", "raw ESS", "theory", "measured over it", "left out", "over it")
+    lines, residuals = [], []
+    for model, folder in SMALL.items():
+        shift = fmean(fmean(of.values()) for other, of in errors.items() if other != model)
+        for name, row in _rows(read(folder)).items():
+            kl, theory, off = row["figures"]["kl_k3"], row["predicted"]["value"], errors[model][name]
+            residuals.append(off - shift)
+            cells = (_spread(kl), f"{row['figures']['ess_raw']['value']:.4f}", f"{theory:.2e}", f"{exp(off):.1f}x")
+            lines.append((model, name, *cells, f"{theory * exp(shift):.2e}", f"{exp(off - shift):.1f}x"))
+    plain = [off for of in errors.values() for off in of.values()]
+    factors = ", ".join(f"{exp(fmean(of.values())):.2f} for {model}" for model, of in errors.items())
+    about = "\n\n".join(_about(found, _rows(found)) for found in map(read, SMALL.values()))
+    off = f"Errors (RMS, largest): the theory {_worst(plain)}; each model left out {_worst(residuals)}."
+    return f"{markdown.table(heads, lines)}\n\nFactors: {factors}. {off}\n\n{about}"
+
+
+def _worst(errors: Sequence[float]) -> str:
+    """RMS and largest of log errors, as factors."""
+    rms = exp(fmean(error**2 for error in errors) ** 0.5)
+    return f"{rms:.1f}x, {exp(max(map(abs, errors))):.1f}x"
+
+
+def _rows(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: found[name]["precisions"][0] for name in PRECISIONS if name in found}
 
 
 def _about(found: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -288,7 +288,8 @@ def _kl_band(
     """The 90% band of KL as (low, middle, high), and the middle's part that is due to quantisation."""
     result = committed_fit()
     coefficients = np.array(result.coefficients)
-    kl, quantisation = predicted_kl(setting, coefficients, result.errors)
+    size = theory.SMALL_LANGUAGE_FACTOR if theory.SMALL_LANGUAGE in unmeasured else 1.0
+    kl, quantisation = (size * x for x in predicted_kl(setting, coefficients, result.errors))
     variance = coefficient_variance(result, log_gradient(setting, coefficients, result.errors)) + result.noise_sd**2
     variance += 0.0 if calibrated else UNCALIBRATED_SD**2
     factor = exp(Z90 * sqrt(variance + theory.unmeasured_sd(unmeasured) ** 2))
@@ -340,6 +341,8 @@ def _level(
         reasons.append(_RECALIBRATED)
     if unmeasured:
         reasons.append(f"no published KL was fitted of {' and of '.join(unmeasured)}: the range is wider")
+    if theory.SMALL_LANGUAGE in unmeasured:
+        reasons.append(f"the KL is {theory.SMALL_LANGUAGE_FACTOR:g} times the theory's, as two such models have")
     return level, tuple(reasons)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from benchmarks.learning.policies import gguf_models, teach
 from benchmarks.learning.policies.grow import Growth, grow
@@ -18,6 +19,7 @@ from benchmarks.learning.policies.tasks import GO, STOP, VOCABULARY, ReasoningGy
 from benchmarks.learning.policies.teach import IGNORED, answers, new_model
 from benchmarks.learning.trainer import Trainer
 from fp8plan.errors import ConfigError
+from fp8plan.model.risk.theory import quantise_blocks, rounding_errors
 from fp8plan.runtime.quantize.block_fp8 import BLOCK
 
 
@@ -147,6 +149,18 @@ def test_smollm2_answers_in_words(tmp_path: Path) -> None:
     assert "Paris" in tokenizer.decode(told)
     taken = fp8_linears(tmp_path)
     assert [name for name, fp8 in taken.items() if fp8] == ["down_proj"]  # the others' inputs are 576, no whole blocks
+
+
+@pytest.mark.gguf
+@pytest.mark.slow
+def test_weights_of_four_bits_are_rounded_to_e4m3_as_gaussian_ones(tmp_path: Path) -> None:
+    make("smollm2", tmp_path)
+    expected = rounding_errors().weight
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in ("0.mlp.down_proj", "12.self_attn.q_proj", "29.mlp.gate_proj"):
+        weight = tensors[f"model.layers.{name}.weight"][:512, :512].double().numpy()
+        lost = quantise_blocks(weight, (128, 128)) - weight
+        assert float((lost**2).mean() / (weight**2).mean()) ** 0.5 == pytest.approx(expected, rel=0.02)
 
 
 def test_a_grown_policy_answers_as_the_small_one(tmp_path: Path) -> None:
