@@ -61,8 +61,9 @@ STATE_SPACE_SD: Final = log(4.0)
 # (benchmarks/tables/probe.py). As they are two, and both came from 4-bit files, a factor of two is added, assumed.
 SMALL_LANGUAGE_FACTOR: Final = 3.65
 
-# Extra standard deviations for small models. Of others three were measured (profiles/.../probe, SmolLM2, and qk-norm in
-# benchmarks/learning/h200). Their mean log errors have an RMS of 1.8; the fit accounts for 0.5.
+# Extra standard deviations for small models. That of models which are no language models is of before the factor: from
+# the model in profiles/.../probe, qk-norm in benchmarks/learning/h200 and SmolLM2, whose mean log errors have an RMS of
+# 1.8. The fit accounts for 0.5.
 SMALL_SD: Final = {SMALL: log(5.5), SMALL_LANGUAGE: UNMEASURED_SD}
 
 
