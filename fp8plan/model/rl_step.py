@@ -40,12 +40,12 @@ QUANTISE_READS = 2
 # Python's seconds for each matrix, beside the GPU's. The 12,288 of Qwen3-30B-A3B took 0.206 s on an H200, the 144 of
 # Qwen3-8B 0.014 s (docs/evidence/weight_sync.md).
 MATRIX_SECONDS = 15e-6
-# In addition, for a matrix that the trainer quantises and sends as codes and scales: the 2,112 of fp8plan/moe-7b took
+# Further seconds for each matrix that the trainer quantises itself and sends as E4M3: the 2,112 of fp8plan/moe-7b took
 # 0.32 s in all on an H200 (benchmarks/results/slow_links_gpu.jsonl).
 SENT_FP8_SECONDS = 130e-6
 # Seconds of a sync of patches beside the link's, on both sides together: for each BF16 byte of the trainer, each matrix
-# and each byte of patches. Fitted to syncs of two models on H200s, whose CPUs were busy with other work
-# (benchmarks/results/slow_links_gpu.jsonl; benchmarks.slow_links.tables prints both).
+# and each byte of patches. Read off syncs of two models on an H200, whose CPU had other work, for all GPUs: launches
+# take most of them (benchmarks/results/slow_links_gpu.jsonl; benchmarks.slow_links.tables prints both).
 COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 24e-12, 750e-6, 3.5e-9
 
 UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}

@@ -140,9 +140,9 @@ def judged(rewards: Rewards) -> str:
 
 
 def costs(path: Path, each: bool = True) -> str:
-    """What corrections cost and save, in Markdown: means over all steps and seeds of an arm.
+    """Return what corrections cost and save, in Markdown: means over all steps and seeds of an arm.
 
-    each: a row for each mismatch; False: one for those of JUDGED together, of arms with all seeds
+    each: a row for each mismatch. False: a row for each arm with all seeds, over all of JUDGED
 
     Errors are those of the gradient in squares, relative to the exact one (trainer.GradientError): ratios of sums
     without the steps of TRIMMED, and the jackknife's standard error over seeds. Without bias they may be negative.

@@ -5,7 +5,7 @@
     thresholds, state, decided = controller.update(state, mismatch)           pure; thresholds for this very batch
     state = controller.resume(ControllerState.from_dict(saved), controller.initial(plan))        from state.to_dict()
 
-Four laws share this protocol. docs/evidence/thresholds.md compares them in training runs: no law beat the constants.
+Four laws share this protocol. docs/evidence/thresholds.md compares them in training runs. No judged law held.
 
 ConstantThresholds    the default
 AdaptiveThresholds    tighter while the KL is news, that is above its own recent past

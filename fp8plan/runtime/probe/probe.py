@@ -8,7 +8,7 @@ BF16, scores the same tokens. The result holds for these prompts, this checkpoin
 follows the drift in training. The mismatch of bf16 comes from the kernels alone, and is the floor.
 
 With `SampleSettings(after=..., top_k=...)` the trainer's model is one of a later step, which the engine got by a sparse
-sync. Top-k adds what the KL is above that of the same sync without `top_k`.
+sync. The KL that top-k adds is this KL less that of a probe without `top_k`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp8plan.model.setup import EngineSetup, default_limits
 from fp8plan.runtime.engine.launch import held_back
 from fp8plan.runtime.measure.machine import gpu_facts
 from fp8plan.runtime.probe.results import Interval, Probe, Probed, intervals, tokens_needed
-from fp8plan.runtime.probe.sampling import Prompt, Sampled, SampleSettings, sample, token_ids
+from fp8plan.runtime.probe.sampling import Prompt, Sampled, SampleSettings, checkpoints, sample, token_ids
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
 
@@ -70,6 +70,8 @@ def probe(
         raise ConfigError(f"no precision is given; allowed: {', '.join(PRESETS)}")
     settings, card = settings or SampleSettings(), gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     _refuse_absent(card)
+    if settings.after is not None:
+        checkpoints(model_path, settings.after)
     limits, version = limits or default_limits(card, model_path), check_vllm_version()
     tokens = token_ids(prompts, model_path, most_prompts)
     if (different := len({tuple(ids) for ids in tokens})) < 8:

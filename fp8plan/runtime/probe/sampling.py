@@ -14,7 +14,7 @@ from fp8plan.jsonl import read
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.engine.launch import held_back
-from fp8plan.runtime.weight_sync.manifest import checkpoint_manifest, checkpoint_tensors
+from fp8plan.runtime.weight_sync.manifest import checkpoint_manifest, checkpoint_tensors, local_folder
 from fp8plan.runtime.weight_sync.state import SyncSettings
 
 # Prompts of the first calibration of KV scales, before there is a rollout.
@@ -71,7 +71,7 @@ def sample(
     """Sample `settings.samples` responses of the engine to each prompt, and shut the engine down.
 
     Also returns the engine's facts, under `kv_scales` the origin of its scales, and under `synced` the bytes and the
-    residual of a sync to `settings.after`. Raises ConfigError for a model without files here, if there is one.
+    residual of a sync to `settings.after`. Raises ConfigError as `checkpoints` does.
     """
     from fp8plan.runtime.engine.engine import RolloutEngine
 
@@ -80,7 +80,7 @@ def sample(
     sync = None if settings.after is None else SyncSettings(delta="cpu", top_k=settings.top_k)
     engine = RolloutEngine.from_setup(setup, mode=mode, sync=sync, **options)
     try:
-        synced = None if settings.after is None else _synced(engine, str(setup.model), settings.after)
+        synced = None if settings.after is None else _synced(engine, checkpoints(str(setup.model), settings.after))
         scales = _calibrated(engine, prompts, settings) if engine.state.fp8_kv else None
         every = [tokens for tokens in prompts for _ in range(settings.samples)]
         return _generated(engine, every, settings), engine.facts | {"kv_scales": scales, "synced": synced}
@@ -88,12 +88,24 @@ def sample(
         engine.shutdown()
 
 
-def _synced(engine: Any, before: str, after: str) -> dict[str, float]:
+def checkpoints(model: str, after: str) -> tuple[Path, Path]:
+    """Return the folders of the model's checkpoint and of the trainer's later one.
+
+    Raises ConfigError for a model whose files are not here, and for checkpoints of other tensors.
+    """
+    before = local_folder(model)
+    manifest = None if before is None else checkpoint_manifest(before)
+    if before is None or manifest is None:
+        raise ConfigError(f"the model is {model!r}; allowed with after: a folder with safetensors, or a downloaded id")
+    if differ := sorted(set(manifest) ^ set(checkpoint_manifest(after) or ())):
+        raise ConfigError(f"{after} has other tensors than {before}: {differ[0].name}; allowed: a later step's")
+    return before, Path(after)
+
+
+def _synced(engine: Any, folders: tuple[Path, Path]) -> dict[str, float]:
     """Sync the engine as a run does: first all weights, then the changes. Returns bytes and residual of the second."""
-    if checkpoint_manifest(before) is None:
-        raise ConfigError(f"the model is {before!r}; allowed with after: a folder with safetensors")
-    engine.sync_weights(checkpoint_tensors(before))
-    report = engine.sync_weights(checkpoint_tensors(after))
+    for folder in folders:
+        report = engine.sync_weights(checkpoint_tensors(folder))
     if not report.patched:
         raise ConfigError(f"the engine took no patches: {report.healed or 'it was synced whole'}")
     return {"bytes": report.bytes, "residual": report.residual}

@@ -149,20 +149,6 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return whole.detach() if whole.requires_grad else whole  # a model may have 20,000 tensors
 
 
-def writes(tensor: torch.Tensor) -> int:
-    """Return torch's count of writes to a tensor; 0 for inference tensors, which have none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def refuse_reused(name: str, tensor: torch.Tensor, count: int) -> None:
-    """Raise ConfigError for a tensor that was held back and written to meanwhile. count: of writes when it came"""
-    if writes(tensor) != count:
-        raise ConfigError(
-            f"{name} was written to after it was given; an iterator must not reuse its buffers: type "
-            "yield name, tensor.clone()"
-        )
-
-
 def pairs_of(source: Any) -> Iterable[tuple[str, Any]]:
     """Return the (name, tensor) pairs of a source. vLLM's WeightSource gives them by `iter_full` from 0.33 on."""
     pairs: Iterable[tuple[str, Any]] = source.iter_full() if hasattr(source, "iter_full") else source

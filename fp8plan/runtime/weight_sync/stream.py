@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import SyncError
 from fp8plan.runtime.interrupts import released
-from fp8plan.runtime.weight_sync.manifest import dtype_name, dtype_named, gathered, pair_of, refuse_reused, writes
+from fp8plan.runtime.weight_sync.manifest import dtype_name, dtype_named, gathered, pair_of
 from fp8plan.runtime.weight_sync.state import Checked
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
     """Cut the stream into chunks of complete groups, about `most` bytes each, as (numbers in the manifest, tensors).
 
-    A group is held back until its last tensor has come. Raises SyncError for a tensor that was not announced or that
-    came twice, and as refuse_reused does.
+    A group is held back until its last tensor has come. Raises SyncError for a tensor that was not announced, that came
+    twice, or that was written to while it was held back: an iterator must not reuse its buffers.
     """
     missing: dict[int, int] = dict(checked.sizes)
     waiting: dict[int, list[tuple[int, torch.Tensor]]] = {}
@@ -41,7 +41,7 @@ def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[
         number = checked.numbers.get(name)
         if number is None or number in came:
             raise SyncError(f"{name} {'was not announced' if number is None else 'came twice'}")
-        came[number] = name, writes(tensor)
+        came[number] = name, _version(tensor)
         group = checked.groups[number]
         waiting.setdefault(group, []).append((number, tensor))
         missing[group] -= 1
@@ -52,21 +52,15 @@ def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[
             tensors.append(tensor)
             size += tensor.nbytes
         if size >= most:
-            yield numbers, _unwritten(numbers, tensors, came)
+            _refuse_reused(numbers, tensors, came)
+            yield numbers, tensors
             numbers, tensors, size = [], [], 0
     for group_tensors in waiting.values():  # incomplete groups: the workers report the missing tensors
         numbers += [number for number, _ in group_tensors]
         tensors += [tensor for _, tensor in group_tensors]
     if numbers:
-        yield numbers, _unwritten(numbers, tensors, came)
-
-
-def _unwritten(
-    numbers: Sequence[int], tensors: list[torch.Tensor], came: dict[int, tuple[str, int]]
-) -> list[torch.Tensor]:
-    for number, tensor in zip(numbers, tensors, strict=True):
-        refuse_reused(came[number][0], tensor, came[number][1])
-    return tensors
+        _refuse_reused(numbers, tensors, came)
+        yield numbers, tensors
 
 
 def loose_chunks(
@@ -101,6 +95,21 @@ def _whole(pairs: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
             name, tensor = pair_of(item)
             tensor = gathered(tensor)
         yield name, tensor
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return torch's count of writes to a tensor; 0 for inference tensors, which have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _refuse_reused(numbers: list[int], tensors: list[torch.Tensor], came: dict[int, tuple[str, int]]) -> None:
+    for number, tensor in zip(numbers, tensors, strict=True):
+        name, version = came[number]
+        if _version(tensor) != version:
+            raise SyncError(
+                f"{name} was written to after it was given; an iterator must not reuse its buffers: type "
+                "yield name, tensor.clone()"
+            )
 
 
 ALIGNMENT: Final = 256  # bytes, as of CUDA's own allocations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-BATCH: Final = 2**24  # bytes of patches that are written together: the device takes 60 bytes or so for a changed value
+WRITTEN_BYTES: Final = 2**24  # of patches that are written together: a changed value takes some 50 bytes meanwhile
 
 
 class Patches:
@@ -51,7 +51,7 @@ class Patches:
         size = 0
         for number, patch in zip(numbers, patches, strict=True):
             # A chain has several patches of a tensor: the later one is written after the earlier one.
-            if number in batch or size >= BATCH:
+            if number in batch or size >= WRITTEN_BYTES:
                 self._load(batch)
                 batch, size = {}, 0
             batch[number] = patch

@@ -20,15 +20,13 @@ from fp8plan.runtime.weight_sync.manifest import (
     dtype_name,
     gathered,
     pair_of,
-    refuse_reused,
-    writes,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-BATCH: Final = 2**28  # bytes of a trainer's tensors that are quantised and compared together
+COMPARED_BYTES: Final = 2**28  # bytes of a trainer's tensors that are quantised and compared together
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,8 @@ class Base:
                     raise ConfigError(
                         f"{name} is {described(part)}; allowed with delta: values of 1, 2 or 4 bytes, and not empty"
                     )
-                self._tensors[name] = self._own(part, part)
+                here = self._here(part)
+                self._tensors[name] = here.clone() if here.data_ptr() == part.data_ptr() else here
                 yield name, part
 
     def patches(self, pairs: Iterable[object], groups: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
@@ -128,9 +127,9 @@ class Base:
     def _next(
         self, batch: Mapping[str, Tensor], missing: dict[str, None], groups: Collection[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base's next tensors as its own copies, and take their names out of `missing`.
+        """Yield the base's next tensors, and take their names out of `missing`.
 
-        batch:  a trainer's tensors
+        batch:  copies of a trainer's tensors
         groups: names that are sent whole
         """
         top_k = None if self.top_k is None else for_each_matrix(self.top_k, self.manifest)
@@ -142,7 +141,7 @@ class Base:
                 base = self._tensors[name]
                 if new.shape != base.shape or new.dtype != base.dtype:
                     raise ConfigError(f"{name} is {described(new)}; announced: {described(base)}")
-                parts[name] = self._own(new, batch[own])
+                parts[name] = self._here(new)
             if top_k is not None and own not in groups:
                 held = {name: self._tensors[name] for name in parts}
                 parts[own] = thinned(parts, held, batch[own], top_k, self.residual)
@@ -155,13 +154,12 @@ class Base:
         if not all(torch.equal(bits(self._tensors[name]), bits(new)) for name, new in members.items()):
             yield from self._packed({name: whole(new) for name, new in members.items()}, members)
 
-    def _own(self, part: Tensor, trainers: Tensor) -> Tensor:
-        """Return a tensor where the base is kept, contiguous, and apart from the trainer's memory.
+    def _here(self, part: Tensor) -> Tensor:
+        """Return a tensor where the base is kept, contiguous.
 
         With "cuda" it stays on the trainer's GPU, which may not be torch's current one.
         """
-        here = part.contiguous() if part.device.type == self.device else part.to(self.device).contiguous()
-        return here.clone() if here.data_ptr() == trainers.data_ptr() else here
+        return (part if part.device.type == self.device else part.to(self.device)).contiguous()
 
     def _packed(self, made: Mapping[str, Change], news: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Note changes until the next commit, and yield their patches."""
@@ -189,27 +187,24 @@ class Base:
 
 
 def _batches(pairs: Iterable[object]) -> Iterator[dict[str, Tensor]]:
-    """Yield a trainer's tensors, about BATCH bytes at a time. Raises ConfigError as pair_of and refuse_reused do."""
+    """Yield copies of a trainer's tensors, about COMPARED_BYTES at a time. Raises ConfigError as pair_of does.
+
+    A trainer's iterator may overwrite a tensor once it has given the next one.
+    """
+    import torch
+
     batch: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
     size = 0
-
-    def checked() -> dict[str, Tensor]:
-        for name, count in counts.items():
-            refuse_reused(name, batch[name], count)
-        return batch
-
     for item in pairs:
         name, tensor = pair_of(item)
         if name in batch:
             raise ConfigError(f"{name} came twice")
-        batch[name] = gathered(tensor)
-        counts[name] = writes(batch[name])
+        batch[name] = gathered(tensor).clone(memory_format=torch.contiguous_format)
         size += batch[name].nbytes
-        if size >= BATCH:
-            yield checked()
-            batch, counts, size = {}, {}, 0
-    yield checked()
+        if size >= COMPARED_BYTES:
+            yield batch
+            batch, size = {}, 0
+    yield batch
 
 
 def in_format(tensors: Mapping[str, Tensor], fp8: Collection[str]) -> dict[str, dict[str, Tensor]]:

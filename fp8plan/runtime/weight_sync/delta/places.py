@@ -59,10 +59,10 @@ def read(matrices: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
 
 
 def write(windows: Sequence[Window], places: Sequence[Tensor], words: Sequence[Tensor]) -> None:
-    """Write values of each window's tensor into the window, those outside of its box apart.
+    """Write values at places of each tensor into its window. Places outside of the window's box are skipped.
 
-    places: int64 [values] in the flat tensor, each place at most once; words: bit patterns [values]; on the window's
-    device
+    places: int64 [values] in the flat tensor, each place at most once
+    words:  bit patterns [values]; both on the window's device
     """
     import torch
 

@@ -82,12 +82,15 @@ def digests(matrices: Sequence[Tensor]) -> list[Tensor]:
         from fp8plan.runtime.weight_sync.delta import triton_kernels
 
         some = [matrices[number] for number in numbers]
-        by_kernel.update(zip(numbers, triton_kernels.digests(some, constants(matrices[0].device)), strict=True))
+        by_kernel.update(zip(numbers, triton_kernels.digests(some, constants(some[0].device)), strict=True))
     return [by_kernel[number] if number in by_kernel else _digests(each) for number, each in enumerate(matrices)]
 
 
 def compared(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Compared]:
-    """Compare matrices of bit patterns with others of their shapes, dtypes and devices. All are contiguous."""
+    """Compare matrices of bit patterns with others of their shapes, dtypes and devices.
+
+    All are contiguous, and none is empty.
+    """
     groups = defaultdict(list)  # a launch for each: tensors of one device, whose values have one size
     for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         if _for_kernel(a) and _for_kernel(b):

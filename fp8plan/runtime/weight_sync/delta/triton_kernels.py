@@ -21,7 +21,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Address and row stride in words of a matrix and of the other one, rows, words of a row, first program, first mark.
+# Address and row stride (in words) of both matrices; rows; words of a row; first program; first byte of marks.
 COLUMNS = 8
 STEP = 4  # rows that a program reads at a time
 WARPS = 4
@@ -29,11 +29,11 @@ WORD = 4  # bytes
 VECTOR = 4  # words that a thread reads at once, from addresses that allow it
 MARKED = 8  # values that a byte of marks stands for
 SCANNED = 512  # bytes of marks that a program searches
-# Address, row stride in values, top, left, rows and columns of a part, and columns of the flat tensor.
-PART_COLUMNS = 7
+# Address and row stride (in values) of a window; top, left, rows and columns; columns of the flat tensor.
+WINDOW_COLUMNS = 7
 BLOCK = 1024  # values of a program
 
-_COLUMNS, _PART_COLUMNS = tl.constexpr(COLUMNS), tl.constexpr(PART_COLUMNS)
+_COLUMNS, _WINDOW_COLUMNS = tl.constexpr(COLUMNS), tl.constexpr(WINDOW_COLUMNS)
 
 
 def digests(matrices: Sequence[Tensor], constants: Tensor) -> list[Tensor]:
@@ -69,9 +69,9 @@ def _marks(pair: tuple[Tensor, Tensor]) -> int:
 
 
 def _places(marks: Tensor) -> Tensor:
-    """Return the numbers of set bits, int64 [bits], rising: each block counts its own, and writes behind those before.
+    """Return the numbers of set bits, int64 [bits], rising.
 
-    torch's nonzero reads every mark for its count, and took two thirds of a comparison.
+    A first kernel counts the bits of each block. A second writes their numbers behind those of earlier blocks.
     """
     blocks = ceil(len(marks) / SCANNED)
     counts = torch.empty(blocks, dtype=torch.int32, device=marks.device)
@@ -128,12 +128,12 @@ def _moved(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
 
 
 def values(rows: Sequence[Sequence[int]], counts: Sequence[int], places: Tensor, words: Tensor, *, write: bool) -> None:
-    """Write words to places, or read them from there.
+    """Write words to places of windows, or read them from there.
 
-    rows:   of the table, one for each part
-    counts: places of each part
+    rows:   of the table, one for each window
+    counts: places of each window
     places: int64 [sum of counts]
-    words:  as the parts' values [sum of counts]
+    words:  as the windows' values [sum of counts]
     """
     item = words.element_size()
     table = np.array(rows, dtype=np.int64).ravel()
@@ -163,7 +163,7 @@ def _tiles(
 ):
     """Digest a tile, and mark where it differs from the other one.
 
-    VALUES: of a word; VECTOR: words that addresses, strides and rows are multiples of; STEP: rows read at a time
+    VALUES: in a word; STEP: rows read at a time; VECTOR: addresses, strides and rows are multiples of so many words
     """
     program = tl.program_id(0)
     entry = table + tl.load(owners + program) * _COLUMNS
@@ -210,7 +210,7 @@ def _values(table, owners, places, words, count, ITEM: tl.constexpr, SIZE: tl.co
     """Read or write the values at some places. ITEM: bytes of a value; SIZE: values of a program"""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     valid = at < count
-    entry = table + tl.load(owners + at, valid, 0) * _PART_COLUMNS
+    entry = table + tl.load(owners + at, valid, 0) * _WINDOW_COLUMNS
     width, place = tl.load(entry + 6, valid, 1), tl.load(places + at, valid, 0)
     row = place // width
     column = place - row * width - tl.load(entry + 3, valid, 0)
