@@ -182,8 +182,7 @@ MAP: Final = {
     )
 }
 GROUPS: Final = {
-    "main": MAIN, "control": CONTROL, "map": MAP,
-    "news": NEWS, "news-more": NEWS_MORE, "news-masks": NEWS_MASKS,
+    "main": MAIN, "control": CONTROL, "map": MAP, "news": NEWS, "news-more": NEWS_MORE, "news-masks": NEWS_MASKS
 }  # fmt: skip
 ARMS: Final = MAIN | CONTROL | NEWS_MORE | NEWS_MASKS | MAP
 BASELINES: Final = {f"{name}-{what}": f"{name}-bf16" for name in HARDER for what in ("bf16", "fp8", "fp8-adaptive")}

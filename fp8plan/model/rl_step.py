@@ -237,19 +237,22 @@ def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) 
     if precision.kv == "fp8" and recalibrate_kv:
         longest = limits.max_model_len or shape.context.derived()
         kv_scales = float(model.seconds(full_prefill(shape, limits, longest))[0])
-    parts = {"transfer": 0.0, "quantise": quantise, "patch": 0.0, "kv_scales": kv_scales}
-    costs = [SyncCost(Mode.DENSE_BF16, bf16_bytes, parts)]
-    if rate is not None:
-        if quantised:
-            twice = parts | {"quantise": quantise + quantised * SENT_FP8_SECONDS}
-            costs.append(SyncCost(Mode.DENSE_FP8, fp8_bytes, twice))
-        if sync.patches:
-            size = delta_bytes(shape, precision, limits, sync)
-            costs.append(SyncCost(Mode.DELTA, size, parts | {"patch": patch + size * PATCH_BYTE_SECONDS}))
+
+    def cost(mode: Mode, nbytes: float, **own: float) -> SyncCost:
+        parts = {"transfer": nbytes / sync.bandwidth, "quantise": quantise, "patch": 0.0, "kv_scales": kv_scales}
+        return SyncCost(mode, nbytes, parts | own)
+
+    def by_patches(mode: Mode, seconds: float, top_k: TopK | None = None) -> SyncCost:
+        nbytes = delta_bytes(shape, precision, limits, sync, top_k)
+        return cost(mode, nbytes, patch=seconds + nbytes * PATCH_BYTE_SECONDS)
+
+    costs = [cost(Mode.DENSE_BF16, bf16_bytes)]
+    if rate is not None and quantised:
+        costs.append(cost(Mode.DENSE_FP8, fp8_bytes, quantise=quantise + quantised * SENT_FP8_SECONDS))
+    if rate is not None and sync.patches:
+        costs.append(by_patches(Mode.DELTA, patch))
     if sync.top_k is not None:
-        size = delta_bytes(shape, precision, limits, sync, _in_shares(sync.top_k, shape, precision))
-        costs.append(SyncCost(Mode.TOP_K, size, parts | {"patch": patch + choice + size * PATCH_BYTE_SECONDS}))
-    costs = [cost._replace(parts=cost.parts | {"transfer": cost.bytes / sync.bandwidth}) for cost in costs]
+        costs.append(by_patches(Mode.TOP_K, patch + choice, _in_shares(sync.top_k, shape, precision)))
     return sorted(costs, key=lambda cost: cost.seconds)
 
 

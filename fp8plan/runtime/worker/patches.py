@@ -11,14 +11,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.targets import FINITE, NOT_FINITE, content
-from fp8plan.runtime.weight_sync.delta.patch import Change, sums, unpacked
+from fp8plan.runtime.weight_sync.delta.patch import Change, cuts_of, sums, unpacked
 from fp8plan.runtime.weight_sync.delta.places import Span, Window, write
-from fp8plan.runtime.weight_sync.delta.tiles import TILE, bits, digests, flat
+from fp8plan.runtime.weight_sync.delta.tiles import TILE, digests, flat, matrix
 from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named
 from fp8plan.runtime.worker.binding import Move, Target, WholeTiles
 from fp8plan.runtime.worker.prepare import Prepared, is_matrix
@@ -99,7 +98,7 @@ class Patches:
                 by_dtype[entry.dtype][entry.name] = each.words
         for dtype, words in by_dtype.items():
             values = torch.cat(list(words.values())).view(dtype_named(dtype)).float()
-            cuts = torch.tensor([0, *accumulate(len(each) for each in words.values())], device=values.device)
+            cuts = cuts_of([len(each) for each in words.values()], values.device)
             self._not_finite.append((list(words), sums(~values.isfinite(), cuts)))
 
     @property
@@ -151,7 +150,7 @@ class Patches:
 
 def target_of(move: Move, shape: Sequence[int]) -> Target:
     """Return a move's target. shape: of the tensor that is sent"""
-    live, sides = matrix(move), (TILE[0], TILE[1] // move.target.element_size())
+    live, sides = matrix(move.target), (TILE[0], TILE[1] // move.target.element_size())
     spans, whole = box(move, shape), flat(shape)
     tiles = [_whole_tiles(span, side, size) for span, side, size in zip(spans, sides, whole, strict=True)]
     part = Window(live, *spans, whole[1])
@@ -173,12 +172,6 @@ def box(move: Move, shape: Sequence[int]) -> tuple[Span, Span]:
         first = first * size + start
     height = shape[-2] if len(shape) > 1 else 1
     return (first * height + rows[0], first * height + rows[1]), columns
-
-
-def matrix(move: Move) -> Tensor:
-    """Return a move's target as a matrix of bit patterns."""
-    target = bits(move.target)
-    return target.unsqueeze(0) if target.dim() == 1 else target
 
 
 def alike(live: Sequence[Tensor], sent: Sequence[Tensor]) -> list[bool]:

@@ -1,7 +1,6 @@
-# The runs of benchmarks/learning/evidence/news.md, on the machine's CPU cores. It needs from ~/lease what
-# cpu_bundle.sh made as cpu.0 ..., and no begin.sh. All runs begin with the committed policy. Those whose lines are
-# committed are not made again. To go on with others, carry `news` of what came back of an earlier lease as
-# ~/lease/news.tgz.
+# The runs of benchmarks/learning/evidence/news.md on the machine's CPU cores. It needs from ~/lease what cpu_bundle.sh made
+# as cpu.0 ..., and no begin.sh. All runs begin with the committed policy. Those whose lines are committed are not made
+# again. To go on with others, carry `news` of what came back of an earlier lease as ~/lease/news.tgz.
 # NEWS_AT_ONCE: runs at once, each on a core; by default four cores are left to other jobs.
 at_once=${NEWS_AT_ONCE:-$(($(nproc) - 4))}
 tree=~/news.tree
@@ -26,8 +25,7 @@ keep() { # the records of runs, and the last lines of those that are not done
 }
 for _ in 1 2 3; do # a run that failed goes on from its checkpoint
     python3 -m benchmarks.learning.run ~/news --policy tiny-qk-norm --device cpu --seeds 6 --at-once "$at_once" \
-        --kept benchmarks/learning/cpu/tiny-qk-norm/news.jsonl \
-        --arms news --arms news-more --arms news-masks && break
+        --kept benchmarks/learning/cpu/tiny-qk-norm/news.jsonl --arms news --arms news-more --arms news-masks && break
 done &
 while kill -0 $! 2> /dev/null; do
     sleep 20

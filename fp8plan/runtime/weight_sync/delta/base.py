@@ -88,7 +88,7 @@ class Base:
                     raise ConfigError(
                         f"{name} is {described(part)}; allowed with delta: values of 1, 2 or 4 bytes, and not empty"
                     )
-                here = self._here(part)
+                here = self._here(part)  # a reader may keep and write what it gets
                 self._tensors[name] = here.clone() if here.data_ptr() == part.data_ptr() else here
                 yield name, part
 

@@ -131,10 +131,10 @@ def packed(made: Sequence[Change], news: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by(items: Sequence[Any], key: Any) -> Iterable[list[int]]:
-    """Return the numbers of items with one key; those whose key is False or None are left out."""
+    """Return the numbers of items with one key; those whose key is None are left out."""
     groups = defaultdict(list)
     for number, item in enumerate(items):
-        if (group := key(item)) not in (False, None):
+        if (group := key(item)) is not None:
             groups[group].append(number)
     return groups.values()
 
@@ -194,7 +194,7 @@ def _placed(made: Sequence[Change], news: Sequence[Tensor]) -> list[tuple[int, B
     places = [each.places for each in made if each.places is not None]
     counts = [each.numel() for each in places]
     every = torch.cat(places)
-    cuts = _cuts(counts, every.device)
+    cuts = cuts_of(counts, every.device)
     gaps = torch.diff(every, prepend=every[:1]) - 1
     gaps[cuts[:-1]] = every[cuts[:-1]]
     skips = {form: gaps // most for form, most in LARGEST_GAPS.items()}
@@ -236,7 +236,8 @@ def _bitmap(places: Tensor, size: int) -> Bytes:
     return data
 
 
-def _cuts(counts: Sequence[int], device: torch.device) -> Tensor:
+def cuts_of(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return where parts of so many values begin and end, int64 [parts + 1]."""
     import torch
 
     return torch.tensor([0, *accumulate(counts)], device=device)
@@ -301,7 +302,7 @@ def _located(form: int, parts: Sequence[_Parts], device: torch.device) -> list[T
     stream = data.int() if form == 1 else data.view(torch.int16).int() & most
     changed = stream != most
     lengths, counts = [each.places.size // form for each in parts], [each.changed for each in parts]
-    cuts = _cuts(lengths, device)
+    cuts = cuts_of(lengths, device)
     total = torch.cumsum(stream + changed, 0, dtype=torch.int64)
     before = _at_cuts(total, cuts)
     own, ends = torch.stack([sums(changed, cuts), before.diff()]).tolist()
