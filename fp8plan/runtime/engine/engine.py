@@ -242,5 +242,4 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
         with self._noticing_death():
             if self.mode == "inprocess":
                 return act()
-            resources = self.llm.llm_engine.engine_core.resources
-            return watched(act, lambda: resources.engine_dead, self._give_up)
+            return watched(act, self._process_ended, self._give_up)

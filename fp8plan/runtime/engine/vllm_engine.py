@@ -93,15 +93,24 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
 
     @contextmanager
     def _noticing_death(self) -> Iterator[None]:
-        """Note if the engine dies in this `with`. Raises NotServingError then, and if there is no engine."""
+        """Note if the engine dies in this `with`. Raises NotServingError then, and if there is no engine.
+
+        vLLM closes its sockets once the engine's process has ended. A call that is under way raises ZMQError then.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self.llm is None:
             raise NotServingError("the engine could not be started; call sync_weights, which tries again")
         try:
             yield
-        except EngineDeadError as error:
-            raise self._died() from error
+        except Exception as error:
+            if isinstance(error, EngineDeadError) or self._process_ended():
+                raise self._died() from error
+            raise
+
+    def _process_ended(self) -> bool:
+        """True once vLLM has noticed that the engine's process is gone."""
+        return self.llm is not None and self.mode == "multiprocess" and self._front.engine_core.resources.engine_dead
 
     @property
     def _front(self) -> Any:

@@ -57,6 +57,7 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) 
             await engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
             assert await generate(engine) == expected["a"]
             await examined(engine)
+            await died(engine)
         finally:
             engine.shutdown()
         await after_shutdown(engine)
@@ -93,6 +94,19 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) 
                     await one(engine, PROMPTS[0])
                 await engine.sync_weights(weights(kind, serves), kv_prompts=CALIBRATION)
             assert await generate(engine) == expected[serves], f"other bits after {number}"
+
+    async def died(engine: AsyncRolloutEngine) -> None:
+        """A request that meets a closed socket says so, and the next sync starts the engine again."""
+        client = engine.llm.engine_core
+        for process in client.resources.engine_manager.processes:
+            process.kill()
+        while not client.input_socket.closed:
+            await asyncio.sleep(0.05)
+        client.ensure_alive = lambda: None
+        with pytest.raises(NotServingError, match="the engine has died; the next sync_weights starts it again"):
+            await one(engine, PROMPTS[0])
+        await engine.sync_weights(weights(kind, "b"), kv_prompts=CALIBRATION)
+        assert await generate(engine) == expected["b"]
 
     async def after_shutdown(engine: AsyncRolloutEngine) -> None:
         assert not engine.serving

@@ -130,6 +130,22 @@ def test_a_process_killed_during_a_rollout_is_healed_by_the_next_sync(subject: S
 
 
 @pytest.mark.parametrize("subject", CASES[:1], indirect=True, ids=["dense-fp8_block"])
+def test_a_call_that_meets_a_closed_socket_says_that_the_engine_has_died(subject: Subject) -> None:
+    """vLLM closes its sockets between the check of a call that is under way and its send."""
+    kind, engine, references = subject
+    in_time(lambda: engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION), START)
+    client = engine.llm.llm_engine.engine_core
+    kill(engine, "core")
+    in_time(lambda: closed(client.input_socket))
+    client.ensure_alive = lambda: None
+    with pytest.raises(NotServingError, match="the engine has died; the next sync_weights starts it again") as refused:
+        in_time(lambda: generate(engine))
+    assert type(refused.value.__cause__).__name__ == "ZMQError"
+    in_time(lambda: engine.sync_weights(weights(kind, "b"), kv_prompts=CALIBRATION), START)
+    assert generate(engine) == references["b"]
+
+
+@pytest.mark.parametrize("subject", CASES[:1], indirect=True, ids=["dense-fp8_block"])
 def test_a_process_that_has_died_before_a_sync_is_started_by_it(subject: Subject) -> None:
     kind, engine, references = subject
     kill(engine, "worker")
@@ -178,6 +194,12 @@ def in_time(act: Callable[[], Any], seconds: float = 60.0) -> Any:
     thread.join(seconds)
     assert not thread.is_alive(), f"still waiting after {seconds:.0f} s"
     return results[0].result()
+
+
+def closed(socket: Any) -> None:
+    """Wait until vLLM's thread has closed it."""
+    while not socket.closed:
+        time.sleep(0.05)
 
 
 def kill(engine: RolloutEngine, what: str) -> None:
