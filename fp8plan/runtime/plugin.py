@@ -22,6 +22,8 @@ BACKEND: Final = "fp8plan"
 PROBE: Final = "fp8plan-doctor"  # part of the ids of requests that belong to no rollout
 STATUS: Final = "/fp8plan/status"
 ROLLOUT: Final = "/v1/fp8plan/rollout"  # vLLM asks for its --api-key below /v1
+PULL: Final = "/fp8plan/pull"
+STORE: Final = "FP8PLAN_STORE"  # variable of the server's environment: URL of a store of weights
 API_KEY: Final = "VLLM_API_KEY"  # vLLM's own variable for its --api-key; fp8plan's clients take theirs from it
 PLUGINS: Final = "VLLM_PLUGINS"  # vLLM's own variable: names of the plugins that it may load, by commas
 

@@ -58,7 +58,7 @@ def corrupt_the_next_update(worker: Any) -> dict[str, None]:
     Not of their scales: a weight is the product of both. Only then, as vLLM's reload, which some layers go through, has
     other tensors in the model's places until it is closed.
     """
-    live = worker._fp8plan_updates()._live
+    live = worker._fp8plan_updates().live
     close = live._close
 
     def corrupted(running: Any, reloaded: Any) -> None:

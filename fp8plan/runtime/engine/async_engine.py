@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
@@ -181,19 +182,34 @@ class AsyncRolloutEngine(
             return await act()
 
 
-async def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call], Awaitable[Any]]) -> Answer:
-    """Run a procedure to its end under asyncio. answer: does a Call"""
+async def driven(
+    procedure: Generator[Call, Any, Answer], answer: Callable[[Call], Awaitable[Any]], threads: bool = False
+) -> Answer:
+    """Run a procedure to its end under asyncio.
+
+    answer:  does a Call
+    threads: run the procedure itself in threads, so that the event loop goes on while it reads files. Its task must
+             not be cancelled
+    """
+    resume = partial(next, procedure)
+    while True:
+        ended, value = await asyncio.to_thread(_resumed, resume) if threads else _resumed(resume)
+        if ended:
+            return cast("Answer", value)
+        try:
+            reply = await answer(value)
+        except BaseException as error:
+            resume = partial(procedure.throw, error)
+        else:
+            resume = partial(procedure.send, reply)
+
+
+def _resumed(resume: Callable[[], Any]) -> tuple[bool, Any]:
+    """Return True and a procedure's result if it ends, else False and its next Call."""
     try:
-        call = next(procedure)
-        while True:
-            try:
-                reply = await answer(call)
-            except BaseException as error:
-                call = procedure.throw(error)
-            else:
-                call = procedure.send(reply)
+        return False, resume()
     except StopIteration as end:
-        return cast("Answer", end.value)
+        return True, end.value
 
 
 def forgetting_unsent(llm: Any) -> None:

@@ -18,7 +18,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import ExitStack, aclosing, suppress
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from typing import Any, ClassVar, Final, Self
 
 from fp8plan.errors import ConfigError, SyncError
@@ -78,6 +78,7 @@ class Front:
         self._prompt_ids = None if config.model_config.is_multimodal_model else self.state.vocabulary
         self.facts: dict[str, Any] = {}
         self.failure: str | None = None  # why the last update failed
+        self.pulled: dict[str, Any] | None = None  # the last update that was pulled from a store
         self.kv_source: str | None = None
         self.sampling: Sampling | None = None  # sampling of the requests since the weights serve
         self.serve_s = 0.0  # seconds of the last measurement of KV scales, with the reset of the prefix cache
@@ -133,7 +134,9 @@ class Front:
                 kept.cancel()
         config, worker = self.engine.vllm_config, self._answered["worker"]
         cache, update, refusal = config.cache_config, worker["last_update"], self.state.refusal or worker["refusal"]
-        if update is not None:
+        if self.pulled is not None and self.pulled["version"] == worker["version"]:
+            update = self.pulled
+        elif update is not None:
             update = update | {"seconds": update["seconds"] | {"kv_scales": self.serve_s}}
         scales = {"source": self.kv_source, "scales": worker["kv_scales"]} if self.state.fp8_kv else None
         return {
@@ -281,32 +284,47 @@ class Front:
         """Let the workers' weights serve: measure KV scales, empty the prefix cache. While a pause keeps requests,
         it does neither, as their keys and values are or will be in the cache.
         """
-        self.serve_s = 0.0
+        self.serve_s, begun = 0.0, time.perf_counter()
         if self._unfinished():
-            self.kv_source = f"{(self.kv_source or '1.0').partition(', kept')[0]}, kept while requests wait"
+            self.kv_source = self._kept_scales()
             self.state.refusal = None
             return
-        paused, begun = await self.engine.is_paused(), time.perf_counter()
+        try:
+            async with self._measuring_alone():
+                await self._drive(self._measured())
+        finally:
+            self.serve_s = time.perf_counter() - begun
+
+    @asynccontextmanager
+    async def _measuring_alone(self) -> AsyncGenerator[None]:
+        """Let fp8plan's own prompts run: requests wait, and a pause is lifted meanwhile."""
+        paused = await self.engine.is_paused()
         await self._let(measuring=True)
         try:
             if paused:
                 await self._own["resume_generation"]()
-            await self._drive(self._measured())
+            yield
         finally:
             if paused:
                 await self.engine.pause_generation(mode="keep")
             await self._let(measuring=False)
-            self.serve_s = time.perf_counter() - begun
+
+    def _kept_scales(self) -> str:
+        """Return the name of the KV scales' source while they stay as they are."""
+        return f"{(self.kv_source or '1.0').partition(', kept')[0]}, kept while requests wait"
+
+    def _prompts(self) -> tuple[list[list[int]], str]:
+        """Return token ids to measure KV scales on, and where they come from."""
+        if self._sequences:
+            return list(self._sequences), LAST_SEQUENCES
+        return random_prompts(self.state.vocabulary, self.state.longest_prompt or 1), RANDOM
 
     def _measured(self) -> Procedure:
         state = self.state
         yield from clean(state)
         state.soiled = True  # until the new weights have run without NaN
-        prompts, source = list(self._sequences), LAST_SEQUENCES
-        if not prompts:
-            prompts, source = random_prompts(state.vocabulary, state.longest_prompt or 1), RANDOM
         try:
-            self.kv_source = yield from kv_scales(state, None, prompts, source)
+            self.kv_source = yield from kv_scales(state, None, *self._prompts())
         except Exception as error:
             state.refusal = f"the KV scales could not be measured: {error}"
             raise
@@ -322,13 +340,16 @@ class Front:
         serves = "the old weights serve" if self.state.refusal is None else "the server refuses to generate"
         self.failure = text
         await self._let(updating=False)
-        return error if isinstance(error, UpdateError) else UpdateError(f"{text}; {serves} until a complete update")
+        # The text of a SyncError says already which weights serve.
+        return UpdateError(text if isinstance(error, SyncError) else f"{text}; {serves} until a complete update")
 
     async def _drive(self, procedure: Generator[Call, Any, Any]) -> Any:
         return await driven(procedure, self._answer)
 
     async def _answer(self, call: Call) -> Any:
         if call.what == "reset":
+            if self._unfinished():  # requests that a pause keeps go on with their blocks
+                return None
             if self.engine.model_config.is_multimodal_model:
                 await self.engine.reset_encoder_cache()
             for pause_s in until_reset():

@@ -7,10 +7,13 @@ opens, are elsewhere.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import suppress
+import time
+from collections.abc import Awaitable, Callable, Generator, MutableMapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
@@ -22,9 +25,15 @@ from starlette.datastructures import Headers
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.plugin import API_KEY, BACKEND, ROLLOUT, STATUS, logger
-from fp8plan.runtime.server.front import Front
+from fp8plan.runtime.engine.async_engine import driven
+from fp8plan.runtime.plugin import API_KEY, BACKEND, PULL, ROLLOUT, STATUS, STORE, logger
+from fp8plan.runtime.server.front import Front, UpdateError
 from fp8plan.runtime.server.rollout import rolled_out
+from fp8plan.runtime.weight_sync.delta.base import Chain
+from fp8plan.runtime.weight_sync.delta.store import Follower
+from fp8plan.runtime.weight_sync.manifest import checkpoint_manifest, local_folder
+from fp8plan.runtime.weight_sync.procedure import learn_quantised, replace_weights
+from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncReport, SyncSettings, rpc
 
 READS: Final = ("GET", "HEAD", "OPTIONS")  # methods that change nothing; vLLM decides who may read
 Scope = MutableMapping[str, Any]
@@ -62,12 +71,72 @@ class Gate:
 
 
 class LifecycleFront(Front):
-    """A Front that also wraps the lifecycle's calls. New weights serve at the end of `finish_weight_update`."""
+    """A Front that also wraps the lifecycle's calls. New weights serve at the end of `finish_weight_update`.
+
+    follower: reads versions of the weights from a store, for `pull`; None: there is no store
+    """
 
     wrapped: ClassVar = (
         *Front.wrapped, "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"
     )  # fmt: skip
     asks_facts: ClassVar = "fp8plan_attach"
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.follower: Follower | None = None
+
+    async def follow(self, url: str) -> None:
+        """Take the newest weights of a store, if it has any. A later `pull` goes on from there."""
+        config = self.engine.vllm_config
+        model, download = config.model_config, config.load_config.download_dir
+        folder = local_folder(model.model, model.revision, download)
+        self.state.expected = None if folder is None else checkpoint_manifest(folder)
+        self.state.settings = SyncSettings(weights_in="fp8_block")
+        self.state.staged_on, self.state.workers = "cpu", config.parallel_config.world_size
+        self.follower = Follower(url)
+        await self.pull()
+
+    async def pull(self) -> SyncReport | None:
+        """Bring the weights to the newest version of the store; None if they are that already.
+
+        Raises UpdateError while requests run, unless generation is paused, and if the weights could not be synced.
+        """
+        if self.follower is None:
+            raise UpdateError(f"this server follows no store; type: {STORE}=URL vllm serve ... (docs/guides/server.md)")
+        self._refuse_open("pull")
+        await self._refuse_running(PAUSE)
+        self._updating = True
+        try:
+            async with nullcontext() if self._unfinished() else self._measuring_alone():
+                report = await driven(self.follower.pulling(self), self._answer, threads=True)
+        except Exception as error:
+            raise await self._failed(error) from error
+        self.failure = None
+        await self._let(updating=False)
+        return report
+
+    @property
+    def serving(self) -> bool:
+        return self.state.refusal is None
+
+    @staticmethod
+    def _asked(procedure: Procedure) -> Procedure:
+        return procedure
+
+    def _sync(self, chain: Chain, *_: Any) -> Generator[Call, Any, SyncReport]:
+        """Write the patches of a chain. KV scales stay while a pause keeps requests; else they are measured."""
+        state = self.state
+        state.version = (yield from rpc("fp8plan_status"))[0]["version"]
+        if state.quantised is None:
+            yield from learn_quantised(state)
+        if self._unfinished():
+            known, prompts, source = state.kv_scales, None, self._kept_scales()
+        else:
+            known, (prompts, source) = None, self._prompts()
+        report = yield from replace_weights(state, chain, kv_prompts=prompts, kv_source=source, kv_known=known)
+        self.kv_source, self.sampling = source, None
+        self.pulled = recorded(report)
+        return report
 
     async def init_weight_transfer_engine(self, *args: Any, **kwargs: Any) -> None:
         """Let the workers meet a trainer."""
@@ -76,10 +145,10 @@ class LifecycleFront(Front):
     async def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
         """Open an update, after closing one that a trainer has left open. Raises UpdateError while requests run, unless
         generation is paused."""
-        await self._refuse_running("pause generation before (POST /pause?mode=keep)")
+        await self._refuse_running(PAUSE)
         if self._updating:
             await self._release()
-        self._updating = True
+        self._updating, self.state.stamp = True, None
         try:
             await self._called("start_weight_update", *args, **kwargs)
         except Exception as error:
@@ -121,6 +190,14 @@ class LifecycleFront(Front):
                 await self._called("finish_weight_update")
 
 
+def recorded(report: SyncReport) -> dict[str, Any]:
+    """Return a report as the status holds it."""
+    left_out = ("checks", "kv_scales", "kv_source", "scored_k3")
+    fields = {name: value for name, value in asdict(report).items() if name not in left_out}
+    return fields | {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+
+
+PAUSE: Final = "pause generation before (POST /pause?mode=keep)"
 ANOTHER: Final = (
     'this server has another weight-transfer backend; type: --weight-transfer-config \'{"backend": "fp8plan"}\''
 )
@@ -141,6 +218,19 @@ async def status(request: Request) -> JSONResponse:
     """Answer the status (Front.status); 404 on a server with another backend."""
     front = _front(request)
     return _refused(404, ANOTHER) if front is None else JSONResponse(await front.status())
+
+
+@router.post(PULL)
+async def pull(request: Request) -> JSONResponse:
+    """Pull the newest weights of the server's store, and answer the update's record; null if there was nothing new."""
+    front = _front(request)
+    if front is None:
+        return _refused(404, ANOTHER)
+    try:
+        report = await asyncio.shield(asyncio.create_task(front.pull()))
+    except ValueError as error:
+        return _refused(400, str(error))
+    return JSONResponse(None if report is None else recorded(report))
 
 
 @router.post(ROLLOUT)
@@ -201,3 +291,5 @@ class Routes:
             raise ConfigError(f"--api-server-count is {servers}; allowed: 1, as one process must see all requests")
         state.fp8plan_keys = keys_of(args)
         state.fp8plan = await LifecycleFront.opened(engine_client)
+        if store := os.environ.get(STORE):
+            await state.fp8plan.follow(store)

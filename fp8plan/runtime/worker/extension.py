@@ -123,6 +123,8 @@ class Fp8PlanWorker:
     @answering
     def fp8plan_commit(self, stamp: str | None = None) -> None:
         self._fp8plan_weights().commit(stamp)
+        if (updates := self._fp8plan_of_server()) is not None:
+            updates.refusal = None
 
     @answering
     def fp8plan_abort(self) -> bool:
@@ -205,16 +207,21 @@ class Fp8PlanWorker:
 
     def _fp8plan_updates(self) -> Updates:
         """Return the updates of a server's weights. Raises ConfigError where the backend is another."""
-        engine = self.weight_transfer_engine
-        updates: Updates | None = getattr(engine, "updates", None)
-        if updates is None:
+        if (updates := self._fp8plan_of_server()) is None:
+            backend = type(self.weight_transfer_engine).__name__
             raise ConfigError(
-                f"the weight-transfer backend is {type(engine).__name__}; allowed here: fp8plan (start vllm serve with "
+                f"the weight-transfer backend is {backend}; allowed here: fp8plan (start vllm serve with "
                 """--weight-transfer-config '{"backend": "fp8plan"}')"""
             )
         return updates
 
+    def _fp8plan_of_server(self) -> Updates | None:
+        """Return the updates of fp8plan's weight-transfer backend; None without it."""
+        return getattr(getattr(self, "weight_transfer_engine", None), "updates", None)
+
     def _fp8plan_weights(self) -> LiveWeights:
+        if (updates := self._fp8plan_of_server()) is not None:
+            return updates.live
         if not hasattr(self, "_fp8plan_live"):
             self._fp8plan_live = LiveWeights(self)
         return self._fp8plan_live

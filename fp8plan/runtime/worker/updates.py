@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 SAMPLES: Final = 4  # tensors that are compared with what was sent, as in SyncSettings
-NUMBER: Final = 0  # number of the one manifest that the worker remembers
+NUMBER: Final = -1  # of the one manifest that is remembered; a sync by procedure has numbers from 0 on
 
 
 class Streamed:
@@ -36,13 +36,13 @@ class Streamed:
 
     def __init__(self, live: LiveWeights, manifest: Manifest, held: Manifest, begin: Callable[[], None]) -> None:
         self.manifest = manifest
-        self._live, self._begin = live, cache(begin)
+        self.live, self._begin = live, cache(begin)
         self._dtypes = [dtype_named(entry.dtype) for entry in held]
 
     def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         self._begin()
         rounded = [tensor.to(self._dtypes[number]) for number, tensor in zip(numbers, tensors, strict=True)]
-        self._live.load(numbers, rounded)
+        self.live.load(numbers, rounded)
 
 
 class Staged:
@@ -82,17 +82,16 @@ class Updates:
     worker: vLLM's Worker, or what LiveWeights reads of it
     agree:  gathers an object from all ranks of the engine, so that all refuse what one of them refuses
 
-    version: number of the weights, counted from 1; 0: the checkpoint's
+    live:    the weights
     report:  report of the last complete update; None before it
     refusal: why the weights must not be used; None while they may
     """
 
     def __init__(self, worker: Any, agree: Callable[[Any], list[Any]]) -> None:
-        self.version = 0
         self.report: dict[str, Any] | None = None
         self.refusal: str | None = None
         self._model = worker.model_runner.get_model()
-        self._live = LiveWeights(worker)
+        self.live = LiveWeights(worker)
         self._agree = agree
         self._known: tuple[Manifest, Manifest, int] = ((), (), 0)  # as sent, as held, and the tensors left out
         self._open: _Update | None = None
@@ -135,16 +134,15 @@ class Updates:
             if isinstance(update.sink, Staged):
                 self._write(update, update.sink)
             begun = time.perf_counter()
-            done = self._live.finish()
+            done = self.live.finish()
             if differ := done["check"]["differ"]:
                 raise ConfigError(f"the live weights differ from what was sent: {', '.join(differ)}")
-            self._live.commit()
+            self.live.commit()
             set_scales(self._model, update.scales)
         except Exception as error:
             self.fail(text_of(error))
             raise
         self._open, self.refusal = None, None
-        self.version += 1
         _add(update.seconds, "finish", begun)
         _add(update.seconds, "total", update.begun)
         self.report = self._report(update, done)
@@ -154,7 +152,7 @@ class Updates:
         update, self._open = self._open, None
         if update is not None and update.written:
             self.refusal = f"the update of weights {self.version + 1} failed: {why}"
-            self._live.abort()
+            self.live.abort()
             set_scales(self._model, update.scales)
 
     def loaded(self, seconds: float, messages: int) -> None:
@@ -162,6 +160,11 @@ class Updates:
         update = self._opened()
         update.seconds["load"] = update.seconds.get("load", 0.0) + seconds
         update.messages += messages
+
+    @property
+    def version(self) -> int:
+        """The number of the weights, counted from 1; 0: the checkpoint's."""
+        return self.live.version
 
     @property
     def open(self) -> bool:
@@ -191,7 +194,7 @@ class Updates:
             weights_in = "fp8_block" if any(entry.dtype == "float8_e4m3fn" for entry in sent) else "bf16"
             manifests.refuse(sent, None, weights_in)
             held = rounded(self._model, sent)
-            _, prepared = self._live.prepare(held, True, NUMBER)
+            _, prepared = self.live.prepare(held, True, NUMBER)
             elements = prepared.taken
         except LostEngineError:
             raise
@@ -213,9 +216,9 @@ class Updates:
             live = live_scales(self._model).items()
             update.scales = {name: [parts[f"{p}_host"] for p in PARTS] for name, parts in live}
             update.written = True
-            self._live.begin(NUMBER, SAMPLES, self.version, None)
+            self.live.begin(NUMBER, SAMPLES, self.version, None)
 
-        return Streamed(self._live, sent, held, begin)
+        return Streamed(self.live, sent, held, begin)
 
     def _write(self, update: _Update, staged: Staged) -> None:
         begun = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -13,6 +14,8 @@ from tiny_models import CALIBRATION, PROMPTS, Outputs, checkpoint, cpu_plan, sta
 import fp8plan
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine
+from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
+from fp8plan.runtime.weight_sync.state import SyncSettings
 
 pytestmark = pytest.mark.vllm
 Answer = TypeVar("Answer")
@@ -38,7 +41,7 @@ async def one(
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("dense", "fp8_block"), ("moe", "fp8_block+fp8_kv")])
-def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) -> None:
+def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str, tmp_path: Path) -> None:
     import warm_processes  # noqa: F401 -- it imports vLLM
 
     with started_beside_references(kind, precision) as (_, found):
@@ -57,6 +60,7 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) 
             await engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
             assert await generate(engine) == expected["a"]
             await examined(engine)
+            await pulled(engine)
             await died(engine)
         finally:
             engine.shutdown()
@@ -94,6 +98,19 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str) 
                     await one(engine, PROMPTS[0])
                 await engine.sync_weights(weights(kind, serves), kv_prompts=CALIBRATION)
             assert await generate(engine) == expected[serves], f"other bits after {number}"
+
+    async def pulled(engine: AsyncRolloutEngine) -> None:
+        """It follows a store; in asyncio `pull` is a coroutine."""
+        settings, engine.state.settings = engine.state.settings, SyncSettings(weights_in="fp8_block")
+        follower = Follower(str(tmp_path))
+        assert await follower.pull(engine) is None
+        publisher = Publisher(str(tmp_path))
+        for which, patched in (("b", False), ("a", True)):
+            publisher.publish(weights(kind, which))
+            report = await follower.pull(engine, kv_prompts=CALIBRATION)
+            assert report.patched == patched
+            assert await generate(engine) == expected[which]
+        engine.state.settings = settings
 
     async def died(engine: AsyncRolloutEngine) -> None:
         """A request that meets a closed socket says so, and the next sync starts the engine again."""

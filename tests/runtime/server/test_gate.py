@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from installed_vllm import VLLM, serve_parser
 
-from fp8plan.runtime.plugin import API_KEY, ROLLOUT, STATUS, authorization
+from fp8plan.runtime.plugin import API_KEY, PULL, ROLLOUT, STATUS, authorization
 from fp8plan.version import at_least
 
 pytestmark = pytest.mark.vllm
@@ -37,7 +37,7 @@ SOURCES = "/kv_event_sources"  # where events of the KV cache are published; 0.3
 CHANGES = {
     "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/pause",
     "/resume", "/abort_requests", "/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/invocations",
-    "/update_weight_version", "/scale_elastic_ep", ROLLOUT,
+    "/update_weight_version", "/scale_elastic_ep", ROLLOUT, PULL,
 }  # fmt: skip
 
 

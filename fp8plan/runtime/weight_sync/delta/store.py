@@ -15,7 +15,7 @@ URLs are fsspec's: a path, s3://..., gs://..., memory://... Some need a package 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
@@ -30,7 +30,7 @@ from fp8plan.runtime.weight_sync.delta.patch import packed, whole
 from fp8plan.runtime.weight_sync.delta.top_k import for_each_matrix
 from fp8plan.runtime.weight_sync.manifest import entry_of, pairs_of, plain, read_manifest
 from fp8plan.runtime.weight_sync.procedure import formats
-from fp8plan.runtime.weight_sync.state import SyncReport
+from fp8plan.runtime.weight_sync.state import Call, Scored, SyncReport
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 EVERY: Final = 20
 CODECS: Final = (None, "zstd")
+HELD: Final = "engine.json"
 LENGTH: Final = 8  # bytes of the index's length
 
 
@@ -160,7 +161,7 @@ class Publisher:
             instance("top_k", top_k, TopK, "TopK(share=1e-4)")
         self._every = whole_number("every", every, 1)
         self._store, self._device, self._codec, self._top_k = Store(url), device, codec, top_k
-        held = self._store.read_json("engine.json") or {}
+        held = self._store.read_json(HELD) or {}
         if fp8 is None and not held:
             raise ConfigError(
                 f"no engine has followed {url} yet; type, beside the engine, Follower(url).pull(engine), or give fp8, "
@@ -186,7 +187,7 @@ class Publisher:
             old = self._latest.get("chain", [])
             latest = {"manifest": plain(base.manifest), "chain": [], "first": version}
         else:
-            reloaded = (self._store.read_json("engine.json") or {}).get("reloaded", {})
+            reloaded = (self._store.read_json(HELD) or {}).get("reloaded", {})
             patches = base.patches(pairs, reloaded)
             nbytes = self._store.write_patches(f"{version:08d}.patches", patches, self._codec)
         whole_bytes = 0
@@ -216,32 +217,38 @@ class Follower:
     def __init__(self, url: str) -> None:
         self._store = Store(url)
 
-    def pull(self, engine: Any, **settings: Any) -> SyncReport | None:
-        """Bring an engine, or a fleet, to the newest version. None if it has that already, or if there is none.
+    def pull(self, engine: Any, kv_amax: Any = None, kv_prompts: Any = None, scored: Scored | None = None) -> Any:
+        """Bring an engine, or a fleet, to the newest version, and return the SyncReport; None if nothing is new.
 
-        engine:   a RolloutEngine or a RolloutFleet that takes E4M3 (SyncSettings.weights_in="fp8_block")
-        settings: kv_amax, kv_prompts and scored, as for `sync_weights`
+        engine: one that takes E4M3 (SyncSettings.weights_in="fp8_block"). Under asyncio this returns a coroutine
+        kv_amax, kv_prompts, scored: as for `sync_weights`
 
         What the engine has is patched. If it cannot be, it gets the newest whole version. Raises SyncError as
         `sync_weights` does.
         """
-        self._tell(engine)
+        return engine._drive(self.pulling(engine, kv_amax, kv_prompts, scored))
+
+    def pulling(self, engine: Any, *settings: Any) -> Generator[Call, Any, SyncReport | None]:
+        """Pull as a procedure. engine: has the state, and the procedures _asked and _sync, of an EngineBase"""
+        if self._store.read_json(HELD) is None:  # the trainer needs it, and no other engine has written it
+            quantised, reloaded = yield from engine._asked(formats(engine.state))
+            self._store.write_json(HELD, {"fp8": sorted(quantised), "reloaded": dict(reloaded)})
         latest = self._store.read_json("latest.json")
         if latest is None or (latest["chain"][-1]["stamp"] == engine.state.stamp and engine.serving):
             return None
-        links = latest["chain"]
-        at = [number for number, link in enumerate(links) if link["stamp"] == engine.state.stamp]
+        report: SyncReport
+        at = [number for number, link in enumerate(latest["chain"]) if link["stamp"] == engine.state.stamp]
         if at and engine.serving:
             with suppress(SyncError):
-                return self._synced(engine, latest, at[0], engine.state.stamp, settings)
+                report = yield from engine._sync(self._chain(latest, at[0], engine.state.stamp), None, *settings)
+                return report
         latest = self._store.read_json("latest.json") or latest  # files of an old one may be gone
         wholes = [number for number, link in enumerate(latest["chain"]) if link["whole"]]
-        return self._synced(engine, latest, wholes[-1], None, settings)
+        report = yield from engine._sync(self._chain(latest, wholes[-1], None), None, *settings)
+        return report
 
-    def _synced(
-        self, engine: Any, latest: dict[str, Any], at: int, base: str | None, settings: dict[str, Any]
-    ) -> SyncReport:
-        """Sync the link at that place of the chain, unless it is the base, and all that follow."""
+    def _chain(self, latest: dict[str, Any], at: int, base: str | None) -> Chain:
+        """Return the link at that place of the chain, unless it is the base, and all that follow."""
         links, manifest = latest["chain"][at:], read_manifest(latest["manifest"])
 
         def patches() -> Iterator[tuple[str, torch.Tensor]]:
@@ -251,14 +258,7 @@ class Follower:
             for link in others:
                 yield from self._store.patches(f"{link['version']:08d}.patches")
 
-        report: SyncReport = engine.sync_weights(Chain(manifest, base, links[-1]["stamp"], patches), **settings)
-        return report
-
-    def _tell(self, engine: Any) -> None:
-        """Write how the engine holds the model, for the trainer, unless another engine has."""
-        if self._store.read_json("engine.json") is None:
-            quantised, reloaded = engine.ask(formats(engine.state))
-            self._store.write_json("engine.json", {"fp8": sorted(quantised), "reloaded": dict(reloaded)})
+        return Chain(manifest, base, links[-1]["stamp"], patches)
 
 
 def _compressed(data: bytes) -> bytes:
