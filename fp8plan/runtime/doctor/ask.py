@@ -18,8 +18,9 @@ from fp8plan.runtime.engine.base import requests
 from fp8plan.runtime.mismatch.sums import LIMIT, k3
 from fp8plan.runtime.weight_sync.kv_scales import Amax, largest
 from fp8plan.runtime.weight_sync.manifest import pairs_of
-from fp8plan.runtime.weight_sync.procedure import announced, prepared, streamed
+from fp8plan.runtime.weight_sync.procedure import announced, prepared
 from fp8plan.runtime.weight_sync.state import Call, Scored, SyncState, driven, rpc
+from fp8plan.runtime.weight_sync.stream import streamed
 from fp8plan.runtime.worker.extension import EXTENSION, Fp8PlanWorker
 
 if TYPE_CHECKING:

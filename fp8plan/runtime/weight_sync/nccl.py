@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
 from fp8plan.errors import ConfigError, LostEngineError, SyncError
+from fp8plan.runtime.interrupts import released
 from fp8plan.runtime.weight_sync.manifest import (
     Entry,
     Manifest,
@@ -44,8 +45,10 @@ from fp8plan.runtime.weight_sync.manifest import (
     entry_of,
     gathered,
     manifest_of,
+    plain,
     read_manifest,
 )
+from fp8plan.runtime.weight_sync.state import Procedure, rpc
 from fp8plan.runtime.weight_sync.stream import wait
 
 if TYPE_CHECKING:
@@ -233,13 +236,49 @@ class RemoteSource:
 
     manifest: entries of the tensors, in their order
     start:    makes the trainer send, without waiting for it. If it returns a Future that fails, the sync fails
+    pairs:    the trainer's tensors; None: they are in another process
+    send:     sends tensors and their manifest to the same workers as `start`; None: nothing here can
     """
 
     manifest: Manifest
     start: Callable[[], Future[None] | None]
+    pairs: Any = None
+    send: Callable[[Any, Manifest], Future[None]] | None = None
 
     def metadata(self) -> Manifest:
         return self.manifest
+
+
+def received(source: RemoteSource, manifest: Manifest, pairs: Any = None) -> Procedure:
+    """Have the workers receive tensors that the trainer sends. Returns counts of tensors, bytes and broadcasts.
+
+    pairs: sent in the place of the source's own
+    """
+    with released():
+        sending = source.start() if pairs is None or source.send is None else source.send(pairs, manifest)
+    answers = yield from rpc("fp8plan_receive", True)
+    with released():
+        if sending:
+            sending.result()
+    return {"tensors": len(manifest), "bytes": sum(entry.nbytes for entry in manifest), "chunks": answers[0]}
+
+
+def broadcast(source: RemoteSource, parts: Iterable[tuple[list[int], list[torch.Tensor]]]) -> Procedure:
+    """Have the workers receive chunks of patches. Returns counts as `received`."""
+    assert source.send is not None
+    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
+    for numbers, patches in parts:
+        pairs = [(str(place), patch) for place, patch in enumerate(patches)]
+        manifest = tuple(entry_of(name, patch) for name, patch in pairs)
+        with released():
+            sending = source.send(pairs, manifest)
+        answers = yield from rpc("fp8plan_receive_patches", numbers, plain(manifest))
+        with released():
+            sending.result()
+        counts["tensors"] += len(patches)
+        counts["bytes"] += sum(entry.nbytes for entry in manifest)
+        counts["chunks"] += answers[0]
+    return counts
 
 
 class TrainerTransfer:
@@ -280,7 +319,11 @@ class TrainerTransfer:
             raise ConfigError(
                 "an iterator does not say what it will send; allowed: manifest=[(name, dtype, shape), ...]"
             )
-        return RemoteSource(announced, lambda: self._lane.submit(self._send, pairs, announced))
+
+        def send(pairs: Any, manifest: Manifest) -> Future[None]:
+            return self._lane.submit(self._send, pairs, manifest)
+
+        return RemoteSource(announced, lambda: send(pairs, announced), pairs, send)
 
     @staticmethod
     def follow(pairs: Iterable[tuple[str, Any]]) -> None:

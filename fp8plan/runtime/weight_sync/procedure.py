@@ -35,10 +35,10 @@ from fp8plan.runtime.weight_sync.delta.base import Base, Chain
 from fp8plan.runtime.weight_sync.delta.top_k import refuse_codes
 from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales
-from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of
-from fp8plan.runtime.weight_sync.nccl import RemoteSource
+from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of, pairs_of
+from fp8plan.runtime.weight_sync.nccl import RemoteSource, broadcast, received
 from fp8plan.runtime.weight_sync.state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
-from fp8plan.runtime.weight_sync.stream import ALIGNMENT, Channel, chunks, loose_chunks
+from fp8plan.runtime.weight_sync.stream import Channel, handed, loose_chunks, streamed
 
 # Manifests that workers remember. A trainer sends the same one every step, or one of few.
 MOST_PREPARED = 4
@@ -54,6 +54,11 @@ def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
     if expected is not None and state.settings.weights_in == "fp8_block":
         expected = manifests.quantised_manifest(expected, state.quantised or ())
     own = manifests.read_manifest(manifest) if manifest is not None else own
+    if isinstance(source, RemoteSource) and source.send is None and state.settings.delta is not None:
+        raise ConfigError(
+            "delta compares the trainer's tensors, which are in another process; allowed: transfer.source(tensors) in "
+            "this one, or SyncSettings(delta=None)"
+        )
     if own is not None and state.settings.top_k is not None:
         for entry in own:
             refuse_codes(entry.name, entry.dtype)
@@ -226,6 +231,7 @@ class Sending:
         self.healed: str | None = None
         self.broken: str | None = None
         self.stamp: str | None = None
+        self._remote: RemoteSource | None = None
 
     def write(self, pairs: Any, serving: bool) -> Sent:
         """Send a trainer's pairs, a RemoteSource or a Chain. Raises ConfigError for what the workers refuse.
@@ -237,8 +243,11 @@ class Sending:
             state.base, self.stamp, self.patched = None, pairs.stamp, pairs.base is not None
             return (yield from self._patch(pairs.patches(), ANY if pairs.base is None else pairs.base))
         if isinstance(pairs, RemoteSource):
-            state.base = None
-            return (yield from self._replace(pairs))
+            self._remote = pairs
+            if state.settings.delta is None:
+                state.base = None
+                return (yield from self._replace(None))
+            pairs = pairs_of(pairs.pairs)
         if base is None or not serving or base.stamp is None or base.manifest != self._manifest:
             state.base = None
             if state.settings.delta is not None:
@@ -276,22 +285,25 @@ class Sending:
             parts = loose_chunks(named(), self._checked, settings.chunk_bytes)
             few = sum(entry.nbytes for entry in self._manifest) // 100
             place = None if self._state.staged_on is None else "cpu"  # where most patches are packed and unpacked
-            channel = Channel(place, min(settings.chunk_bytes, few), self._state.workers)
-            self.counts = yield from _handed(channel, parts, "fp8plan_patch")
+            if self._remote is None:
+                channel = Channel(place, min(settings.chunk_bytes, few), self._state.workers)
+                self.counts = yield from handed(channel, parts, "fp8plan_patch")
+            else:
+                self.counts = yield from broadcast(self._remote, parts)
         if stamp == ANY and len(names) < len(self._manifest):
             raise ConfigError(f"{len(names)} tensors of {len(self._manifest)} have come")
         with _timed(self._seconds, "finish"):
             return (yield from _finished(len(names)))
 
     def _replace(self, pairs: Any) -> Sent:
-        """Send all tensors."""
+        """Send all tensors. pairs: None: a RemoteSource's own"""
         settings = self._state.settings
         with _timed(self._seconds, "begin"):
             arguments = self._checked.number, settings.samples, self._state.version, settings.rollback
             yield from rpc("fp8plan_begin", *arguments)
         with _timed(self._seconds, "load"):
-            if isinstance(pairs, RemoteSource):
-                self.counts = yield from _received(pairs, self._manifest)
+            if self._remote is not None:
+                self.counts = yield from received(self._remote, self._manifest, pairs)
             else:
                 self.counts = yield from streamed(self._state, pairs, self._manifest, self._checked, "fp8plan_load")
         with _timed(self._seconds, "finish"):
@@ -304,44 +316,6 @@ def _finished(patches: int = 0) -> Sent:
     if differ := next((answer["check"]["differ"] for answer in answers if answer["check"]["differ"]), None):
         raise ConfigError(f"the live weights differ from what was sent: {', '.join(differ)}")
     return answers
-
-
-def _received(source: RemoteSource, manifest: Manifest) -> Procedure:
-    """Have the workers receive the tensors that a trainer sends by itself. Returns counts as `streamed`."""
-    with released():
-        sending = source.start()
-    answers = yield from rpc("fp8plan_receive", True)
-    with released():
-        if sending:
-            sending.result()
-    return {"tensors": len(manifest), "bytes": sum(entry.nbytes for entry in manifest), "chunks": answers[0]}
-
-
-def streamed(
-    state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: str
-) -> Generator[Call, Any, dict[str, int]]:
-    """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
-    whole, settings = sum(entry.nbytes + ALIGNMENT for entry in manifest), state.settings
-    channel = Channel(state.staged_on, min(settings.chunk_bytes, whole), state.workers)
-    return (yield from _handed(channel, chunks(pairs, checked, settings.chunk_bytes), method))
-
-
-def _handed(
-    channel: Channel, parts: Iterable[tuple[list[int], list[Any]]], method: str
-) -> Generator[Call, Any, dict[str, int]]:
-    """Send chunks of tensors to a method of the workers, and close the channel. Returns counts as `streamed`."""
-    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
-    try:
-        for numbers, tensors in parts:
-            counts["chunks"] += 1
-            counts["tensors"] += len(tensors)
-            counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
-            name, arguments = channel.message(method, numbers, tensors)
-            yield from rpc(name, *arguments)
-            channel.close()  # all workers have it open; removed now, it cannot outlive a killed process
-    finally:
-        channel.close()
-    return counts
 
 
 @contextmanager

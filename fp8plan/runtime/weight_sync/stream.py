@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import SyncError
 from fp8plan.runtime.interrupts import released
-from fp8plan.runtime.weight_sync.manifest import dtype_name, dtype_named, gathered, pair_of
-from fp8plan.runtime.weight_sync.state import Checked
+from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_name, dtype_named, gathered, pair_of
+from fp8plan.runtime.weight_sync.state import Call, Checked, SyncState, rpc
 
 if TYPE_CHECKING:
     import torch
@@ -170,6 +170,33 @@ class Channel:
         from torch.multiprocessing.reductions import reduce_tensor
 
         return ["cuda", [pickle.dumps(reduce_tensor(buffer)[1]) for _ in range(self._workers)], buffer.numel()]
+
+
+def streamed(
+    state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: str
+) -> Generator[Call, Any, dict[str, int]]:
+    """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
+    whole, settings = sum(entry.nbytes + ALIGNMENT for entry in manifest), state.settings
+    channel = Channel(state.staged_on, min(settings.chunk_bytes, whole), state.workers)
+    return (yield from handed(channel, chunks(pairs, checked, settings.chunk_bytes), method))
+
+
+def handed(
+    channel: Channel, parts: Iterable[tuple[list[int], list[Any]]], method: str
+) -> Generator[Call, Any, dict[str, int]]:
+    """Send chunks of tensors to a method of the workers, and close the channel. Returns counts as `streamed`."""
+    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
+    try:
+        for numbers, tensors in parts:
+            counts["chunks"] += 1
+            counts["tensors"] += len(tensors)
+            counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
+            name, arguments = channel.message(method, numbers, tensors)
+            yield from rpc(name, *arguments)
+            channel.close()  # all workers have it open; removed now, it cannot outlive a killed process
+    finally:
+        channel.close()
+    return counts
 
 
 def _pack(buffer: torch.Tensor, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[Any]]:

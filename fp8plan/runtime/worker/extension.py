@@ -105,15 +105,16 @@ class Fp8PlanWorker:
     @answering
     def fp8plan_receive(self, now: bool) -> int | None:
         """Take the trainer's tensors and count the broadcasts; with now=False only check that they could come."""
-        receiver: Receiver | None = getattr(self, "_fp8plan_receiver", None)
-        if receiver is None:
-            raise ConfigError(
-                "no trainer is connected; type: engine.join_transfer(where) (fp8plan.runtime.weight_sync.nccl)"
-            )
+        receiver = self._fp8plan_connected()
         if now:
             return receiver.receive()
         receiver.expect()
         return None
+
+    @answering
+    def fp8plan_receive_patches(self, numbers: Sequence[int], manifest: Sequence[Sequence[Any]]) -> int:
+        """Take patches that the trainer sends by itself. numbers: of their tensors; manifest: the patches' own"""
+        return self._fp8plan_connected().receive_patches(numbers, read_manifest(manifest))
 
     @answering
     def fp8plan_finish(self, patches: int = 0) -> dict[str, Any]:
@@ -204,6 +205,15 @@ class Fp8PlanWorker:
         result: dict[str, Any] = self._fp8plan_comparison.result()
         del self._fp8plan_comparison
         return result
+
+    def _fp8plan_connected(self) -> Receiver:
+        """Return the end of a transfer. Raises ConfigError if there is none."""
+        receiver: Receiver | None = getattr(self, "_fp8plan_receiver", None)
+        if receiver is None:
+            raise ConfigError(
+                "no trainer is connected; type: engine.join_transfer(where) (fp8plan.runtime.weight_sync.nccl)"
+            )
+        return receiver
 
     def _fp8plan_updates(self) -> Updates:
         """Return the updates of a server's weights. Raises ConfigError where the backend is another."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -23,7 +23,12 @@ from fp8plan.runtime.weight_sync.stream import wait
 
 if TYPE_CHECKING:
     from fp8plan.runtime.worker.live_weights import LiveWeights
-    from fp8plan.runtime.worker.updates import Sink
+
+
+class Taker(Protocol):
+    """Takes tensors that arrive, by their numbers in a manifest."""
+
+    def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None: ...
 
 
 class PlainReceiver(NCCLWeightTransferEngine):
@@ -101,10 +106,16 @@ class Receiver(PlainReceiver):
 
     def receive(self) -> int:
         """Take all tensors of the open sync, and count the broadcasts. Raises SyncError if either end failed."""
-        manifest = self._live.announced
+        return self._taken(self._live.announced, self._live)
+
+    def receive_patches(self, numbers: Sequence[int], manifest: Manifest) -> int:
+        """Take patches as `receive` takes tensors. numbers: of their tensors in the open sync's manifest"""
+        return self._taken(manifest, Patching(self._live, numbers))
+
+    def _taken(self, manifest: Manifest, taker: Taker) -> int:
         agree(self.model_update_group, digest(manifest))
         wait(self.device)
-        arriving = Arriving(self._live, manifest)
+        arriving = Arriving(taker, manifest)
         contents = {
             "names": [entry.name for entry in manifest],
             "dtype_names": [entry.dtype for entry in manifest],
@@ -119,6 +130,16 @@ class Receiver(PlainReceiver):
         return arriving.count
 
 
+class Patching:
+    """Writes patches into live weights, by their places in `numbers`. They are unpacked on the host."""
+
+    def __init__(self, live: LiveWeights, numbers: Sequence[int]) -> None:
+        self._live, self._numbers = live, numbers
+
+    def load(self, places: Sequence[int], patches: Sequence[torch.Tensor]) -> None:
+        self._live.patch([self._numbers[place] for place in places], [patch.cpu() for patch in patches])
+
+
 class Arriving:
     """A stand-in for the model that vLLM loads into. It keeps its first failure, and ignores all tensors after it.
 
@@ -126,7 +147,7 @@ class Arriving:
     renew: called when tensors have come
     """
 
-    def __init__(self, live: LiveWeights | Sink | None, manifest: Manifest) -> None:
+    def __init__(self, live: Taker | None, manifest: Manifest) -> None:
         self.failure: str | None = None
         self.count = 0
         self._live = live
@@ -144,7 +165,7 @@ class Arriving:
         except Exception as error:
             self.failure = text_of(error)
 
-    def _write(self, live: LiveWeights | Sink, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    def _write(self, live: Taker, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Write on one stream. vLLM's reload may keep tensors until the next broadcast, which comes on another stream.
 
         The broadcast's stream waits for the writes, and vLLM waits for that stream before it reuses the buffer. All

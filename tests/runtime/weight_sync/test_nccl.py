@@ -243,6 +243,60 @@ class TestFaults:
         assert engine.serving
 
 
+class TestPatches:
+    """Syncs that send only what has changed, by a transfer."""
+
+    @pytest.mark.parametrize(("kind", "precision"), [("dense", "fp8_block"), ("moe", "fp8_block+fp8_kv")])
+    def test_they_leave_the_bits_of_a_sync_of_all_tensors(self, kind: str, precision: str) -> None:
+        with started_beside_references(kind, precision, delta="cpu") as (engine, references):
+            transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
+            for number, which in enumerate("babbba"):
+                report = engine.sync_weights(transfer.source(weights(kind, which)), kv_prompts=CALIBRATION)
+                assert (report.patched, report.healed) == (number > 0, None)
+                assert generate(engine) == references[which]
+                if number in (3, 4):  # nothing has changed
+                    assert (report.tensors, report.bytes, report.chunks) == (0, 0, 0)
+                else:
+                    assert report.chunks == opened[0].broadcasts > 0
+                opened[0].broadcasts = 0
+
+    def test_those_of_other_weights_are_refused_and_all_tensors_follow(self) -> None:
+        with started_beside_references("dense", "fp8_block", delta="cpu") as (engine, references):
+            transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
+            engine.sync_weights(transfer.source(weights("dense", "a")))
+            engine.state.base.stamp = "another"
+            report = engine.sync_weights(transfer.source(weights("dense", "b")))
+            assert "start from other weights" in (report.healed or "")
+            assert generate(engine) == references["b"]
+            report = engine.sync_weights(transfer.source(weights("dense", "a")))
+            assert (report.patched, report.healed) == (True, None)
+            assert generate(engine) == references["a"]
+
+    def test_a_worker_that_fails_midway_gets_all_tensors(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from fp8plan.runtime.worker.patches import Patches
+
+        with started_beside_references("dense", "fp8_block", delta="cpu") as (engine, references):
+            transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
+            engine.sync_weights(transfer.source(weights("dense", "a")))
+
+            def failing(*_: Any) -> None:
+                raise MemoryError("none left")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Patches, "load", failing)
+                report = engine.sync_weights(transfer.source(weights("dense", "b")))
+            assert "MemoryError: none left" in (report.healed or "")
+            assert generate(engine) == references["b"]
+
+    def test_a_trainer_in_another_process_cannot_compare(self) -> None:
+        with started("dense", "a", "fp8_block", delta="cpu") as engine:
+            connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
+            remote = RemoteSource(manifest_of(weights("dense", "b")), lambda: pytest.fail("started"))
+            with pytest.raises(SyncError, match=r"in another process; allowed: transfer\.source"):
+                engine.sync_weights(remote)
+            assert engine.serving
+
+
 def test_digests_tell_orders_and_dtypes_apart() -> None:
     first, second = Entry("a", "bfloat16", (2, 3)), Entry("b", "bfloat16", (3,))
     others = [(second, first), (first,), (first, second._replace(dtype="float32"))]
