@@ -192,7 +192,7 @@ class LifecycleFront(Front):
 
 def recorded(report: SyncReport) -> dict[str, Any]:
     """Return a report as the status holds it."""
-    left_out = ("checks", "kv_scales", "kv_source", "scored_k3")
+    left_out = ("checks", "healed", "kv_scales", "kv_source", "residual", "scored_k3")
     fields = {name: value for name, value in asdict(report).items() if name not in left_out}
     return fields | {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
 
