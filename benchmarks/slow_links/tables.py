@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from scipy.optimize import brentq
+import numpy as np
+from scipy.optimize import brentq, nnls
 
 from benchmarks.tables import markdown
 from fp8plan.jsonl import rows
@@ -18,9 +19,9 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.precision import PRESETS
+from fp8plan.model.precision import BF16_BYTES, PRESETS
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.rl_step import Mode, SyncCost, WeightSync, sync_costs
+from fp8plan.model.rl_step import Mode, SyncCost, WeightSync, rank_matrices, sync_costs
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 Row = dict[str, Any]
@@ -171,6 +172,24 @@ def on_gpus() -> str:
     )
 
 
+def fitted() -> tuple[float, float, float]:
+    """Fit the planner's seconds of a patched sync: for each BF16 byte of the trainer, each matrix and each patch byte.
+
+    Non-negative least squares of the relative errors, over the syncs within one GPU.
+    """
+    rows, seconds = [], []
+    for (model, trainer, what, _), row in gpu_syncs().items():
+        if trainer == "cuda:0" and what == "delta":
+            matrices = rank_matrices(ModelShape.from_hf(model), EngineLimits())
+            elements = sum(number * matrix.elements for matrix, number in matrices)
+            rows.append([BF16_BYTES * elements, sum(number for _, number in matrices), row["bytes"]])
+            seconds.append(row["wall_s"])
+    features, units = np.array(rows), np.array([1e-12, 1e-6, 1e-9])  # of about the size of the results
+    solution, _ = nnls(features * units / np.array(seconds)[:, None], np.ones(len(seconds)))
+    byte, matrix, patch_byte = (solution * units).tolist()
+    return byte, matrix, patch_byte
+
+
 FAST: Final = "9999Tb/s"  # a link that takes no time
 LINKS: Final = ("1Gb/s", "5Gb/s", "25Gb/s", "100Gb/s", "400Gb/s", "3.2Tb/s")
 
@@ -242,6 +261,8 @@ def tables() -> dict[str, str]:
 
 def main() -> None:
     print("\n\n".join(f"{name}\n\n{text}" for name, text in tables().items()))
+    byte, matrix, patch_byte = fitted()
+    print(f"\nfitted: {byte:.3g} s for a BF16 byte, {matrix:.3g} for a matrix, {patch_byte:.3g} for a patch's byte")
 
 
 if __name__ == "__main__":

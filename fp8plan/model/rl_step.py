@@ -44,9 +44,9 @@ MATRIX_SECONDS = 15e-6
 # 0.32 s in all on an H200 (benchmarks/results/slow_links_gpu.jsonl).
 SENT_FP8_SECONDS = 130e-6
 # Seconds of a sync of patches beside the link's, on both sides together: for each BF16 byte of the trainer, each matrix
-# and each byte of patches. Read off syncs of two models on an H200, whose CPU had other work, for all GPUs: launches
-# take most of them (benchmarks/results/slow_links_gpu.jsonl; benchmarks.slow_links.tables prints both).
-COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 24e-12, 750e-6, 3.5e-9
+# and each byte of patches. `python -m benchmarks.slow_links.tables` fits them to syncs of two models on an H200, whose
+# CPU had other work. They serve all GPUs, as launches take most of the time.
+COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 25e-12, 770e-6, 3.4e-9
 
 UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}
 LINK: Final = re.compile(r"(\d+(?:\.\d+)?) ?([MGT])([bB])/s")
@@ -223,7 +223,7 @@ def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) 
     bf16_bytes = shape.num_parameters * BF16_BYTES / limits.tensor_parallel_size
     fp8_bytes, quantise, quantised, patch, choice = bf16_bytes, 0.0, 0, 0.0, 0.0
     rate = sync.learning_rate
-    for matrix, number in _matrices(shape, limits):
+    for matrix, number in rank_matrices(shape, limits):
         stored = matrix.elements * BF16_BYTES
         if _in_fp8(matrix, precision):
             stored = precision.linear_bytes(matrix.n, matrix.k, True)
@@ -261,7 +261,7 @@ def delta_bytes(
 ) -> float:
     """Return the bytes of a delta for one rank: patches of all matrices. top_k: as WeightSync.changed takes it"""
     total = 0.0
-    for matrix, number in _matrices(shape, limits):
+    for matrix, number in rank_matrices(shape, limits):
         n, k, share = matrix.n, matrix.k, sync.changed(matrix.name, top_k)
         in_fp8 = _in_fp8(matrix, precision)
         own = e4m3_patch_bytes(n, k, share, precision.weight_block) if in_fp8 else bf16_patch_bytes(n, k, share)
@@ -272,7 +272,7 @@ def delta_bytes(
 def _in_shares(top_k: TopK, shape: ModelShape, precision: Precision) -> TopK:
     """The settings for each matrix of the model. Scales are not thinned: all of them may change."""
     matrices, scales, (height, width) = [], 0.0, precision.weight_block
-    for matrix, number in _matrices(shape, EngineLimits()):
+    for matrix, number in rank_matrices(shape, EngineLimits()):
         item = FP8_BYTES if _in_fp8(matrix, precision) else BF16_BYTES
         matrices.append((matrix.n, matrix.k, item, number))
         if item == FP8_BYTES:
@@ -285,8 +285,8 @@ def _in_fp8(matrix: Linear, precision: Precision) -> bool:
     return precision.weights != "bf16" and matrix.quantised
 
 
-def _matrices(shape: ModelShape, limits: EngineLimits) -> list[tuple[Linear, int]]:
-    """The matrices of one rank, and the number of each."""
+def rank_matrices(shape: ModelShape, limits: EngineLimits) -> list[tuple[Linear, int]]:
+    """Return the matrices of one rank, and the number of each."""
     linears = shape.linears(limits.tensor_parallel_size)
     matrices = [(matrix, 1) for matrix in linears]
     if not shape.tie_word_embeddings:

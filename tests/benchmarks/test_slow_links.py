@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.slow_links import tables
 from benchmarks.slow_links.steps import Encoding, entropy_bits, fp8_names, worth
+from fp8plan.model.rl_step import COMPARED_SECONDS, PATCH_BYTE_SECONDS, PATCHED_SECONDS
 
 
 def test_entropy_is_that_of_places_and_differences() -> None:
@@ -50,6 +51,11 @@ def test_a_plan_names_the_fastest_mode_on_each_link(model: str) -> None:
     links = tables.planned_links(model, 3e-7)
     assert all(modes.right for modes in links.values())
     assert len({min(modes.measured, key=modes.measured.__getitem__) for modes in links.values()}) > 1
+
+
+def test_the_plans_constants_are_those_of_the_fit() -> None:
+    planned = (COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS)
+    assert tables.fitted() == pytest.approx(planned, rel=0.02)
 
 
 def test_the_planned_seconds_of_both_sides_are_near_the_measured_ones() -> None:
