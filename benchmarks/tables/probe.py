@@ -17,10 +17,15 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.tables import markdown
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.precision import PRESETS
+from fp8plan.model.risk.expected import mismatch_risk
+from fp8plan.model.risk.theory import SMALL_LANGUAGE_FACTOR
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "probe"
 SMALL = {"SmolLM2-135M": MEASURED / "smollm2", "Gemma 3 270M": MEASURED / "gemma"}
+TOKENS = 2000.0  # of a response; the theory's KL per token does not depend on it
 PRECISIONS = ("bf16", "fp8_kv", "fp8_block", "fp8_block+fp8_kv")
 
 
@@ -44,10 +49,23 @@ def table(folder: Path = MEASURED) -> str:
     return f"{markdown.table(heads, lines)}\n\n{_about(found, rows)}"
 
 
+def shape_of(folder: Path) -> ModelShape:
+    """Return the shape of a small language model that was probed: the folder has its config.json."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return ModelShape.from_config(config, folder.name, str(folder))
+
+
+def theory(folder: Path) -> dict[str, float]:
+    """Return precision -> KL that the theory foresees of a small language model, without their factor."""
+    shape = shape_of(folder)
+    risks = {name: mismatch_risk(shape, PRESETS[name], [TOKENS], e8m0=False) for name in _rows(read(folder))}
+    return {name: risk.kl_k3 / SMALL_LANGUAGE_FACTOR for name, risk in risks.items()}
+
+
 def log_errors(folder: Path) -> dict[str, float]:
-    """Precision -> log of the measured KL over the one that the theory had foreseen, without the factor of size."""
-    rows = _rows(read(folder))
-    return {name: log(x["figures"]["kl_k3"]["value"] / x["predicted"]["value"]) for name, x in rows.items()}
+    """Return precision -> log of the measured KL over that of the theory."""
+    rows, foreseen = _rows(read(folder)), theory(folder)
+    return {name: log(row["figures"]["kl_k3"]["value"] / foreseen[name]) for name, row in rows.items()}
 
 
 def small_models() -> str:
@@ -59,12 +77,13 @@ def small_models() -> str:
     heads = ("model", "precision", "KL k3 (90%)", "raw ESS", "theory", "measured over it", "left out", "over it")
     lines, residuals = [], []
     for model, folder in SMALL.items():
-        shift = fmean(fmean(of.values()) for other, of in errors.items() if other != model)
+        shift, foreseen = fmean(fmean(of.values()) for other, of in errors.items() if other != model), theory(folder)
         for name, row in _rows(read(folder)).items():
-            kl, theory, off = row["figures"]["kl_k3"], row["predicted"]["value"], errors[model][name]
+            kl, off = row["figures"]["kl_k3"], errors[model][name]
             residuals.append(off - shift)
-            cells = (_spread(kl), f"{row['figures']['ess_raw']['value']:.4f}", f"{theory:.2e}", f"{exp(off):.1f}x")
-            lines.append((model, name, *cells, f"{theory * exp(shift):.2e}", f"{exp(off - shift):.1f}x"))
+            cells = (_spread(kl), f"{row['figures']['ess_raw']['value']:.4f}", f"{foreseen[name]:.2e}")
+            left_out = (f"{foreseen[name] * exp(shift):.2e}", f"{exp(off - shift):.1f}x")
+            lines.append((model, name, *cells, f"{exp(off):.1f}x", *left_out))
     plain = [off for of in errors.values() for off in of.values()]
     factors = ", ".join(f"{exp(fmean(of.values())):.2f} for {model}" for model, of in errors.items())
     about = "\n\n".join(_about(found, _rows(found)) for found in map(read, SMALL.values()))

@@ -178,12 +178,6 @@ SIZES = {
                    "num_attention_heads": 6, "num_key_value_heads": 2},
     "qk_norm": {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
                 "num_attention_heads": 4, "num_key_value_heads": 2},
-    "smollm2": {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-                "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "model_type": "llama",
-                "tie_word_embeddings": True},
-    "gemma": {"vocab_size": 262_144, "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18,
-              "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "model_type": "gemma3_text",
-              "sliding_window": 512, "sliding_window_pattern": 6, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
@@ -197,6 +191,13 @@ LEVELS = {
     ("gemma", "fp8_kv"): "high",
 }
 COMMON = {"model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 8192, "tie_word_embeddings": False}
+LANGUAGE = {folder.name: folder for folder in probe.SMALL.values()}
+
+
+def small_shape(model: str) -> ModelShape:
+    if model in LANGUAGE:
+        return probe.shape_of(LANGUAGE[model])
+    return ModelShape.from_config(COMMON | SIZES[model], model, "a test")
 
 
 @pytest.mark.parametrize(("model", "precision", "record"), MEASURED)
@@ -205,11 +206,11 @@ def test_what_was_measured_of_small_models_is_within_their_range(model: str, pre
     path = ROOT / record
     first = jsonl.rows(path)[0] if path.suffix == ".gz" else json.loads(path.read_text())["precisions"][0]
     seen = first["metrics"][schemas.K3] if "metrics" in first else first["figures"]["kl_k3"]["value"]
-    shape = ModelShape.from_config(COMMON | SIZES[model], model, "a test")
+    shape = small_shape(model)
     assert shape.num_parameters < SMALLEST_FITTED
     risk = mismatch_risk(shape, PRESETS[precision], LENGTHS, e8m0=False)
     assert risk.kl_k3_low < seen < risk.kl_k3_high
-    small = SMALL_LANGUAGE if model in ("smollm2", "gemma") else SMALL
+    small = SMALL_LANGUAGE if model in LANGUAGE else SMALL
     assert any(f"of {small}" in reason for reason in risk.reasons)
     assert any("times the theory's" in reason for reason in risk.reasons) == (small == SMALL_LANGUAGE)
     assert risk.level == LEVELS.get((model, precision), "moderate")
@@ -221,7 +222,7 @@ def test_the_factor_of_small_language_models_is_what_the_two_measured_ones_earn(
     assert log(SMALL_LANGUAGE_FACTOR) == pytest.approx(fmean(means), abs=0.01)
     left_out = [error - other for of, other in zip(errors, reversed(means), strict=True) for error in of]
     assert fmean(x**2 for x in left_out) ** 0.5 < committed_fit().noise_sd
-    shape = ModelShape.from_config(COMMON | SIZES["smollm2"], "smollm2", "a test")
+    shape = small_shape("smollm2")
     widths = [
         risk.kl_k3_high / risk.kl_k3
         for risk in (mismatch_risk(x, BF16, LENGTHS) for x in (shape, replace(shape, vocab_size=16_384)))
