@@ -52,8 +52,6 @@ class VerlFront(Front):
     seen: the status when weights last began to serve; a sleeping worker cannot answer
     """
 
-    wrapped = (*Front.wrapped, "pause_generation")
-
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self.seen: dict[str, Any] = {}

@@ -188,8 +188,8 @@ async def driven(
     """Run a procedure to its end under asyncio.
 
     answer:  does a Call
-    threads: run the procedure itself in threads, so that the event loop goes on while it reads files. Its task must
-             not be cancelled
+    threads: run the procedure itself in threads, so that the event loop goes on while it reads files. Do not cancel
+             its task then
     """
     resume = partial(next, procedure)
     while True:

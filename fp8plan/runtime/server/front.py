@@ -9,7 +9,7 @@ All requests and all calls about weights pass through one object, the AsyncLLM. 
 - After an update the KV scales are measured on the last generated sequences, and the prefix cache is emptied. While a
   pause keeps requests, the scales stay: their KV cache was written with these.
 
-Subclasses know the calls of an update: vLLM's own (runtime.server.routes), or a trainer's.
+Subclasses know the calls of an update: vLLM's own (runtime.server.lifecycle), or a trainer's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Front:
     wrapped: names of the AsyncLLM's methods that Front replaces by its own
     """
 
-    wrapped: ClassVar[tuple[str, ...]] = ("generate", "resume_generation", "sleep", "wake_up")
+    wrapped: ClassVar[tuple[str, ...]] = ("generate", "pause_generation", "resume_generation", "sleep", "wake_up")
     asks_facts: ClassVar[str] = "fp8plan_facts"  # name of the workers' method
 
     def __init__(self, engine: Any) -> None:
@@ -78,7 +78,7 @@ class Front:
         self._prompt_ids = None if config.model_config.is_multimodal_model else self.state.vocabulary
         self.facts: dict[str, Any] = {}
         self.failure: str | None = None  # why the last update failed
-        self.pulled: dict[str, Any] | None = None  # the last update that was pulled from a store
+        self.pulled: dict[str, Any] | None = None  # the last update, if it was pulled from a store
         self.kv_source: str | None = None
         self.sampling: Sampling | None = None  # sampling of the requests since the weights serve
         self.serve_s = 0.0  # seconds of the last measurement of KV scales, with the reset of the prefix cache
@@ -134,7 +134,7 @@ class Front:
                 kept.cancel()
         config, worker = self.engine.vllm_config, self._answered["worker"]
         cache, update, refusal = config.cache_config, worker["last_update"], self.state.refusal or worker["refusal"]
-        if self.pulled is not None and self.pulled["version"] == worker["version"]:
+        if self.pulled is not None:
             update = self.pulled
         elif update is not None:
             update = update | {"seconds": update["seconds"] | {"kv_scales": self.serve_s}}
@@ -179,6 +179,10 @@ class Front:
         if last.prompt_token_ids and self.state.fp8_kv:
             tokens = [*last.prompt_token_ids, *last.outputs[0].token_ids]
             self._sequences.append(tokens[: min(CALIBRATION_TOKENS, self.state.longest_prompt or 1)])
+
+    async def pause_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Pause, as vLLM does."""
+        await self._own["pause_generation"](*args, **kwargs)
 
     async def resume_generation(self) -> None:
         """Resume after a pause. Raises UpdateError while an update is open, and if kept requests would go on with
@@ -292,21 +296,24 @@ class Front:
         try:
             async with self._measuring_alone():
                 await self._drive(self._measured())
+                self._updating = False  # so that requests that waited are let in
         finally:
             self.serve_s = time.perf_counter() - begun
 
     @asynccontextmanager
     async def _measuring_alone(self) -> AsyncGenerator[None]:
         """Let fp8plan's own prompts run: requests wait, and a pause is lifted meanwhile."""
-        paused = await self.engine.is_paused()
         await self._let(measuring=True)
         try:
+            paused = await self.engine.is_paused()
             if paused:
                 await self._own["resume_generation"]()
-            yield
+            try:
+                yield
+            finally:
+                if paused:
+                    await self._own["pause_generation"](mode="keep")
         finally:
-            if paused:
-                await self.engine.pause_generation(mode="keep")
             await self._let(measuring=False)
 
     def _kept_scales(self) -> str:
@@ -340,16 +347,13 @@ class Front:
         serves = "the old weights serve" if self.state.refusal is None else "the server refuses to generate"
         self.failure = text
         await self._let(updating=False)
-        # The text of a SyncError says already which weights serve.
-        return UpdateError(text if isinstance(error, SyncError) else f"{text}; {serves} until a complete update")
+        return error if isinstance(error, UpdateError) else UpdateError(f"{text}; {serves} until a complete update")
 
     async def _drive(self, procedure: Generator[Call, Any, Any]) -> Any:
         return await driven(procedure, self._answer)
 
     async def _answer(self, call: Call) -> Any:
         if call.what == "reset":
-            if self._unfinished():  # requests that a pause keeps go on with their blocks
-                return None
             if self.engine.model_config.is_multimodal_model:
                 await self.engine.reset_encoder_cache()
             for pause_s in until_reset():

@@ -1,8 +1,7 @@
 """A vLLM endpoint plugin (vllm/plugins/endpoint_plugins) for servers with fp8plan's weight-transfer backend.
 
-It adds the routes, the Front for updates by vLLM's own lifecycle (start, parts, finish), and a check of the API key
-before every route. vLLM itself asks for the key only below /v1. Its routes for weights, which VLLM_SERVER_DEV_MODE
-opens, are elsewhere.
+It adds the routes, the Front, and a check of the API key before every route. vLLM itself asks for the key only below
+/v1. Its routes for weights, which VLLM_SERVER_DEV_MODE opens, are elsewhere.
 """
 
 from __future__ import annotations
@@ -10,11 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
-from collections.abc import Awaitable, Callable, Generator, MutableMapping
-from contextlib import nullcontext, suppress
-from dataclasses import asdict
-from typing import Annotated, Any, ClassVar, Final
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Annotated, Any, Final
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -25,15 +21,9 @@ from starlette.datastructures import Headers
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.engine.async_engine import driven
 from fp8plan.runtime.plugin import API_KEY, BACKEND, PULL, ROLLOUT, STATUS, STORE, logger
-from fp8plan.runtime.server.front import Front, UpdateError
+from fp8plan.runtime.server.lifecycle import LifecycleFront
 from fp8plan.runtime.server.rollout import rolled_out
-from fp8plan.runtime.weight_sync.delta.base import Chain
-from fp8plan.runtime.weight_sync.delta.store import Follower
-from fp8plan.runtime.weight_sync.manifest import checkpoint_manifest, local_folder
-from fp8plan.runtime.weight_sync.procedure import learn_quantised, replace_weights
-from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncReport, SyncSettings, rpc
 
 READS: Final = ("GET", "HEAD", "OPTIONS")  # methods that change nothing; vLLM decides who may read
 Scope = MutableMapping[str, Any]
@@ -70,134 +60,6 @@ class Gate:
         await self.app(scope, receive, send)
 
 
-class LifecycleFront(Front):
-    """A Front that also wraps the lifecycle's calls. New weights serve at the end of `finish_weight_update`.
-
-    follower: reads versions of the weights from a store, for `pull`; None: there is no store
-    """
-
-    wrapped: ClassVar = (
-        *Front.wrapped, "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"
-    )  # fmt: skip
-    asks_facts: ClassVar = "fp8plan_attach"
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        self.follower: Follower | None = None
-
-    async def follow(self, url: str) -> None:
-        """Take the newest weights of a store, if it has any. A later `pull` goes on from there."""
-        config = self.engine.vllm_config
-        model, download = config.model_config, config.load_config.download_dir
-        folder = local_folder(model.model, model.revision, download)
-        self.state.expected = None if folder is None else checkpoint_manifest(folder)
-        self.state.settings = SyncSettings(weights_in="fp8_block")
-        self.state.staged_on, self.state.workers = "cpu", config.parallel_config.world_size
-        self.follower = Follower(url)
-        await self.pull()
-
-    async def pull(self) -> SyncReport | None:
-        """Bring the weights to the newest version of the store; None if they are that already.
-
-        Raises UpdateError while requests run, unless generation is paused, and if the weights could not be synced.
-        """
-        if self.follower is None:
-            raise UpdateError(f"this server follows no store; type: {STORE}=URL vllm serve ... (docs/guides/server.md)")
-        self._refuse_open("pull")
-        await self._refuse_running(PAUSE)
-        self._updating = True
-        try:
-            async with nullcontext() if self._unfinished() else self._measuring_alone():
-                report = await driven(self.follower.pulling(self), self._answer, threads=True)
-        except Exception as error:
-            raise await self._failed(error) from error
-        self.failure = None
-        await self._let(updating=False)
-        return report
-
-    @property
-    def serving(self) -> bool:
-        return self.state.refusal is None
-
-    @staticmethod
-    def _asked(procedure: Procedure) -> Procedure:
-        return procedure
-
-    def _sync(self, chain: Chain, *_: Any) -> Generator[Call, Any, SyncReport]:
-        """Write the patches of a chain. KV scales stay while a pause keeps requests; else they are measured."""
-        state = self.state
-        state.version = (yield from rpc("fp8plan_status"))[0]["version"]
-        if state.quantised is None:
-            yield from learn_quantised(state)
-        if self._unfinished():
-            known, prompts, source = state.kv_scales, None, self._kept_scales()
-        else:
-            known, (prompts, source) = None, self._prompts()
-        report = yield from replace_weights(state, chain, kv_prompts=prompts, kv_source=source, kv_known=known)
-        self.kv_source, self.sampling = source, None
-        self.pulled = recorded(report)
-        return report
-
-    async def init_weight_transfer_engine(self, *args: Any, **kwargs: Any) -> None:
-        """Let the workers meet a trainer."""
-        await self._called("init_weight_transfer_engine", *args, **kwargs)
-
-    async def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Open an update, after closing one that a trainer has left open. Raises UpdateError while requests run, unless
-        generation is paused."""
-        await self._refuse_running(PAUSE)
-        if self._updating:
-            await self._release()
-        self._updating, self.state.stamp = True, None
-        try:
-            await self._called("start_weight_update", *args, **kwargs)
-        except Exception as error:
-            raise await self._failed(error) from error
-
-    async def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Take one part of an update."""
-        try:
-            await self._called("update_weights", *args, **kwargs)
-        except Exception as error:
-            raise await self._failed(error) from error
-
-    async def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Close an update: the workers check it, then KV scales are measured, and the new weights serve."""
-        try:
-            await self._called("finish_weight_update", *args, **kwargs)
-            await self._serve()
-        except Exception as error:
-            await self._release()
-            raise await self._failed(error) from error
-        self.failure = None
-        await self._let(updating=False)
-
-    async def _called(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Call vLLM's own method. Meanwhile the status names this call, as the workers cannot answer."""
-        self._under_way.append(name)
-        self._kept.set()
-        try:
-            await self._own[name](*args, **kwargs)
-        finally:
-            self._under_way.remove(name)
-            if not self._under_way:
-                self._kept.clear()
-
-    async def _release(self) -> None:
-        """Close an update that vLLM's workers still count as open."""
-        for _ in range(2):  # the first call fails if the backend has an update open, too
-            with suppress(Exception):
-                await self._called("finish_weight_update")
-
-
-def recorded(report: SyncReport) -> dict[str, Any]:
-    """Return a report as the status holds it."""
-    left_out = ("checks", "healed", "kv_scales", "kv_source", "residual", "scored_k3")
-    fields = {name: value for name, value in asdict(report).items() if name not in left_out}
-    return fields | {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-
-
-PAUSE: Final = "pause generation before (POST /pause?mode=keep)"
 ANOTHER: Final = (
     'this server has another weight-transfer backend; type: --weight-transfer-config \'{"backend": "fp8plan"}\''
 )
@@ -227,10 +89,10 @@ async def pull(request: Request) -> JSONResponse:
     if front is None:
         return _refused(404, ANOTHER)
     try:
-        report = await asyncio.shield(asyncio.create_task(front.pull()))
+        record = await asyncio.shield(asyncio.create_task(front.pull()))
     except ValueError as error:
         return _refused(400, str(error))
-    return JSONResponse(None if report is None else recorded(report))
+    return JSONResponse(record)
 
 
 @router.post(ROLLOUT)

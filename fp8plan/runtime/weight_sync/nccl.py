@@ -237,7 +237,7 @@ class RemoteSource:
     manifest: entries of the tensors, in their order
     start:    makes the trainer send, without waiting for it. If it returns a Future that fails, the sync fails
     pairs:    the trainer's tensors; None: they are in another process
-    send:     sends tensors and their manifest to the same workers as `start`; None: nothing here can
+    send:     sends tensors and their manifest to the same workers as `start`; None: the trainer is another process
     """
 
     manifest: Manifest
@@ -255,7 +255,11 @@ def received(source: RemoteSource, manifest: Manifest, pairs: Any = None) -> Pro
     pairs: sent in the place of the source's own
     """
     with released():
-        sending = source.start() if pairs is None or source.send is None else source.send(pairs, manifest)
+        if pairs is None:
+            sending = source.start()
+        else:
+            assert source.send is not None
+            sending = source.send(pairs, manifest)
     answers = yield from rpc("fp8plan_receive", True)
     with released():
         if sending:

@@ -247,7 +247,9 @@ class Sending:
             if state.settings.delta is None:
                 state.base = None
                 return (yield from self._replace(None))
-            pairs = pairs_of(pairs.pairs)
+            tensors = pairs.pairs
+            ordered = ((entry.name, tensors[entry.name]) for entry in pairs.manifest)
+            pairs = ordered if isinstance(tensors, Mapping) else pairs_of(tensors)
         if base is None or not serving or base.stamp is None or base.manifest != self._manifest:
             state.base = None
             if state.settings.delta is not None:
@@ -296,7 +298,7 @@ class Sending:
             return (yield from _finished(len(names)))
 
     def _replace(self, pairs: Any) -> Sent:
-        """Send all tensors. pairs: None: a RemoteSource's own"""
+        """Send all tensors. pairs: None for the RemoteSource's own"""
         settings = self._state.settings
         with _timed(self._seconds, "begin"):
             arguments = self._checked.number, settings.samples, self._state.version, settings.rollback
@@ -394,7 +396,7 @@ def _fail(state: SyncState, error: BaseException, before: str | None, scales: Sc
     Raises SyncError, which says which weights serve now, or the error itself if it is no Exception.
     """
     state.refusal = f"the sync of weights {state.version + 1} failed: {str(error) or type(error).__name__}"
-    what = "the engine refuses to generate until a complete sync_weights"
+    what = "the engine refuses to generate until a complete sync"
     if state.base is not None:
         state.base.drop()
     state.dead = state.dead or isinstance(error, LostEngineError)

@@ -113,7 +113,10 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_receive_patches(self, numbers: Sequence[int], manifest: Sequence[Sequence[Any]]) -> int:
-        """Take patches that the trainer sends by itself. numbers: of their tensors; manifest: the patches' own"""
+        """Take patches that the trainer sends by itself.
+
+        numbers: of the tensors that are patched; manifest: names, dtypes and shapes of the patches
+        """
         return self._fp8plan_connected().receive_patches(numbers, read_manifest(manifest))
 
     @answering
@@ -175,6 +178,7 @@ class Fp8PlanWorker:
         updates = self._fp8plan_updates()
         return {
             "version": updates.version,
+            "stamp": updates.live.stamp,
             "refusal": updates.refusal,
             "last_update": updates.report,
             "kv_scales": live_scales(self.model_runner.get_model()),

@@ -189,6 +189,7 @@ class LiveWeights:
 
     worker:  vLLM's Worker, with its model loaded
     version: number of the sync that serves; 0 before the first
+    stamp:   name of the weights, which patches start from; None: they have none
 
     A sync is: prepare once for a manifest, then begin, load, finish and commit, or abort. prepare, load and finish
     raise ConfigError.
@@ -202,7 +203,7 @@ class LiveWeights:
         self._prepared: dict[int, tuple[Prepared, bool]] = {}
         self._running: _Running | None = None
         self._touched = False  # True once the sync that was begun last has written, even after its commit
-        self._stamp: str | None = None  # name of the weights, which patches start from
+        self.stamp: str | None = None
 
     def prepare(
         self, manifest: Manifest, in_place: bool = True, number: int | None = None, wide: Sequence[str] = ()
@@ -229,18 +230,18 @@ class LiveWeights:
         """
         self._touched = False
         prepared = self._still_prepared(number)
-        if base and base != self._stamp:
+        if base and base != self.stamp:
             raise ConfigError("the patches start from other weights than these; allowed: a sync of all weights")
         snapshot = None if keep is None else Snapshot(self._model, keep)
         chosen = Samples(prepared.manifest, prepared.binding, samples, version)
-        self._running = _Running(prepared, chosen, version + 1, snapshot, self._stamp)
+        self._running = _Running(prepared, chosen, version + 1, snapshot, self.stamp)
         if base is not None:
             self._running.patches = Patches(prepared, self._device, partial(NativeReload, self._worker, prepared.past))
             return
         reload = NativeReload(self._worker, prepared.past) if prepared.binding.native else None
         self._running.reload = reload
         if reload is not None:
-            self._touched, self._stamp = True, None
+            self._touched, self.stamp = True, None
             reload.open()
 
     def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
@@ -256,7 +257,7 @@ class LiveWeights:
                 name, actual = running.prepared.manifest[number].name, f"{tensor.dtype} {list(tensor.shape)}"
                 raise ConfigError(f"{name} is {actual}; announced: {dtype} {list(shape)}")
         moved = [t if t.device == self._device else t.to(self._device, non_blocking=True) for t in tensors]
-        self._touched, self._stamp = True, None
+        self._touched, self.stamp = True, None
         with torch.no_grad():
             running.flags.append((program.run(moved, self._device), program.parts, program.matrices))
             running.samples.take(program.positions, moved)
@@ -272,7 +273,7 @@ class LiveWeights:
         """Write patches, by their tensors' numbers in the manifest. Raises ConfigError as Patches.load does."""
         running = self._open()
         assert running.patches is not None
-        self._touched, self._stamp = True, None
+        self._touched, self.stamp = True, None
         running.patches.load(numbers, patches)
 
     def finish(self, patches: int = 0) -> dict[str, Any]:
@@ -345,7 +346,7 @@ class LiveWeights:
     def commit(self, stamp: str | None = None) -> None:
         """Keep the new weights, and let go of the copy of the old ones. stamp: a name for them, as patches' base"""
         self.version = self._open().version
-        self._stamp = stamp
+        self.stamp = stamp
         self._running = None
 
     def compare(self, number: int) -> Comparison:
@@ -384,7 +385,7 @@ class LiveWeights:
             running.reload.abandon()
         if running.snapshot is not None:
             running.snapshot.restore()
-            self._stamp = running.stamp
+            self.stamp = running.stamp
             refresh(self._model)
         wait(self._device)
         return running.snapshot is not None or not self._touched

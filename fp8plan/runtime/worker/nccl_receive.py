@@ -131,7 +131,7 @@ class Receiver(PlainReceiver):
 
 
 class Patching:
-    """Writes patches into live weights, by their places in `numbers`. They are unpacked on the host."""
+    """Writes patches into live weights. Patch i is that of tensor numbers[i]; it is unpacked on the host."""
 
     def __init__(self, live: LiveWeights, numbers: Sequence[int]) -> None:
         self._live, self._numbers = live, numbers

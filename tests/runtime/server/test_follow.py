@@ -75,6 +75,7 @@ def test_each_pull_leaves_the_bits_of_an_update_of_all_weights(
         assert record["patched"] == (number > 1)
         assert record["version"] == status["weights"]["version"] == status["last_update"]["version"] == number
         assert record["bytes"] == status["last_update"]["bytes"] > 0
+        assert (record["store_version"], status["weights"]["name"]) == (number, str(number))
         assert status["serving"]
         assert pulled(server).json() is None
         assert server.completion([1, 2, 3]).ok
@@ -82,6 +83,7 @@ def test_each_pull_leaves_the_bits_of_an_update_of_all_weights(
     assert live[0] != live[1] != live[2]
     for tensors, digests in zip(steps, live, strict=True):
         send(trainer, tensors)
+        assert "store_version" not in server.get(STATUS)["last_update"]
         assert server.rpc("fp8plan_digests") == digests
     assert server.get(STATUS)["last_update"]["tensors"] == len(steps[0])
     assert pulled(server).json()["patched"] is False  # the trainer's updates are no versions of the store

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from fp8plan.errors import SyncError
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.front import UpdateError
-from fp8plan.runtime.server.routes import LifecycleFront
+from fp8plan.runtime.server.lifecycle import LifecycleFront
+from fp8plan.runtime.weight_sync.procedure import clean
+from fp8plan.runtime.weight_sync.state import Call, rpc
 
 
 class Engine:
@@ -24,6 +27,7 @@ class Engine:
             model="a-model", max_model_len=16, get_vocab_size=lambda: 8, is_multimodal_model=False
         ),
     )
+    model_config = vllm_config.model_config
     output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
 
     def __init__(self, *responses: Any) -> None:
@@ -40,9 +44,12 @@ class Engine:
     async def start_weight_update(self) -> None:
         self.calls.append("start_weight_update")
 
-    async def other(self, *_: Any) -> None: ...
+    async def other(self, *_: Any, **__: Any) -> None: ...
 
-    sleep = wake_up = resume_generation = other
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+    sleep = wake_up = pause_generation = resume_generation = other
     init_weight_transfer_engine = update_weights = finish_weight_update = other
 
 
@@ -158,5 +165,158 @@ def test_the_status_answers_while_the_workers_wait_for_a_trainer() -> None:
         await update
         assert (await front.status())["under_way"] == []
         assert (await front.status())["weights"]["version"] > 1
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+class Follows(LifecycleFront):
+    """A front with a stand-in for its store: a pull ends once `arrives` is set."""
+
+    def __init__(self, engine: Engine, report: Any = None) -> None:
+        super().__init__(engine)
+        self.asked, self.arrives = list[str](), asyncio.Event()
+        self.begun = asyncio.Event()
+        self.follower = self  # type: ignore[assignment]
+        engine.collective_rpc, engine.is_sleeping = self.collective_rpc, self.is_sleeping  # type: ignore[attr-defined]
+        self.report = report
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def collective_rpc(self, method: str, **_: Any) -> list[dict[str, Any]]:
+        self.asked.append(method)
+        if method == "fp8plan_begin":
+            self.begun.set()
+            await self.arrives.wait()
+        return [{"ok": {"version": 3, "stamp": "a", "refusal": None}}]
+
+    def pulling(self, front: LifecycleFront) -> Any:
+        assert front is self
+        assert (self.state.version, self.state.stamp) == (3, "a")
+        yield from clean(self.state)
+        yield Call("reset")
+        yield from rpc("fp8plan_begin")
+        if isinstance(self.report, Exception):
+            raise self.report
+
+
+OTHERS: dict[str, Any] = {
+    "init": lambda front: front.init_weight_transfer_engine(),
+    "start": lambda front: front.start_weight_update(),
+    "update": lambda front: front.update_weights(),
+    "finish": lambda front: front.finish_weight_update(),
+    "pause": lambda front: front.pause_generation(mode="keep"),
+    "resume": lambda front: front.resume_generation(),
+    "sleep": lambda front: front.sleep(),
+    "wake up": lambda front: front.wake_up(),
+    "pull": lambda front: front.pull(),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_nothing_changes_the_permission_to_generate_beside_a_pull(other: str) -> None:
+    async def meeting() -> None:
+        front = Follows(engine := Engine())
+        engine.go_on.set()
+        pull = asyncio.create_task(front.pull())
+        await front.begun.wait()
+        with pytest.raises(UpdateError, match="a pull is under way; wait for it"):
+            await OTHERS[other](front)
+        assert front._under_way == ["pull"]
+        waiting = asyncio.create_task(anext(front.generate("a prompt")))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        front.arrives.set()
+        assert await pull is None
+        assert (await waiting).prompt_token_ids == [1]
+        assert not engine.calls
+        await front.start_weight_update()
+        with pytest.raises(UpdateError, match="an update of the weights is open"):
+            await front.pull()
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+@pytest.mark.parametrize("switch", ["pause", "resume", "sleep", "wake up"])
+def test_a_pull_does_not_begin_beside_a_call_that_switches_generation(switch: str) -> None:
+    async def meeting() -> None:
+        answer = asyncio.Event()
+
+        async def slow(*_: Any, **__: Any) -> None:
+            await answer.wait()
+
+        engine = Engine()
+        engine.sleep = engine.wake_up = engine.pause_generation = engine.resume_generation = slow  # type: ignore[method-assign]
+        front = Follows(engine)
+        front.arrives.set()
+        call = asyncio.create_task(OTHERS[switch](front))
+        await asyncio.sleep(0)
+        with pytest.raises(UpdateError, match="a call to pause, resume, sleep or wake up is under way"):
+            await front.pull()
+        answer.set()
+        await call
+        await front.pull()
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+def test_a_pull_leaves_the_blocks_of_requests_that_a_pause_keeps() -> None:
+    async def meeting() -> None:
+        async def paused() -> bool:
+            return True
+
+        engine = Engine()
+        engine.is_paused = paused  # type: ignore[method-assign]
+        engine.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 1)
+        engine.resume_generation = engine.reset_prefix_cache = lambda: pytest.fail("touched")  # type: ignore[attr-defined, assignment]
+        front = Follows(engine)
+        front.state.soiled = True
+        front.arrives.set()
+        await front.pull()
+        assert "fp8plan_zero_kv" not in front.asked
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_pull_that_fails_lets_requests_go_on_unless_the_engine_is_lost(dead: bool) -> None:
+    async def meeting() -> None:
+        front = Follows(engine := Engine(), SyncError("the store is on fire; the old weights serve"))
+        engine.go_on.set()
+        if dead:
+            front.state.refusal = "the engine is lost"
+        pull = asyncio.create_task(front.pull())
+        await front.begun.wait()
+        waiting = asyncio.create_task(anext(front.generate("a prompt")))
+        await asyncio.sleep(0.05)
+        front.arrives.set()
+        with pytest.raises(UpdateError, match=r"^the store is on fire; the old weights serve$"):
+            await pull
+        assert front.failure == "the store is on fire; the old weights serve"
+        if dead:
+            with pytest.raises(UpdateError, match="the engine is lost"):
+                await waiting
+        else:
+            await waiting
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+def test_a_pause_that_cannot_be_put_back_does_not_lock_requests_out() -> None:
+    async def meeting() -> None:
+        async def paused() -> bool:
+            return True
+
+        async def broken(**_: Any) -> None:
+            raise OSError("the engine is gone")
+
+        engine = Engine()
+        engine.is_paused, engine.pause_generation = paused, broken  # type: ignore[method-assign, assignment]
+        front = Follows(engine)
+        front.arrives.set()
+        with pytest.raises(UpdateError, match="the engine is gone"):
+            await front.pull()
+        assert not front._measuring
+        assert not front._updating
 
     asyncio.run(asyncio.wait_for(meeting(), 30))

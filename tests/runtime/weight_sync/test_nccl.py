@@ -260,6 +260,16 @@ class TestPatches:
                     assert report.chunks == opened[0].broadcasts > 0
                 opened[0].broadcasts = 0
 
+    def test_a_dict_is_sent_in_the_order_of_its_manifest(self) -> None:
+        with started_beside_references("dense", "fp8_block", delta="cpu") as (engine, references):
+            transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
+            for number, which in enumerate("ba"):
+                sent = weights("dense", which)
+                manifest = tuple(reversed(manifest_of(sent)))
+                report = engine.sync_weights(transfer.source(sent, manifest))
+                assert (report.patched, report.healed) == (number > 0, None)
+                assert generate(engine) == references[which]
+
     def test_those_of_other_weights_are_refused_and_all_tensors_follow(self) -> None:
         with started_beside_references("dense", "fp8_block", delta="cpu") as (engine, references):
             transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)

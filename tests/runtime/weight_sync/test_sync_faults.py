@@ -321,7 +321,7 @@ def test_what_is_not_finite_is_named(subject: Subject, part: str, value: float) 
 
 def stops(subject: Subject, sent: Any, says: str) -> None:
     """The error of sending it says so, nothing is generated, and a whole sync heals."""
-    with pytest.raises(SyncError, match=f"{says}.*refuses to generate until a complete sync_weights"):
+    with pytest.raises(SyncError, match=f"{says}.*refuses to generate until a complete sync"):
         subject.engine.sync_weights(sent)
     assert not subject.engine.serving
     with pytest.raises(NotServingError, match=f"failed: .*{says}.*; call sync_weights with all weights"):
@@ -464,7 +464,7 @@ def test_a_copy_of_weights_that_did_not_serve_does_not_serve_either(keeping: Sub
     keeping.engine.sleep(level=2)  # drops the weights on a GPU; a CPU does nothing, and the engine refuses all the same
     keeping.engine.wake_up()
     assert not keeping.engine.serving
-    with pytest.raises(SyncError, match="refuses to generate until a complete sync_weights"):
+    with pytest.raises(SyncError, match="refuses to generate until a complete sync"):
         keeping.engine.sync_weights(broken(keeping.sends(), 20))
     assert not keeping.engine.serving
     keeping.engine.sync_weights(keeping.sends())

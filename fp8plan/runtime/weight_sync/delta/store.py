@@ -212,10 +212,15 @@ def _kept(chain: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Follower:
-    """An engine's end of a chain. url: of the store"""
+    """An engine's end of a chain.
+
+    url:     of the store
+    version: number of the version that was pulled last; None before the first
+    """
 
     def __init__(self, url: str) -> None:
         self._store = Store(url)
+        self.version: int | None = None
 
     def pull(self, engine: Any, kv_amax: Any = None, kv_prompts: Any = None, scored: Scored | None = None) -> Any:
         """Bring an engine, or a fleet, to the newest version, and return the SyncReport; None if nothing is new.
@@ -229,7 +234,7 @@ class Follower:
         return engine._drive(self.pulling(engine, kv_amax, kv_prompts, scored))
 
     def pulling(self, engine: Any, *settings: Any) -> Generator[Call, Any, SyncReport | None]:
-        """Pull as a procedure. engine: has the state, and the procedures _asked and _sync, of an EngineBase"""
+        """Pull as a procedure. engine: an EngineBase, or a server's LifecycleFront; settings: as `pull` takes them"""
         if self._store.read_json(HELD) is None:  # the trainer needs it, and no other engine has written it
             quantised, reloaded = yield from engine._asked(formats(engine.state))
             self._store.write_json(HELD, {"fp8": sorted(quantised), "reloaded": dict(reloaded)})
@@ -241,10 +246,12 @@ class Follower:
         if at and engine.serving:
             with suppress(SyncError):
                 report = yield from engine._sync(self._chain(latest, at[0], engine.state.stamp), None, *settings)
+                self.version = latest["version"]
                 return report
         latest = self._store.read_json("latest.json") or latest  # files of an old one may be gone
         wholes = [number for number, link in enumerate(latest["chain"]) if link["whole"]]
         report = yield from engine._sync(self._chain(latest, wholes[-1], None), None, *settings)
+        self.version = latest["version"]
         return report
 
     def _chain(self, latest: dict[str, Any], at: int, base: str | None) -> Chain:

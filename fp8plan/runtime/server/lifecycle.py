@@ -1,0 +1,240 @@
+"""The Front of `vllm serve`: updates by vLLM's own lifecycle (start, parts, finish), or pulled from a store.
+
+A pull is one call, and so is the start of an update. Nothing that changes the permission to generate may run beside
+them: `_exclusively` refuses it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
+from typing import Any, ClassVar, Final
+
+from fp8plan.errors import SyncError
+from fp8plan.runtime.engine.async_engine import driven
+from fp8plan.runtime.plugin import STORE
+from fp8plan.runtime.server.front import Front, UpdateError
+from fp8plan.runtime.weight_sync.delta.base import Chain
+from fp8plan.runtime.weight_sync.delta.store import Follower
+from fp8plan.runtime.weight_sync.manifest import checkpoint_manifest, local_folder
+from fp8plan.runtime.weight_sync.procedure import learn_quantised, replace_weights
+from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncReport, SyncSettings, rpc
+
+PAUSE: Final = "pause generation before (POST /pause?mode=keep)"
+
+
+class LifecycleFront(Front):
+    """A Front that also wraps the lifecycle's calls. New weights serve at the end of `finish_weight_update` or `pull`.
+
+    follower: reads versions of the weights from a store; None: there is no store
+    """
+
+    wrapped: ClassVar = (
+        *Front.wrapped, "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"
+    )  # fmt: skip
+    asks_facts: ClassVar = "fp8plan_attach"
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.follower: Follower | None = None
+        self._exclusive: str | None = None  # the call that refuses others meanwhile
+        self._switching = 0  # calls that pause, resume, sleep or wake up
+        self._keeping = False  # True while a pull leaves requests that a pause keeps as they are
+
+    # ------------------------------------------------------------------------------------ the lifecycle
+
+    async def init_weight_transfer_engine(self, *args: Any, **kwargs: Any) -> None:
+        """Let the workers meet a trainer."""
+        self._refuse_beside("connect a trainer")
+        await self._called("init_weight_transfer_engine", *args, **kwargs)
+
+    async def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        """Open an update, after closing one that a trainer has left open. Raises UpdateError while requests run, unless
+        generation is paused."""
+        with self._exclusively("the start of an update"):
+            await self._refuse_running(PAUSE)
+            if self._updating:
+                await self._release()
+            self._updating = True
+            try:
+                await self._called("start_weight_update", *args, **kwargs)
+            except Exception as error:
+                raise await self._failed(error) from error
+
+    async def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Take one part of an update."""
+        self._refuse_beside("send tensors")
+        try:
+            await self._called("update_weights", *args, **kwargs)
+        except Exception as error:
+            raise await self._failed(error) from error
+
+    async def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        """Close an update: the workers check it, then KV scales are measured, and the new weights serve."""
+        self._refuse_beside("finish an update")
+        try:
+            await self._called("finish_weight_update", *args, **kwargs)
+            await self._serve()
+        except Exception as error:
+            await self._release()
+            raise await self._failed(error) from error
+        self.failure = self.pulled = None
+        await self._let(updating=False)
+
+    # ------------------------------------------------------------------------------------ a store
+
+    async def follow(self, url: str) -> None:
+        """Take the newest weights of a store, if it has any. A later `pull` goes on from there."""
+        config = self.engine.vllm_config
+        model, download = config.model_config, config.load_config.download_dir
+        folder = local_folder(model.model, model.revision, download)
+        self.state.expected = None if folder is None else checkpoint_manifest(folder)
+        self.state.settings = SyncSettings(weights_in="fp8_block")
+        self.state.staged_on, self.state.workers = "cpu", config.parallel_config.world_size
+        self.follower = Follower(url)
+        await self.pull()
+
+    async def pull(self) -> dict[str, Any] | None:
+        """Bring the weights to the newest version of the store, and return the record of the update.
+
+        Returns None if they are that already. Raises UpdateError while requests run, unless generation is paused, and
+        if the weights could not be synced. Other requests wait. Its task must not be cancelled.
+        """
+        if self.follower is None:
+            raise UpdateError(f"this server follows no store; type: {STORE}=URL vllm serve MODEL ...")
+        with self._exclusively("a pull"), self._noted("pull"):
+            self._refuse_open("pull")
+            if await self.engine.is_sleeping():
+                raise UpdateError("the engine sleeps; wake it up before (POST /wake_up)")
+            status = (await self._drive(rpc("fp8plan_status")))[0]
+            self.state.version, self.state.stamp = status["version"], status["stamp"]
+            await self._refuse_running(PAUSE)
+            self._updating, self._keeping = True, self._unfinished() > 0
+            try:
+                async with nullcontext() if self._keeping else self._measuring_alone():
+                    try:
+                        report = await driven(self.follower.pulling(self), self._answer, threads=True)
+                    finally:
+                        self._updating = False  # so that requests that waited are let in, or hear of the failure
+            except SyncError as error:
+                raise await self._failed(UpdateError(str(error))) from error
+            except Exception as error:
+                raise await self._failed(error) from error
+            finally:
+                self._keeping = False
+            self.failure = None
+            await self._let(updating=False)
+            if report is None:
+                return None
+            self.pulled = recorded(report, self.follower.version)
+            if name := getattr(self.engine, "update_weight_version", None):  # from 0.30 on
+                await name(str(self.follower.version))
+            return self.pulled
+
+    @property
+    def serving(self) -> bool:
+        return self.state.refusal is None
+
+    @staticmethod
+    def _asked(procedure: Procedure) -> Procedure:
+        return procedure
+
+    def _sync(self, chain: Chain, *_: Any) -> Generator[Call, Any, SyncReport]:
+        """Write the patches of a chain. KV scales stay while a pause keeps requests; else they are measured."""
+        state = self.state
+        if state.quantised is None and state.expected is not None:
+            yield from learn_quantised(state)
+        known, prompts, source = state.kv_scales, None, self._kept_scales()
+        if not self._keeping:
+            known, (prompts, source) = None, self._prompts()
+        try:
+            report = yield from replace_weights(state, chain, kv_prompts=prompts, kv_known=known)
+        except SyncError:
+            if state.dead:
+                state.refusal = "the engine is lost; start the server again"
+            raise
+        self.kv_source, self.sampling = source, None
+        state.soiled = state.soiled or self._keeping  # what new weights leave in the cache is zeroed later
+        return report
+
+    async def _answer(self, call: Call) -> Any:
+        """Do a Call. Requests that a pause keeps still need their blocks, so they are neither emptied nor zeroed."""
+        if self._keeping and (call.what == "reset" or call.arguments[:1] == ("fp8plan_zero_kv",)):
+            return [{"ok": None}]
+        return await super()._answer(call)
+
+    # ------------------------------------------------------------------------------------ calls beside each other
+
+    async def pause_generation(self, *args: Any, **kwargs: Any) -> None:
+        with self._switch("pause"):
+            await super().pause_generation(*args, **kwargs)
+
+    async def resume_generation(self) -> None:
+        with self._switch("resume"):
+            await super().resume_generation()
+
+    async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
+        with self._switch("sleep"):
+            await super().sleep(level, *args, **kwargs)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        with self._switch("wake up"):
+            await super().wake_up(tags)
+
+    def _refuse_beside(self, what: str) -> None:
+        if self._exclusive is not None:
+            raise UpdateError(f"{self._exclusive} is under way; wait for it before you {what}")
+
+    @contextmanager
+    def _exclusively(self, name: str) -> Iterator[None]:
+        """Refuse other calls meanwhile. Raises UpdateError while one is under way."""
+        self._refuse_beside(f"begin {name}")
+        if self._switching:
+            raise UpdateError(f"a call to pause, resume, sleep or wake up is under way; wait for it before {name}")
+        self._exclusive = name
+        try:
+            yield
+        finally:
+            self._exclusive = None
+
+    @contextmanager
+    def _switch(self, what: str) -> Iterator[None]:
+        """Count a call that switches generation on or off. Raises UpdateError beside an exclusive one."""
+        self._refuse_beside(what)
+        self._switching += 1
+        try:
+            yield
+        finally:
+            self._switching -= 1
+
+    @contextmanager
+    def _noted(self, name: str) -> Iterator[None]:
+        """Let the status name a call meanwhile, as the workers cannot answer."""
+        self._under_way.append(name)
+        self._kept.set()
+        try:
+            yield
+        finally:
+            self._under_way.remove(name)
+            if not self._under_way:
+                self._kept.clear()
+
+    async def _called(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Call vLLM's own method."""
+        with self._noted(name):
+            await self._own[name](*args, **kwargs)
+
+    async def _release(self) -> None:
+        """Close an update that vLLM's workers still count as open."""
+        for _ in range(2):  # the first call fails if the backend has an update open, too
+            with suppress(Exception):
+                await self._called("finish_weight_update")
+
+
+def recorded(report: SyncReport, version: int | None) -> dict[str, Any]:
+    """Return a report as the status holds it. version: number of the weights in the store"""
+    left_out = ("checks", "healed", "kv_scales", "kv_source", "residual", "scored_k3")
+    fields = {name: value for name, value in asdict(report).items() if name not in left_out}
+    return fields | {"store_version": version, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
