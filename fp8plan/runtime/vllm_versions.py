@@ -197,8 +197,8 @@ PATCHES: Final = (
     Patch(
         "wraps",
         "generate, init_weight_transfer_engine, start_weight_update, update_weights, finish_weight_update, "
-        "resume_generation, sleep, wake_up, output_processor",
-        "server/front.py, server/routes.py",
+        "pause_generation, resume_generation, sleep, wake_up, update_weight_version, output_processor",
+        "server/front.py, server/lifecycle.py",
         "of one AsyncLLM, as long as a server with that backend lives, or one of verl's: only it knows when KV scales "
         "can be measured and when weights must not be used",
     ),

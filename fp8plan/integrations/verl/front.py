@@ -39,7 +39,6 @@ async def two_outputs(
     yield finished
 
 
-ALL: Final = frozenset(("weights", "kv_cache"))  # vLLM's tags of parts that sleep
 UNMEASURED: Final = "new weights have arrived, but the KV cache is still asleep, so its scales cannot be measured yet"
 
 
@@ -55,7 +54,6 @@ class VerlFront(Front):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self.seen: dict[str, Any] = {}
-        self._asleep: frozenset[str] = frozenset()
         self._waiting = False  # True: new weights wait for parts that sleep
 
     @classmethod
@@ -87,15 +85,9 @@ class VerlFront(Front):
         """Pause as verl 0.9.1 asks. vLLM 0.32 has dropped the argument, which `mode` had replaced."""
         await self._own["pause_generation"](**({"mode": "wait"} if wait_for_inflight_requests else {}) | more)
 
-    async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
-        """Sleep; at level 2 the weights are dropped, and an update must follow the wake-up."""
-        await super().sleep(level, *args, **kwargs)
-        self._asleep = ALL
-
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Wake up the parts that the tags name. Once all are awake, new weights serve."""
         await super().wake_up(tags)
-        self._asleep -= ALL if tags is None else frozenset(tags)
         await self._serve_new()
 
     def _outputs(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
@@ -110,7 +102,7 @@ class VerlFront(Front):
         return super()._outputs(prompt, sampling_params, request_id, **more)
 
     async def _serve_new(self) -> None:
-        if self._waiting and not self._asleep:
+        if self._waiting and not self.state.asleep:
             await self._serve()
             self._waiting = False
             self.seen = await self.status()

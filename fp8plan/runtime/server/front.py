@@ -22,7 +22,7 @@ from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from typing import Any, ClassVar, Final, Self
 
 from fp8plan.errors import ConfigError, SyncError
-from fp8plan.runtime.engine.access import until_reset
+from fp8plan.runtime.engine.access import TAGS, until_reset
 from fp8plan.runtime.engine.async_engine import driven, forgetting_unsent, named
 from fp8plan.runtime.engine.base import has_nan, requests
 from fp8plan.runtime.engine.launch import refuse_fixed_scales
@@ -201,6 +201,8 @@ class Front:
         self._refuse_open("sleep")
         if level > 1:
             self.state.refusal = "the engine slept at level 2, which drops its weights"
+        if level > 0:  # level 0 only pauses
+            self.state.asleep = frozenset(TAGS)
         await self._own["sleep"](level, *args, **kwargs)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
@@ -208,6 +210,7 @@ class Front:
         would go on with requests."""
         self._refuse_open("wake up")
         await self._own["wake_up"](tags)
+        self.state.asleep -= frozenset(TAGS if tags is None else tags)
         if tags is None or "kv_cache" in tags:
             self.state.soiled = True
             await self._drive(clean(self.state))

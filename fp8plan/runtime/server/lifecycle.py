@@ -106,8 +106,8 @@ class LifecycleFront(Front):
             raise UpdateError(f"this server follows no store; type: {STORE}=URL vllm serve MODEL ...")
         with self._exclusively("a pull"), self._noted("pull"):
             self._refuse_open("pull")
-            if await self.engine.is_sleeping():
-                raise UpdateError("the engine sleeps; wake it up before (POST /wake_up)")
+            if self.state.asleep:
+                raise UpdateError(f"{' and '.join(sorted(self.state.asleep))} sleep; wake them up (POST /wake_up)")
             status = (await self._drive(rpc("fp8plan_status")))[0]
             self.state.version, self.state.stamp = status["version"], status["stamp"]
             await self._refuse_running(PAUSE)

@@ -177,11 +177,8 @@ class Follows(LifecycleFront):
         self.asked, self.arrives = list[str](), asyncio.Event()
         self.begun = asyncio.Event()
         self.follower = self  # type: ignore[assignment]
-        engine.collective_rpc, engine.is_sleeping = self.collective_rpc, self.is_sleeping  # type: ignore[attr-defined]
+        engine.collective_rpc = self.collective_rpc  # type: ignore[attr-defined]
         self.report = report
-
-    async def is_sleeping(self) -> bool:
-        return False
 
     async def collective_rpc(self, method: str, **_: Any) -> list[dict[str, Any]]:
         self.asked.append(method)
@@ -255,6 +252,24 @@ def test_a_pull_does_not_begin_beside_a_call_that_switches_generation(switch: st
             await front.pull()
         answer.set()
         await call
+        front.state.asleep = frozenset()
+        await front.pull()
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+def test_a_pull_waits_for_an_engine_that_is_awake() -> None:
+    async def meeting() -> None:
+        front = Follows(Engine())
+        front.arrives.set()
+        await front.sleep(1)
+        with pytest.raises(UpdateError, match="kv_cache and weights sleep; wake them up"):
+            await front.pull()
+        await front.wake_up(["weights"])
+        with pytest.raises(UpdateError, match="kv_cache sleep; wake them up"):
+            await front.pull()
+        await front.wake_up()
+        await front.sleep(0)  # a pause
         await front.pull()
 
     asyncio.run(asyncio.wait_for(meeting(), 30))
