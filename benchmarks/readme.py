@@ -32,7 +32,6 @@ import streams  # noqa: E402
 import trl_outputs  # noqa: E402
 import two_engines  # noqa: E402
 import verl_outputs  # noqa: E402
-from control import report as control_report  # noqa: E402
 from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
 from silent_failures import table as silent_failures  # noqa: E402
@@ -162,7 +161,6 @@ def blocks() -> dict[str, str]:
     made["odd measurements in engines"] = odd_measurements.live_table()
     made |= {"silent failures": silent_failures.table(), "silent failures by outcome": silent_failures.summary()}
     made["kept sets"] = kept_sets()
-    made["control"] = control_report.short_table()
     made["change ratios"] = changes.committed()
     made["predicted change ratios"] = change_ratios.committed()
     made["small models"] = probe.small_models()

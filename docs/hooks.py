@@ -18,8 +18,6 @@ PAGES = {
     "evidence/measurements.md": "profiles/README.md",
     "evidence/cpu.md": "profiles/cpu/vllm-0.30.0/README.md",
     "evidence/mismatch_observations.md": "fp8plan/model/risk/data/README.md",
-    "evidence/control_table.md": "benchmarks/control/table.md",
-    "evidence/control_held_out.md": "benchmarks/control/held_out.md",
 }
 PICTURES = {"plan.png": "examples/plan.png"}
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from fp8plan.runtime.controller.laws import AdaptiveThresholds as AdaptiveThresholds
     from fp8plan.runtime.controller.laws import ConstantThresholds as ConstantThresholds
     from fp8plan.runtime.controller.laws import LevelThresholds as LevelThresholds
-    from fp8plan.runtime.controller.least_error import LeastErrorThresholds as LeastErrorThresholds
     from fp8plan.runtime.controller.state import AlarmLimits as AlarmLimits
     from fp8plan.runtime.correction.correct import Correction as Correction
     from fp8plan.runtime.correction.correct import correct as correct
@@ -88,7 +87,6 @@ _HOME = {
         "model.weight_changes": "TopK",
         "model.workload": "Batch Fixed LogNormal Trace Workload",
         "runtime.controller.laws": "AdaptiveThresholds ConstantThresholds LevelThresholds",
-        "runtime.controller.least_error": "LeastErrorThresholds",
         "runtime.controller.state": "AlarmLimits",
         "runtime.correction.correct": "correct Correction",
         "runtime.correction.settings": "CorrectionSettings Rejection Thresholds",

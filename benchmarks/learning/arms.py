@@ -11,13 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.controller.laws import (
-    AdaptiveThresholds,
-    ConstantThresholds,
-    Controller,
-    LeastErrorThresholds,
-    LevelThresholds,
-)
+from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, Controller, LevelThresholds
 from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode, Thresholds
 
 FP8: Final = {"cpu": "fp8_kv", "cuda": "fp8_block+fp8_kv"}
@@ -48,7 +42,6 @@ TRUNCATED: Final = {
     "none": Correction(CorrectionSettings(level=None), ConstantThresholds(), follow=False),
     **{name: _constant(c) for name, c in CONSTANTS.items()},
     "adaptive": Correction(TIS, LevelThresholds(), follow=True),
-    "least_error": Correction(TIS, LeastErrorThresholds(), follow=True),
     "news": Correction(TIS, AdaptiveThresholds(), follow=True),
     "news_free": Correction(TIS, AdaptiveThresholds(limit_kl=1.0), follow=True),  # relaxes up to a KL of 1
 }
@@ -74,6 +67,8 @@ MASKS: Final = {
     for name, correction in zip((mask, f"{mask}_news"), _masks(*ways), strict=True)
 }
 CORRECTIONS: Final = TRUNCATED | MASKS
+# Corrections of committed runs by laws that are deleted: tables name them, and none runs again.
+DELETED: Final = {"least_error": "LeastErrorThresholds"}
 
 # Scenario -> relative noise of the weights that are sent to the engine, by the share of the run that is over. The
 # trainer's own stay clean: what the engine samples then really comes from another policy.
@@ -115,7 +110,7 @@ class Arm:
     """One arm.
 
     precision:      a preset, or "fp8": FP8 of the device
-    correction:     a name in CORRECTIONS
+    correction:     a name in CORRECTIONS, or in DELETED
     kv_scales:      "measured" after each sync, or "unit": 1.0, as vLLM leaves them
     mismatch:       a scenario of `strength`, `stale` or `broken`
     updates:        optimiser steps on each rollout
@@ -163,12 +158,11 @@ def _under(scenarios: Iterable[str], corrections: Iterable[str]) -> dict[str, Ar
     }
 
 
-CONTROL: Final = _under(("growing", *LASTING, "spiking", "staler", "broken"), TRUNCATED)
+CONTROL: Final = _under(("growing", *LASTING, "spiking", "staler", "broken"), (*TRUNCATED, *DELETED))
 # The runs of evidence/news.md, in the order in which they are made.
 JUDGED: Final = ("lasting", "growing", "spiking", "staler", "broken")
 NEWS: Final = _under(JUDGED, ("none", "tis", "tis_1.4", "adaptive", "news", "news_free"))
-NEWS_MORE: Final = _under(("benign",), ("none", "tis", "tis_1.4", "adaptive", "least_error", "news", "news_free"))
-NEWS_MORE.update(_under(JUDGED, ("least_error",)))
+NEWS_MORE: Final = _under(("benign",), ("none", "tis", "tis_1.4", "adaptive", *DELETED, "news", "news_free"))
 NEWS_MASKS: Final = _under(("lasting", "growing", "staler", "broken"), MASKS)
 # Where plain FP8 may begin to do harm, each with the BF16 that it is held against.
 HARDER: Final = {"high-rate": {"rate": 4.0}, "4-updates": {"updates": 4}, "stale": {"sync_every": 4}}
@@ -181,10 +175,21 @@ MAP: Final = {
         ("fp8-adaptive", "fp8", "adaptive"),
     )
 }
+LOGGED: Final = MAIN | CONTROL | NEWS_MORE | NEWS_MASKS | MAP  # the arms of logs, in the order of tables
+
+
+def _running(arms: dict[str, Arm]) -> dict[str, Arm]:
+    return {name: arm for name, arm in arms.items() if arm.correction not in DELETED}
+
+
+ARMS: Final = _running(LOGGED)
 GROUPS: Final = {
-    "main": MAIN, "control": CONTROL, "map": MAP, "news": NEWS, "news-more": NEWS_MORE, "news-masks": NEWS_MASKS
+    name: _running(group)
+    for name, group in (
+        ("main", MAIN), ("control", CONTROL), ("map", MAP),
+        ("news", NEWS), ("news-more", NEWS_MORE), ("news-masks", NEWS_MASKS),
+    )
 }  # fmt: skip
-ARMS: Final = MAIN | CONTROL | NEWS_MORE | NEWS_MASKS | MAP
 BASELINES: Final = {f"{name}-{what}": f"{name}-bf16" for name in HARDER for what in ("bf16", "fp8", "fp8-adaptive")}
 
 
@@ -210,5 +215,5 @@ def baseline(name: str) -> str:
 
 def uncorrected(name: str) -> str | None:
     """The arm that differs from an arm in having no correction, alone; None if there is no such arm."""
-    wanted = replace(ARMS[name], correction="none")
+    wanted = replace(LOGGED[name], correction="none")
     return next((other for other, arm in ARMS.items() if replace(arm, seeds=wanted.seeds) == wanted), None)

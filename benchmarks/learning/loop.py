@@ -148,9 +148,7 @@ class Loop:
             error = self.trainer.error(batch, old, found.mask, found.weights)
         begun += self.trainer.clock() - paused  # no part of a step
         for _ in range(self.arm.updates):
-            noise = self.trainer.update(batch, old, found.mask, found.weights)
-        if noise is not None and self.arm.correction == "least_error":
-            self.monitor.report_gradients(**noise._asdict())
+            self.trainer.update(batch, old, found.mask, found.weights)
         self.step += 1
         if before:
             self._log_changes(before)

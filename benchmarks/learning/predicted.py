@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.learning.arms import arm_named, baseline
+from benchmarks.learning.arms import LOGGED, baseline
 from benchmarks.learning.policies.tasks import Task
 from benchmarks.learning.state import RunFolder
 from benchmarks.tables import markdown
@@ -126,7 +126,7 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
             _short(said["speedup"]), _observed_speedup(base, folder, "rollout"),
             _short(said["step_speedup"]), _observed_speedup(base, folder, "step"), band, _short(now["kl_k3"]) + miss,
             _short(said["ess_raw"]), _short(now["ess_raw"]), _short(said["clip_fraction"]),
-            _short(now["clip_fraction"]), _short(now["lowest_c"]) if arm_named(arm).correction != "none" else UNSEEN,
+            _short(now["clip_fraction"]), _short(now["lowest_c"]) if LOGGED[arm].correction != "none" else UNSEEN,
         ]  # fmt: skip
         lines.append(cells)
     return markdown.table(head, lines)

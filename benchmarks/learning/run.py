@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from benchmarks.learning import predicted
-from benchmarks.learning.arms import ARMS, GROUPS, arm_named, chosen
+from benchmarks.learning.arms import ARMS, GROUPS, LOGGED, arm_named, chosen
 from benchmarks.learning.policies.table import POLICIES
 from benchmarks.learning.state import RunFolder
 from fp8plan import jsonl
@@ -187,7 +187,7 @@ def found_runs(folder: Path) -> dict[tuple[str, int], RunFolder]:
     """(arm, seed) -> the runs that have begun to train, in the order of the table of arms."""
 
     def known() -> Iterator[tuple[tuple[str, int], RunFolder]]:
-        for arm in ARMS:
+        for arm in LOGGED:
             for path in sorted((folder / arm).glob("[0-9]*"), key=lambda x: int(x.name)):
                 run = RunFolder(path)
                 if (path / "predicted.json").is_file() and run.has("steps.jsonl"):

@@ -12,18 +12,6 @@ from torch import Tensor
 from benchmarks.learning.grpo import Batch, micro_batches, token_losses, train_logprobs
 
 
-class Noise(NamedTuple):
-    """Squared norms of the gradient of a micro-batch (small) and of the whole batch, as means over so many tokens.
-
-    What `Monitor.report_gradients` takes.
-    """
-
-    norm2_small: float
-    tokens_small: float
-    norm2_large: float
-    tokens_large: float
-
-
 class GradientError(NamedTuple):
     """Squared parts of the error of a corrected gradient, and the squared norm of the exact one, all without bias.
 
@@ -82,17 +70,16 @@ class Trainer:
             found[part, : few.mask.shape[1]] = self._forward(few)
         return found
 
-    def update(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> Noise | None:
-        """One optimiser step. Returns the gradient's noise; None where there was but one micro-batch.
+    def update(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> None:
+        """One optimiser step.
 
         old, mask, weights: [rows, longest response]; log-probs before the first update, the tokens that count, and what
         each weighs (None: 1)
         """
-        noise = self._gradients(batch, old, mask, weights)
+        self._gradients(batch, old, mask, weights)
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_norm)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        return noise
 
     def error(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> GradientError:
         """Return the error of the gradient that `update` would take first. It changes nothing."""
@@ -155,22 +142,12 @@ class Trainer:
         self.optimiser.zero_grad(set_to_none=True)
         return torch.cat(parts)
 
-    def _gradients(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> Noise | None:
+    def _gradients(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> None:
         """Gradients of the mean loss over the tokens that count."""
-        tokens, first = float(mask.sum().clamp(min=1)), (0.0, 0.0)
-        parts = list(micro_batches(batch, self.micro_tokens))
-        for number, part in enumerate(parts):
+        tokens = float(mask.sum().clamp(min=1))
+        for part in micro_batches(batch, self.micro_tokens):
             few = batch.rows(part)
             kept = mask[part, : few.mask.shape[1]]
             losses = token_losses(self._forward(few), old[part, : kept.shape[1]], few.advantages, self.clip) * kept
             losses = losses if weights is None else losses * weights[part, : kept.shape[1]]
             (losses.sum() / tokens).backward()
-            if number == 0 and len(parts) > 1:
-                first = self._norm2(), float(kept.sum())
-        if not first[1]:
-            return None
-        # The first part's loss was over the tokens of the whole batch.
-        return Noise(first[0] * (tokens / first[1]) ** 2, first[1], self._norm2(), tokens)
-
-    def _norm2(self) -> float:
-        return float(sum(p.grad.square().sum() for p in self.policy.parameters() if p.grad is not None))

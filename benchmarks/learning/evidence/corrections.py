@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from benchmarks.learning.arms import ARMS, CORRECTIONS
+from benchmarks.learning.arms import CORRECTIONS, DELETED, LOGGED
 from benchmarks.learning.evidence.learnt import LATE, Runs, by_arm, rewards_after, rewards_late
 from benchmarks.learning.evidence.places import H100, H200, H200_BROKEN_OFF, LARGE_BATCHES, SMALL_BATCHES
 from benchmarks.learning.evidence.seeds import apart, mean
@@ -50,8 +50,8 @@ def kept_runs(path: Path) -> dict[str, dict[Hashable, dict[str, Any]]]:
 
 def _corrected(runs: Mapping[str, Mapping[Hashable, dict[str, Any]]]) -> Iterator[list[str]]:
     after = _after(runs)
-    for arm in (name for name in ARMS if name in runs):
-        scenario, correction, rows = ARMS[arm].mismatch, ARMS[arm].correction, runs[arm].values()
+    for arm in (name for name in LOGGED if name in runs):
+        scenario, correction, rows = LOGGED[arm].mismatch, LOGGED[arm].correction, runs[arm].values()
         kls, bounds = ([x for row in rows for x in last_tenth(row[name])] for name in ("kl_k3", "tis"))
         cells = [scenario, _name(correction), str(len(rows)), mean([row["reward_before"] for row in rows])]
         cells += [mean(list(after[arm].values())), apart(after[arm], after.get(_arm(scenario, USUAL), {}))]
@@ -145,6 +145,8 @@ def _arm(mismatch: str, correction: str) -> str:
 
 def _name(correction: str) -> str:
     """A correction as the pages call it."""
+    if correction in DELETED:
+        return f"`{DELETED[correction]}`"
     settings, law = CORRECTIONS[correction].settings, CORRECTIONS[correction].controller
     level, mode = settings.level, settings.mode
     way = "" if mode == "tis" else f"{level} {MASKS[mode]}, "

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final
 
-from benchmarks.learning.arms import ARMS, baseline, uncorrected
+from benchmarks.learning.arms import LOGGED, baseline, uncorrected
 from benchmarks.learning.evidence.seeds import apart, spread
 from benchmarks.learning.predicted import UNSEEN, observed, read_json, reward_after
 from benchmarks.learning.run import found_runs
@@ -33,7 +33,7 @@ def by_arm(*policies: Path, unfinished: bool = False) -> dict[str, Runs]:
         for (arm, seed), run in found_runs(policy).items():
             if run.done or unfinished:
                 found[arm][policy, seed] = run
-    return {arm: found[arm] for arm in ARMS if arm in found}
+    return {arm: found[arm] for arm in LOGGED if arm in found}
 
 
 def learnt(*policies: Path) -> str:
@@ -58,7 +58,7 @@ def _learnt(found: Mapping[str, Runs]) -> Iterator[list[str]]:
         cells += [apart(after, rewards.get(other, {})) for other in (baseline(arm), uncorrected(arm))]
         for name, kind in (("kl_k3", ".1e"), ("ess_raw", ".3f"), ("clip_fraction", ".2g")):
             cells.append(spread([one[name] for one in seen], kind))
-        bounds = [one["lowest_c"] for one in seen if one["lowest_c"] and ARMS[arm].correction != "none"]
+        bounds = [one["lowest_c"] for one in seen if one["lowest_c"] and LOGGED[arm].correction != "none"]
         yield [*cells, f"{min(bounds):.2f}" if bounds else UNSEEN]
 
 
@@ -81,7 +81,7 @@ def in_training(*policies: Path, against: str) -> str:
     first, *rest = PARTS
     heads = ("arm", "seeds", "steps", f"reward, {first}", *rest, f"less `{against}`", "KL k3, last ten", "C, last ten")
     arms = by_arm(*policies, unfinished=True)
-    of_mismatch = {arm: runs for arm, runs in arms.items() if ARMS[arm].mismatch == ARMS[against].mismatch}
+    of_mismatch = {arm: runs for arm, runs in arms.items() if LOGGED[arm].mismatch == LOGGED[against].mismatch}
     late = {arm: rewards_late(runs) for arm, runs in of_mismatch.items()}
     return table(
         heads, ([arm, *_in_training(arm, runs, apart(late[arm], late[against]))] for arm, runs in of_mismatch.items())
@@ -96,7 +96,7 @@ def _in_training(arm: str, runs: Runs, less: str) -> Iterator[str]:
         yield spread([fmean(of_run[part]) for of_run in rewards.values()], ".2f")
     yield less
     yield spread([fmean(m[schemas.K3] for m in late) for late in metrics], ".1e")
-    bounds = [] if ARMS[arm].correction == "none" else [fmean(m[schemas.TIS] for m in late) for late in metrics]
+    bounds = [] if LOGGED[arm].correction == "none" else [fmean(m[schemas.TIS] for m in late) for late in metrics]
     yield spread(bounds, ".2f")  # UNSEEN where there are none
 
 
@@ -116,7 +116,7 @@ def doubt(*policies: Path, steps: int = 10) -> str:
     """
     heads = ("policy", "arm", "-log p, first steps", "last", "k3, first", "last", "k3 / -log p, first", "last")
     found = [(policy.name, arm, runs) for policy in policies for arm, runs in by_arm(policy, unfinished=True).items()]
-    benign = (one for one in found if ARMS[one[1]].mismatch == "benign")
+    benign = (one for one in found if LOGGED[one[1]].mismatch == "benign")
     return table(heads, ([policy, arm, *_doubts(runs, steps)] for policy, arm, runs in benign))
 
 

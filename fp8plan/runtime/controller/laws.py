@@ -5,13 +5,11 @@
     thresholds, state, decided = controller.update(state, mismatch)           pure; thresholds for this very batch
     state = controller.resume(ControllerState.from_dict(saved), controller.initial(plan))        from state.to_dict()
 
-Four laws share this protocol. docs/evidence/thresholds.md compares them in training runs. No judged law held.
+Three laws share this protocol. docs/evidence/thresholds.md compares them in training runs. No judged law held.
 
-ConstantThresholds    the default
-AdaptiveThresholds    tighter while the KL is news, that is above its own recent past
-LevelThresholds       tighter as the KL rises above a fixed target, for as long as it stays there
-LeastErrorThresholds  the least squared error of one step's gradient; looser as the mismatch grows
-                      (controller/least_error.py)
+ConstantThresholds  the default
+AdaptiveThresholds  tighter while the KL is news, that is above its own recent past
+LevelThresholds     tighter as the KL rises above a fixed target, for as long as it stays there
 
 C does not change this step's mismatch, which comes from outside: there is no loop to close, and no law integrates.
 Figures that are not numbers move nothing. Alarms go into the log beside every decision. Beyond the thresholds' means, a
@@ -47,8 +45,6 @@ from fp8plan.checks import Range, in_range, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.controller.alarms import Alarm
-from fp8plan.runtime.controller.least_error import LeastErrorThresholds
-from fp8plan.runtime.controller.noise import noise_scale
 from fp8plan.runtime.controller.reach import Demand, State, Tightening, at_reach, check_start
 from fp8plan.runtime.controller.state import (
     AdaptiveState,
@@ -269,7 +265,7 @@ class ConstantThresholds:
         )
 
 
-Controller = AdaptiveThresholds | LevelThresholds | LeastErrorThresholds | ConstantThresholds
+Controller = AdaptiveThresholds | LevelThresholds | ConstantThresholds
 
 __all__ = [
     "AdaptiveThresholds",
@@ -281,7 +277,5 @@ __all__ = [
     "Decided",
     "Decision",
     "Escalation",
-    "LeastErrorThresholds",
     "LevelThresholds",
-    "noise_scale",
 ]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from fp8plan.checks import Range, in_range, instance, is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.alarms import Alarm
-from fp8plan.runtime.controller.gradient_error import GRID
 from fp8plan.runtime.correction.settings import Thresholds
 from fp8plan.runtime.mismatch.metrics import ERRORS
 
@@ -104,10 +103,17 @@ class ControllerState:
     def from_dict(saved: Mapping[str, Any]) -> ControllerState:
         """The state of any controller, from `to_dict`.
 
-        Raises ConfigError for unknown or missing keys, for values that no state has, and for a tail of another grid.
+        Raises ConfigError for unknown or missing keys, for values that no state has, and for the state of
+        LeastErrorThresholds, which are deleted.
         """
         instance("a saved ControllerState", saved, Mapping, "what to_dict returned")
-        kinds = (AdaptiveState, LevelState, LeastErrorState, ControllerState)
+        if "tail_tokens" in saved:
+            raise ConfigError(
+                "the saved state is of LeastErrorThresholds, a law that fp8plan no longer has; allowed: the state of "
+                "AdaptiveThresholds, LevelThresholds or ConstantThresholds, or a new state: type Monitor(), and leave "
+                "this one out of the checkpoint"
+            )
+        kinds = (AdaptiveState, LevelState, ControllerState)
         wrong, kind = min(((sorted(saved.keys() ^ _names(kind)), kind) for kind in kinds), key=lambda x: len(x[0]))
         if wrong:
             raise ConfigError(
@@ -115,11 +121,6 @@ class ControllerState:
                 "returned"
             )
         _check_values(saved)
-        if len(saved.get("tail", ())) not in (0, GRID.size):
-            raise ConfigError(
-                f"a saved ControllerState has a tail of {len(saved['tail'])} bounds, this version of fp8plan "
-                f"{GRID.size}; begin with a new state"
-            )
         values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
         return kind(**values)
 
@@ -157,37 +158,17 @@ class AdaptiveState(ReachState):
     recent: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LeastErrorState(ControllerState):
-    """The state of LeastErrorThresholds.
-
-    low:         lower end of the band once more tokens are kept again; None without a band
-    tail:        share of tokens with a ratio above each bound of GRID, over the last `tail_tokens` tokens
-    gradients, gradient2, gradient_noise: number and fading sums of the gradient norms from `noise.heard`
-    """
-
-    low: float | None = None
-    tail: tuple[float, ...] = ()
-    tail_tokens: float = 0.0
-    gradients: int = 0
-    gradient2: float = 0.0
-    gradient_noise: float = 0.0
-
-
-MANY: Final = ("tail", "recent")  # fields of as many numbers as there are
-
-
 def _check_values(saved: Mapping[str, Any]) -> None:
     """Raise ConfigError for a value that no state has."""
-    optional = ("tis", "start_tis", "kl", "low")
-    positive = (*optional, "limit_kl", "target_kl", "reach", "tail_tokens", "gradient2", "gradient_noise")
+    optional = ("tis", "start_tis", "kl")
+    positive = (*optional, "limit_kl", "target_kl", "reach")
     for name, value in saved.items():
-        if name in ("steps", "strained", "gradients"):
+        if name in ("steps", "strained"):
             whole(name, value, 0)
-        elif name in ("band", "start_band", *MANY):
+        elif name in ("band", "start_band", "recent"):
             many = value if isinstance(value, (list, tuple)) else ("",)
-            fine = all(map(is_number, many)) and (name in MANY or len(many) == 2)
-            if not (fine or (value is None and name not in MANY)):
+            fine = all(map(is_number, many)) and (name == "recent" or len(many) == 2)
+            if not (fine or (value is None and name != "recent")):
                 raise ConfigError(f"a saved {name} is {value!r}; allowed: numbers, as to_dict gave them")
         elif not (value is None and name in optional):
             lowest = 0.0 if name in positive else -inf

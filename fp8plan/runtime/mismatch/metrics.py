@@ -11,7 +11,7 @@ Names and definitions are those of verl 0.9.1's compute_offpolicy_metrics, as fa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, nan, sqrt
 from typing import Any, Final, Literal
@@ -272,10 +272,6 @@ class Mismatch:
     def kept_fraction(self, low: float, high: float, level: Ratios = "token") -> float:
         """Share of the tokens with low <= ratio <= high, at `level` as in clipped_mass."""
         return float(histogram.kept(_histograms(self.sums, level)[0], low, [high])[0])
-
-    def tail(self, bounds: Sequence[float] | FloatArray) -> FloatArray:
-        """Share of the tokens with a ratio above each of `bounds`."""
-        return 1.0 - histogram.kept(self.sums["histogram_tokens"], 0.0, bounds)
 
     def unit(self, level: Ratios) -> float:
         """Tokens that share one ratio at `level`: 1, or those of a sequence of mean length."""

@@ -27,8 +27,7 @@ from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.controller.alarms import MEANINGS
 from fp8plan.runtime.controller.laws import Controller, ControllerState
-from fp8plan.runtime.controller.noise import heard
-from fp8plan.runtime.controller.state import LeastErrorState, Update, expecting, of_correction
+from fp8plan.runtime.controller.state import Update, expecting, of_correction
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.engine.judge import Judged
 from fp8plan.runtime.guard.guard import Guard
@@ -75,8 +74,8 @@ class Monitor:
     """One call per training step: measure, decide the thresholds, correct, judge the rollout, write the record.
 
     settings:   settings of the correction, with the controller's initial thresholds; None: token TIS, C = 2
-    controller: ConstantThresholds; AdaptiveThresholds or LevelThresholds, which tighten when the KL rises, at every
-                level; LeastErrorThresholds, for token weights. None: constants of the plan or of the settings
+    controller: ConstantThresholds; AdaptiveThresholds or LevelThresholds, which tighten when the KL rises. None:
+                constants of the plan or of the settings
     sinks:      destinations of the records; opened here, on rank 0 only
     plan:       gives the controller its initial thresholds, and the expected KL of the precision that runs: the
                 engine's, also after a step down; without an engine, that of the plan's choice
@@ -228,7 +227,7 @@ class Monitor:
     def _decided(self, mismatch: Mismatch, with_synced: bool = False) -> Update:
         """The first rank's update, for all ranks. with_synced: the step has the log-probs of the synced weights
 
-        Ranks have the same sums, but may differ by rounding, in gradient norms, or in the checkpoint. Raises
+        Ranks have the same sums, but may differ by rounding or in the checkpoint. Raises
         ConfigError, on all ranks, if they correct in different ways.
         """
         self._follow_precision()
@@ -328,27 +327,6 @@ class Monitor:
             self._rolled_out = True
             record.setdefault("first_rollout", True)  # `validate` leaves it out: its engine warms up
         return record
-
-    def report_gradients(
-        self, *, norm2_small: float, tokens_small: float, norm2_large: float, tokens_large: float
-    ) -> None:
-        """Report a step's gradient norms, from which LeastErrorThresholds learn the noise to weigh against bias.
-
-        Call it once a step. Other controllers do not use the norms; a warning says so, once.
-
-        norm2_*:  squared norm of the gradient, before clipping, of a loss that is a mean over tokens: for one
-                  micro-batch or rank (small) and for the whole batch (large). Prefer a mean of norm2_small over
-                  micro-batches or ranks
-        tokens_*: their numbers of tokens
-
-        Only the first rank's norms count, as it decides for all. Norms that are not finite are left out.
-        Raises ConfigError if tokens_small >= tokens_large.
-        """
-        if isinstance(self.state, LeastErrorState):
-            self.state = heard(self.state, norm2_small, tokens_small, norm2_large, tokens_large)
-        else:
-            name = type(self.controller).__name__
-            self._witness.warn_once("gradients", f"{name} do not use gradient norms; only LeastErrorThresholds do")
 
     def _writes(self) -> bool:
         """True on the rank that writes, after opening its sinks. Only a process group tells which rank that is."""

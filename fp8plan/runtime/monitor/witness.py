@@ -13,7 +13,6 @@ from fp8plan.errors import ConfigError, warn
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.controller.alarms import Alarm
 from fp8plan.runtime.controller.laws import ConstantThresholds, Controller
-from fp8plan.runtime.controller.reach import Tightening
 from fp8plan.runtime.controller.state import Decided, Escalation, beginning
 from fp8plan.runtime.correction.settings import CorrectionSettings
 from fp8plan.runtime.engine.judge import Judged, judged
@@ -187,14 +186,7 @@ def suited(settings: CorrectionSettings, controller: Controller | None, plan: Pl
         return replace(controller, **alone)
     if settings.level is None:
         raise ConfigError(f"{name} with level=None, which has no weights; allowed: a level, or ConstantThresholds()")
-    if isinstance(controller, Tightening):
-        return replace(controller, level=settings.level, **alone)
-    if settings.level != "token":
-        raise ConfigError(
-            f"{name} with level={settings.level!r}; allowed: level='token', whose ratios their law is for, or "
-            "AdaptiveThresholds()"
-        )
-    return replace(controller, **alone)
+    return replace(controller, level=settings.level, **alone)
 
 
 def constant(settings: CorrectionSettings, plan: Plan | None, **kl: Any) -> ConstantThresholds:

@@ -13,9 +13,11 @@ from benchmarks.learning import run
 from benchmarks.learning.arms import (
     ARMS,
     CORRECTIONS,
+    DELETED,
     FP8,
     GROUPS,
     JUDGED,
+    LOGGED,
     NEWS,
     Arm,
     arm_named,
@@ -113,6 +115,17 @@ def test_groups_and_names_choose_arms_once() -> None:
     assert set(chosen(list(GROUPS))) == set(ARMS)
     with pytest.raises(ConfigError, match="arm is 'fp9'; allowed: bf16"):
         chosen(["fp9"])
+
+
+def test_arms_of_deleted_laws_are_in_the_tables_of_logs_and_run_no_more(tmp_path: Path) -> None:
+    gone = [name for name, arm in LOGGED.items() if arm.correction in DELETED]
+    assert {"fp8-least-error", "lasting-least-error"} <= set(gone)
+    assert not set(gone) & {*ARMS, *(name for group in GROUPS.values() for name in group)}
+    with pytest.raises(ConfigError, match="arm is 'fp8-least-error'; allowed: "):
+        arm_named("fp8-least-error")
+    RunFolder(tmp_path / "fp8-least-error/0").write("predicted.json", {})
+    (tmp_path / "fp8-least-error/0/steps.jsonl").touch()
+    assert list(found_runs(tmp_path)) == [("fp8-least-error", 0)]
 
 
 def test_every_arm_has_its_first_seed_before_any_has_its_second() -> None:

@@ -42,22 +42,13 @@ def gradients(of: Trainer) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in of.policy.parameters() if p.grad is not None])
 
 
-def test_micro_batches_change_no_gradient_and_tell_its_noise(checkpoint: Path, batch: Batch) -> None:
+def test_micro_batches_change_no_gradient(checkpoint: Path, batch: Batch) -> None:
     whole, parts = trainer(checkpoint), trainer(checkpoint, micro_tokens=16)
     old, weights = whole.logprobs(batch), torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(1))
     assert torch.allclose(parts.logprobs(batch), old, atol=1e-4)
-    assert whole._gradients(batch, old, batch.mask, weights) is None
-    noise = parts._gradients(batch, old, batch.mask, weights)
+    for one in (whole, parts):
+        one._gradients(batch, old, batch.mask, weights)
     assert torch.allclose(gradients(parts), gradients(whole), rtol=1e-3, atol=1e-6)
-    assert noise is not None
-    assert noise.norm2_large == pytest.approx(float(gradients(whole).square().sum()), rel=1e-3)
-    alone = trainer(checkpoint)
-    first = slice(0, 2)  # 16 tokens: two rows of 8
-    few = batch.rows(first)
-    size = few.mask.shape[1]
-    alone._gradients(few, old[first, :size], few.mask, weights[first, :size])
-    assert noise.tokens_small == float(few.mask.sum())
-    assert noise.norm2_small == pytest.approx(float(gradients(alone).square().sum()), rel=1e-3)
 
 
 def test_an_update_makes_what_was_rewarded_likelier(checkpoint: Path, batch: Batch) -> None:

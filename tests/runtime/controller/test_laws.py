@@ -23,7 +23,6 @@ from fp8plan.runtime.controller.laws import (
     ControllerState,
     Decision,
     Escalation,
-    LeastErrorThresholds,
     LevelThresholds,
 )
 from fp8plan.runtime.controller.reach import shown
@@ -39,8 +38,8 @@ SETTINGS = (
     LevelThresholds(level="geometric", tis=1.1),
     LevelThresholds(level="geometric", tis=None, band=(0.9, 1.2)),
 )
-LAWS = (LevelThresholds(), AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds())
-CONTROLLERS = (*SETTINGS, AdaptiveThresholds(), ConstantThresholds(), LeastErrorThresholds(noise_tokens=100.0))
+LAWS = (LevelThresholds(), AdaptiveThresholds(), ConstantThresholds())
+CONTROLLERS = (*SETTINGS, AdaptiveThresholds(), ConstantThresholds())
 KLS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of Gaussian log ratios; the target is 0.01
 adaptive = st.sampled_from(SETTINGS)
 reaches = st.floats(0.4, 1.0)
@@ -421,9 +420,7 @@ def test_limits_that_the_initial_thresholds_pass_are_no_alarm_while_the_kl_is_as
     assert (thresholds.band, decided.decision, decided.escalate) == ((0.9, 1.1), Decision.HOLD, None)
 
 
-@pytest.mark.parametrize(
-    "controller", [LevelThresholds(), AdaptiveThresholds(), LeastErrorThresholds(), ConstantThresholds()]
-)
+@pytest.mark.parametrize("controller", LAWS)
 def test_a_kl_beyond_repair_escalates_at_once(controller):
     state, said = after(controller, [SEEN[1e-3]] * 2)[1], []
     for _ in range(8):
@@ -481,8 +478,6 @@ def test_a_plan_gives_the_start_and_the_expected_kl():
     assert LevelThresholds(tis=None, band=(0.5, 5.0), level="geometric").initial(plan).band == (0.99, 1.01)
     assert LevelThresholds(tis=3.0, level="sequence").initial(plan).tis == 3.0
     assert ConstantThresholds(tis=2.0).initial(plan).tis == 2.0
-    state = LeastErrorThresholds(tis=None, band=(0.5, 5.0)).initial(plan)
-    assert (state.tis, state.band, state.limit_kl) == (None, (0.4, 3.0), 0.2)
 
 
 @pytest.mark.parametrize(
@@ -569,7 +564,6 @@ def test_a_saved_state_of_something_else_is_refused():
 @pytest.mark.parametrize("new", LAWS)
 @pytest.mark.parametrize("old", LAWS)
 def test_a_state_of_another_law_goes_on_with_its_kl(old, new):
-    """So does one that the default saved before it tightened: those are LeastErrorThresholds' keys."""
     _, state, _ = after(old, [SEEN[0.1]] * 5)
     fresh = new.initial()
     saved = ControllerState.from_dict(json.loads(json.dumps(state.to_dict())))

@@ -34,7 +34,6 @@ from fp8plan.runtime.controller.laws import (
     Alarm,
     ConstantThresholds,
     Decision,
-    LeastErrorThresholds,
     LevelThresholds,
 )
 from fp8plan.runtime.correction.correct import CorrectionSettings, Rejection, Thresholds, correct
@@ -53,7 +52,7 @@ from fp8plan.schemas import RunRecord, checked
 
 FACTS = EngineFacts("Qwen/Qwen3-0.6B", "h200_sxm", "0.26.0", "fp8_block+fp8_kv", EngineLimits(max_num_seqs=64))
 SEEN = Observation(seconds=0.9, prompt_lengths=[16] * 6, response_lengths=[64] * 6, prompt_ids=[0, 0, 0, 1, 1, 1])
-LAWS = (AdaptiveThresholds(), LevelThresholds(), LeastErrorThresholds(), ConstantThresholds())
+LAWS = (AdaptiveThresholds(), LevelThresholds(), ConstantThresholds())
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -332,9 +331,7 @@ def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
     assert expected(guarded) == 1e-5
 
 
-@pytest.mark.parametrize(
-    "controller", [AdaptiveThresholds(), LevelThresholds(), LeastErrorThresholds(), ConstantThresholds()]
-)
+@pytest.mark.parametrize("controller", LAWS)
 def test_the_kl_that_is_expected_is_that_of_the_precision_that_runs(controller: Any) -> None:
     """The engine may run another choice than the plan's own, or step down. A checkpoint does not change this."""
     engine: Any = Launched("fp8_block")
@@ -466,18 +463,15 @@ def test_constant_thresholds_are_those_of_the_settings_also_after_a_checkpoint_o
 
 
 def test_a_resumed_monitor_has_its_own_limit_and_bounds() -> None:
-    for old, expected in (
-        (LeastErrorThresholds(tis=8.0, warm_up=9, limit_kl=0.01), [4.0, 2.0, 3.0]),
-        (AdaptiveThresholds(tis=8.0, limit_kl=0.01), [2.0, 2.0, 3.0]),
-    ):
+    for old in (ConstantThresholds(8.0, None, 0.01), AdaptiveThresholds(tis=8.0, limit_kl=0.01)):
         before = Monitor(controller=old)
         before.step(*batch())
         saved = json.loads(json.dumps(before.state_dict()))
         found = []
         for controller in (
-            LeastErrorThresholds(bounds=(1.05, 4.0), warm_up=9, limit_kl=0.5),
             ConstantThresholds(2.0, None, 0.5),
             AdaptiveThresholds(tis=3.0, limit_kl=0.5),
+            LevelThresholds(tis=4.0, limit_kl=0.5),
         ):
             after = Monitor(controller=controller)
             after.load_state_dict(saved)
@@ -485,10 +479,10 @@ def test_a_resumed_monitor_has_its_own_limit_and_bounds() -> None:
             found.append(step.thresholds.tis)
             assert step.metrics[schemas.KL_LIMIT] == 0.5
             assert after.steps == 2
-        assert found == expected
+        assert found == [2.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize("controller", [AdaptiveThresholds, LevelThresholds, ConstantThresholds, LeastErrorThresholds])
+@pytest.mark.parametrize("controller", [AdaptiveThresholds, LevelThresholds, ConstantThresholds])
 def test_a_resumed_band_has_the_lower_end_of_the_settings(controller: Any) -> None:
     def monitor(low: float) -> Monitor:
         settings = CorrectionSettings(mode="mis", thresholds=Thresholds(None, (low, 2.0)))
@@ -508,7 +502,7 @@ def test_only_the_threshold_that_the_mode_uses_is_controlled() -> None:
     for controller in (
         None,
         AdaptiveThresholds(band=(0.5, 2.0), max_clipped=0.2),
-        LeastErrorThresholds(band=(0.5, 2.0), noise=2.0, max_clipped=0.2),
+        LevelThresholds(band=(0.5, 2.0), max_clipped=0.2),
     ):
         monitor = Monitor(settings, controller)
         for seed in range(5):
@@ -538,16 +532,21 @@ def test_an_engine_whose_rollout_cannot_be_seen_says_why() -> None:
     assert [x["guard"]["off"] for x in taken] == ["boom", "boom"]
 
 
-def test_a_checkpoint_of_other_thresholds_or_of_another_grid_is_refused() -> None:
+def test_a_checkpoint_of_other_thresholds_or_of_a_deleted_law_is_refused() -> None:
     band = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (0.5, 5.0)))
     saved = Monitor().state_dict()
     with pytest.raises(ConfigError, match="of the same thresholds"):
         Monitor(band, AdaptiveThresholds(band=(0.5, 5.0))).load_state_dict(saved)
-    least = Monitor(controller=LeastErrorThresholds())
-    saved = least.state_dict()
-    saved["controller"]["tail"] = [0.1, 0.0]
-    with pytest.raises(ConfigError, match="a tail of 2 bounds"):
-        least.load_state_dict(saved)
+    least = {"low": None, "tail": [0.1, 0.0], "tail_tokens": 2e3, "gradients": 0, "gradient2": 0.0}
+    saved["controller"] |= least | {"gradient_noise": 0.0}
+    for controller in LAWS:
+        monitor = Monitor(controller=controller)
+        before = monitor.state_dict()
+        with pytest.raises(
+            ConfigError, match=r"is of LeastErrorThresholds.*allowed: .*AdaptiveThresholds.*type Monitor\("
+        ):
+            monitor.load_state_dict(saved)
+        assert monitor.state_dict() == before
 
 
 def test_an_engine_that_does_not_judge_itself_is_refused() -> None:
@@ -591,31 +590,6 @@ for needs in (
 
 def test_without_torch_what_needs_it_says_so_and_the_rest_works() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT_TORCH], check=True)
-
-
-def test_gradient_norms_are_told_and_saved() -> None:
-    monitor, restored = (Monitor(controller=LeastErrorThresholds()) for _ in range(2))
-    for _ in range(10):  # as clip_grad_norm_ gives them, and numpy
-        monitor.report_gradients(
-            norm2_small=torch.tensor(3.0), tokens_small=torch.tensor(100),  # type: ignore[arg-type]
-            norm2_large=np.float32(1.2), tokens_large=1000,  # type: ignore[arg-type]
-        )  # fmt: skip
-    restored.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
-    for one in (monitor, restored):
-        reasons = [one.step(*batch()).decided.reason for _ in range(2)]
-        assert f"noise {200 / int(batch()[2].sum()):.2g} of the gradient" in reasons[-1]  # V = 200, |G|^2 = 1
-    with pytest.raises(ConfigError, match="small < large"):
-        monitor.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=100)
-
-
-@pytest.mark.parametrize("controller", [None, ConstantThresholds()])
-def test_gradient_norms_that_nobody_uses_are_told_to_be_unused_once(controller: Any) -> None:
-    monitor = Monitor(controller=controller)
-    before = monitor.state
-    with pytest.warns(RuntimeWarning, match="only LeastErrorThresholds"):
-        monitor.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=1000)
-    monitor.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=1000)
-    assert monitor.state == before
 
 
 LOOSE = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (0.5, 5.0)))
@@ -670,10 +644,8 @@ def test_adaptive_thresholds_tighten_when_the_kl_rises_and_never_loosen(settings
 
 
 @pytest.mark.parametrize("level", ["sequence", "geometric", None])
-def test_only_token_weights_have_the_least_error(level: Any) -> None:
+def test_a_law_has_the_level_of_the_settings(level: Any) -> None:
     settings = CorrectionSettings(level=level, thresholds=Thresholds(tis=3.0))
-    with pytest.raises(ConfigError, match=r"LeastErrorThresholds with level=.*allowed: "):
-        Monitor(settings, LeastErrorThresholds())
     if level is not None:
         assert Monitor(settings, AdaptiveThresholds()).controller.level == level
         return
@@ -801,9 +773,7 @@ def broken_batches() -> Iterator[tuple[str, Batch]]:
 
 
 @pytest.mark.parametrize(("name", "given"), broken_batches())
-@pytest.mark.parametrize(
-    "controller", [ConstantThresholds(), AdaptiveThresholds(), LevelThresholds(), LeastErrorThresholds()]
-)
+@pytest.mark.parametrize("controller", LAWS)
 def test_a_broken_batch_gives_finite_weights_and_a_record(name: str, given: Batch, controller: Any) -> None:
     taken: list[Any] = []
     monitor = Monitor(controller=controller, sinks=[Callback(taken.append)])
@@ -857,7 +827,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.controller.laws import LeastErrorThresholds
+from fp8plan.runtime.controller.laws import LevelThresholds
 from fp8plan.runtime.correction.correct import CorrectionSettings
 from fp8plan.runtime.monitor.sinks import Prometheus
 from fp8plan.runtime.monitor.monitor import Monitor
@@ -892,16 +862,13 @@ for name, value in (("veto", 1e-4), ("batch_normalize", True)):
         else:
             raise AssertionError("different settings were taken")
     assert other.steps == 0
-# One rank alone was told of gradient norms, and another has a checkpoint: the first decides for all.
-one = Monitor(controller=LeastErrorThresholds())
+# One rank alone has a checkpoint: the first decides for all.
+one = Monitor(controller=LevelThresholds())
 if rank:
     one.load_state_dict(dict(monitor.state_dict(), steps=0))
-for number, (train, rollout, mask) in enumerate(batches * 5):
-    if rank == 0:
-        one.report_gradients(norm2_small=3.0, tokens_small=100, norm2_large=1.2, tokens_large=1000)
+for train, rollout, mask in batches * 5:
     step = one.step(train, rollout, mask)
-    print(json.dumps([{"tis": step.thresholds.tis, "gradients": one.state.gradients}]))
-    assert one.state.gradients == number + 1
+    print(json.dumps([{"tis": step.thresholds.tis, "steps": one.state.steps, "kl": one.state.kl}]))
 distributed.destroy_process_group()
 """
 

@@ -20,6 +20,6 @@ learn moe 2 0.12 1 bf16 fp8 fp8-adaptive &
     learn smollm2 1 0.06 3 bf16 fp8 fp8-adaptive
     learn plain 2 0.07 1 bf16 fp8 fp8-adaptive
 ) &
-lasting=(lasting-none lasting-tis lasting-adaptive lasting-least-error lasting-tis-1.1) # the most wanted first
-learn qk-norm 5 0.175 3 "${lasting[@]}" fp8-unit-kv fp8-least-error bf16
+lasting=(lasting-none lasting-tis lasting-adaptive lasting-tis-1.1) # the most wanted first
+learn qk-norm 5 0.175 3 "${lasting[@]}" fp8-unit-kv bf16
 wait
