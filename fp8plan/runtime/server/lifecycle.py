@@ -123,14 +123,16 @@ class LifecycleFront(Front):
             except Exception as error:
                 raise await self._failed(error) from error
             finally:
+                if self._keeping:  # the cache was not zeroed; a later update does it
+                    self.state.soiled = True
                 self._keeping = False
             self.failure = None
             await self._let(updating=False)
             if report is None:
                 return None
             self.pulled = recorded(report, self.follower.version)
-            if name := getattr(self.engine, "update_weight_version", None):  # from 0.30 on
-                await name(str(self.follower.version))
+            if set_name := getattr(self.engine, "update_weight_version", None):  # from 0.30 on
+                await set_name(str(self.follower.version))
             return self.pulled
 
     @property
@@ -156,7 +158,6 @@ class LifecycleFront(Front):
                 state.refusal = "the engine is lost; start the server again"
             raise
         self.kv_source, self.sampling = source, None
-        state.soiled = state.soiled or self._keeping  # what new weights leave in the cache is zeroed later
         return report
 
     async def _answer(self, call: Call) -> Any:

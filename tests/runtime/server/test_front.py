@@ -289,6 +289,7 @@ def test_a_pull_leaves_the_blocks_of_requests_that_a_pause_keeps() -> None:
         front.arrives.set()
         await front.pull()
         assert "fp8plan_zero_kv" not in front.asked
+        assert front.state.soiled  # so that a later update zeroes it
 
     asyncio.run(asyncio.wait_for(meeting(), 30))
 
