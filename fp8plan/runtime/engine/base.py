@@ -237,7 +237,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
                     yield from rpc("fp8plan_attention_layers")  # a process that died while idle is noticed here
             if state.dead:
                 yield from self._restart()
-            if state.settings.weights_in == "fp8_block" and state.quantised is None and state.expected is not None:
+            if state.settings.weights_in == "fp8_block":
                 yield from learn_quantised(state)
             prompts, where = self._calibration(kv_amax, kv_prompts)
             report = yield from replace_weights(state, source, manifest, kv_amax, prompts, where, scored)

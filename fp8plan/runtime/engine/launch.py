@@ -25,7 +25,7 @@ from fp8plan.model.precision import precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.options import not_predicted, refuse_unknown, remarks
 from fp8plan.runtime.vllm_versions import check_vllm_version, untested
-from fp8plan.runtime.weight_sync.manifest import Manifest, checkpoint_manifest, local_folder
+from fp8plan.runtime.weight_sync.manifest import Manifest, local_manifest
 from fp8plan.runtime.worker.extension import EXTENSION
 
 # Arguments that decide the precision. The setup sets them.
@@ -119,8 +119,7 @@ class Launch:
 
     def checkpoint(self) -> Manifest | None:
         """The tensors of the model's safetensors files; None if they are not on this machine."""
-        folder = local_folder(str(self.kwargs["model"]), self.kwargs.get("revision"), self.kwargs.get("download_dir"))
-        return None if folder is None else checkpoint_manifest(folder)
+        return local_manifest(str(self.kwargs["model"]), self.kwargs.get("revision"), self.kwargs.get("download_dir"))
 
     def refuse_other(self, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError if another engine runs than was planned, or a sync cannot change its KV scales."""

@@ -18,7 +18,7 @@ from fp8plan.runtime.plugin import STORE
 from fp8plan.runtime.server.front import Front, UpdateError
 from fp8plan.runtime.weight_sync.delta.base import Chain
 from fp8plan.runtime.weight_sync.delta.store import Follower
-from fp8plan.runtime.weight_sync.manifest import checkpoint_manifest, local_folder
+from fp8plan.runtime.weight_sync.manifest import local_manifest
 from fp8plan.runtime.weight_sync.procedure import learn_quantised, replace_weights
 from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncReport, SyncSettings, rpc
 
@@ -89,8 +89,7 @@ class LifecycleFront(Front):
         """Take the newest weights of a store, if it has any. A later `pull` goes on from there."""
         config = self.engine.vllm_config
         model, download = config.model_config, config.load_config.download_dir
-        folder = local_folder(model.model, model.revision, download)
-        self.state.expected = None if folder is None else checkpoint_manifest(folder)
+        self.state.expected = local_manifest(model.model, model.revision, download)
         self.state.settings = SyncSettings(weights_in="fp8_block")
         self.state.staged_on, self.state.workers = "cpu", config.parallel_config.world_size
         self.follower = Follower(url)
@@ -146,8 +145,7 @@ class LifecycleFront(Front):
     def _sync(self, chain: Chain, *_: Any) -> Generator[Call, Any, SyncReport]:
         """Write the patches of a chain. KV scales stay while a pause keeps requests; else they are measured."""
         state = self.state
-        if state.quantised is None and state.expected is not None:
-            yield from learn_quantised(state)
+        yield from learn_quantised(state)
         known, prompts, source = state.kv_scales, None, self._kept_scales()
         if not self._keeping:
             known, (prompts, source) = None, self._prompts()

@@ -301,6 +301,12 @@ def checkpoint_manifest(folder: str | Path) -> Manifest | None:
     return tuple(entries)
 
 
+def local_manifest(model: str, revision: str | None = None, cache: str | None = None) -> Manifest | None:
+    """Read the manifest of a model's files. None: they are not on this machine, or have no safetensors."""
+    folder = local_folder(model, revision, cache)
+    return None if folder is None else checkpoint_manifest(folder)
+
+
 def checkpoint_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the tensor of each entry of `checkpoint_manifest`."""
     from safetensors import safe_open

@@ -95,8 +95,13 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
 
 
 def learn_quantised(state: SyncState) -> Procedure:
-    """Ask the workers which of the checkpoint's tensors the engine holds in FP8, under a number that no sync uses."""
-    sent, in_place = manifests.plain(state.expected or ()), state.settings.in_place
+    """Ask the workers which of the checkpoint's tensors the engine holds in FP8, under a number that no sync uses.
+
+    Does nothing if that is known already, or without the checkpoint's files.
+    """
+    if state.quantised is not None or state.expected is None:
+        return
+    sent, in_place = manifests.plain(state.expected), state.settings.in_place
     wide = manifests.stored_wide(state.expected)
     answers = yield from rpc("fp8plan_prepare", sent, in_place, MOST_PREPARED, wide)
     state.quantised = tuple(answers[0]["quantised"])

@@ -241,16 +241,15 @@ class Follower:
         latest = self._store.read_json("latest.json")
         if latest is None or (latest["chain"][-1]["stamp"] == engine.state.stamp and engine.serving):
             return None
-        report: SyncReport
+        report: SyncReport | None = None
         at = [number for number, link in enumerate(latest["chain"]) if link["stamp"] == engine.state.stamp]
         if at and engine.serving:
             with suppress(SyncError):
                 report = yield from engine._sync(self._chain(latest, at[0], engine.state.stamp), None, *settings)
-                self.version = latest["version"]
-                return report
-        latest = self._store.read_json("latest.json") or latest  # files of an old one may be gone
-        wholes = [number for number, link in enumerate(latest["chain"]) if link["whole"]]
-        report = yield from engine._sync(self._chain(latest, wholes[-1], None), None, *settings)
+        if report is None:
+            latest = self._store.read_json("latest.json") or latest  # files of an old one may be gone
+            wholes = [number for number, link in enumerate(latest["chain"]) if link["whole"]]
+            report = yield from engine._sync(self._chain(latest, wholes[-1], None), None, *settings)
         self.version = latest["version"]
         return report
 
