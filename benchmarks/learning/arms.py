@@ -23,11 +23,13 @@ class Correction:
 
     follow: do what the controller asks for beyond thresholds (measure the KV scales again, step down), as a run with
             fp8plan does; without it, an arm is what other stacks have
+    mixed:  corrected and uncorrected gradients are mixed, by trainer.share_of
     """
 
     settings: CorrectionSettings
     controller: Controller
     follow: bool
+    mixed: bool = False
 
 
 def _constant(c: float) -> Correction:
@@ -44,6 +46,7 @@ TRUNCATED: Final = {
     "adaptive": Correction(TIS, LevelThresholds(), follow=True),
     "news": Correction(TIS, AdaptiveThresholds(), follow=True),
     "news_free": Correction(TIS, AdaptiveThresholds(limit_kl=1.0), follow=True),  # relaxes up to a KL of 1
+    "mix": Correction(TIS, ConstantThresholds(2.0), follow=False, mixed=True),
 }
 # Masks, each with one band in its own units: MIS has that of the hooks' default, IcePop that of its paper. A mean over
 # few tokens spreads more than the [0.999, 1.001] for thousands, so the geometric band is about as wide as its spread.
@@ -163,6 +166,7 @@ CONTROL: Final = _under(("growing", *LASTING, "spiking", "staler", "broken"), (*
 JUDGED: Final = ("lasting", "growing", "spiking", "staler", "broken")
 NEWS: Final = _under(JUDGED, ("none", "tis", "tis_1.4", "adaptive", "news", "news_free"))
 NEWS_MORE: Final = _under(("benign",), ("none", "tis", "tis_1.4", "adaptive", *DELETED, "news", "news_free"))
+MIX: Final = _under((*JUDGED, "benign"), ("mix",))  # those of evidence/mix.md
 NEWS_MASKS: Final = _under(("lasting", "growing", "staler", "broken"), MASKS)
 # Where plain FP8 may begin to do harm, each with the BF16 that it is held against.
 HARDER: Final = {"high-rate": {"rate": 4.0}, "4-updates": {"updates": 4}, "stale": {"sync_every": 4}}
@@ -175,7 +179,7 @@ MAP: Final = {
         ("fp8-adaptive", "fp8", "adaptive"),
     )
 }
-LOGGED: Final = MAIN | CONTROL | NEWS_MORE | NEWS_MASKS | MAP  # the arms of logs, in the order of tables
+LOGGED: Final = MAIN | CONTROL | NEWS_MORE | MIX | NEWS_MASKS | MAP  # the arms of logs, in the order of tables
 
 
 def _running(arms: dict[str, Arm]) -> dict[str, Arm]:
@@ -187,7 +191,7 @@ GROUPS: Final = {
     name: _running(group)
     for name, group in (
         ("main", MAIN), ("control", CONTROL), ("map", MAP),
-        ("news", NEWS), ("news-more", NEWS_MORE), ("news-masks", NEWS_MASKS),
+        ("news", NEWS), ("news-more", NEWS_MORE), ("mix", MIX), ("news-masks", NEWS_MASKS),
     )
 }  # fmt: skip
 BASELINES: Final = {f"{name}-{what}": f"{name}-bf16" for name in HARDER for what in ("bf16", "fp8", "fp8-adaptive")}

@@ -1,6 +1,8 @@
 """Time patches of weights on GPUs: the kernels, and syncs of a live engine, dense and by patches.
 
-    python -m benchmarks.slow_links.gpu --model Qwen/Qwen3-8B --output OUT.jsonl [--trainer cuda:1] [--rates 1e-6 3e-6]
+    python -m benchmarks.slow_links.gpu --model Qwen/Qwen3-8B --output OUT.jsonl [--trainer cuda:1 --mode multiprocess]
+
+With --nccl tensors and patches go over NCCL between the trainer's GPU and the engine's, and no kernel is timed.
 
 Random weights stand for the trainer's. A step adds a normal number of the rate's size. Weights are rounded as FP32 ones
 at random places between two BF16 values. Rows, by "what":
@@ -35,6 +37,7 @@ from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.quantize.targets import QuantizeTargets, quantized
 from fp8plan.runtime.weight_sync.delta import tiles, triton_kernels
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX
+from fp8plan.runtime.weight_sync.nccl import connect
 from fp8plan.runtime.weight_sync.procedure import learn_quantised
 
 GROUPS = (((4096, 4096), 8), ((4096, 4096), 64), ((12288, 4096), 32), ((151936, 4096), 1))
@@ -50,6 +53,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--trainer", default="cuda:0", help="GPU of the trainer's weights; the engine's is the first")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 3e-6, 1e-5, 1e-4])
+    parser.add_argument("--nccl", action="store_true", help="needs --trainer cuda:1 --mode multiprocess")
     parser.add_argument("--profile", action="store_true", help="profile the last sync of each rate, which slows it")
     parser.add_argument("--precision", default="fp8_block")
     parser.add_argument("--mode", default="inprocess")
@@ -58,18 +62,24 @@ def main(words: list[str] | None = None) -> None:
     options = parser.parse_args(
         words, argparse.Namespace(tensor_parallel=1, expert_parallel=False, sleep=False, parts=())
     )
-    facts = {"model": options.model, "precision": options.precision, "mode": options.mode, "trainer": options.trainer}
+    names = ("model", "precision", "mode", "trainer", "nccl")
+    facts: dict[str, Any] = {name: getattr(options, name) for name in names}
     facts |= machine_facts() | engine_facts()
 
     def note(what: str, **values: Any) -> None:
         write(options.output, {"what": what} | facts | {"date": time.strftime("%Y-%m-%d", time.gmtime())} | values)
         print(what, json.dumps(values)[:400], flush=True)
 
-    kernels(note)
+    if not options.nccl:
+        kernels(note)
     config, folder = model_folder(options.model)
     engine = start(options, folder)
     engine.state.expected = checkpoint_entries(config)
-    syncs(engine, random_weights(engine.state.expected, options.trainer), options.rates, note, options.profile)
+    source: Callable[[Weights], Any] = dict
+    if options.nccl:
+        source = connect(engine.join_transfer, device=options.trainer).source
+    weights = random_weights(engine.state.expected, options.trainer)
+    syncs(engine, weights, source, options.rates, note, options.profile)
     engine.shutdown()
 
 
@@ -133,12 +143,23 @@ def waited() -> float:
     return time.perf_counter()
 
 
-def syncs(engine: Any, weights: Weights, rates: list[float], note: Callable[..., None], profiled: bool) -> None:
-    """Sync in each mode, and compare the bits in the end. profiled: print the calls of the last sync of each rate"""
+def syncs(
+    engine: Any,
+    weights: Weights,
+    source: Callable[[Weights], Any],
+    rates: list[float],
+    note: Callable[..., None],
+    profiled: bool,
+) -> None:
+    """Sync in each mode, and compare the bits in the end.
 
-    def timed(pairs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    source:   makes of tensors what `sync_weights` takes
+    profiled: print the calls of the last sync of each rate
+    """
+
+    def timed(pairs: Weights) -> dict[str, Any]:
         begun = waited()
-        report = asdict(engine.sync_weights(pairs))
+        report = asdict(engine.sync_weights(source(pairs)))
         kept = ("seconds", "bytes", "tensors", "chunks", "patched", "healed", "compared", "in_place", "reloaded")
         return {"wall_s": waited() - begun} | {name: report[name] for name in kept}
 
@@ -173,7 +194,7 @@ def syncs(engine: Any, weights: Weights, rates: list[float], note: Callable[...,
                 pstats.Stats(profile).sort_stats("tottime").print_stats(30)
     patched = digests(engine)
     engine.state.settings, engine.state.base = plain, None
-    engine.sync_weights(weights)
+    engine.sync_weights(source(weights))
     dense = digests(engine)
     note("equal", tensors=len(dense), differ=[name for name in dense if dense[name] != patched.get(name)])
 

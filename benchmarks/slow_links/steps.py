@@ -11,8 +11,8 @@ Lines, by "what":
     step      reward; bytes and changed values of a delta, of FP8 matrices and of BF16 tensors apart; bits of entropy;
               bytes of verl's encoding (int32 places and BF16 values of what differs: docs/advance/delta_weight_sync.md
               of verl 0.9); seconds to encode and to apply
-    top_k     bytes, residual, and KL(exact sync || sparse sync) per token in nats on held-out text, with error feedback
-              and without: then a change that is left out is forgotten
+    top_k     by "budget": bytes, residual, and KL(exact sync || sparse sync) per token in nats on held-out text; for a
+              share of values also without error feedback: then a change that is left out is forgotten
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, entry_of
 
 Tensors = dict[str, torch.Tensor]
 PROMPTS, SAMPLES, LENGTH = 2, 8, 6
-SHARES: Final = (1e-4,)  # of values that top-k sends; at 3e-6 a delta has about 6e-4 of the codes
+SHARE: Final = 1e-4  # of values that top-k sends; at 3e-6 a delta has about 6e-4 of the codes
+BUDGETS: Final = {"share": TopK(share=SHARE), "residual": TopK(residual=2e-5)}
 HELD_OUT: Final = (
     "The sun rises in the east and sets in the west. Water boils at one hundred degrees. A week has seven days, and a "
     "year has twelve months. Paris is the capital of France, and Rome is the capital of Italy. 12 + 7 = 19. 5 + 6 = 11."
@@ -200,8 +201,8 @@ def main() -> None:
     trainer = trainer_of(options.folder, options.learning_rate)
     policy, ids = trainer.policy, trainer.tokenizer(HELD_OUT, return_tensors="pt").input_ids
     last = weights_of(policy)
-    exact, sparse = Encoding(last), {share: Encoding(last, TopK(share=share)) for share in SHARES}
-    forgetful = {share: Forgetful(last, share) for share in SHARES}
+    exact, sparse = Encoding(last), {name: Encoding(last, top_k) for name, top_k in BUDGETS.items()}
+    forgetful = Forgetful(last, SHARE)
     setting = {"model": Path(options.folder).name, "learning_rate": options.learning_rate}
     names = exact.base.fp8
     counted = {
@@ -223,13 +224,14 @@ def main() -> None:
         append(options.output, line({"what": "step", "step": step, "reward": reward} | setting | row))
         measured = step % options.every == 0
         reference = log_probs(policy, engine_weights(exact.held), ids) if measured else None
-        for share, encoding in sparse.items():
-            made = encoding.step(tensors)
-            forgetful[share].step(tensors)
-            row = {"what": "top_k", "step": step, "share": share} | setting | made
+        forgetful.step(tensors)
+        for name, encoding in sparse.items():
+            budget = {"budget": name, "limit": getattr(BUDGETS[name], name)}
+            row = {"what": "top_k", "step": step} | budget | setting | encoding.step(tensors)
             if reference is not None:
                 row["kl"] = kl(reference, log_probs(policy, engine_weights(encoding.held), ids))
-                row["kl_without_feedback"] = kl(reference, log_probs(policy, forgetful[share].weights(), ids))
+                if name == "share":
+                    row["kl_without_feedback"] = kl(reference, log_probs(policy, forgetful.weights(), ids))
             append(options.output, line(row))
         last = tensors
         print(f"step {step}: reward {reward:.2f}, {time.perf_counter() - began:.0f} s", flush=True)

@@ -1,4 +1,4 @@
-"""The verdicts of news.md and gates.md beside this file: laws against constants, by a rule from before their runs.
+"""The verdicts of news.md, gates.md and mix.md: laws against constants, by a rule from before their runs.
 
 python -m benchmarks.learning.evidence.news [NEWS.jsonl]      tables and verdicts; default: the committed runs
 """
@@ -27,7 +27,11 @@ USUAL: Final = "tis"
 CONSTANTS: Final = (USUAL, "tis-1.4")
 BEST: Final = "the better constant"
 NAMES: Final = {USUAL: "C = 2", "tis-1.4": "C = 1.4"}
-TRIES: Final = {"news.md": ("news", "news-free", "least-error"), "gates.md": ("ess", "mass")}  # plan -> its laws
+TRIES: Final = {
+    "news.md": ("news", "news-free", "least-error"),
+    "gates.md": ("ess", "mass"),
+    "mix.md": ("mix",),
+}  # plan -> its laws
 LAWS: Final = tuple(law for tries in TRIES.values() for law in tries)
 OTHERS: Final = ("none", *CONSTANTS, "adaptive")
 # No rule was written for these before the runs.

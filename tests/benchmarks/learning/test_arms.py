@@ -170,7 +170,7 @@ def test_the_lease_makes_the_runs_of_the_plans_in_their_order(tmp_path: Path, mo
     words[words.index("--kept") + 1] = str(ROOT / words[words.index("--kept") + 1])
     assert run.main([str(tmp_path), *words]) == 0
     kept = {(row["arm"], row["seed"]) for row in jsonl.rows(NEWS_LINES)}
-    order = ("news", "news-more", "news-masks")
+    order = ("news", "news-more", "news-masks", "mix")
     planned = [(arm, seed) for group in order for seed in range(6) for arm in GROUPS[group]]
     assert seen == [each for each in planned if each not in kept]
     assert len(set(seen)) == len(seen)

@@ -82,7 +82,7 @@ def test_missing_seeds_do_not_mend_a_condition_that_is_broken_with_all_seeds(lac
 def test_the_committed_runs_break_the_rule_for_all_laws() -> None:
     """Ahead of C = 2 under `broken` alone. Two are also below C = 1.4."""
     runs = of_lines(NEWS).rewards
-    for law in LAWS:
+    for law in (law for law in LAWS if f"lasting-{law}" in runs):
         failed = list(failures(runs, law))
         behind = [x.partition(":")[0] for x in failed if "not ahead" in x]
         assert behind == ["growing", "spiking", "staler"]

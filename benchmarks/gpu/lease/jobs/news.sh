@@ -25,7 +25,7 @@ keep() { # the records of runs, and the last lines of those that are not done
 }
 for _ in 1 2 3; do # a run that failed goes on from its checkpoint
     python3 -m benchmarks.learning.run ~/news --policy tiny-qk-norm --device cpu --seeds 6 --at-once "$at_once" \
-        --kept benchmarks/learning/cpu/tiny-qk-norm/news.jsonl --arms news --arms news-more --arms news-masks && break
+        --kept benchmarks/learning/cpu/tiny-qk-norm/news.jsonl --arms news --arms news-more --arms news-masks --arms mix && break
 done &
 while kill -0 $! 2> /dev/null; do
     sleep 20
