@@ -167,7 +167,8 @@ JUDGED: Final = ("lasting", "growing", "spiking", "staler", "broken")
 NEWS: Final = _under(JUDGED, ("none", "tis", "tis_1.4", "adaptive", "news", "news_free"))
 NEWS_MORE: Final = _under(("benign",), ("none", "tis", "tis_1.4", "adaptive", *DELETED, "news", "news_free"))
 MIX: Final = _under((*JUDGED, "benign"), ("mix",))  # those of evidence/mix.md
-NEWS_MASKS: Final = _under(("lasting", "growing", "staler", "broken"), MASKS)
+MASKED: Final = ("lasting", "growing", "staler", "broken")
+NEWS_MASKS: Final = _under(MASKED, MASKS)
 # Where plain FP8 may begin to do harm, each with the BF16 that it is held against.
 HARDER: Final = {"high-rate": {"rate": 4.0}, "4-updates": {"updates": 4}, "stale": {"sync_every": 4}}
 MAP: Final = {

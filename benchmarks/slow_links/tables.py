@@ -81,19 +81,24 @@ def top_k() -> str:
     """Sparse syncs beside exact ones: bytes, residual and added KL as the steps go on."""
     logged = [row for row in read("steps") if row["what"] == "top_k"]
     exact = {row["step"]: row for row in read("steps") if row["what"] == "step"}
-    heads = ["step", "share sent", "of the exact bytes", "residual", "KL added", "without error feedback"]
-    cells = [
-        [
-            str(row["step"]),
-            f"{row['share']:.0e}",
-            f"{_bytes(row) / _bytes(exact[row['step']]):.0%}",
-            f"{row['residual']:.1e}",
-            f"{row['kl']:.1e}",
-            f"{row['kl_without_feedback']:.1e}",
-        ]
-        for row in logged
-        if "kl" in row
-    ]
+    heads = ["budget", "step", "of the exact bytes so far", "residual", "KL added", "without error feedback"]
+    cells = []
+    for budget in dict.fromkeys(row["budget"] for row in logged):
+        sent = whole = 0
+        for row in (row for row in logged if row["budget"] == budget):
+            sent, whole = sent + _bytes(row), whole + _bytes(exact[row["step"]])
+            if "kl" in row:
+                forgotten = row.get("kl_without_feedback")
+                cells.append(
+                    [
+                        f"{budget} {row['limit']:.0e}",
+                        str(row["step"]),
+                        f"{sent / whole:.0%}",
+                        f"{row['residual']:.1e}",
+                        f"{row['kl']:.1e}",
+                        "-" if forgotten is None else f"{forgotten:.1e}",
+                    ]
+                )
     return markdown.table(heads, cells)
 
 

@@ -56,8 +56,8 @@ TILE_ROWS, TILE_BYTES, DIGEST_BYTES = 128, 512, 4
 LARGEST_GAPS: Final = {1: 255, 2: 65535}  # bytes of a gap -> its largest number
 
 MEAN_LACK: Final = 0.4  # of threshold^2: between a third and a half
-# KL per token that top-k adds, over residual^2: least and most in benchmarks/results/slow_links_steps.jsonl.
-KL_OF_RESIDUAL: Final = (1500, 2500)
+# KL per token that top-k adds, over residual^2: least and most in benchmarks/results/slow_links_steps.jsonl, by budget.
+KL_OF_RESIDUAL: Final = {"share": (1500, 2500), "residual": (65, 1300)}
 UNITS: Final = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 

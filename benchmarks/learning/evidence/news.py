@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final, NamedTuple
 
-from benchmarks.learning.arms import JUDGED
+from benchmarks.learning.arms import BANDS, JUDGED, MASKED
 from benchmarks.learning.evidence.corrections import kept_runs, of_lines
 from benchmarks.learning.evidence.places import NEWS
 from benchmarks.learning.evidence.seeds import mean
@@ -34,6 +34,7 @@ TRIES: Final = {
 }  # plan -> its laws
 LAWS: Final = tuple(law for tries in TRIES.values() for law in tries)
 OTHERS: Final = ("none", *CONSTANTS, "adaptive")
+MASKS: Final = tuple(arm for mask in BANDS for arm in (mask, f"{mask}-news"))  # no rule judges them
 # No rule was written for these before the runs.
 EXPLORED: Final = (("tis-1.4", USUAL), ("adaptive", USUAL), ("adaptive", BEST))
 TRIMMED: Final = 0.05  # share of an arm's steps whose exact gradients are the largest: a few would decide the sums
@@ -60,11 +61,11 @@ def margin(mine: Mapping[Hashable, float], other: Mapping[Hashable, float]) -> M
     return Margin(fmean(differences), stdev(differences) / len(differences) ** 0.5)
 
 
-def pooled(rewards: Rewards, law: str, other: str) -> Margin | None:
-    """The margin of each seed's mean over JUDGED. A seed draws the same problems under all of them."""
+def pooled(rewards: Rewards, law: str, other: str, mismatches: Sequence[str] = JUDGED) -> Margin | None:
+    """The margin of each seed's mean over mismatches. A seed draws the same problems under all of them."""
 
     def means(name: str) -> dict[Hashable, float]:
-        of = [_of(rewards, mismatch, name) for mismatch in JUDGED]
+        of = [_of(rewards, mismatch, name) for mismatch in mismatches]
         return {seed: fmean(each[seed] for each in of) for seed in of[0] if all(seed in each for each in of)}
 
     return margin(means(law), means(other))
@@ -118,24 +119,24 @@ def verdict(rewards: Rewards, tries: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def rewarded(rewards: Rewards) -> str:
+def rewarded(rewards: Rewards, arms: Sequence[str], mismatches: Sequence[str]) -> str:
     """The mean reward of each arm under each mismatch, in Markdown: (n) if it has n seeds and not SEEDS."""
-    rows = ((_name(arm), *(_mean(_of(rewards, mismatch, arm)) for mismatch in MISMATCHES)) for arm in (*OTHERS, *LAWS))
-    return table(("reward after", *MISMATCHES), rows)
+    rows = ((_name(arm), *(_mean(_of(rewards, mismatch, arm)) for mismatch in mismatches)) for arm in arms)
+    return table(("reward after", *mismatches), rows)
 
 
 def _mean(values: Mapping[Hashable, float]) -> str:
     return mean(list(values.values())) + (f" ({len(values)})" if 0 < len(values) < SEEDS else "")
 
 
-def margins(rewards: Rewards, pairs: Iterable[tuple[str, str]]) -> str:
+def margins(rewards: Rewards, pairs: Iterable[tuple[str, str]], mismatches: Sequence[str] = JUDGED) -> str:
     """The margins of arms over others, under each mismatch with all seeds and pooled, in Markdown."""
     rows = []
     for law, other in pairs:
-        cells = [margin(_of(rewards, mismatch, law), _of(rewards, mismatch, other)) for mismatch in JUDGED]
-        cells.append(pooled(rewards, law, other))
+        cells = [margin(_of(rewards, mismatch, law), _of(rewards, mismatch, other)) for mismatch in mismatches]
+        cells.append(pooled(rewards, law, other, mismatches))
         rows.append((f"{_name(law)} less {_name(other)}", *(UNSEEN if x is None else x.cell for x in cells)))
-    return table(("difference", *JUDGED, "all five"), rows)
+    return table(("difference", *mismatches, "all of them"), rows)
 
 
 def judged(rewards: Rewards) -> str:
@@ -143,21 +144,26 @@ def judged(rewards: Rewards) -> str:
     return margins(rewards, [(law, other) for law in LAWS for other in (USUAL, BEST)])
 
 
-def costs(path: Path, each: bool = True) -> str:
+def masked(rewards: Rewards) -> str:
+    """The margins of masks over token TIS, and of laws over a mask's constant band, in Markdown."""
+    pairs = [(mask, USUAL) for mask in BANDS] + [(f"{mask}-news", mask) for mask in BANDS]
+    return margins(rewards, pairs, MASKED)
+
+
+def costs(path: Path, arms: Sequence[str] = (), mismatches: Sequence[str] = JUDGED) -> str:
     """Return what corrections cost and save, in Markdown: means over all steps and seeds of an arm.
 
-    each: a row for each mismatch. False: a row for each arm with all seeds, over all of JUDGED
+    arms: a row for each that has all seeds under all mismatches. Empty: a row for each run arm and mismatch
 
     Errors are those of the gradient in squares, relative to the exact one (trainer.GradientError): ratios of sums
     without the steps of TRIMMED, and the jackknife's standard error over seeds. Without bias they may be negative.
     """
     runs = kept_runs(path)
     heads = ("arm", "runs", "clipped mass", "tokens left out", "ESS", "squared error", "of it bias", "steps in BF16")
-    if each:
-        rows = {name: list(of.values()) for name, of in runs.items()}
-    else:
-        rows = {arm: [row for m in JUDGED for row in runs[f"{m}-{arm}"].values()] for arm in (*OTHERS, *LAWS)}
-        rows = {arm: of for arm, of in rows.items() if len(of) == SEEDS * len(JUDGED)}
+    rows = {name: list(of.values()) for name, of in runs.items()}
+    if arms:
+        rows = {arm: [row for m in mismatches for row in rows.get(f"{m}-{arm}", ())] for arm in arms}
+        rows = {arm: of for arm, of in rows.items() if len(of) == SEEDS * len(mismatches)}
     return table(heads, ((_name(arm), *_costs(of)) for arm, of in rows.items()))
 
 
@@ -208,9 +214,11 @@ def tables() -> dict[str, str]:
     """The blocks of docs/evidence/thresholds.md."""
     rewards = of_lines(NEWS).rewards
     return {
-        "rewards of laws": rewarded(rewards),
+        "rewards of laws": rewarded(rewards, (*OTHERS, *LAWS), MISMATCHES),
         "verdict of laws": f"{judged(rewards)}\n\n{verdict(rewards, LAWS)}",
-        "costs of laws": costs(NEWS, each=False),
+        "costs of laws": costs(NEWS, (*OTHERS, *LAWS)),
+        "rewards of masks": f"{rewarded(rewards, (USUAL, *MASKS), MASKED)}\n\n{masked(rewards)}",
+        "costs of masks": costs(NEWS, ("none", USUAL, *MASKS), MASKED),
         "explored laws": f"{margins(rewards, EXPLORED)}\n\n{stepped_down(NEWS, 'adaptive')}",
     }
 
@@ -219,10 +227,12 @@ def main(words: Sequence[str] | None = None) -> None:
     paths = list(sys.argv[1:] if words is None else words)
     path = Path(paths[0]) if paths else NEWS
     rewards = of_lines(path).rewards
-    print(f"{rewarded(rewards)}\n\n{judged(rewards)}\n")
+    print(f"{rewarded(rewards, (*OTHERS, *LAWS), MISMATCHES)}\n\n{judged(rewards)}\n")
     for plan, tries in TRIES.items():
         print(f"{plan}\n\n{verdict(rewards, tries)}\n")
-    print(f"explored, without a rule\n\n{margins(rewards, EXPLORED)}\n\n{costs(path)}\n\n{costs(path, each=False)}")
+    print(f"explored, without a rule\n\n{margins(rewards, EXPLORED)}\n")
+    print(f"masks\n\n{rewarded(rewards, (USUAL, *MASKS), MASKED)}\n\n{masked(rewards)}\n")
+    print(f"{costs(path)}\n\n{costs(path, (*OTHERS, *LAWS))}\n\n{costs(path, ('none', USUAL, *MASKS), MASKED)}")
 
 
 if __name__ == "__main__":
