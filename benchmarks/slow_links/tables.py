@@ -134,14 +134,15 @@ def kernels() -> str:
 
 
 def _key(row: Row) -> tuple[str, str, str, float]:
-    return row["model"], row["trainer"], row["what"], row.get("rate") or 0.0
+    way = "nccl" if row.get("nccl") else row["trainer"]
+    return row["model"], way, row["what"], row.get("rate") or 0.0
 
 
 def gpu_syncs() -> dict[tuple[str, str, str, float], Row]:
     """Syncs on GPUs: bytes, seconds of a sync and, apart from it, of quantising or of the search for changes.
 
-    By model, GPU of the trainer, what was sent, and size of the step. Seconds are the least of four, as other work had
-    the other CPU cores. The first sync of each, which compiles kernels, is left out.
+    By model, GPU of the trainer or "nccl", what was sent, and size of the step. Seconds are the least of four, as other
+    work had the other CPU cores. The first sync of each, which compiles kernels, is left out.
     """
     logged = defaultdict(list)
     for row in read("gpu"):
@@ -159,18 +160,18 @@ def gpu_syncs() -> dict[tuple[str, str, str, float], Row]:
 
 def on_gpus() -> str:
     """Seconds of syncs of all weights and of patches, with all GPUs in one machine."""
-    where = {"cuda:0": "the engine's", "cuda:1": "another"}
+    where = {"cuda:0": "the engine's", "cuda:1": "another", "nccl": "another, NCCL"}
     cells = [
         [
             model,
-            where[trainer],
+            where[way],
             what if what != "delta" else f"patches, {rate:.0e}",
             mb(row["bytes"]),
             f"{row['before_s']:.3f}",
             f"{row['wall_s']:.3f}",
             f"{_planned(model, FAST, row['bytes'])[Mode.DELTA]:.3f}" if what == "delta" else "-",
         ]
-        for (model, trainer, what, rate), row in gpu_syncs().items()
+        for (model, way, what, rate), row in gpu_syncs().items()
     ]
     return markdown.table(
         ["model", "trainer's GPU", "sent", "bytes", "quantise or encode, s", "sync, s", "planned, s"], cells
@@ -183,8 +184,8 @@ def fitted() -> tuple[float, float, float]:
     Non-negative least squares of the relative errors, over the syncs within one GPU.
     """
     rows, seconds = [], []
-    for (model, trainer, what, _), row in gpu_syncs().items():
-        if trainer == "cuda:0" and what == "delta":
+    for (model, way, what, _), row in gpu_syncs().items():
+        if way == "cuda:0" and what == "delta":
             matrices = rank_matrices(ModelShape.from_hf(model), EngineLimits())
             elements = sum(number * matrix.elements for matrix, number in matrices)
             rows.append([BF16_BYTES * elements, sum(number for _, number in matrices), row["bytes"]])
