@@ -36,6 +36,7 @@ from fp8plan.jsonl import write
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.quantize.targets import QuantizeTargets, quantized
 from fp8plan.runtime.weight_sync.delta import tiles, triton_kernels
+from fp8plan.runtime.weight_sync.delta.base import COMPARED_BYTES
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX
 from fp8plan.runtime.weight_sync.nccl import connect
 from fp8plan.runtime.weight_sync.procedure import learn_quantised
@@ -63,7 +64,7 @@ def main(words: list[str] | None = None) -> None:
         words, argparse.Namespace(tensor_parallel=1, expert_parallel=False, sleep=False, parts=())
     )
     names = ("model", "precision", "mode", "trainer", "nccl")
-    facts: dict[str, Any] = {name: getattr(options, name) for name in names}
+    facts: dict[str, Any] = {name: getattr(options, name) for name in names} | {"compared_bytes": COMPARED_BYTES}
     facts |= machine_facts() | engine_facts()
 
     def note(what: str, **values: Any) -> None:

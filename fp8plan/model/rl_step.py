@@ -41,12 +41,12 @@ QUANTISE_READS = 2
 # Qwen3-8B 0.014 s (docs/evidence/weight_sync.md).
 MATRIX_SECONDS = 15e-6
 # Further seconds for each matrix that the trainer quantises itself and sends as E4M3: the 2,112 of fp8plan/moe-7b took
-# 0.32 s in all on an H200 (benchmarks/results/slow_links_gpu.jsonl).
-SENT_FP8_SECONDS = 130e-6
+# 0.14 s in all on an H200 (benchmarks/results/slow_links_gpu.jsonl).
+SENT_FP8_SECONDS = 50e-6
 # Seconds of a sync of patches beside the link's, on both sides together: for each BF16 byte of the trainer, each matrix
-# and each byte of patches. `python -m benchmarks.slow_links.tables` fits them to syncs of two models on an H200, whose
-# CPU had other work. They serve all GPUs, as launches take most of the time.
-COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 25e-12, 770e-6, 3.4e-9
+# and each byte of patches. `python -m benchmarks.slow_links.tables` fits them to syncs of two models on an H200. They
+# serve all GPUs, as launches take most of the time.
+COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 11.7e-12, 278e-6, 1.55e-9
 
 UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}
 LINK: Final = re.compile(r"(\d+(?:\.\d+)?) ?([MGT])([bB])/s")

@@ -26,7 +26,7 @@ import hashlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -45,7 +45,6 @@ from fp8plan.runtime.weight_sync.manifest import (
     entry_of,
     gathered,
     manifest_of,
-    plain,
     read_manifest,
 )
 from fp8plan.runtime.weight_sync.state import Procedure, rpc
@@ -268,21 +267,28 @@ def received(source: RemoteSource, manifest: Manifest, pairs: Any = None) -> Pro
 
 
 def broadcast(source: RemoteSource, parts: Iterable[tuple[list[int], list[torch.Tensor]]]) -> Procedure:
-    """Have the workers receive chunks of patches. Returns counts as `received`."""
+    """Have the workers receive chunks of patches, each as one tensor. Returns counts as `received`."""
+    import torch
+
     assert source.send is not None
     counts = {"tensors": 0, "bytes": 0, "chunks": 0}
     for numbers, patches in parts:
-        pairs = [(str(place), patch) for place, patch in enumerate(patches)]
-        manifest = tuple(entry_of(name, patch) for name, patch in pairs)
+        lengths = [patch.numel() for patch in patches]
+        manifest = chunk_manifest(lengths)
         with released():
-            sending = source.send(pairs, manifest)
-        answers = yield from rpc("fp8plan_receive_patches", numbers, plain(manifest))
+            sending = source.send([(manifest[0].name, torch.cat(patches))], manifest)
+        answers = yield from rpc("fp8plan_receive_patches", numbers, lengths)
         with released():
             sending.result()
         counts["tensors"] += len(patches)
-        counts["bytes"] += sum(entry.nbytes for entry in manifest)
+        counts["bytes"] += sum(lengths)
         counts["chunks"] += answers[0]
     return counts
+
+
+def chunk_manifest(lengths: Sequence[int]) -> Manifest:
+    """Return the manifest of a chunk of patches. lengths: their bytes"""
+    return (Entry("patches", "uint8", (sum(lengths),)),)
 
 
 class TrainerTransfer:

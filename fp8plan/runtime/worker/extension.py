@@ -112,12 +112,12 @@ class Fp8PlanWorker:
         return None
 
     @answering
-    def fp8plan_receive_patches(self, numbers: Sequence[int], manifest: Sequence[Sequence[Any]]) -> int:
-        """Take patches that the trainer sends by itself.
+    def fp8plan_receive_patches(self, numbers: Sequence[int], lengths: Sequence[int]) -> int:
+        """Take a chunk of patches that the trainer sends by itself.
 
-        numbers: of the tensors that are patched; manifest: names, dtypes and shapes of the patches
+        numbers: of the tensors that are patched; lengths: bytes of each patch
         """
-        return self._fp8plan_connected().receive_patches(numbers, read_manifest(manifest))
+        return self._fp8plan_connected().receive_patches(numbers, lengths)
 
     @answering
     def fp8plan_finish(self, patches: int = 0) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from fp8plan.errors import text_of
 from fp8plan.runtime.weight_sync.manifest import Manifest
-from fp8plan.runtime.weight_sync.nccl import Rendezvous, agree, digest, limited, working
+from fp8plan.runtime.weight_sync.nccl import Rendezvous, agree, chunk_manifest, digest, limited, working
 from fp8plan.runtime.weight_sync.plain_group import PlainGroup, communicator
 from fp8plan.runtime.weight_sync.stream import wait
 
@@ -108,9 +108,12 @@ class Receiver(PlainReceiver):
         """Take all tensors of the open sync, and count the broadcasts. Raises SyncError if either end failed."""
         return self._taken(self._live.announced, self._live)
 
-    def receive_patches(self, numbers: Sequence[int], manifest: Manifest) -> int:
-        """Take patches as `receive` takes tensors. numbers: of their tensors in the open sync's manifest"""
-        return self._taken(manifest, Patching(self._live, numbers))
+    def receive_patches(self, numbers: Sequence[int], lengths: Sequence[int]) -> int:
+        """Take a chunk of patches as `receive` takes tensors.
+
+        numbers: of their tensors in the open sync's manifest; lengths: bytes of each patch
+        """
+        return self._taken(chunk_manifest(lengths), Patching(self._live, numbers, lengths))
 
     def _taken(self, manifest: Manifest, taker: Taker) -> int:
         agree(self.model_update_group, digest(manifest))
@@ -131,13 +134,14 @@ class Receiver(PlainReceiver):
 
 
 class Patching:
-    """Writes patches into live weights. Patch i is that of tensor numbers[i]; it is unpacked on the host."""
+    """Writes a chunk of patches into live weights. It is unpacked on the host."""
 
-    def __init__(self, live: LiveWeights, numbers: Sequence[int]) -> None:
-        self._live, self._numbers = live, numbers
+    def __init__(self, live: LiveWeights, numbers: Sequence[int], lengths: Sequence[int]) -> None:
+        self._live, self._numbers, self._lengths = live, numbers, lengths
 
-    def load(self, places: Sequence[int], patches: Sequence[torch.Tensor]) -> None:
-        self._live.patch([self._numbers[place] for place in places], [patch.cpu() for patch in patches])
+    def load(self, places: Sequence[int], chunks: Sequence[torch.Tensor]) -> None:
+        for chunk in chunks:
+            self._live.patch(self._numbers, chunk.cpu().split(list(self._lengths)))
 
 
 class Arriving:

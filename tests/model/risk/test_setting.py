@@ -25,6 +25,7 @@ from fp8plan.model.risk.theory import (
     SMALL,
     SMALL_LANGUAGE,
     SMALL_LANGUAGE_FACTOR,
+    SMALL_SD,
     SMALLEST_FITTED,
     Setting,
     setting_of,
@@ -171,7 +172,7 @@ MEASURED = [  # config, record of the KL at the start of a run
     ("qk_norm", "fp8_block+fp8_kv", "benchmarks/learning/h200/shared/qk-norm/fp8/0/run.jsonl.gz"),
     ("smollm2", "bf16", "benchmarks/learning/cpu/smollm2_probe.json"),
     *(("smollm2", name, f"profiles/h200_sxm/vllm-0.26.0/probe/smollm2/{name}.json") for name in PRESETS),
-    *(("gemma", name, f"profiles/h200_sxm/vllm-0.26.0/probe/gemma/{name}.json") for name in ("bf16", "fp8_kv")),
+    *(("gemma", name, f"profiles/h200_sxm/vllm-0.26.0/probe/gemma/{name}.json") for name in PRESETS),
 ]
 SIZES = {
     "structured": {"vocab_size": 16_384, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16,
@@ -189,6 +190,8 @@ LEVELS = {
     ("smollm2", "fp8_kv"): "high",
     ("smollm2", "fp8_block+fp8_kv"): "high",
     ("gemma", "fp8_kv"): "high",
+    ("gemma", "fp8_block"): "high",
+    ("gemma", "fp8_block+fp8_kv"): "high",
 }
 COMMON = {"model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 8192, "tie_word_embeddings": False}
 LANGUAGE = {folder.name: folder for folder in probe.SMALL.values()}
@@ -221,7 +224,9 @@ def test_the_factor_of_small_language_models_is_what_the_two_measured_ones_earn(
     means = [fmean(of) for of in errors]
     assert log(SMALL_LANGUAGE_FACTOR) == pytest.approx(fmean(means), abs=0.01)
     left_out = [error - other for of, other in zip(errors, reversed(means), strict=True) for error in of]
-    assert fmean(x**2 for x in left_out) ** 0.5 < committed_fit().noise_sd
+    further = (fmean(x**2 for x in left_out) - committed_fit().noise_sd ** 2) ** 0.5
+    assert exp(further) == pytest.approx(1.7, abs=0.05)
+    assert further < SMALL_SD[SMALL_LANGUAGE]
     shape = small_shape("smollm2")
     widths = [
         risk.kl_k3_high / risk.kl_k3

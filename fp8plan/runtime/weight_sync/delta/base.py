@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-COMPARED_BYTES: Final = 2**28  # bytes of a trainer's tensors that are quantised and compared together
+COMPARED_BYTES: Final = 2**30  # bytes of a trainer's tensors that are quantised and compared together
 
 
 @dataclass(frozen=True, slots=True)
