@@ -13,4 +13,5 @@ LARGE_BATCHES, SMALL_BATCHES, NEWS = (
 # Runs that shared a GPU: those that are whole, and those that the end of a lease broke off.
 H200, H100 = (_HERE / gpu / "shared" for gpu in ("h200", "h100"))
 H200_BROKEN_OFF, H100_BROKEN_OFF = (shared.with_name("broken_off") for shared in (H200, H100))
+EXPLORED: Final = H200.with_name("explored")  # runs of a plan that did not need them, in one seed
 ALONE: Final = H200.with_name("alone")  # runs that had the GPU for themselves

@@ -6,6 +6,7 @@ from benchmarks.learning.evidence import engine_modes, news
 from benchmarks.learning.evidence.corrections import corrected, laws
 from benchmarks.learning.evidence.learnt import doubt, drill, in_training, learnt
 from benchmarks.learning.evidence.places import (
+    EXPLORED,
     H100,
     H100_BROKEN_OFF,
     H200,
@@ -25,6 +26,8 @@ def tables() -> dict[str, str]:
         "learnt qk-norm on H100s": learnt(H100 / "qk-norm"),
         "lasting": in_training(*lasting, against="lasting-tis"),
         "learnt smollm2": learnt(H200 / "smollm2", H100 / "smollm2"),
+        "learnt gemma": learnt(H200 / "gemma"),
+        "learnt under a broken sync": learnt(EXPLORED / "qk-norm"),
         "learnt moe on H100s": learnt(H100 / "moe"),
         "in training plain": in_training(H100_BROKEN_OFF / "plain", against="bf16"),
         "timed": timed(*alone),
