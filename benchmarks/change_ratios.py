@@ -8,7 +8,8 @@ Logs: those of docs/evidence/change_ratios.md, and random Qwen3 models that lear
 of the lower half of their vocabulary, with AdamW and Muon at four learning rates. A random model's weights are normal
 with a spread that is measured before each logged step, and begin in FP32. The other policies' are samples of the
 checkpoints that `python -m benchmarks.learning.policies POLICY FOLDER` writes; those of qk-norm and moe were not kept,
-so a spread of 0.02 is assumed. A ratio is predicted / measured.
+so a spread of 0.02 is assumed. A ratio is predicted / measured. "Corrected" predicts the later logged steps, times the
+measured / predicted of the first one, as a plan with --observed does.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ ROWS: Final = STOP / VOCABULARY
 
 
 class Compared(NamedTuple):
-    """Shares of one kind of layer in one format ("bf16" or "e4m3"), as means over the logged steps."""
+    """Shares of one kind of layer in one format ("bf16" or "e4m3"), as means over the logged steps.
+
+    corrected: ratio of the later steps, corrected by the first one
+    """
 
     policy: str
     rate: float
@@ -52,6 +56,7 @@ class Compared(NamedTuple):
     spread: float
     measured: float
     predicted: float
+    corrected: float
 
     @property
     def ratio(self) -> float:
@@ -79,9 +84,16 @@ def compared() -> list[Compared]:
         pairs = [_shares(row, samples.get((policy, kind))) for row in rows]
         counts = [row["values"] for row in rows]
         for number, name in enumerate(("bf16", "e4m3") if rows[0]["blocks"] else ("bf16",)):
-            measured = sum(row[name] for row in rows) / sum(counts)
-            predicted = float(np.average([pair[number] for pair in pairs], weights=counts))
-            made.append(Compared(policy, rate, kind, name, weights.spread, measured, predicted))
+            measured = np.array([row[name] for row in rows]) / counts
+            predicted = np.array([pair[number] for pair in pairs])
+            first = np.array([row["step"] for row in rows]) == min(row["step"] for row in rows)
+            early, late = (
+                float(np.average(predicted[part], weights=np.array(counts)[part]))
+                / float(np.average(measured[part], weights=np.array(counts)[part]))
+                for part in (first, ~first)
+            )
+            means = (float(np.average(each, weights=counts)) for each in (measured, predicted))
+            made.append(Compared(policy, rate, kind, name, weights.spread, *means, late / early))
     return made
 
 
@@ -97,15 +109,17 @@ def table(rows: Iterable[Compared]) -> str:
 
 def summary(rows: Iterable[Compared]) -> str:
     """The comparisons within a factor of 1.5, by kind of layer, in Markdown."""
-    groups = defaultdict[tuple[str, ...], list[float]](list)
+    groups = defaultdict[tuple[str, ...], list[Compared]](list)
     for row in rows:
-        groups[(*row.group, row.format)].append(row.ratio)
+        groups[(*row.group, row.format)].append(row)
     lines = []
-    for (kind, weights, rate, name), ratios in sorted(groups.items(), key=lambda item: item[0][1:3] + item[0][:1]):
-        within = sum(1 / 1.5 <= ratio <= 1.5 for ratio in ratios)
-        extent = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        lines.append([kind, weights, rate, name.upper(), f"{within} of {len(ratios)}", extent])
-    heads = ("layers", "weights", "learning rate", "format", "within 1.5", "predicted / measured")
+    for (kind, weights, rate, name), members in sorted(groups.items(), key=lambda item: item[0][1:3] + item[0][:1]):
+        cells = [kind, weights, rate, name.upper()]
+        for ratios in ([each.ratio for each in members], [each.corrected for each in members]):
+            within = sum(1 / 1.5 <= ratio <= 1.5 for ratio in ratios)
+            cells += [f"{within} of {len(ratios)}", f"{min(ratios):.2f} to {max(ratios):.2f}"]
+        lines.append(cells)
+    heads = ("layers", "weights", "learning rate", "format", "within 1.5", "predicted / measured", "corrected", "ratio")
     return markdown.table(heads, lines[::-1])
 
 

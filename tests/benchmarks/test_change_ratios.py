@@ -52,3 +52,10 @@ def test_a_random_model_is_measured(optimizer: str, monkeypatch: pytest.MonkeyPa
     layers = [row for row in made if row["kind"] == "o"]
     assert layers[0]["spread"] == pytest.approx(0.02, rel=0.05)
     assert 0 < layers[0]["e4m3"] < layers[0]["bf16"] < layers[0]["values"]
+
+
+def test_an_observed_step_corrects_what_assumed_weights_foresee(compared: list[change_ratios.Compared]) -> None:
+    assumed = [x for x in compared if x.group[:2] == ("others", "assumed")]
+    assert len(assumed) == 17
+    assert not any(1 / 1.5 <= x.ratio <= 1.5 for x in assumed)
+    assert all(1 / 1.5 <= x.corrected <= 1.5 for x in assumed)
