@@ -54,8 +54,8 @@ class SlowFile(io.BytesIO):
 
 
 @contextmanager
-def slow_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlowFiles]]:
-    """An empty file system behind slow://. Temporary files go to the folder, and must be gone in the end."""
+def slow_files(folder: Path) -> Iterator[type[SlowFiles]]:
+    """An empty file system behind slow://. Temporary files go to the new folder, and must be gone in the end."""
     fsspec.register_implementation("slow", SlowFiles, clobber=True)
     SlowFiles.store.clear()
     SlowFiles.pseudo_dirs[:] = [""]
@@ -64,7 +64,8 @@ def slow_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[S
     SlowFiles.begun.clear()
     SlowFiles.fast.set()
     folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield SlowFiles
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield SlowFiles
     SlowFiles.fast.set()
     assert list(folder.iterdir()) == []

@@ -112,14 +112,10 @@ class LifecycleFront(Front):
             raise UpdateError("a pull is under way; wait for it before you begin a pull")
         async with self._pulls:
             with TemporaryDirectory(prefix="fp8plan-") as folder:
-                async with self._beside_none():
+                async with self._beside_none(), self._noting():
                     await self._drive(self.follower.announcing(self))
-                try:
+                async with self._noting():
                     fetched = await self._drive(self.follower.fetching(self, folder))
-                except SyncError as error:
-                    raise await self._failing(UpdateError(str(error))) from error
-                except Exception as error:
-                    raise await self._failing(error) from error
                 if fetched is None:
                     self.failure = None
                     return None
@@ -144,22 +140,28 @@ class LifecycleFront(Front):
             self.state.version, self.state.stamp = status["version"], status["stamp"]
             yield
 
+    @asynccontextmanager
+    async def _noting(self) -> AsyncGenerator[None]:
+        """Note an error of a pull, and raise an UpdateError for it."""
+        try:
+            yield
+        except SyncError as error:  # it says which weights serve
+            raise await self._failing(UpdateError(str(error))) from error
+        except Exception as error:
+            raise await self._failing(error) from error
+
     async def _write(self, procedure: Procedure) -> Any:
         """Run a procedure that writes weights, while no request runs or a pause keeps them."""
         paused = await self.engine.is_paused()
         self._updating, self._keeping = True, paused and self._unfinished() > 0
         try:
-            async with nullcontext() if self._keeping else self._measuring_alone():
+            async with self._noting(), nullcontext() if self._keeping else self._measuring_alone():
                 try:
                     while self._unfinished() and not self._keeping:
                         await asyncio.sleep(POLL_S)
                     return await driven(procedure, self._answer, threads=True)
                 finally:
                     self._updating = False  # so that requests that waited are let in, or hear of the failure
-        except SyncError as error:
-            raise await self._failed(UpdateError(str(error))) from error
-        except Exception as error:
-            raise await self._failed(error) from error
         finally:
             if self._keeping:  # the cache was not zeroed; a later update does it
                 self.state.soiled = True

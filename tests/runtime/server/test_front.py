@@ -383,9 +383,9 @@ class Downloads(LifecycleFront):
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
+def store(tmp_path: Path) -> Iterator[Publisher]:
     """A store with one version, over a slow link."""
-    with slow_files(tmp_path / "temporary", monkeypatch):
+    with slow_files(tmp_path / "temporary"):
         publisher = Publisher(URL, fp8=[])
         publisher._store.write_json(HELD, {})
         publisher.publish({"a": torch.ones(64, 8)})

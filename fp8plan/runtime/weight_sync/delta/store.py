@@ -6,9 +6,10 @@
     URL/latest.json         the versions that are there; written last, so that it names complete files only
 
 An engine that has a version of the chain replays what follows. Another one takes the newest whole version first. It
-copies these files to a temporary folder before it syncs, unless the store is a folder itself. A file
-is its patches, one after the other, each compressed by zstd if the trainer says so; then an index in JSON, and the
-index's length in 8 bytes. Each patch carries its own checksum (runtime.weight_sync.delta.patch).
+copies these files to a temporary folder before it syncs, unless the store is a folder itself.
+
+A file is its patches, one after the other, each compressed by zstd if the trainer says so; then an index in JSON, and
+the index's length in 8 bytes. Each patch carries its own checksum (runtime.weight_sync.delta.patch).
 
 URLs are fsspec's: a path, s3://..., gs://..., memory://... Some need a package that fsspec names.
 """
@@ -316,7 +317,7 @@ class Follower:
             paths = yield Call("files", (self._store.fetch, _names(links, base), folder))
         except ConfigError as error:
             if base is None:
-                serves = "the engine still refuses to generate" if not engine.serving else "the old weights serve"
+                serves = "the old weights serve" if engine.serving else "the engine still refuses to generate"
                 raise SyncError(f"{error}; {serves}") from error
         else:
             return Fetched(links, latest["manifest"], base, since, paths)

@@ -25,8 +25,8 @@ from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState
 
 
 @pytest.fixture(autouse=True)
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlowFiles]]:
-    with slow_files(tmp_path / "temporary", monkeypatch) as files:
+def files(tmp_path: Path) -> Iterator[type[SlowFiles]]:
+    with slow_files(tmp_path / "temporary") as files:
         yield files
 
 
