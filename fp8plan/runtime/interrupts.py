@@ -11,6 +11,7 @@ nothing to hold back.
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 import time
@@ -170,6 +171,28 @@ def watched(
             wait([result], LAST_WORDS_S)
         raise
     return result.result()
+
+
+async def in_thread(act: Callable[..., Answer], *arguments: Any) -> Answer:
+    """Return what `act` returns, while the event loop goes on. If the task is cancelled, `act` ends at its next
+    `let_in`, and the task once it has."""
+    stop = Event()
+
+    def run() -> Answer:
+        _thread.stop = stop
+        try:
+            let_in()
+            return act(*arguments)
+        finally:
+            _thread.stop = None  # the thread is used again
+
+    work = asyncio.ensure_future(asyncio.to_thread(run))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        stop.set()
+        await asyncio.gather(work, return_exceptions=True)
+        raise
 
 
 def started_apart(start: Callable[[], Answer]) -> Answer:

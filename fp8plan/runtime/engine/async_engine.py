@@ -16,7 +16,7 @@ from fp8plan.runtime.engine.launch import Launch, launch
 from fp8plan.runtime.engine.options import arguments_of
 from fp8plan.runtime.engine.vllm_engine import VllmEngine
 from fp8plan.runtime.guard.fallback import GuardSettings
-from fp8plan.runtime.interrupts import LAST_WORDS_S, PATIENCE_S, started_apart
+from fp8plan.runtime.interrupts import LAST_WORDS_S, PATIENCE_S, in_thread, started_apart
 from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings
 
@@ -187,7 +187,7 @@ async def driven(
 ) -> Answer:
     """Run a procedure to its end under asyncio.
 
-    answer:  does a Call
+    answer:  does a Call to the engine
     threads: run the procedure itself in threads, so that the event loop goes on while it reads files. Do not cancel
              its task then
     """
@@ -197,7 +197,7 @@ async def driven(
         if ended:
             return cast("Answer", value)
         try:
-            reply = await answer(value)
+            reply = await (in_thread(*value.arguments) if value.what == "files" else answer(value))
         except BaseException as error:
             resume = partial(procedure.throw, error)
         else:

@@ -342,14 +342,19 @@ class Front:
         state.soiled, state.refusal, self.sampling = False, None, None
 
     async def _failed(self, error: Exception) -> UpdateError:
-        """Note a failed update. Return the error to raise, whose text says which weights serve."""
+        """Note a failed update, and let requests in. Return the error to raise."""
+        failure = await self._failing(error)
+        await self._let(updating=False)
+        return failure
+
+    async def _failing(self, error: Exception) -> UpdateError:
+        """Note a failure. Return the error to raise, whose text says which weights serve."""
         text = str(error)
         with suppress(Exception):
             for answer in await self._drive(rpc("fp8plan_status")):
                 self.state.refusal = self.state.refusal or answer["refusal"]
         serves = "the old weights serve" if self.state.refusal is None else "the server refuses to generate"
         self.failure = text
-        await self._let(updating=False)
         return error if isinstance(error, UpdateError) else UpdateError(f"{text}; {serves} until a complete update")
 
     async def _drive(self, procedure: Generator[Call, Any, Any]) -> Any:

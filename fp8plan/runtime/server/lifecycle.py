@@ -1,15 +1,17 @@
 """The Front of `vllm serve`: updates by vLLM's own lifecycle (start, parts, finish), or pulled from a store.
 
 A pull is one call, and so is the start of an update. Nothing that changes the permission to generate may run beside
-them: `_exclusively` refuses it.
+them: `_exclusively` refuses it. Only the download of a pull runs beside all others.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final
 
 from fp8plan.errors import SyncError
@@ -23,6 +25,7 @@ from fp8plan.runtime.weight_sync.procedure import learn_quantised, replace_weigh
 from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncReport, SyncSettings, rpc
 
 PAUSE: Final = "pause generation before (POST /pause?mode=keep)"
+POLL_S: Final = 0.01  # seconds between two looks at whether requests still run
 
 
 class LifecycleFront(Front):
@@ -40,6 +43,7 @@ class LifecycleFront(Front):
         super().__init__(engine)
         self.follower: Follower | None = None
         self._exclusive: str | None = None  # the call that refuses others meanwhile
+        self._pulls = asyncio.Lock()  # held by a pull, its download included
         self._switching = 0  # calls that pause, resume, sleep or wake up
         self._keeping = False  # True while a pull leaves requests that a pause keeps as they are
 
@@ -98,41 +102,71 @@ class LifecycleFront(Front):
     async def pull(self) -> dict[str, Any] | None:
         """Bring the weights to the newest version of the store, and return the record of the update.
 
-        Returns None if they are that already. Raises UpdateError while requests run, unless generation is paused, and
-        if the weights could not be synced. Other requests wait. Its task must not be cancelled.
+        Returns None if they are that already. Requests run until the files are here. Then new ones wait; those that run
+        are let end, unless a pause keeps them. Raises UpdateError if the weights could not be synced. Its task must not
+        be cancelled.
         """
         if self.follower is None:
             raise UpdateError(f"this server follows no store; type: {STORE}=URL vllm serve MODEL ...")
+        if self._pulls.locked():
+            raise UpdateError("a pull is under way; wait for it before you begin a pull")
+        async with self._pulls:
+            with TemporaryDirectory(prefix="fp8plan-") as folder:
+                async with self._beside_none(), self._noting():
+                    await self._drive(self.follower.announcing(self))
+                async with self._noting():
+                    fetched = await self._drive(self.follower.fetching(self, folder))
+                if fetched is None:
+                    self.failure = None
+                    return None
+                async with self._beside_none():
+                    report = await self._write(self.follower.writing(self, folder, fetched))
+                    self.failure = None
+                    if report is None:
+                        return None
+                    self.pulled = recorded(report, self.follower.version)
+                    if set_name := getattr(self.engine, "update_weight_version", None):  # from 0.30 on
+                        await set_name(str(self.follower.version))
+                    return self.pulled
+
+    @asynccontextmanager
+    async def _beside_none(self) -> AsyncGenerator[None]:
+        """Ask which weights serve, and refuse other calls meanwhile. Raises UpdateError unless a pull may write now."""
         with self._exclusively("a pull"), self._noted("pull"):
             self._refuse_open("pull")
             if self.state.asleep:
                 raise UpdateError(f"{' and '.join(sorted(self.state.asleep))} sleep; wake them up (POST /wake_up)")
             status = (await self._drive(rpc("fp8plan_status")))[0]
             self.state.version, self.state.stamp = status["version"], status["stamp"]
-            await self._refuse_running(PAUSE)
-            self._updating, self._keeping = True, self._unfinished() > 0
-            try:
-                async with nullcontext() if self._keeping else self._measuring_alone():
-                    try:
-                        report = await driven(self.follower.pulling(self), self._answer, threads=True)
-                    finally:
-                        self._updating = False  # so that requests that waited are let in, or hear of the failure
-            except SyncError as error:
-                raise await self._failed(UpdateError(str(error))) from error
-            except Exception as error:
-                raise await self._failed(error) from error
-            finally:
-                if self._keeping:  # the cache was not zeroed; a later update does it
-                    self.state.soiled = True
-                self._keeping = False
-            self.failure = None
+            yield
+
+    @asynccontextmanager
+    async def _noting(self) -> AsyncGenerator[None]:
+        """Note an error of a pull, and raise an UpdateError for it."""
+        try:
+            yield
+        except SyncError as error:  # it says which weights serve
+            raise await self._failing(UpdateError(str(error))) from error
+        except Exception as error:
+            raise await self._failing(error) from error
+
+    async def _write(self, procedure: Procedure) -> Any:
+        """Run a procedure that writes weights, while no request runs or a pause keeps them."""
+        paused = await self.engine.is_paused()
+        self._updating, self._keeping = True, paused and self._unfinished() > 0
+        try:
+            async with self._noting(), nullcontext() if self._keeping else self._measuring_alone():
+                try:
+                    while self._unfinished() and not self._keeping:
+                        await asyncio.sleep(POLL_S)
+                    return await driven(procedure, self._answer, threads=True)
+                finally:
+                    self._updating = False  # so that requests that waited are let in, or hear of the failure
+        finally:
+            if self._keeping:  # the cache was not zeroed; a later update does it
+                self.state.soiled = True
+            self._keeping = False
             await self._let(updating=False)
-            if report is None:
-                return None
-            self.pulled = recorded(report, self.follower.version)
-            if set_name := getattr(self.engine, "update_weight_version", None):  # from 0.30 on
-                await set_name(str(self.follower.version))
-            return self.pulled
 
     @property
     def serving(self) -> bool:

@@ -12,7 +12,7 @@ from fp8plan.checks import instance
 from fp8plan.errors import ConfigError, LostEngineError
 from fp8plan.model.precision import precision
 from fp8plan.model.weight_changes import TopK
-from fp8plan.runtime.interrupts import let_in
+from fp8plan.runtime.interrupts import let_in, released
 from fp8plan.runtime.weight_sync.delta.base import Base
 from fp8plan.runtime.weight_sync.kv_scales import MARGIN, Scales
 from fp8plan.runtime.weight_sync.manifest import FORMATS, Manifest
@@ -27,9 +27,11 @@ class Call(NamedTuple):
     score:    the same on every replica; answered by a list of RequestOutputs for each
     restart:  end vLLM and start it again
     sleep, wake_up: (level,) and (tags,), as vLLM takes them
+    files:    (function, its arguments...), which reads or writes files and needs no engine: `driven` calls it, under
+              asyncio in a thread; answered by what it returns
     """
 
-    what: Literal["rpc", "reset", "generate", "score", "restart", "sleep", "wake_up"]
+    what: Literal["rpc", "reset", "generate", "score", "restart", "sleep", "wake_up", "files"]
     arguments: tuple[Any, ...] = ()
 
 
@@ -235,14 +237,19 @@ def rpc(method: str, *arguments: Any) -> Generator[Call, Any, list[Any]]:
     return [answer["ok"] for answer in answers]
 
 
+def _with_files(act: Callable[..., Any], *arguments: Any) -> Any:
+    with released():  # Ctrl-C may break it off anywhere
+        return act(*arguments)
+
+
 def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call], Any]) -> Answer:
-    """Run a procedure to its end. answer: does a Call"""
+    """Run a procedure to its end. answer: does a Call to the engine"""
     try:
         call = next(procedure)
         while True:
             try:
                 let_in()
-                reply = answer(call)
+                reply = _with_files(*call.arguments) if call.what == "files" else answer(call)
             except BaseException as error:
                 call = procedure.throw(error)
             else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from slow_files import URL, slow_files
 from tiny_models import CALIBRATION, PROMPTS, Outputs, checkpoint, cpu_plan, started_beside_references, weights
 
 import fp8plan
@@ -100,16 +101,26 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str, 
             assert await generate(engine) == expected[serves], f"other bits after {number}"
 
     async def pulled(engine: AsyncRolloutEngine) -> None:
-        """It follows a store; in asyncio `pull` is a coroutine."""
+        """It follows a store; in asyncio `pull` is a coroutine. Requests run while the files come."""
         settings, engine.state.settings = engine.state.settings, SyncSettings(weights_in="fp8_block")
-        follower = Follower(str(tmp_path))
-        assert await follower.pull(engine) is None
-        publisher = Publisher(str(tmp_path))
-        for which, patched in (("b", False), ("a", True)):
-            publisher.publish(weights(kind, which))
-            report = await follower.pull(engine, kv_prompts=CALIBRATION)
-            assert report.patched == patched
-            assert await generate(engine) == expected[which]
+        with slow_files(tmp_path / "temporary") as files:
+            follower = Follower(URL)
+            assert await follower.pull(engine) is None
+            publisher, before = Publisher(URL), "a"
+            for which, patched in (("b", False), ("a", True)):
+                publisher.publish(weights(kind, which))
+                files.begun.clear()
+                files.fast.clear()
+                pull = asyncio.create_task(follower.pull(engine, kv_prompts=CALIBRATION))
+                while not files.begun.is_set():
+                    await asyncio.sleep(0.01)
+                assert await generate(engine) == expected[before]
+                assert not pull.done()
+                files.fast.set()
+                report = await pull
+                assert report.patched == patched
+                assert await generate(engine) == expected[which]
+                before = which
         engine.state.settings = settings
 
     async def died(engine: AsyncRolloutEngine) -> None:

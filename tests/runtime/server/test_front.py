@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from slow_files import URL, SlowFiles, slow_files
 
 from fp8plan.errors import SyncError
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.front import UpdateError
 from fp8plan.runtime.server.lifecycle import LifecycleFront
+from fp8plan.runtime.weight_sync.delta.base import Chain
+from fp8plan.runtime.weight_sync.delta.store import HELD, Follower, Publisher
 from fp8plan.runtime.weight_sync.procedure import clean
-from fp8plan.runtime.weight_sync.state import Call, rpc
+from fp8plan.runtime.weight_sync.state import Call, SyncReport, rpc
 
 
 class Engine:
@@ -187,8 +192,16 @@ class Follows(LifecycleFront):
             await self.arrives.wait()
         return [{"ok": {"version": 3, "stamp": "a", "refusal": None}}]
 
-    def pulling(self, front: LifecycleFront) -> Any:
+    def announcing(self, front: LifecycleFront) -> Any:
+        yield from ()
+
+    def fetching(self, front: LifecycleFront, folder: str) -> Any:
+        yield from ()
+        return "files"
+
+    def writing(self, front: LifecycleFront, folder: str, fetched: Any) -> Any:
         assert front is self
+        assert fetched == "files"
         assert (self.state.version, self.state.stamp) == (3, "a")
         yield from clean(self.state)
         yield Call("reset")
@@ -334,5 +347,125 @@ def test_a_pause_that_cannot_be_put_back_does_not_lock_requests_out() -> None:
             await front.pull()
         assert not front._measuring
         assert not front._updating
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+class Downloads(LifecycleFront):
+    """A front that follows a slow store. Its workers' part of a write ends once `writes` is set."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.follower, self.state.stamp = Follower(URL), "a"
+        self.writing, self.writes = asyncio.Event(), asyncio.Event()
+        engine.collective_rpc = self.collective_rpc  # type: ignore[attr-defined]
+
+    async def collective_rpc(self, method: str, **_: Any) -> list[dict[str, Any]]:
+        if method == "write":
+            self.writing.set()
+            await self.writes.wait()
+        return [{"ok": {"version": 3, "stamp": "a", "refusal": None}}]
+
+    def _sync(self, chain: Chain, *_: Any) -> Any:
+        names = [name for name, _ in chain.patches()]
+        yield from rpc("write")
+        return SyncReport(3, {}, len(names), 0, 1, {}, 0, 0, {}, (), 0, None, None, None, None)
+
+    async def downloading(self) -> asyncio.Task[Any]:
+        """A pull in the middle of its download."""
+        SlowFiles.begun.clear()
+        SlowFiles.fast.clear()
+        pull = asyncio.create_task(self.pull())
+        while not SlowFiles.begun.is_set():
+            assert not pull.done()
+            await asyncio.sleep(0.01)
+        return pull
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Publisher]:
+    """A store with one version, over a slow link."""
+    with slow_files(tmp_path / "temporary"):
+        publisher = Publisher(URL, fp8=[])
+        publisher._store.write_json(HELD, {})
+        publisher.publish({"a": torch.ones(64, 8)})
+        yield publisher
+
+
+def test_requests_run_during_a_download_and_wait_during_the_write(store: Publisher) -> None:
+    async def meeting() -> None:
+        front = Downloads(engine := Engine())
+        pull = await front.downloading()
+        engine.go_on.set()
+        assert (await anext(front.generate("a prompt"))).prompt_token_ids == [1]
+        assert not pull.done()
+        engine.go_on.clear()
+        late = asyncio.create_task(anext(front.generate("one that runs on")))
+        await asyncio.sleep(0)
+        SlowFiles.fast.set()
+        while front._exclusive is None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert not front.writing.is_set()  # as that request still runs
+        engine.go_on.set()
+        await late
+        await front.writing.wait()
+        waiting = asyncio.create_task(anext(front.generate("a prompt")))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        front.writes.set()
+        assert (await pull)["store_version"] == 1
+        assert (await waiting).prompt_token_ids == [1]
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_calls_run_beside_a_download_but_no_second_pull(store: Publisher, other: str) -> None:
+    """The pull looks again before it writes."""
+
+    async def meeting() -> None:
+        front = Downloads(Engine())
+        front.writes.set()
+        pull = await front.downloading()
+        if other == "pull":
+            with pytest.raises(UpdateError, match="a pull is under way; wait for it before you begin a pull"):
+                await front.pull()
+        else:
+            await OTHERS[other](front)
+        SlowFiles.fast.set()
+        if other in ("start", "sleep"):
+            with pytest.raises(UpdateError, match=r"an update of the weights is open|kv_cache and weights sleep"):
+                await pull
+            assert not front.writing.is_set()
+            assert front._updating == (other == "start")
+        else:
+            assert (await pull)["store_version"] == 1
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+def test_a_download_that_fails_is_noted_and_closes_no_update(store: Publisher) -> None:
+    async def meeting() -> None:
+        store.publish({"a": torch.zeros(64, 8)})
+        SlowFiles.vanishing.append("00000002.patches")
+        front = Downloads(Engine())
+        pull = await front.downloading()
+        await front.start_weight_update()
+        SlowFiles.fast.set()
+        with pytest.raises(UpdateError, match=r"slow://store/00000002.patches: .*; the old weights serve$") as raised:
+            await pull
+        assert front.failure == str(raised.value)
+        assert front._updating
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+def test_a_server_that_ends_during_a_download_leaves_no_files(store: Publisher) -> None:
+    async def meeting() -> None:
+        pull = await Downloads(Engine()).downloading()
+        pull.cancel()
+        await asyncio.wait({pull})
+        assert not SlowFiles.fast.is_set()
 
     asyncio.run(asyncio.wait_for(meeting(), 30))

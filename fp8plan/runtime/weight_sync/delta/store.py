@@ -5,9 +5,11 @@
     URL/<version>.whole     all tensors of the first version, and of one version in `every`
     URL/latest.json         the versions that are there; written last, so that it names complete files only
 
-An engine that has a version of the chain replays what follows. Another one takes the newest whole version first. A file
-is its patches, one after the other, each compressed by zstd if the trainer says so; then an index in JSON, and the
-index's length in 8 bytes. Each patch carries its own checksum (runtime.weight_sync.delta.patch).
+An engine that has a version of the chain replays what follows. Another one takes the newest whole version first. It
+copies these files to a temporary folder before it syncs, unless the store is a folder itself.
+
+A file is its patches, one after the other, each compressed by zstd if the trainer says so; then an index in JSON, and
+the index's length in 8 bytes. Each patch carries its own checksum (runtime.weight_sync.delta.patch).
 
 URLs are fsspec's: a path, s3://..., gs://..., memory://... Some need a package that fsspec names.
 """
@@ -17,6 +19,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
@@ -25,21 +29,22 @@ from fp8plan.checks import whole as whole_number
 from fp8plan.errors import ConfigError, SyncError, text_of
 from fp8plan.jsonl import parse
 from fp8plan.model.weight_changes import TopK
+from fp8plan.runtime.interrupts import let_in
 from fp8plan.runtime.weight_sync.delta.base import Base, Chain
 from fp8plan.runtime.weight_sync.delta.patch import packed, whole
 from fp8plan.runtime.weight_sync.delta.top_k import for_each_matrix
 from fp8plan.runtime.weight_sync.manifest import entry_of, pairs_of, plain, read_manifest
 from fp8plan.runtime.weight_sync.procedure import formats
-from fp8plan.runtime.weight_sync.state import Call, Scored, SyncReport
+from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 EVERY: Final = 20
 CODECS: Final = (None, "zstd")
 HELD: Final = "engine.json"
 LENGTH: Final = 8  # bytes of the index's length
+BLOCK: Final = 1 << 22  # bytes that are copied at once
 
 
 class Published(NamedTuple):
@@ -104,13 +109,36 @@ class Store:
             raise
         return int(sum(stored for _, stored, _ in index)) + len(text) + LENGTH
 
-    def patches(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the patches of a file. Raises ConfigError for a file that is missing or damaged."""
+    def fetch(self, names: Iterable[str], folder: str) -> dict[str, str]:
+        """Return name -> local path of files: their own in a store that is a folder, else that of a copy.
+
+        folder: for the copies. Raises ConfigError for a file that cannot be read
+        """
+        from fsspec.implementations.local import LocalFileSystem
+
+        if isinstance(self._files, LocalFileSystem):
+            return {name: self.path(name) for name in names}
+        paths = {name: f"{folder}/{name}" for name in names}
+        for name, path in paths.items():
+            try:
+                with self._files.open(self.path(name), "rb") as file, open(path, "wb") as copy:
+                    while data := file.read(BLOCK):  # fsspec's own get_file cannot be broken off
+                        copy.write(data)
+                        let_in()
+            except Exception as error:  # each file system has its own
+                raise ConfigError(f"{self.url}/{name}: {text_of(error)}") from error
+        return paths
+
+    def patches(self, name: str, path: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the patches of a file. Raises ConfigError for a file that is missing or damaged.
+
+        path: of a local copy; None: read the file itself
+        """
         import torch
 
         where = f"{self.url}/{name}"
         try:
-            with self._files.open(self.path(name), "rb") as file:
+            with open(path, "rb") if path else self._files.open(self.path(name), "rb") as file:
                 size = file.seek(0, 2)
                 file.seek(max(size - LENGTH, 0))
                 length = int.from_bytes(file.read(LENGTH), "little")
@@ -211,6 +239,26 @@ def _kept(chain: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return chain[wholes[-2] if len(wholes) > 1 else 0 :]
 
 
+@dataclass(slots=True)
+class Fetched:
+    """Local files that lead an engine to a version.
+
+    links:    of the chain, the one that they start from included
+    manifest: entries of all tensors, as plain data
+    base:     stamp of the weights that are patched; None: the first link's file holds all tensors
+    since:    stamp of the weights that served when the files were asked for; None: the engine did not serve
+    paths:    name -> path
+    read:     True once a sync has begun to read them
+    """
+
+    links: list[dict[str, Any]]
+    manifest: Any
+    base: str | None
+    since: str | None
+    paths: dict[str, str]
+    read: bool = False
+
+
 class Follower:
     """An engine's end of a chain.
 
@@ -225,46 +273,98 @@ class Follower:
     def pull(self, engine: Any, kv_amax: Any = None, kv_prompts: Any = None, scored: Scored | None = None) -> Any:
         """Bring an engine, or a fleet, to the newest version, and return the SyncReport; None if nothing is new.
 
-        engine: one that takes E4M3 (SyncSettings.weights_in="fp8_block"). Under asyncio this returns a coroutine
+        engine: one that takes E4M3 (SyncSettings.weights_in="fp8_block"). Under asyncio this returns a coroutine, and
+                requests may run until the files are here
         kv_amax, kv_prompts, scored: as for `sync_weights`
 
         What the engine has is patched. If it cannot be, it gets the newest whole version. Raises SyncError as
         `sync_weights` does.
         """
-        return engine._drive(self.pulling(engine, kv_amax, kv_prompts, scored))
+        return engine._drive(self._pulling(engine, kv_amax, kv_prompts, scored))
 
-    def pulling(self, engine: Any, *settings: Any) -> Generator[Call, Any, SyncReport | None]:
-        """Pull as a procedure. engine: an EngineBase, or a server's LifecycleFront; settings: as `pull` takes them"""
-        if self._store.read_json(HELD) is None:  # the trainer needs it, and no other engine has written it
+    def _pulling(self, engine: Any, *settings: Any) -> Generator[Call, Any, SyncReport | None]:
+        yield from self.announcing(engine)
+        with TemporaryDirectory(prefix="fp8plan-") as folder:
+            fetched = yield from self.fetching(engine, folder)
+            return (yield from self.writing(engine, folder, fetched, *settings))
+
+    # Procedures, whose `engine` is an EngineBase or a server's LifecycleFront.
+
+    def announcing(self, engine: Any) -> Procedure:
+        """Write what the trainer needs to know of the engine, unless another engine has."""
+        if (yield Call("files", (self._store.read_json, HELD))) is None:
             quantised, reloaded = yield from engine._asked(formats(engine.state))
-            self._store.write_json(HELD, {"fp8": sorted(quantised), "reloaded": dict(reloaded)})
-        latest = self._store.read_json("latest.json")
-        if latest is None or (latest["chain"][-1]["stamp"] == engine.state.stamp and engine.serving):
+            held = {"fp8": sorted(quantised), "reloaded": dict(reloaded)}
+            yield Call("files", (self._store.write_json, HELD, held))
+
+    def fetching(self, engine: Any, folder: str, whole: bool = False) -> Generator[Call, Any, Fetched | None]:
+        """Return the files that bring the engine to the newest version; None if it has that. The engine may serve.
+
+        folder: for copies of the files
+        whole:  get all tensors, although the engine may have a version of the chain
+
+        Raises SyncError if the file of all tensors cannot be copied, or one after it.
+        """
+        since = _weights_of(engine)
+        latest = yield Call("files", (self._store.read_json, "latest.json"))
+        if latest is None or (latest["chain"][-1]["stamp"] == since and not whole):
             return None
-        report: SyncReport | None = None
-        at = [number for number, link in enumerate(latest["chain"]) if link["stamp"] == engine.state.stamp]
-        if at and engine.serving:
-            with suppress(SyncError):
-                report = yield from engine._sync(self._chain(latest, at[0], engine.state.stamp), None, *settings)
-        if report is None:
-            latest = self._store.read_json("latest.json") or latest  # files of an old one may be gone
-            wholes = [number for number, link in enumerate(latest["chain"]) if link["whole"]]
-            report = yield from engine._sync(self._chain(latest, wholes[-1], None), None, *settings)
-        self.version = latest["version"]
-        return report
-
-    def _chain(self, latest: dict[str, Any], at: int, base: str | None) -> Chain:
-        """Return the link at that place of the chain, unless it is the base, and all that follow."""
-        links, manifest = latest["chain"][at:], read_manifest(latest["manifest"])
-
-        def patches() -> Iterator[tuple[str, torch.Tensor]]:
-            first, *others = links
+        chain = latest["chain"]
+        at = [number for number, link in enumerate(chain) if link["stamp"] == since and not whole]
+        base = since if at else None
+        links = chain[(at or [number for number, link in enumerate(chain) if link["whole"]])[-1] :]
+        try:
+            paths = yield Call("files", (self._store.fetch, _names(links, base), folder))
+        except ConfigError as error:
             if base is None:
-                yield from self._store.patches(f"{first['version']:08d}.whole")
-            for link in others:
-                yield from self._store.patches(f"{link['version']:08d}.patches")
+                serves = "the old weights serve" if engine.serving else "the engine still refuses to generate"
+                raise SyncError(f"{error}; {serves}") from error
+        else:
+            return Fetched(links, latest["manifest"], base, since, paths)
+        return (yield from self.fetching(engine, folder, whole=True))  # the trainer may have deleted an old link
 
-        return Chain(manifest, base, links[-1]["stamp"], patches)
+    def writing(
+        self, engine: Any, folder: str, fetched: Fetched | None, *settings: Any
+    ) -> Generator[Call, Any, SyncReport | None]:
+        """Sync local files, and return the SyncReport; None without files.
+
+        Other files are fetched if the engine has other weights by now, or if it refuses the patches.
+        settings: as `pull` takes them
+        """
+        while fetched is not None:
+            if fetched.since != _weights_of(engine):
+                fetched = yield from self.fetching(engine, folder)
+                continue
+            try:
+                report: SyncReport = yield from engine._sync(self._chain(fetched), None, *settings)
+            except SyncError:
+                refused = fetched.base is not None and fetched.read  # else the engine takes no sync now
+                fetched = (yield from self.fetching(engine, folder, whole=True)) if refused else None
+                if fetched is None:
+                    raise
+            else:
+                self.version = fetched.links[-1]["version"]
+                return report
+        return None
+
+    def _chain(self, fetched: Fetched) -> Chain:
+        def patches() -> Iterator[tuple[str, Tensor]]:
+            fetched.read = True
+            return (pair for name, path in fetched.paths.items() for pair in self._store.patches(name, path))
+
+        return Chain(read_manifest(fetched.manifest), fetched.base, fetched.links[-1]["stamp"], patches)
+
+
+def _weights_of(engine: Any) -> str | None:
+    """Return the stamp of the weights that an engine serves; None if it serves none, or the checkpoint's."""
+    stamp: str | None = engine.state.stamp if engine.serving else None
+    return stamp
+
+
+def _names(links: list[dict[str, Any]], base: str | None) -> list[str]:
+    """Return the files that lead from a base, or from none, over links of a chain."""
+    first, *others = (f"{link['version']:08d}" for link in links)
+    return [*([] if base else [f"{first}.whole"]), *(f"{number}.patches" for number in others)]
 
 
 def _compressed(data: bytes) -> bytes:

@@ -1,0 +1,263 @@
+"""What a follower copies before an engine syncs: which files, in which thread, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from slow_files import URL, SlowFiles, slow_files
+
+from fp8plan.errors import ConfigError, SyncError
+from fp8plan.runtime.engine import async_engine
+from fp8plan.runtime.interrupts import Held
+from fp8plan.runtime.weight_sync import state
+from fp8plan.runtime.weight_sync.delta.base import Chain
+from fp8plan.runtime.weight_sync.delta.store import HELD, Follower, Publisher
+from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path) -> Iterator[type[SlowFiles]]:
+    with slow_files(tmp_path / "temporary") as files:
+        yield files
+
+
+@pytest.fixture
+def publisher() -> Publisher:
+    """A trainer that has published its first version."""
+    publisher = Publisher(URL, fp8=[], every=3)
+    publisher._store.write_json(HELD, {"fp8": [], "reloaded": {}})
+    publish(publisher)
+    return publisher
+
+
+def publish(publisher: Publisher) -> None:
+    version = publisher._latest["version"] + 1
+    publisher.publish({"a": torch.full((64, 8), float(version)), "b": torch.arange(4.0)})
+
+
+class Engine:
+    """A stand-in that takes each chain from its own weights on, unless it refuses patches or is busy."""
+
+    def __init__(self) -> None:
+        self.state, self.serving = SyncState(SyncSettings(), None, False), True
+        self.refuses_patches = self.busy = False
+        self.written: list[tuple[bool, list[str]]] = []  # patched or not, and the names of all patches
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def _drive(self, procedure: Any) -> Any:
+        return state.driven(procedure, self.answer)
+
+    def answer(self, call: Call) -> None:
+        assert call.what == "reset"
+        self.meanwhile()
+
+    def _sync(self, chain: Chain, *_: Any) -> Any:
+        if self.busy:
+            raise SyncError("1 requests are running; the old weights serve")
+        yield Call("reset")
+        try:
+            patches = chain.patches()
+            if chain.base is not None and (self.refuses_patches or chain.base != self.state.stamp):
+                raise ConfigError("patches of other weights")
+            self.written.append((chain.base is not None, [name for name, _ in patches]))
+        except ConfigError as error:
+            raise SyncError(f"{error}; the old weights serve") from error
+        self.state.stamp = chain.stamp
+        return chain.stamp
+
+
+class AsyncEngine(Engine):
+    async def _drive(self, procedure: Any) -> Any:
+        async def answer(call: Call) -> None:
+            self.answer(call)
+
+        return await async_engine.driven(procedure, answer)
+
+
+def test_files_are_copied_before_the_engine_is_called(
+    publisher: Publisher, files: type[SlowFiles], tmp_path: Path
+) -> None:
+    engine, follower, before = Engine(), Follower(URL), list[int]()
+
+    def meanwhile() -> None:
+        before.append(len(files.opened))
+        assert len(list((tmp_path / "temporary").glob("*/*"))) == len(files.opened)
+        files.store.clear()  # the sync reads local files only
+
+    assert follower.pull(engine)
+    assert follower.pull(engine) is None
+    publish(publisher)
+    publish(publisher)
+    files.opened.clear()
+    engine.meanwhile = meanwhile
+    assert follower.pull(engine) == engine.state.stamp
+    assert files.opened == ["00000002.patches", "00000003.patches"]
+    assert before == [2]
+    assert engine.written == [(False, ["a", "b"]), (True, ["a", "a"])]
+    assert follower.version == 3
+
+
+def test_a_folder_is_read_where_it_is(tmp_path: Path) -> None:
+    publisher = Publisher(str(tmp_path / "store"), fp8=[])
+    publisher._store.write_json(HELD, {})
+    publish(publisher)
+    engine = Engine()
+    engine.meanwhile = lambda: [folder.rmdir() for folder in (tmp_path / "temporary").iterdir()]  # type: ignore[assignment, return-value]
+    assert Follower(str(tmp_path / "store")).pull(engine)
+
+
+def test_a_link_that_is_deleted_before_its_copy_leads_to_the_newest_whole_version(
+    publisher: Publisher, files: type[SlowFiles]
+) -> None:
+    engine, follower = Engine(), Follower(URL)
+    follower.pull(engine)
+    for _ in range(4):
+        publish(publisher)
+    files.opened.clear()
+    files.vanishing.append("00000003.patches")
+    assert follower.pull(engine)
+    assert files.opened == ["00000002.patches", "00000003.patches", "00000004.whole", "00000005.patches"]
+    assert engine.written[1:] == [(False, ["a", "b", "a"])]
+    assert follower.version == 5
+
+
+def test_all_tensors_that_cannot_be_copied_are_an_error_which_says_what_serves(
+    publisher: Publisher, files: type[SlowFiles]
+) -> None:
+    engine, follower = Engine(), Follower(URL)
+    files.vanishing.append(".whole")
+    with pytest.raises(SyncError, match=r"slow://store/00000001.whole: FileNotFoundError.*; the old weights serve$"):
+        follower.pull(engine)
+    engine.serving = False
+    with pytest.raises(SyncError, match=r"; the engine still refuses to generate$"):
+        follower.pull(engine)
+    assert not engine.written
+
+
+def test_patches_that_an_engine_refuses_are_followed_by_all_tensors(
+    publisher: Publisher, files: type[SlowFiles]
+) -> None:
+    engine, follower = Engine(), Follower(URL)
+    follower.pull(engine)
+    publish(publisher)
+    engine.refuses_patches = True
+    assert follower.pull(engine)
+    assert engine.written[1:] == [(False, ["a", "b", "a"])]
+
+
+def test_an_engine_that_takes_no_sync_now_has_no_more_copied(publisher: Publisher, files: type[SlowFiles]) -> None:
+    engine, follower = Engine(), Follower(URL)
+    follower.pull(engine)
+    publish(publisher)
+    files.opened.clear()
+    engine.busy = True
+    with pytest.raises(SyncError, match="1 requests are running"):
+        follower.pull(engine)
+    assert files.opened == ["00000002.patches"]
+
+
+@pytest.mark.parametrize("end", ["cut", "flipped"])
+def test_a_damaged_copy_is_named_by_its_place_in_the_store(
+    publisher: Publisher, files: type[SlowFiles], end: str
+) -> None:
+    path = "/store/00000001.whole"
+    data = files.store[path].getvalue()
+    files.store[path].seek(0)
+    files.store[path].truncate()
+    files.store[path].write(data[:-20] if end == "cut" else data[:-30] + b"{" + data[-29:])
+    with pytest.raises(SyncError, match=r"^slow://store/00000001.whole.*the old weights serve$"):
+        Follower(URL).pull(Engine())
+
+
+async def underway(files: type[SlowFiles], pull: asyncio.Task[Any]) -> None:
+    while not files.begun.is_set():
+        assert not pull.done()
+        await asyncio.sleep(0.01)
+
+
+def slow(files: type[SlowFiles]) -> None:
+    files.begun.clear()
+    files.fast.clear()
+
+
+def test_the_event_loop_goes_on_while_files_are_copied(publisher: Publisher, files: type[SlowFiles]) -> None:
+    async def steps() -> None:
+        engine, follower = AsyncEngine(), Follower(URL)
+        slow(files)
+        pull = asyncio.create_task(follower.pull(engine))
+        await underway(files, pull)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert not pull.done()
+        assert not engine.written
+        files.fast.set()
+        assert await pull
+        assert engine.written == [(False, ["a", "b"])]
+
+    asyncio.run(asyncio.wait_for(steps(), 30))
+
+
+def test_a_pull_that_is_cancelled_ends_its_copy(publisher: Publisher, files: type[SlowFiles], tmp_path: Path) -> None:
+    async def steps() -> None:
+        engine = AsyncEngine()
+        slow(files)
+        pull = asyncio.create_task(Follower(URL).pull(engine))
+        await underway(files, pull)
+        pull.cancel()
+        begun = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await pull
+        assert time.monotonic() - begun < 1.0  # the whole copy takes longer
+        assert list((tmp_path / "temporary").iterdir()) == []
+        assert not files.fast.is_set()
+        files.fast.set()
+        assert await Follower(URL).pull(engine)  # in the same thread, which is not stopped any more
+
+    asyncio.run(asyncio.wait_for(steps(), 30))
+
+
+def test_other_weights_that_came_meanwhile_are_looked_at_again(publisher: Publisher, files: type[SlowFiles]) -> None:
+    """A second pull has brought the newest version, or somebody else other weights."""
+
+    async def steps() -> None:
+        engine, follower = AsyncEngine(), Follower(URL)
+        slow(files)
+        first, second = (asyncio.create_task(follower.pull(engine)) for _ in range(2))
+        await underway(files, first)
+        files.fast.set()
+        assert sorted([await first, await second], key=str) == sorted([engine.state.stamp, None], key=str)
+        assert len(engine.written) == 1
+        publish(publisher)
+        slow(files)
+        pull = asyncio.create_task(follower.pull(engine))
+        await underway(files, pull)
+        engine.state.stamp = "a trainer's own"
+        files.fast.set()
+        assert await pull
+        assert engine.written[1:] == [(False, ["a", "b", "a"])]
+
+    asyncio.run(asyncio.wait_for(steps(), 30))
+
+
+def test_ctrl_c_ends_a_copy(publisher: Publisher, files: type[SlowFiles]) -> None:
+    """Also under a call that holds it back elsewhere."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    slow(files)
+    press = threading.Thread(target=lambda: (files.begun.wait(30), os.kill(os.getpid(), signal.SIGINT)))
+    press.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), Held(lambda: None):
+            Follower(URL).pull(Engine())
+        assert not files.fast.is_set()
+    finally:
+        press.join()
+        signal.signal(signal.SIGINT, before)
