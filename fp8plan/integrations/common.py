@@ -44,7 +44,7 @@ class TrainerSettings(msgspec.Struct, frozen=True):
 
     plan:       path of a plan's JSON
     thresholds: "constant", or "level" (LevelThresholds)
-    target_kl:  KL in nats per token up to which "level" keeps the thresholds; null: as the plan expects, or the law's own
+    target_kl:  KL in nats per token up to which "level" keeps the thresholds; null: as the plan expects, or 0.01
     limit_kl:   KL in nats per token above which the alarm sounds; null: likewise
     run_file:   path of a file for `fp8plan monitor`; null: none is written
     """
@@ -59,8 +59,8 @@ class TrainerSettings(msgspec.Struct, frozen=True):
         if self.thresholds not in ("constant", "level"):
             gone = ", a law that is deleted, as it did no better than a constant" * (self.thresholds == "adaptive")
             raise ConfigError(
-                f'thresholds is {self.thresholds!r}{gone}; allowed: "constant", the default, or "level", which tightens '
-                "while the KL is above its target"
+                f'thresholds is {self.thresholds!r}{gone}; allowed: "constant", the default, or "level", which '
+                "tightens while the KL is above its target"
             )
 
     def controller(self, correction: CorrectionSettings, plan: Plan | None = None) -> Controller:

@@ -411,9 +411,7 @@ def test_a_decision_says_from_where_to_where_the_thresholds_go():
     assert shown(ConstantThresholds(None).initial()) == "none"
 
 
-@pytest.mark.parametrize(
-    "controller", [LevelThresholds(warm_up=0), LevelThresholds(warm_up=9), ConstantThresholds()]
-)
+@pytest.mark.parametrize("controller", [LevelThresholds(warm_up=0), LevelThresholds(warm_up=9), ConstantThresholds()])
 def test_without_any_mismatch_nothing_moves_and_no_kl_alarm_sounds(controller):
     thresholds, _, decided = after(controller, [mismatch_of(np.zeros(100))] * 2)
     assert (thresholds.tis, decided.alarms, decided.escalate) == (2.0, (Alarm.IDENTICAL,), None)
