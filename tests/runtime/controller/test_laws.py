@@ -195,8 +195,9 @@ def test_hysteresis():
         assert thresholds.tis == 2.0
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.sampled_from(CONTROLLERS), pasts, st.lists(st.floats(0.0, 5.0), min_size=1, max_size=8))
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@settings(deadline=None, max_examples=15)
+@given(past=pasts, then=st.lists(st.floats(0.0, 5.0), min_size=1, max_size=8))
 def test_a_run_resumed_from_a_saved_state_goes_on_bit_for_bit(controller, past, then):
     state = controller.initial()
     for kl in past:
@@ -255,8 +256,9 @@ def test_a_thousand_calm_steps_wind_nothing_up():
     assert (once.reach, once.strained, once.kl) == (long.reach, long.strained, pytest.approx(long.kl))
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.sampled_from(CONTROLLERS), pasts)
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@settings(deadline=None, max_examples=10)
+@given(past=pasts)
 def test_what_is_not_a_number_moves_nothing(controller, past):
     state = controller.initial()
     for kl in past:
