@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from fp8plan.model.workload import LogNormal as LogNormal
     from fp8plan.model.workload import Trace as Trace
     from fp8plan.model.workload import Workload as Workload
-    from fp8plan.runtime.controller.laws import AdaptiveThresholds as AdaptiveThresholds
     from fp8plan.runtime.controller.laws import ConstantThresholds as ConstantThresholds
     from fp8plan.runtime.controller.laws import LevelThresholds as LevelThresholds
     from fp8plan.runtime.controller.state import AlarmLimits as AlarmLimits
@@ -86,7 +85,7 @@ _HOME = {
         "model.validate.records": "read_records recorded_workload",
         "model.weight_changes": "TopK",
         "model.workload": "Batch Fixed LogNormal Trace Workload",
-        "runtime.controller.laws": "AdaptiveThresholds ConstantThresholds LevelThresholds",
+        "runtime.controller.laws": "ConstantThresholds LevelThresholds",
         "runtime.controller.state": "AlarmLimits",
         "runtime.correction.correct": "correct Correction",
         "runtime.correction.settings": "CorrectionSettings Rejection Thresholds",

@@ -2,7 +2,7 @@
 
     python tools/mutants.py                          every module of tools/mutants.toml
     python tools/mutants.py runtime/guard/fallback   those whose path contains this text
-    python tools/mutants.py adaptive --names _at,_said --sample 40 --seed 1
+    python tools/mutants.py controller/laws --names _at_reach,_said --sample 40 --seed 1
 
 tools/mutants.toml has the modules, the tests that belong to each, and the mutants that change no behaviour with the
 reason. Nothing is written to the repository: each mutant lives in a forked process, whose import system compiles it in

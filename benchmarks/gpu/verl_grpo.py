@@ -201,7 +201,7 @@ def command(part: str, folder: Path, told: Any) -> list[str]:
         settings |= {f"{rollout}.name": "fp8plan", f"{ours}.choice": precision(part, told), f"{ours}.accept": "high"}
         settings[f"{ours}.run_file"] = folder / f"{part}.run.jsonl"
         if told.target_kl:
-            settings |= {f"{ours}.thresholds": "adaptive", f"{ours}.target_kl": told.target_kl}
+            settings |= {f"{ours}.thresholds": "level", f"{ours}.target_kl": told.target_kl}
     return [f"{name}={value}" for name, value in settings.items()]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, Controller, LevelThresholds
+from fp8plan.runtime.controller.laws import ConstantThresholds, Controller, LevelThresholds
 from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode, Thresholds
 
 FP8: Final = {"cpu": "fp8_kv", "cuda": "fp8_block+fp8_kv"}
@@ -23,30 +23,24 @@ class Correction:
 
     follow: do what the controller asks for beyond thresholds (measure the KV scales again, step down), as a run with
             fp8plan does; without it, an arm is what other stacks have
-    mixed:  corrected and uncorrected gradients are mixed, by trainer.share_of
     """
 
     settings: CorrectionSettings
     controller: Controller
     follow: bool
-    mixed: bool = False
 
 
 def _constant(c: float) -> Correction:
     return Correction(CorrectionSettings(thresholds=Thresholds(c)), ConstantThresholds(c), follow=False)
 
 
-TIS: Final = CorrectionSettings(thresholds=Thresholds(2.0))
 # The constants but 2 tell a law that moves C from a law that only ends at a better C.
 CONSTANTS: Final = {"tis": 2.0, "tis_1.1": 1.1, "tis_1.4": 1.4, "tis_5": 5.0}
 # Token weights, as truncated importance sampling. "adaptive" is the name of LevelThresholds in logs of before.
 TRUNCATED: Final = {
     "none": Correction(CorrectionSettings(level=None), ConstantThresholds(), follow=False),
     **{name: _constant(c) for name, c in CONSTANTS.items()},
-    "adaptive": Correction(TIS, LevelThresholds(), follow=True),
-    "news": Correction(TIS, AdaptiveThresholds(), follow=True),
-    "news_free": Correction(TIS, AdaptiveThresholds(limit_kl=1.0), follow=True),  # relaxes up to a KL of 1
-    "mix": Correction(TIS, ConstantThresholds(2.0), follow=False, mixed=True),
+    "adaptive": Correction(CorrectionSettings(thresholds=Thresholds(2.0)), LevelThresholds(), follow=True),
 }
 # Masks, each with one band in its own units: MIS has that of the hooks' default, IcePop that of its paper. A mean over
 # few tokens spreads more than the [0.999, 1.001] for thousands, so the geometric band is about as wide as its spread.
@@ -55,23 +49,20 @@ BANDS: Final[dict[str, tuple[Level, Mode, tuple[float, float]]]] = {
     "icepop": ("token", "icepop", (0.5, 5.0)),
     "geometric": ("geometric", "mis", (0.8, 1.25)),
 }
-
-
-def _masks(level: Level, mode: Mode, band: tuple[float, float]) -> tuple[Correction, Correction]:
-    """A mask with a constant band, and with that of AdaptiveThresholds."""
-    settings = CorrectionSettings(level, mode, Thresholds(None, band))
-    constant = Correction(settings, ConstantThresholds(None, band), follow=False)
-    return constant, Correction(settings, AdaptiveThresholds(None, band), follow=True)
-
-
 MASKS: Final = {
-    name: correction
-    for mask, ways in BANDS.items()
-    for name, correction in zip((mask, f"{mask}_news"), _masks(*ways), strict=True)
+    mask: Correction(
+        CorrectionSettings(level, mode, Thresholds(None, band)), ConstantThresholds(None, band), follow=False
+    )
+    for mask, (level, mode, band) in BANDS.items()
 }
 CORRECTIONS: Final = TRUNCATED | MASKS
-# Corrections of committed runs by laws that are deleted: tables name them, and none runs again.
-DELETED: Final = {"least_error": "LeastErrorThresholds"}
+# Corrections of committed runs that are deleted: tables name them, and none runs again.
+DELETED: Final = {
+    "least_error": "LeastErrorThresholds",
+    "news": "AdaptiveThresholds",
+    "news_free": "AdaptiveThresholds(limit_kl=1.0)",
+    "mix": "mix",
+}
 
 # Scenario -> relative noise of the weights that are sent to the engine, by the share of the run that is over. The
 # trainer's own stay clean: what the engine samples then really comes from another policy.
@@ -162,13 +153,10 @@ def _under(scenarios: Iterable[str], corrections: Iterable[str]) -> dict[str, Ar
 
 
 CONTROL: Final = _under(("growing", *LASTING, "spiking", "staler", "broken"), (*TRUNCATED, *DELETED))
-# The runs of evidence/news.md, in the order in which they are made.
+# The runs of evidence/news.md whose corrections are still there.
 JUDGED: Final = ("lasting", "growing", "spiking", "staler", "broken")
-NEWS: Final = _under(JUDGED, ("none", "tis", "tis_1.4", "adaptive", "news", "news_free"))
-NEWS_MORE: Final = _under(("benign",), ("none", "tis", "tis_1.4", "adaptive", *DELETED, "news", "news_free"))
-MIX: Final = _under((*JUDGED, "benign"), ("mix",))  # those of evidence/mix.md
 MASKED: Final = ("lasting", "growing", "staler", "broken")
-NEWS_MASKS: Final = _under(MASKED, MASKS)
+NEWS: Final = _under((*JUDGED, "benign"), ("none", "tis", "tis_1.4", "adaptive")) | _under(MASKED, MASKS)
 # Where plain FP8 may begin to do harm, each with the BF16 that it is held against.
 HARDER: Final = {"high-rate": {"rate": 4.0}, "4-updates": {"updates": 4}, "stale": {"sync_every": 4}}
 MAP: Final = {
@@ -180,7 +168,7 @@ MAP: Final = {
         ("fp8-adaptive", "fp8", "adaptive"),
     )
 }
-LOGGED: Final = MAIN | CONTROL | NEWS_MORE | MIX | NEWS_MASKS | MAP  # the arms of logs, in the order of tables
+LOGGED: Final = MAIN | CONTROL | NEWS | MAP  # the arms of logs, in the order of tables
 
 
 def _running(arms: dict[str, Arm]) -> dict[str, Arm]:
@@ -189,12 +177,8 @@ def _running(arms: dict[str, Arm]) -> dict[str, Arm]:
 
 ARMS: Final = _running(LOGGED)
 GROUPS: Final = {
-    name: _running(group)
-    for name, group in (
-        ("main", MAIN), ("control", CONTROL), ("map", MAP),
-        ("news", NEWS), ("news-more", NEWS_MORE), ("mix", MIX), ("news-masks", NEWS_MASKS),
-    )
-}  # fmt: skip
+    name: _running(group) for name, group in (("main", MAIN), ("control", CONTROL), ("map", MAP), ("news", NEWS))
+}
 BASELINES: Final = {f"{name}-{what}": f"{name}-bf16" for name in HARDER for what in ("bf16", "fp8", "fp8-adaptive")}
 
 

@@ -23,7 +23,7 @@ from benchmarks.learning.policies.make import task_of
 from benchmarks.learning.policies.table import policy_named
 from benchmarks.learning.policies.tasks import PILOT, TRAIN
 from benchmarks.learning.state import RunFolder
-from benchmarks.learning.trainer import Trainer, share_of
+from benchmarks.learning.trainer import Trainer
 from fp8plan import schemas
 from fp8plan.errors import NotServingError, ProfileError, SyncError
 from fp8plan.jsonl import now
@@ -142,17 +142,13 @@ class Loop:
         found = self.monitor.step(
             old, batch.rollout_logprobs, batch.mask, versions=versions, metrics={schemas.REWARD: mean}
         )
-        weights, share = found.weights, None
-        if self.correction.mixed:
-            share = share_of(old, batch.rollout_logprobs, batch.mask, found.metrics[schemas.ESS])
-            weights = 1 + share * (weights - 1)
         before = self.trainer.tensors() if self._logs_changes() else {}
         paused, error = self.trainer.clock(), None
         if self.step % ERROR_EVERY == 0:
-            error = self.trainer.error(batch, old, found.mask, weights)
+            error = self.trainer.error(batch, old, found.mask, found.weights)
         begun += self.trainer.clock() - paused  # no part of a step
         for _ in range(self.arm.updates):
-            self.trainer.update(batch, old, found.mask, weights)
+            self.trainer.update(batch, old, found.mask, found.weights)
         self.step += 1
         if before:
             self._log_changes(before)
@@ -167,8 +163,6 @@ class Loop:
         row |= {"rollout_s": rollout_s, "train_s": trained - begun - rollout_s, "sync_s": ended - trained}
         if error is not None:
             row["gradient_error"] = error._asdict()
-        if share is not None:
-            row["corrected_share"] = share
         self.folder.log("steps.jsonl", row | {"step_s": ended - begun, "precision": self.engine.launch.precision})
         self.say(
             f"step {self.step}: reward {mean:.3f}, k3 {found.mismatch.k3:.1e}, {found.decided.decision.value}, "

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks.learning.grpo import Batch, micro_batches, token_losses, train_logprobs
-
-MIX_AT: Final = 0.1  # mean |log ratio| at which half of a gradient is corrected: about that of the benign FP8 cache
 
 
 class GradientError(NamedTuple):
@@ -28,17 +26,6 @@ class GradientError(NamedTuple):
     bias2: float
     variance: float
     norm2: float
-
-
-def share_of(old: Tensor, rollout: Tensor, mask: Tensor, ess: float) -> float:
-    """Return the share of the corrected gradient in a mix with the uncorrected one, 0 to 1.
-
-    It grows with the mean |log ratio| of the batch, and shrinks with the ESS of the weights. ESS is 1 / (1 + CV^2), so
-    that it holds the weights' reliability and the growth of variance. After AIS (arXiv 2605.13907), whose abstract
-    names these three; its formula was not to be had.
-    """
-    severity = float((old - rollout).abs()[mask.bool()].mean())
-    return ess * severity / (severity + MIX_AT)
 
 
 class Trainer:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as make_plan
 from fp8plan.model.risk.expected import THRESHOLDS, rejections_in, weights_in
 from fp8plan.model.workload import Fixed, Lengths, LogNormal, Workload
-from fp8plan.runtime.controller.laws import AdaptiveThresholds, Controller
+from fp8plan.runtime.controller.laws import Controller, LevelThresholds
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.guard.fallback import DEPTH, Action, stepped_down
@@ -43,17 +43,25 @@ class TrainerSettings(msgspec.Struct, frozen=True):
     """The settings that users write in any trainer's configuration. Every key may be left out.
 
     plan:       path of a plan's JSON
-    thresholds: "constant", or "adaptive" (AdaptiveThresholds)
-    target_kl:  KL in nats per token that is no news to adaptive thresholds; null: as the plan expects, or the law's own
+    thresholds: "constant", or "level" (LevelThresholds)
+    target_kl:  KL in nats per token up to which "level" keeps the thresholds; null: as the plan expects, or 0.01
     limit_kl:   KL in nats per token above which the alarm sounds; null: likewise
     run_file:   path of a file for `fp8plan monitor`; null: none is written
     """
 
     plan: str | None = None
-    thresholds: Literal["constant", "adaptive"] = "constant"
+    thresholds: str = "constant"
     target_kl: float | None = None
     limit_kl: float | None = None
     run_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.thresholds not in ("constant", "level"):
+            gone = ", a law that is deleted, as it did no better than a constant" * (self.thresholds == "adaptive")
+            raise ConfigError(
+                f'thresholds is {self.thresholds!r}{gone}; allowed: "constant", the default, or "level", which '
+                "tightens while the KL is above its target"
+            )
 
     def controller(self, correction: CorrectionSettings, plan: Plan | None = None) -> Controller:
         """The law of a correction's thresholds. The plan's thresholds go before the correction's.
@@ -64,12 +72,12 @@ class TrainerSettings(msgspec.Struct, frozen=True):
         kl: dict[str, Any] = {name: level for name, level in levels.items() if level is not None}
         if self.thresholds == "constant":
             if "target_kl" in kl:
-                raise ConfigError('target_kl with constant thresholds, which have none; allowed: thresholds "adaptive"')
+                raise ConfigError('target_kl with constant thresholds, which have none; allowed: thresholds "level"')
             return constant(correction, plan, **kl)
         if correction.level is None:
-            raise ConfigError('thresholds is "adaptive" and nothing is corrected; allowed: "constant"')
+            raise ConfigError('thresholds is "level" and nothing is corrected; allowed: "constant"')
         start = correction.thresholds
-        return AdaptiveThresholds(start.tis, start.band, correction.level, **kl)
+        return LevelThresholds(start.tis, start.band, correction.level, **kl)
 
     def sinks(self) -> list[JsonLines]:
         """The run file, if there is one. Raises ConfigError for a folder that does not exist."""

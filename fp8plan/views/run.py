@@ -159,7 +159,7 @@ def _kl(steps: Steps) -> Line:
 
 
 def _news_of_kl(steps: Steps) -> Line:
-    """The KL over the baseline that adaptive thresholds compare it with."""
+    """The KL over its baseline, the median of the batches before."""
     news, baseline = steps.value(schemas.NEWS), steps.value(schemas.BASELINE)
     now = "-" if news is None else f"{news:.2f}x"
     against = "" if baseline is None else f"baseline {baseline:.1e}"

@@ -558,12 +558,12 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: fp8plan.Monitor(settings=5),
         ("settings is 5", "allowed: a CorrectionSettings, such as"),
     ),  # type: ignore[arg-type]
-    "a controller by name": (lambda: fp8plan.Monitor(controller="adaptive"), ("controller", "'adaptive'")),  # type: ignore[arg-type]
+    "a controller by name": (lambda: fp8plan.Monitor(controller="level"), ("controller", "'level'")),  # type: ignore[arg-type]
     "a controller's class": (
-        lambda: fp8plan.Monitor(controller=fp8plan.AdaptiveThresholds),
+        lambda: fp8plan.Monitor(controller=fp8plan.LevelThresholds),
         (
-            "controller is <class 'fp8plan.runtime.controller.laws.AdaptiveThresholds'>",
-            "allowed: AdaptiveThresholds(), or another controller",
+            "controller is <class 'fp8plan.runtime.controller.laws.LevelThresholds'>",
+            "allowed: ConstantThresholds(), or another controller",
         ),
     ),  # type: ignore[arg-type]
     "a plan's file": (lambda: fp8plan.Monitor(plan="plan.json"), ("plan", "'plan.json'")),  # type: ignore[arg-type]
@@ -602,7 +602,7 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("the config is 'token'", "allowed: a mapping, a DictConfig"),
     ),  # type: ignore[arg-type]
     "slew below 1": (
-        lambda: fp8plan.AdaptiveThresholds(slew=(0.5, 2.0)),
+        lambda: fp8plan.LevelThresholds(slew=(0.5, 2.0)),
         ("slew is (0.5, 2.0)", "allowed: two finite factors above 1"),
     ),
     "a run file of None": (lambda: fp8plan.JsonLines(None), ("the run file is None", "allowed: its path, such as")),  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import STATE_FILE, load_state, save_state
-from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds
+from fp8plan.runtime.controller.laws import ConstantThresholds, LevelThresholds
 from fp8plan.runtime.monitor.monitor import Monitor
 
 
@@ -29,7 +29,7 @@ def test_a_state_comes_back_and_a_torn_one_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "law", [ConstantThresholds(limit_kl=inf), AdaptiveThresholds(limit_kl=inf), ConstantThresholds(tis=inf)]
+    "law", [ConstantThresholds(limit_kl=inf), LevelThresholds(limit_kl=inf), ConstantThresholds(tis=inf)]
 )
 def test_a_state_without_a_limit_comes_back(law: Any, tmp_path: Path) -> None:
     monitor, fresh = Monitor(controller=law), Monitor(controller=law)

@@ -32,7 +32,7 @@ from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.integrations import hooks as micro_batches
 from fp8plan.integrations import prime_rl, skyrl, slime
-from fp8plan.runtime.controller.laws import AdaptiveThresholds
+from fp8plan.runtime.controller.laws import LevelThresholds
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.mismatch.measure import pack
 from fp8plan.runtime.mismatch.sampling import Sampling
@@ -199,7 +199,7 @@ def hook_step(framework: str, seed: int, sigma: float, settings: str) -> float:
 def test_thresholds_follow_the_kl_and_the_run_file_says_so(
     framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = settings_file(tmp_path, run_file="run.jsonl", thresholds="adaptive")
+    path = settings_file(tmp_path, run_file="run.jsonl", thresholds="level")
     monkeypatch.setenv("FP8PLAN_MONITOR", path)
     if framework == "skyrl":
         skyrl.register(path)
@@ -209,7 +209,7 @@ def test_thresholds_follow_the_kl_and_the_run_file_says_so(
     assert 1 < found[5] < found[3] < 2.0
     assert found[5] < found[-1]
     # The same batches, seen whole, lead a Monitor to the same thresholds.
-    monitor, whole = Monitor(controller=AdaptiveThresholds()), []
+    monitor, whole = Monitor(controller=LevelThresholds()), []
     for seed, sigma in enumerate(spread):
         monitor.step(*both(2 * seed, sigma), lengths=LENGTHS * 2)
         whole.append(monitor.thresholds.tis)

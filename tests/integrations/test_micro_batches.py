@@ -67,12 +67,17 @@ def test_figures_of_a_micro_batch_are_numbers_whatever_is_in_it() -> None:
     [
         ({"C": 2.0}, "takes no C; allowed: plan, thresholds, target_kl"),
         ({"tis": "two"}, "tis is 'two'; allowed: a number"),
-        ({"tis": 0.5, "thresholds": "adaptive"}, "tis begins at 0.5; allowed: above 1"),
+        ({"tis": 0.5, "thresholds": "level"}, "tis begins at 0.5; allowed: above 1"),
         ({"level": "word"}, "level is 'word'; allowed: token, sequence, geometric"),
         ({"level": None}, "level is None; allowed: text"),
         ({"band": [0.8, 1.2]}, "band with mode 'tis', which has none; allowed"),
         ({"mode": "mis", "band": [2.0, 0.5]}, "band is (2.0, 0.5); allowed: (low, high)"),
-        ({"target_kl": 0.01}, 'target_kl with constant thresholds, which have none; allowed: thresholds "adaptive"'),
+        ({"target_kl": 0.01}, 'target_kl with constant thresholds, which have none; allowed: thresholds "level"'),
+        (
+            {"thresholds": "adaptive"},
+            'is deleted, as it did no better than a constant; allowed: "constant", the default, or "level"',
+        ),
+        ({"thresholds": "tight"}, 'thresholds is \'tight\'; allowed: "constant", the default, or "level"'),
         ({"plan": "no.json"}, "fp8plan plan MODEL --gpu GPU --json plan.json"),
         ({"sampling": {"topp": 0.9}}, "takes no topp (did you mean top_p?); allowed: temperature, top_p"),
         ({"sampling": {"top_p": 9}}, "top_p is 9.0; allowed: above 0, 1 at most"),
@@ -124,9 +129,9 @@ some = torch.nn.Parameter(torch.ones(1))
 some.grad = torch.ones(1)
 optimiser = torch.optim.SGD([some])
 chance = torch.Generator().manual_seed(rank)
-adaptive = {"thresholds": "adaptive", "target_kl": 0.001}
-shared = running(HookSettings(**adaptive, run_file=folder + "/shared.jsonl"))
-alone = running(HookSettings(**adaptive, run_file=folder + "/alone.jsonl", share=False))
+level = {"thresholds": "level", "target_kl": 0.001}
+shared = running(HookSettings(**level, run_file=folder + "/shared.jsonl"))
+alone = running(HookSettings(**level, run_file=folder + "/alone.jsonl", share=False))
 found = []
 for step in range(4):
     for _ in range(1 + rank):  # ranks may have different numbers of micro-batches
@@ -177,6 +182,6 @@ def test_a_plan_beside_the_settings_says_what_kl_to_expect(tmp_path: Path) -> No
     assert batches.monitor.state == Monitor(plan=planned).state
     assert (batches.monitor.state.limit_kl, batches.monitor.state.tis) == (0.3, 1.5)
     (tmp_path / "told").mkdir()
-    adaptive = {"plan": "../plan.json", "thresholds": "adaptive", "target_kl": 0.001}
-    told = running(settings_at(settings_file(tmp_path / "told", **adaptive)))
+    level = {"plan": "../plan.json", "thresholds": "level", "target_kl": 0.001}
+    told = running(settings_at(settings_file(tmp_path / "told", **level)))
     assert (told.monitor.state.target_kl, told.monitor.state.tis) == (0.001, 1.5)

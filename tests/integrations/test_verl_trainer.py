@@ -160,7 +160,7 @@ def test_with_constant_thresholds_it_is_verls_own_correction(
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 def test_thresholds_tighten_when_the_kl_rises(trainer: Trainer, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = trainer(f"+{OURS}.thresholds=adaptive", mode=mode)
+    found = trainer(f"+{OURS}.thresholds=level", mode=mode)
     seen = [step(found, batch_of(noise, seed), monkeypatch)[1] for seed, noise in enumerate([0.05] * 3 + [1.0] * 6)]
     bounds = [metrics["fp8plan/threshold_tis"] for metrics in seen]
     assert bounds[0] == bounds[2] == found.plan.thresholds["token_tis"]
@@ -185,8 +185,8 @@ def test_without_a_correction_all_weights_are_verls(trainer: Trainer, monkeypatc
 
 def test_without_a_correction_there_is_a_limit_and_nothing_adapts(trainer: Trainer) -> None:
     assert trainer(f"+{OURS}.correct=False", f"+{OURS}.limit_kl=0.5").monitor.state.limit_kl == 0.5
-    with pytest.raises(ConfigError, match=r"thresholds is \"adaptive\" and nothing is corrected; allowed"):
-        trainer(f"+{OURS}.correct=False", f"+{OURS}.thresholds=adaptive")
+    with pytest.raises(ConfigError, match=r"thresholds is \"level\" and nothing is corrected; allowed"):
+        trainer(f"+{OURS}.correct=False", f"+{OURS}.thresholds=level")
 
 
 def test_a_batch_without_log_probs_is_one_clear_error(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,15 +199,15 @@ def test_a_batch_without_log_probs_is_one_clear_error(trainer: Trainer, monkeypa
 def test_a_checkpoint_carries_the_thresholds_on(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adaptive = f"+{OURS}.thresholds=adaptive"
-    found = trainer(adaptive)
+    level = f"+{OURS}.thresholds=level"
+    found = trainer(level)
     for seed in range(5):
         metrics = step(found, batch_of(1.0, seed), monkeypatch)[1]
     found.global_steps = 5
     (tmp_path / "global_step_5").mkdir()
     found._save_checkpoint()
     assert json.loads((tmp_path / "global_step_5" / "fp8plan.json").read_text())["steps"] == 5
-    resumed = trainer(adaptive, "+trainer.at=5")
+    resumed = trainer(level, "+trainer.at=5")
     assert resumed.monitor.steps == 5
     assert resumed.monitor.thresholds.tis == metrics["fp8plan/threshold_tis"] < found.plan.thresholds["token_tis"]
 

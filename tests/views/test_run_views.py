@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from simulated_run import STEP_S, simulated
 
-from fp8plan import cli
+from fp8plan import cli, schemas
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line
 from fp8plan.runtime.controller.alarms import MEANINGS, Alarm
@@ -103,6 +103,31 @@ def test_news_their_baseline_the_threshold_and_the_reason_are_shown(tmp_path: Pa
     assert curves["C"].x == curves["KL over its baseline"].x
     without = shown(written(tmp_path / "old.jsonl", RUN[:40]), 100)
     assert "KL news" not in without
+
+
+def test_a_run_with_constant_thresholds_shows_its_news(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from fp8plan.runtime.monitor.monitor import Monitor
+    from fp8plan.runtime.monitor.sinks import JsonLines
+
+    path, chance = tmp_path / "run.jsonl", torch.Generator().manual_seed(0)
+    with Monitor(sinks=[JsonLines(str(path))]) as monitor:
+        for sigma in (0.2, 0.2, 0.5):
+            train = -9 - torch.rand(64, 64, generator=chance)
+            noise = sigma * torch.randn(64, 64, generator=chance) - sigma**2 / 2
+            step = monitor.step(train, train - noise)
+    reader = RunReader(path)
+    assert reader.read() == 3
+    baseline, news = step.metrics[schemas.BASELINE], step.metrics[schemas.NEWS]
+    assert 0.019 < baseline < 0.021
+    assert 2 < news < 3
+    text = shown(reader, 160)
+    assert re.search(rf"^KL news +│? *{news:.2f}x +│? *baseline {baseline:.1e}", text, re.MULTILINE), text
+    said = f"hold: constant thresholds; KL {news * baseline:.2g} is {news:.1f} times its baseline of {baseline:.2g}"
+    assert said in text
+    curves = {trace.name: trace for trace in figure(reader.steps, []).data}
+    assert curves["C"].text[2].replace("<br>", " ") == said
+    assert curves["KL over its baseline"].y[2] == pytest.approx(news, rel=1e-3)
 
 
 def test_the_view_tells_what_is_wrong(tmp_path: Path) -> None:

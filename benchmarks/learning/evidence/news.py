@@ -139,6 +139,15 @@ def margins(rewards: Rewards, pairs: Iterable[tuple[str, str]], mismatches: Sequ
     return table(("difference", *mismatches, "all of them"), rows)
 
 
+def without_mismatch(rewards: Rewards, pairs: Iterable[tuple[str, str]]) -> str:
+    """The margins of arms over others under `benign`, as a sentence."""
+    cells = []
+    for law, other in pairs:
+        apart = margin(_of(rewards, "benign", law), _of(rewards, "benign", other))
+        cells.append(f"{_name(law)} less {_name(other)} {UNSEEN if apart is None else apart.cell}")
+    return f"Under `benign`: {'; '.join(cells)}."
+
+
 def judged(rewards: Rewards) -> str:
     """The margins that the rule asks for, in Markdown."""
     return margins(rewards, [(law, other) for law in LAWS for other in (USUAL, BEST)])
@@ -219,7 +228,9 @@ def tables() -> dict[str, str]:
         "costs of laws": costs(NEWS, (*OTHERS, *LAWS)),
         "rewards of masks": f"{rewarded(rewards, (USUAL, *MASKS), MASKED)}\n\n{masked(rewards)}",
         "costs of masks": costs(NEWS, ("none", USUAL, *MASKS), MASKED),
-        "explored laws": f"{margins(rewards, EXPLORED)}\n\n{stepped_down(NEWS, 'adaptive')}",
+        "explored laws": "\n\n".join(
+            (margins(rewards, EXPLORED), without_mismatch(rewards, EXPLORED), stepped_down(NEWS, "adaptive"))
+        ),
     }
 
 
@@ -230,7 +241,7 @@ def main(words: Sequence[str] | None = None) -> None:
     print(f"{rewarded(rewards, (*OTHERS, *LAWS), MISMATCHES)}\n\n{judged(rewards)}\n")
     for plan, tries in TRIES.items():
         print(f"{plan}\n\n{verdict(rewards, tries)}\n")
-    print(f"explored, without a rule\n\n{margins(rewards, EXPLORED)}\n")
+    print(f"explored, without a rule\n\n{margins(rewards, EXPLORED)}\n\n{without_mismatch(rewards, EXPLORED)}\n")
     print(f"masks\n\n{rewarded(rewards, (USUAL, *MASKS), MASKED)}\n\n{masked(rewards)}\n")
     print(f"{costs(path)}\n\n{costs(path, (*OTHERS, *LAWS))}\n\n{costs(path, ('none', USUAL, *MASKS), MASKED)}")
 

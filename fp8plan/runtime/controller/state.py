@@ -1,4 +1,4 @@
-"""The parts that all laws share: state, decisions, the smoothed KL, the levels of alarms, and escalations.
+"""The parts that all laws share: state, decisions, the smoothed KL and its news, levels of alarms, and escalations.
 
 Alarms of the mismatch sound before the thresholds are decided, those of the correction afterwards.
 """
@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from math import inf, isfinite, isnan, sqrt
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from fp8plan.checks import Range, in_range, instance, is_number, whole
 from fp8plan.errors import ConfigError
+from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.controller.alarms import Alarm
 from fp8plan.runtime.correction.settings import Thresholds
 from fp8plan.runtime.mismatch.metrics import ERRORS
@@ -65,7 +67,7 @@ class Decided:
     reason:   a sentence for the log
     escalate: the action that is due in this step, because thresholds can do no more; None: none. For an engine,
               `engine.apply(step.verdict, step.decided.escalate)` does it
-    baseline: k3 per token that this step's is compared with; None: the law compares it with none
+    baseline: k3 per token that this step's is compared with; None without data
     news:     this step's k3 over the baseline
     """
 
@@ -77,6 +79,12 @@ class Decided:
     news: float | None = None
 
 
+EXPECTED: Final = RiskBudget().low_kl  # nats per token, where nothing else is expected
+DELETED: Final = {"recent": "AdaptiveThresholds", "tail_tokens": "LeastErrorThresholds"}  # field of a state -> its law
+# Fields that saved states of before lack. `resume` takes the target of a new state.
+LATER: Final = {"recent_kl": (), "target_kl": EXPECTED}
+
+
 @dataclass(frozen=True, slots=True)
 class ControllerState:
     """The state of every controller: plain numbers, saved with the checkpoint.
@@ -84,6 +92,8 @@ class ControllerState:
     steps:     number of batches with valid tokens so far
     tis, band: thresholds of the last step, on pi_train / pi_rollout
     kl:        smoothed robust k3 per token; None before the first batch
+    recent_kl: robust k3 per token of the last batches, the newest last; their median is the baseline
+    target_kl: k3 per token that is expected
     limit_kl:  KL above which the KL alarm sounds
     strained:  steps in a row at a bound
     """
@@ -92,6 +102,8 @@ class ControllerState:
     tis: float | None = 2.0
     band: tuple[float, float] | None = None
     kl: float | None = None
+    recent_kl: tuple[float, ...] = ()
+    target_kl: float = EXPECTED
     limit_kl: float = 0.03
     strained: int = 0
 
@@ -103,17 +115,18 @@ class ControllerState:
     def from_dict(saved: Mapping[str, Any]) -> ControllerState:
         """The state of any controller, from `to_dict`.
 
-        Raises ConfigError for unknown or missing keys, for values that no state has, and for the state of
-        LeastErrorThresholds, which are deleted.
+        Raises ConfigError for unknown or missing keys, for values that no state has, and for the state of a law in
+        DELETED.
         """
         instance("a saved ControllerState", saved, Mapping, "what to_dict returned")
-        if "tail_tokens" in saved:
+        for name in DELETED.keys() & saved.keys():
             raise ConfigError(
-                "the saved state is of LeastErrorThresholds, a law that fp8plan no longer has; allowed: the state of "
-                "AdaptiveThresholds, LevelThresholds or ConstantThresholds, or a new state: type Monitor(), and leave "
-                "this one out of the checkpoint"
+                f"the saved state is of {DELETED[name]}, a law that fp8plan no longer has; allowed: the state of "
+                "LevelThresholds or ConstantThresholds, or a new state: type Monitor(), and leave this one out of the "
+                "checkpoint"
             )
-        kinds = (AdaptiveState, LevelState, ControllerState)
+        saved = LATER | dict(saved)
+        kinds = (LevelState, ControllerState)
         wrong, kind = min(((sorted(saved.keys() ^ _names(kind)), kind) for kind in kinds), key=lambda x: len(x[0]))
         if wrong:
             raise ConfigError(
@@ -129,33 +142,16 @@ Update = tuple[Thresholds, ControllerState, Decided]
 
 
 @dataclass(frozen=True, slots=True)
-class ReachState(ControllerState):
-    """The state of a law that tightens towards 1 (controller/reach.py).
+class LevelState(ControllerState):
+    """The state of LevelThresholds.
 
-    start_tis, start_band: initial thresholds, the widest ones
-    target_kl: k3 per token up to which they hold
+    start_tis, start_band: initial thresholds, the widest ones. They hold up to target_kl
     reach:     distance of the thresholds from 1, as a share of the initial one: log C = reach * log start_tis
     """
 
     start_tis: float | None = 2.0
     start_band: tuple[float, float] | None = None
-    target_kl: float = 0.01
     reach: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class LevelState(ReachState):
-    """The state of LevelThresholds."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptiveState(ReachState):
-    """The state of AdaptiveThresholds.
-
-    recent: robust k3 per token of the last batches, the newest last; their median is the baseline
-    """
-
-    recent: tuple[float, ...] = ()
 
 
 def _check_values(saved: Mapping[str, Any]) -> None:
@@ -165,10 +161,10 @@ def _check_values(saved: Mapping[str, Any]) -> None:
     for name, value in saved.items():
         if name in ("steps", "strained"):
             whole(name, value, 0)
-        elif name in ("band", "start_band", "recent"):
+        elif name in ("band", "start_band", "recent_kl"):
             many = value if isinstance(value, (list, tuple)) else ("",)
-            fine = all(map(is_number, many)) and (name == "recent" or len(many) == 2)
-            if not (fine or (value is None and name != "recent")):
+            fine = all(map(is_number, many)) and (name == "recent_kl" or len(many) == 2)
+            if not (fine or (value is None and name != "recent_kl")):
                 raise ConfigError(f"a saved {name} is {value!r}; allowed: numbers, as to_dict gave them")
         elif not (value is None and name in optional):
             lowest = 0.0 if name in positive else -inf
@@ -181,9 +177,8 @@ State = TypeVar("State", bound=ControllerState)
 
 
 def expecting(state: State, fresh: ControllerState) -> State:
-    """`state` with the KL that `fresh` expects: its limit and, if the law has one, its target."""
-    expected = {"limit_kl", "target_kl"} & _names(type(state))
-    return replace(state, **{name: getattr(fresh, name) for name in expected})
+    """`state` with the target and the limit of `fresh`."""
+    return replace(state, target_kl=fresh.target_kl, limit_kl=fresh.limit_kl)
 
 
 def _names(kind: type[ControllerState]) -> set[str]:
@@ -191,7 +186,7 @@ def _names(kind: type[ControllerState]) -> set[str]:
 
 
 def resumed(saved: ControllerState, fresh: State) -> State:
-    """`fresh`, a controller's initial state, with the steps, the KL and the strain of `saved`.
+    """`fresh`, a controller's initial state, with the steps, the KLs and the strain of `saved`.
 
     Raises ConfigError if only one of the two has a C, or only one a band.
     """
@@ -201,9 +196,10 @@ def resumed(saved: ControllerState, fresh: State) -> State:
                 f"the saved state has {name}={getattr(saved, name)!r}, these settings {getattr(fresh, name)!r}; "
                 "allowed: the state of a controller of the same thresholds"
             )
-    return replace(fresh, steps=saved.steps, kl=saved.kl, strained=saved.strained)
+    return replace(fresh, steps=saved.steps, kl=saved.kl, recent_kl=saved.recent_kl, strained=saved.strained)
 
 
+BASELINE_OF: Final = 40  # batches whose median is the baseline: a level that stays for half of them becomes it
 KL_MEMORY: Final = 0.7  # weight of the last step's smoothed KL: a half-life of two steps
 # Largest multiple of the expected KL that a plan may raise a limit to. The theory's 90% interval ends at 2.4 to 2.9
 # times for models like those of its fit; for others, small ones above all, it is wider, which must not loosen limits.
@@ -213,12 +209,6 @@ FEW: Final = 16  # tokens or sequences, the fewest of which a mean says somethin
 LOG10: Final = (1.9, 2.8)  # k1 / k3 is log 10 if both sides are logarithms to base 10, and 1 if they are natural
 SHARE: Final[Range] = (lambda x: 0 <= x <= 1, "a share, from 0 to 1")
 ABOVE_0: Final[Range] = (lambda x: x > 0, "a number above 0")
-LAW_RANGES: Final[dict[str, Range]] = {
-    "limit_kl": (lambda x: x > 0, "nats per token, above 0, such as 0.03; inf for no limit"),
-    "max_clipped": (lambda x: 0 < x <= 1, "a share above 0, 1 at most"),
-    "min_kept": (lambda x: 0 < x < 1, "a share above 0 and below 1"),
-    "dead_band": (lambda x: 1 <= x < inf, "a factor of 1 or more"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,27 +247,6 @@ class AlarmLimits:
         shares = dict.fromkeys(("raw_ess", "tail", "placeholders", "invalid", "lost"), SHARE)
         above = dict.fromkeys(("broken_kl", "chi2", "mean", "identical"), ABOVE_0)
         in_range(self, shares | above | {"tail_bound": (lambda x: x > 1, "a number above 1")}, "AlarmLimits: ")
-
-
-def check_law(law: Any, ranges: Mapping[str, Range] | None = None) -> None:
-    """Raise ConfigError for settings of a law that are out of range.
-
-    ranges: those of the law's own fields. Fields that laws share have those of LAW_RANGES
-    """
-    Thresholds(law.tis, law.band)  # raises ConfigError for values that cannot be thresholds
-    shared = {name: LAW_RANGES[name] for name in LAW_RANGES if hasattr(law, name)}
-    in_range(law, shared | dict(ranges or {}))
-    instance("limits", law.limits, AlarmLimits, "AlarmLimits()")
-    if hasattr(law, "slew"):
-        if not (is_pair(law.slew) and min(law.slew) > 1):
-            raise ConfigError(f"slew is {law.slew!r}; allowed: two finite factors above 1")
-        whole("warm_up", law.warm_up, 0)
-        whole("patience", law.patience)
-
-
-def is_pair(value: Any) -> bool:
-    """True for two finite numbers."""
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_number, value))
 
 
 def alarms(mismatch: Mismatch, kl: float, limit_kl: float, limits: AlarmLimits) -> tuple[Alarm, ...]:
@@ -354,11 +323,34 @@ def usable(mismatch: Mismatch) -> bool:
     return isfinite(mismatch.k3_robust) and isfinite(mismatch.kept_fraction(0.0, 1.0))
 
 
-def observed(state: State, mismatch: Mismatch) -> State:
-    """The state with this batch in its KL, and the same thresholds."""
+class News(NamedTuple):
+    """A batch's KL beside its baseline, both robust k3 in nats per token.
+
+    kl:       the smaller of the batch's and the smoothed one
+    baseline: the median of the batches before, and never below the expected KL
+    """
+
+    kl: float
+    baseline: float
+
+    @property
+    def ratio(self) -> float:
+        return self.kl / self.baseline
+
+
+def observed(state: State, mismatch: Mismatch) -> tuple[State, News]:
+    """The state with this batch in its KLs, and the same thresholds; and the batch's news."""
     counts = min(mismatch.k3_robust, KL_LEAP * max(state.limit_kl, state.kl or 0.0))
     kl = counts if state.kl is None else KL_MEMORY * state.kl + (1 - KL_MEMORY) * counts
-    return replace(state, steps=state.steps + 1, kl=kl)
+    baseline = max(median(state.recent_kl or (0.0,)), state.target_kl)
+    recent = (*state.recent_kl, mismatch.k3_robust)[-BASELINE_OF:]
+    return replace(state, steps=state.steps + 1, kl=kl, recent_kl=recent), News(min(mismatch.k3_robust, kl), baseline)
+
+
+def beside(kl: float, standard: float, name: str) -> str:
+    """A KL beside a standard, as a clause."""
+    relation = f"{kl / standard:,.1f} times" if kl > standard else "within"
+    return f"KL {kl:.2g} is {relation} its {name} of {standard:.2g}"
 
 
 def predicted_kl(plan: Plan | None, choice: int | str | None = None) -> float:
@@ -370,6 +362,11 @@ def predicted_kl(plan: Plan | None, choice: int | str | None = None) -> float:
     if picked is None or not picked.kl_k3_high or picked.kl_k3 is None:
         return 0.0
     return min(picked.kl_k3_high, MARGIN * picked.kl_k3)
+
+
+def expected_kl(plan: Plan | None, choice: int | str | None = None) -> float:
+    """The KL that a plan predicts at most for `choice`, as `predicted_kl` has it, or EXPECTED."""
+    return predicted_kl(plan, choice) or EXPECTED
 
 
 def beginning(

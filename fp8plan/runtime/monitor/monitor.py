@@ -74,8 +74,8 @@ class Monitor:
     """One call per training step: measure, decide the thresholds, correct, judge the rollout, write the record.
 
     settings:   settings of the correction, with the controller's initial thresholds; None: token TIS, C = 2
-    controller: ConstantThresholds; AdaptiveThresholds or LevelThresholds, which tighten when the KL rises. None:
-                constants of the plan or of the settings
+    controller: ConstantThresholds, or LevelThresholds, which tighten when the KL rises. None: constants of the plan or
+                of the settings
     sinks:      destinations of the records; opened here, on rank 0 only
     plan:       gives the controller its initial thresholds, and the expected KL of the precision that runs: the
                 engine's, also after a step down; without an engine, that of the plan's choice

@@ -177,7 +177,7 @@ def suited(settings: CorrectionSettings, controller: Controller | None, plan: Pl
         return constant(settings, plan)
     used, other = _used(settings)
     if not isinstance(controller, Controller):
-        raise ConfigError(f"controller is {controller!r}; allowed: AdaptiveThresholds(), or another controller")
+        raise ConfigError(f"controller is {controller!r}; allowed: ConstantThresholds(), or another controller")
     name = type(controller).__name__
     if settings.level is not None and getattr(controller, used) is None:
         raise ConfigError(f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}")

@@ -17,15 +17,14 @@ from mismatch_batches import after, gaussian, mismatch_of, with_outliers
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.laws import (
-    AdaptiveThresholds,
     Alarm,
     ConstantThresholds,
     ControllerState,
     Decision,
     Escalation,
     LevelThresholds,
+    shown,
 )
-from fp8plan.runtime.controller.reach import shown
 from fp8plan.runtime.controller.state import LevelState
 from fp8plan.runtime.mismatch.metrics import Mismatch
 
@@ -38,12 +37,13 @@ SETTINGS = (
     LevelThresholds(level="geometric", tis=1.1),
     LevelThresholds(level="geometric", tis=None, band=(0.9, 1.2)),
 )
-LAWS = (LevelThresholds(), AdaptiveThresholds(), ConstantThresholds())
-CONTROLLERS = (*SETTINGS, AdaptiveThresholds(), ConstantThresholds())
+LAWS = (LevelThresholds(), ConstantThresholds())
+CONTROLLERS = (*SETTINGS, ConstantThresholds())
 KLS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of Gaussian log ratios; the target is 0.01
-adaptive = st.sampled_from(SETTINGS)
+tightening = st.sampled_from(SETTINGS)
 reaches = st.floats(0.4, 1.0)
 kls = st.floats(0.0, 5.0)
+pasts = st.lists(st.floats(0.0, 5.0), max_size=12)
 
 
 def batch(kl: float, sequences: int = 64, length: int = 64, seed: int = 0) -> Mismatch:
@@ -78,16 +78,19 @@ def with_kl(kl: float) -> Mismatch:
 
 
 @settings(deadline=None, max_examples=200)
-@given(adaptive, reaches, kls, kls, kls, st.sampled_from(KLS))
-def test_all_else_equal_a_higher_kl_never_gives_a_wider_threshold(controller, reach, before, one, other, ratios):
-    """From any state, for ratios whose limits are the same: only the KL is another."""
-    state, seen = state_of(controller, reach, before), SEEN[ratios]
+@given(tightening, pasts, reaches, kls, kls, st.sampled_from(KLS))
+def test_with_the_same_past_a_higher_kl_never_gives_a_wider_threshold(controller, past, reach, one, other, ratios):
+    """For ratios whose limits are the same: only the KL is another."""
+    state, seen = controller.initial(), SEEN[ratios]
+    for kl in past:
+        _, state, _ = controller.update(state, with_kl(kl))
+    state = controller.resume(replace(state, reach=reach), controller.initial())
     low, high = (controller.update(state, replace(seen, k3_robust=kl))[0] for kl in sorted((one, other)))
     assert no_wider(high, low)
 
 
 @settings(deadline=None, max_examples=60)
-@given(adaptive, st.lists(st.sampled_from(sorted(SEEN)), min_size=1, max_size=12))
+@given(tightening, st.lists(st.sampled_from(sorted(SEEN)), min_size=1, max_size=12))
 def test_thresholds_stay_between_the_initial_ones_and_the_narrowest(controller, sequence):
     state = controller.initial()
     first = width(state)
@@ -100,7 +103,7 @@ def test_thresholds_stay_between_the_initial_ones_and_the_narrowest(controller, 
 
 
 @settings(deadline=None, max_examples=60)
-@given(adaptive, reaches, kls, st.sampled_from(sorted(SEEN)))
+@given(tightening, reaches, kls, st.sampled_from(sorted(SEEN)))
 def test_no_tightening_past_the_cap_or_the_floor_in_this_very_batch(controller, reach, before, kl):
     """Shares are taken at the level of the thresholds. A band widens to keep the floor if the initial band keeps it."""
     seen, old = SEEN[kl], state_of(controller, reach, before)
@@ -149,7 +152,7 @@ def test_c_of_token_tis_over_growing_kl():
 
 
 @settings(deadline=None, max_examples=100)
-@given(adaptive, reaches, kls, st.sampled_from(sorted(SEEN)))
+@given(tightening, reaches, kls, st.sampled_from(sorted(SEEN)))
 def test_it_tightens_fast_and_relaxes_slowly(controller, reach, before, kl):
     """No faster than the slew; only a limit widens at once."""
     state = state_of(controller, reach, before)
@@ -192,16 +195,18 @@ def test_hysteresis():
         assert thresholds.tis == 2.0
 
 
-@pytest.mark.parametrize("controller", SETTINGS)
-def test_a_state_restored_mid_run_decides_the_same(controller):
-    sequence = [batch(kl, seed=number) for number, kl in enumerate((1e-3, 0.1, 1.0, 0.3, 0.03, 1e-3, 1e-3))]
-    whole = after(controller, sequence)
-    for cut in range(1, len(sequence)):
-        _, state, _ = after(controller, sequence[:cut])
-        restored = ControllerState.from_dict(json.loads(json.dumps(state.to_dict())))
-        assert restored == state
-        assert controller.resume(restored, controller.initial()) == state
-        assert after(controller, sequence[cut:], restored) == whole
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@settings(deadline=None, max_examples=15)
+@given(past=pasts, then=st.lists(st.floats(0.0, 5.0), min_size=1, max_size=8))
+def test_a_run_resumed_from_a_saved_state_goes_on_bit_for_bit(controller, past, then):
+    state = controller.initial()
+    for kl in past:
+        _, state, _ = controller.update(state, with_kl(kl))
+    restored = ControllerState.from_dict(json.loads(json.dumps(state.to_dict())))
+    assert type(restored) is type(state)
+    assert controller.resume(restored, controller.initial()) == restored == state
+    rest = [with_kl(kl) for kl in then]
+    assert after(controller, rest, restored) == after(controller, rest, state)
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.1, 0.4])
@@ -252,8 +257,12 @@ def test_a_thousand_calm_steps_wind_nothing_up():
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
-def test_what_is_not_a_number_moves_nothing(controller):
-    _, state, _ = after(controller, [SEEN[0.1]] * 3)
+@settings(deadline=None, max_examples=10)
+@given(past=pasts)
+def test_what_is_not_a_number_moves_nothing(controller, past):
+    state = controller.initial()
+    for kl in past:
+        _, state, _ = controller.update(state, with_kl(kl))
     empty = mismatch_of(np.zeros((2, 0)))
     broken = [empty] + [replace(SEEN[0.1], **{name: bad}) for name in ("k3", "k3_robust", "chi2_token", "k1")
                         for bad in (float("nan"), None)]  # fmt: skip
@@ -261,7 +270,7 @@ def test_what_is_not_a_number_moves_nothing(controller):
         thresholds, same, decided = controller.update(state, one)
         assert same == state
         assert (thresholds.tis, thresholds.band) == (state.tis, state.band)
-        assert decided.decision is Decision.NO_DATA
+        assert (decided.decision, decided.baseline, decided.news) == (Decision.NO_DATA, None, None)
 
 
 def test_warm_up_keeps_the_initial_thresholds():
@@ -404,9 +413,7 @@ def test_a_decision_says_from_where_to_where_the_thresholds_go():
     assert shown(ConstantThresholds(None).initial()) == "none"
 
 
-@pytest.mark.parametrize(
-    "controller", [LevelThresholds(warm_up=0), LevelThresholds(warm_up=9), AdaptiveThresholds(), ConstantThresholds()]
-)
+@pytest.mark.parametrize("controller", [LevelThresholds(warm_up=0), LevelThresholds(warm_up=9), ConstantThresholds()])
 def test_without_any_mismatch_nothing_moves_and_no_kl_alarm_sounds(controller):
     thresholds, _, decided = after(controller, [mismatch_of(np.zeros(100))] * 2)
     assert (thresholds.tis, decided.alarms, decided.escalate) == (2.0, (Alarm.IDENTICAL,), None)
@@ -556,7 +563,8 @@ def test_a_saved_state_of_something_else_is_refused():
     with pytest.raises(ConfigError, match=r"unknown or missing: .*kl.*to_dict"):
         ControllerState.from_dict({"steps": 3})
     saved = LevelThresholds().initial().to_dict()
-    for wrong in (None, saved | {"reach": "x"}, saved | {"kl": "high"}, saved | {"band": [1]}):
+    past = [{"recent_kl": x} for x in ("x", None, [float("nan")], [True])]
+    for wrong in (None, *(saved | x for x in ({"reach": "x"}, {"kl": "high"}, {"band": [1]}, *past))):
         with pytest.raises(ConfigError, match="allowed"):
             ControllerState.from_dict(wrong)
 
@@ -567,13 +575,9 @@ def test_a_state_of_another_law_goes_on_with_its_kl(old, new):
     _, state, _ = after(old, [SEEN[0.1]] * 5)
     fresh = new.initial()
     saved = ControllerState.from_dict(json.loads(json.dumps(state.to_dict())))
-    if isinstance(old, LevelThresholds) and isinstance(new, AdaptiveThresholds):
-        with pytest.raises(ConfigError, match=r"the saved state is of LevelThresholds.*allowed: Monitor\("):
-            new.resume(saved, fresh)
-        return
     found = new.resume(saved, fresh)
     assert type(found) is type(fresh)
-    assert (found.steps, found.kl) == (5, state.kl)
+    assert (found.steps, found.kl, found.recent_kl) == (5, state.kl, state.recent_kl)
     assert new.update(found, SEEN[0.1])[2].decision is not Decision.WARM_UP
     if type(old) is not type(new):
         assert found.tis == fresh.tis
@@ -581,3 +585,27 @@ def test_a_state_of_another_law_goes_on_with_its_kl(old, new):
         band = replace(new, tis=None, band=(0.5, 5.0))
         with pytest.raises(ConfigError, match="of the same thresholds"):
             band.resume(saved, band.initial())
+
+
+# State.to_dict of before a state had `recent_kl`, and one of a law that is deleted.
+OLD = {"steps": 7, "tis": 1.5, "band": None, "kl": 0.02, "limit_kl": 0.03, "strained": 1}
+OF_LEVEL = OLD | {"start_tis": 2.0, "start_band": None, "target_kl": 0.01, "reach": 0.585}
+
+
+@pytest.mark.parametrize(("law", "saved"), [(LevelThresholds(), OF_LEVEL), (ConstantThresholds(1.5), OLD)])
+def test_states_that_were_saved_without_a_past_are_taken(law, saved):
+    fresh = law.initial(Planned(0.2))  # type: ignore[arg-type]
+    state = law.resume(ControllerState.from_dict(saved), fresh)
+    assert (state.steps, state.kl, state.strained, state.recent_kl) == (7, 0.02, 1, ())
+    assert (state.target_kl, state.limit_kl) == (0.2, 0.2)
+    assert law.update(state, SEEN[0.1])[2].baseline == 0.2
+
+
+@pytest.mark.parametrize(
+    ("more", "law"),
+    [({"recent": [0.01]}, "AdaptiveThresholds"), ({"tail_tokens": 2e3, "low": None}, "LeastErrorThresholds")],
+)
+def test_the_state_of_a_deleted_law_is_refused_by_name(more, law):
+    said = rf"of {law}, .*no longer has; allowed: the state of LevelThresholds .*: type Monitor\(\)"
+    with pytest.raises(ConfigError, match=said):
+        ControllerState.from_dict(OF_LEVEL | more)

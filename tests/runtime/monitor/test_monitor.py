@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import socket
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.controller.alarms import MEANINGS
 from fp8plan.runtime.controller.laws import (
-    AdaptiveThresholds,
     Alarm,
     ConstantThresholds,
     Decision,
@@ -52,7 +50,7 @@ from fp8plan.schemas import RunRecord, checked
 
 FACTS = EngineFacts("Qwen/Qwen3-0.6B", "h200_sxm", "0.26.0", "fp8_block+fp8_kv", EngineLimits(max_num_seqs=64))
 SEEN = Observation(seconds=0.9, prompt_lengths=[16] * 6, response_lengths=[64] * 6, prompt_ids=[0, 0, 0, 1, 1, 1])
-LAWS = (AdaptiveThresholds(), LevelThresholds(), ConstantThresholds())
+LAWS = (LevelThresholds(), ConstantThresholds())
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -89,7 +87,7 @@ def same(one: Step, other: Step) -> None:
 
 def test_a_step_is_its_parts_in_order() -> None:
     settings = CorrectionSettings(thresholds=Thresholds(tis=1.5))
-    controller = AdaptiveThresholds(tis=1.5, limit_kl=math.inf)  # without escalations, which Monitor puts in words
+    controller = LevelThresholds(tis=1.5)
     monitor = Monitor(settings, controller)
     state = controller.initial(None)
     for seed in range(8):
@@ -343,8 +341,7 @@ def test_the_kl_that_is_expected_is_that_of_the_precision_that_runs(controller: 
     saved = monitor.state_dict()
     engine.launch.precision = "bf16"  # stepped down
     assert monitor.step(*batch()).metrics[schemas.KL_LIMIT] == 0.03
-    expected = 0.01 if isinstance(controller, AdaptiveThresholds) else 0.001  # a low risk is no news
-    assert getattr(monitor.state, "target_kl", expected) == expected
+    assert monitor.state.target_kl == 0.001
     monitor.load_state_dict(saved)
     assert monitor.step(*batch()).metrics[schemas.KL_LIMIT] == 0.03
     assert monitor.state.steps == 2
@@ -443,10 +440,10 @@ def test_a_number_of_a_step_is_whole_whatever_its_type(number: Any) -> None:
 @pytest.mark.parametrize(
     ("mode", "controller", "says"),
     [
-        ("tis", AdaptiveThresholds(tis=None, band=(0.5, 5.0)), "AdaptiveThresholds.tis=None"),
+        ("tis", LevelThresholds(tis=None, band=(0.5, 5.0)), "LevelThresholds.tis=None"),
         ("tis", ConstantThresholds(None, (0.5, 5.0)), "ConstantThresholds.tis=None"),
         ("icepop", ConstantThresholds(), "ConstantThresholds.band=None"),
-        ("mis", AdaptiveThresholds(), "AdaptiveThresholds.band=None"),
+        ("mis", LevelThresholds(), "LevelThresholds.band=None"),
     ],
 )
 def test_a_controller_gives_what_the_settings_use(mode: Any, controller: Any, says: str) -> None:
@@ -463,26 +460,22 @@ def test_constant_thresholds_are_those_of_the_settings_also_after_a_checkpoint_o
 
 
 def test_a_resumed_monitor_has_its_own_limit_and_bounds() -> None:
-    for old in (ConstantThresholds(8.0, None, 0.01), AdaptiveThresholds(tis=8.0, limit_kl=0.01)):
+    for old in (ConstantThresholds(8.0, None, 0.01), LevelThresholds(tis=8.0, limit_kl=0.01)):
         before = Monitor(controller=old)
         before.step(*batch())
         saved = json.loads(json.dumps(before.state_dict()))
         found = []
-        for controller in (
-            ConstantThresholds(2.0, None, 0.5),
-            AdaptiveThresholds(tis=3.0, limit_kl=0.5),
-            LevelThresholds(tis=4.0, limit_kl=0.5),
-        ):
+        for controller in (ConstantThresholds(2.0, None, 0.5), LevelThresholds(tis=3.0, limit_kl=0.5)):
             after = Monitor(controller=controller)
             after.load_state_dict(saved)
             step = after.step(*batch())
             found.append(step.thresholds.tis)
             assert step.metrics[schemas.KL_LIMIT] == 0.5
             assert after.steps == 2
-        assert found == [2.0, 3.0, 4.0]
+        assert found == [2.0, 3.0]
 
 
-@pytest.mark.parametrize("controller", [AdaptiveThresholds, LevelThresholds, ConstantThresholds])
+@pytest.mark.parametrize("controller", [LevelThresholds, ConstantThresholds])
 def test_a_resumed_band_has_the_lower_end_of_the_settings(controller: Any) -> None:
     def monitor(low: float) -> Monitor:
         settings = CorrectionSettings(mode="mis", thresholds=Thresholds(None, (low, 2.0)))
@@ -499,11 +492,7 @@ def test_a_resumed_band_has_the_lower_end_of_the_settings(controller: Any) -> No
 
 def test_only_the_threshold_that_the_mode_uses_is_controlled() -> None:
     settings = CorrectionSettings(mode="mis", thresholds=Thresholds(10.0, (0.5, 2.0)))
-    for controller in (
-        None,
-        AdaptiveThresholds(band=(0.5, 2.0), max_clipped=0.2),
-        LevelThresholds(band=(0.5, 2.0), max_clipped=0.2),
-    ):
+    for controller in (None, LevelThresholds(band=(0.5, 2.0), max_clipped=0.2)):
         monitor = Monitor(settings, controller)
         for seed in range(5):
             step = monitor.step(*batch(seed, sigma=1.2))
@@ -536,15 +525,12 @@ def test_a_checkpoint_of_other_thresholds_or_of_a_deleted_law_is_refused() -> No
     band = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (0.5, 5.0)))
     saved = Monitor().state_dict()
     with pytest.raises(ConfigError, match="of the same thresholds"):
-        Monitor(band, AdaptiveThresholds(band=(0.5, 5.0))).load_state_dict(saved)
-    least = {"low": None, "tail": [0.1, 0.0], "tail_tokens": 2e3, "gradients": 0, "gradient2": 0.0}
-    saved["controller"] |= least | {"gradient_noise": 0.0}
+        Monitor(band, LevelThresholds(band=(0.5, 5.0))).load_state_dict(saved)
+    saved["controller"] |= {"start_tis": 2.0, "start_band": None, "target_kl": 0.01, "reach": 1.0, "recent": [0.01]}
     for controller in LAWS:
         monitor = Monitor(controller=controller)
         before = monitor.state_dict()
-        with pytest.raises(
-            ConfigError, match=r"is of LeastErrorThresholds.*allowed: .*AdaptiveThresholds.*type Monitor\("
-        ):
+        with pytest.raises(ConfigError, match=r"is of AdaptiveThresholds.*allowed: .*LevelThresholds.*type Monitor\("):
             monitor.load_state_dict(saved)
         assert monitor.state_dict() == before
 
@@ -568,7 +554,7 @@ for name in fp8plan.__all__:
     getattr(fp8plan, name)
 settings = fp8plan.from_verl({"rollout_is": "token"})
 assert settings == fp8plan.CorrectionSettings(thresholds=fp8plan.Thresholds(2.0))
-assert fp8plan.AdaptiveThresholds().initial().tis == 2.0
+assert fp8plan.LevelThresholds().initial().tis == 2.0
 work = fp8plan.Workload(8, 4, fp8plan.Fixed(128), fp8plan.Fixed(256))
 plan = fp8plan.plan("Qwen/Qwen3-8B", "h200_sxm", work)
 zeros = np.zeros((2, 3))
@@ -624,10 +610,10 @@ def test_the_default_holds_what_the_plan_recommends_where_something_is_corrected
 
 
 @pytest.mark.parametrize("settings", OF_EVERY_KIND)
-def test_adaptive_thresholds_tighten_when_the_kl_rises_and_never_loosen(settings: CorrectionSettings) -> None:
+def test_level_thresholds_tighten_when_the_kl_rises_and_never_loosen(settings: CorrectionSettings) -> None:
     """At every level and in every mode, k3 of normal log ratios from 1e-4 to 0.3."""
     first = settings.thresholds
-    monitor = Monitor(settings, AdaptiveThresholds(first.tis, first.band))
+    monitor = Monitor(settings, LevelThresholds(first.tis, first.band))
     upper, kept = [], []
     for number, kl in enumerate((1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.1, 0.3, 0.3, 0.3)):
         step = monitor.step(*batch(number, sigma=(2 * kl) ** 0.5, rows=64))
@@ -647,11 +633,11 @@ def test_adaptive_thresholds_tighten_when_the_kl_rises_and_never_loosen(settings
 def test_a_law_has_the_level_of_the_settings(level: Any) -> None:
     settings = CorrectionSettings(level=level, thresholds=Thresholds(tis=3.0))
     if level is not None:
-        assert Monitor(settings, AdaptiveThresholds()).controller.level == level
+        assert Monitor(settings, LevelThresholds()).controller.level == level
         return
     assert [Monitor(settings).step(*batch(n, sigma=1.0)).thresholds for n in range(3)] == [Thresholds(tis=3.0)] * 3
     with pytest.raises(ConfigError, match="which has no weights"):
-        Monitor(settings, AdaptiveThresholds())
+        Monitor(settings, LevelThresholds())
 
 
 @pytest.mark.parametrize(
@@ -667,7 +653,7 @@ def test_a_law_has_the_level_of_the_settings(level: Any) -> None:
 def test_what_thresholds_cannot_do_is_in_the_record_if_the_engine_can(running: str | None, asked: list[str]) -> None:
     taken: list[Any] = []
     facts = None if running is None else replace(FACTS, precision=running)
-    monitor = Monitor(controller=AdaptiveThresholds(max_clipped=0.01), sinks=[Callback(taken.append)], facts=facts)
+    monitor = Monitor(controller=LevelThresholds(max_clipped=0.01), sinks=[Callback(taken.append)], facts=facts)
     for seed in range(9):
         monitor.step(*batch(seed, sigma=0.8, rows=32))
     assert [row["escalate"] for row in taken if row["escalate"]] == asked
@@ -679,7 +665,7 @@ def test_what_thresholds_cannot_do_is_in_the_record_if_the_engine_can(running: s
 
 
 def test_what_the_guard_has_done_already_is_not_advised_again() -> None:
-    monitor = Monitor(controller=AdaptiveThresholds(max_clipped=0.01), guard=Guard(FACTS))
+    monitor = Monitor(controller=LevelThresholds(max_clipped=0.01), guard=Guard(FACTS))
     assert monitor.guard is not None
     monitor.guard.took(Action.RECALIBRATE_KV)
     asked = [monitor.step(*batch(seed, sigma=0.8, rows=32)).decided.escalate for seed in range(9)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from fp8plan.schemas import RunRecord, checked
 FACTS = EngineFacts("Qwen/Qwen3-0.6B", "h200_sxm", "0.26.0", "fp8_block+fp8_kv", EngineLimits(max_num_seqs=64))
 SEEN = Observation(seconds=0.9, prompt_lengths=[16] * 8, response_lengths=[64] * 8)
 NUCLEUS = Sampling(top_p=0.8)
+USUAL = re.compile(r"constant thresholds; KL \S+ is (within|[\d.]+ times) its baseline of 0\.01")
 
 
 class Engine:
@@ -79,7 +81,8 @@ def test_identical_weights_with_top_p_are_named_in_reason_record_and_warning() -
     read = checked(plain(taken[0]), RunRecord, "the record")
     assert Sampling.of(read.sampling) == NUCLEUS
     mended, told = step_of(kept, rollout, Monitor(sampling=Sampling(top_p=0.8, kept_set=True)))
-    assert (mended.decided.alarms, mended.decided.reason, told) == ((), "constant thresholds", [])
+    assert (mended.decided.alarms, told) == ((), [])
+    assert USUAL.fullmatch(mended.decided.reason)
     assert mended.mismatch.k3 < 1e-10
 
 
@@ -89,7 +92,8 @@ def test_unit_mean_names_a_temperature_that_may_be_the_cause_and_only_then() -> 
     step, told = step_of(full, rollout, Monitor(), sampling=warm)
     assert "only if the trainer divides its logits by 0.7" in step.decided.reason
     step, more = step_of(kept, rollout, Monitor(), sampling=warm)
-    assert (step.decided.reason, told, more) == ("constant thresholds", [], [])
+    assert USUAL.fullmatch(step.decided.reason)
+    assert (told, more) == ([], [])
 
 
 def test_the_step_says_it_before_the_monitor_and_the_rollout_and_those_before_the_engine() -> None:
@@ -117,7 +121,7 @@ def test_every_step_on_one_rollout_has_its_sampling_and_an_unknown_one_is_null()
     assert [len(some) for some in told] == [1, 0]
     step, told_of_none = step_of(full, rollout, Monitor(sinks=[Callback(taken.append)]))
     assert (step.sampling, taken[-1]["sampling"], told_of_none) == (None, None, [])
-    assert step.decided.reason == "constant thresholds"
+    assert USUAL.fullmatch(step.decided.reason)
 
 
 def test_a_sampling_that_cannot_be_is_refused_and_changes_nothing() -> None:

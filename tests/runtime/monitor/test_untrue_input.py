@@ -21,7 +21,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import STATE_FILE, load_state
 from fp8plan.integrations.hooks import MicroBatches
 from fp8plan.runtime.controller.alarms import Alarm
-from fp8plan.runtime.controller.laws import AdaptiveThresholds, ConstantThresholds, LevelThresholds
+from fp8plan.runtime.controller.laws import ConstantThresholds, LevelThresholds
 from fp8plan.runtime.controller.state import AlarmLimits, Decision
 from fp8plan.runtime.correction.correct import CorrectionSettings, Thresholds
 from fp8plan.runtime.monitor.monitor import Monitor
@@ -29,7 +29,7 @@ from fp8plan.runtime.monitor.sinks import Callback
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*alarm")
 
-LAWS = [ConstantThresholds(), AdaptiveThresholds(), LevelThresholds()]
+LAWS = [ConstantThresholds(), LevelThresholds()]
 NAN = math.nan
 
 
@@ -248,7 +248,7 @@ def test_a_mask_of_other_numbers_is_refused(number: float, dtype: torch.dtype) -
 # Settings and saved state
 
 
-@pytest.mark.parametrize("law", [ConstantThresholds, AdaptiveThresholds, LevelThresholds])
+@pytest.mark.parametrize("law", [ConstantThresholds, LevelThresholds])
 @pytest.mark.parametrize("bad", [0, -1, NAN, None, "0.03", True, [1.0]])
 def test_a_limit_that_disarms_is_refused(law: Any, bad: Any) -> None:
     with pytest.raises(ConfigError, match=r"limit_kl is .*; allowed: nats per token, above 0"):
