@@ -193,6 +193,8 @@ async def in_thread(act: Callable[..., Answer], *arguments: Any) -> Answer:
         stop.set()
         await asyncio.gather(work, return_exceptions=True)
         raise
+    finally:
+        stop.set()  # also if the event loop is closed meanwhile
 
 
 def started_apart(start: Callable[[], Answer]) -> Answer:

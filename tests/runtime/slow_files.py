@@ -1,4 +1,4 @@
-"""A store over a slow link: an fsspec file system in memory, whose files of patches trickle until they need not."""
+"""A store over a slow link: an fsspec file system in memory. Files of patches come slowly until `fast` is set."""
 
 from __future__ import annotations
 

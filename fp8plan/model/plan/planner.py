@@ -291,8 +291,8 @@ def _what_waits(top_k: TopK) -> str:
     """A sentence on the KL that top-k adds."""
     low, high = KL_OF_RESIDUAL["share" if top_k.residual is None else "residual"]
     fact = (
-        f"Top-k of {top_k} is not lossless. The KL per token that it adds was {low:,} to {high:,} times the square of "
-        "report.residual in steps of SmolLM2 135M, and is not known for other models"
+        f"Top-k of {top_k} is not lossless. In steps of SmolLM2 135M it added a KL per token of {low:,} to {high:,} "
+        "times the square of report.residual; for other models it is not known"
     )
     if top_k.residual is None:
         return f"{fact}. The residual grows while a step changes more than a sync sends."

@@ -56,10 +56,10 @@ SMALLEST_VOCABULARY: Final = 49_152
 UNMEASURED_SD: Final = log(2.0)
 STATE_SPACE_SD: Final = log(4.0)
 
-# KL of small language models, times the theory's. Two were measured in four precisions (profiles/.../probe/smollm2 and
-# gemma): the mean of their mean log errors. Either's mean is off by 2.1 times (RMS) in the other's rows: the fit's own
-# spread, and a further factor of 1.7 (benchmarks/tables/probe.py). As they are two, and both came from 4-bit files, 2 is
-# taken.
+# KL of small language models, times the theory's: the mean of two models' mean log errors. They were measured in four
+# precisions each (profiles/.../probe/smollm2 and gemma). One model's mean foresees the other's rows with an error of
+# 2.1 times (RMS; benchmarks/tables/probe.py). The fit's own spread explains a part of it, and a further factor of 1.7
+# the rest. SMALL_SD takes 2, as the models are two, and both came from 4-bit files.
 SMALL_LANGUAGE_FACTOR: Final = 4.64
 
 # Extra standard deviations for small models. For those that are no language models: the RMS of three mean log errors

@@ -111,23 +111,21 @@ class LifecycleFront(Front):
         if self._pulls.locked():
             raise UpdateError("a pull is under way; wait for it before you begin a pull")
         async with self._pulls:
-            with TemporaryDirectory(prefix="fp8plan-") as folder:
-                async with self._beside_none(), self._noting():
-                    await self._drive(self.follower.announcing(self))
+            async with self._beside_none(), self._noting():
+                await self._drive(self.follower.announcing(self))
+            report, refused = None, None
+            while report is None:
                 async with self._noting():
-                    fetched = await self._drive(self.follower.fetching(self, folder))
-                if fetched is None:
-                    self.failure = None
-                    return None
-                async with self._beside_none():
-                    report = await self._write(self.follower.writing(self, folder, fetched))
-                    self.failure = None
-                    if report is None:
-                        return None
-                    self.pulled = recorded(report, self.follower.version)
-                    if set_name := getattr(self.engine, "update_weight_version", None):  # from 0.30 on
-                        await set_name(str(self.follower.version))
-                    return self.pulled
+                    with TemporaryDirectory(prefix="fp8plan-") as folder:
+                        fetched = await self._drive(self.follower.fetching(self, folder, refused))
+                        if fetched is None:
+                            self.failure = None
+                            return None
+                        report, refused = await self._write(self.follower.writing(self, fetched))
+            self.failure, self.pulled = None, recorded(report, self.follower.version)
+            if set_name := getattr(self.engine, "update_weight_version", None):  # from 0.30 on
+                await set_name(str(self.follower.version))
+            return self.pulled
 
     @asynccontextmanager
     async def _beside_none(self) -> AsyncGenerator[None]:
@@ -151,22 +149,31 @@ class LifecycleFront(Front):
             raise await self._failing(error) from error
 
     async def _write(self, procedure: Procedure) -> Any:
-        """Run a procedure that writes weights, while no request runs or a pause keeps them."""
-        paused = await self.engine.is_paused()
-        self._updating, self._keeping = True, paused and self._unfinished() > 0
+        """Run a procedure that writes weights, once no request runs or a pause keeps them. New requests wait."""
+        await self._let(measuring=True)
         try:
-            async with self._noting(), nullcontext() if self._keeping else self._measuring_alone():
+            while self._switching or (self._unfinished() and not await self.engine.is_paused()):
+                if self.engine.errored:
+                    raise self.engine.dead_error
+                await asyncio.sleep(POLL_S)
+            async with self._beside_none():
+                return await self._write_alone(procedure)
+        finally:
+            await self._let(measuring=False)
+
+    async def _write_alone(self, procedure: Procedure) -> Any:
+        """Run a procedure while requests wait. Those that a pause keeps stay as they are."""
+        self._updating, self._keeping = True, self._unfinished() > 0
+        try:
+            async with nullcontext() if self._keeping else self._measuring_alone():
                 try:
-                    while self._unfinished() and not self._keeping:
-                        await asyncio.sleep(POLL_S)
                     return await driven(procedure, self._answer, threads=True)
                 finally:
                     self._updating = False  # so that requests that waited are let in, or hear of the failure
         finally:
             if self._keeping:  # the cache was not zeroed; a later update does it
                 self.state.soiled = True
-            self._keeping = False
-            await self._let(updating=False)
+            self._updating = self._keeping = False
 
     @property
     def serving(self) -> bool:

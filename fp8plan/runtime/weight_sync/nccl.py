@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import finalize
 
 from fp8plan.errors import ConfigError, LostEngineError, SyncError
@@ -53,6 +53,7 @@ from fp8plan.runtime.weight_sync.stream import wait
 if TYPE_CHECKING:
     import torch
 
+BUFFER_BYTES: Final = 1 << 28
 BROKEN = "the transfer has broken off; connect the trainer and the engine again (fp8plan.runtime.weight_sync.nccl)"
 
 
@@ -219,7 +220,7 @@ class Rendezvous:
     address: str
     port: int
     world_size: int
-    buffer_bytes: int = 1 << 28
+    buffer_bytes: int = BUFFER_BYTES
     buffers: int = 2
     limit_s: float = 300.0
     first_rank: int = 1
@@ -237,12 +238,14 @@ class RemoteSource:
     start:    makes the trainer send, without waiting for it. If it returns a Future that fails, the sync fails
     pairs:    the trainer's tensors; None: they are in another process
     send:     sends tensors and their manifest to the same workers as `start`; None: the trainer is another process
+    buffer_bytes: as Rendezvous has it; a chunk of patches has about so many bytes at most
     """
 
     manifest: Manifest
     start: Callable[[], Future[None] | None]
     pairs: Any = None
     send: Callable[[Any, Manifest], Future[None]] | None = None
+    buffer_bytes: int = BUFFER_BYTES
 
     def metadata(self) -> Manifest:
         return self.manifest
@@ -333,7 +336,7 @@ class TrainerTransfer:
         def send(pairs: Any, manifest: Manifest) -> Future[None]:
             return self._lane.submit(self._send, pairs, manifest)
 
-        return RemoteSource(announced, lambda: send(pairs, announced), pairs, send)
+        return RemoteSource(announced, lambda: send(pairs, announced), pairs, send, self._where.buffer_bytes)
 
     @staticmethod
     def follow(pairs: Iterable[tuple[str, Any]]) -> None:

@@ -289,7 +289,10 @@ class Sending:
         with _timed(self._seconds, "begin"):
             yield from rpc("fp8plan_begin", self._checked.number, 0, self._state.version, settings.rollback, stamp)
         with _timed(self._seconds, "load"):
-            parts = loose_chunks(named(), self._checked, settings.chunk_bytes)
+            most = (
+                settings.chunk_bytes if self._remote is None else min(settings.chunk_bytes, self._remote.buffer_bytes)
+            )
+            parts = loose_chunks(named(), self._checked, most)
             few = sum(entry.nbytes for entry in self._manifest) // 100
             place = None if self._state.staged_on is None else "cpu"  # where most patches are packed and unpacked
             if self._remote is None:

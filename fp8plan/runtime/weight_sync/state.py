@@ -27,8 +27,8 @@ class Call(NamedTuple):
     score:    the same on every replica; answered by a list of RequestOutputs for each
     restart:  end vLLM and start it again
     sleep, wake_up: (level,) and (tags,), as vLLM takes them
-    files:    (function, its arguments...), which reads or writes files and needs no engine: `driven` calls it, under
-              asyncio in a thread; answered by what it returns
+    files:    (function, its arguments...): work on files, without the engine. `driven` does it, under asyncio in a
+              thread; answered by what it returns
     """
 
     what: Literal["rpc", "reset", "generate", "score", "restart", "sleep", "wake_up", "files"]

@@ -34,6 +34,7 @@ class Engine:
     )
     model_config = vllm_config.model_config
     output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
+    errored, dead_error = False, RuntimeError("the engine's process has ended")
 
     def __init__(self, *responses: Any) -> None:
         self.go_on, self.calls, self.responses = asyncio.Event(), list[str](), list(responses)
@@ -174,6 +175,9 @@ def test_the_status_answers_while_the_workers_wait_for_a_trainer() -> None:
     asyncio.run(asyncio.wait_for(meeting(), 30))
 
 
+REPORT = SyncReport(3, {}, 1, 0, 1, {}, 0, 0, {}, (), 0, None, None, None, None)
+
+
 class Follows(LifecycleFront):
     """A front with a stand-in for its store: a pull ends once `arrives` is set."""
 
@@ -181,7 +185,7 @@ class Follows(LifecycleFront):
         super().__init__(engine)
         self.asked, self.arrives = list[str](), asyncio.Event()
         self.begun = asyncio.Event()
-        self.follower = self  # type: ignore[assignment]
+        self.follower, self.version = self, 1  # type: ignore[assignment]
         engine.collective_rpc = self.collective_rpc  # type: ignore[attr-defined]
         self.report = report
 
@@ -195,11 +199,12 @@ class Follows(LifecycleFront):
     def announcing(self, front: LifecycleFront) -> Any:
         yield from ()
 
-    def fetching(self, front: LifecycleFront, folder: str) -> Any:
+    def fetching(self, front: LifecycleFront, folder: str, refused: str | None) -> Any:
         yield from ()
+        assert refused is None
         return "files"
 
-    def writing(self, front: LifecycleFront, folder: str, fetched: Any) -> Any:
+    def writing(self, front: LifecycleFront, fetched: Any) -> Any:
         assert front is self
         assert fetched == "files"
         assert (self.state.version, self.state.stamp) == (3, "a")
@@ -208,6 +213,7 @@ class Follows(LifecycleFront):
         yield from rpc("fp8plan_begin")
         if isinstance(self.report, Exception):
             raise self.report
+        return REPORT, None
 
 
 OTHERS: dict[str, Any] = {
@@ -237,7 +243,7 @@ def test_nothing_changes_the_permission_to_generate_beside_a_pull(other: str) ->
         await asyncio.sleep(0.05)
         assert not waiting.done()
         front.arrives.set()
-        assert await pull is None
+        assert (await pull)["store_version"] == 1  # type: ignore[index]
         assert (await waiting).prompt_token_ids == [1]
         assert not engine.calls
         await front.start_weight_update()
@@ -403,7 +409,7 @@ def test_requests_run_during_a_download_and_wait_during_the_write(store: Publish
         late = asyncio.create_task(anext(front.generate("one that runs on")))
         await asyncio.sleep(0)
         SlowFiles.fast.set()
-        while front._exclusive is None:
+        while not front._measuring:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert not front.writing.is_set()  # as that request still runs
@@ -453,7 +459,8 @@ def test_a_download_that_fails_is_noted_and_closes_no_update(store: Publisher) -
         pull = await front.downloading()
         await front.start_weight_update()
         SlowFiles.fast.set()
-        with pytest.raises(UpdateError, match=r"slow://store/00000002.patches: .*; the old weights serve$") as raised:
+        failure = r"^copying slow://store/00000002.patches to .*\. Nothing was written"
+        with pytest.raises(UpdateError, match=failure) as raised:
             await pull
         assert front.failure == str(raised.value)
         assert front._updating
@@ -467,5 +474,40 @@ def test_a_server_that_ends_during_a_download_leaves_no_files(store: Publisher) 
         pull.cancel()
         await asyncio.wait({pull})
         assert not SlowFiles.fast.is_set()
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+@pytest.mark.parametrize("ends", ["pause", "death"])
+def test_a_request_that_runs_on_does_not_hold_a_pull_up_for_ever(store: Publisher, ends: str) -> None:
+    """A pause keeps it. With the engine it is dead."""
+
+    async def meeting() -> None:
+        front = Downloads(engine := Engine())
+        front.writes.set()
+        paused = False
+
+        async def is_paused() -> bool:
+            return paused
+
+        engine.is_paused = is_paused  # type: ignore[method-assign]
+        running = asyncio.create_task(anext(front.generate("one that runs on")))
+        await asyncio.sleep(0)
+        pull = await front.downloading()
+        SlowFiles.fast.set()
+        while not front._measuring:
+            await asyncio.sleep(0.01)
+        if ends == "pause":
+            await front.pause_generation(mode="keep")
+            paused = True
+            assert (await pull)["store_version"] == 1
+            assert front.state.soiled
+        else:
+            engine.errored = True
+            with pytest.raises(UpdateError, match="the engine's process has ended"):
+                await pull
+            assert not front.writing.is_set()
+        assert not front._measuring
+        running.cancel()
 
     asyncio.run(asyncio.wait_for(meeting(), 30))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
@@ -126,7 +126,7 @@ class Store:
                         copy.write(data)
                         let_in()
             except Exception as error:  # each file system has its own
-                raise ConfigError(f"{self.url}/{name}: {text_of(error)}") from error
+                raise ConfigError(f"copying {self.url}/{name} to {path}: {text_of(error)}") from error
         return paths
 
     def patches(self, name: str, path: str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -248,7 +248,8 @@ class Fetched:
     base:     stamp of the weights that are patched; None: the first link's file holds all tensors
     since:    stamp of the weights that served when the files were asked for; None: the engine did not serve
     paths:    name -> path
-    read:     True once a sync has begun to read them
+    refused:  why patches could not be used; None: they were not tried
+    read:     True once a sync has begun to read the files
     """
 
     links: list[dict[str, Any]]
@@ -256,6 +257,7 @@ class Fetched:
     base: str | None
     since: str | None
     paths: dict[str, str]
+    refused: str | None
     read: bool = False
 
 
@@ -284,9 +286,15 @@ class Follower:
 
     def _pulling(self, engine: Any, *settings: Any) -> Generator[Call, Any, SyncReport | None]:
         yield from self.announcing(engine)
-        with TemporaryDirectory(prefix="fp8plan-") as folder:
-            fetched = yield from self.fetching(engine, folder)
-            return (yield from self.writing(engine, folder, fetched, *settings))
+        refused: str | None = None
+        while True:
+            with TemporaryDirectory(prefix="fp8plan-") as folder:
+                fetched = yield from self.fetching(engine, folder, refused)
+                if fetched is None:
+                    return None
+                report, refused = yield from self.writing(engine, fetched, *settings)
+                if report is not None:
+                    return report
 
     # Procedures, whose `engine` is an EngineBase or a server's LifecycleFront.
 
@@ -297,55 +305,53 @@ class Follower:
             held = {"fp8": sorted(quantised), "reloaded": dict(reloaded)}
             yield Call("files", (self._store.write_json, HELD, held))
 
-    def fetching(self, engine: Any, folder: str, whole: bool = False) -> Generator[Call, Any, Fetched | None]:
+    def fetching(self, engine: Any, folder: str, refused: str | None) -> Generator[Call, Any, Fetched | None]:
         """Return the files that bring the engine to the newest version; None if it has that. The engine may serve.
 
-        folder: for copies of the files
-        whole:  get all tensors, although the engine may have a version of the chain
+        folder:  for copies of the files
+        refused: why the engine has not taken patches, so that it needs all tensors; None: it has not
 
-        Raises SyncError if the file of all tensors cannot be copied, or one after it.
+        Raises SyncError if a file cannot be copied. Only a patch may be missing, as the trainer deletes old ones.
         """
         since = _weights_of(engine)
-        latest = yield Call("files", (self._store.read_json, "latest.json"))
-        if latest is None or (latest["chain"][-1]["stamp"] == since and not whole):
-            return None
-        chain = latest["chain"]
-        at = [number for number, link in enumerate(chain) if link["stamp"] == since and not whole]
-        base = since if at else None
-        links = chain[(at or [number for number, link in enumerate(chain) if link["whole"]])[-1] :]
-        try:
-            paths = yield Call("files", (self._store.fetch, _names(links, base), folder))
-        except ConfigError as error:
-            if base is None:
-                serves = "the old weights serve" if engine.serving else "the engine still refuses to generate"
-                raise SyncError(f"{error}; {serves}") from error
-        else:
-            return Fetched(links, latest["manifest"], base, since, paths)
-        return (yield from self.fetching(engine, folder, whole=True))  # the trainer may have deleted an old link
+        while True:
+            latest = yield Call("files", (self._store.read_json, "latest.json"))
+            if latest is None and refused is not None:
+                raise SyncError(f"{refused}; and {self._store.url} has no latest.json any more. Nothing was written")
+            if latest is None or (refused is None and latest["chain"][-1]["stamp"] == since):
+                return None
+            chain = latest["chain"]
+            at = [number for number, link in enumerate(chain) if link["stamp"] == since and refused is None]
+            base = since if at else None
+            links = chain[(at or [number for number, link in enumerate(chain) if link["whole"]])[-1] :]
+            try:
+                paths = yield Call("files", (self._store.fetch, _names(links, base), folder))
+            except ConfigError as error:
+                if base is None or not isinstance(error.__cause__, FileNotFoundError):
+                    raise SyncError(f"{error}. Nothing was written") from error
+                refused = str(error)
+            else:
+                return Fetched(links, latest["manifest"], base, since, paths, refused)
 
     def writing(
-        self, engine: Any, folder: str, fetched: Fetched | None, *settings: Any
-    ) -> Generator[Call, Any, SyncReport | None]:
-        """Sync local files, and return the SyncReport; None without files.
+        self, engine: Any, fetched: Fetched, *settings: Any
+    ) -> Generator[Call, Any, tuple[SyncReport | None, str | None]]:
+        """Sync local files. Returns the SyncReport; or None, and why the engine needs all tensors.
 
-        Other files are fetched if the engine has other weights by now, or if it refuses the patches.
+        Without a report and a reason the engine has other weights than when the files were asked for.
         settings: as `pull` takes them
         """
-        while fetched is not None:
-            if fetched.since != _weights_of(engine):
-                fetched = yield from self.fetching(engine, folder)
-                continue
-            try:
-                report: SyncReport = yield from engine._sync(self._chain(fetched), None, *settings)
-            except SyncError:
-                refused = fetched.base is not None and fetched.read  # else the engine takes no sync now
-                fetched = (yield from self.fetching(engine, folder, whole=True)) if refused else None
-                if fetched is None:
-                    raise
-            else:
-                self.version = fetched.links[-1]["version"]
-                return report
-        return None
+        state = engine.state
+        if fetched.since != _weights_of(engine) and not (state.shut_down or state.asleep):  # these `_sync` refuses
+            return None, None
+        try:
+            report: SyncReport = yield from engine._sync(self._chain(fetched), None, *settings)
+        except SyncError as error:
+            if fetched.base is None or not fetched.read:  # the engine takes no sync now
+                raise
+            return None, str(error)
+        self.version = fetched.links[-1]["version"]
+        return (report if fetched.refused is None else replace(report, healed=fetched.refused)), None
 
     def _chain(self, fetched: Fetched) -> Chain:
         def patches() -> Iterator[tuple[str, Tensor]]:
