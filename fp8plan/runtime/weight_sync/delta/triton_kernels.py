@@ -49,16 +49,14 @@ def compared(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> Itera
     marks = torch.empty(sum(map(_marks, pairs)), dtype=torch.uint8, device=constants.device)
     own = _run(pairs, constants, marks)
     bits = _places(marks)
-    # A row's marks are whole bytes, and may have bits that stand for no value.
-    starts = [MARKED * start for start in accumulate(map(_marks, pairs), initial=0)]
+    starts = torch.tensor([MARKED * start for start in accumulate(map(_marks, pairs), initial=0)], device=bits.device)
+    counts = torch.searchsorted(bits, starts).diff()
+    places = bits - torch.repeat_interleave(starts[:-1], counts, output_size=len(bits))
     columns = [mine.shape[1] for mine, _ in pairs]
-    table = torch.tensor(
-        [starts[:-1], columns, [ceil(width / MARKED) * MARKED for width in columns]], device=bits.device
-    )
-    counts = torch.searchsorted(bits, torch.tensor(starts, device=bits.device)).diff()
-    start, width, padded = table[:, torch.repeat_interleave(counts, output_size=len(bits))]
-    row = (bits - start) // padded
-    places = bits - start - row * (padded - width)
+    if any(width % MARKED for width in columns):  # a row's marks are whole bytes, with bits that stand for no value
+        padded = torch.tensor([[ceil(width / MARKED) * MARKED, width] for width in columns], device=bits.device).T
+        of_bits, of_values = padded[:, torch.repeat_interleave(counts, output_size=len(bits))]
+        places -= places // of_bits * (of_bits - of_values)
     yield from zip(places.split(counts.tolist()), own, strict=True)
 
 
