@@ -82,17 +82,17 @@ def compared() -> list[Compared]:
     for (policy, rate, kind), rows in sorted(groups.items()):
         weights = samples.get((policy, kind)) or normal(rows[-1].get("spread", SPREAD))
         pairs = [_shares(row, samples.get((policy, kind))) for row in rows]
-        counts = [row["values"] for row in rows]
+        counts = np.array([row["values"] for row in rows])
         for number, name in enumerate(("bf16", "e4m3") if rows[0]["blocks"] else ("bf16",)):
             measured = np.array([row[name] for row in rows]) / counts
             predicted = np.array([pair[number] for pair in pairs])
             first = np.array([row["step"] for row in rows]) == min(row["step"] for row in rows)
             early, late = (
-                float(np.average(predicted[part], weights=np.array(counts)[part]))
-                / float(np.average(measured[part], weights=np.array(counts)[part]))
+                float(np.average(predicted[part], weights=counts[part]))
+                / float(np.average(measured[part], weights=counts[part]))
                 for part in (first, ~first)
             )
-            means = (float(np.average(each, weights=counts)) for each in (measured, predicted))
+            means = (float(np.average(shares, weights=counts)) for shares in (measured, predicted))
             made.append(Compared(policy, rate, kind, name, weights.spread, *means, late / early))
     return made
 

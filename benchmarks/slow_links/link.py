@@ -140,7 +140,8 @@ def encoded(before: Tensors, after: Tensors, folder: Path) -> dict[str, tuple[fl
         live = quantised(before, fp8)
 
         def patch(store: Path = store, live: Tensors = live) -> None:
-            names, patches = zip(*Store(str(store)).patches("00000002.patches"), strict=True)
+            name = "00000002.patches"
+            names, patches = zip(*Store(str(store)).patches(name, str(store / name)), strict=True)
             tensors = [live[name] for name in names]
             entries = [entry_of(*pair) for pair in zip(names, tensors, strict=True)]
             apply(tensors, unpacked(patches, entries, torch.device("cpu")))

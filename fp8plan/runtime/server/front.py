@@ -297,27 +297,32 @@ class Front:
             self.state.refusal = None
             return
         try:
-            async with self._measuring_alone():
+            async with self._holding(), self._pause_lifted():
                 await self._drive(self._measured())
                 self._updating = False  # so that requests that waited are let in
         finally:
             self.serve_s = time.perf_counter() - begun
 
     @asynccontextmanager
-    async def _measuring_alone(self) -> AsyncGenerator[None]:
-        """Let fp8plan's own prompts run: requests wait, and a pause is lifted meanwhile."""
+    async def _holding(self) -> AsyncGenerator[None]:
+        """Let new requests wait."""
         await self._let(measuring=True)
         try:
-            paused = await self.engine.is_paused()
-            if paused:
-                await self._own["resume_generation"]()
-            try:
-                yield
-            finally:
-                if paused:
-                    await self._own["pause_generation"](mode="keep")
+            yield
         finally:
             await self._let(measuring=False)
+
+    @asynccontextmanager
+    async def _pause_lifted(self) -> AsyncGenerator[None]:
+        """Lift a pause, so that fp8plan's own prompts run."""
+        paused = await self.engine.is_paused()
+        if paused:
+            await self._own["resume_generation"]()
+        try:
+            yield
+        finally:
+            if paused:
+                await self._own["pause_generation"](mode="keep")
 
     def _kept_scales(self) -> str:
         """Return the name of the KV scales' source while they stay as they are."""

@@ -150,30 +150,20 @@ class LifecycleFront(Front):
 
     async def _write(self, procedure: Procedure) -> Any:
         """Run a procedure that writes weights, once no request runs or a pause keeps them. New requests wait."""
-        await self._let(measuring=True)
-        try:
+        async with self._holding():
             while self._switching or (self._unfinished() and not await self.engine.is_paused()):
                 if self.engine.errored:
                     raise self.engine.dead_error
                 await asyncio.sleep(POLL_S)
             async with self._beside_none():
-                return await self._write_alone(procedure)
-        finally:
-            await self._let(measuring=False)
-
-    async def _write_alone(self, procedure: Procedure) -> Any:
-        """Run a procedure while requests wait. Those that a pause keeps stay as they are."""
-        self._updating, self._keeping = True, self._unfinished() > 0
-        try:
-            async with nullcontext() if self._keeping else self._measuring_alone():
+                self._updating, self._keeping = True, self._unfinished() > 0
                 try:
-                    return await driven(procedure, self._answer, threads=True)
+                    async with nullcontext() if self._keeping else self._pause_lifted():
+                        return await driven(procedure, self._answer, threads=True)
                 finally:
-                    self._updating = False  # so that requests that waited are let in, or hear of the failure
-        finally:
-            if self._keeping:  # the cache was not zeroed; a later update does it
-                self.state.soiled = True
-            self._updating = self._keeping = False
+                    if self._keeping:  # the cache was not zeroed; a later update does it
+                        self.state.soiled = True
+                    self._updating = self._keeping = False
 
     @property
     def serving(self) -> bool:

@@ -129,16 +129,16 @@ class Store:
                 raise ConfigError(f"copying {self.url}/{name} to {path}: {text_of(error)}") from error
         return paths
 
-    def patches(self, name: str, path: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def patches(self, name: str, path: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the patches of a file. Raises ConfigError for a file that is missing or damaged.
 
-        path: of a local copy; None: read the file itself
+        path: its local path, from `fetch`
         """
         import torch
 
         where = f"{self.url}/{name}"
         try:
-            with open(path, "rb") if path else self._files.open(self.path(name), "rb") as file:
+            with open(path, "rb") as file:
                 size = file.seek(0, 2)
                 file.seek(max(size - LENGTH, 0))
                 length = int.from_bytes(file.read(LENGTH), "little")

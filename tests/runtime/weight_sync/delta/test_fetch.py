@@ -55,6 +55,16 @@ class Report:
     healed: str | None = None
 
 
+@pytest.fixture
+def behind(publisher: Publisher, files: type[SlowFiles]) -> tuple[Engine, Follower]:
+    """An engine with the first version, whose follower has the second one before it."""
+    engine, follower = Engine(), Follower(URL)
+    follower.pull(engine)
+    publish(publisher)
+    files.opened.clear()
+    return engine, follower
+
+
 class Engine:
     """A stand-in that takes each chain from its own weights on, unless it refuses patches or is busy."""
 
@@ -151,12 +161,9 @@ def test_all_tensors_that_cannot_be_copied_are_an_error(publisher: Publisher, fi
 
 
 def test_a_disk_that_is_full_is_named_and_does_not_have_all_tensors_copied(
-    publisher: Publisher, files: type[SlowFiles], monkeypatch: pytest.MonkeyPatch
+    behind: tuple[Engine, Follower], files: type[SlowFiles], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, follower = Engine(), Follower(URL)
-    follower.pull(engine)
-    publish(publisher)
-    files.opened.clear()
+    engine, follower = behind
 
     def full() -> None:
         raise OSError(ENOSPC, "No space left on device")
@@ -170,11 +177,9 @@ def test_a_disk_that_is_full_is_named_and_does_not_have_all_tensors_copied(
 
 
 def test_a_store_that_vanishes_is_no_newest_version(
-    publisher: Publisher, files: type[SlowFiles], monkeypatch: pytest.MonkeyPatch
+    behind: tuple[Engine, Follower], files: type[SlowFiles], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, follower = Engine(), Follower(URL)
-    follower.pull(engine)
-    publish(publisher)
+    engine, follower = behind
     files.store.pop("/store/00000002.patches")
     engine.meanwhile = lambda: pytest.fail("written")
     fetch = Store.fetch
@@ -189,12 +194,9 @@ def test_a_store_that_vanishes_is_no_newest_version(
 
 
 def test_an_engine_that_was_shut_down_meanwhile_has_no_more_copied(
-    publisher: Publisher, files: type[SlowFiles], monkeypatch: pytest.MonkeyPatch
+    behind: tuple[Engine, Follower], files: type[SlowFiles], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, follower = Engine(), Follower(URL)
-    follower.pull(engine)
-    publish(publisher)
-    files.opened.clear()
+    engine, follower = behind
     fetch = Store.fetch
 
     def stopped(self: Store, names: Any, folder: str) -> Any:
@@ -207,22 +209,17 @@ def test_an_engine_that_was_shut_down_meanwhile_has_no_more_copied(
     assert files.opened == ["00000002.patches"]
 
 
-def test_patches_that_an_engine_refuses_are_followed_by_all_tensors(
-    publisher: Publisher, files: type[SlowFiles]
-) -> None:
-    engine, follower = Engine(), Follower(URL)
-    follower.pull(engine)
-    publish(publisher)
+def test_patches_that_an_engine_refuses_are_followed_by_all_tensors(behind: tuple[Engine, Follower]) -> None:
+    engine, follower = behind
     engine.refuses_patches = True
     assert follower.pull(engine).healed == "patches of other weights; the old weights serve"
     assert engine.written[1:] == [(False, ["a", "b", "a"])]
 
 
-def test_an_engine_that_takes_no_sync_now_has_no_more_copied(publisher: Publisher, files: type[SlowFiles]) -> None:
-    engine, follower = Engine(), Follower(URL)
-    follower.pull(engine)
-    publish(publisher)
-    files.opened.clear()
+def test_an_engine_that_takes_no_sync_now_has_no_more_copied(
+    behind: tuple[Engine, Follower], files: type[SlowFiles]
+) -> None:
+    engine, follower = behind
     engine.busy = True
     with pytest.raises(SyncError, match="1 requests are running"):
         follower.pull(engine)
