@@ -101,7 +101,7 @@ def kernels(note: Callable[..., None]) -> None:
             pairs = [(tiles.bits(a), tiles.bits(b)) for a, b in zip(after, before, strict=True)]
             mine = [a for a, _ in pairs]
             nbytes = sum(each.nbytes for each in mine)
-            marks = torch.empty(sum(each.numel() for each in mine) // 8, dtype=torch.uint8, device="cuda")
+            marks = triton_kernels.marks_for(pairs, constants.device)
             work: dict[str, tuple[int, Callable[[], Any]]] = {
                 "compare": (
                     2 * nbytes + marks.nbytes,

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from fp8plan.errors import ConfigError
 from fp8plan.model.weight_changes import DIGEST_BYTES, LARGEST_GAPS, PATCH_HEADER
 from fp8plan.runtime.weight_sync.delta import places as places_of
+from fp8plan.runtime.weight_sync.delta.places import at_cuts, cuts_of, owners_of, sums
 from fp8plan.runtime.weight_sync.delta.tiles import bits, compared, digests, matrix, tiles
 from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named
 
@@ -160,31 +161,34 @@ def _on_cpu(tensors: Sequence[Tensor]) -> list[Bytes]:
     parts: dict[int, Bytes] = {}
     for numbers in _by(tensors, lambda tensor: (tensor.dtype, tensor.device)):
         some = [tensors[number].reshape(-1) for number in numbers]
-        data = torch.cat(some).cpu().numpy().view(np.uint8)
+        data = _copied(torch.cat(some)).view(np.uint8)
         parts.update(zip(numbers, _split(data, [tensor.nbytes for tensor in some]), strict=True))
     return [parts[number] for number in range(len(tensors))]
+
+
+def _copied(tensor: Tensor) -> Bytes:
+    """Return a tensor's values on the CPU. A GPU copies into pinned memory, which is several times faster."""
+    import torch
+
+    if tensor.is_cuda:
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    values: Bytes = tensor.numpy()
+    return values
+
+
+def _sent(parts: Sequence[Bytes], device: torch.device) -> Tensor:
+    """Return bytes on a device, one part after the other."""
+    import torch
+
+    host = torch.empty(sum(part.size for part in parts), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    np.concatenate(parts, out=host.numpy())
+    return host.to(device, non_blocking=True)
 
 
 def _split(data: Bytes, lengths: Iterable[int]) -> list[Bytes]:
     """Return parts of these lengths as views, as numpy.split does in more time."""
     cuts = [0, *accumulate(map(int, lengths))]
     return [data[start:stop] for start, stop in pairwise(cuts)]
-
-
-def sums(values: Tensor, cuts: Tensor) -> Tensor:
-    """Return the sum of each part of values, int64 [parts]. cuts: where parts begin and end, int64 [parts + 1]"""
-    import torch
-
-    return _at_cuts(torch.cumsum(values, 0, dtype=torch.int64), cuts).diff()
-
-
-def _at_cuts(total: Tensor, cuts: Tensor) -> Tensor:
-    """Return a running total before each cut. One of many values takes no memory for a zero in front."""
-    import torch
-
-    if not len(total):
-        return torch.zeros_like(cuts)
-    return torch.where(cuts > 0, total[(cuts - 1).clamp(min=0)], 0)
 
 
 def _placed(made: Sequence[Change], news: Sequence[Tensor]) -> list[tuple[int, Bytes]]:
@@ -199,7 +203,7 @@ def _placed(made: Sequence[Change], news: Sequence[Tensor]) -> list[tuple[int, B
     gaps[cuts[:-1]] = every[cuts[:-1]]
     skips = {form: gaps // most for form, most in LARGEST_GAPS.items()}
     skipped = torch.stack([sums(each, cuts) for each in skips.values()]).tolist()
-    owner = torch.repeat_interleave(cuts.diff(), output_size=len(every))
+    owner = owners_of(cuts, len(every))
     forms, numbers_in = [], np.empty((len(counts), len(skips)), dtype=np.int64)
     for number, (count, new) in enumerate(zip(counts, news, strict=True)):
         numbers_in[number] = [count + each[number] for each in skipped]
@@ -217,7 +221,7 @@ def _placed(made: Sequence[Change], news: Sequence[Tensor]) -> list[tuple[int, B
             lengths = numbers_in[numbers, column]
             stream = torch.full((int(lengths.sum()),), most, dtype=torch.int32, device=every.device)
             stream[ends - 1] = (own - own_skips * most).int()
-            data = stream.view(torch.uint8).view(-1, 4)[:, :form].contiguous().view(-1).cpu().numpy()  # little-endian
+            data = _copied(stream.view(torch.uint8).view(-1, 4)[:, :form].reshape(-1))  # little-endian
             for number, part in zip(numbers, _split(data, form * lengths), strict=True):
                 streams[number] = part
     for number, form in enumerate(forms):
@@ -232,15 +236,7 @@ def _bitmap(places: Tensor, size: int) -> Bytes:
     mask = places.new_zeros(-(-size // 8) * 8, dtype=torch.uint8)
     mask[places] = 1
     shifted = mask.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=mask.device)
-    data: Bytes = shifted.sum(1, dtype=torch.uint8).cpu().numpy()
-    return data
-
-
-def cuts_of(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return where parts of so many values begin and end, int64 [parts + 1]."""
-    import torch
-
-    return torch.tensor([0, *accumulate(counts)], device=device)
+    return _copied(shifted.sum(1, dtype=torch.uint8))
 
 
 class _Parts(NamedTuple):
@@ -298,20 +294,20 @@ def _located(form: int, parts: Sequence[_Parts], device: torch.device) -> list[T
             raise ConfigError(
                 f"{each.entry.name}: the bytes of a patch's gaps are no multiple of {form}: it is damaged"
             )
-    data, most = torch.from_numpy(np.concatenate([each.places for each in parts])).to(device), LARGEST_GAPS[form]
+    data, most = _sent([each.places for each in parts], device), LARGEST_GAPS[form]
     stream = data.int() if form == 1 else data.view(torch.int16).int() & most
     changed = stream != most
     lengths, counts = [each.places.size // form for each in parts], [each.changed for each in parts]
     cuts = cuts_of(lengths, device)
     total = torch.cumsum(stream + changed, 0, dtype=torch.int64)
-    before = _at_cuts(total, cuts)
+    before = at_cuts(total, cuts)
     own, ends = torch.stack([sums(changed, cuts), before.diff()]).tolist()
     for each, count, end in zip(parts, own, ends, strict=True):
         if count != each.changed:
             raise ConfigError(f"{each.entry.name}: a patch has other places than values: it is damaged")
         if end > prod(each.entry.shape):
             raise ConfigError(f"{each.entry.name}: a patch has places outside of its tensor: it is damaged")
-    owner = torch.repeat_interleave(torch.tensor(counts, device=device), output_size=sum(counts))
+    owner = owners_of(cuts_of(counts, device), sum(counts))
     return list((total[changed] - 1 - before[owner]).split(counts))
 
 
@@ -332,11 +328,10 @@ def _marked(part: _Parts, device: torch.device) -> Tensor:
 
 def _words(parts: Sequence[_Parts], device: torch.device) -> list[Tensor]:
     """Return the values of patches, by one copy to the device."""
-    import torch
 
     if not parts:
         return []
-    data = torch.from_numpy(np.concatenate([each.planes for each in parts])).to(device)
+    data = _sent([each.planes for each in parts], device)
     words = []
     for each, planes in zip(parts, data.split([each.planes.size for each in parts]), strict=True):
         item = dtype_named(each.entry.dtype).itemsize

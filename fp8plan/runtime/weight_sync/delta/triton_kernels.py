@@ -1,7 +1,7 @@
 """The Triton kernels of a sparse sync. Each launch serves many tensors.
 
 `_tiles` has a program for each tile (fp8plan.runtime.weight_sync.delta.tiles). Where two matrices are compared, a bit
-marks each value that differs. `_count` and `_find` list the places of these bits.
+marks each value that differs. `_count` and `_find` list the places of these bits, block by block.
 `_values` reads or writes single values (fp8plan.runtime.weight_sync.delta.places).
 
 A table tells a kernel the addresses of the matrices, and `owners` the table's row of each program or value.
@@ -21,6 +21,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fp8plan.runtime.weight_sync.delta.places import owners_of
+
 # Address and row stride (in words) of both matrices; rows; words of a row; first program; first byte of marks.
 COLUMNS = 8
 STEP = 4  # rows that a program reads at a time
@@ -28,7 +30,7 @@ WARPS = 4
 WORD = 4  # bytes
 VECTOR = 4  # words that a thread reads at once, from addresses that allow it
 MARKED = 8  # values that a byte of marks stands for
-SCANNED = 512  # bytes of marks that a program searches
+SCANNED = 4096  # bytes of marks that a program searches; those of each pair begin at a multiple of it
 # Address and row stride (in values) of a window; top, left, rows and columns; columns of the flat tensor.
 WINDOW_COLUMNS = 7
 BLOCK = 1024  # values of a program
@@ -38,7 +40,7 @@ _COLUMNS, _WINDOW_COLUMNS = tl.constexpr(COLUMNS), tl.constexpr(WINDOW_COLUMNS)
 
 def digests(matrices: Sequence[Tensor], constants: Tensor) -> list[Tensor]:
     """Return the digests of matrices whose rows are aligned words. constants: tiles.constants of their device"""
-    return _run([(matrix, matrix) for matrix in matrices], constants, None)
+    return _run([(matrix, matrix) for matrix in matrices], constants, None)[0]
 
 
 def compared(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -46,43 +48,47 @@ def compared(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> Itera
 
     pairs: of values of one size
     """
-    marks = torch.empty(sum(map(_marks, pairs)), dtype=torch.uint8, device=constants.device)
-    own = _run(pairs, constants, marks)
-    bits = _places(marks)
-    starts = torch.tensor([MARKED * start for start in accumulate(map(_marks, pairs), initial=0)], device=bits.device)
-    counts = torch.searchsorted(bits, starts).diff()
-    places = bits - torch.repeat_interleave(starts[:-1], counts, output_size=len(bits))
-    columns = [mine.shape[1] for mine, _ in pairs]
-    if any(width % MARKED for width in columns):  # a row's marks are whole bytes, with bits that stand for no value
-        padded = torch.tensor([[ceil(width / MARKED) * MARKED, width] for width in columns], device=bits.device).T
-        of_bits, of_values = padded[:, torch.repeat_interleave(counts, output_size=len(bits))]
-        places -= places // of_bits * (of_bits - of_values)
-    yield from zip(places.split(counts.tolist()), own, strict=True)
+    marks = marks_for(pairs, constants.device)
+    own, table = _run(pairs, constants, marks)
+    yield from zip(_places(pairs, marks, table), own, strict=True)
 
 
-def _marks(pair: tuple[Tensor, Tensor]) -> int:
-    """Return the bytes of marks of two matrices."""
+def marks_for(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """Return room for the marks of pairs, all zero."""
+    return torch.zeros(SCANNED * sum(map(_blocks, pairs)), dtype=torch.uint8, device=device)
+
+
+def _blocks(pair: tuple[Tensor, Tensor]) -> int:
+    """Return the blocks of marks of two matrices. Each of their rows begins with a new byte."""
     rows, columns = pair[0].shape
-    return rows * ceil(columns / MARKED)
+    return ceil(rows * ceil(columns / MARKED) / SCANNED)
 
 
-def _places(marks: Tensor) -> Tensor:
-    """Return the numbers of set bits, int64 [bits], rising.
+def _places(pairs: Sequence[tuple[Tensor, Tensor]], marks: Tensor, table: Tensor) -> Sequence[Tensor]:
+    """Return the values that are marked in each pair, int64, rising.
 
-    A first kernel counts the bits of each block. A second writes their numbers behind those of earlier blocks.
+    A first kernel counts the bits of each block. A second writes their places behind those of earlier blocks.
     """
-    blocks = ceil(len(marks) / SCANNED)
-    counts = torch.empty(blocks, dtype=torch.int32, device=marks.device)
-    shape = {"BYTES": SCANNED, "BITS": MARKED}
+    blocks = [_blocks(pair) for pair in pairs]
+    cuts = _moved(np.cumsum([0, *blocks]), marks.device)
+    owners = owners_of(cuts, sum(blocks))
+    counts = torch.empty(len(owners), dtype=torch.int32, device=marks.device)
+    shape = {"BYTES": SCANNED, "MARKED": MARKED, "VALUES": WORD // pairs[0][0].element_size()}
     with torch.cuda.device(marks.device) if marks.is_cuda else nullcontext():
-        _count[(blocks,)](marks, len(marks), counts, **shape)
+        _count[(len(owners),)](marks, counts, BYTES=SCANNED)
         ends = torch.cumsum(counts, 0)
-        places = torch.empty(int(ends[-1]), dtype=torch.int64, device=marks.device)
-        _find[(blocks,)](marks, len(marks), ends, places, **shape)
-    return places
+        totals = ends[cuts[1:] - 1].tolist()
+        places = torch.empty(totals[-1], dtype=torch.int64, device=marks.device)
+        padded = any(pair[0].shape[1] % MARKED for pair in pairs)
+        _find[(len(owners),)](marks, table, owners, ends, places, PADDED=padded, **shape)
+    parts: Sequence[Tensor] = places.split(np.diff(totals, prepend=0).tolist())
+    return parts
 
 
-def _run(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tensor | None) -> list[Tensor]:
+def _run(
+    pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """Return the digests of the first matrices, and the table of all, on the device. marks: where they differ"""
     height, _, width = constants.shape
     words = [mine.shape[1] * mine.element_size() // WORD for mine, _ in pairs]
     shapes = [
@@ -90,16 +96,16 @@ def _run(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tenso
     ]
     counts = [rows * columns for rows, columns in shapes]
     firsts = accumulate(counts, initial=0)
-    first_marks = accumulate(map(_marks, pairs), initial=0)
+    first_blocks = accumulate(map(_blocks, pairs), initial=0)
     table = np.array(
         [
-            (*_place(mine), *_place(other), mine.shape[0], count, first, mark)
-            for (mine, other), count, first, mark in zip(pairs, words, firsts, first_marks, strict=False)
+            (*_place(mine), *_place(other), mine.shape[0], count, first, SCANNED * block)
+            for (mine, other), count, first, block in zip(pairs, words, firsts, first_blocks, strict=False)
         ],
         dtype=np.int64,
     )
-    on_device = _moved(np.concatenate([table.ravel(), np.array(counts)]), constants.device)
-    owners = torch.repeat_interleave(on_device[table.size :], output_size=sum(counts))
+    on_device = _moved(np.concatenate([table.ravel(), np.cumsum([0, *counts])]), constants.device)
+    owners = owners_of(on_device[table.size :], sum(counts))
     out = torch.empty(sum(counts), dtype=torch.int32, device=constants.device)
     values = WORD // pairs[0][0].element_size()
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
@@ -107,7 +113,7 @@ def _run(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tenso
             on_device, owners, constants, out, marks, ROWS=height, WORDS=width, VALUES=values,
             MARKED=MARKED, COMPARE=marks is not None, VECTOR=_vector(table), STEP=STEP, num_warps=WARPS,
         )  # fmt: skip
-    return [part.view(shape) for part, shape in zip(out.split(counts), shapes, strict=True)]
+    return [part.view(shape) for part, shape in zip(out.split(counts), shapes, strict=True)], on_device
 
 
 def _place(matrix: Tensor) -> tuple[int, int]:
@@ -121,8 +127,9 @@ def _vector(table: NDArray[np.int64]) -> int:
 
 
 def _moved(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Return numbers on a device, int64."""
-    return torch.from_numpy(numbers).to(device)
+    """Return numbers on a device, int64. Nothing waits for the copy."""
+    host = torch.from_numpy(numbers)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def values(rows: Sequence[Sequence[int]], counts: Sequence[int], places: Tensor, words: Tensor, *, write: bool) -> None:
@@ -135,8 +142,8 @@ def values(rows: Sequence[Sequence[int]], counts: Sequence[int], places: Tensor,
     """
     item = words.element_size()
     table = np.array(rows, dtype=np.int64).ravel()
-    on_device = _moved(np.concatenate([table, np.array(counts, dtype=np.int64)]), words.device)
-    owners = torch.repeat_interleave(on_device[table.size :], output_size=len(words))
+    on_device = _moved(np.concatenate([table, np.cumsum([0, *counts])]), words.device)
+    owners = owners_of(on_device[table.size :], len(words))
     if len(words):
         with torch.cuda.device(words.device) if words.is_cuda else nullcontext():
             _values[(ceil(len(words) / BLOCK),)](
@@ -224,23 +231,54 @@ def _values(table, owners, places, words, count, ITEM: tl.constexpr, SIZE: tl.co
 
 
 @triton.jit
-def _set_bits(marks, size, BYTES: tl.constexpr, BITS: tl.constexpr):
-    """Return the bits of a program's marks, int32 [BYTES * BITS]."""
-    at = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-    mark = tl.load(marks + at, at < size, 0).to(tl.int32)
-    return tl.reshape((mark[:, None] >> tl.arange(0, BITS)[None, :]) & 1, [BYTES * BITS])
+def _scanned(marks, BYTES: tl.constexpr):
+    """Return the marks of a program's block, uint32 [BYTES // 4], and how many bits of each word are set."""
+    at = tl.program_id(0).to(tl.int64) * (BYTES // 4) + tl.arange(0, BYTES // 4)
+    mark = tl.load(marks.to(tl.pointer_type(tl.uint32)) + at)
+    # The sums of pairs, of fours, of eights and of all bits (Warren, Hacker's Delight, section 5-1).
+    count = mark - ((mark >> 1) & 0x55555555)
+    count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
+    count = (count + (count >> 4)) & 0x0F0F0F0F
+    return mark, ((count * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
-def _count(marks, size, counts, BYTES: tl.constexpr, BITS: tl.constexpr):
+def _count(marks, counts, BYTES: tl.constexpr):
     """Count the bits of each block of marks."""
-    tl.store(counts + tl.program_id(0), tl.sum(_set_bits(marks, size, BYTES, BITS), 0))
+    _, count = _scanned(marks, BYTES)
+    tl.store(counts + tl.program_id(0), tl.sum(count, 0))
 
 
 @triton.jit
-def _find(marks, size, ends, places, BYTES: tl.constexpr, BITS: tl.constexpr):
-    """Write the places of set bits. ends: how many there are up to the end of each block"""
+def _find(
+    marks,
+    table,
+    owners,
+    ends,
+    places,
+    BYTES: tl.constexpr,
+    MARKED: tl.constexpr,
+    VALUES: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Write the places of set bits in their matrix.
+
+    ends: set bits up to the end of each block; VALUES: in a word; PADDED: rows of marks may have bits without a value
+    """
     program = tl.program_id(0).to(tl.int64)
-    bits = _set_bits(marks, size, BYTES, BITS)
-    rank = tl.load(ends + program) - tl.sum(bits, 0) + tl.cumsum(bits, 0) - 1
-    tl.store(places + rank, program * BYTES * BITS + tl.arange(0, BYTES * BITS), bits != 0)
+    mark, count = _scanned(marks, BYTES)
+    entry = table + tl.load(owners + program) * _COLUMNS
+    out = places + tl.load(ends + program) - tl.sum(count, 0)
+    rank = tl.cumsum(count, 0) - count
+    first = (program * BYTES - tl.load(entry + 7) + tl.arange(0, BYTES // 4) * 4) * MARKED
+    for _ in range(tl.max(count, 0)):  # the lowest set bit of every word, then the next one
+        lowest = mark & (0 - mark)
+        bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the exponent of a power of two
+        place = first + bit
+        if PADDED:
+            columns = tl.load(entry + 5) * VALUES
+            marked = tl.cdiv(columns, MARKED) * MARKED
+            place -= place // marked * (marked - columns)
+        tl.store(out + rank, place, mark != 0)
+        mark = mark & (mark - 1)
+        rank += 1

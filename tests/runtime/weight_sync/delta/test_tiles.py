@@ -107,9 +107,10 @@ for values, compare, vector in product((4, 2, 1), (True, False), (1, kernels.VEC
                    VECTOR=vector, STEP=kernels.STEP)
     vectors = ptx.count("v4.b32")
     assert (vectors > 0) == (vector == kernels.VECTOR), (values, compare, vector, vectors)
-scanned = {"marks": "*u8", "size": "i32"}
-compiled(kernels._count, scanned | {"counts": "*i32"}, BYTES=kernels.SCANNED, BITS=8)
-compiled(kernels._find, scanned | {"ends": "*i64", "places": "*i64"}, BYTES=kernels.SCANNED, BITS=8)
+scanned = {"marks": "*u8", "table": "*i64", "owners": "*i64", "ends": "*i64", "places": "*i64"}
+compiled(kernels._count, {"marks": "*u8", "counts": "*i32"}, BYTES=kernels.SCANNED)
+for values, padded in product((4, 2, 1), (True, False)):
+    compiled(kernels._find, scanned, BYTES=kernels.SCANNED, MARKED=8, VALUES=values, PADDED=padded)
 for (item, words), write in product({1: "*u8", 2: "*i16", 4: "*i32"}.items(), (True, False)):
     single = {"table": "*i64", "owners": "*i64", "places": "*i64", "words": words, "count": "i32"}
     compiled(kernels._values, single, ITEM=item, SIZE=kernels.BLOCK, WRITE=write)
