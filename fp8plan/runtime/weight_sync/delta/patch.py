@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 DENSE, GAPS_1, GAPS_2, BITMAP = range(4)  # the number of a form of gaps is the bytes of a gap
 FORMS: Final = 4
+PINNED_BYTES: Final = 2**28  # the largest copy through pinned memory, which is faster; torch keeps such memory
 HEADER: Final = struct.Struct("<qqq")
 assert HEADER.size == PATCH_HEADER
 
@@ -167,11 +168,9 @@ def _on_cpu(tensors: Sequence[Tensor]) -> list[Bytes]:
 
 
 def _copied(tensor: Tensor) -> Bytes:
-    """Return a tensor's values on the CPU. A GPU copies into pinned memory, which is several times faster."""
-    import torch
-
+    """Return a tensor's values on the CPU."""
     if tensor.is_cuda:
-        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        tensor = _room(tensor.numel(), tensor.dtype, tensor.device).copy_(tensor)
     values: Bytes = tensor.numpy()
     return values
 
@@ -180,9 +179,17 @@ def _sent(parts: Sequence[Bytes], device: torch.device) -> Tensor:
     """Return bytes on a device, one part after the other."""
     import torch
 
-    host = torch.empty(sum(part.size for part in parts), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = _room(sum(part.size for part in parts), torch.uint8, device)
     np.concatenate(parts, out=host.numpy())
     return host.to(device, non_blocking=True)
+
+
+def _room(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory of the CPU for a copy from or to a device: pinned, if it is not large."""
+    import torch
+
+    pinned = device.type == "cuda" and count * dtype.itemsize <= PINNED_BYTES
+    return torch.empty(count, dtype=dtype, pin_memory=pinned)
 
 
 def _split(data: Bytes, lengths: Iterable[int]) -> list[Bytes]:
@@ -328,7 +335,6 @@ def _marked(part: _Parts, device: torch.device) -> Tensor:
 
 def _words(parts: Sequence[_Parts], device: torch.device) -> list[Tensor]:
     """Return the values of patches, by one copy to the device."""
-
     if not parts:
         return []
     data = _sent([each.planes for each in parts], device)
