@@ -101,12 +101,9 @@ def kernels(note: Callable[..., None]) -> None:
             pairs = [(tiles.bits(a), tiles.bits(b)) for a, b in zip(after, before, strict=True)]
             mine = [a for a, _ in pairs]
             nbytes = sum(each.nbytes for each in mine)
-            marks = triton_kernels.marks_for(pairs, constants.device)
+            marked_bytes = sum(each.numel() for each in mine) // 8
             work: dict[str, tuple[int, Callable[[], Any]]] = {
-                "compare": (
-                    2 * nbytes + marks.nbytes,
-                    partial(triton_kernels._run, pairs, constants, marks),
-                ),
+                "compare": (2 * nbytes + 2 * marked_bytes, partial(triton_kernels.marked, pairs, constants)),
                 "compare and find": (2 * nbytes, partial(triton_kernels.compared, pairs, constants)),
                 "digest": (nbytes, partial(triton_kernels.digests, mine, constants)),
                 "copy": (2 * nbytes, partial(torch._foreach_copy_, [b for _, b in pairs], mine)),  # the last one

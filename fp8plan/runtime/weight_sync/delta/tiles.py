@@ -111,9 +111,11 @@ def compared(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Compared]
 
 def _for_kernel(matrix: Tensor) -> bool:
     """Return True if the kernel can read a matrix: on a GPU, in aligned words."""
+    if not matrix.is_cuda or not has_triton():
+        return False
     item = matrix.element_size()
     aligned = not (matrix.data_ptr() % WORD or matrix.shape[1] * item % WORD or matrix.stride(0) * item % WORD)
-    return matrix.is_cuda and aligned and matrix.stride(1) == 1 and has_triton()
+    return aligned and matrix.stride(1) == 1
 
 
 @cache

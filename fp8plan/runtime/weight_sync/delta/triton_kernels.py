@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from itertools import accumulate
 from math import ceil
 
 import numpy as np
@@ -40,7 +39,7 @@ _COLUMNS, _WINDOW_COLUMNS = tl.constexpr(COLUMNS), tl.constexpr(WINDOW_COLUMNS)
 
 def digests(matrices: Sequence[Tensor], constants: Tensor) -> list[Tensor]:
     """Return the digests of matrices whose rows are aligned words. constants: tiles.constants of their device"""
-    return _run([(matrix, matrix) for matrix in matrices], constants, None)[0]
+    return _digested(_Table([(matrix, matrix) for matrix in matrices], constants), constants, None)
 
 
 def compared(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -48,82 +47,84 @@ def compared(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> Itera
 
     pairs: of values of one size
     """
-    marks = marks_for(pairs, constants.device)
-    own, table = _run(pairs, constants, marks)
-    yield from zip(_places(pairs, marks, table), own, strict=True)
+    table, marks, own = marked(pairs, constants)
+    yield from zip(_places(table, marks), own, strict=True)
 
 
-def marks_for(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-    """Return room for the marks of pairs, all zero."""
-    return torch.zeros(SCANNED * sum(map(_blocks, pairs)), dtype=torch.uint8, device=device)
+def marked(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> tuple[_Table, Tensor, list[Tensor]]:
+    """Return the pairs' table, their marks as uint8, and the digests of the first matrices."""
+    table = _Table(pairs, constants)
+    marks = torch.zeros(SCANNED * int(table.blocks.sum()), dtype=torch.uint8, device=constants.device)
+    return table, marks, _digested(table, constants, marks)
 
 
-def _blocks(pair: tuple[Tensor, Tensor]) -> int:
-    """Return the blocks of marks of two matrices. Each of their rows begins with a new byte."""
-    rows, columns = pair[0].shape
-    return ceil(rows * ceil(columns / MARKED) / SCANNED)
+class _Table:
+    """The kernels' table of pairs of matrices, with what the host knows of them.
+
+    item:    bytes of a value
+    columns: values of a row, of each pair
+    tiles:   rows and columns of tiles [pairs, 2]
+    blocks:  blocks of marks; each row begins with a new byte
+    vector:  words that a thread can read at once of all matrices
+    rows:    the table on the device
+    tile_cuts, block_cuts: where the tiles and the blocks of each pair begin and end, on the device [pairs + 1]
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> None:
+        self.item = pairs[0][0].element_size()
+        rows, self.columns = np.array([mine.shape for mine, _ in pairs], dtype=np.int64).T
+        words = self.columns * self.item // WORD
+        height, _, width = constants.shape
+        self.tiles = np.stack([_parts(rows, height), _parts(words, width)], axis=1)
+        self.blocks = _parts(rows * _parts(self.columns, MARKED), SCANNED)
+        addresses = [(a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0)) for a, b in pairs]
+        places = np.array(addresses, dtype=np.int64) * [1, self.item, 1, self.item] // [1, WORD, 1, WORD]
+        tiles, blocks = (np.cumsum([0, *counts]) for counts in (self.tiles.prod(1), self.blocks))
+        table = np.column_stack([places, rows, words, tiles[:-1], SCANNED * blocks[:-1]])
+        aligned = not (table[:, [0, 2]] % (VECTOR * WORD)).any() and not (table[:, [1, 3, 5]] % VECTOR).any()
+        self.vector = VECTOR if aligned else 1
+        on_device = _moved(np.concatenate([table.ravel(), tiles, blocks]), constants.device)
+        self.rows, self.tile_cuts, self.block_cuts = on_device.split([table.size, len(tiles), len(blocks)])
 
 
-def _places(pairs: Sequence[tuple[Tensor, Tensor]], marks: Tensor, table: Tensor) -> Sequence[Tensor]:
+def _parts(sizes: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Return how many parts of a size cover each of `sizes`."""
+    return -(-sizes // most)
+
+
+def _digested(table: _Table, constants: Tensor, marks: Tensor | None) -> list[Tensor]:
+    """Return the digests of the first matrices. marks: all zero; a bit is set where the matrices differ"""
+    counts = table.tiles.prod(1)
+    owners = owners_of(table.tile_cuts, int(counts.sum()))
+    out = torch.empty(len(owners), dtype=torch.int32, device=constants.device)
+    height, _, width = constants.shape
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        _tiles[(len(out),)](
+            table.rows, owners, constants, out, marks, ROWS=height, WORDS=width, VALUES=WORD // table.item,
+            MARKED=MARKED, COMPARE=marks is not None, VECTOR=table.vector, STEP=STEP, num_warps=WARPS,
+        )  # fmt: skip
+    return [part.view(*shape) for part, shape in zip(out.split(counts.tolist()), table.tiles.tolist(), strict=True)]
+
+
+def _places(table: _Table, marks: Tensor) -> Sequence[Tensor]:
     """Return the values that are marked in each pair, int64, rising.
 
     A first kernel counts the bits of each block. A second writes their places behind those of earlier blocks.
     """
-    blocks = [_blocks(pair) for pair in pairs]
-    cuts = _moved(np.cumsum([0, *blocks]), marks.device)
-    owners = owners_of(cuts, sum(blocks))
+    owners = owners_of(table.block_cuts, int(table.blocks.sum()))
     counts = torch.empty(len(owners), dtype=torch.int32, device=marks.device)
-    shape = {"BYTES": SCANNED, "MARKED": MARKED, "VALUES": WORD // pairs[0][0].element_size()}
+    padded = bool((table.columns % MARKED).any())
     with torch.cuda.device(marks.device) if marks.is_cuda else nullcontext():
         _count[(len(owners),)](marks, counts, BYTES=SCANNED)
         ends = torch.cumsum(counts, 0)
-        totals = ends[cuts[1:] - 1].tolist()
+        totals = ends[table.block_cuts[1:] - 1].tolist()
         places = torch.empty(totals[-1], dtype=torch.int64, device=marks.device)
-        padded = any(pair[0].shape[1] % MARKED for pair in pairs)
-        _find[(len(owners),)](marks, table, owners, ends, places, PADDED=padded, **shape)
+        _find[(len(owners),)](
+            marks, table.rows, owners, ends, places,
+            BYTES=SCANNED, MARKED=MARKED, VALUES=WORD // table.item, PADDED=padded,
+        )  # fmt: skip
     parts: Sequence[Tensor] = places.split(np.diff(totals, prepend=0).tolist())
     return parts
-
-
-def _run(
-    pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor, marks: Tensor | None
-) -> tuple[list[Tensor], Tensor]:
-    """Return the digests of the first matrices, and the table of all, on the device. marks: where they differ"""
-    height, _, width = constants.shape
-    words = [mine.shape[1] * mine.element_size() // WORD for mine, _ in pairs]
-    shapes = [
-        (ceil(mine.shape[0] / height), ceil(count / width)) for (mine, _), count in zip(pairs, words, strict=True)
-    ]
-    counts = [rows * columns for rows, columns in shapes]
-    firsts = accumulate(counts, initial=0)
-    first_blocks = accumulate(map(_blocks, pairs), initial=0)
-    table = np.array(
-        [
-            (*_place(mine), *_place(other), mine.shape[0], count, first, SCANNED * block)
-            for (mine, other), count, first, block in zip(pairs, words, firsts, first_blocks, strict=False)
-        ],
-        dtype=np.int64,
-    )
-    on_device = _moved(np.concatenate([table.ravel(), np.cumsum([0, *counts])]), constants.device)
-    owners = owners_of(on_device[table.size :], sum(counts))
-    out = torch.empty(sum(counts), dtype=torch.int32, device=constants.device)
-    values = WORD // pairs[0][0].element_size()
-    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        _tiles[(len(out),)](
-            on_device, owners, constants, out, marks, ROWS=height, WORDS=width, VALUES=values,
-            MARKED=MARKED, COMPARE=marks is not None, VECTOR=_vector(table), STEP=STEP, num_warps=WARPS,
-        )  # fmt: skip
-    return [part.view(shape) for part, shape in zip(out.split(counts), shapes, strict=True)], on_device
-
-
-def _place(matrix: Tensor) -> tuple[int, int]:
-    return matrix.data_ptr(), matrix.stride(0) * matrix.element_size() // WORD
-
-
-def _vector(table: NDArray[np.int64]) -> int:
-    """Return the words that a thread can read at once of all matrices of a table."""
-    aligned = not (table[:, [0, 2]] % (VECTOR * WORD)).any() and not (table[:, [1, 3, 5]] % VECTOR).any()
-    return VECTOR if aligned else 1
 
 
 def _moved(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
