@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8plan.runtime.weight_sync.delta import places, tiles
+from fp8plan.runtime.weight_sync.delta.base import Base
 from fp8plan.runtime.weight_sync.delta.patch import changes, whole
 from fp8plan.runtime.weight_sync.delta.places import write
 from fp8plan.runtime.weight_sync.delta.tiles import bits
+from fp8plan.runtime.weight_sync.manifest import Entry, quantised_manifest
 from fp8plan.runtime.worker.binding import Move
-from fp8plan.runtime.worker.patches import alike, target_of
+from fp8plan.runtime.worker.patches import Patches, alike, target_of
 
 SHAPES = ((513,), (300, 1100), (3, 257, 640))
 
@@ -86,3 +93,44 @@ def test_a_part_without_a_whole_tile_has_none_to_compare() -> None:
     new = torch.randn(300, 1100).to(torch.bfloat16)
     move = Move(((5, 120), (0, 1100)), new[5:120].clone(), None)
     assert target_of(move, new.shape).tiles is None
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_a_step_goes_through_the_kernels_from_end_to_end(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors have values of 1, 2 and 4 bytes, and one is cut. On a CPU the kernels run in Triton's interpreter."""
+    if device == "cpu":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("needs TRITON_INTERPRET=1")
+        from fp8plan.runtime.weight_sync.delta import triton_kernels
+
+        monkeypatch.setattr(triton_kernels, "STEP", 64)
+        for module in (places, tiles):
+            monkeypatch.setattr(module, "_for_kernel", lambda _: True)
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q.weight": (256, 640), "norm.weight": (512,), "head.weight": (130, 512)}
+    weights = {name: torch.randn(shape, generator=generator).bfloat16().to(device) for name, shape in shapes.items()}
+    entries = tuple(Entry(name, "bfloat16", tuple(tensor.shape)) for name, tensor in weights.items())
+    manifest = quantised_manifest(entries, ["q.weight"])
+    base = Base(manifest, device, ["q.weight"])
+    live = {name: tensor.clone() for name, tensor in base.recorded(weights.items())}
+    base.commit("0")
+
+    moves: dict[str, tuple[Move, ...]] = {}
+    for entry in manifest:
+        box = tuple((0, size) for size in entry.shape)
+        halves = [((0, 128), box[1]), ((128, 256), box[1])] if entry.name == "q.weight" else [box]
+        moves[entry.name] = tuple(Move(each, live[entry.name][slice(*each[0])], None) for each in halves)
+    prepared: Any = SimpleNamespace(manifest=manifest, reloads={}, targets={}, binding=SimpleNamespace(moves=moves))
+    factors = {name: 1 + 0.1 * torch.rand(tensor.shape, generator=generator) for name, tensor in weights.items()}
+    sent = dict(base.patches([(name, tensor * factors[name].to(tensor)) for name, tensor in weights.items()], {}))
+    assert set(sent) == {entry.name for entry in manifest}
+
+    received = Patches(prepared, torch.device(device), pytest.fail)
+    received.load([number for number, entry in enumerate(manifest) if entry.name in sent], list(sent.values()))
+    result = received.finish(len(sent))
+    base.commit("1")
+    assert (result["compared"], result["differ"]) == (5, [])
+    for name, tensor in base.pairs():
+        assert torch.equal(bits(live[name]), bits(tensor))

@@ -61,7 +61,7 @@ def marked(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> tuple[_
 class _Table:
     """The kernels' table of pairs of matrices, with what the host knows of them.
 
-    item:    bytes of a value
+    item:    bytes of a value of the first pair; compared pairs have values of one size
     columns: values of a row, of each pair
     tiles:   rows and columns of tiles [pairs, 2]
     blocks:  blocks of marks; each row begins with a new byte
@@ -71,14 +71,16 @@ class _Table:
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> None:
-        self.item = pairs[0][0].element_size()
+        items = np.array([mine.element_size() for mine, _ in pairs])
+        self.item = int(items[0])
         rows, self.columns = np.array([mine.shape for mine, _ in pairs], dtype=np.int64).T
-        words = self.columns * self.item // WORD
+        words = self.columns * items // WORD
         height, _, width = constants.shape
         self.tiles = np.stack([_parts(rows, height), _parts(words, width)], axis=1)
         self.blocks = _parts(rows * _parts(self.columns, MARKED), SCANNED)
         addresses = [(a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0)) for a, b in pairs]
-        places = np.array(addresses, dtype=np.int64) * [1, self.item, 1, self.item] // [1, WORD, 1, WORD]
+        places = np.array(addresses, dtype=np.int64)
+        places[:, [1, 3]] = places[:, [1, 3]] * items[:, None] // WORD
         tiles, blocks = (np.cumsum([0, *counts]) for counts in (self.tiles.prod(1), self.blocks))
         table = np.column_stack([places, rows, words, tiles[:-1], SCANNED * blocks[:-1]])
         aligned = not (table[:, [0, 2]] % (VECTOR * WORD)).any() and not (table[:, [1, 3, 5]] % VECTOR).any()

@@ -58,6 +58,20 @@ def test_the_kernel_finds_what_torch_finds(interpreted: Any, dtype: torch.dtype,
         assert torch.equal(own, digests([part])[0])
 
 
+@pytest.mark.triton
+def test_matrices_of_several_dtypes_are_digested_together(interpreted: Any) -> None:
+    matrices = [matrix(new)[:, 4:-4] for dtype in DTYPES for _, new in pairs(dtype, 0.0)]
+    for matrix_of, own in zip(matrices, interpreted.digests(matrices, constants(torch.device("cpu"))), strict=True):
+        assert torch.equal(own, digests([matrix_of])[0])
+
+
+@pytest.mark.gpu
+def test_a_gpu_digests_several_dtypes_as_a_cpu_does() -> None:
+    matrices = [matrix(new)[:, 4:-4] for dtype in DTYPES for _, new in pairs(dtype, 0.0)]
+    for here, there in zip(digests(matrices), digests([each.cuda() for each in matrices]), strict=True):
+        assert torch.equal(here, there.cpu())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5])
 @pytest.mark.parametrize("dtype", DTYPES)
