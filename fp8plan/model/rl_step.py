@@ -46,7 +46,7 @@ SENT_FP8_SECONDS = 50e-6
 # Seconds of a sync of patches beside the link's, on both sides together: for each BF16 byte of the trainer, each matrix
 # and each byte of patches. `python -m benchmarks.slow_links.tables` fits them to syncs of two models on an H200. They
 # serve all GPUs, as launches take most of the time.
-COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 11.7e-12, 278e-6, 1.55e-9
+COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 5.58e-12, 270e-6, 1.22e-9
 
 UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}
 LINK: Final = re.compile(r"(\d+(?:\.\d+)?) ?([MGT])([bB])/s")
