@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.targets import FINITE, NOT_FINITE, content
+from fp8plan.runtime.weight_sync.delta.parts import cuts_of, sums
 from fp8plan.runtime.weight_sync.delta.patch import Change, unpacked
-from fp8plan.runtime.weight_sync.delta.places import Span, Window, cuts_of, sums, write
+from fp8plan.runtime.weight_sync.delta.places import Span, Window, write
 from fp8plan.runtime.weight_sync.delta.tiles import TILE, digests, flat, matrix
 from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named
 from fp8plan.runtime.worker.binding import Move, Target, WholeTiles

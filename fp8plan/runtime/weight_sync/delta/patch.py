@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from fp8plan.errors import ConfigError
 from fp8plan.model.weight_changes import DIGEST_BYTES, LARGEST_GAPS, PATCH_HEADER
 from fp8plan.runtime.weight_sync.delta import places as places_of
-from fp8plan.runtime.weight_sync.delta.places import at_cuts, cuts_of, owners_of, sums
+from fp8plan.runtime.weight_sync.delta.parts import at_cuts, cuts_of, owners_of, sums
 from fp8plan.runtime.weight_sync.delta.tiles import bits, compared, digests, matrix, tiles
 from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8plan.runtime.weight_sync.delta.places import owners_of
+from fp8plan.runtime.weight_sync.delta.parts import owners_of
 
 # Address and row stride (in words) of both matrices; rows; words of a row; first program; first byte of marks.
 COLUMNS = 8
