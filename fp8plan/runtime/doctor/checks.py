@@ -34,7 +34,7 @@ REPLAY: Final = (
     "--enable-return-routed-experts, or LLM(enable_return_routed_experts=True), and replay them in the trainer (verl: "
     "actor_rollout_ref.rollout.enable_rollout_routing_replay=True and "
     "actor_rollout_ref.actor.megatron.router_replay.mode=R3; NeMo RL: policy.router_replay.enabled=true); else keep "
-    "token-level TIS or MIS, and watch the KL"
+    "token-level TIS, and watch the KL"
 )
 NOTHING: Final = "nothing tells"
 
