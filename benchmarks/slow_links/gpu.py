@@ -103,7 +103,7 @@ def kernels(note: Callable[..., None]) -> None:
             nbytes = sum(each.nbytes for each in mine)
             marked_bytes = sum(each.numel() for each in mine) // 8
             work: dict[str, tuple[int, Callable[[], Any]]] = {
-                "compare": (2 * nbytes + 2 * marked_bytes, partial(triton_kernels.marked, pairs, constants)),
+                "compare": (2 * nbytes + marked_bytes, partial(triton_kernels.marked, pairs, constants)),
                 "compare and find": (2 * nbytes, partial(triton_kernels.compared, pairs, constants)),
                 "digest": (nbytes, partial(triton_kernels.digests, mine, constants)),
                 "copy": (2 * nbytes, partial(torch._foreach_copy_, [b for _, b in pairs], mine)),  # the last one

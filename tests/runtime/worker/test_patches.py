@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8plan.runtime.weight_sync.delta import places, tiles
+from fp8plan.runtime.weight_sync.delta import patch, places, tiles
 from fp8plan.runtime.weight_sync.delta.base import Base
 from fp8plan.runtime.weight_sync.delta.patch import changes, whole
 from fp8plan.runtime.weight_sync.delta.places import write
 from fp8plan.runtime.weight_sync.delta.tiles import bits
-from fp8plan.runtime.weight_sync.manifest import Entry, quantised_manifest
+from fp8plan.runtime.weight_sync.manifest import Entry, dtype_name, quantised_manifest
 from fp8plan.runtime.worker.binding import Move
 from fp8plan.runtime.worker.patches import Patches, alike, target_of
 
@@ -95,11 +95,31 @@ def test_a_part_without_a_whole_tile_has_none_to_compare() -> None:
     assert target_of(move, new.shape).tiles is None
 
 
+BF16, FP32 = torch.bfloat16, torch.float32
+TENSORS = {  # shape, dtype and the share of values that a step changes
+    "q.weight": ((256, 640), BF16, 0.01),
+    "bias": ((3, 100), FP32, 0.02),
+    "norm.weight": ((512,), BF16, 0.02),
+    "head.weight": ((130, 512), BF16, 0.001),
+    "gate.weight": ((9, 64), BF16, 1.0),
+}
+
+
 @pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=pytest.mark.gpu)]
+    ("device", "pinned_bytes"),
+    [
+        pytest.param("cpu", 0, marks=pytest.mark.triton),
+        pytest.param("cuda", 0, marks=pytest.mark.gpu),
+        pytest.param("cuda", 2**28, marks=pytest.mark.gpu),
+    ],
 )
-def test_a_step_goes_through_the_kernels_from_end_to_end(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tensors have values of 1, 2 and 4 bytes, and one is cut. On a CPU the kernels run in Triton's interpreter."""
+def test_a_step_goes_through_the_kernels_from_end_to_end(
+    device: str, pinned_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values have 1, 2 and 4 bytes, patches all forms, and `q.weight` is cut in two.
+
+    On a CPU the kernels run in Triton's interpreter.
+    """
     if device == "cpu":
         if os.environ.get("TRITON_INTERPRET") != "1":
             pytest.skip("needs TRITON_INTERPRET=1")
@@ -108,10 +128,14 @@ def test_a_step_goes_through_the_kernels_from_end_to_end(device: str, monkeypatc
         monkeypatch.setattr(triton_kernels, "STEP", 64)
         for module in (places, tiles):
             monkeypatch.setattr(module, "_for_kernel", lambda _: True)
+    monkeypatch.setattr(patch, "PINNED_BYTES", pinned_bytes)
     generator = torch.Generator().manual_seed(0)
-    shapes = {"q.weight": (256, 640), "norm.weight": (512,), "head.weight": (130, 512)}
-    weights = {name: torch.randn(shape, generator=generator).bfloat16().to(device) for name, shape in shapes.items()}
-    entries = tuple(Entry(name, "bfloat16", tuple(tensor.shape)) for name, tensor in weights.items())
+    weights, news = {}, {}
+    for name, (shape, dtype, share) in TENSORS.items():
+        old = torch.randn(shape, generator=generator)
+        new = torch.where(torch.rand(shape, generator=generator) < share, old * 1.5, old)
+        weights[name], news[name] = old.to(device, dtype), new.to(device, dtype)
+    entries = tuple(Entry(name, dtype_name(dtype), shape) for name, (shape, dtype, _) in TENSORS.items())
     manifest = quantised_manifest(entries, ["q.weight"])
     base = Base(manifest, device, ["q.weight"])
     live = {name: tensor.clone() for name, tensor in base.recorded(weights.items())}
@@ -123,14 +147,16 @@ def test_a_step_goes_through_the_kernels_from_end_to_end(device: str, monkeypatc
         halves = [((0, 128), box[1]), ((128, 256), box[1])] if entry.name == "q.weight" else [box]
         moves[entry.name] = tuple(Move(each, live[entry.name][slice(*each[0])], None) for each in halves)
     prepared: Any = SimpleNamespace(manifest=manifest, reloads={}, targets={}, binding=SimpleNamespace(moves=moves))
-    factors = {name: 1 + 0.1 * torch.rand(tensor.shape, generator=generator) for name, tensor in weights.items()}
-    sent = dict(base.patches([(name, tensor * factors[name].to(tensor)) for name, tensor in weights.items()], {}))
-    assert set(sent) == {entry.name for entry in manifest}
+    sent = dict(base.patches(news.items(), {}))
+    forms = {patch.HEADER.unpack_from(each.numpy().data)[0] % patch.FORMS for each in sent.values()}
+    assert forms == {patch.DENSE, patch.GAPS_1, patch.GAPS_2, patch.BITMAP}
 
     received = Patches(prepared, torch.device(device), pytest.fail)
-    received.load([number for number, entry in enumerate(manifest) if entry.name in sent], list(sent.values()))
+    received.load(range(len(manifest)), [sent[entry.name] for entry in manifest])
     result = received.finish(len(sent))
     base.commit("1")
-    assert (result["compared"], result["differ"]) == (5, [])
+    assert (result["compared"], result["differ"]) == (len(manifest) + 1, [])
+    for name, tensor in Base(manifest, device, ["q.weight"]).recorded(news.items()):
+        assert torch.equal(bits(live[name]), bits(tensor))
     for name, tensor in base.pairs():
         assert torch.equal(bits(live[name]), bits(tensor))

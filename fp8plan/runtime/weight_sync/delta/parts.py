@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def cuts_of(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return where parts of so many values begin and end, int64 [parts + 1]."""
+    """Return where parts with these counts of values begin and end, int64 [parts + 1]."""
     import torch
 
     return torch.tensor([0, *accumulate(counts)], device=device)
@@ -24,14 +24,14 @@ def cuts_of(counts: Sequence[int], device: torch.device) -> Tensor:
 def owners_of(cuts: Tensor, size: int) -> Tensor:
     """Return the number of the part that each value is in, int64 [size].
 
-    cuts: as of cuts_of, with at least one part
+    cuts: from cuts_of, with at least one part
     """
     import torch
 
     # torch.repeat_interleave takes ten times as long for few long parts.
     steps = cuts.new_zeros(size + 1)
     steps.index_add_(0, cuts[1:-1], torch.ones_like(cuts[1:-1]))
-    return torch.cumsum(steps[:size], 0)
+    return steps[:size].cumsum_(0)
 
 
 def sums(values: Tensor, cuts: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def sums(values: Tensor, cuts: Tensor) -> Tensor:
 
 
 def at_cuts(total: Tensor, cuts: Tensor) -> Tensor:
-    """Return a running total before each cut, without a copy of the total that has a zero in front."""
+    """Return the running total before each cut: 0 at the start."""
     import torch
 
     if not len(total):

@@ -14,8 +14,8 @@ so applying it twice does no harm. Its places take the shortest of four forms:
 Values are stored by planes: the first bytes of all values, then the second ones. So a general compressor finds the
 bytes that are alike, such as the exponents of BF16.
 
-Patches lie in the CPU's memory. The tensors' device turns places into bytes and back, those of many tensors at once,
-as launches for each tensor would take longer than the work.
+Patches lie in the CPU's memory. The tensors' device turns places into bytes and back. It takes many tensors at once:
+launches for each one would take longer than the work.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 DENSE, GAPS_1, GAPS_2, BITMAP = range(4)  # the number of a form of gaps is the bytes of a gap
 FORMS: Final = 4
-PINNED_BYTES: Final = 2**28  # the largest copy through pinned memory, which is faster; torch keeps such memory
+PINNED_BYTES: Final = 2**28  # larger copies are slower and stay pageable, as torch never frees pinned memory
 HEADER: Final = struct.Struct("<qqq")
 assert HEADER.size == PATCH_HEADER
 
@@ -162,17 +162,16 @@ def _on_cpu(tensors: Sequence[Tensor]) -> list[Bytes]:
     parts: dict[int, Bytes] = {}
     for numbers in _by(tensors, lambda tensor: (tensor.dtype, tensor.device)):
         some = [tensors[number].reshape(-1) for number in numbers]
-        data = _copied(torch.cat(some)).view(np.uint8)
+        data = _copied(torch.cat(some))
         parts.update(zip(numbers, _split(data, [tensor.nbytes for tensor in some]), strict=True))
     return [parts[number] for number in range(len(tensors))]
 
 
 def _copied(tensor: Tensor) -> Bytes:
-    """Return a tensor's values on the CPU."""
-    if tensor.is_cuda:
+    """Return a flat tensor's bytes on the CPU."""
+    if tensor.device.type != "cpu":
         tensor = _room(tensor.numel(), tensor.dtype, tensor.device).copy_(tensor)
-    values: Bytes = tensor.numpy()
-    return values
+    return tensor.numpy().view(np.uint8)
 
 
 def _sent(parts: Sequence[Bytes], device: torch.device) -> Tensor:
@@ -181,7 +180,7 @@ def _sent(parts: Sequence[Bytes], device: torch.device) -> Tensor:
 
     host = _room(sum(part.size for part in parts), torch.uint8, device)
     np.concatenate(parts, out=host.numpy())
-    return host.to(device, non_blocking=True)
+    return host.to(device, non_blocking=host.is_pinned())
 
 
 def _room(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

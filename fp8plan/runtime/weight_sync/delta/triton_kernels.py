@@ -20,7 +20,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8plan.runtime.weight_sync.delta.parts import owners_of
+from fp8plan.runtime.weight_sync.delta.parts import at_cuts, owners_of
 
 # Address and row stride (in words) of both matrices; rows; words of a row; first program; first byte of marks.
 COLUMNS = 8
@@ -59,14 +59,14 @@ def marked(pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> tuple[_
 
 
 class _Table:
-    """The kernels' table of pairs of matrices, with what the host knows of them.
+    """The kernels' table of pairs of matrices.
 
     item:    bytes of a value of the first pair; compared pairs have values of one size
     columns: values of a row, of each pair
     tiles:   rows and columns of tiles [pairs, 2]
-    blocks:  blocks of marks; each row begins with a new byte
+    blocks:  blocks of marks of each pair; a row's marks begin at a new byte
     vector:  words that a thread can read at once of all matrices
-    rows:    the table on the device
+    on_device: the table, a row for each pair
     tile_cuts, block_cuts: where the tiles and the blocks of each pair begin and end, on the device [pairs + 1]
     """
 
@@ -76,40 +76,47 @@ class _Table:
         rows, self.columns = np.array([mine.shape for mine, _ in pairs], dtype=np.int64).T
         words = self.columns * items // WORD
         height, _, width = constants.shape
-        self.tiles = np.stack([_parts(rows, height), _parts(words, width)], axis=1)
-        self.blocks = _parts(rows * _parts(self.columns, MARKED), SCANNED)
-        addresses = [(a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0)) for a, b in pairs]
-        places = np.array(addresses, dtype=np.int64)
-        places[:, [1, 3]] = places[:, [1, 3]] * items[:, None] // WORD
-        tiles, blocks = (np.cumsum([0, *counts]) for counts in (self.tiles.prod(1), self.blocks))
-        table = np.column_stack([places, rows, words, tiles[:-1], SCANNED * blocks[:-1]])
+        self.tiles = np.stack([_ceil_div(rows, height), _ceil_div(words, width)], axis=1)
+        self.blocks = _ceil_div(rows * _ceil_div(self.columns, MARKED), SCANNED)
+        layouts = np.array([(*_layout(mine), *_layout(other)) for mine, other in pairs], dtype=np.int64)
+        layouts[:, [1, 3]] = layouts[:, [1, 3]] * items[:, None] // WORD
+        tile_cuts, block_cuts = (np.cumsum([0, *counts]) for counts in (self.tiles.prod(1), self.blocks))
+        table = np.column_stack([layouts, rows, words, tile_cuts[:-1], SCANNED * block_cuts[:-1]])
         aligned = not (table[:, [0, 2]] % (VECTOR * WORD)).any() and not (table[:, [1, 3, 5]] % VECTOR).any()
         self.vector = VECTOR if aligned else 1
-        on_device = _moved(np.concatenate([table.ravel(), tiles, blocks]), constants.device)
-        self.rows, self.tile_cuts, self.block_cuts = on_device.split([table.size, len(tiles), len(blocks)])
+        numbers = [table.ravel(), tile_cuts, block_cuts]
+        moved = _moved(np.concatenate(numbers), constants.device)
+        self.on_device, self.tile_cuts, self.block_cuts = moved.split([each.size for each in numbers])
 
 
-def _parts(sizes: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Return how many parts of a size cover each of `sizes`."""
+def _layout(matrix: Tensor) -> tuple[int, int]:
+    """Return the address of a matrix, and the values from one row to the next."""
+    return matrix.data_ptr(), matrix.stride(0)
+
+
+def _ceil_div(sizes: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     return -(-sizes // most)
 
 
 def _digested(table: _Table, constants: Tensor, marks: Tensor | None) -> list[Tensor]:
-    """Return the digests of the first matrices. marks: all zero; a bit is set where the matrices differ"""
+    """Return the digests of the first matrices.
+
+    marks: zeros, into which the kernel writes a bit for each value that differs; None: nothing is compared
+    """
     counts = table.tiles.prod(1)
     owners = owners_of(table.tile_cuts, int(counts.sum()))
     out = torch.empty(len(owners), dtype=torch.int32, device=constants.device)
     height, _, width = constants.shape
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         _tiles[(len(out),)](
-            table.rows, owners, constants, out, marks, ROWS=height, WORDS=width, VALUES=WORD // table.item,
+            table.on_device, owners, constants, out, marks, ROWS=height, WORDS=width, VALUES=WORD // table.item,
             MARKED=MARKED, COMPARE=marks is not None, VECTOR=table.vector, STEP=STEP, num_warps=WARPS,
         )  # fmt: skip
     return [part.view(*shape) for part, shape in zip(out.split(counts.tolist()), table.tiles.tolist(), strict=True)]
 
 
 def _places(table: _Table, marks: Tensor) -> Sequence[Tensor]:
-    """Return the values that are marked in each pair, int64, rising.
+    """Return the places of marked values in each pair, int64, rising.
 
     A first kernel counts the bits of each block. A second writes their places behind those of earlier blocks.
     """
@@ -119,18 +126,18 @@ def _places(table: _Table, marks: Tensor) -> Sequence[Tensor]:
     with torch.cuda.device(marks.device) if marks.is_cuda else nullcontext():
         _count[(len(owners),)](marks, counts, BYTES=SCANNED)
         ends = torch.cumsum(counts, 0)
-        totals = ends[table.block_cuts[1:] - 1].tolist()
-        places = torch.empty(totals[-1], dtype=torch.int64, device=marks.device)
+        totals = at_cuts(ends, table.block_cuts).diff().tolist()
+        places = torch.empty(sum(totals), dtype=torch.int64, device=marks.device)
         _find[(len(owners),)](
-            marks, table.rows, owners, ends, places,
+            marks, table.on_device, owners, ends, places,
             BYTES=SCANNED, MARKED=MARKED, VALUES=WORD // table.item, PADDED=padded,
         )  # fmt: skip
-    parts: Sequence[Tensor] = places.split(np.diff(totals, prepend=0).tolist())
+    parts: Sequence[Tensor] = places.split(totals)
     return parts
 
 
 def _moved(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Return numbers on a device, int64. Nothing waits for the copy."""
+    """Return numbers on a device, int64. The host does not wait for the copy."""
     host = torch.from_numpy(numbers)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
@@ -143,15 +150,15 @@ def values(rows: Sequence[Sequence[int]], counts: Sequence[int], places: Tensor,
     places: int64 [sum of counts]
     words:  as the windows' values [sum of counts]
     """
-    item = words.element_size()
+    if not len(words):
+        return
     table = np.array(rows, dtype=np.int64).ravel()
     on_device = _moved(np.concatenate([table, np.cumsum([0, *counts])]), words.device)
     owners = owners_of(on_device[table.size :], len(words))
-    if len(words):
-        with torch.cuda.device(words.device) if words.is_cuda else nullcontext():
-            _values[(ceil(len(words) / BLOCK),)](
-                on_device, owners, places, words, len(words), ITEM=item, SIZE=BLOCK, WRITE=write
-            )
+    with torch.cuda.device(words.device) if words.is_cuda else nullcontext():
+        _values[(ceil(len(words) / BLOCK),)](
+            on_device, owners, places, words, len(words), ITEM=words.element_size(), SIZE=BLOCK, WRITE=write
+        )
 
 
 @triton.jit
@@ -238,11 +245,12 @@ def _scanned(marks, BYTES: tl.constexpr):
     """Return the marks of a program's block, uint32 [BYTES // 4], and how many bits of each word are set."""
     at = tl.program_id(0).to(tl.int64) * (BYTES // 4) + tl.arange(0, BYTES // 4)
     mark = tl.load(marks.to(tl.pointer_type(tl.uint32)) + at)
-    # The sums of pairs, of fours, of eights and of all bits (Warren, Hacker's Delight, section 5-1).
+    # Bits are counted in parallel (Warren, Hacker's Delight, section 5-1): the interpreter has no instruction for it.
     count = mark - ((mark >> 1) & 0x55555555)
     count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
     count = (count + (count >> 4)) & 0x0F0F0F0F
-    return mark, ((count * 0x01010101) >> 24).to(tl.int32)
+    count += count >> 8
+    return mark, ((count + (count >> 16)) & 0x3F).to(tl.int32)
 
 
 @triton.jit
@@ -266,7 +274,8 @@ def _find(
 ):
     """Write the places of set bits in their matrix.
 
-    ends: set bits up to the end of each block; VALUES: in a word; PADDED: rows of marks may have bits without a value
+    ends: set bits up to the end of each block; MARKED: values of a byte of marks; VALUES: values of a word
+    PADDED: rows of marks may have bits without a value
     """
     program = tl.program_id(0).to(tl.int64)
     mark, count = _scanned(marks, BYTES)
@@ -275,13 +284,13 @@ def _find(
     rank = tl.cumsum(count, 0) - count
     first = (program * BYTES - tl.load(entry + 7) + tl.arange(0, BYTES // 4) * 4) * MARKED
     for _ in range(tl.max(count, 0)):  # the lowest set bit of every word, then the next one
-        lowest = mark & (0 - mark)
-        bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the exponent of a power of two
+        others = mark & (mark - (mark != 0).to(tl.uint32))
+        bit = ((mark ^ others).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the exponent of a power of two
         place = first + bit
         if PADDED:
             columns = tl.load(entry + 5) * VALUES
             marked = tl.cdiv(columns, MARKED) * MARKED
             place -= place // marked * (marked - columns)
         tl.store(out + rank, place, mark != 0)
-        mark = mark & (mark - 1)
+        mark = others
         rank += 1
