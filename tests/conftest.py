@@ -39,6 +39,14 @@ GPU = os.path.exists("/proc/driver/nvidia/version")
 if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels run in Triton's interpreter
 
+
+@pytest.fixture
+def interpreter() -> None:
+    """Triton's interpreter. A test is skipped where kernels are compiled."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1")
+
+
 # Marker and the package it stands for. `make test` sets FP8PLAN_REQUIRE_INTEGRATIONS=1: there, a missing one fails.
 INTEGRATIONS = ("vllm", "verl", "trl", "ray", "triton", "transfer_queue", "reasoning_gym", "gguf")
 REQUIRED = os.environ.get("FP8PLAN_REQUIRE_INTEGRATIONS") == "1"

@@ -18,7 +18,7 @@ saturates and torch's does not. NaNs that a GPU computes are 0x7fffffff and beco
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import ceil
 from typing import Any
@@ -109,9 +109,20 @@ def copy_calls(sources: Sequence[Tensor], outs: Sequence[Tensor], flags: Tensor)
 
 def run(calls: Sequence[Call], device: torch.device) -> None:
     """Run the launches on the current stream of `device`, whichever device is current."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on(device):
         for call in calls:
             call()
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which kernels are launched on a device, whichever device is current."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def moved(numbers: np.ndarray, device: torch.device) -> Tensor:
+    """Return numbers on a device. The host does not wait for the copy."""
+    host = torch.from_numpy(numbers)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def _bits(dtype: torch.dtype) -> dict[str, Any]:
@@ -150,8 +161,7 @@ def _grouped(keys: Sequence[Key], table: np.ndarray, flags: Tensor) -> Iterator[
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
     table = table[[place for group in places.values() for place in group]]
-    host = torch.from_numpy(table)
-    on_device = (host.pin_memory() if flags.is_cuda else host).to(flags.device, non_blocking=True)
+    on_device = moved(table, flags.device)
     start = 0
     for key, group in places.items():
         stop = start + len(group)

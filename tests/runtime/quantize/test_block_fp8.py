@@ -173,8 +173,7 @@ def test_gaussian_weights_come_back_within_2_64_percent() -> None:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The device on which groups run. Triton's interpreter wants TRITON_INTERPRET=1 and a machine without a GPU."""
     if request.param == "triton_interpreter":
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("needs TRITON_INTERPRET=1")
+        request.getfixturevalue("interpreter")
         interpret(monkeypatch)
     if request.param != "torch":
         monkeypatch.setattr(

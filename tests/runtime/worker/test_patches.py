@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,15 +113,14 @@ TENSORS = {  # shape, dtype and the share of values that a step changes
     ],
 )
 def test_a_step_goes_through_the_kernels_from_end_to_end(
-    device: str, pinned_bytes: int, monkeypatch: pytest.MonkeyPatch
+    device: str, pinned_bytes: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values have 1, 2 and 4 bytes, patches all forms, and `q.weight` is cut in two.
 
     On a CPU the kernels run in Triton's interpreter.
     """
     if device == "cpu":
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("needs TRITON_INTERPRET=1")
+        request.getfixturevalue("interpreter")
         from fp8plan.runtime.weight_sync.delta import triton_kernels
 
         monkeypatch.setattr(triton_kernels, "STEP", 64)

@@ -10,7 +10,6 @@ A table tells a kernel the addresses of the matrices, and `owners` the table's r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from math import ceil
 
 import numpy as np
@@ -20,6 +19,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fp8plan.runtime.quantize.triton_kernels import addresses, moved, on
 from fp8plan.runtime.weight_sync.delta.parts import at_cuts, owners_of
 
 # Address and row stride (in words) of both matrices; rows; words of a row; first program; first byte of marks.
@@ -62,7 +62,7 @@ class _Table:
     """The kernels' table of pairs of matrices.
 
     item:    bytes of a value of the first pair; compared pairs have values of one size
-    columns: values of a row, of each pair
+    padded:  True if rows of marks have bits that stand for no value
     tiles:   rows and columns of tiles [pairs, 2]
     blocks:  blocks of marks of each pair; a row's marks begin at a new byte
     vector:  words that a thread can read at once of all matrices
@@ -73,25 +73,21 @@ class _Table:
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], constants: Tensor) -> None:
         items = np.array([mine.element_size() for mine, _ in pairs])
         self.item = int(items[0])
-        rows, self.columns = np.array([mine.shape for mine, _ in pairs], dtype=np.int64).T
-        words = self.columns * items // WORD
+        rows, columns = np.array([mine.shape for mine, _ in pairs], dtype=np.int64).T
+        self.padded = bool((columns % MARKED).any())
+        words = columns * items // WORD
         height, _, width = constants.shape
         self.tiles = np.stack([_ceil_div(rows, height), _ceil_div(words, width)], axis=1)
-        self.blocks = _ceil_div(rows * _ceil_div(self.columns, MARKED), SCANNED)
-        layouts = np.array([(*_layout(mine), *_layout(other)) for mine, other in pairs], dtype=np.int64)
+        self.blocks = _ceil_div(rows * _ceil_div(columns, MARKED), SCANNED)
+        layouts = addresses(*zip(*pairs, strict=True))
         layouts[:, [1, 3]] = layouts[:, [1, 3]] * items[:, None] // WORD
         tile_cuts, block_cuts = (np.cumsum([0, *counts]) for counts in (self.tiles.prod(1), self.blocks))
         table = np.column_stack([layouts, rows, words, tile_cuts[:-1], SCANNED * block_cuts[:-1]])
         aligned = not (table[:, [0, 2]] % (VECTOR * WORD)).any() and not (table[:, [1, 3, 5]] % VECTOR).any()
         self.vector = VECTOR if aligned else 1
         numbers = [table.ravel(), tile_cuts, block_cuts]
-        moved = _moved(np.concatenate(numbers), constants.device)
-        self.on_device, self.tile_cuts, self.block_cuts = moved.split([each.size for each in numbers])
-
-
-def _layout(matrix: Tensor) -> tuple[int, int]:
-    """Return the address of a matrix, and the values from one row to the next."""
-    return matrix.data_ptr(), matrix.stride(0)
+        numbers_there = moved(np.concatenate(numbers), constants.device)
+        self.on_device, self.tile_cuts, self.block_cuts = numbers_there.split([each.size for each in numbers])
 
 
 def _ceil_div(sizes: NDArray[np.int64], most: int) -> NDArray[np.int64]:
@@ -107,7 +103,7 @@ def _digested(table: _Table, constants: Tensor, marks: Tensor | None) -> list[Te
     owners = owners_of(table.tile_cuts, int(counts.sum()))
     out = torch.empty(len(owners), dtype=torch.int32, device=constants.device)
     height, _, width = constants.shape
-    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+    with on(out.device):
         _tiles[(len(out),)](
             table.on_device, owners, constants, out, marks, ROWS=height, WORDS=width, VALUES=WORD // table.item,
             MARKED=MARKED, COMPARE=marks is not None, VECTOR=table.vector, STEP=STEP, num_warps=WARPS,
@@ -122,24 +118,17 @@ def _places(table: _Table, marks: Tensor) -> Sequence[Tensor]:
     """
     owners = owners_of(table.block_cuts, int(table.blocks.sum()))
     counts = torch.empty(len(owners), dtype=torch.int32, device=marks.device)
-    padded = bool((table.columns % MARKED).any())
-    with torch.cuda.device(marks.device) if marks.is_cuda else nullcontext():
+    with on(marks.device):
         _count[(len(owners),)](marks, counts, BYTES=SCANNED)
         ends = torch.cumsum(counts, 0)
         totals = at_cuts(ends, table.block_cuts).diff().tolist()
         places = torch.empty(sum(totals), dtype=torch.int64, device=marks.device)
         _find[(len(owners),)](
             marks, table.on_device, owners, ends, places,
-            BYTES=SCANNED, MARKED=MARKED, VALUES=WORD // table.item, PADDED=padded,
+            BYTES=SCANNED, MARKED=MARKED, VALUES=WORD // table.item, PADDED=table.padded,
         )  # fmt: skip
     parts: Sequence[Tensor] = places.split(totals)
     return parts
-
-
-def _moved(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Return numbers on a device, int64. The host does not wait for the copy."""
-    host = torch.from_numpy(numbers)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def values(rows: Sequence[Sequence[int]], counts: Sequence[int], places: Tensor, words: Tensor, *, write: bool) -> None:
@@ -153,9 +142,9 @@ def values(rows: Sequence[Sequence[int]], counts: Sequence[int], places: Tensor,
     if not len(words):
         return
     table = np.array(rows, dtype=np.int64).ravel()
-    on_device = _moved(np.concatenate([table, np.cumsum([0, *counts])]), words.device)
+    on_device = moved(np.concatenate([table, np.cumsum([0, *counts])]), words.device)
     owners = owners_of(on_device[table.size :], len(words))
-    with torch.cuda.device(words.device) if words.is_cuda else nullcontext():
+    with on(words.device):
         _values[(ceil(len(words) / BLOCK),)](
             on_device, owners, places, words, len(words), ITEM=words.element_size(), SIZE=BLOCK, WRITE=write
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -68,9 +67,8 @@ def check(use: Callable[[], None], device: str) -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.usefixtures("interpreter")
 def test_the_kernel_writes_and_reads_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs TRITON_INTERPRET=1")
     check(lambda: monkeypatch.setattr(places, "_for_kernel", lambda _: True), "cpu")
 
 

@@ -33,10 +33,8 @@ def pairs(dtype: torch.dtype, share: float, device: str = "cpu") -> Pairs:
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
+def interpreted(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernels in Triton's interpreter, which takes a millisecond for each line: so with few steps a tile."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs TRITON_INTERPRET=1")
     from fp8plan.runtime.weight_sync.delta import triton_kernels
 
     monkeypatch.setattr(triton_kernels, "STEP", 64)
