@@ -14,6 +14,8 @@ Random weights stand for the trainer's, in BF16 on the same GPU; they change a l
     stock     vLLM's reload_weights itself
     equal     live tensors that differ between a sync in place and vLLM's reload of the same weights
     sleep     scales and decodes after sleep and wake-up
+    rollouts  seconds of three rollouts of ROLLOUT requests and tokens each
+    clip      a sync whose keys are CLIP times as large: layers that fixed KV scales clip, and the guard's verdicts
     rollback  whether a sync that fails leaves every bit of the weights of before, and the same decodes
     fresh     live tensors that differ between a sync and a fresh engine on a checkpoint of the same weights
 """
@@ -50,6 +52,8 @@ from fp8plan.runtime.weight_sync.state import Call, rpc
 REPEATS = 4
 ROUNDS, PER_ROUND = 4, 10  # of syncs with and without samples: the difference is a fraction of what a host varies by
 FRESH = "fresh"  # the engine of all parts then starts from a checkpoint
+ROLLOUT, CLIP = (256, 512), 200.0
+OF_ATTENTION = ("rollouts", "clip")  # parts that compare attention kernels
 PARTS = ("steps", "bare", "guard", "scales", "sleep", "fp8_in", "equal", "rollback")
 PROMPT, RESPONSE, REQUESTS = 64, 32, 16
 
@@ -68,7 +72,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--expert-parallel", action="store_true", help="whole experts on each of the engine's GPUs")
     parser.add_argument("--sleep", action="store_true", help="also put the engine to sleep and wake it up")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=(FRESH, *PARTS))
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=(FRESH, *PARTS, *OF_ATTENTION))
     measure(parser.parse_args(words))
 
 
@@ -106,6 +110,8 @@ def measure(args: argparse.Namespace) -> None:
         "sleep": lambda: sleep(engine, note) if args.sleep else None,
         "fp8_in": lambda: fp8_in(engine, weights, manifest, note) if engine.launch.fp8_weights else None,
         "equal": lambda: equal(engine, weights, note),
+        "rollouts": lambda: rollouts(engine, note),
+        "clip": lambda: clip(engine, weights, note),
         "rollback": lambda: rollback(engine, weights, note),
     }
     for name in args.parts:
@@ -141,6 +147,40 @@ def start(args: argparse.Namespace, folder: str) -> RolloutEngine:
     more |= {} if FRESH in args.parts else {"load_format": "dummy"}
     more |= args.engine_args
     return RolloutEngine.from_plan(made, folder, choice=choice, mode=args.mode, skip_tokenizer_init=True, **more)
+
+
+def rollouts(engine: RolloutEngine, note: Callable[..., None]) -> None:
+    """Time rollouts of random prompts, the first of which warms up."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    requests, tokens = ROLLOUT
+    prompts = np.random.default_rng(0).integers(0, 1000, (requests, tokens)).tolist()
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1.0, logprobs=0)
+    seconds = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        seconds.append(time.perf_counter() - begun)
+    note("rollouts", requests=requests, tokens=tokens, seconds=seconds, attention=engine.facts["attention"])
+
+
+def clip(engine: RolloutEngine, weights: dict[str, Any], note: Callable[..., None]) -> None:
+    """Sync weights whose keys are too large for scales of 1.0 in one layer, roll out four times, and sync back."""
+    from vllm import SamplingParams
+
+    name = next(name for name in weights if name.endswith("k_norm.weight"))
+    report = engine.sync_weights(weights | {name: weights[name] * CLIP})
+    params = SamplingParams(max_tokens=RESPONSE, ignore_eos=True, logprobs=0)
+    verdicts = []
+    for _ in range(REPEATS):
+        engine.generate([{"prompt_token_ids": list(range(1, PROMPT))}] * REQUESTS, params)
+        verdicts.append(engine.verdict and (engine.verdict.action.value, engine.verdict.reason))
+    healed = engine.sync_weights(weights)
+    note(
+        "clip", tensor=name, times=CLIP, kv_source=report.kv_source, clipped=report.kv_clipped, verdicts=verdicts,
+        guard_off=engine.guard_off, after=healed.kv_clipped,
+    )  # fmt: skip
 
 
 def save(weights: Mapping[str, Any], folder: str) -> None:

@@ -129,19 +129,6 @@ class Gpu:
             f"{dotted(FIRST_FP8_CAPABILITY)}"
         )
 
-    def why_fixed_kv_scales(self, precision: Precision) -> str | None:
-        """The reason why an engine keeps its first K and V scales; None if it reads new ones.
-
-        FlashInfer takes both as numbers (`k_scale=layer._k_scale_float` in flashinfer.py of vLLM 0.30), which CUDA
-        graphs of decode steps capture.
-        """
-        if precision.kv != "fp8" or not self.stores_fp8_only:
-            return None
-        return (
-            f"vLLM reads an FP8 KV cache with FlashInfer on {self.product}, whose CUDA graphs keep the K and V scales "
-            "that the engine was started with, so that fp8plan cannot measure them after each weight sync"
-        )
-
 
 # vllm/model_executor/kernels/linear: with AMX vLLM widens the weights and multiplies in BF16 (W8A16), and without AMX
 # it refuses. From 0.31 on it multiplies in FP8 (W8A8) on CPUs whose AMX has FP8. The CPU backend has an FP8 KV cache on

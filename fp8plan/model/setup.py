@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.attention_backend import why_fixed_kv_scales
 from fp8plan.model.cost.host import INSIDE, OWN
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu, find_gpu
@@ -107,6 +108,15 @@ class EngineSetup:
         """Raise ConfigError for a precision that this GPU does not have. On a CPU vLLM's kernels decide at start-up."""
         if not self.gpu.is_cpu and (reason := self.gpu.why_not(self.precision)):
             raise ConfigError(f"{self.precision.name}: {reason}; allowed: bf16, or another GPU")
+
+    @property
+    def why_fixed_kv_scales(self) -> str | None:
+        """The reason why this engine keeps the K and V scales that it starts with; None if it reads new ones."""
+        try:
+            shape = self.shape
+        except ConfigError:  # a model that the cost model does not know
+            shape = None
+        return why_fixed_kv_scales(self.gpu, self.precision, shape)
 
     def check_model(self, model: str) -> None:
         """Raise ConfigError if a checkpoint has other layers than this engine's model.

@@ -24,7 +24,6 @@ from typing import Final, NamedTuple
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.architecture.parts import LatentAttention
-from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import Precision
 
 # Programs that start the engine, and the same in the order of their demands.
@@ -62,12 +61,10 @@ def why_not_shardable(
     tensor_parallel: int,
     target: str = "vllm",
     expert_parallel: bool = False,
-    gpu: Gpu | None = None,
 ) -> str | None:
     """The reason why an engine of `target` cannot run `shape` in `precision` on that many ranks; None if it can.
 
     expert_parallel: each rank has whole experts
-    gpu:             None: a GPU whose attention reads new K and V scales
     """
     check_target(target)
     if reason := shape.why_not(precision):
@@ -76,8 +73,6 @@ def why_not_shardable(
         return shape.stored.not_synced
     if target != "vllm" and precision.kv == "fp8" and shape.parts_of(LatentAttention):
         return _LATENT
-    if target != "vllm" and gpu is not None and (fixed := gpu.why_fixed_kv_scales(precision)):
-        return f"{fixed}, as its engine must inside of verl and TRL; allowed: bf16, or --emit vllm"
     if not precision.in_blocks:
         return None
     layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
@@ -163,10 +158,9 @@ def refusals(
     precision: Precision,
     tensor_parallel: int,
     expert_parallel: bool = False,
-    gpu: Gpu | None = None,
 ) -> dict[str, str]:
     """Targets that cannot run `shape` on that many ranks -> the reason."""
-    pairs = ((x, why_not_shardable(shape, precision, tensor_parallel, x, expert_parallel, gpu)) for x in TARGETS)
+    pairs = ((x, why_not_shardable(shape, precision, tensor_parallel, x, expert_parallel)) for x in TARGETS)
     return {target: reason for target, reason in pairs if reason is not None}
 
 

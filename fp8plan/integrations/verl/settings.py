@@ -296,6 +296,6 @@ def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:
             f"longest request has {limits.max_model_len}; allowed: shorter ones"
         )
     if reason := why_not_shardable(
-        setup.shape, setup.precision, limits.tensor_parallel_size, "verl", limits.expert_ranks > 1, setup.gpu
+        setup.shape, setup.precision, limits.tensor_parallel_size, "verl", limits.expert_ranks > 1
     ):
         yield reason

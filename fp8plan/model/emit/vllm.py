@@ -69,6 +69,7 @@ def _without_whole_blocks(shape: ModelShape, tp: int) -> Iterable[str]:
 KV_SCALES: Final = ("calibrated", "unit")
 UNWRITTEN: Final = "plan.json"  # in settings of a plan that has no file yet
 MEASURED: Final = "fp8plan measures the K and V scales after each weight sync"
+FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns of layers that they clip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +141,11 @@ def workload_tokens(workload: Mapping[str, Any], key: str) -> int:
 
 
 def measured_scales(setup: EngineSetup, kv_scales: str) -> str:
-    """The K and V scales in verl and TRL: calibrated for an FP8 cache, which only fp8plan's engines have there."""
+    """The K and V scales in verl and TRL, where fp8plan's engines calibrate those of an FP8 cache if they can."""
     check_kv_scales(kv_scales)
-    return "calibrated" if setup.precision.kv == "fp8" else kv_scales
+    if setup.precision.kv != "fp8":
+        return kv_scales
+    return "unit" if setup.why_fixed_kv_scales else "calibrated"
 
 
 def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
@@ -274,7 +277,7 @@ def _risk_notes(job: Job, kv_scales: str) -> list[str]:
         role = "and the plan counts on it" if counted else "and the plan, made for scales of 1.0, does not count on it"
         expected = _risk_note("expected mismatch" if counted else "expected mismatch at 1.0", *planned)
         return [f"{stay}: calibrating them after each weight sync is yours, {role}", *expected]
-    fixed = job.setup.gpu.why_fixed_kv_scales(job.setup.precision)
+    fixed = job.setup.why_fixed_kv_scales
     advice = f"{stay}: {fixed}" if fixed else f"{stay}; fp8plan.RolloutEngine measures them after each weight sync"
     if (at_one := known.at_one) is None:
         return [advice]
@@ -283,11 +286,15 @@ def _risk_notes(job: Job, kv_scales: str) -> list[str]:
 
 
 def measured_notes(job: Job) -> list[str]:
-    """Notes on the expected mismatch in verl and TRL, where fp8plan measures the K and V scales."""
+    """Notes on the expected mismatch in verl and TRL, where fp8plan measures the K and V scales if it can."""
     known = job.expected
     fp8, counted = job.setup.precision.kv == "fp8", known.kv_scales == "calibrated"
     subject = "expected mismatch" if counted or not fp8 else "expected mismatch at 1.0"
-    return [*([MEASURED] if fp8 else []), *_risk_note(subject, known.kl_k3, known.kl_k3_high, known.risk)]
+    if not fp8:
+        return _risk_note(subject, known.kl_k3, known.kl_k3_high, known.risk)
+    fixed = job.setup.why_fixed_kv_scales
+    scales = [MEASURED] if fixed is None else [fixed, FIXED]
+    return [*scales, *_risk_note(subject, known.kl_k3, known.kl_k3_high, known.risk)]
 
 
 def _risk_note(subject: str, kl: float | None, kl_high: float | None, risk: str | None) -> list[str]:

@@ -181,7 +181,7 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
             raise ConfigError(f"{setup.precision.name} was asked for: {reason}; {instead}, or another GPU")
         return Candidate(setup, reason if stored is None else f"{reason}; {instead}, or another GPU")
     size, whole_experts = setup.limits.cut
-    shardable = why_not_shardable(setup.shape, setup.precision, size, target, whole_experts, setup.gpu)
+    shardable = why_not_shardable(setup.shape, setup.precision, size, target, whole_experts)
     if reason := _idle(setup.limits, requests) or _no_fp8_kv(setup) or shardable:
         return Candidate(setup, reason)
     try:

@@ -325,7 +325,7 @@ def _choice(candidate: Candidate, bf16: Candidate | None, profile: Profile) -> C
         figures["unit_kv_scales"] = _named(at_one, _OF_KL) | {"risk": at_one.level}
     figures |= {"available": True, "risk": risk.level, "rl_step_s": candidate.step_s}
     figures |= {"kv_cache_tokens": memory.kv_cache_tokens, "extrapolated": candidate.extrapolated}
-    figures["refused_by"] = refusals(setup.shape, setup.precision, size, whole_experts, setup.gpu)
+    figures["refused_by"] = refusals(setup.shape, setup.precision, size, whole_experts)
     return Choice(**figures | ({} if bf16 is None else _speedups(bf16, candidate, profile)))
 
 

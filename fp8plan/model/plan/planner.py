@@ -16,6 +16,7 @@ import numpy as np
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.attention_backend import why_fixed_kv_scales
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -171,7 +172,7 @@ def predict(
         inside=inside,
         engine_version=engine_version,
     )
-    fixed_scales = card.why_fixed_kv_scales(FP8_KV)
+    fixed_scales = why_fixed_kv_scales(card, FP8_KV, shape)
     if fixed_scales and any(c.setup.precision.kv == "fp8" and c.memory for c in layouts):
         warnings = [*warnings, f"K and V scales of an FP8 KV cache are taken to stay at 1.0: {fixed_scales}"]
     if limits.enforce_eager and not card.is_cpu:

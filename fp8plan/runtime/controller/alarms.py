@@ -23,6 +23,7 @@ class Alarm(StrEnum):
     PLACEHOLDERS = "placeholders"
     INVALID = "invalid"
     LOST = "lost"
+    KV_CLIP = "kv_clip"
 
 
 class Meaning(NamedTuple):
@@ -66,5 +67,10 @@ MEANINGS: Final = {
     Alarm.LOST: Meaning(
         "the correction takes most of the weight away, so that little of the batch trains",
         "use level='token', whose weights do not shrink with the length, or wider thresholds, or shorter responses",
+    ),
+    Alarm.KV_CLIP: Meaning(
+        "the engine's fixed KV scales clip K or V; the sync's warning names the layers",
+        "type attention_backend='TRITON_ATTN', whose scales are measured after each sync, or step down to a BF16 KV "
+        "cache",
     ),
 }

@@ -115,7 +115,7 @@ def _precision(card: Gpu) -> str:
         # vLLM's kernel for an FP8 KV cache wants AVX-512, and its blockwise FP8 wants AMX or a plugin.
         return "fp8_kv" if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else "bf16"
     presets = (PRESETS[name] for name in ("fp8_block+fp8_kv", "fp8_block", "fp8_kv", "bf16"))
-    able = (preset.name for preset in presets if not (card.why_not(preset) or card.why_fixed_kv_scales(preset)))
+    able = (preset.name for preset in presets if not card.why_not(preset))
     return next(able, "bf16")
 
 

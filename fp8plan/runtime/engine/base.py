@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.access import alone, refuse_asleep, refuse_dead, refuse_shut_down, warm_up_batches
-from fp8plan.runtime.engine.launch import Launch
+from fp8plan.runtime.engine.launch import Launch, has_fixed_scales
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict, answer
 from fp8plan.runtime.guard.observation import EngineFacts, facts_of
@@ -189,7 +189,8 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         longest, self.state.vocabulary = self.sizes()
         self.state.longest_prompt = longest - 1
         self.launch = self.launch.holding(longest)
-        self.state.kv_scales = None
+        self.state.kv_scales, self.state.kv_clipped = None, {}
+        self.state.kv_fixed = self.state.fp8_kv and has_fixed_scales(self.facts)
         if self.state.fp8_kv:  # 1.0, or the checkpoint's own
             workers = yield from rpc("fp8plan_kv_scales")
             self.state.kv_scales = {layer: [parts[part] for part in PARTS] for layer, parts in workers[0].items()}
@@ -335,7 +336,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         action = verdict.action if isinstance(verdict, Verdict) else verdict or Action.NONE
         if action != Action.NONE or escalate is None:
             return action
-        return answer(self.guard, self.launch.precision, escalate)
+        return answer(self.guard, self.launch.precision, escalate, self.state.kv_fixed)
 
     def _apply(self, verdict: Verdict | Action | None, escalate: Escalation | None) -> Procedure:
         action = self._advised(verdict, escalate)

@@ -81,7 +81,7 @@ class Judge:
             preemptions, compiled = (max(0, now - then) for now, then in zip(counts(), before, strict=True))
             config = llm.llm_engine.vllm_config
             cache = config.cache_config
-            kl_k3 = self.heard()
+            kl_k3, kv_clipped = self.heard(), tuple(self._engine.state.kv_clipped)
 
             def observe() -> Observation | None:
                 if not any(len(response.token_ids) for output in outputs for response in output.outputs):
@@ -95,6 +95,7 @@ class Judge:
                     compiled_files=compiled,
                     kv_cache_tokens=cache.num_gpu_blocks * cache.block_size,
                     kl_k3=kl_k3,
+                    kv_clipped=kv_clipped,
                 )
 
             self.judge(observe)

@@ -25,6 +25,7 @@ from fp8plan.model.precision import precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.options import not_predicted, refuse_unknown, remarks
 from fp8plan.runtime.vllm_versions import check_vllm_version, untested
+from fp8plan.runtime.weight_sync.kv_scales import FIXED_SCALES, LIVE_SCALES
 from fp8plan.runtime.weight_sync.manifest import Manifest, local_manifest
 from fp8plan.runtime.worker.extension import EXTENSION
 
@@ -37,10 +38,6 @@ NOT_SUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_eplb": ((False,), "experts that move between syncs would get each other's weights"),
     "logprobs_mode": (("processed_logprobs", "raw_logprobs"), "a correction needs log-probs, and logits are none"),
 }
-
-# Attention classes of vLLM that read KV scales anew in every step: from the device, or on a CPU from the host.
-# FlashInfer keeps those of its first step (vllm/v1/attention/backends, 0.26 to 0.30).
-LIVE_SCALES = ("FlashAttentionImpl", "TritonAttentionImpl", "CPUAttentionBackendImpl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,7 @@ class Launch:
         return local_manifest(str(self.kwargs["model"]), self.kwargs.get("revision"), self.kwargs.get("download_dir"))
 
     def refuse_other(self, facts: Mapping[str, Any]) -> None:
-        """Raises ConfigError if another engine runs than was planned, or a sync cannot change its KV scales."""
+        """Raises ConfigError if another engine runs than was planned, or its KV scales cannot be measured or kept."""
         wanted_e8m0 = self.env.get("VLLM_USE_DEEP_GEMM_E8M0")
         if facts["e8m0"] and wanted_e8m0 == "0":
             raise ConfigError(
@@ -133,7 +130,7 @@ class Launch:
         if runs_fp8_kv != self.fp8_kv:
             raise ConfigError(f"the KV cache runs as {facts['kv_cache_dtype']}, and {self.precision} was planned")
         if self.fp8_kv:
-            refuse_fixed_scales(facts)
+            has_fixed_scales(facts)
         quantised = any("Fp8" in kind for kind in facts["layers"])
         if quantised != self.fp8_weights:
             raise ConfigError(f"the layers run as {', '.join(facts['layers'])}, and {self.precision} was planned")
@@ -146,21 +143,25 @@ def workers_of(setup: EngineSetup, more: Mapping[str, Any]) -> int:
     return size * math.prod(int(more.get(name) or 1) for name in others)
 
 
-def refuse_fixed_scales(facts: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an engine with an FP8 KV cache whose scales cannot be measured or changed.
+def has_fixed_scales(facts: Mapping[str, Any]) -> bool:
+    """Return True if an engine with an FP8 KV cache keeps the scales that it started with; False if syncs set them.
 
     facts: a worker's (runtime.worker.facts)
+
+    Raises ConfigError for attention of which neither is known, and for CUDA graphs that hide what it reads.
     """
-    if facts["attention"] not in LIVE_SCALES:
+    if facts["attention"] not in (*LIVE_SCALES, *FIXED_SCALES):
         raise ConfigError(
-            f"attention runs as {facts['attention']}, which may keep the KV scales that it was started with; "
-            f"allowed with an FP8 KV cache: {', '.join(LIVE_SCALES)} (type attention_backend='TRITON_ATTN')"
+            f"attention runs as {facts['attention']}, and fp8plan does not know whether it reads new KV scales; "
+            f"allowed with an FP8 KV cache: {', '.join((*LIVE_SCALES, *FIXED_SCALES))} "
+            "(type attention_backend='TRITON_ATTN')"
         )
     if facts["cudagraph_mode"] == "FULL":
         raise ConfigError(
             "cudagraph_mode is FULL, which hides prompts from KV calibration; allowed with an FP8 KV cache: "
             "FULL_AND_PIECEWISE, vLLM's default, or any other"
         )
+    return facts["attention"] in FIXED_SCALES
 
 
 def launch(
@@ -194,8 +195,6 @@ def launch(
         if name in more and more[name] not in allowed:
             raise ConfigError(f"{name} is {more[name]!r}; allowed: {' or '.join(map(repr, allowed))}: {why}")
     setup.check_precision()
-    if reason := setup.gpu.why_fixed_kv_scales(preset):
-        raise ConfigError(f"{reason}; allowed: bf16 (choice=... of a plan), or vLLM's own engine (fp8plan emit vllm)")
     model = str(setup.path if model_path is None else model_path)
     local = (Path(model) / "config.json").is_file()
     config = _config(Path(model).resolve() if local else model, setup.path)

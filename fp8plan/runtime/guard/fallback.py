@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from math import inf
@@ -29,10 +29,17 @@ class Action(StrEnum):
 DEPTH: Final = {action: depth for depth, action in enumerate(Action)}
 
 
-def ladder(preset: Precision) -> tuple[Action, ...]:
-    """The rungs that a precision has: scales and KV only with an FP8 KV cache, weights only with FP8 weights."""
-    kv = (Action.RECALIBRATE_KV, Action.KV_TO_BF16) if preset.kv == "fp8" else ()
-    return kv + ((Action.ALL_BF16,) if preset.weights != "bf16" else ())
+def ladder(preset: Precision, kv_fixed: bool = False) -> tuple[Action, ...]:
+    """The rungs that a precision has: scales and KV only with an FP8 KV cache, weights only with FP8 weights.
+
+    kv_fixed: the engine keeps its KV scales, so that there is nothing to recalibrate
+    """
+    rungs: list[Action] = []
+    if preset.kv == "fp8":
+        rungs += [Action.KV_TO_BF16] if kv_fixed else [Action.RECALIBRATE_KV, Action.KV_TO_BF16]
+    if preset.weights != "bf16":
+        rungs.append(Action.ALL_BF16)
+    return tuple(rungs)
 
 
 def stepped_down(precision: str, action: Action) -> str:
@@ -43,22 +50,26 @@ def stepped_down(precision: str, action: Action) -> str:
     return next(p.name for p in PRESETS.values() if (p.weights, p.kv) == (weights, kv))
 
 
-def answered(state: GuardState, precision: str, escalation: Escalation) -> tuple[GuardState, Action]:
+def answered(
+    state: GuardState, precision: str, escalation: Escalation, kv_fixed: bool = False
+) -> tuple[GuardState, Action]:
     """The rung for a controller's escalation, and the state after it; pure.
 
     The rung is a recalibration or, if there was one already, the next rung that changes the precision. It is NONE if
     no rung fits.
+
+    kv_fixed: as in `ladder`
     """
     recalibrate = escalation == Escalation.RECALIBRATE_KV
-    for rung in _below(state, precision):
+    for rung in _below(state, precision, kv_fixed):
         if (rung == Action.RECALIBRATE_KV) == recalibrate:
             return GuardState(rung=rung), rung
     return state, Action.NONE
 
 
-def _below(state: GuardState, precision: str) -> list[Action]:
+def _below(state: GuardState, precision: str, kv_fixed: bool) -> list[Action]:
     """The rungs of a precision that are deeper than the state's."""
-    return [rung for rung in ladder(find_precision(precision)) if DEPTH[rung] > DEPTH[state.rung]]
+    return [rung for rung in ladder(find_precision(precision), kv_fixed) if DEPTH[rung] > DEPTH[state.rung]]
 
 
 AT_LEAST_0: Final[Range] = (lambda x: x >= 0, "a number of at least 0")
@@ -118,7 +129,7 @@ class GuardState:
 
     rung:       the deepest action so far
     slow:       slow rollouts in a row
-    mismatched: rollouts in a row with KL over its limit
+    mismatched: rollouts in a row with KL over its limit, or K or V clipped by fixed scales
     """
 
     rung: Action = Action.NONE
@@ -154,6 +165,8 @@ class Symptoms:
     expected:     rung -> expected tokens per second after it; only rungs that can help speed
     kl_k3:        mean k3 per token between trainer and rollout; None: not known
     cold:         it was the engine's first, and slow: the speed says nothing
+    kv_fixed:     the engine keeps its KV scales
+    kv_clipped:   layers whose K or V these clip
     """
 
     precision: str
@@ -163,6 +176,8 @@ class Symptoms:
     expected: Mapping[Action, float]
     kl_k3: float | None
     cold: bool = False
+    kv_fixed: bool = False
+    kv_clipped: Sequence[str] = ()
 
     @property
     def excused(self) -> bool:
@@ -171,14 +186,12 @@ class Symptoms:
 
 def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tuple[GuardState, Action, str]:
     """The next state, the action, and its reason; pure."""
-    rungs = _below(state, symptoms.precision)
+    rungs = _below(state, symptoms.precision, symptoms.kv_fixed)
     gains = {rung: symptoms.expected[rung] / symptoms.tokens_per_s for rung in rungs if rung in symptoms.expected}
     best, least = max(gains.values(), default=0.0), 1 + settings.margin
-    kl, limit = symptoms.kl_k3, settings.kl_limit
     if not symptoms.excused:
         state = replace(state, slow=_counted(state.slow, best, least, 1.0))
-    if kl is not None and limit is not None:
-        state = replace(state, mismatched=_counted(state.mismatched, kl, limit, limit * settings.kl_release))
+    mismatch, state = _mismatch(symptoms, settings, state)
     wanted, waiting = {}, []
     if best > least and not symptoms.excused:
         faster = next(rung for rung, gain in gains.items() if gain > least)
@@ -187,8 +200,8 @@ def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tu
             wanted[faster] = f"{what}, {state.slow} rollouts in a row"
         else:
             waiting.append(f"{what}: {_waits(state.slow, 'it is taken', settings)}")
-    if kl is not None and limit is not None and kl > limit:
-        what = f"KL {kl:.3g} is over its limit {limit:g}"
+    if mismatch is not None:
+        what = mismatch
         if not rungs:
             waiting.append(f"{what}, and there is nothing left to step down to from {symptoms.precision}")
         elif settings.lost_patience(state.mismatched):
@@ -199,6 +212,19 @@ def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tu
         action = max(wanted, key=DEPTH.__getitem__)
         return GuardState(rung=action), action, f"{action}, because {' and '.join(wanted.values())}"
     return state, Action.NONE, "; ".join(waiting) or _nothing_to_do(symptoms, gains)
+
+
+def _mismatch(symptoms: Symptoms, settings: GuardSettings, state: GuardState) -> tuple[str | None, GuardState]:
+    """The sign of a mismatch in words, None without one; and the state with the count of such rollouts."""
+    if symptoms.kv_clipped:
+        layers = ", ".join(symptoms.kv_clipped[:3])
+        what = f"fixed KV scales clip {len(symptoms.kv_clipped)} layer(s) ({layers})"
+        return what, replace(state, mismatched=state.mismatched + 1)
+    kl, limit = symptoms.kl_k3, settings.kl_limit
+    if kl is None or limit is None:
+        return None, state
+    state = replace(state, mismatched=_counted(state.mismatched, kl, limit, limit * settings.kl_release))
+    return (f"KL {kl:.3g} is over its limit {limit:g}" if kl > limit else None), state
 
 
 def _counted(count: int, value: float, limit: float, release: float) -> int:

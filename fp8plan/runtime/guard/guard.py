@@ -181,7 +181,7 @@ class Guard:
 
         Call `took` once it is done. A rung that failed is then asked for again.
         """
-        return answered(self.state, self.facts.precision, escalation)[1]
+        return answered(self.state, self.facts.precision, escalation, self.facts.kv_fixed)[1]
 
     def took(self, action: Action) -> None:
         """Note an action that was done; it is not asked for again."""
@@ -217,12 +217,15 @@ def teaches(observation: Observation, verdict: Verdict) -> bool:
     return verdict.as_fast is not False and not observation.compiled_files and not disturbed
 
 
-def answer(guard: Guard | None, precision: str, escalation: Escalation) -> Action:
+def answer(guard: Guard | None, precision: str, escalation: Escalation, kv_fixed: bool = False) -> Action:
     """The action of an engine for an escalation: its guard's answer, or the first rung without a guard.
 
-    precision: preset of the engine. Raises ConfigError for another name, without a guard.
+    precision: preset of the engine
+    kv_fixed:  the engine keeps its KV scales
+
+    Raises ConfigError for another name, without a guard.
     """
-    return answered(GuardState(), precision, escalation)[1] if guard is None else guard.answer(escalation)
+    return answered(GuardState(), precision, escalation, kv_fixed)[1] if guard is None else guard.answer(escalation)
 
 
 def update(
@@ -256,6 +259,8 @@ def update(
         expected=_expected(facts, prediction, achieved / prediction.tokens_per_s, gaps, settings),
         kl_k3=observation.kl_k3,
         cold=cold,
+        kv_fixed=facts.kv_fixed,
+        kv_clipped=observation.kv_clipped,
     )
     state, action, why = decide(state, symptoms, settings)
     speed = (

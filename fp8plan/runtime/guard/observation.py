@@ -26,6 +26,7 @@ from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch
 from fp8plan.runtime.mismatch.sampling import Sampling
+from fp8plan.runtime.weight_sync.kv_scales import FIXED_SCALES
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -100,6 +101,7 @@ class EngineFacts:
     not_predicted:   options of the engine that the cost model does not know (runtime.engine.options)
     inside:          as in EngineSetup
     delta_bytes:     bytes of the last sync, if it sent all that had changed and nothing else; None: it did not
+    kv_fixed:        the FP8 KV cache keeps the scales of the engine's start
     """
 
     model: str
@@ -113,6 +115,7 @@ class EngineFacts:
     not_predicted: Sequence[str] = ()
     inside: str = OWN
     delta_bytes: int | None = None
+    kv_fixed: bool = False
 
     @property
     def preset(self) -> Precision:
@@ -149,6 +152,7 @@ def facts_of(setup: EngineSetup, facts: Mapping[str, Any], not_predicted: Sequen
         cudagraph_mode=facts["cudagraph_mode"],
         not_predicted=not_predicted,
         inside=setup.inside,
+        kv_fixed=preset.kv == "fp8" and facts["attention"] in FIXED_SCALES,
     )
 
 
@@ -168,6 +172,7 @@ class Observation:
     idle_s:           time from the end of the rollout before to its begin; None: not known, or there was none
     kl_k3:            mean k3 per token between trainer and rollout; None: not known
     sampling:         its sampling parameters, in a form that Sampling.of reads; None: not known
+    kv_clipped:       layers whose K or V the engine's fixed scales clipped at the last sync
 
     Raises ConfigError for values that no rollout can have.
     """
@@ -185,6 +190,7 @@ class Observation:
     idle_s: float | None = None
     kl_k3: float | None = None
     sampling: Sampling | None = None
+    kv_clipped: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sampling", Sampling.of(self.sampling))

@@ -25,7 +25,7 @@ from fp8plan.checks import check_torch, instance, whole
 from fp8plan.errors import ConfigError, warn
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.controller.alarms import MEANINGS
+from fp8plan.runtime.controller.alarms import MEANINGS, Alarm
 from fp8plan.runtime.controller.laws import Controller, ControllerState
 from fp8plan.runtime.controller.state import Update, expecting, of_correction
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Thresholds, correct
@@ -247,6 +247,8 @@ class Monitor:
         # From here on nothing may raise: the other ranks have gone on.
         self.state, self.steps = state, context.number
         judged = self._witness.judged(context.rollout, mismatch)
+        if judged.observation is not None and judged.observation.kv_clipped:
+            decided = sounding(decided, [Alarm.KV_CLIP])
         sampling = self._witness.sampling(context.rollout) if context.sampling is None else context.sampling
         decided = explained(decided, sampling)
         if sampling is not None and sampling.biased and not rank(self.group):

@@ -119,7 +119,7 @@ class Witness:
         facts = self.running() if self.guard is None else self.guard.facts
         if facts is None or facts.precision not in PRESETS:
             return True
-        return answer(self.guard, facts.precision, escalation) != Action.NONE
+        return answer(self.guard, facts.precision, escalation, facts.kv_fixed) != Action.NONE
 
     def warn_once(self, subject: str, text: str) -> None:
         if subject not in self._warned:

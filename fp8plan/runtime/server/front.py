@@ -25,7 +25,7 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.engine.access import TAGS, until_reset
 from fp8plan.runtime.engine.async_engine import driven, forgetting_unsent, named
 from fp8plan.runtime.engine.base import has_nan, requests
-from fp8plan.runtime.engine.launch import refuse_fixed_scales
+from fp8plan.runtime.engine.launch import has_fixed_scales
 from fp8plan.runtime.mismatch.sampling import RAW, Sampling
 from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.rollout import finished
@@ -94,11 +94,11 @@ class Front:
 
     @classmethod
     async def opened(cls, engine: Any) -> Self:
-        """Wrap an AsyncLLM that has just started. Raises ConfigError if its KV scales are fixed."""
+        """Wrap an AsyncLLM that has just started. Raises as `has_fixed_scales` does."""
         front = cls(engine)
         front.facts = (await front._drive(rpc(cls.asks_facts)))[0]
         if front.state.fp8_kv:
-            refuse_fixed_scales(front.facts)
+            front.state.kv_fixed = has_fixed_scales(front.facts)
             answers = await front._drive(rpc("fp8plan_kv_scales"))
             front.state.kv_scales = {layer: [parts[p] for p in PARTS] for layer, parts in answers[0].items()}
         await front._serve()

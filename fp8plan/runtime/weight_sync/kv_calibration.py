@@ -13,9 +13,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Si
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, warn
 from fp8plan.runtime.tokens import refuse_tokens
-from fp8plan.runtime.weight_sync.kv_scales import PARTS, Amax, Scales, clipped, largest, scales_from
+from fp8plan.runtime.weight_sync.kv_scales import PARTS, Amax, Scales, beyond, clipped, largest, scales_from
 from fp8plan.runtime.weight_sync.state import Call, SyncState, rpc
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ MOST_CALIBRATIONS = 12
 CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
 RANDOM_TOKENS: Final = 256
 RANDOM: Final = "random tokens, as no rollout has run yet"
+FIXED: Final = "the engine's start"
 
 # Limits of a trainer's amax. Within them scales are normal numbers of float32, with any sensible margin.
 LEAST_AMAX: Final = 1e-30
@@ -43,6 +44,9 @@ def kv_scales(
 ) -> Generator[Call, Any, str | None]:
     """Set KV scales by the trainer's amax, or by prompts that the live engine runs; return where they come from.
 
+    An engine with fixed scales keeps those of its start. `state.kv_clipped` then has the layers that they clip, and a
+    warning names them.
+
     `refuse_calibration` must have passed amax and prompts.
 
     source: name of the prompts, returned if they are used
@@ -50,6 +54,14 @@ def kv_scales(
     """
     if not state.fp8_kv:
         return None
+    if state.kv_fixed:
+        yield from rpc("fp8plan_set_kv_scales", state.kv_scales)  # a reload has set them to 1.0
+        if known is None:
+            seen = (yield from _recorded(prompts or ())) if amax is None else amax
+            state.kv_clipped = beyond(seen, state.kv_scales or {})
+        if state.kv_clipped:
+            warn(_clips(state.kv_clipped))
+        return FIXED
     if known is not None:
         yield from rpc("fp8plan_set_kv_scales", known)
         state.kv_scales = known
@@ -62,6 +74,16 @@ def kv_scales(
     yield from rpc("fp8plan_set_kv_scales", scales)
     state.kv_scales = scales
     return source
+
+
+def _clips(clipped: Mapping[str, float]) -> str:
+    """The alarm of layers whose K or V is larger than their fixed scales can store."""
+    worst = max(clipped, key=clipped.__getitem__)
+    return (
+        f"the fixed KV scales clip {len(clipped)} layer(s): {worst} has {clipped[worst]:.3g} times what its "
+        "scale holds; type attention_backend='TRITON_ATTN', whose scales are measured after each sync, or step down to a BF16 KV "
+        "cache: engine.apply(Action.KV_TO_BF16)"
+    )
 
 
 def refuse_calibration(
@@ -123,22 +145,31 @@ def _calibrate(state: SyncState, prompts: Sequence[Sequence[int]]) -> Generator[
     scales = {layer: [1.0] * len(PARTS) for layer in state.kv_scales or ()}
     for _ in range(MOST_CALIBRATIONS):
         yield from rpc("fp8plan_set_kv_scales", scales)
-        yield Call("reset")
-        yield from rpc("fp8plan_record_amax", True)
-        try:
-            yield Call("generate", (prompts, {"max_tokens": 1, "temperature": 0.0}))
-        finally:
-            ranks = yield from rpc("fp8plan_record_amax", False)
-        amax = largest(ranks) if all(ranks) else {}
-        if not amax:
-            raise ConfigError("calibration saw no attention; its prompts ran in whole CUDA graphs")
-        if not any(any(parts) for parts in amax.values()):
-            raise ConfigError("every query, key and value is 0, so there is no scale for them; the weights are wrong")
+        amax = yield from _recorded(prompts)
         wider = clipped(amax, scales)
         if not wider:
             return amax
         scales = scales | wider
     raise ConfigError(f"calibration was still clipped after {MOST_CALIBRATIONS} passes; allowed: finite activations")
+
+
+def _recorded(prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
+    """Run prompts with an empty KV cache, and return the largest |q|, |k| and |v| of each layer.
+
+    Raises ConfigError if the recorders saw no attention, or zeros alone.
+    """
+    yield Call("reset")
+    yield from rpc("fp8plan_record_amax", True)
+    try:
+        yield Call("generate", (prompts, {"max_tokens": 1, "temperature": 0.0}))
+    finally:
+        ranks = yield from rpc("fp8plan_record_amax", False)
+    amax = largest(ranks) if all(ranks) else {}
+    if not amax:
+        raise ConfigError("calibration saw no attention; its prompts ran in whole CUDA graphs")
+    if not any(any(parts) for parts in amax.values()):
+        raise ConfigError("every query, key and value is 0, so there is no scale for them; the weights are wrong")
+    return amax
 
 
 @contextmanager

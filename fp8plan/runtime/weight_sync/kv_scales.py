@@ -6,6 +6,9 @@ would be clipped or underflow, so the largest magnitudes (amax) are enough. From
 reload or a wake-up sets them back to 1.0.
 
 scale = margin * amax / 448, per tensor (vllm/model_executor/layers/attention: the stored value is x / scale).
+
+FlashInfer takes scales as numbers, which its CUDA graphs keep. Such an engine runs with the scales that it started
+with, and `beyond` says which layers they clip.
 """
 
 from __future__ import annotations
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
     import torch
 
 PARTS: Final = ("q", "k", "v")
+
+# Attention classes of vLLM that read KV scales anew in every step: from the device, or on a CPU from the host.
+LIVE_SCALES: Final = ("FlashAttentionImpl", "TritonAttentionImpl", "CPUAttentionBackendImpl")
+# Those that keep the scales of their start (`k_scale=layer._k_scale_float` in vllm/v1/attention/backends/flashinfer.py,
+# 0.26 to 0.32).
+FIXED_SCALES: Final = ("FlashInferImpl",)
 
 # Room for values beyond those of the calibration prompts; NeMo-RL's margin.
 MARGIN: Final = 1.05
@@ -63,6 +72,15 @@ def clipped(amax: Amax, scales: Scales) -> Scales:
         for layer, parts in amax.items()
         if any(value >= E4M3_MAX * scale for value, scale in zip(parts, scales[layer], strict=True))
     }
+
+
+def beyond(amax: Mapping[str, Sequence[float]], scales: Scales) -> dict[str, float]:
+    """Return layer -> its largest |k| or |v| over the largest that its scales can store, for layers that clip."""
+    times = {
+        layer: max(value / (E4M3_MAX * scale) for value, scale in zip(parts[1:], scales[layer][1:], strict=True))
+        for layer, parts in amax.items()
+    }
+    return {layer: most for layer, most in times.items() if most > 1}
 
 
 def attention_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

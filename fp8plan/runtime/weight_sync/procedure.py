@@ -211,6 +211,7 @@ def replace_weights(
         weight_error=done["check"]["weight_error"],
         kv_scales=state.kv_scales,
         kv_source=used,
+        kv_clipped=state.kv_clipped,
         scored_k3=score,
         patched=sending.patched,
         healed=sending.healed,

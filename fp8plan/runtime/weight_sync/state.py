@@ -137,6 +137,8 @@ class SyncState:
     prepared:   manifests that the workers have checked
     base:       the trainer's copy of the weights that serve, where syncs send only what has changed
     kv_scales:  scales of the live engine; None with a BF16 KV cache
+    kv_fixed:   True if its attention keeps the scales that it started with (kv_scales.FIXED_SCALES)
+    kv_clipped: layers that fixed scales clip -> largest |k| or |v| over what their scales can store
     longest_prompt, vocabulary: limits of the engine, in tokens, where known
     quantised:  names of the checkpoint's tensors that the engine holds in FP8; None until asked
     """
@@ -159,6 +161,8 @@ class SyncState:
     prepared: dict[tuple[Manifest, bool], Checked] = field(default_factory=dict)
     base: Base | None = None
     kv_scales: Scales | None = None
+    kv_fixed: bool = False
+    kv_clipped: Mapping[str, float] = field(default_factory=dict)
     longest_prompt: int | None = None
     vocabulary: int | None = None
     quantised: tuple[str, ...] | None = None
@@ -187,6 +191,7 @@ class SyncReport:
     weight_error: RMS error of the sampled quantised weights, a fraction: 2.6% for Gaussian ones; reported, not judged
     kv_scales:    layer -> scales of q, k, v; None with a BF16 KV cache
     kv_source:    name of their source
+    kv_clipped:   layers that fixed scales clip -> largest |k| or |v| over what their scales can store
     scored_k3:    mean k3 per token of the scored sequence; None without one
     checks:       result of each worker's self-check, by rank: "compared", "weight_error", "seconds"
     """
@@ -210,6 +215,7 @@ class SyncReport:
     patched: bool = False
     healed: str | None = None
     residual: float = 0.0
+    kv_clipped: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return one line for a log."""
@@ -219,6 +225,7 @@ class SyncReport:
         text += f", {self.reloaded} reloaded by vLLM, {self.compared} samples as sent"
         text += "" if self.weight_error is None else f", weight error {self.weight_error:.2%}"
         text += "" if self.kv_source is None else f", KV scales from {self.kv_source}"
+        text += f", {len(self.kv_clipped)} layer(s) clip K or V" if self.kv_clipped else ""
         return text + ("" if self.scored_k3 is None else f", k3 {self.scored_k3:.1e} to the trainer")
 
 

@@ -1,0 +1,85 @@
+"""The attention kernel that vLLM chooses for a model's layers, and whether it reads new K and V scales.
+
+The rules are those of vllm/platforms/cuda.py (_get_backend_priorities), v1/attention/backends/fa_utils.py
+(get_flash_attn_version, flash_attn_supports_kv_cache_dtype) and flashinfer.py, 0.30 and 0.32. They assume that
+FlashInfer is installed, as vLLM's CUDA wheel demands, and that it can load its kernels for SM100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Final
+
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture.parts import Attention
+from fp8plan.model.hardware import FIRST_FP8_CAPABILITY, Gpu
+from fp8plan.model.precision import Precision
+
+
+class Backend(StrEnum):
+    """A kernel for attention with K and V for each head, by vLLM's name (`attention_backend`)."""
+
+    FLASH_ATTN = "FLASH_ATTN"
+    FLASHINFER = "FLASHINFER"
+    TRITON_ATTN = "TRITON_ATTN"
+
+
+KEEPS_SCALES: Final = Backend.FLASHINFER
+FLASHINFER_HEADS: Final = (64, 128, 256, 512)  # numbers in a head (get_supported_head_sizes)
+MOST_FA3_HEAD: Final = 256  # numbers in a head; FlashAttention 4 takes over above, on Hopper
+MOST_FA4_HEAD: Final = 512
+HOPPER, BLACKWELL_DATA_CENTER = 9, 10  # major compute capabilities
+
+
+def attention_backend(
+    capability: tuple[int, int], head_dim: int, fp8_kv: bool = False, sinks: bool = False
+) -> Backend | None:
+    """The kernel that vLLM chooses for a layer by itself; None if none of Backend reads it.
+
+    capability: compute capability of the GPU
+    head_dim:   numbers in a head
+    fp8_kv:     the cache is E4M3
+    sinks:      the layer has attention sinks
+    """
+    order = [Backend.FLASH_ATTN, Backend.FLASHINFER, Backend.TRITON_ATTN]
+    if capability[0] == BLACKWELL_DATA_CENTER:
+        order = [Backend.FLASHINFER, Backend.FLASH_ATTN, Backend.TRITON_ATTN]
+    return next((backend for backend in order if _takes(backend, capability, head_dim, fp8_kv, sinks)), None)
+
+
+def _takes(backend: Backend, capability: tuple[int, int], head_dim: int, fp8_kv: bool, sinks: bool) -> bool:
+    """True if vLLM lets a kernel run such a layer."""
+    major = capability[0]
+    if backend == Backend.FLASHINFER:
+        return head_dim in FLASHINFER_HEADS and (not sinks or major >= HOPPER)
+    if backend == Backend.TRITON_ATTN:
+        return not fp8_kv or capability >= FIRST_FP8_CAPABILITY  # Triton has no E4M3 below
+    newer = major in (HOPPER, BLACKWELL_DATA_CENTER)  # FlashAttention 3 and 4; elsewhere it is 2
+    most = MOST_FA4_HEAD if newer else MOST_FA3_HEAD
+    return head_dim % 8 == 0 and head_dim <= most and (newer or not (fp8_kv or sinks))
+
+
+def why_fixed_kv_scales(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> str | None:
+    """The reason why an engine keeps the K and V scales that it starts with; None if it reads new ones.
+
+    FlashInfer takes both as numbers (`k_scale=layer._k_scale_float` in flashinfer.py, 0.26 to 0.32), which CUDA graphs
+    of decode steps capture.
+
+    shape: None: a model with heads of 128 numbers, as most have
+    """
+    if precision.kv != "fp8" or gpu.compute_capability is None:
+        return None
+    layers = [(128, False)] if shape is None else _heads(shape)
+    chosen = {attention_backend(gpu.compute_capability, head_dim, True, sinks) for head_dim, sinks in layers}
+    if KEEPS_SCALES not in chosen:
+        return None
+    return (
+        f"vLLM reads an FP8 KV cache with FlashInfer on {gpu.product}, whose CUDA graphs keep the K and V scales "
+        "that the engine was started with, so that fp8plan cannot change them after a weight sync"
+    )
+
+
+def _heads(shape: ModelShape) -> Iterable[tuple[int, bool]]:
+    """The sizes of heads in a model's attention layers, and whether the layers have sinks."""
+    return {(attention.head_dim, attention.sinks) for attention, _ in shape.parts_of(Attention)}
