@@ -11,11 +11,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import get_all_start_methods, get_context
-from multiprocessing.connection import Connection, wait
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import Fp8PlanError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 FORK: Final = "fork"
 
@@ -26,6 +27,8 @@ def mapper(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
 
     The results come in the order of the items. At the end of the `with`, or an error in it, no process is left.
     """
+    from multiprocessing import get_all_start_methods
+
     if workers < 2 or FORK not in get_all_start_methods():
         yield map
         return
@@ -45,6 +48,8 @@ class _Crew:
         self._ends: list[Connection] = []
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        from multiprocessing.connection import wait
+
         todo = list(items)
         done: dict[int, Any] = {}
         working: dict[Connection, int] = {}
@@ -63,6 +68,8 @@ class _Crew:
         self.end()
 
     def _start(self, function: Callable[[Any], Any], items: Sequence[Any]) -> None:
+        from multiprocessing import get_context
+
         context = get_context(FORK)
         for _ in range(min(self._workers, len(items))):
             end, far = context.Pipe()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -243,7 +244,7 @@ def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progr
     risks = risks_of([candidates[i].setup for *_, i in order], problem)
     workers = min(workers, len(groups))
     timed_group = _timed_group if workers < 2 else _timed_list
-    with mapper(workers) as map_groups:
+    with nullcontext(map) if workers < 2 else mapper(workers) as map_groups:
         timed = chain.from_iterable(map_groups(partial(timed_group, problem=problem), groups))
         for (*_, i), candidate in zip(progress(order), timed, strict=True):
             risk, unit_risk = risks[risk_key(candidate.setup)]
