@@ -49,7 +49,8 @@ SENT_FP8_SECONDS = 50e-6
 COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 5.58e-12, 270e-6, 1.22e-9
 
 UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}
-LINK: Final = re.compile(r"(\d+(?:\.\d+)?) ?([MGT])([bB])/s")
+# 25Gb/s, as well as the spellings 25Gbps, 25Gbit/s, 25 GBps and 3GByte/s. The case of b alone says bits or bytes.
+LINK: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:(b)(?:its?)?|(B)(?:ytes?)?)(?:/s|/sec|ps)\s*")
 DEFAULT_LINK: Final = "400Gb/s"  # a network port of that speed; PCIe 5.0 x16 less its overhead is as fast
 
 
@@ -159,7 +160,7 @@ class WeightSync:
         """Bytes/s to one engine GPU."""
         match = LINK.fullmatch(self.link)
         assert match is not None
-        return float(match[1]) * UNITS[match[2]] / (8 if match[3] == "b" else 1)
+        return float(match[1]) * UNITS[match[2]] / (8 if match[3] else 1)
 
     def changed(self, matrix: str, top_k: TopK | None = None) -> Changed:
         """Return the shares of a matrix's values that a late step changes, or a sparse sync sends.

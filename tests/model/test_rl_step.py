@@ -180,7 +180,36 @@ def test_a_link_is_in_bits_or_bytes(link: str, bandwidth: float) -> None:
     assert WeightSync(link).bandwidth == pytest.approx(bandwidth)
 
 
-@pytest.mark.parametrize("link", ["25", "25G", "25gb/s", "0Gb/s", "-3Gb/s", "nanGb/s", "", 25e9, None])
+@pytest.mark.parametrize("space", ["", " ", "  "])
+@pytest.mark.parametrize("second", ["/s", "/sec", "ps"])
+@pytest.mark.parametrize(("unit", "of"), [("b", 8), ("bit", 8), ("bits", 8), ("B", 1), ("Byte", 1), ("Bytes", 1)])
+@pytest.mark.parametrize(("prefix", "size"), [("M", 1e6), ("G", 1e9), ("T", 1e12)])
+def test_a_link_in_the_spellings_of_its_unit(
+    prefix: str, size: float, unit: str, of: int, second: str, space: str
+) -> None:
+    assert WeightSync(f"25{space}{prefix}{unit}{second}").bandwidth == pytest.approx(25 * size / of)
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "25",
+        "25G",
+        "25gbps",
+        "25gBps",
+        "25kb/s",
+        "25Gp/s",
+        "25Gbb/s",
+        "25Gb/h",
+        "25gb/s",
+        "0Gb/s",
+        "-3Gb/s",
+        "nanGb/s",
+        "",
+        25e9,
+        None,
+    ],
+)
 def test_any_other_link_is_refused_with_what_to_type(link: object) -> None:
     with pytest.raises(ConfigError, match=r"link is .*Gb/s.*bits.*GB/s.*bytes.*type: 25Gb/s"):
         WeightSync(link)  # type: ignore[arg-type]

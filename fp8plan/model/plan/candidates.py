@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -30,6 +30,7 @@ from fp8plan.model.rollout import Rollout, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import why_not_shardable
+from fp8plan.model.workers import mapper
 from fp8plan.model.workload import Batch
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -243,25 +244,12 @@ def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progr
     risks = risks_of([candidates[i].setup for *_, i in order], problem)
     workers = min(workers, len(groups))
     timed_group = _timed_group if workers < 2 else _timed_list
-    with mapper(workers) as map_groups:
+    with nullcontext(map) if workers < 2 else mapper(workers) as map_groups:
         timed = chain.from_iterable(map_groups(partial(timed_group, problem=problem), groups))
         for (*_, i), candidate in zip(progress(order), timed, strict=True):
             risk, unit_risk = risks[risk_key(candidate.setup)]
             done[i] = replace(candidate, risk=risk, unit_risk=unit_risk)
     return done
-
-
-@contextmanager
-def mapper(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """A `map` over `workers` processes. They are forked, so the caller's script needs no `__main__` guard."""
-    if workers > 1:
-        import multiprocessing
-        from concurrent.futures import ProcessPoolExecutor
-    if workers < 2 or "fork" not in multiprocessing.get_all_start_methods():
-        yield map
-        return
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        yield pool.map
 
 
 def _apart(group: list[Candidate], batch: Batch) -> list[list[Candidate]]:

@@ -20,7 +20,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import Derived, EngineLimits
 from fp8plan.model.memory.plan import capture_size_for
-from fp8plan.model.plan.candidates import Candidate, Problem, in_a_step, mapper, risk_key, risks_of
+from fp8plan.model.plan.candidates import Candidate, Problem, in_a_step, risk_key, risks_of
 from fp8plan.model.plan.choice import SpeedUp, choose, speed_up, timed
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import Prediction, limits_matter, predict
@@ -29,6 +29,7 @@ from fp8plan.model.risk.expected import LEAST_GAIN
 from fp8plan.model.rollout import makespans, schedules
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.tune.bound import Least
+from fp8plan.model.workers import mapper
 from fp8plan.model.workload import Batch, Workload
 
 LEAST_SEQS, MOST_SEQS = 64, 2048  # beyond them nothing was measured
