@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.5", "profile": "1.1", "record": "1.6", "probe": "1.1"}
+VERSIONS: Final = {"plan": "1.5", "profile": "1.1", "record": "1.7", "probe": "1.1"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
-LENGTHS: Final = ("prompt_lengths", "response_lengths", "prompt_ids")
+LENGTHS: Final = ("prompt_lengths", "response_lengths", "prompt_ids", "tool_tokens")
 # The fields that a rollout record needs. Any other that is absent or null takes vLLM's default.
 REQUIRED: Final = ("model", "gpu", "engine_version", "precision", "prompt_lengths", "response_lengths", "seconds")
 QUIET_HOST: Final = 1.25  # host_slowdown up to which a core is quiet; a busy hyperthread beside it makes 1.7 to 2
@@ -46,7 +46,9 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     num_gpu_blocks:  blocks of the engine's pool, the null block among them
     max_cudagraph_capture_size: null: vLLM's own; a number: imposed
     experts_hit:     distinct experts of a layer that each step's tokens went to, if known
-    prompt_lengths, response_lengths: tokens of each response
+    prompt_lengths, response_lengths: tokens of each response: of its prompt, and those that the engine generated
+    tool_tokens:     tokens between the turns of each response that no engine generated: of tools and users; null: none
+    unclear_responses: number of responses whose tool tokens are not known, and count as generated; null: none
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
     compiled_files:  kernels that were compiled meanwhile
     host_loop_s:     seconds of 20,000 turns of an empty loop of Python on the cores of front end and engine, the slower
@@ -78,6 +80,8 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     prompt_lengths: list[int] | None = None
     response_lengths: list[int] | None = None
     prompt_ids: list[Any] | None = None
+    tool_tokens: list[int] | None = None
+    unclear_responses: int | None = None
     seconds: float | None = None
     compiled_files: int | None = None
     host_loop_s: float | None = None

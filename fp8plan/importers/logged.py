@@ -16,18 +16,29 @@ Text: TypeAlias = str | list[dict[str, Any]]  # plain, or the messages of a conv
 
 
 class Request(NamedTuple):
-    """One response and its prompt, as text."""
+    """One response and its prompt, as text.
+
+    tokens: (generated, other) tokens of the response, if the log has a mask of them
+    """
 
     prompt: Text
     response: Text
+    tokens: tuple[int, int] | None = None
 
 
 class Measured(NamedTuple):
-    """One response and its prompt in tokens. prompt: its name, equal for equal prompts"""
+    """One response and its prompt in tokens.
+
+    prompt: its name, equal for equal prompts
+    response_tokens, tool_tokens: those that the model generated, and those of tools and users between its turns
+    unclear: the log does not tell the two apart, and all count as generated
+    """
 
     prompt: bytes
     prompt_tokens: int
     response_tokens: int
+    tool_tokens: int = 0
+    unclear: bool = False
 
 
 Rollout: TypeAlias = Iterator[Request] | Iterator[Measured]
@@ -52,17 +63,21 @@ class Counted:
     """One rollout in tokens, one entry per request, prompt by prompt.
 
     prompt_ids: 0, 0, .., 1, 1, ..: equal for equal prompts
+    response_lengths, tool_tokens: of each response, as in Measured
+    unclear:    the number of responses whose tool tokens are not known
     """
 
     step: int
     prompt_lengths: list[int]
     response_lengths: list[int]
     prompt_ids: list[int]
+    tool_tokens: list[int]
+    unclear: int = 0
 
-    @property
-    def mean_response(self) -> float:
-        """The mean number of tokens of a response."""
-        return sum(self.response_lengths) / len(self.response_lengths)
+    def mean_response(self, with_tools: bool = False) -> float:
+        """The mean number of tokens of a response, with those of tools or without."""
+        tokens = sum(self.response_lengths) + (sum(self.tool_tokens) if with_tools else 0)
+        return tokens / len(self.response_lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +92,7 @@ class Source:
     special_tokens: the trainer's tokenizer adds its special tokens (BOS) to plain prompts
     repeats:  true if a rollout is the one in the file before; None: it never is
     seconds, mean_response: names of its figures: seconds of generation, mean tokens of a response; None: not logged
+    mean_with_tools: the mean counts tool output, too
     inside:   the program that called the engine, one of fp8plan.model.cost.host.INSIDE; None: a loop of its own
     overwritten: a figure that marks the steps whose logged rollout is an evaluation's; None: there are none
     """
@@ -90,6 +106,7 @@ class Source:
     repeats: Callable[[Path, Path], bool] | None = None
     seconds: str | None = None
     mean_response: str | None = None
+    mean_with_tools: bool = False
     overwritten: str | None = None
     inside: str | None = None
 
@@ -115,7 +132,16 @@ def name_of(prompt: bytes) -> bytes:
 def counted(step: int, requests: Iterable[Measured]) -> Counted:
     """Sort requests by prompt, in order of first appearance. An empty text counts as one token, its end."""
     ids: dict[bytes, int] = {}
-    rows = [(ids.setdefault(x.prompt, len(ids)), max(1, x.prompt_tokens), max(1, x.response_tokens)) for x in requests]
+    rows = [
+        (
+            ids.setdefault(x.prompt, len(ids)),
+            max(1, x.prompt_tokens),
+            max(1, x.response_tokens),
+            x.tool_tokens,
+            x.unclear,
+        )
+        for x in requests
+    ]
     rows.sort(key=lambda row: row[0])
-    number, prompts, responses = ([row[part] for row in rows] for part in range(3))
-    return Counted(step, prompts, responses, number)
+    number, prompts, responses, tools = ([int(row[part]) for row in rows] for part in range(4))
+    return Counted(step, prompts, responses, number, tools, sum(row[4] for row in rows))

@@ -17,6 +17,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.importers import skyrl, trl, verl
 from fp8plan.importers.figures import Figures, figures
 from fp8plan.importers.logged import Counted, Logged, Measured, Note, Request, Source, Text, counted, name_of
+from fp8plan.importers.turns import Turns, notes, split
 from fp8plan.jsonl import parse
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
@@ -32,10 +33,6 @@ BATCH: Final = 1 << 20  # characters for the tokenizer at once: it needs 50 time
 NO_TOOLS: Final = (
     "responses call tools, whose definitions are in every prompt and not in the log: prompts are counted without them; "
     "give --tools FILE"
-)
-TOOL_OUTPUT: Final = (
-    "tool output stands between the turns of a response. It is not counted, as no engine generated it; yet it was in "
-    "the KV cache, and the seconds hold the tools' own"
 )
 QUESTION: Final = [{"role": "user", "content": "-"}]
 UNUSED_TOOLS: Final = "--tools was not used: the log holds no conversations, and prompts have their tools in them"
@@ -100,25 +97,28 @@ class Counter:
             prompts = {name: request.prompt for name, request in zip(names, batch, strict=True)}
             lengths = dict(zip(prompts, self._prompt_tokens([*prompts.values()]), strict=True))
             turns = [self._turns(request) for request in batch]
-            counts = iter(self._tokens([text for texts in turns for text in texts]))
-            for name, texts in zip(names, turns, strict=True):
-                yield Measured(name, lengths[name], sum(next(counts) for _ in texts))
+            counts = iter(self._tokens([text for each in turns for text in (*each.generated, *each.between)]))
+            for name, each, request in zip(names, turns, batch, strict=True):
+                generated, tools = (sum(next(counts) for _ in texts) for texts in each[:2])
+                generated, tools = request.tokens or (generated, tools)
+                yield Measured(name, lengths[name], generated, tools, each.unclear)
 
     def _prompt_tokens(self, prompts: Sequence[Text]) -> list[int]:
         if all(isinstance(prompt, str) for prompt in prompts):
             return self._tokens(prompts, self.special_tokens)
         return self._tokens([self._rendered(_messages(prompt)) for prompt in prompts])
 
-    def _turns(self, request: Request) -> list[str]:
-        """The texts that the model generated for one response, one for each of its turns."""
+    def _turns(self, request: Request) -> Turns:
+        """The texts of one response, one for each of its turns. A mask in the log goes before them."""
+        if request.tokens is not None:
+            return Turns([], [])
         if isinstance(request.response, str):
-            return [request.response]
+            return split(request.response)
         turns = [message for message in request.response if message.get("role") == "assistant"]
-        if len(turns) < len(request.response):
-            self.note(TOOL_OUTPUT)
         if not self.tools and any("tool_calls" in message for message in turns):
             self.note(NO_TOOLS)
-        return [self._turn(message) for message in turns]
+        others = [_bare(message) for message in request.response if message.get("role") != "assistant"]
+        return Turns([self._turn(message) for message in turns], others)
 
     def _turn(self, message: dict[str, Any]) -> str:
         """The chat template's text for a message of the assistant, without the prompt before it.
@@ -158,7 +158,7 @@ def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
     batch, size = list[Request](), 0
     for request in requests:
         batch.append(request)
-        size += sum(len(text) if isinstance(text, str) else len(str(text)) for text in request)
+        size += sum(len(text) if isinstance(text, str) else len(str(text)) for text in request[:2])
         if size >= BATCH:
             yield batch
             batch, size = [], 0
@@ -261,15 +261,19 @@ class RolloutStream:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         sizes = [logged.path.stat().st_size for logged in self._chosen]
         means, missing, timed = _Means(self._known, self._source), dict[str, None](), 0
+        tools = _Tools()
         for number, logged in enumerate(self._chosen):
             done = sum(sizes[:number])
             rollout = self._counted(logged, done, sizes[number], sum(sizes))
             means.add(rollout)
+            tools.add(rollout)
             record = self._record(rollout)
             missing |= dict.fromkeys(name for name in REQUIRED if name not in record)
             timed += "seconds" in record
             yield record
             self._progress(done + sizes[number], sum(sizes))
+        for note in tools.notes():
+            self._note(note)
         if missing:
             absent = [name for name in REQUIRED if name in missing]
             means.notes.append(_absent(absent, self._trainer, self._source, self._log, timed, len(sizes)))
@@ -339,6 +343,8 @@ class RolloutStream:
             | {"step": rollout.step, "prompt_ids": rollout.prompt_ids}
             | ({"first_rollout": True} if rollout.step == self._first else {})
             | {"prompt_lengths": rollout.prompt_lengths, "response_lengths": rollout.response_lengths}
+            | ({"tool_tokens": rollout.tool_tokens} if any(rollout.tool_tokens) else {})
+            | ({"unclear_responses": rollout.unclear} if rollout.unclear else {})
             | _seconds(self._known.get(rollout.step, {}), self._source)
         )
 
@@ -361,6 +367,28 @@ def _seconds(known: Mapping[str, float], source: Source) -> dict[str, float]:
     return {"seconds": seconds} if seconds is not None and is_number(seconds) else {}
 
 
+@dataclass(slots=True)
+class _Tools:
+    """Numbers of responses and tokens in all rollouts."""
+
+    responses: int = 0
+    multi_turn: int = 0
+    unclear: int = 0
+    generated: int = 0
+    others: int = 0
+
+    def add(self, rollout: Counted) -> None:
+        self.responses += len(rollout.tool_tokens)
+        self.multi_turn += sum(1 for tokens in rollout.tool_tokens if tokens)
+        self.unclear += rollout.unclear
+        self.generated += sum(rollout.response_lengths)
+        self.others += sum(rollout.tool_tokens)
+
+    def notes(self) -> list[str]:
+        share = self.others / max(1, self.generated + self.others)
+        return notes(self.responses, self.multi_turn, self.unclear, share)
+
+
 class _Means:
     """Counted mean lengths, compared with the trainer's own figures.
 
@@ -368,14 +396,15 @@ class _Means:
     """
 
     def __init__(self, known: Figures, source: Source) -> None:
-        self._known, self._name = known, source.mean_response
+        self._known, self._name, self._with_tools = known, source.mean_response, source.mean_with_tools
         self._worst, self.notes = NEAR, list[str]()
 
     def add(self, rollout: Counted) -> None:
         logged = self._known.get(rollout.step, {}).get(self._name or "")
-        off = rollout.mean_response / logged - 1 if logged and is_number(logged) else 0.0
+        mean = rollout.mean_response(self._with_tools)
+        off = mean / logged - 1 if logged and is_number(logged) else 0.0
         if abs(off) > self._worst:
-            means = f"step {rollout.step}: {rollout.mean_response:,.1f} tokens a response by the text"
+            means = f"step {rollout.step}: {mean:,.1f} tokens a response by the text"
             hint = "a large gap means another tokenizer, or figures that average over steps"
             note = f"{means}, {logged:,.1f} in the log ({off:+.1%}); the text has no special tokens; {hint}"
             self._worst, self.notes = abs(off), [note]

@@ -5,7 +5,8 @@ Read in SkyRL 0.3.0 (commit a9564572e, August 2026): `dump_data` and `convert_to
 `skyrl/train/trainer.py`, `skyrl/backends/skyrl_train/training_batch.py`. The pickle has tensors as bytes: `sequences`
 and `attention_mask` [batch, prompt + response], `response_mask` and `loss_mask` [batch, response], all padded on the
 left. So lengths are exact and no tokenizer is needed. Rows that pad the batch are at its end. A trajectory of several
-turns is one sequence, tool output included, or with `step_wise_trajectories` one sequence per turn.
+turns is one sequence, tool output included, or with `step_wise_trajectories` one sequence per turn. The loss mask is 1
+for generated tokens and 0 for tool output.
 """
 
 from __future__ import annotations
@@ -37,12 +38,28 @@ def requests(file: Path, note: Note) -> Iterator[Measured]:
             _array(batch[name], file) for name in ("sequences", "attention_mask", "response_mask")
         )
         counts = [int(row.sum()) for row in responses[: len(tokens) - padding]]
+        losses = _generated(batch.get("loss_mask"), responses, file)
     except Exception as error:  # a damaged pickle raises anything
         raise ConfigError(f"cannot read {file} as a SkyRL training batch: {type(error).__name__}: {error}") from None
+    several = losses is not None and any(0 < losses[row] < response for row, response in enumerate(counts))
     for row, response in enumerate(counts):
         real = tokens[row][mask[row] == 1]
         prompt = real[: len(real) - response]
-        yield Measured(name_of(prompt.tobytes()), len(prompt), response)
+        generated = response if losses is None else losses[row]
+        unclear = losses is None or (several and generated == 0 < response)
+        tools = response - generated if generated else 0
+        yield Measured(name_of(prompt.tobytes()), len(prompt), response - tools, tools, unclear)
+
+
+def _generated(mask: Any, responses: NDArray[Any], file: Path) -> list[int] | None:
+    """The generated tokens of each response by the loss mask; None: there is no such mask that can be read.
+
+    A response has 0 where a filter, as of overlong ones, took it out of the loss.
+    """
+    if not isinstance(mask, dict) or mask.get("format", "numpy") != "numpy":
+        return None
+    losses = _array(mask, file)
+    return [int(((loss != 0) & (real != 0)).sum()) for loss, real in zip(losses, responses, strict=True)]
 
 
 class _State(dict[str, Any]):

@@ -2,7 +2,9 @@
 
 Read in verl 0.9.1 and 0.10.0.dev (commit 1dda039b9, August 2026): `_write_generations` of `trainer/ppo/ray_trainer.py`
 and of `trainer/ppo/v1/trainer_base.py`. A line is one response, {"input", "output", "gts", "score", "step", ...}. Both
-texts are decoded without special tokens: a chat template's markers and the end of a response are not in them.
+texts are decoded without special tokens: a chat template's markers and the end of a response are not in them. A
+response of several turns has tool output in it. A list "response_mask", 1 for each generated token, tells them apart.
+verl does not write it by itself: a reward function can return it.
 `trainer.validation_data_dir` has the same files.
 """
 
@@ -17,12 +19,14 @@ import msgspec
 
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Note, Request, Source
+from fp8plan.importers.turns import masked
 from fp8plan.jsonl import breaks_off, parsed, texts, torn_note
 
 
 class _Line(msgspec.Struct):
     input: str
     output: str
+    response_mask: Any = None
 
 
 LINE: Final = msgspec.json.Decoder(_Line)
@@ -41,9 +45,10 @@ def requests(file: Path, note: Note) -> Iterator[Request]:
             line = LINE.decode(text)
         except (msgspec.MsgspecError, ValueError, RecursionError):
             row = parsed(text, number, file)
-            yield Request(_text(row, "input", number, file), _text(row, "output", number, file))
+            texts_of_row = _text(row, "input", number, file), _text(row, "output", number, file)
+            yield Request(*texts_of_row, masked(row.get("response_mask")))
         else:
-            yield Request(line.input, line.output)
+            yield Request(line.input, line.output, masked(line.response_mask))
 
 
 def _text(row: Any, name: str, number: int, file: Path) -> str:
@@ -59,5 +64,6 @@ SOURCE = Source(
     requests,
     seconds="timing_s/gen",
     mean_response="response_length/mean",
+    mean_with_tools=True,
     inside="verl-stock",
 )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,12 +139,52 @@ class Trace:
 Lengths = Fixed | LogNormal | Trace
 
 
+class Turns(NamedTuple):
+    """The tool output in the responses of a recorded workload, which is not in its response lengths.
+
+    tool_share:    share of tool output and users' turns in the tokens of all responses
+    several_share: share of the responses with several turns
+    unclear_share: share of the responses whose tool output is not known, and counts as generated
+    longest:       tokens of the longest response with its tool output
+    """
+
+    tool_share: float = 0.0
+    several_share: float = 0.0
+    unclear_share: float = 0.0
+    longest: int = 0
+
+    def describe(self) -> dict[str, Any]:
+        """The shares as a plan keeps them; empty without any."""
+        return {"turns": self._asdict()} if self.tool_share or self.unclear_share else {}
+
+    def sentence(self) -> tuple[str, ...]:
+        """The first reason of a plan of such a workload; none without tool output."""
+        parts = list[str]()
+        if self.tool_share:
+            parts.append(
+                f"The responses are of several turns ({self.several_share:.1%} of them): {self.tool_share:.1%} of "
+                "their tokens are tool output, which no engine generates."
+            )
+        if self.unclear_share:
+            parts.append(
+                f"In {self.unclear_share:.1%} of the responses the log cannot tell tool output from generated tokens, "
+                "so the lengths may count it."
+            )
+        if parts:
+            parts.append("Waits for tools, the prefill of their output and its KV cache are not modelled.")
+        return (" ".join(parts),) if parts else ()
+
+
+SINGLE: Final = Turns()  # responses of one turn, as far as is known
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Workload:
     """One rollout of an RL step: `prompts` prompts, `samples_per_prompt` responses to each.
 
     prompt_lengths, response_lengths: a whole number of tokens for all, or Fixed, LogNormal or Trace
     seed:                             of drawn lengths
+    turns:                            tool output of a recorded rollout, which is not in response_lengths
     """
 
     prompts: int
@@ -152,6 +192,7 @@ class Workload:
     prompt_lengths: Lengths
     response_lengths: Lengths
     seed: int
+    turns: Turns
 
     def __init__(
         self,
@@ -160,6 +201,7 @@ class Workload:
         prompt_lengths: Lengths | int,
         response_lengths: Lengths | int,
         seed: int = 0,
+        turns: Turns = SINGLE,
     ) -> None:
         """Raises ConfigError for anything but whole numbers and lengths, and for more than MOST_REQUESTS responses."""
         fields = {
@@ -168,7 +210,10 @@ class Workload:
             "prompt_lengths": _lengths("prompt_lengths", prompt_lengths),
             "response_lengths": _lengths("response_lengths", response_lengths),
             "seed": whole("seed", seed, 0),
+            "turns": turns,
         }
+        if not isinstance(turns, Turns):
+            raise ConfigError(f"turns is {turns!r}; allowed: what fp8plan.recorded_workload gives")
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         if self.prompts * self.samples_per_prompt > MOST_REQUESTS:
@@ -176,6 +221,11 @@ class Workload:
                 f"prompts x samples_per_prompt is {self.prompts} x {self.samples_per_prompt}; allowed: at most "
                 f"{MOST_REQUESTS:,} responses"
             )
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response, with its tool output."""
+        return max(self.response_lengths.longest, self.turns.longest)
 
     def batch(self) -> Batch:
         """The requests, prompt by prompt, with samples of a prompt next to each other. The seed decides the lengths.

@@ -38,7 +38,7 @@ def tune_report(plan: Plan, answer: Answer) -> RenderableType:
 def choice(plan: Plan, answer: Answer) -> list[str]:
     """The sentences on the choice and its limits."""
     own = [reason for reason in plan.reasons if reason not in answer.tuned.best.plan.reasons]
-    return [plan.reasons[0], *own]
+    return [*plan.headlines, *own]
 
 
 def columns(answer: Answer) -> list[Column]:

@@ -46,3 +46,19 @@ def test_without_seconds_validate_names_them(tokenizer: str, fp8plan: Callable[.
     Path("run.jsonl").write_text(done.out)
     assert "not known: seconds;" in done.err
     refused(fp8plan("validate", "run.jsonl"), "line 1", "lacks seconds")
+
+
+def test_a_plan_of_multi_turn_rollouts_says_so_first(fp8plan: Callable[..., Done]) -> None:
+    row = {"prompt_ids": [0, 0], "prompt_lengths": [9, 9], "response_lengths": [30, 70], "tool_tokens": [0, 300]}
+    words = ("plan", MODEL, "--gpu", "h200", "--workload", "run.jsonl")
+    Path("run.jsonl").write_text(json.dumps(row))
+    plan = json.loads(fp8plan(*words, "--json").out)
+    assert plan["reasons"][0].startswith("The responses are of several turns (50.0% of them): 75.0% of their tokens")
+    assert plan["reasons"][1].startswith(("Choose ", "Stay with "))
+    assert plan["workload"]["response_tokens"] == 100
+    assert plan["workload"]["max_response_tokens"] == 370
+    assert plan["limits"]["max_model_len"] == 379
+    Path("run.jsonl").write_text(json.dumps(row | {"tool_tokens": None}))
+    single = json.loads(fp8plan(*words, "--json").out)
+    assert single["reasons"][0].startswith(("Choose ", "Stay with "))
+    assert "turns" not in single["workload"]

@@ -11,7 +11,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Request
-from fp8plan.importers.records import NO_TOOLS, TOOL_OUTPUT, UNUSED_TOOLS, Counter, import_rollouts
+from fp8plan.importers.records import NO_TOOLS, UNUSED_TOOLS, Counter, import_rollouts
 
 pytestmark = pytest.mark.trl
 
@@ -89,7 +89,9 @@ def test_each_template_counts_the_assistants_words_and_no_others(template: str) 
     first = {"role": "assistant", "content": "", field: REASONING, "tool_calls": CALLS}
     output = {"role": "tool", "name": "multiply", "content": "result " * 500}
     last = {"role": "assistant", "content": "answer " * 80}
-    turns = Counter(tokenizer(text), False, TOOLS, str)._turns(Request([USER], [first, output, last]))
+    found = Counter(tokenizer(text), False, TOOLS, str)._turns(Request([USER], [first, output, last]))
+    turns, (others,), _ = found
+    assert others.count("result") == 500
     assert len(turns) == 2
     for part in ("because", "multiply", "1234567", "7654321"):
         assert part in turns[0]
@@ -126,8 +128,11 @@ def test_tools_go_into_every_prompt_and_their_output_into_no_response(tmp_path: 
     assert without.records[0]["response_lengths"] == [short, long]
     definitions = found.records[0]["prompt_lengths"][0] - without.records[0]["prompt_lengths"][0]
     assert definitions > len(json.dumps(TOOLS[0]))
-    assert without.notes[:2] == [TOOL_OUTPUT, NO_TOOLS]
-    assert found.notes[0] == TOOL_OUTPUT
+    assert without.notes[0] == NO_TOOLS
+    assert found.notes[0].startswith("1 of 2 responses have several turns. ")
+    none, tool = found.records[0]["tool_tokens"]
+    assert none == 0
+    assert 3000 <= tool < 3020
     assert NO_TOOLS not in found.notes
 
 

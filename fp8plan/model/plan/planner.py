@@ -146,7 +146,7 @@ def predict(
     card = card if gpus_per_node is None else replace(card, gpus_per_node=gpus_per_node)
     engine_version = default_version(card.is_cpu) if engine_version is None else engine_version
     batch = workload.batch()
-    longest = workload.prompt_lengths.longest + workload.response_lengths.longest
+    longest = workload.prompt_lengths.longest + workload.longest_response
     limits = (limits or EngineLimits.for_gpu(card, shape.recurrent)).holding(longest)
     shape.check_max_model_len(limits.max_model_len or longest, engine_version)
     budget, risky = budget or RiskBudget(), check_share(card, limits)
@@ -199,7 +199,8 @@ def predict(
         choices=choices,
         chosen=chosen,
         thresholds=advice.thresholds,
-        reasons=explain(
+        reasons=workload.turns.sentence()
+        + explain(
             choices,
             chosen,
             rollouts,
@@ -374,8 +375,9 @@ def _describe(workload: Workload, batch: Batch) -> dict[str, Any]:
         "prompt_lengths": workload.prompt_lengths.describe(),
         "response_lengths": workload.response_lengths.describe(),
         "max_prompt_tokens": workload.prompt_lengths.longest,
-        "max_response_tokens": workload.response_lengths.longest,
+        "max_response_tokens": workload.longest_response,
         "mean_response_tokens": float(np.mean(batch.responses)),
         "longest_response_tokens": int(batch.responses.max()),
         "response_tokens": int(batch.responses.sum()),
+        **workload.turns.describe(),
     }

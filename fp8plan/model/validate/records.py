@@ -24,7 +24,7 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import RECORDED, EngineLimits
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.setup import EngineSetup, check_inside
-from fp8plan.model.workload import MOST_TOKENS, Batch, Trace, Workload
+from fp8plan.model.workload import MOST_TOKENS, SINGLE, Batch, Trace, Turns, Workload
 from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, checked
 
 NO_ROLLOUT: Final = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
@@ -65,6 +65,7 @@ def recorded_workload(path: str | Path) -> tuple[Workload, list[str]]:
         checked(fields, RolloutRecord, where)
         try:
             workload, notes = workload_of(batch_of(fields), where)
+            workload = replace(workload, turns=turns_of(fields))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         return workload, notes + ([torn_note(torn, file)] if torn else [])
@@ -75,6 +76,23 @@ def recorded_workload(path: str | Path) -> tuple[Workload, list[str]]:
         f"{none}; give the output of `fp8plan import`, or the run file of a Monitor. A trace of one length per line is "
         "for --response-lengths"
     )
+
+
+def turns_of(fields: Mapping[str, Any]) -> Turns:
+    """Tool output in a rollout record whose types were checked. Raises ConfigError for impossible numbers."""
+    responses = fields["response_lengths"]
+    tools, unclear = fields.get("tool_tokens") or [0] * len(responses), fields.get("unclear_responses") or 0
+    if len(tools) != len(responses):
+        raise ConfigError(f"{len(tools)} tool_tokens, {len(responses)} response_lengths; allowed: as many of each")
+    if wrong := [tokens for tokens in tools if not 0 <= tokens <= MOST_TOKENS]:
+        raise ConfigError(f"tool_tokens must be whole numbers, 0 to {MOST_TOKENS:,}; it has {wrong[0]}")
+    if not 0 <= unclear <= len(responses):
+        raise ConfigError(f"unclear_responses is {unclear}; allowed: 0 to {len(responses)}, the number of responses")
+    if not any(tools) and not unclear:
+        return SINGLE
+    whole = [tokens + tool for tokens, tool in zip(responses, tools, strict=True)]
+    several = sum(1 for tool in tools if tool) / len(tools)
+    return Turns(sum(tools) / sum(whole), several, unclear / len(tools), max(whole))
 
 
 def is_of_monitor(fields: Mapping[str, Any]) -> bool:

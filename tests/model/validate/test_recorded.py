@@ -11,7 +11,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.validate.records import recorded_workload, workload_of
-from fp8plan.model.workload import Batch, Trace
+from fp8plan.model.workload import Batch, Trace, Turns
 
 ROLLOUT: dict[str, Any] = {
     "prompt_ids": ["b", "a", "b", "a"],
@@ -51,6 +51,28 @@ def test_prompts_with_unequally_many_responses_are_taken_apart_and_it_is_said(tm
     assert "3 prompts x 2" in note
 
 
+def test_tool_output_is_known_and_is_in_no_length(tmp_path: Path) -> None:
+    fields = ROLLOUT | {"tool_tokens": [0, 0, 60, 40], "unclear_responses": 1}
+    workload, _ = recorded_workload(written(tmp_path, fields))
+    assert workload.batch().responses.tolist() == [10, 30, 20, 40]
+    assert workload.turns == Turns(0.5, 0.5, 0.25, 90)
+    assert workload.longest_response == 90  # max_model_len holds it
+    (sentence,) = workload.turns.sentence()
+    assert sentence.startswith(
+        "The responses are of several turns (50.0% of them): 50.0% of their tokens are tool output"
+    )
+    assert "In 25.0% of the responses the log cannot tell" in sentence
+    assert sentence.endswith("are not modelled.")
+
+
+@pytest.mark.parametrize("fields", [{}, {"tool_tokens": [0] * 4}, {"tool_tokens": None, "unclear_responses": None}])
+def test_single_turns_need_no_sentence(tmp_path: Path, fields: dict[str, Any]) -> None:
+    workload, _ = recorded_workload(written(tmp_path, ROLLOUT | fields))
+    assert workload.turns.sentence() == ()
+    assert workload.turns.describe() == {}
+    assert workload.longest_response == 40
+
+
 def test_without_prompt_ids_each_response_has_a_prompt_of_its_own(tmp_path: Path) -> None:
     row = {name: value for name, value in ROLLOUT.items() if name != "prompt_ids"}
     workload, _ = recorded_workload(written(tmp_path, row))
@@ -74,6 +96,10 @@ def test_a_batch_comes_back_as_it_was() -> None:
         ([3, 4], "line 2 of .* is a whole number; allowed: a JSON object"),
         ([ROLLOUT | {"response_lengths": [1, 2, 0, 4]}], "line 1 of .*it has 0"),
         ([ROLLOUT | {"prompt_lengths": None}], "line 1 of .*prompt_lengths must be a list"),
+        ([ROLLOUT | {"tool_tokens": [1]}], "line 1 of .*: 1 tool_tokens, 4 response_lengths; allowed: as many"),
+        ([ROLLOUT | {"tool_tokens": [1, 0, -1, 0]}], "line 1 of .*: tool_tokens must be whole numbers.*it has -1"),
+        ([ROLLOUT | {"tool_tokens": "many"}], "tool_tokens is 'many'; allowed: a list"),
+        ([ROLLOUT | {"unclear_responses": 5}], "unclear_responses is 5; allowed: 0 to 4"),
         ([ROLLOUT | {"response_lengths": "many"}], "response_lengths is 'many'; allowed: a list"),
     ],
 )

@@ -1,0 +1,94 @@
+"""The turns of a logged response: the texts that the model generated, and those that a tool or a user put between.
+
+A chat template opens a turn of another role with a marker, and hands over to the assistant with a second one. Only both
+together make a turn: text that mentions one marker is not told from tool output, and counts as generated. verl decodes
+without special tokens. Then Qwen's turn is "user", "<tool_response>", the output, "</tool_response>" and "assistant".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+OTHERS: Final = "(?:user|tool|ipython|system|function|observation|environment)"
+# A turn that no engine generated, from its first marker to the one that hands over to the assistant.
+TURNS: Final = (
+    rf"<\|im_start\|>{OTHERS}\b.*?<\|im_start\|>assistant\n?",  # Qwen
+    rf"\n?{OTHERS}\n<tool_response>\n.*?</tool_response>\s*assistant\n",  # Qwen without special tokens
+    # Llama, with special tokens and without
+    rf"<\|start_header_id\|>{OTHERS}<\|end_header_id\|>.*?<\|start_header_id\|>assistant<\|end_header_id\|>\n*",
+    r"ipython\n\n.*?assistant\n\n",
+    r"<start_of_turn>user\n.*?<start_of_turn>model\n",  # Gemma
+    r"<\|(?:observation|user)\|>.*?<\|assistant\|>\n?",  # GLM
+    r"<｜tool▁outputs▁begin｜>.*?<｜tool▁outputs▁end｜>",  # DeepSeek
+    r"\[TOOL_RESULTS\].*?\[/TOOL_RESULTS\]",  # Mistral
+)
+TURN: Final = re.compile("|".join(TURNS), re.DOTALL)
+# A marker outside of such a turn. Lines of "user" and "assistant" are all that Qwen leaves of a user's turn.
+MARKER: Final = re.compile(
+    rf"<\|im_start\|>{OTHERS}\b|<\|start_header_id\|>{OTHERS}<|</?tool_response>|</?information>|<start_of_turn>user"
+    r"|<\|observation\|>|<｜tool▁outputs▁begin｜>|\[TOOL_RESULTS\]|user\n.*?\nassistant\n",
+    re.DOTALL,
+)
+# Each turn and marker has one of these, which are quick to look for.
+HINTS: Final = ("<|", "assistant\n", "tool_response>", "information>", "<start_of_turn>", "<｜tool", "[TOOL_RESULTS]")
+
+
+class Turns(NamedTuple):
+    """The texts of one response.
+
+    generated, between: those of the model, and those of tools and users
+    unclear: a marker stands in the generated text, which may hold tool output, too
+    """
+
+    generated: list[str]
+    between: list[str]
+    unclear: bool = False
+
+
+def split(text: str) -> Turns:
+    """Split the plain text of a response at its whole turns of others. A single turn comes back as it is."""
+    if not any(hint in text for hint in HINTS):
+        return Turns([text], [])
+    generated, between, end = list[str](), list[str](), 0
+    for turn in TURN.finditer(text):
+        generated.append(text[end : turn.start()])
+        between.append(turn[0])
+        end = turn.end()
+    generated.append(text[end:])
+    return Turns(generated, between, any(MARKER.search(part) for part in generated))
+
+
+def masked(mask: Any) -> tuple[int, int] | None:
+    """Count the (generated, other) tokens of a response by its mask: 1 for generated. None: it is not such a mask.
+
+    Zeros at the end pad the batch, and count as neither.
+    """
+    if not isinstance(mask, Sequence) or isinstance(mask, str) or not all(x in (0, 1) for x in mask):
+        return None
+    generated = sum(map(int, mask))
+    last = next((at for at in range(len(mask), 0, -1) if mask[at - 1]), 0)
+    return (generated, last - generated) if generated else None
+
+
+def notes(responses: int, multi_turn: int, unclear: int, share: float) -> list[str]:
+    """Remarks on the tool output of an import.
+
+    responses, multi_turn, unclear: numbers of responses: all, those with turns of others, those with unknown ones
+    share: of the tokens of all responses, those of others
+    """
+    found = []
+    if multi_turn:
+        found.append(
+            f"{multi_turn:,} of {responses:,} responses have several turns. {share:.1%} of the tokens of all responses "
+            "are tool output or a user's, which no engine generated: they are in tool_tokens, not in response_lengths. "
+            "They were in the KV cache, and the seconds hold the tools' own"
+        )
+    if unclear:
+        found.append(
+            f"{unclear:,} of {responses:,} responses ({unclear / responses:.1%}) may hold tool output: they show a "
+            "marker of a tool or of a second turn, or their mask is missing. The log cannot tell its share, so all of "
+            "their tokens count as generated"
+        )
+    return found
