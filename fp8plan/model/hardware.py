@@ -304,7 +304,7 @@ _NUMBERS: Final = {
     "fp8_tflops": _Number("fp8_flops", 1e12, 1, 1e6, "dense FP8; left out: twice BF16 from 8.9 on", needed=False),
     "nvlink_gb_s": _Number("nvlink_bandwidth", 1e9, 1, 1e5, "one direction; left out: no NVLink", needed=False),
     "pcie_gb_s": _Number("pcie_bandwidth", 1e9, 0.1, 1e4, "one direction; left out: 32, PCIe 4.0 x16", needed=False),
-    "power_w": _Number("power_limit_watts", 1, 1, 1e5, "left out: not modelled", needed=False),
+    "power_w": _Number("power_limit_watts", 1, 1, 1e5, "left out: not known", needed=False),
     "gpus_per_node": _Number("gpus_per_node", 1, 1, 1024, "left out: 8", needed=False),
 }
 _WHOLE: Final = ("sms", "gpus_per_node")

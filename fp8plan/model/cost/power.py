@@ -13,7 +13,8 @@ datasheet's peak. Launches draw only `idle`.
 The limit has two parts (kernels/power.jsonl and clock_course.jsonl of profiles/h200_sxm; profiles/README.md). One holds
 within the first 2 ms, so timings of single kernels include it. The other holds the mean power, after 30 ms to a second,
 and is modelled here. Energy replaces the clock, because a kernel at a lower clock draws less power for longer. The
-coefficients have no covariance; their error is a part of the profile's model error.
+coefficients have no covariance; their error is a part of the profile's model error. A sibling of the measured card has
+coefficients for its own limit (fp8plan.model.profile.sibling).
 Without these coefficients a profile has one factor for all steps, `clock.sustained_efficiency`. It slows the work
 that SMs bound, but not launches, nor the fixed part of a GEMM's wave.
 Steps of engines get `memory.sustained_efficiency` of the bandwidth of single kernels. Hot memory refreshes more often,
@@ -39,6 +40,7 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.sibling import IDLE, LIMIT, LIMIT_SHARE
 
 
 class Engine(Protocol):
@@ -162,12 +164,11 @@ def _of_memory(name: str) -> int:
     return int(bandwidth) - int(name.endswith(".passes"))
 
 
-LIMIT_SHARE = 0.99  # single kernels at the limit of 700 W read 690 to 699 W
 # The sixteenth power is chosen by hand: a step near the limit is slower than either bound, as the power of its kernels
 # varies. If `least` is below the share NEAR of the seconds, the effect is less than a thousandth.
 NEAR = 0.7
 
-IDLE, MEMORY_WATTS = "power.idle_watts", "power.memory_watts"
+MEMORY_WATTS = "power.memory_watts"
 MATH = {"bf16": "power.bf16_watts", "fp8": "power.fp8_watts"}
 EXPERTS = {"bf16_experts": "power.bf16_expert_watts", "fp8_experts": "power.fp8_expert_watts"}
 RUNNING = {
@@ -265,7 +266,7 @@ def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) 
 
     None if no step comes near the limit, or GPU or profile have no data on power.
     """
-    limit = engine.gpu.power_limit_watts
+    limit = engine.gpu.power_limit_watts or profile.coefficients.get(LIMIT)
     if limit is None or not knows_power(profile):
         return None
     idle = profile.coefficient(IDLE)

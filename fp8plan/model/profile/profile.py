@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.jsonl import parse
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.profile.sibling import power_sd, watts_of_sibling
 from fp8plan.schemas import VERSIONS, check_version, checked
 
 T = TypeVar("T")
@@ -208,11 +210,19 @@ class Profile:
         return self.with_errors(math.hypot(self.shared_error, VERSION_SD), math.hypot(self.model_error, VERSION_SD))
 
     def of_sibling(self, gpu: str) -> Profile:
-        """The profile as an import for another GPU of the same architecture, with the error of that use."""
+        """The profile as an import for another GPU of the same architecture, with its watts and the error of that use.
+
+        Another power limit adds an error to that of siblings with one limit: its half to each precision's own.
+        """
         origin = f"measurements of {self.gpu} with {self.engine} {self.engine_version}"
-        errors = math.hypot(self.shared_error, SIBLING_SD), math.hypot(self.model_error, SIBLING_OWN_SD)
-        there = replace(self, gpu=gpu, kind="imported", source=f"{origin}: {self.source}")
-        return there.with_notes(f"{FITTED}{origin}").with_errors(*errors).on_host(None)
+        cards = find_gpu(self.gpu), find_gpu(gpu)
+        power = power_sd(*cards)
+        shared = math.hypot(self.shared_error, SIBLING_SD, power)
+        own = math.hypot(self.model_error, SIBLING_OWN_SD, power / 2)
+        coefficients = watts_of_sibling(self.coefficients, *cards)
+        source = f"{origin}: {self.source}"
+        there = replace(self, gpu=gpu, kind="imported", source=source, coefficients=coefficients)
+        return there.with_notes(f"{FITTED}{origin}").with_errors(shared, own).on_host(None)
 
     def on_host(self, loop_s: float | None) -> Profile:
         """The profile with the speed and the error of an engine's host.

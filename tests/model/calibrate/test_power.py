@@ -103,8 +103,8 @@ def test_single_kernels_are_explained(kernels: pd.DataFrame) -> None:
 
 
 def test_a_gpu_whose_limit_is_not_known_has_none(measured: list[Windows], kernels: pd.DataFrame) -> None:
-    elsewhere = [replace(x, record=replace(x.record, fields=x.record.fields | {"gpu": "h100_pcie"})) for x in measured]
-    assert find_gpu("h100_pcie").power_limit_watts is None
+    elsewhere = [replace(x, record=replace(x.record, fields=x.record.fields | {"gpu": "gh200"})) for x in measured]
+    assert find_gpu("gh200").power_limit_watts is None
     assert power_coefficients(elsewhere, PROFILE, kernels) == {}
 
 

@@ -1,0 +1,87 @@
+"""Power of a GPU that has the profile of a sibling: its coefficients and the error of their correction.
+
+A GPU at its power limit lowers clock and voltage. With a voltage that is linear in the clock f, power goes with f^3 and
+the joules of an operation with f^2 (CMOS: P = C V^2 f). So the clock at the limit goes with the cube root of the watts
+for each SM, and a step at the limit takes
+
+    seconds = seconds at the measured card's limit * (its watts for each SM / the sibling's)^(1/3)
+
+The whole limit counts, though memory and an idle card follow no such law.
+NVIDIA's datasheets agree: 132 SMs at 400 W (H100 NVL) have 0.844 of the FLOP/s that they have at 700 W, and the cube
+root says 0.830. An H100 PCIe has 0.885 for each SM, and the cube root says 0.833. The law is meant for limits from half
+to twice the measured one. Below them the voltage reaches its floor, and the law is too fast.
+
+A step is never slower with a higher limit. With more SMs at the same limit it may be, if memory bounds it, because SMs
+that wait for memory draw power.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from fp8plan.model.hardware import Gpu
+
+IDLE, LIMIT = "power.idle_watts", "power.limit_watts"
+MATH = {"bf16": ("power.bf16_watts", "power.bf16_expert_watts"), "fp8": ("power.fp8_watts", "power.fp8_expert_watts")}
+LIMIT_SHARE = 0.99  # single kernels at the limit of 700 W read 690 to 699 W
+
+# sd of the log of a step's seconds if one of both limits is not known. Limits of Hopper cards differ by up to a factor
+# of two, and an unknown one is taken as the same for each SM: half of that factor's correction.
+UNKNOWN_POWER_SD = math.log(2) / 3 / 2
+
+
+def clock_ratio(measured: Gpu, sibling: Gpu) -> float:
+    """The clock of the sibling at its power limit over the measured card's; 1.0 if a limit is not known."""
+    limits = measured.power_limit_watts, sibling.power_limit_watts
+    if limits[0] is None or limits[1] is None:
+        return 1.0
+    return (limits[1] / sibling.sm_count / (limits[0] / measured.sm_count)) ** (1 / 3)
+
+
+def power_sd(measured: Gpu, sibling: Gpu) -> float:
+    """The sd of the log of a step's seconds that the difference in power adds.
+
+    It is the size of the correction, or half of that without the SMs if this is more: cards with fewer SMs, as the H20,
+    have not been measured. 0.0 for the same limit and SMs, as of the pair that the siblings' own sds are from.
+    """
+    limits = measured.power_limit_watts, sibling.power_limit_watts
+    if limits[0] is None or limits[1] is None:
+        return UNKNOWN_POWER_SD
+    return max(abs(math.log(clock_ratio(measured, sibling))), abs(math.log(limits[1] / limits[0])) / 3 / 2)
+
+
+def watts_of_sibling(coefficients: Mapping[str, float], measured: Gpu, sibling: Gpu) -> dict[str, float]:
+    """The coefficients of a profile, with those of power changed for the sibling.
+
+    An idle GPU draws what the measured one does for each SM. All other watts are of the time that the sibling's limit
+    takes. FLOPs have their joules at any rate of them, so their watts go with the peak of an SM.
+    """
+    known = measured.power_limit_watts
+    if known is None or IDLE not in coefficients:
+        return dict(coefficients)
+    sms = sibling.sm_count / measured.sm_count
+    limit = sibling.power_limit_watts
+    changed = dict(coefficients)
+    if limit is None:
+        limit = changed[LIMIT] = known * sms
+    idle = min(coefficients[IDLE] * sms, LIMIT_SHARE * limit / 2)
+    left = LIMIT_SHARE * limit - idle, LIMIT_SHARE * known - coefficients[IDLE]
+    factor = left[0] / left[1] / clock_ratio(measured, sibling)
+    for name in coefficients:
+        if name.startswith("power.") and name not in (IDLE, LIMIT):
+            changed[name] *= factor
+    for dtype, peaks in _peaks(measured, sibling).items():
+        for name in MATH[dtype]:
+            if name in changed:
+                changed[name] *= peaks / sms
+    changed[IDLE] = idle
+    return changed
+
+
+def _peaks(measured: Gpu, sibling: Gpu) -> dict[str, float]:
+    """The sibling's peak of each dtype over the measured card's."""
+    peaks = {"bf16": sibling.bf16_flops / measured.bf16_flops}
+    if measured.fp8_flops and sibling.fp8_flops:
+        peaks["fp8"] = sibling.fp8_flops / measured.fp8_flops
+    return peaks
