@@ -293,8 +293,8 @@ def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> Iterator[
     known: dict[int, Sequence[Schedule]] = {}  # by the number of requests that run at once
     for candidate in candidates:
         running = min(candidate.setup.limits.max_num_seqs, len(problem.batch.prompts))
-        facts = {"memory": candidate.memory, "known": known.get(running)}
-        timed = simulate(candidate.setup, problem.batch, problem.profile, **facts)
+        setup, again = candidate.setup, known.get(running)
+        timed = simulate(setup, problem.batch, problem.profile, memory=candidate.memory, known=again)
         known[running] = timed.schedules
         candidate = replace(candidate, rollout=timed.rollout, extrapolated=timed.extrapolated)
         yield in_a_step(candidate, timed.model, problem)
