@@ -72,6 +72,10 @@ class Derived(int):
     does. Everywhere else it is a number."""
 
 
+class Lowerable(int):
+    """A limit that no user insists on, such as one of a search: a plan may lower it, as it may a Derived one."""
+
+
 # Defaults of an offline `LLM`: get_batch_defaults in vllm/engine/arg_utils.py, 0.26 to 0.30. Block sizes are from
 # vllm/config/cache.py and vllm/platforms/cpu.py. A GPU is large from 70 GiB on, unless its name has "a100" in it.
 LARGE_GPU: Final[dict[str, Any]] = {
@@ -181,7 +185,7 @@ class EngineLimits:
         object.__setattr__(self, "gpu_memory_utilization", float(share))  # numpy's cannot be written as JSON
         sizes = ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size", "data_parallel_size")
         for name in sizes:
-            if not isinstance(getattr(self, name), Derived):
+            if not isinstance(getattr(self, name), Derived | Lowerable):
                 object.__setattr__(self, name, whole(name, getattr(self, name)))
         otherwise_taken = {
             "max_model_len": "the longest prompt + response",
@@ -228,6 +232,11 @@ class EngineLimits:
     def cut(self) -> tuple[int, bool]:
         """The number of GPUs that share the model, and True if each has whole experts."""
         return self.tensor_parallel_size, self.expert_ranks > 1
+
+    @property
+    def layout(self) -> tuple[int, bool, int]:
+        """`cut`, and the number of replicas."""
+        return *self.cut, self.data_parallel_size
 
     def holding(self, longest_request: int) -> EngineLimits:
         """These limits with max_model_len filled in if it is None.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.attention_backend import why_fixed_kv_scales
 from fp8plan.model.cost.host import INSIDE, OWN
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu, find_gpu
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.limits import Derived, EngineLimits, Lowerable
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import model_caches
 from fp8plan.model.memory.plan import MemoryPlan, cudagraph_capture_sizes, memory_plan
@@ -140,6 +141,51 @@ class EngineSetup:
     def memory(self, longest_request: int | None = None) -> MemoryPlan:
         """The memory of one rank and its KV pool. Raises as `memory_plan` does."""
         return memory_plan(self.shape, self.precision, self.gpu, self.limits, longest_request, self.engine_version)
+
+    def placed(self) -> tuple[EngineSetup, MemoryPlan]:
+        """The engine as vLLM can start it, and its memory.
+
+        With full CUDA graphs vLLM needs a KV block of its own for each request that may run, if layers keep a recurrent
+        state (CompilationConfig.resolve_cudagraph_mode_and_sizes). A max_num_seqs that nobody gave is lowered to that.
+
+        Raises as `memory` does, and CapacityError for a given max_num_seqs above the number of blocks.
+        """
+        memory, seqs = self.memory(), self.limits.max_num_seqs
+        if self.limits.enforce_eager or not memory.kv.keeps_states:
+            return self, memory
+        given = not isinstance(seqs, Derived | Lowerable)
+        if seqs <= (memory.num_gpu_blocks if given else memory.sure_blocks):
+            return self, memory
+        most = self._most_running()
+        if given:
+            raise CapacityError(self._too_many(memory, most))
+        lowered = self._running(most)
+        return lowered, lowered.memory()
+
+    def _most_running(self) -> int:
+        """The largest max_num_seqs below this one that surely does not exceed its blocks.
+
+        Fewer requests need no more memory beside the KV pool, so the pool does not shrink as max_num_seqs falls.
+        """
+
+        def too_many(seqs: int) -> bool:
+            return seqs > self._running(seqs).memory().sure_blocks
+
+        return max(1, bisect_left(range(1, self.limits.max_num_seqs), True, key=too_many))
+
+    def _running(self, seqs: int) -> EngineSetup:
+        """This engine with another max_num_seqs, and the same budget."""
+        budget = int(self.limits.max_num_batched_tokens)
+        return replace(self, limits=replace(self.limits, max_num_seqs=seqs, max_num_batched_tokens=budget))
+
+    def _too_many(self, memory: MemoryPlan, most: int) -> str:
+        return (
+            f"max_num_seqs is {self.limits.max_num_seqs}, and the KV pool of {self.shape.name} in "
+            f"{self.precision.name} on {self.gpu.product} has {memory.num_gpu_blocks} blocks: with CUDA graphs vLLM "
+            "demands a block for each running request, as some layers keep a recurrent state; allowed: at most "
+            f"{most}, as fewer requests leave room for more blocks: type --max-num-seqs {most} "
+            f"(max_num_seqs={most}), or leave it out"
+        )
 
     @property
     def cudagraph_sizes(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from trl.trainer import grpo_trainer
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.limits import EngineLimits, Lowerable
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.workload import Trace
 from fp8plan.runtime.mismatch.sampling import Sampling
@@ -150,7 +150,7 @@ def colocated_limits(model: str, args: Any, responses: int, on_cpu: bool) -> Eng
         gpu,
         shape.recurrent,
         max_model_len=args.vllm_max_model_length or shape.context.derived(check_vllm_version()),
-        max_num_seqs=responses,
+        max_num_seqs=Lowerable(responses),
         max_num_batched_tokens=max(BATCHED_TOKENS, responses),
         gpu_memory_utilization=None if on_cpu else args.vllm_gpu_memory_utilization,
     )

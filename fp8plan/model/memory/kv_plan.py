@@ -188,6 +188,11 @@ class KvPlan:
         return tuple(Spec(group.kind, group.block_size, group.window) for group in self.groups)
 
     @property
+    def keeps_states(self) -> bool:
+        """True if some layers keep a recurrent state (vLLM's KVCacheConfig.has_mamba_layers)."""
+        return any(spec.kind == "state" for spec in self.specs)
+
+    @property
     def cache_rules(self) -> CacheRules:
         """The rules of the prefix cache of windows and states."""
         return CacheRules.of(self.rules.vllm)

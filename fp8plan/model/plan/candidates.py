@@ -186,9 +186,9 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
     if reason := _idle(setup.limits, requests) or _no_fp8_kv(setup) or shardable:
         return Candidate(setup, reason)
     try:
-        memory = setup.memory()
-        check_pool(memory, setup.gpu, setup.limits)
-        return Candidate(setup, memory=memory)
+        started, memory = setup.placed()
+        check_pool(memory, started.gpu, started.limits)
+        return Candidate(started, memory=memory)
     except CapacityError as error:
         return Candidate(setup, str(error), unfit=True)
 
@@ -276,12 +276,14 @@ def _timed_list(candidates: Sequence[Candidate], problem: Problem) -> list[Candi
 
 def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> Iterator[Candidate]:
     """Time candidates with the same number of replicas, from the largest KV pool down. A schedule is reused if it holds
-    for the next pool.
+    for the next pool, and as many requests run there.
     """
-    known: Sequence[Schedule] | None = None
+    known: dict[int, Sequence[Schedule]] = {}  # by the number of requests that run at once
     for candidate in candidates:
-        timed = simulate(candidate.setup, problem.batch, problem.profile, memory=candidate.memory, known=known)
-        known = timed.schedules
+        running = min(candidate.setup.limits.max_num_seqs, len(problem.batch.prompts))
+        setup, again = candidate.setup, known.get(running)
+        timed = simulate(setup, problem.batch, problem.profile, memory=candidate.memory, known=again)
+        known[running] = timed.schedules
         candidate = replace(candidate, rollout=timed.rollout, extrapolated=timed.extrapolated)
         yield in_a_step(candidate, timed.model, problem)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,6 +147,7 @@ class Choice:
     expert_parallel:      the GPUs of a replica share out whole experts
     rests_on:             shares of makespan_s: {"shares": ground -> share, "kernels": component -> ground -> share}.
                           Grounds: measured, imported, extrapolated, theory. {}: not known, as before schema 1.3
+    max_num_seqs:         its own limit, where its KV pool asks for another than the plan's; None: the plan's
     """
 
     precision: str
@@ -180,6 +181,7 @@ class Choice:
     step_speedup_low: float | None = None
     step_speedup_high: float | None = None
     rests_on: dict[str, dict[str, Any]] = field(default_factory=dict)
+    max_num_seqs: int | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -296,10 +298,18 @@ def _without_doubtful(candidates: Sequence[Candidate], compared: list[int]) -> l
     return [i for i in compared if not candidates[i].layout_doubt or candidates[i].cautious_s < best]
 
 
-def as_choices(candidates: Sequence[Candidate], profile: Profile) -> tuple[Choice, ...]:
-    """A Choice for each candidate, with its speed-up over BF16 on the same layout."""
-    bf16 = {c.setup.limits: c for c in candidates if c.setup.precision.name == "bf16" and c.rollout is not None}
-    return tuple(_choice(c, bf16.get(c.setup.limits), profile) for c in candidates)
+def as_choices(candidates: Sequence[Candidate], profile: Profile, max_num_seqs: int) -> tuple[Choice, ...]:
+    """A Choice for each candidate, with its speed-up over BF16 on the same layout.
+
+    max_num_seqs: the plan's limit
+    """
+    bf16 = {c.setup.limits.layout: c for c in candidates if c.setup.precision.name == "bf16" and c.rollout is not None}
+    choices = [_choice(c, bf16.get(c.setup.limits.layout), profile) for c in candidates]
+    own = [c.setup.limits.max_num_seqs if c.rollout is not None else max_num_seqs for c in candidates]
+    return tuple(
+        choice if seqs == max_num_seqs else replace(choice, max_num_seqs=int(seqs))
+        for choice, seqs in zip(choices, own, strict=True)
+    )
 
 
 _OF_ROLLOUT = (

@@ -96,7 +96,7 @@ class Plan:
     model:      Hugging Face id or local folder
     gpu:        name in fp8plan.model.hardware, e.g. "h200_sxm"
     profile:    {"kind", "engine_version", "source"} of the profile behind the numbers
-    limits:     limits of every engine; each Choice has its own parallel sizes
+    limits:     limits of every engine; each Choice has its own parallel sizes, and may have its own max_num_seqs
     workload:   prompts, samples (counts), max_prompt_tokens, max_response_tokens, and other facts on the rollout
     seed:       random seed of the response lengths
     choices:    every precision and layout that was scored
@@ -221,6 +221,7 @@ class Plan:
             tensor_parallel_size=picked.tensor_parallel,
             data_parallel_size=picked.data_parallel,
             enable_expert_parallel=picked.expert_parallel,
+            max_num_seqs=picked.max_num_seqs or self.limits.max_num_seqs,
         )
         return EngineSetup(
             self.model,

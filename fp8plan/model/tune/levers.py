@@ -160,7 +160,7 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
     own, cut = scene.choice.setup, scene.choice.setup.limits.cut
     for other in tuned.best.tried:
         differing = [x for x in FP8_PARTS if getattr(other.setup.precision, x) != getattr(own.precision, x)]
-        if other.rollout is None or other.setup.limits != own.limits or len(differing) != 1:
+        if other.rollout is None or other.setup.limits.layout != own.limits.layout or len(differing) != 1:
             continue
         in_plan = getattr(own.precision, differing[0]) != "bf16"
         without, with_it = (other, scene.choice) if in_plan else (scene.choice, other)

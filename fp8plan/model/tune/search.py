@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.limits import Derived, EngineLimits
+from fp8plan.model.limits import Derived, EngineLimits, Lowerable
 from fp8plan.model.memory.plan import capture_size_for
 from fp8plan.model.plan.candidates import Candidate, Problem, in_a_step, risk_key, risks_of
 from fp8plan.model.plan.choice import SpeedUp, choose, speed_up, timed
@@ -76,7 +76,10 @@ class Grid:
         }
         before: dict[str, Any] = {name: getattr(limits, name) for name in SEARCHED}
         before["max_cudagraph_capture_size"] = False
-        return cls(*(tuple(sorted({before[x]} | (set() if x in fixed else values[x]))) for x in SEARCHED))
+        seqs, *others = (tuple(sorted({before[x]} | (set() if x in fixed else values[x]))) for x in SEARCHED)
+        if _left_out(callers, "max_num_seqs"):  # each candidate may lower it to its KV blocks
+            seqs = tuple(map(Lowerable, seqs))
+        return cls(seqs, *others)
 
     def settings(self, base: Prediction) -> list[list[EngineLimits]]:
         """The settings of max_num_seqs and CUDA graphs, those with the same graphs together."""
@@ -274,7 +277,8 @@ class Field:
                     if candidate is None or candidate.memory is None:
                         continue
                     setup, kv = candidate.setup, candidate.memory.kv
-                    work = min(limits.max_num_seqs, most), limits.max_num_batched_tokens, limits.enable_prefix_caching
+                    running = min(setup.limits.max_num_seqs, most)
+                    work = running, limits.max_num_batched_tokens, limits.enable_prefix_caching
                     try:
                         planned = schedules(batches, kv, setup.limits, known.get(work))
                     except ConfigError:  # prefix caching of these layers is not modelled
@@ -307,7 +311,8 @@ class Field:
         if in_a_step(least, bound.model, self.problem).seconds > self.most_s:
             return None
         try:
-            return replace(candidate, setup=setup, memory=setup.memory())
+            started, memory = setup.placed()
+            return replace(candidate, setup=started, memory=memory)
         except (CapacityError, ConfigError):  # ConfigError: vLLM keeps these layers' caches without prefix caching only
             return None
 
@@ -332,14 +337,14 @@ def _differing(limits: EngineLimits, before: EngineLimits) -> list[str]:
 
 def _least_share(choice: Candidate, problem: Problem) -> float | None:
     """The least gpu_memory_utilization, in steps of SHARE_STEP, with which a choice is as fast; None if it has none."""
-    limits = choice.setup.limits
+    limits = choice.setup.limits.settled()
     if choice.setup.gpu.is_cpu or limits.num_gpu_blocks is not None:
         return None
     batches, known, least = problem.batch.split(limits.data_parallel_size), None, limits.gpu_memory_utilization
     model, share = choice.setup.step_model(problem.profile), round(least - SHARE_STEP, 4)
     while share > 0:
         try:
-            memory = replace(choice.setup, limits=replace(limits, gpu_memory_utilization=share)).memory()
+            memory = replace(choice.setup, limits=replace(limits, gpu_memory_utilization=share)).placed()[1]
         except CapacityError:
             break
         known = schedules(batches, memory.kv, limits, known)
