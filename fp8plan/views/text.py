@@ -40,10 +40,15 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A table no wider than the console. Columns that do not fit are named below it; no cell is cut."""
+    """A table no wider than the console. Columns that do not fit are named below it; no cell is cut.
+
+    bold:  row of the chosen one
+    below: columns that do not fit are a list below the table instead, with one entry a row
+    """
 
     columns: Sequence[Column]
-    bold: int | None = None  # row of the chosen one
+    bold: int | None = None
+    below: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         kept, absent = fitting(self.columns, options.max_width)
@@ -54,7 +59,12 @@ class Fitted:
             texts = [Text(cell, STYLES.get(cell, "")) for cell in cells]
             table.add_row(*texts, style="bold" if row == self.bold else "")
         yield table
-        if absent:
+        if absent and self.below:
+            first, left_out = kept[0], [column for column in self.columns if column not in kept]
+            for row, name in enumerate(first.cells):
+                told = "; ".join(f"{column.name}: {column.cells[row]}" for column in left_out)
+                yield Paragraph(f"{name.removeprefix('  ')}: {told}", indent=2)
+        elif absent:
             yield Paragraph(f"too narrow for: {', '.join(absent)} (--json has them)", style="dim")
 
 

@@ -25,7 +25,7 @@ def tune_report(plan: Plan, answer: Answer) -> RenderableType:
         "",
         *(Paragraph(line) for line in choice(plan, answer)),
         "",
-        Fitted(columns(answer)),
+        Fitted(columns(answer), below=True),
         Paragraph(LEGEND, style="dim"),
         "",
         *(Paragraph("- " + sentence, indent=2) for sentence in answer.sentences),

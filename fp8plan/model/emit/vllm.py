@@ -225,15 +225,35 @@ def vllm_env(setup: EngineSetup) -> dict[str, str]:
 def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str, ...] = ()) -> str:
     """The shell command that serves the same engine."""
     words = [f"{name}={value}" for name, value in env.items()] + ["vllm", "serve", str(kwargs["model"])]
+    return shlex.join([*words, *_flags(kwargs), *extra])
+
+
+def _flags(kwargs: Mapping[str, Any]) -> Iterable[str]:
+    """The words of `vllm serve` for arguments of `vllm.LLM`."""
     for name, value in kwargs.items():
         flag = name.replace("_", "-")
         if name == "model":
             continue
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            yield f"--{flag}" if value else f"--no-{flag}"
         else:
-            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return shlex.join([*words, *extra])
+            yield from (f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value))
+
+
+# Part of a precision -> the arguments of `vllm.LLM` that turn it on. vLLM starts with none of them left out.
+PART_ARGUMENTS: Final = {
+    "weights": ("quantization", "quantization_config", "moe_backend"),
+    "kv": ("kv_cache_dtype", "attention_backend"),
+}
+
+
+def part_flags(setup: EngineSetup, part: str) -> str:
+    """The flags of `vllm serve` for one part of an engine's precision; empty if the checkpoint itself says it.
+
+    part: one of PART_ARGUMENTS
+    """
+    kwargs = vllm_kwargs(setup)
+    return shlex.join(_flags({name: kwargs[name] for name in PART_ARGUMENTS[part] if name in kwargs}))
 
 
 def emit_vllm(job: Job, kv_scales: str) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import IntArray
+from fp8plan.model.emit.vllm import part_flags
 from fp8plan.model.limits import VERLS
 from fp8plan.model.plan.candidates import Candidate, Problem
 from fp8plan.model.plan.choice import SpeedUp, Timed, speed_up, timed
@@ -149,10 +150,7 @@ def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         yield Lever(f"{name} {new}", setting, words, without.seconds, scene.before.seconds, gain, NOTHING, in_plan=True)
 
 
-FP8_PARTS: Final = {  # part of a precision -> its name and vLLM's flag
-    "weights": ("FP8 weights", "--quantization online"),
-    "kv": ("FP8 KV cache", "--kv-cache-dtype fp8"),
-}
+FP8_PARTS: Final = {"weights": "FP8 weights", "kv": "FP8 KV cache"}  # part of a precision -> its name
 
 
 def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
@@ -165,8 +163,8 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         in_plan = getattr(own.precision, differing[0]) != "bf16"
         without, with_it = (other, scene.choice) if in_plan else (scene.choice, other)
         before, after = (timed(c.timed, cut) for c in (without, with_it))
-        name, flag = FP8_PARTS[differing[0]]
-        words = {"vllm": flag} | dict.fromkeys(("verl", "trl"), "by fp8plan's engine")
+        name, flags = FP8_PARTS[differing[0]], part_flags(with_it.setup, differing[0])
+        words = ({"vllm": flags} if flags else {}) | dict.fromkeys(("verl", "trl"), "by fp8plan's engine")
         levels = with_it.expected.level, without.expected.level
         price = f"risk {levels[0]}" + f", {levels[1]} without" * (levels[0] != levels[1])
         kl = f"KL k3 {with_it.expected.kl_k3:.1e} instead of {without.expected.kl_k3:.1e}"

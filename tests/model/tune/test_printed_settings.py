@@ -1,0 +1,34 @@
+"""The settings of vLLM that levers print, as vLLM itself reads them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from installed_vllm import serve_parser
+
+from fp8plan.model.configs import bundled_configs
+from fp8plan.model.tune.levers import FP8_PARTS, Scene, levers
+from fp8plan.model.tune.search import search
+from fp8plan.model.workload import Fixed, LogNormal, Workload
+
+WORK = Workload(20, 16, Fixed(64), LogNormal(200, 0.9, 1500))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-Next-80B-A3B-Instruct"])
+def test_vllm_starts_with_each_setting_that_a_lever_prints(model: str, tmp_path: Path) -> None:
+    from vllm import EngineArgs
+
+    (tmp_path / "config.json").write_text(json.dumps(bundled_configs()[model]))
+    tuned = search(model, "h200", WORK)
+    every = levers(tuned, Scene.of(tuned))
+    printed = {lever.name: lever.words["vllm"] for lever in every if lever.words.get("vllm", "").startswith("--")}
+    assert set(FP8_PARTS.values()) <= set(printed)
+    for name, words in printed.items():
+        args = serve_parser().parse_args(["--model", str(tmp_path), *shlex.split(words)])
+        config = EngineArgs.from_cli_args(args).create_engine_config()
+        assert (config.quant_config is not None) == (name == FP8_PARTS["weights"]), words
+        assert (config.cache_config.cache_dtype == "fp8") == (name == FP8_PARTS["kv"]), words
