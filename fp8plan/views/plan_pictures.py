@@ -126,7 +126,7 @@ def points(plan: Plan) -> list[Point]:
         kl: Any = choice.kl_k3, choice.kl_k3_low, choice.kl_k3_high
         speed, low, high = (tokens / time for time in times)
         name, chosen, main = (choice.precision, choice.layout_label), index == plan.chosen, index in drawn
-        every.append(Point(*name, kl, (speed, low, high), choice.gain, chosen, main, on_front=False))
+        every.append(Point(*name, kl, (speed, low, high), choice.best_gain, chosen, main, on_front=False))
     return [point._replace(on_front=not any(_beats(other, point) for other in every)) for point in every]
 
 

@@ -301,7 +301,7 @@ def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
     is chosen. If the budget rules out all, the one with the lowest KL of all is chosen.
 
     An unmeasured layout counts only if it is faster than the fastest measured one by more than one standard deviation
-    of its times.
+    of its times. That holds for every kind of profile.
     """
     runnable = [i for i, c in enumerate(candidates) if c.makespan_s is not None]
     accepted = [i for i in runnable if budget.accepts(candidates[i].expected.level)]

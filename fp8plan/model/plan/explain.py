@@ -284,12 +284,12 @@ def _not_measured(answer: Answer, budget: RiskBudget) -> list[str]:
         return []
     name = f"{best.precision}{where(best, answer.choices)}"
     than = f"the chosen {picked.precision}{answer.of_the_step}"
-    doubt = f"That layout was not measured, and its times are in doubt by {profile.layout_doubt(*best.cut):.0%}"
+    doubt = f"That layout was not measured, and its times are in doubt by {profile.layout_error(*best.cut):.0%}"
     return [f"{name} is predicted {gain.over(than)}. {doubt}: what was measured goes first."]
 
 
 def _unmeasured(choice: Choice, profile: Profile) -> bool:
-    return profile.layout_doubt(*choice.cut) > 0
+    return profile.layout_error(*choice.cut) > 0
 
 
 def _network(picked: Choice, gpus_per_node: int | None) -> list[str]:
