@@ -304,12 +304,26 @@ class Plan:
         python:    trl: Python to paste instead of JSON, `training_args = GRPOConfig(...)` and comments
 
         Raises ConfigError for an unknown target, for anything that the target cannot do, and if K and V scales of 1.0
-        are riskier than the plan accepts.
+        are riskier than the plan accepts. So it does without a `choice` where no choice is within the risk budget.
         """
         check_target(target)
+        if choice is None:
+            self._check_budget(target)
         scales = kv_scales if target == "vllm" else measured_scales(self.setup(choice), kv_scales)
         emitter = trl.emit_trl_python if python and target == "trl" else _EMITTERS[target]
         return emitter(self._job(target, choice, scales, plan_file), scales)
+
+    def _check_budget(self, target: str) -> None:
+        """Raise ConfigError if the plan chose a precision that its own risk budget rules out."""
+        picked = self.select()
+        if self.accepts(picked.risk):
+            return
+        allowed = " or ".join(LEVELS[: LEVELS.index(self.budget.accept) + 1])
+        raise ConfigError(
+            f"the risk of {picked.precision} is {picked.risk}, and no precision stays within the risk budget; allowed: "
+            f"{allowed}; plan again with --accept {picked.risk}, or "
+            f"save the plan (--json plan.json), and type: fp8plan emit plan.json {target} --choice {picked.precision}"
+        )
 
     def _job(self, target: str, choice: int | str | None, kv_scales: str, plan_file: str | None = None) -> Job:
         """The input of `target`'s settings for one choice. Raises ConfigError if its K and V scales are too risky."""
