@@ -62,7 +62,7 @@ def test_no_line_is_too_wide_and_no_cell_is_cut(made: dict[str, Plan], case: str
     assert [line[2:].split()[0] for line in mismatch] == list(PRESETS)  # once each, whatever the layouts
     for line, choice in zip(speed, answer.choices, strict=True):
         assert choice.gain is not None
-        assert choice.gain.cell in line
+        assert choice.best_gain.cell in line
         assert ("(" in choice.gain.cell) == (choice.precision != "bf16")
         assert ("TPxDP" in text) == (f"{choice.tensor_parallel}x{choice.data_parallel}" in line.split())
     for line, choice in zip(step, answer.choices[: len(step)], strict=True):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
-from fp8plan.model.plan.choice import Choice, SpeedUp, several_layouts, speed_up, timed
-from fp8plan.model.plan.gains import NO_FASTER, gains, of_the_step, where
+from fp8plan.model.plan.choice import Choice, several_layouts
+from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, where
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget, ThresholdAdvice
@@ -35,39 +34,6 @@ COMPONENTS = {
     "host": "waiting for the host",
     "front": "the trainer's front end",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A plan's choices and their rollouts; a choice that cannot run has None."""
-
-    choices: Sequence[Choice]
-    chosen: int
-    rollouts: Sequence[Rollout | None]
-    profile: Profile
-    baseline: int | None = None  # as in Plan; None: the fastest bf16
-    observed: bool = False  # the baseline's layout is that of an observed rollout
-
-    @property
-    def picked(self) -> Choice:
-        """The chosen choice."""
-        return self.choices[self.chosen]
-
-    @property
-    def of_the_step(self) -> str:
-        """The words for the time by which choices are compared, if that is not the rollout's."""
-        return " for the whole RL step" if self.picked.rl_step_s is not None else ""
-
-    def rollout(self, choice: Choice) -> Rollout:
-        """The rollout of a choice that can run."""
-        rollout = next(rollout for c, rollout in zip(self.choices, self.rollouts, strict=True) if c is choice)
-        assert rollout is not None
-        return rollout
-
-    def gain(self, choice: Choice, than: Choice) -> SpeedUp:
-        """The ratio of a choice's speed to that of `than`. Both can run."""
-        other, own = (timed(self.rollout(c), c.cut, c.rl_step_s) for c in (than, choice))
-        return speed_up(other, own, self.profile)
 
 
 def whole_or_sliced(answer: Answer) -> list[str]:

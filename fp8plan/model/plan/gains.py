@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from fp8plan.model.plan.choice import Choice, SpeedUp, several_layouts
+from fp8plan.model.plan.choice import Choice, SpeedUp, several_layouts, speed_up, timed
 from fp8plan.model.precision import Stored
-
-if TYPE_CHECKING:
-    from fp8plan.model.plan.explain import Answer
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.rollout import Rollout
 
 NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
 STEP_SHARES = (0.5, 0.8)  # shares of a rollout in an RL step
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A plan's choices and their rollouts; a choice that cannot run has None."""
+
+    choices: Sequence[Choice]
+    chosen: int
+    rollouts: Sequence[Rollout | None]
+    profile: Profile
+    baseline: int | None = None  # as in Plan; None: the fastest bf16
+    observed: bool = False  # the baseline's layout is that of an observed rollout
+
+    @property
+    def picked(self) -> Choice:
+        """The chosen choice."""
+        return self.choices[self.chosen]
+
+    @property
+    def of_the_step(self) -> str:
+        """The words for the time by which choices are compared, if that is not the rollout's."""
+        return " for the whole RL step" if self.picked.rl_step_s is not None else ""
+
+    def rollout(self, choice: Choice) -> Rollout:
+        """The rollout of a choice that can run."""
+        rollout = next(rollout for c, rollout in zip(self.choices, self.rollouts, strict=True) if c is choice)
+        assert rollout is not None
+        return rollout
+
+    def gain(self, choice: Choice, than: Choice) -> SpeedUp:
+        """The ratio of a choice's speed to that of `than`. Both can run."""
+        other, own = (timed(self.rollout(c), c.cut, c.rl_step_s) for c in (than, choice))
+        return speed_up(other, own, self.profile)
 
 
 def gains(answer: Answer, stored: Stored | None) -> list[str]:
