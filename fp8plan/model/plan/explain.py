@@ -167,14 +167,15 @@ def explain(
 def _headline(answer: Answer, budget: RiskBudget, stored: Stored | None) -> str:
     picked = answer.picked
     name = f"{picked.precision}{where(picked, answer.choices)}"
+    doubt = ", uncalibrated" if answer.profile.kind == "datasheet" else ""
     if _refused(picked, budget):
         return (
             f"No precision stays within the risk budget ({budget.accept}): {name} has the lowest expected KL, and its "
             f"risk is {picked.risk}."
         )
     if picked.precision == "bf16":
-        return f"Stay with {name}: {_seconds(picked)} for the rollout; {_why_not_fp8(answer, budget)}."
-    return " ".join([f"Choose {name}: {_seconds(picked)} for the rollout.", *gains(answer, stored)])
+        return f"Stay with {name}: {_seconds(picked)} for the rollout{doubt}; {_why_not_fp8(answer, budget)}."
+    return " ".join([f"Choose {name}: {_seconds(picked)} for the rollout{doubt}.", *gains(answer, stored)])
 
 
 def _as_stored(stored: Stored) -> list[str]:
