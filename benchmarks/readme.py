@@ -64,7 +64,7 @@ def plan_table(answer: Plan) -> str:
     for index, c in enumerate(answer.choices):
         name = f"**{c.precision}**, chosen" if index == answer.chosen else c.precision
         seconds = f"{c.makespan_s:,.0f} s<br>{c.makespan_low_s:,.0f}-{c.makespan_high_s:,.0f}"
-        gain = c.gain.cell.replace(" (", "<br>").rstrip(")")
+        gain = c.best_gain.cell.replace(" (", "<br>").rstrip(")")
         counts = (f"{c.output_tokens_per_s:,.0f}", f"{c.kv_cache_tokens:,}", f"{c.preemptions:,}")
         kl = f"{power(c.kl_k3)}<br>{power(c.kl_k3_low)}-{power(c.kl_k3_high)}"
         rows.append((name, seconds, gain, *counts, f"{c.tail_fraction:.0%}", kl, c.risk))

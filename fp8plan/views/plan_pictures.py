@@ -35,7 +35,7 @@ TIME_LABEL = "seconds since the rollout began"
 WIDTH, PANEL, TRADEOFF = 9.0, 2.3, 4.6  # inches
 KL_LABEL = "KL k3, nats per token (lower is safer)"
 SPEED_LABEL = "output tokens/s (higher is faster)"
-SPEEDUP_LABEL = "with the speed-up (90%) over bf16 on the same layout"
+SPEEDUP_LABEL = "with the speed-up (90%) over the best bf16"
 
 
 def colour_of(precision: str) -> str:
@@ -64,7 +64,7 @@ class Point(NamedTuple):
     layout: str  # TPxDP
     kl: tuple[float, float, float]  # nats per token
     speed: tuple[float, float, float]  # output tokens/s of all replicas
-    gain: SpeedUp | None  # over bf16 on the same layout
+    gain: SpeedUp | None  # over the plan's baseline
     chosen: bool
     main: bool  # the choice of its precision that `curves` draws over time
     on_front: bool  # no other choice is as safe and faster, or as fast and safer
@@ -126,7 +126,7 @@ def points(plan: Plan) -> list[Point]:
         kl: Any = choice.kl_k3, choice.kl_k3_low, choice.kl_k3_high
         speed, low, high = (tokens / time for time in times)
         name, chosen, main = (choice.precision, choice.layout_label), index == plan.chosen, index in drawn
-        every.append(Point(*name, kl, (speed, low, high), choice.gain, chosen, main, on_front=False))
+        every.append(Point(*name, kl, (speed, low, high), choice.best_gain, chosen, main, on_front=False))
     return [point._replace(on_front=not any(_beats(other, point) for other in every)) for point in every]
 
 

@@ -56,7 +56,7 @@ def plan_text(plan: Plan) -> PlanText:
     return PlanText(
         title=_title(plan, several),
         speed=_speed_columns(rows, picked, several),
-        speed_legend=_speed_legend(rows, several),
+        speed_legend=_speed_legend(rows, several, plan.baseline_label),
         step=_step_columns(rows, picked, several) if picked.rl_step_s is not None else [],
         mismatch=_mismatch_columns(precisions, picked),
         absent=_absent(plan.choices, several),
@@ -127,7 +127,8 @@ def _speed_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> lis
     return [
         *_compared(rows, picked, several),
         Column("rollout s\n(90%)", [_spread(c.makespan_s, c.makespan_low_s, c.makespan_high_s) for c in rows]),
-        *_gains([c.gain for c in rows]),
+        *_gains([c.best_gain for c in rows]),
+        *_on_same_layout(rows, several),
         Column("tokens\n/s", [f"{c.output_tokens_per_s:,.0f}" for c in rows], rank=4),
         Column("KV tok./\nreplica" if replicas else "KV\ntok.", [_short(c.kv_cache_tokens) for c in rows], rank=1),
         Column("pre-\nemp-\ntions", [f"{c.preemptions:,}" for c in rows], rank=2),
@@ -139,7 +140,7 @@ def _step_columns(rows: Sequence[Choice], picked: Choice, several: bool) -> list
     return [
         *_compared(rows, picked, several),
         Column("step s\n(90%)", [_spread(c.rl_step_s, *c.rl_step_band_s) for c in rows]),
-        *_gains([c.step_gain for c in rows]),
+        *_gains([c.best_step_gain for c in rows]),
     ]
 
 
@@ -151,6 +152,14 @@ def _gains(gains: Sequence[SpeedUp | None]) -> list[Column]:
     """The column of speed-ups; none if no row has one, as without BF16."""
     cells = ["-" if gain is None else gain.cell for gain in gains]
     return [Column("speed-up\n(90%)", cells)] if any(gains) else []
+
+
+def _on_same_layout(rows: Sequence[Choice], several: bool) -> list[Column]:
+    """The column of speed-ups over bf16 on each row's own layout, without their intervals."""
+    if not (several and any(c.speedup_over_best is not None for c in rows)):
+        return []
+    cells = ["-" if c.gain is None else f"{c.gain.ratio:.2f}x" for c in rows]
+    return [Column("same\nlay-\nout", cells, rank=5)]
 
 
 def _mismatch_columns(rows: Sequence[Choice], picked: Choice) -> list[Column]:
@@ -166,18 +175,19 @@ def _mismatch_columns(rows: Sequence[Choice], picked: Choice) -> list[Column]:
     ]
 
 
-def _speed_legend(rows: Sequence[Choice], several: bool) -> str:
+def _speed_legend(rows: Sequence[Choice], several: bool, baseline: str) -> str:
+    same = " same layout: over bf16 on it." if baseline and several else ""
     bf16 = "bf16 on the same layout" if several else "bf16"
     replicas = " preemptions: in all replicas." if any(c.data_parallel > 1 for c in rows) else ""
     tail = f"tail: time in which nothing waits and under {TAIL_SHARE:.0%} of the requests run."
     whole = " EP: expert parallelism." if several and any(c.expert_parallel for c in rows) else ""
     doubt = " Where its interval holds 1.00, a row may be no faster." if any(_in_doubt(c) for c in rows) else ""
-    over = f"speed-up: over {bf16}.{doubt}" if any(c.gain for c in rows) else ""
+    over = f"speed-up: over {baseline or bf16}.{same}{doubt}" if any(c.best_gain for c in rows) else ""
     return f"{over}{replicas}{whole} {tail}".strip()
 
 
 def _in_doubt(choice: Choice) -> bool:
-    return any(gain is not None and gain.in_doubt for gain in (choice.gain, choice.step_gain))
+    return any(gain is not None and gain.in_doubt for gain in (choice.best_gain, choice.best_step_gain))
 
 
 def _absent(choices: Sequence[Choice], several: bool) -> list[str]:

@@ -123,6 +123,23 @@ def test_bad_input_is_one_clear_line(fp8plan: Callable[..., Done], words: list[s
     refused(fp8plan(*PLAN, *words), *parts)
 
 
+@pytest.mark.parametrize("target", ["vllm", "verl", "trl"])
+def test_where_nothing_is_within_the_budget_only_a_named_choice_is_emitted(
+    fp8plan: Callable[..., Done], target: str
+) -> None:
+    low = ("plan", "Qwen/Qwen3-30B-A3B", "--gpu", "h100", *SMALL, "--accept", "low", "--precision", "fp8_block")
+    parts = ("fp8_block is moderate", "allowed: low", "--accept moderate", f"plan.json {target} --choice fp8_block")
+    done = fp8plan(*low, "--emit", target)
+    assert done.code == 2
+    assert done.out == ""
+    assert all(part in done.err for part in parts)
+    saved = fp8plan(*low, "--json", "plan.json")
+    assert saved.code == 0
+    assert "No precision stays within the risk budget" in " ".join(saved.out.split())
+    refused(fp8plan("emit", "plan.json", target), *parts)
+    assert fp8plan("emit", "plan.json", target, "--choice", "fp8_block").code == 0
+
+
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-9B", "Qwen3-9B"])
 def test_an_unknown_model_gets_the_nearest_names(fp8plan: Callable[..., Done], name: str) -> None:
     refused(fp8plan("plan", name, "--gpu", "h200"), repr(name), "Qwen/Qwen3-8B", "fp8plan models", "config.json")

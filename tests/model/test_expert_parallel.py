@@ -119,7 +119,7 @@ def test_the_time_is_above_the_datasheet_s_and_said_to_be_modelled() -> None:
     assert profile.layout_error(8, True) ** 2 == pytest.approx(
         profile.layout_error(8) ** 2 + profile.layout_error(2) ** 2
     )
-    assert profile.layout_doubt(1, True) == profile.layout_error(2)
+    assert profile.layout_error(1, True) == profile.layout_error(2)
 
 
 def test_kernels_that_activate_other_ranks_rows_are_triton_s() -> None:

@@ -313,7 +313,7 @@ def changes_of(records: Sequence[Record], shape: ModelShape, sync: WeightSync) -
     logs = []
     for record in records:
         measured, setup = record.fields.get("delta_bytes"), record.setup
-        if measured and _alike(setup.shape, shape):
+        if measured and alike(setup.shape, shape):
             low, high = (missed(end, setup, measured) for end in (-MOST_LOG, MOST_LOG))
             inside = low < 0 < high
             logs.append(brentq(missed, -MOST_LOG, MOST_LOG, (setup, measured)) if inside else np.sign(-low) * MOST_LOG)
@@ -364,7 +364,7 @@ class _Common:
     def with_coefficients(self, model: ModelShape | None, slopes: Matrix) -> Matrix:
         """The covariance of each rollout with the coefficients for a model, shape (rollouts, names)."""
         pairs = zip(self._models, slopes, strict=True)
-        return np.asarray([self._covariances[_alike(other, model)] @ slope for other, slope in pairs])
+        return np.asarray([self._covariances[alike(other, model)] @ slope for other, slope in pairs])
 
     def spread(self, slopes: Matrix) -> Matrix:
         """The covariance of the rollouts with each other, shape (rollouts, rollouts)."""
@@ -373,7 +373,7 @@ class _Common:
         return np.asarray(self._versions + np.array(rows))
 
 
-def _alike(one: ModelShape, other: ModelShape | None) -> bool:
+def alike(one: ModelShape, other: ModelShape | None) -> bool:
     """True for two checkpoints of one architecture and size."""
     return other is not None and (one.hidden_size, one.layers) == (other.hidden_size, other.layers)
 

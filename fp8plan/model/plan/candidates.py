@@ -54,7 +54,7 @@ class Candidate:
     unit_risk: MismatchRisk | None = None  # with K and V scales left at 1.0; None without an FP8 KV cache
     step_s: float | None = None  # seconds of the whole RL step; None without trainer figures
     syncs: tuple[SyncCost, ...] = ()  # from the fastest on; empty where no sync is asked for
-    layout_doubt: float = 0.0  # Profile.layout_doubt of its layout
+    layout_doubt: float = 0.0  # Profile.layout_error of its layout
 
     @property
     def timed(self) -> Rollout:
@@ -296,7 +296,7 @@ def in_a_step(candidate: Candidate, model: StepModel, problem: Problem) -> Candi
         tokens = int((problem.batch.prompts + problem.batch.responses).sum())
         wait = wait_seconds(candidate.setup.inside, model.profile)
         step_s = (candidate.makespan_s or 0.0) + problem.times.seconds(tokens) + syncs[0].seconds + wait
-    doubt = problem.profile.layout_doubt(*candidate.setup.limits.cut)
+    doubt = problem.profile.layout_error(*candidate.setup.limits.cut)
     return replace(candidate, step_s=step_s, syncs=tuple(syncs), layout_doubt=doubt)
 
 

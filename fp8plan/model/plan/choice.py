@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.precision import Precision, precision
 from fp8plan.model.profile.profile import Profile
@@ -130,9 +131,12 @@ class Choice:
     available, reason:    true if this GPU can run it; else the reason
     makespan_s:           seconds from the first prompt to the last response, with its 90% interval
     output_tokens_per_s:  response tokens of all replicas / makespan_s
-    speedup:              BF16 makespan / this makespan, same workload, GPU and limits, with its 90% interval
+    speedup_over_best:    makespan of the plan's baseline / this makespan, with its 90% interval. The baseline is the
+                          best BF16 layout, or the one of observed rollouts. None: no BF16, or before schema 1.6
+    step_speedup_over_best: the same ratio for the RL step; None without trainer figures
+    speedup:              makespan of BF16 on the same layout / this makespan, with its 90% interval
     rl_step_s:            seconds of a whole RL step; None without trainer figures
-    step_speedup:         the same ratio for the RL step, with its 90% interval; None without trainer figures
+    step_speedup:         the same for the RL step, with its interval; None without trainer figures
     kv_cache_tokens:      tokens that the KV pool of one replica holds
     preemptions:          number in all replicas
     tail_fraction:        part of the makespan spent at small batch, in [0, 1]
@@ -159,6 +163,12 @@ class Choice:
     makespan_low_s: float | None
     makespan_high_s: float | None
     output_tokens_per_s: float | None
+    speedup_over_best: float | None = field(default=None, kw_only=True)
+    speedup_over_best_low: float | None = field(default=None, kw_only=True)
+    speedup_over_best_high: float | None = field(default=None, kw_only=True)
+    step_speedup_over_best: float | None = field(default=None, kw_only=True)
+    step_speedup_over_best_low: float | None = field(default=None, kw_only=True)
+    step_speedup_over_best_high: float | None = field(default=None, kw_only=True)
     speedup: float | None
     speedup_low: float | None
     speedup_high: float | None
@@ -224,6 +234,18 @@ class Choice:
         return float("inf") if known is None else known
 
     @property
+    def best_gain(self) -> SpeedUp | None:
+        """The rollout's speed-up over the plan's baseline; a plan before schema 1.6 has that on the same layout."""
+        ratio = self.speedup_over_best
+        return self.gain if ratio is None else SpeedUp(ratio, self.speedup_over_best_low, self.speedup_over_best_high)
+
+    @property
+    def best_step_gain(self) -> SpeedUp | None:
+        """The RL step's speed-up over the plan's baseline, likewise."""
+        ratio, ends = self.step_speedup_over_best, (self.step_speedup_over_best_low, self.step_speedup_over_best_high)
+        return self.step_gain if ratio is None else SpeedUp(ratio, *ends)
+
+    @property
     def gain(self) -> SpeedUp | None:
         """The rollout's speed-up over bf16 on the same layout."""
         return None if self.speedup is None else SpeedUp(self.speedup, self.speedup_low, self.speedup_high)
@@ -281,7 +303,7 @@ def choose(candidates: Sequence[Candidate], budget: RiskBudget) -> int:
     is chosen. If the budget rules out all, the one with the lowest KL of all is chosen.
 
     An unmeasured layout counts only if it is faster than the fastest measured one by more than one standard deviation
-    of its times.
+    of its times. That holds for every kind of profile.
     """
     runnable = [i for i, c in enumerate(candidates) if c.makespan_s is not None]
     accepted = [i for i in runnable if budget.accepts(candidates[i].expected.level)]
@@ -298,13 +320,27 @@ def _without_doubtful(candidates: Sequence[Candidate], compared: list[int]) -> l
     return [i for i in compared if not candidates[i].layout_doubt or candidates[i].cautious_s < best]
 
 
-def as_choices(candidates: Sequence[Candidate], profile: Profile, max_num_seqs: int) -> tuple[Choice, ...]:
-    """A Choice for each candidate, with its speed-up over BF16 on the same layout.
+def baseline_of(candidates: Sequence[Candidate], observed: Sequence[EngineLimits] = ()) -> int | None:
+    """The index of the BF16 candidate that speed-ups are over; None if BF16 cannot run.
+
+    It is the fastest, or the one on the last layout in which BF16 was observed.
+    """
+    bf16 = [i for i, c in enumerate(candidates) if c.setup.precision.name == "bf16" and c.rollout is not None]
+    layouts = {candidates[i].setup.limits.layout: i for i in bf16}
+    seen = [layouts[limits.layout] for limits in observed if limits.layout in layouts]
+    return seen[-1] if seen else min(bf16, key=lambda i: candidates[i].seconds, default=None)
+
+
+def as_choices(
+    candidates: Sequence[Candidate], profile: Profile, max_num_seqs: int, baseline: int | None = None
+) -> tuple[Choice, ...]:
+    """A Choice for each candidate, with its speed-up over the baseline, and over BF16 on the same layout.
 
     max_num_seqs: the plan's limit
     """
     bf16 = {c.setup.limits.layout: c for c in candidates if c.setup.precision.name == "bf16" and c.rollout is not None}
-    choices = [_choice(c, bf16.get(c.setup.limits.layout), profile) for c in candidates]
+    best = None if baseline is None else candidates[baseline]
+    choices = [_choice(c, bf16.get(c.setup.limits.layout), best, profile) for c in candidates]
     own = [c.setup.limits.max_num_seqs if c.rollout is not None else max_num_seqs for c in candidates]
     return tuple(
         choice if seqs == max_num_seqs else replace(choice, max_num_seqs=int(seqs))
@@ -320,7 +356,7 @@ _OF_KL = ("kl_k3", "kl_k3_low", "kl_k3_high")
 _OF_RISK = (*_OF_KL, "ess_raw", "clip_fraction", "seq_reject_fraction")
 
 
-def _choice(candidate: Candidate, bf16: Candidate | None, profile: Profile) -> Choice:
+def _choice(candidate: Candidate, bf16: Candidate | None, best: Candidate | None, profile: Profile) -> Choice:
     rollout, risk, memory, setup = candidate.rollout, candidate.risk, candidate.memory, candidate.setup
     size, whole_experts = setup.limits.cut
     figures: dict[str, Any] = dict.fromkeys(f.name for f in fields(Choice))
@@ -336,18 +372,21 @@ def _choice(candidate: Candidate, bf16: Candidate | None, profile: Profile) -> C
     figures |= {"available": True, "risk": risk.level, "rl_step_s": candidate.step_s}
     figures |= {"kv_cache_tokens": memory.kv_cache_tokens, "extrapolated": candidate.extrapolated}
     figures["refused_by"] = refusals(setup.shape, setup.precision, size, whole_experts)
-    return Choice(**figures | ({} if bf16 is None else _speedups(bf16, candidate, profile)))
+    for other, end in ((best, "_over_best"), (bf16, "")):
+        figures |= {} if other is None else _speedups(other, candidate, profile, end)
+    return Choice(**figures)
 
 
 def _named(record: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
-def _speedups(bf16: Candidate, candidate: Candidate, profile: Profile) -> dict[str, float | None]:
-    """The fields of a Choice on its speed-up over BF16 on the same layout: of the rollout, and of a known RL step."""
+def _speedups(bf16: Candidate, candidate: Candidate, profile: Profile, end: str) -> dict[str, float | None]:
+    """The fields of a Choice on its speed-up over a BF16 candidate: of the rollout, and of a known RL step."""
     pairs = {"speedup": (None, None)} | ({"step_speedup": (bf16.step_s, candidate.step_s)} if candidate.step_s else {})
-    cut, made = candidate.setup.limits.cut, dict[str, float | None]()
-    for name, (theirs, own) in pairs.items():
-        gain = speed_up(timed(bf16.timed, cut, theirs), timed(candidate.timed, cut, own), profile)
+    cuts, made = (bf16.setup.limits.cut, candidate.setup.limits.cut), dict[str, float | None]()
+    for stem, (theirs, own) in pairs.items():
+        name = f"{stem}{end}"
+        gain = speed_up(timed(bf16.timed, cuts[0], theirs), timed(candidate.timed, cuts[1], own), profile)
         made |= {name: gain.ratio, f"{name}_low": gain.low, f"{name}_high": gain.high}
     return made

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
-from fp8plan.model.plan.choice import Choice, SpeedUp, several_layouts, speed_up, timed
+from fp8plan.model.plan.choice import Choice, several_layouts
+from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, where
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget, ThresholdAdvice
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
 from fp8plan.model.shards import left_in_bf16
 
-NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
 SLOWER = 0.01  # smaller losses are not either
-STEP_SHARES = (0.5, 0.8)  # shares of a rollout in an RL step
 LEAST_SHARE, MOST_PARTS = 0.005, 3  # of the grounds that a sentence names, and of the parts of each
 
 COMPONENTS = {
@@ -36,37 +34,6 @@ COMPONENTS = {
     "host": "waiting for the host",
     "front": "the trainer's front end",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A plan's choices and their rollouts; a choice that cannot run has None."""
-
-    choices: Sequence[Choice]
-    chosen: int
-    rollouts: Sequence[Rollout | None]
-    profile: Profile
-
-    @property
-    def picked(self) -> Choice:
-        """The chosen choice."""
-        return self.choices[self.chosen]
-
-    @property
-    def of_the_step(self) -> str:
-        """The words for the time by which choices are compared, if that is not the rollout's."""
-        return " for the whole RL step" if self.picked.rl_step_s is not None else ""
-
-    def rollout(self, choice: Choice) -> Rollout:
-        """The rollout of a choice that can run."""
-        rollout = next(rollout for c, rollout in zip(self.choices, self.rollouts, strict=True) if c is choice)
-        assert rollout is not None
-        return rollout
-
-    def gain(self, choice: Choice, than: Choice) -> SpeedUp:
-        """The ratio of a choice's speed to that of `than`. Both can run."""
-        other, own = (timed(self.rollout(c), c.cut, c.rl_step_s) for c in (than, choice))
-        return speed_up(other, own, self.profile)
 
 
 def whole_or_sliced(answer: Answer) -> list[str]:
@@ -161,6 +128,8 @@ def explain(
     profile: Profile,
     gpus_per_node: int | None = None,
     shape: ModelShape | None = None,
+    baseline: int | None = None,
+    observed: bool = False,
 ) -> tuple[str, ...]:
     """The sentences of a plan: the choice and its gain, the others, where the time goes, the risk, the caveats.
 
@@ -169,13 +138,14 @@ def explain(
     rollouts: one for each choice, None if it cannot run
     risk, advice: those of the chosen choice
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
+    baseline, observed: as in Answer
     shape: the model's; None: no sentence on linears that stay in BF16, or on parts that are not modelled
     """
-    answer = Answer(choices, chosen, rollouts, profile)
+    answer = Answer(choices, chosen, rollouts, profile, baseline, observed)
     stored, picked = None if shape is None else shape.stored, answer.picked
     return (
         _headline(answer, budget, stored),
-        *_of_the_step(picked),
+        *of_the_step(picked),
         *([] if stored is None else _as_stored(stored)),
         *_passed_over(answer, budget),
         *slower(answer),
@@ -196,15 +166,16 @@ def explain(
 
 def _headline(answer: Answer, budget: RiskBudget, stored: Stored | None) -> str:
     picked = answer.picked
-    name = f"{picked.precision}{_layout(picked, answer.choices)}"
+    name = f"{picked.precision}{where(picked, answer.choices)}"
+    doubt = ", uncalibrated" if answer.profile.kind == "datasheet" else ""
     if _refused(picked, budget):
         return (
             f"No precision stays within the risk budget ({budget.accept}): {name} has the lowest expected KL, and its "
             f"risk is {picked.risk}."
         )
     if picked.precision == "bf16":
-        return f"Stay with {name}: {_seconds(picked)} for the rollout; {_why_not_fp8(answer, budget)}."
-    return " ".join([f"Choose {name}: {_seconds(picked)} for the rollout.", *_gains(answer, stored)])
+        return f"Stay with {name}: {_seconds(picked)} for the rollout{doubt}; {_why_not_fp8(answer, budget)}."
+    return " ".join([f"Choose {name}: {_seconds(picked)} for the rollout{doubt}.", *gains(answer, stored)])
 
 
 def _as_stored(stored: Stored) -> list[str]:
@@ -216,49 +187,6 @@ def _as_stored(stored: Stored) -> list[str]:
         f"and {weights} needs kv_cache_dtype bfloat16."
     )
     return [compare, *([cache] if stored.kv_fp8 else [])]
-
-
-def _gains(answer: Answer, stored: Stored | None) -> list[str]:
-    """Sentences on the speed-up over bf16 on the same layout, and over the best bf16 if that has another layout."""
-    picked = answer.picked
-    bf16 = [c for c in answer.choices if c.precision == "bf16"]
-    runnable = [c for c in bf16 if c.makespan_s is not None]
-    if not bf16:
-        return ["bf16 was not asked for, so there is no speed-up to name."]
-    if stored is not None:
-        return [f"There is no speed-up to name, as the checkpoint holds its weights in {stored.label}."]
-    if not runnable:
-        return ["bf16 does not fit, so there is no speed-up to name."]
-    sentences = []
-    same = " on the same layout" if several_layouts(answer.choices) else ""
-    if picked.gain is not None:
-        sentences.append(f"It is {picked.gain.over('bf16' + same)}{_doubt(picked.gain)}.")
-    if picked.step_gain is not None:
-        sentences.append(f"The whole RL step is {picked.step_gain.over('with bf16' + same)}{_doubt(picked.step_gain)}.")
-    best = min(runnable, key=lambda c: c.seconds)
-    if best.layout != picked.layout:
-        gain = answer.gain(picked, best)
-        subject = "The whole RL step" if answer.of_the_step else "It"
-        sentences.append(f"{subject} is {gain.over(f'the best bf16,{_layout(best, answer.choices)}')}{_doubt(gain)}.")
-    return sentences
-
-
-def _doubt(gain: SpeedUp) -> str:
-    """The words for a gain that may be none."""
-    return ", and may be no faster: its interval holds 1.00" if gain.in_doubt and round(gain.ratio, 2) >= 1 else ""
-
-
-def _of_the_step(picked: Choice) -> list[str]:
-    """Sentences on the speed-up of the whole RL step, for two shares of the rollout in it (Amdahl's law)."""
-    gain = picked.gain
-    if picked.step_gain is not None or gain is None or gain.ratio < 1 + NO_FASTER:
-        return []
-    less, more = (gain.of_step(share).over("with bf16") for share in STEP_SHARES)
-    half, most = STEP_SHARES
-    return [
-        f"The whole RL step becomes {less} if {half:.0%} of it is rollout there. It becomes {more} if {most:.0%} is.",
-        "Give --train-s and --logprob-s to have the whole RL step worked out.",
-    ]
 
 
 def _why_not_fp8(answer: Answer, budget: RiskBudget) -> str:
@@ -291,7 +219,7 @@ def _passed_over(answer: Answer, budget: RiskBudget) -> list[str]:
     for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
         choice = min((c for c in compared if c.precision == precision), key=lambda c: c.seconds)
         gain, than = answer.gain(choice, picked), f"the chosen {picked.precision}{answer.of_the_step}"
-        name = f"{choice.precision}{_layout(choice, answer.choices)}"
+        name = f"{choice.precision}{where(choice, answer.choices)}"
         if gain.ratio > 1 + NO_FASTER and _refused(choice, budget):
             sentences.append(f"{name} would be {gain.over(than)}. Its mismatch risk is {choice.risk}.")
         elif gain.ratio > 1 + NO_FASTER:
@@ -321,14 +249,14 @@ def _not_measured(answer: Answer, budget: RiskBudget) -> list[str]:
     gain = answer.gain(best, picked)
     if gain.ratio <= 1 + NO_FASTER:
         return []
-    name = f"{best.precision}{_layout(best, answer.choices)}"
+    name = f"{best.precision}{where(best, answer.choices)}"
     than = f"the chosen {picked.precision}{answer.of_the_step}"
-    doubt = f"That layout was not measured, and its times are in doubt by {profile.layout_doubt(*best.cut):.0%}"
+    doubt = f"That layout was not measured, and its times are in doubt by {profile.layout_error(*best.cut):.0%}"
     return [f"{name} is predicted {gain.over(than)}. {doubt}: what was measured goes first."]
 
 
 def _unmeasured(choice: Choice, profile: Profile) -> bool:
-    return profile.layout_doubt(*choice.cut) > 0
+    return profile.layout_error(*choice.cut) > 0
 
 
 def _network(picked: Choice, gpus_per_node: int | None) -> list[str]:
@@ -424,14 +352,6 @@ def _estimated(choices: Sequence[Choice], profile: Profile) -> list[str]:
         "FlashInfer, which widens E4M3 to BF16 in software."
     )
     return [sentence]
-
-
-def _layout(choice: Choice, choices: Sequence[Choice]) -> str:
-    """The words for a choice's layout; empty if all choices share it."""
-    if not several_layouts(choices):
-        return ""
-    replicas = f"{choice.data_parallel} replicas" if choice.data_parallel > 1 else "1 replica"
-    return f" on {replicas} of {choice.sizes}"
 
 
 def _seconds(choice: Choice) -> str:

@@ -39,7 +39,7 @@ PREDICTED: Final = (
 # Fields that plans of schema 1.0 to 1.4 do not have. Their engines had the default, and their profiles no anchor.
 SINCE_1_0: Final = (
     "limits.enable_expert_parallel", "limits.max_cudagraph_capture_size", "expert_parallel", "anchor", "inside",
-    "engine_version",
+    "engine_version", "baseline",
 )  # fmt: skip
 
 
@@ -101,6 +101,7 @@ class Plan:
     seed:       random seed of the response lengths
     choices:    every precision and layout that was scored
     chosen:     index into `choices`
+    baseline:   index of the BF16 choice that `speedup_over_best` is over; None: BF16 cannot run, or before schema 1.6
     thresholds: correction to start with, by names of risk.expected.THRESHOLDS; empty: none needed
     reasons:    plain sentences
     warnings:   caveats about the profile and the workload, one line each
@@ -111,8 +112,9 @@ class Plan:
     engine_version: version of vLLM that is planned; None: the profile's, as before schema 1.4
     fp8plan_version: the version that made the plan
 
-    A choice is named by its index or by its precision. A precision means the one on the chosen layout, or the fastest
-    if that layout cannot run it. `vllm_kwargs`, `env`, `verl_overrides` and `trl_config` translate the chosen choice,
+    A choice is named by its index or by its precision. A precision means the chosen choice, if it has that. Else bf16,
+    the way back, means the fastest bf16. Another means the one on the chosen layout, or the fastest if that layout
+    cannot run it. `vllm_kwargs`, `env`, `verl_overrides` and `trl_config` translate the chosen choice,
     or the one that is named. They raise ConfigError for anything that the target cannot do. vLLM leaves K and V scales
     at 1.0. If that is riskier than the plan accepts, it is a ConfigError too; `kv_scales="calibrated"` says that you
     calibrate them.
@@ -126,6 +128,7 @@ class Plan:
     seed: int
     choices: tuple[Choice, ...]
     chosen: int
+    baseline: int | None = field(default=None, kw_only=True)
     thresholds: dict[str, Any]
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
@@ -142,6 +145,9 @@ class Plan:
         check_inside(self.inside)
         if not 0 <= self.chosen < len(self.choices):
             raise ConfigError(f"chosen is {self.chosen}; allowed: 0 to {len(self.choices) - 1}, an index into choices")
+        if self.baseline is not None and not 0 <= self.baseline < len(self.choices):
+            allowed = f"null, or 0 to {len(self.choices) - 1}, an index into choices"
+            raise ConfigError(f"baseline is {self.baseline}; allowed: {allowed}")
         check_thresholds(self.thresholds)
         for number, choice in enumerate(self.choices):
             for size in ("tensor_parallel", "data_parallel"):
@@ -154,7 +160,10 @@ class Plan:
             if not numbers:
                 known = ", ".join(dict.fromkeys(c.precision for c in self.choices))
                 raise ConfigError(f"the plan has no {choice!r}; allowed: {known}")
-            return min(numbers, key=lambda number: (not self._as_chosen(number), self.choices[number].seconds))
+            if self.chosen in numbers:
+                return self.chosen
+            elsewhere = {number: choice != "bf16" and not self._as_chosen(number) for number in numbers}
+            return min(numbers, key=lambda number: (elsewhere[number], self.choices[number].seconds))
         index = self.chosen if choice is None else choice
         allowed = f"allowed: 0 to {len(self.choices) - 1}, or a precision"
         if not isinstance(index, int) or isinstance(index, bool):
@@ -178,6 +187,17 @@ class Plan:
     def several_layouts(self) -> bool:
         """True if the choices have more than one layout."""
         return several_layouts(self.choices)
+
+    @property
+    def baseline_label(self) -> str:
+        """The bf16 that speed-ups are over, in words; empty if the plan does not know it."""
+        if self.baseline is None:
+            return ""
+        if not self.several_layouts:
+            return "bf16"
+        base = self.choices[self.baseline]
+        best = min(c.seconds for c in self.choices if c.precision == "bf16") == base.seconds
+        return f"{'the best bf16' if best else 'the observed bf16'} ({base.layout_label})"
 
     def accepts(self, risk: str | None) -> bool:
         """True if the budget accepts this level of risk."""
@@ -290,12 +310,26 @@ class Plan:
         python:    trl: Python to paste instead of JSON, `training_args = GRPOConfig(...)` and comments
 
         Raises ConfigError for an unknown target, for anything that the target cannot do, and if K and V scales of 1.0
-        are riskier than the plan accepts.
+        are riskier than the plan accepts. So it does without a `choice` where no choice is within the risk budget.
         """
         check_target(target)
+        if choice is None:
+            self._check_budget(target)
         scales = kv_scales if target == "vllm" else measured_scales(self.setup(choice), kv_scales)
         emitter = trl.emit_trl_python if python and target == "trl" else _EMITTERS[target]
         return emitter(self._job(target, choice, scales, plan_file), scales)
+
+    def _check_budget(self, target: str) -> None:
+        """Raise ConfigError if the plan chose a precision that its own risk budget rules out."""
+        picked = self.select()
+        if self.accepts(picked.risk):
+            return
+        allowed = " or ".join(LEVELS[: LEVELS.index(self.budget.accept) + 1])
+        raise ConfigError(
+            f"the risk of {picked.precision} is {picked.risk}, and no precision stays within the risk budget; allowed: "
+            f"{allowed}; plan again with --accept {picked.risk}, or "
+            f"save the plan (--json plan.json), and type: fp8plan emit plan.json {target} --choice {picked.precision}"
+        )
 
     def _job(self, target: str, choice: int | str | None, kv_scales: str, plan_file: str | None = None) -> Job:
         """The input of `target`'s settings for one choice. Raises ConfigError if its K and V scales are too risky."""

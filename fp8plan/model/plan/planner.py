@@ -21,9 +21,9 @@ from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import check_share
-from fp8plan.model.plan.anchor import anchored, changes_of, host_of
+from fp8plan.model.plan.anchor import alike, anchored, changes_of, host_of
 from fp8plan.model.plan.candidates import Candidate, Problem, Progress, candidates, evaluated
-from fp8plan.model.plan.choice import as_choices, choose
+from fp8plan.model.plan.choice import as_choices, baseline_of, choose
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import FP8_KV, PRESETS
@@ -186,9 +186,10 @@ def predict(
     rollouts = tuple(c.rollout for c in tried)
     kernels = {name.rpartition(".")[0] for rollout in rollouts if rollout for name in rollout.log_gradient}
     used = with_kernels(used, card, kernels)  # as the candidates' cost models had them
-    chosen = choose(tried, budget)
+    seen = [record.limits for record in observed if _bf16_of(record, shape, card)]
+    baseline, chosen = baseline_of(tried, seen), choose(tried, budget)
     best = tried[chosen]
-    choices = as_choices(tried, used, best.setup.limits.max_num_seqs)
+    choices = as_choices(tried, used, best.setup.limits.max_num_seqs, baseline)
     advice = recommended_thresholds(best.expected, batch.responses, budget=budget)
     answer = Plan(
         model=best.setup.path,
@@ -199,6 +200,7 @@ def predict(
         seed=workload.seed,
         choices=choices,
         chosen=chosen,
+        baseline=baseline,
         thresholds=advice.thresholds,
         reasons=workload.turns.sentence()
         + explain(
@@ -211,6 +213,8 @@ def predict(
             used,
             gpus_per_node=card.gpus_per_node,
             shape=shape,
+            baseline=baseline,
+            observed=bool(seen),
         )
         + limits_matter(best)
         + _syncs(tried, best, sync)
@@ -380,6 +384,12 @@ def _not_measured(shape: ModelShape, profile: Profile, strict: bool) -> list[str
     if strict:
         raise ProfileError(f"{fact}, and --strict allows nothing else; leave it out, or plan a checkpoint in blocks")
     return [f"{fact}: its time follows AIConfigurator's timings of vLLM's kernel on this or another GPU, not our own"]
+
+
+def _bf16_of(record: Record, shape: ModelShape, card: Gpu) -> bool:
+    """True for a measured rollout of this model on this GPU in BF16."""
+    setup = record.setup
+    return setup.precision.name == "bf16" and setup.gpu == card and alike(setup.shape, shape)
 
 
 def _describe(workload: Workload, batch: Batch) -> dict[str, Any]:

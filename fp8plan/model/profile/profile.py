@@ -135,11 +135,6 @@ class Profile:
         doublings = min(abs(math.log2(tensor_parallel_size / size)) for size in self.tensor_parallel)
         return UNMEASURED_DOUBLING_SD * math.sqrt(doublings + expert_parallel)
 
-    def layout_doubt(self, tensor_parallel_size: int, expert_parallel: bool = False) -> float:
-        """The `layout_error` of a measured profile. It is 0 in the others, in which no layout was measured."""
-        measured = self.kind in ("calibrated", ANCHORED)
-        return self.layout_error(tensor_parallel_size, expert_parallel) if measured else 0.0
-
     def assumes(self, kernel: str) -> bool:
         """True if the datasheet stands in for a kernel that was not measured."""
         return any(note.startswith(ASSUMED) for name, note in self.notes.items() if name.startswith(f"{kernel}."))

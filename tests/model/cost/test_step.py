@@ -414,10 +414,9 @@ def test_a_layout_that_nobody_measured_is_named_and_wider() -> None:
         step = model(card=find_gpu("h200"), tensor_parallel_size=size, profile=calibrated)
         low, high = step.timed(batch).interval(weights, 1.645)
         widths.append(np.log(high / low) / 2)
-        assert (calibrated.layout_doubt(size) == 0) == (size == 1)
+        assert (calibrated.layout_error(size) == 0) == (size == 1)
         seen = replace(calibrated, tensor_parallel=[1, size])
-        assert seen.layout_doubt(size) == 0
-        assert replace(calibrated, kind="imported").layout_doubt(size) == 0  # none is better known than another
+        assert seen.layout_error(size) == 0
         low, high = replace(step, profile=seen).timed(batch).interval(weights, 1.645)
         assert np.log(high / low) / 2 <= np.hypot(widths[0], 0.06)  # all-reduces are not measured either
     assert widths[0] < 0.08

@@ -114,8 +114,19 @@ def test_a_plan_for_several_gpus_is_not_far_behind_its_own_fastest_choice(model:
     answer = plan(model, "h200", Workload(32, 16, 1024, LogNormal(6000, 0.9, 20480)), gpus=8)
     accepted = [c for c in answer.choices if c.makespan_s is not None and answer.accepts(c.risk)]
     fastest = min(accepted, key=lambda c: c.makespan_s or 0.0)
-    doubt = load_profile(find_gpu("h200"))[0].layout_doubt(*fastest.cut)
+    doubt = load_profile(find_gpu("h200"))[0].layout_error(*fastest.cut)
     assert answer.select().makespan_s <= (fastest.makespan_s or 0.0) * math.exp(doubt) * (1 + LEAST_GAIN)
+
+
+@pytest.mark.parametrize("card", ["h200", "h100", "a100-80gb", "rtx4090"])  # calibrated, of a sibling, datasheet
+def test_no_layout_is_chosen_that_does_not_beat_its_doubt_under_any_kind_of_profile(card: str) -> None:
+    made = predict("Qwen/Qwen3-0.6B", card, Workload(4, 4, 128, LogNormal(300, 0.9, 1200)), gpus=4)
+    there = [c for c in made.tried if c.rollout]
+    assert [c.layout_doubt for c in there] == [made.problem.profile.layout_error(*c.setup.limits.cut) for c in there]
+    assert any(c.layout_doubt for c in there)
+    chosen, accepted = made.chosen, [c for c in made.tried if c.rollout and made.plan.accepts(c.expected.level)]
+    measured = [c.seconds for c in accepted if not c.layout_doubt]
+    assert not chosen.layout_doubt or chosen.cautious_s < min(measured)
 
 
 def test_a_faster_layout_that_nobody_measured_stands_back_and_is_named() -> None:
@@ -235,6 +246,21 @@ def test_an_imposed_pool_is_the_same_for_every_precision() -> None:
     assert answer.choices[0].preemptions > 0  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("card", "model"), [("h200", DENSE), ("h100", "Qwen/Qwen3-30B-A3B"), ("rtx4090", SMALL)])
+def test_speed_ups_are_over_the_best_bf16_first_and_the_way_back_gives_it(card: str, model: str) -> None:
+    answer = plan(model, card, Workload(4, 4, 128, LogNormal(300, 0.9, 1200)), gpus=4)
+    there = [c for c in answer.choices if c.available]
+    best = min((c for c in there if c.precision == "bf16"), key=lambda c: c.seconds)
+    assert answer.choices[answer.baseline or 0] == best
+    for c in there:
+        assert c.speedup_over_best == pytest.approx((best.makespan_s or 0.0) / (c.makespan_s or 1.0))
+        names = list(json.loads(answer.to_json())["choices"][0])
+        assert names.index("speedup_over_best") < names.index("speedup")
+    if answer.select().precision != "bf16":
+        assert answer.select("bf16") == best
+        assert answer.reasons[0].index("the best bf16") < answer.reasons[0].find("bf16 on the same layout") % 10**6
+
+
 def test_gpus_enumerates_every_layout_that_divides_and_compares_within_it() -> None:
     answer = plan(DENSE, "h200", WORK, gpus=8)
     layouts = {(c.tensor_parallel, c.data_parallel) for c in answer.choices}
@@ -251,7 +277,9 @@ def test_gpus_enumerates_every_layout_that_divides_and_compares_within_it() -> N
     assert len({c.makespan_s for c in answer.choices if c.precision == "bf16"}) == 4
     # One layout of the eight is what a plan for that layout alone says.
     alone = plan(DENSE, "h200", WORK, limits=EngineLimits(tensor_parallel_size=4, data_parallel_size=2))
-    assert list(alone.choices) == [c for c in answer.choices if c.tensor_parallel == 4]
+    same = dict.fromkeys((f.name for f in fields(Choice) if "speedup_over_best" in f.name), None)  # another baseline
+    here = [replace(c, **same) for c in answer.choices if c.tensor_parallel == 4]
+    assert [replace(c, **same) for c in alone.choices] == here
 
 
 @pytest.mark.parametrize(("gpus", "sizes"), [(1, {1}), (3, {1}), (6, {1, 2}), (12, {1, 2, 4})])
@@ -464,8 +492,8 @@ def test_an_argument_of_another_kind_is_refused_by_name(name: str, value: Any, a
         plan(**arguments)
 
 
-def test_no_layout_goes_first_where_none_was_measured() -> None:
-    """An imported profile knows no rollout of its GPU, whatever the layout: the fastest is chosen."""
+def test_an_unmeasured_layout_is_chosen_where_it_beats_its_doubt() -> None:
+    """A model of 32B on one GPU is far slower than the doubt of a cut one."""
     found = plan("Qwen/Qwen3-32B", "h100", Workload(32, 16, 1024, LogNormal(6000, 0.9, 20480)), gpus=8)
     accepted = [c for c in found.choices if c.makespan_s is not None and found.accepts(c.risk)]
     assert found.select().makespan_s <= 1.02 * min(c.makespan_s for c in accepted)
