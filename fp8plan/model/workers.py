@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from fp8plan.errors import Fp8PlanError
 
@@ -60,10 +60,10 @@ class _Crew:
             _next(end, order, working)
         for number in range(len(todo)):
             while number not in done:
-                for end in wait(list(working)):
-                    at = working.pop(end)  # type: ignore[arg-type]
-                    done[at] = _received(end)  # type: ignore[arg-type]
-                    _next(end, order, working)  # type: ignore[arg-type]
+                for ready in wait(list(working)):
+                    end = cast("Connection[Any, Any]", ready)
+                    done[working.pop(end)] = _received(end)
+                    _next(end, order, working)
             yield done.pop(number)
         self.end()
 

@@ -24,7 +24,7 @@ FLASH_ATTENTION = "vllm.vllm_flash_attn"
 class Stub(types.ModuleType):
     """A module of which every name exists."""
 
-    __path__: list[str] = []
+    __path__ = ()  # a package
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

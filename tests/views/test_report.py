@@ -67,7 +67,7 @@ def test_no_line_is_too_wide_and_no_cell_is_cut(made: dict[str, Plan], case: str
         assert ("TPxDP" in text) == (f"{choice.tensor_parallel}x{choice.data_parallel}" in line.split())
     for line, choice in zip(step, answer.choices[: len(step)], strict=True):
         assert choice.step_gain is not None
-        assert choice.step_gain.cell in line
+        assert choice.best_step_gain.cell in line
         assert ("(" in choice.step_gain.cell) == (choice.precision != "bf16")
     for line, choice in zip(mismatch, answer.choices[: len(PRESETS)], strict=True):
         assert line.split()[-1] == choice.risk

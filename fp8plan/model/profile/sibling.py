@@ -36,7 +36,8 @@ def clock_ratio(measured: Gpu, sibling: Gpu) -> float:
     limits = measured.power_limit_watts, sibling.power_limit_watts
     if limits[0] is None or limits[1] is None:
         return 1.0
-    return (limits[1] / sibling.sm_count / (limits[0] / measured.sm_count)) ** (1 / 3)
+    ratio = limits[1] / sibling.sm_count / (limits[0] / measured.sm_count)
+    return float(ratio ** (1 / 3))
 
 
 def power_sd(measured: Gpu, sibling: Gpu) -> float:

@@ -81,8 +81,8 @@ def _clips(clipped: Mapping[str, float]) -> str:
     worst = max(clipped, key=clipped.__getitem__)
     return (
         f"the fixed KV scales clip {len(clipped)} layer(s): {worst} has {clipped[worst]:.3g} times what its "
-        "scale holds; type attention_backend='TRITON_ATTN', whose scales are measured after each sync, or step down to a BF16 KV "
-        "cache: engine.apply(Action.KV_TO_BF16)"
+        "scale holds; type attention_backend='TRITON_ATTN', whose scales are measured after each sync, or step down to "
+        "a BF16 KV cache: engine.apply(Action.KV_TO_BF16)"
     )
 
 
