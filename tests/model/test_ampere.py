@@ -81,18 +81,20 @@ def test_an_fp8_kv_cache_on_ampere_holds_twice_the_tokens_and_is_timed_with_a_wi
     assert fp8.extrapolated
     assert (fp8.speedup_high or 0) > 1.6 * (fp8.speedup_low or 1)  # FP8 with a measured kernel: 1.2
     assert sum("the tokens that it holds are certain" in reason for reason in starved.reasons) == 1
-    assert (starved.kv_scales, fp8.refused_by.keys()) == ("unit", {"verl", "trl"})
+    assert (starved.kv_scales, fp8.refused_by) == ("unit", {})
     emitted = json.loads(starved.emit("vllm", "fp8_kv"))
     assert "--attention-backend FLASHINFER" in emitted["command"]
     assert "RolloutEngine" not in " ".join(emitted["notes"])  # it does not measure the scales there
     assert any("K and V scales" in warning for warning in starved.warnings)
 
 
-def test_a_plan_for_verl_or_trl_says_why_its_engine_takes_no_fp8_kv_cache_there() -> None:
-    for target in ("verl", "trl"):
-        row = next(c for c in plan(SMALL, A100, WORK, target=target).choices if c.precision == "fp8_kv")
-        assert "FlashInfer" in (row.reason or "")
-        assert "fp8plan cannot measure them" in (row.reason or "")
+@pytest.mark.parametrize("target", ["verl", "trl"])
+def test_verl_and_trl_run_an_fp8_kv_cache_there_with_fixed_scales(target: str) -> None:
+    answer = plan(SMALL, A100, WORK, target=target)
+    assert answer.kv_scales == "unit"
+    text = answer.emit(target, "fp8_kv")
+    assert "K and V scales stay at 1.0" in text
+    assert "fp8plan measures the K and V scales" not in text
 
 
 def decode_ratio(card: Gpu, profile: Profile) -> tuple[float, float]:

@@ -95,9 +95,7 @@ def test_fp8_weights_need_fp8_tensor_cores_and_a_kv_cache_does_not() -> None:
         assert g.why_not(FP8_KV) is None
         weights = [p for p in PRESETS.values() if p.weights != "bf16"]
         assert all((g.why_not(precision) is None) == g.has_fp8 for precision in weights)
-        assert (g.why_fixed_kv_scales(FP8_KV) is None) == g.has_fp8
     assert "compute capability 8.0): vLLM widens them" in find_gpu("a100").why_not(PRESETS["fp8_block"])
-    assert find_gpu("cpu").why_fixed_kv_scales(FP8_KV) is None
 
 
 def test_only_datacenter_blackwell_needs_power_of_two_scales() -> None:

@@ -57,7 +57,7 @@ def chosen(capabilities: list[list[int]], heads: list[int]) -> list[dict[str, An
 
     cuda.CudaPlatformBase.is_fully_connected = None
     flash = importlib.import_module(f"{FLASH_ATTENTION}.flash_attn_interface")
-    current: list[tuple[int, int]] = []
+    current = [(9, 0)]
 
     class Platform(cuda.CudaPlatformBase):
         @classmethod

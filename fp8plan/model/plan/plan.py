@@ -322,7 +322,7 @@ class Plan:
     def _check_budget(self, target: str) -> None:
         """Raise ConfigError if the plan chose a precision that its own risk budget rules out."""
         picked = self.select()
-        if self.accepts(picked.risk):
+        if picked.risk is None or self.accepts(picked.risk):
             return
         allowed = " or ".join(LEVELS[: LEVELS.index(self.budget.accept) + 1])
         raise ConfigError(

@@ -201,7 +201,7 @@ def test_ctrl_c_leaves_nothing_running(fakes: Fakes, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("gpu", "preset"),
-    [("h100", "fp8_block+fp8_kv"), ("b200", "fp8_block+fp8_kv"), ("a100-80gb", "bf16")],
+    [("h100", "fp8_block+fp8_kv"), ("b200", "fp8_block+fp8_kv"), ("a100-80gb", "fp8_kv")],
 )
 def test_a_gpu_is_tested_with_all_the_fp8_that_can_be_synced(gpu: str, preset: str, fakes: Fakes) -> None:
     diagnosis = self_test.self_test(gpu)
