@@ -88,8 +88,8 @@ def chosen(capabilities: list[list[int]], heads: list[int]) -> list[dict[str, An
         current.append((capability[0], capability[1]))
         for module in modules:
             for value in vars(module).values():
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
+                if callable(clear := getattr(value, "cache_clear", None)):
+                    clear()
         config = AttentionSelectorConfig(
             head_size=head, dtype=torch.bfloat16, kv_cache_dtype=dtype, block_size=16, has_sink=sinks
         )

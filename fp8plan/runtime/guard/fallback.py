@@ -222,7 +222,7 @@ def _mismatch(symptoms: Symptoms, settings: GuardSettings, state: GuardState) ->
         return what, replace(state, mismatched=state.mismatched + 1)
     kl, limit = symptoms.kl_k3, settings.kl_limit
     if kl is None or limit is None:
-        return None, state
+        return None, replace(state, mismatched=0) if symptoms.kv_fixed else state  # no layer clips any more
     state = replace(state, mismatched=_counted(state.mismatched, kl, limit, limit * settings.kl_release))
     return (f"KL {kl:.3g} is over its limit {limit:g}" if kl > limit else None), state
 

@@ -371,7 +371,10 @@ def test_scales_of_one_that_the_plan_does_not_accept_are_refused() -> None:
     plan.emit(target, "bf16")
     plan.emit(target, kv_scales="calibrated")
     replace(plan, budget=RiskBudget(accept="high")).emit(target)
-    scaled(risk="high", at_one="high").emit(target)  # nothing within the budget, or asked for by name: no news
+    risky = scaled(risk="high", at_one="high")
+    risky.emit(target, "fp8_kv")  # asked for by name: no news
+    with pytest.raises(ConfigError, match="no precision stays within the risk budget; allowed: low or moderate"):
+        risky.emit(target)
     with pytest.raises(ConfigError, match="kv_scales is 'none'; allowed: calibrated, unit"):
         plan.emit(target, kv_scales="none")
 

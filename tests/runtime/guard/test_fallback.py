@@ -244,3 +244,15 @@ def test_what_a_controller_escalates_takes_the_rungs_in_order_each_once(name: st
     assert tuple(x for x in said if x != Action.NONE) == RUNGS[name]
     assert (said[0] == Action.RECALIBRATE_KV) == (Action.RECALIBRATE_KV in RUNGS[name])
     assert decide(state, seen(name, HIGH_KL), SETTINGS)[1] == Action.NONE  # the guard knows that they are taken
+
+
+def test_fixed_scales_that_clip_lead_to_a_bf16_cache_and_never_to_a_recalibration() -> None:
+    clips = replace(seen("fp8_block+fp8_kv"), kv_fixed=True, kv_clipped=("layer 3",))
+    healthy = replace(seen("fp8_block+fp8_kv"), kv_fixed=True)
+    assert follow([clips] * 3) == [Action.NONE, Action.NONE, Action.KV_TO_BF16]
+    assert follow([clips, clips, healthy, clips])[-1] == Action.NONE
+    assert "fixed KV scales clip 1 layer(s) (layer 3)" in decide(GuardState(mismatched=2), clips, SETTINGS)[2]
+    assert ladder(precision("fp8_kv"), kv_fixed=True) == (Action.KV_TO_BF16,)
+    none = answered(GuardState(), "fp8_kv", Escalation.RECALIBRATE_KV, kv_fixed=True)[1]
+    down = answered(GuardState(), "fp8_kv", Escalation.STEP_DOWN, kv_fixed=True)[1]
+    assert (none, down) == (Action.NONE, Action.KV_TO_BF16)

@@ -27,7 +27,7 @@ from fp8plan.runtime.engine.base import AnyEngine
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.weight_sync.kv_calibration import recording_amax
-from fp8plan.runtime.weight_sync.kv_scales import MARGIN, PARTS, clipped, largest, scales_from
+from fp8plan.runtime.weight_sync.kv_scales import FIXED_SCALES, MARGIN, PARTS, beyond, clipped, largest, scales_from
 from fp8plan.runtime.weight_sync.procedure import _refuse_scored
 from fp8plan.runtime.weight_sync.state import Scored, SyncSettings, SyncState
 
@@ -62,6 +62,12 @@ def test_what_clipped_gets_twice_the_room() -> None:
     wider = clipped({"a": [448.0, 896.0, 3.0], "b": [1.0, 1.0, 1.0]}, ones)
     assert wider == {"a": [2.0, 4.0, 1.0]}
     assert clipped({"a": [448.0, 896.0, 3.0]}, wider) == {}
+
+
+def test_layers_beyond_their_scales_are_those_whose_k_or_v_clips() -> None:
+    scales = {"a": [1.0, 1.0, 1.0], "b": [1.0, 2.0, 1.0], "c": [1.0, 1.0, 1.0]}
+    amax = {"a": [900.0, 448.0, 1.0], "b": [1.0, 1344.0, 1.0], "c": [1.0, 1.0, 896.0]}
+    assert beyond(amax, scales) == {"b": 1.5, "c": 2.0}  # Q stays in BF16, and 448 itself fits
 
 
 # --- what is checked before anything is sent ------------------------------------------------------------------------
@@ -420,3 +426,24 @@ def test_outliers_of_k_are_wrong_with_scale_one_and_right_when_calibrated(exact:
 def difference(one: list[float], other: list[float]) -> float:
     """Mean |difference| of log-probs, in nats per token."""
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+
+
+@vllm
+def test_fixed_scales_stay_and_the_layers_that_they_clip_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = (*FIXED_SCALES, "CPUAttentionBackendImpl")  # a CPU has no FlashInfer
+    monkeypatch.setattr("fp8plan.runtime.engine.launch.FIXED_SCALES", kept)
+    monkeypatch.setattr("fp8plan.runtime.guard.observation.FIXED_SCALES", kept)
+    tensors = weights("dense", "a")
+    name = next(name for name in tensors if name.endswith("layers.0.self_attn.v_proj.weight"))
+    with started("dense", "a", "fp8_kv") as engine:
+        assert engine.state.kv_fixed
+        report = engine.sync_weights(tensors, kv_prompts=CALIBRATION)
+        assert (report.kv_source, report.kv_clipped) == ("the engine's start", {})
+        with pytest.warns(RuntimeWarning, match=f"fixed KV scales clip 1 layer.*{ATTENTION[0]} has"):
+            report = engine.sync_weights(tensors | {name: tensors[name] * 1e5}, kv_prompts=CALIBRATION)
+        assert list(report.kv_clipped) == [ATTENTION[0]]
+        assert set(report.kv_scales[ATTENTION[0]]) == {1.0}
+        generate(engine)
+        assert engine.observation is not None
+        assert engine.observation.kv_clipped == (ATTENTION[0],)
+        assert engine.sync_weights(tensors, kv_prompts=CALIBRATION).kv_clipped == {}
