@@ -68,14 +68,16 @@ def test_to_dict_holds_the_documented_keys_in_order() -> None:
     data = plans.saved().to_dict()
     assert list(data) == [
         "schema_version", "fp8plan_version", "model", "gpu", "profile", "limits", "workload", "seed", "choices",
-        "chosen", "baseline", "thresholds", "reasons", "warnings", "budget", "kv_scales", "anchor", "inside", "engine_version",
+        "chosen", "baseline", "thresholds", "reasons", "warnings", "budget", "kv_scales", "anchor", "inside",
+        "engine_version",
     ]  # fmt: skip
     assert (
         list(data["choices"][0])
         == (
             "precision tensor_parallel data_parallel available reason makespan_s makespan_low_s makespan_high_s "
             "output_tokens_per_s speedup_over_best speedup_over_best_low speedup_over_best_high step_speedup_over_best "
-            "step_speedup_over_best_low step_speedup_over_best_high speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
+            "step_speedup_over_best_low step_speedup_over_best_high "
+            "speedup speedup_low speedup_high rl_step_s step_speedup kv_cache_tokens preemptions "
             "tail_fraction kl_k3 kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk unit_kv_scales "
             "extrapolated refused_by expert_parallel step_speedup_low step_speedup_high rests_on max_num_seqs"
         ).split()
