@@ -22,12 +22,14 @@ from fp8plan.runtime.doctor.observed import Finding, Logged, Observed, fault, ok
 from fp8plan.runtime.guard.causes import MANY_PREEMPTIONS
 from fp8plan.runtime.guard.observation import fallback
 from fp8plan.runtime.mismatch.attribution import sentence
+from fp8plan.runtime.weight_sync.kv_scales import FIXED_SCALES
 from fp8plan.schemas import K3
 
 RECALIBRATE: Final = (
     """engine.recalibrate_kv(); vllm serve: --weight-transfer-config '{"backend": "fp8plan"}', which measures them; """
     "elsewhere: --kv-cache-dtype auto"
 )
+OTHER_KERNEL: Final = "attention_backend='TRITON_ATTN', whose scales are measured after each sync, or a BF16 KV cache"
 # Allowed largest value of a few prompts, as a multiple of the largest that scales of other prompts hold.
 MOST_CLIP: Final = 1.25
 REPLAY: Final = (
@@ -154,7 +156,8 @@ def kv_scales(seen: Observed) -> Finding:
     if not seen.kv_scales:
         return unknown("kv_scales", seen.unseen.get("kv_scales", NOTHING))
     parts = {layer: (scales["k"], scales["v"]) for layer, scales in seen.kv_scales.items()}
-    if all(pair == (1.0, 1.0) for pair in parts.values()):
+    fixed = seen.facts.get("attention") in FIXED_SCALES
+    if not fixed and all(pair == (1.0, 1.0) for pair in parts.values()):
         says = f"1.0 in all {len(parts)} layers: |K| and |V| above {E4M3_MAX:.0f} are clipped, and nobody measured them"
         return fault("kv_scales", "kv_scales_unit", says, RECALIBRATE)
     torn = [layer for layer, scales in seen.kv_scales.items() if any(_torn(scales, part) for part in "kv")]
@@ -166,10 +169,11 @@ def kv_scales(seen: Observed) -> Finding:
     if wrong := {layer: most for layer, most in clips.items() if most > MOST_CLIP * E4M3_MAX}:
         worst = max(wrong, key=wrong.__getitem__)
         says = f"{_some(list(wrong))} clip: {worst} has seen {wrong[worst] / E4M3_MAX:.2f} times what its scale holds"
-        return fault("kv_scales", "kv_scales_clip", says, RECALIBRATE)
+        return fault("kv_scales", "kv_scales_clip", says, OTHER_KERNEL if fixed else RECALIBRATE)
     every = [scale for pair in parts.values() for scale in pair]
     room = f", with room for {E4M3_MAX / max(clips.values()):.2f} times what was seen" if any(clips.values()) else ""
-    return ok("kv_scales", f"{min(every):.3g} to {max(every):.3g} in {len(parts)} layers{room}")
+    kind = "fixed, " if fixed else ""
+    return ok("kv_scales", f"{kind}{min(every):.3g} to {max(every):.3g} in {len(parts)} layers{room}")
 
 
 def preemption(seen: Observed) -> Finding:

@@ -70,6 +70,14 @@ def ranks(second: RankWeights) -> dict[str, Any]:
     return {"weights": [SOUND, second]}
 
 
+def test_fixed_scales_of_one_are_no_fault_until_they_clip() -> None:
+    ones = {x: {"q": 1.0, "k": 1.0, "v": 1.0} for x in SCALES}
+    fixed = replace(HEALTHY, kv_scales=ones, **facts(attention="FlashInferImpl"))
+    assert "kv_scales_unit" not in faults_of(fixed)
+    clips = replace(fixed, kv_amax={"layers.2": [3.0, 900.0, 9.0]})
+    assert "kv_scales_clip" in faults_of(clips)
+
+
 # fault -> (what is observed then, and what its finding must say)
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "kv_scales_unit": ({"kv_scales": {x: {"q": 1.0, "k": 1.0, "v": 1.0} for x in SCALES}}, "1.0 in all 3 layers"),
