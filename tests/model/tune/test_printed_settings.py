@@ -18,7 +18,7 @@ WORK = Workload(20, 16, Fixed(64), LogNormal(200, 0.9, 1500))
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3.5-9B"])
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B", "nvidia/Nemotron-H-8B-Base-8K"])
 def test_vllm_starts_with_each_setting_that_a_lever_prints(model: str, tmp_path: Path) -> None:
     from vllm import EngineArgs
 

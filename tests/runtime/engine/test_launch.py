@@ -12,7 +12,8 @@ from tiny_models import checkpoint, cpu_plan
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.vllm import ignored
-from fp8plan.runtime.engine.launch import Launch, launch
+from fp8plan.runtime.engine.launch import Launch, has_fixed_scales, launch
+from fp8plan.runtime.weight_sync.kv_scales import FIXED_SCALES, LIVE_SCALES
 from fp8plan.runtime.weight_sync.manifest import local_folder
 
 pytestmark = pytest.mark.vllm  # its version is checked first
@@ -36,7 +37,7 @@ AS_PLANNED = {
     [
         ({"e8m0": True}, r"power-of-two scales although VLLM_USE_DEEP_GEMM_E8M0=0 was planned"),
         ({"kv_cache_dtype": "bfloat16"}, "the KV cache runs as bfloat16, and fp8_block\\+fp8_kv was planned"),
-        ({"attention": "FlashInferImpl"}, "attention runs as FlashInferImpl.*allowed.*TritonAttentionImpl"),
+        ({"attention": "FlexAttentionImpl"}, "attention runs as FlexAttentionImpl.*allowed.*TritonAttentionImpl"),
         ({"cudagraph_mode": "FULL"}, "cudagraph_mode is FULL, which hides prompts from KV calibration"),
         ({"layers": {"QKVParallelLinear / UnquantizedLinearMethod": 3}}, "the layers run as QKVParallelLinear"),
     ],
@@ -47,6 +48,11 @@ def test_an_engine_that_is_not_as_planned_is_refused(facts: dict[str, Any], says
     subject.refuse_other(AS_PLANNED)
     with pytest.raises(ConfigError, match=says):
         subject.refuse_other(AS_PLANNED | facts)
+
+
+def test_flashinfer_keeps_its_scales_and_the_others_read_new_ones() -> None:
+    kinds = {name: has_fixed_scales(AS_PLANNED | {"attention": name}) for name in (*FIXED_SCALES, *LIVE_SCALES)}
+    assert {name for name, fixed in kinds.items() if fixed} == {"FlashInferImpl"}
 
 
 def test_only_an_fp8_kv_cache_cares_how_attention_reads_scales() -> None:
