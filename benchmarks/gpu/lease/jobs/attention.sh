@@ -1,6 +1,5 @@
 # One engine with FP8 weights and KV for each attention kernel: syncs, rollouts, and fixed scales that clip.
-cd ~/tree
-export PYTHONPATH=$HOME/tree:$HOME/site VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+. ~/lease.env
 python3 -m fp8plan doctor --host || true
 for kernel in FLASHINFER FLASH_ATTN TRITON_ATTN; do
     python3 -m benchmarks.gpu.weight_sync --model Qwen/Qwen3-8B --output ~/res/attention_backends.jsonl --steps 20 \
