@@ -14,7 +14,7 @@ Random weights stand for the trainer's, in BF16 on the same GPU; they change a l
     stock     vLLM's reload_weights itself
     equal     live tensors that differ between a sync in place and vLLM's reload of the same weights
     sleep     scales and decodes after sleep and wake-up
-    rollouts  seconds of three rollouts of ROLLOUT requests and tokens each
+    rollouts  seconds of repeated rollouts of each of ROLLOUTS
     clip      a sync whose keys are CLIP times as large: layers that fixed KV scales clip, and the guard's verdicts
     rollback  whether a sync that fails leaves every bit of the weights of before, and the same decodes
     fresh     live tensors that differ between a sync and a fresh engine on a checkpoint of the same weights
@@ -52,7 +52,8 @@ from fp8plan.runtime.weight_sync.state import Call, rpc
 REPEATS = 4
 ROUNDS, PER_ROUND = 4, 10  # of syncs with and without samples: the difference is a fraction of what a host varies by
 FRESH = "fresh"  # the engine of all parts then starts from a checkpoint
-ROLLOUT, CLIP = (256, 512), 200.0
+ROLLOUTS = ((256, 512, 4), (64, 2048, 3))  # requests, tokens of a prompt and of a response, and rollouts
+CLIP = 200.0
 OF_ATTENTION = ("rollouts", "clip")  # parts that compare attention kernels
 PARTS = ("steps", "bare", "guard", "scales", "sleep", "fp8_in", "equal", "rollback")
 PROMPT, RESPONSE, REQUESTS = 64, 32, 16
@@ -150,19 +151,19 @@ def start(args: argparse.Namespace, folder: str) -> RolloutEngine:
 
 
 def rollouts(engine: RolloutEngine, note: Callable[..., None]) -> None:
-    """Time rollouts of random prompts, the first of which warms up."""
+    """Time rollouts of random prompts. The first of each size warms up."""
     import numpy as np
     from vllm import SamplingParams
 
-    requests, tokens = ROLLOUT
-    prompts = np.random.default_rng(0).integers(0, 1000, (requests, tokens)).tolist()
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1.0, logprobs=0)
-    seconds = []
-    for _ in range(REPEATS):
-        begun = time.perf_counter()
-        engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        seconds.append(time.perf_counter() - begun)
-    note("rollouts", requests=requests, tokens=tokens, seconds=seconds, attention=engine.facts["attention"])
+    for requests, tokens, repeats in ROLLOUTS:
+        prompts = np.random.default_rng(0).integers(0, 1000, (requests, tokens)).tolist()
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1.0, logprobs=0)
+        seconds = []
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+            seconds.append(time.perf_counter() - begun)
+        note("rollouts", requests=requests, tokens=tokens, seconds=seconds, attention=engine.facts["attention"])
 
 
 def clip(engine: RolloutEngine, weights: dict[str, Any], note: Callable[..., None]) -> None:

@@ -55,6 +55,7 @@ def probe_command(
     max_num_seqs: Annotated[int | None, option(ENGINE)] = None,
     num_gpu_blocks: Annotated[int | None, option(ENGINE, "impose the KV pool")] = None,
     enforce_eager: Annotated[bool, option(ENGINE, flag="--enforce-eager")] = False,
+    attention_backend: Annotated[str | None, option(ENGINE, "FLASHINFER, TRITON_ATTN ...", "vLLM's own choice")] = None,
     as_json: Annotated[bool, option(OUTPUT, flag="--json")] = False,
     observations: Annotated[Path | None, option(OUTPUT, "append rows to this CSV of observations")] = None,
 ) -> None:
@@ -90,6 +91,7 @@ def probe_command(
     if observations is not None:  # so that a file that cannot be written shows before the measurement
         ModelShape.from_hf(model)
         append_observations(observations, [])
+    kernel = {} if attention_backend is None else {"attention_backend": attention_backend}
     with starting_engines():
         measured = probe(
             model,
@@ -100,6 +102,7 @@ def probe_command(
             limits=limits,
             most_prompts=most_prompts,
             progress=lambda text: print(text, file=sys.stderr),
+            **kernel,
         )
     if observations is not None:
         append_observations(observations, rows_of(measured))
