@@ -2,8 +2,8 @@
 
     python -m benchmarks.public_figures
 
-It prints the table of that page. The figures, their sources and the configs of models that fp8plan does not bundle are
-in public_figures.json.
+It prints the table that `make tables` writes to that page. The figures, their sources and the configs of models that
+fp8plan does not bundle are in public_figures.json.
 
 A figure has one of four verdicts. It is right if the prediction agrees within the tolerance of its kind, and refused if
 fp8plan refuses an engine that vLLM refused. Else `why` says how much is missing and what causes it: it is explained, or

@@ -27,6 +27,7 @@ import host_loop  # noqa: E402
 import inside  # noqa: E402
 import odd_inputs  # noqa: E402
 import odd_measurements  # noqa: E402
+import public_figures  # noqa: E402
 import speed  # noqa: E402
 import streams  # noqa: E402
 import trl_outputs  # noqa: E402
@@ -160,6 +161,7 @@ def blocks() -> dict[str, str]:
     made |= {"odd inputs": odd_inputs.table(), "odd measurements": odd_measurements.table()}
     made["odd measurements in engines"] = odd_measurements.live_table()
     made |= {"silent failures": silent_failures.table(), "silent failures by outcome": silent_failures.summary()}
+    made["public figures"] = public_figures.page()
     made["kept sets"] = kept_sets()
     made["change ratios"] = changes.committed()
     made["predicted change ratios"] = change_ratios.committed()

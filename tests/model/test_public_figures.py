@@ -1,9 +1,8 @@
-"""Figures that others published of vLLM and of models, each with its source, and the page that compares them."""
+"""Figures that others published of vLLM and of models, each with its source."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -14,7 +13,6 @@ from fp8plan.model.architecture import Experts
 from fp8plan.model.configs import bundled_configs
 
 FIGURES = public_figures.figures()
-PAGE = Path(public_figures.__file__).parents[1] / "docs/evidence/reports.md"
 
 
 def name_of(figure: Figure) -> str:
@@ -42,10 +40,6 @@ def test_a_figure_that_differs_by_one_does_not_agree() -> None:
     assert len(exact) >= 10
     for figure in exact:
         assert not replace(figure, public=figure.public + 1).agrees
-
-
-def test_the_page_has_the_table() -> None:
-    assert public_figures.page() in PAGE.read_text(encoding="utf-8")
 
 
 def test_longcat_flash_has_the_active_parameters_of_its_model_card() -> None:
