@@ -37,7 +37,17 @@ from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
 from silent_failures import table as silent_failures  # noqa: E402
 from slow_links import tables as slow_links  # noqa: E402
-from tables import accuracy, baselines, correction_gpu, fleet, markdown, probe, trainers, weight_sync  # noqa: E402
+from tables import (  # noqa: E402
+    accuracy,
+    attention_kernels,
+    baselines,
+    correction_gpu,
+    fleet,
+    markdown,
+    probe,
+    trainers,
+    weight_sync,
+)
 
 import fp8plan  # noqa: E402
 from fp8plan import jsonl  # noqa: E402
@@ -166,6 +176,7 @@ def blocks() -> dict[str, str]:
     made["change ratios"] = changes.committed()
     made["predicted change ratios"] = change_ratios.committed()
     made["small models"] = probe.small_models()
+    made |= {"fixed scales": probe.fixed_scales(), "attention kernels": attention_kernels.table()}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
     return made | learning_tables() | weight_sync.tables() | slow_links.tables()

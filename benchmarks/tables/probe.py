@@ -13,13 +13,14 @@ import json
 from collections.abc import Mapping, Sequence
 from math import exp, log
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.tables import markdown
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.expected import mismatch_risk
+from fp8plan.model.risk.fit import Z90
 from fp8plan.model.risk.theory import SMALL_LANGUAGE_FACTOR
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,60 @@ def small_models() -> str:
     about = "\n\n".join(_about(found, _rows(found)) for found in map(read, SMALL.values()))
     off = f"Errors (RMS, largest): the theory {_worst(plain)}; each model left out {_worst(residuals)}."
     return f"{markdown.table(heads, lines)}\n\nFactors: {factors}. {off}\n\n{about}"
+
+
+def scales_of(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """(precision, scales, kernel) -> what a probe said of a small language model whose FP8 cache had those."""
+    paths = sorted((folder / "scales").glob("*.json"))
+    probes = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    return {_three(stem): probed["precisions"][0] for stem, probed in probes.items()}
+
+
+def _three(stem: str) -> tuple[str, str, str]:
+    precision, scales, kernel = stem.split(".")
+    return precision, scales, kernel
+
+
+def unit_log_ratios() -> list[float]:
+    """Log of the KL with K and V scales of 1.0 over that with measured ones, a value for each small language model.
+
+    Both are of FlashAttention 3 with weights in BF16: other kernels differ in more than their scales.
+    """
+    ratios = []
+    for folder in SMALL.values():
+        measured = scales_of(folder)
+        unit, calibrated = (
+            measured["fp8_kv", scales, "FLASH_ATTN"]["figures"]["kl_k3"]["value"] for scales in ("unit", "calibrated")
+        )
+        ratios.append(log(unit / calibrated))
+    return ratios
+
+
+def unit_sd() -> float:
+    """Standard deviation of the log ratio of a further model, for which 90% of a Student t's prediction lie inside.
+
+    The prediction interval of a further value is mean +- t sd sqrt(1 + 1/n), with n - 1 degrees of freedom.
+    """
+    from scipy.stats import t
+
+    ratios = unit_log_ratios()
+    half = float(t.ppf(0.95, len(ratios) - 1)) * stdev(ratios) * (1 + 1 / len(ratios)) ** 0.5
+    return half / Z90
+
+
+def fixed_scales() -> str:
+    """KL of small language models with K and V scales of 1.0 and with measured ones, by kernel."""
+    heads = ("model", "precision", "scales", "kernel", "KL k3 (90%)", "raw ESS", "tokens")
+    lines = []
+    for model, folder in SMALL.items():
+        for (precision, scales, kernel), row in scales_of(folder).items():
+            figures, words = row["figures"], {"unit": "1.0", "calibrated": "measured"}
+            cells = (_spread(figures["kl_k3"]), f"{figures['ess_raw']['value']:.4f}", f"{row['tokens']:,}")
+            lines.append((model, precision, words[scales], kernel, *cells))
+    ratios = ", ".join(f"{exp(ratio):.2f} for {model}" for model, ratio in zip(SMALL, unit_log_ratios(), strict=True))
+    about = f"KL at 1.0 over that with measured scales, FlashAttention 3, weights in BF16: {ratios}. "
+    about += f"A further model is expected within {exp(Z90 * unit_sd()):.1f} times either way (90%)."
+    return f"{markdown.table(heads, lines)}\n\n{about}"
 
 
 def _worst(errors: Sequence[float]) -> str:

@@ -1,13 +1,12 @@
-"""The attention kernel that vLLM chooses for a model's layers, and whether it reads new K and V scales.
+"""The attention kernel of a model's layers, by vLLM's choice or the plan's, and whether it reads new K and V scales.
 
-The rules are those of vllm/platforms/cuda.py (_get_backend_priorities), v1/attention/backends/fa_utils.py
+vLLM's rules are those of vllm/platforms/cuda.py (_get_backend_priorities), v1/attention/backends/fa_utils.py
 (get_flash_attn_version, flash_attn_supports_kv_cache_dtype) and flashinfer.py, 0.30 and 0.32. They assume that
 FlashInfer is installed, as vLLM's CUDA wheel demands, and that it can load its kernels for SM100.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final
 
@@ -15,6 +14,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.hardware import FIRST_FP8_CAPABILITY, Gpu
 from fp8plan.model.precision import Precision
+from fp8plan.model.risk.theory import clipped, clipped_keys
 
 
 class Backend(StrEnum):
@@ -29,6 +29,12 @@ KEEPS_SCALES: Final = Backend.FLASHINFER
 FLASHINFER_HEADS: Final = (64, 128, 256, 512)  # numbers in a head (get_supported_head_sizes)
 MOST_FA3_HEAD: Final = 256  # numbers in a head; FlashAttention 4 takes over above, on Hopper
 MOST_FA4_HEAD: Final = 512
+MOST_COMMON: Final = Attention(heads=32, kv_heads=8, head_dim=128)  # stands for a model that is not known
+TRITON_NAMED: Final = (
+    "plans with an FP8 KV cache name attention_backend=TRITON_ATTN, whose scales fp8plan measures after each sync. "
+    "FlashInfer, vLLM's own choice, keeps scales of 1.0, which clip this model's keys. Decode attention is taken to last "
+    "1.5 times as long as with FlashInfer"
+)
 HOPPER, BLACKWELL_DATA_CENTER = 9, 10  # major compute capabilities
 
 
@@ -60,19 +66,42 @@ def _takes(backend: Backend, capability: tuple[int, int], head_dim: int, fp8_kv:
     return head_dim % 8 == 0 and head_dim <= most and (newer or not (fp8_kv or sinks))
 
 
+def kernel(gpu: Gpu, precision: Precision, attention: Attention) -> Backend | None:
+    """The kernel that reads a layer's cache: vLLM's own choice, or the one that a plan names; None on a CPU.
+
+    Plans name Triton, whose scales are measured after each sync, where FlashInfer's scales of 1.0 would clip the keys.
+    Other models lose nothing at 1.0, and Triton is slower (docs/evidence/risk.md).
+    """
+    if gpu.compute_capability is None:
+        return None
+    fp8_kv = precision.kv == "fp8"
+    own = attention_backend(gpu.compute_capability, attention.head_dim, fp8_kv, attention.sinks)
+    clips = fp8_kv and own == KEEPS_SCALES and clipped(attention)
+    return Backend.TRITON_ATTN if clips and not gpu.stores_fp8_only else own
+
+
+def named_backend(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> Backend | None:
+    """The kernel that a plan names in vLLM's `attention_backend`; None: it leaves the choice to vLLM.
+
+    shape: None: a model that the cost model does not know
+    """
+    if precision.kv != "fp8" or gpu.compute_capability is None:
+        return None
+    if gpu.stores_fp8_only:  # the only kernel that reads this cache (fp8plan.model.memory.kv_specs)
+        return Backend.FLASHINFER
+    replaced = shape is not None and clipped_keys(shape) and Backend.TRITON_ATTN in _kernels(gpu, precision, shape)
+    return Backend.TRITON_ATTN if replaced else None
+
+
 def why_fixed_kv_scales(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> str | None:
     """The reason why an engine keeps the K and V scales that it starts with; None if it reads new ones.
 
     FlashInfer takes both as numbers (`k_scale=layer._k_scale_float` in flashinfer.py, 0.26 to 0.32), which CUDA graphs
     of decode steps capture.
 
-    shape: None: a model with heads of 128 numbers, as most have
+    shape: as in `named_backend`
     """
-    if precision.kv != "fp8" or gpu.compute_capability is None:
-        return None
-    layers = [(128, False)] if shape is None else _heads(shape)
-    chosen = {attention_backend(gpu.compute_capability, head_dim, True, sinks) for head_dim, sinks in layers}
-    if KEEPS_SCALES not in chosen:
+    if precision.kv != "fp8" or KEEPS_SCALES not in _kernels(gpu, precision, shape):
         return None
     return (
         f"vLLM reads an FP8 KV cache with FlashInfer on {gpu.product}, whose CUDA graphs keep the K and V scales "
@@ -80,6 +109,7 @@ def why_fixed_kv_scales(gpu: Gpu, precision: Precision, shape: ModelShape | None
     )
 
 
-def _heads(shape: ModelShape) -> Iterable[tuple[int, bool]]:
-    """The sizes of heads in a model's attention layers, and whether the layers have sinks."""
-    return {(attention.head_dim, attention.sinks) for attention, _ in shape.parts_of(Attention)}
+def _kernels(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> set[Backend | None]:
+    """The kernels of a model's attention layers."""
+    layers = [MOST_COMMON] if shape is None else [attention for attention, _ in shape.parts_of(Attention)]
+    return {kernel(gpu, precision, attention) for attention in layers}

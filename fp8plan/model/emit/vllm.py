@@ -21,6 +21,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.held import MODULES
 from fp8plan.model.architecture.parts import parts
+from fp8plan.model.attention_backend import named_backend
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
 from fp8plan.model.precision import Stored
@@ -167,9 +168,8 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
         # Log-probs as sampled, temperature included: the ratio to the trainer's needs these.
         "logprobs_mode": "processed_logprobs",
     }
-    if setup.gpu.stores_fp8_only and preset.kv == "fp8":
-        # The only kernel that reads this cache (fp8plan.model.memory.kv_specs). Without it vLLM would take Triton.
-        kwargs["attention_backend"] = "FLASHINFER"
+    if (kernel := named_backend(setup.gpu, preset, _known_shape(setup))) is not None:
+        kwargs["attention_backend"] = kernel.value
     if preset.in_blocks:
         kwargs |= (_online_quantisation(setup) if stored is None else {}) | _expert_kernels(setup)
     return kwargs

@@ -16,7 +16,7 @@ import numpy as np
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.attention_backend import why_fixed_kv_scales
+from fp8plan.model.attention_backend import TRITON_NAMED, Backend, named_backend, why_fixed_kv_scales
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -113,7 +113,7 @@ def predict(
     top_k:          with it, also a sparse sync, which is not lossless; None: all modes are
     budget:         the highest mismatch risk that may be chosen
     kv_scales_calibrated: K and V scales of FP8 KV are measured after each sync. False: they stay at 1.0, as in engines
-                    that keep the scales they started with (Gpu.why_fixed_kv_scales)
+                    that keep the scales they started with (EngineSetup.why_fixed_kv_scales)
     engine_version: version of vLLM; None: the installed one, else 0.26.0, on a CPU 0.30.0
     strict:         refuse a profile of another engine version
     profile:        used instead of the best known one
@@ -175,6 +175,8 @@ def predict(
     fixed_scales = why_fixed_kv_scales(card, FP8_KV, shape)
     if fixed_scales and any(c.setup.precision.kv == "fp8" and c.memory for c in layouts):
         warnings = [*warnings, f"K and V scales of an FP8 KV cache are taken to stay at 1.0: {fixed_scales}"]
+    if named_backend(card, FP8_KV, shape) == Backend.TRITON_ATTN:
+        warnings = [*warnings, TRITON_NAMED]
     if limits.enforce_eager and not card.is_cpu:
         warnings = [
             *warnings,

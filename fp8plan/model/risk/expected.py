@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import exp, log, sqrt
+from math import exp, sqrt
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -143,8 +143,10 @@ COUNTED_MIS: Final = (0.5, 2.0)
 # perplexities at scale 1.0 and with dynamic scales (vllm-project/vllm#11906).
 CLIPPED_KV_KL: Final = 0.43
 
-# Extra standard deviation of log KL for uncalibrated KV scales: a factor of two, assumed. No KL of them is published.
-UNCALIBRATED_SD: Final = log(2.0)
+# Extra standard deviation of log KL for K and V scales of 1.0 that clip nothing. Two language models were probed with
+# such scales and with measured ones. Their KLs differ by 0.96 and 1.07 times, so the middle stays. This is the spread
+# of a third model's (benchmarks/tables/probe.py, unit_sd).
+UNCALIBRATED_SD: Final = 0.33
 
 # The largest ratio of the variance of a sequence's log-ratio to the sum over its tokens. Tokens are uncorrelated (see
 # sequence_rejection), so only differences between sequences add to it. If these have a standard deviation of half the
@@ -336,7 +338,7 @@ def _level(
         )
         reasons.append(f"{why}; no RL run with a published KL covers it")
     if not calibrated:
-        reasons.append("K and V scales are 1.0, not calibrated: the range is wider")
+        reasons.append("K and V scales are 1.0, not measured: the range is wider")
     elif setting.fp8_kv:
         reasons.append(_RECALIBRATED)
     if unmeasured:

@@ -275,8 +275,13 @@ def has_qkv_bias(shape: ModelShape) -> bool:
 
 
 def clipped_keys(shape: ModelShape) -> bool:
-    """True if some layer has biased keys without a norm, which E4M3 at scale 1.0 clips."""
-    return any(part.qkv_bias and part.qk_norm == "none" for part, _ in shape.parts_of(Attention))
+    """True if E4M3 at scale 1.0 clips the keys of some layer."""
+    return any(clipped(part) for part, _ in shape.parts_of(Attention))
+
+
+def clipped(attention: Attention) -> bool:
+    """True if E4M3 at scale 1.0 clips a layer's keys: they have a bias and no norm (vllm-project/vllm#11906)."""
+    return attention.qkv_bias and attention.qk_norm == "none"
 
 
 def unmeasured_parts(shape: ModelShape) -> tuple[str, ...]:
