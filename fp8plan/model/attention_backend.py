@@ -30,10 +30,13 @@ FLASHINFER_HEADS: Final = (64, 128, 256, 512)  # numbers in a head (get_supporte
 MOST_FA3_HEAD: Final = 256  # numbers in a head; FlashAttention 4 takes over above, on Hopper
 MOST_FA4_HEAD: Final = 512
 MOST_COMMON: Final = Attention(heads=32, kv_heads=8, head_dim=128)  # stands for a model that is not known
+# Decode with Triton's kernel, times FlashInfer's: the geometric mean of 1.2 (256 requests of 768 tokens) and 1.8 (64 of
+# 3,072), from rollouts of Qwen3-8B on an H200 with vLLM 0.26 (benchmarks/tables/attention_kernels.py).
+TRITON_DECODE: Final = 1.5
 TRITON_NAMED: Final = (
     "plans with an FP8 KV cache name attention_backend=TRITON_ATTN, whose scales fp8plan measures after each sync. "
-    "FlashInfer, vLLM's own choice, keeps scales of 1.0, which clip this model's keys. Decode attention is taken to last "
-    "1.5 times as long as with FlashInfer"
+    "FlashInfer, vLLM's own choice, keeps scales of 1.0, which clip this model's keys. Decode attention is taken to "
+    f"last {TRITON_DECODE} times as long as with FlashInfer"
 )
 HOPPER, BLACKWELL_DATA_CENTER = 9, 10  # major compute capabilities
 

@@ -11,8 +11,15 @@ import pytest
 from benchmarks.tables import attention_kernels, probe
 from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.architecture.parts import Attention
-from fp8plan.model.attention_backend import KEEPS_SCALES, Backend, kernel, named_backend, why_fixed_kv_scales
-from fp8plan.model.cost.attention import TRITON_DECODE, attention_cost
+from fp8plan.model.attention_backend import (
+    KEEPS_SCALES,
+    TRITON_DECODE,
+    Backend,
+    kernel,
+    named_backend,
+    why_fixed_kv_scales,
+)
+from fp8plan.model.cost.attention import attention_cost
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.emit.vllm import measured_scales, vllm_kwargs
 from fp8plan.model.hardware import find_gpu, gpus

@@ -28,7 +28,7 @@ import numpy as np
 
 from fp8plan.model.architecture.mixers import kv_heads_of_rank
 from fp8plan.model.architecture.parts import Attention
-from fp8plan.model.attention_backend import Backend, kernel
+from fp8plan.model.attention_backend import TRITON_DECODE, Backend, kernel
 from fp8plan.model.cost.base import (
     READS,
     Array,
@@ -95,9 +95,6 @@ def _pairs_below(kind: str, window: int, position: Array) -> Array:
 
 FLASH_ATTENTION_3 = "flash_attn_3"
 SHARE, KV_BLOCK = 1.1, 128  # FlashAttention 3 cuts a request's KV at this share of an SM's work, in blocks of tokens
-# Decode with Triton's kernel, times FlashInfer's: the geometric mean of 1.2 (256 requests of 768 tokens) and 1.8 (64 of
-# 3,072), from rollouts of Qwen3-8B on an H200 with vLLM 0.26 (benchmarks/results/attention_backends.jsonl).
-TRITON_DECODE = 1.5
 MOST_CUTS = 32  # flash_attn_max_num_splits_for_cuda_graph of vLLM 0.26
 TILE_ROWS = 128
 TAIL = 0.12  # share of the longest tile for which other SMs wait at the end: fitted to profiles/h200_sxm
