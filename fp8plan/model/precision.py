@@ -14,11 +14,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.configs import QUANT_FILE, bundled_configs
+from fp8plan.model.configs import QUANT_FILE, bf16_twin
 from fp8plan.model.configs.fields import NESTED
 
 BF16_BYTES = 2
@@ -113,10 +112,6 @@ SPELLINGS: Final = ("quantization_config", QUANT_FILE, "compression_config")
 BLOCK: Final = [128, 128]
 E4M3: Final = ("e4m3", "float8_e4m3fn")
 
-# The usual end of a quantised checkpoint's name.
-_SUFFIX: Final = re.compile(
-    r"-(fp8|fp4|nvfp4|mxfp4|mxfp8|awq|gptq|int[48]|w[48]a(4|8|16)|bnb|[48]bit|gguf|quantized)\b.*", re.IGNORECASE
-)
 _KINDS: Final[Mapping[Weights, str]] = {
     "fp8_block": "blocks of 128 x 128",
     "fp8_tensor": "one scale for a matrix",
@@ -179,17 +174,17 @@ class Stored:
         )
 
 
-def stored_format(config: Config, source: str) -> Stored | None:
+def stored_format(config: Config, name: str, source: str) -> Stored | None:
     """The format of an FP8 checkpoint; None for one in BF16.
 
-    source: path or hub id of the config, ending in the names of model and file
+    name: the checkpoint's, as on the hub or of its folder
 
     Raises ConfigError naming the method for any other quantisation.
     """
     if (known := quantisation(config)) is None:
         return None
     where, fields = known
-    twin = bf16_twin(Path(source).parent.name)
+    twin = bf16_twin(name)
     try:
         if not isinstance(fields, Mapping):
             raise Unplanned(f"not fields but {fields!r:.40}")
@@ -197,6 +192,15 @@ def stored_format(config: Config, source: str) -> Stored | None:
     except Unplanned as error:
         without = f"without {QUANT_FILE}" if where == QUANT_FILE else f"whose config.json lacks {where}"
         raise refused(source, f"{where}: {error}", twin, without) from None
+
+
+def is_planned(config: Config) -> bool:
+    """True for a checkpoint in BF16, or in a format of FP8 that fp8plan plans."""
+    try:
+        stored_format(config, "", "")
+    except ConfigError:
+        return False
+    return True
 
 
 def refused(source: str, what: str, twin: str, without: str) -> ConfigError:
@@ -207,14 +211,6 @@ def refused(source: str, what: str, twin: str, without: str) -> ConfigError:
         f"of fp8, compressed-tensors and modelopt: name the BF16 model instead{named}, or give a folder {without}, as "
         "that of a BF16 copy does"
     )
-
-
-def bf16_twin(name: str) -> str:
-    """The bundled BF16 model of a quantised checkpoint with this name, such as Qwen3-8B-FP8; "" if there is none."""
-    short = _SUFFIX.sub("", name).lower()
-    if short == name.lower():
-        return ""
-    return next((known for known in bundled_configs() if known.rpartition("/")[2].lower() == short), "")
 
 
 def quantisation(config: Config) -> tuple[str, Any] | None:

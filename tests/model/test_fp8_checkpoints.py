@@ -15,11 +15,11 @@ from fp8plan import EngineLimits, Fixed, Plan, Workload
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import LatentAttention
-from fp8plan.model.configs import QUANT_FILE, find_config
+from fp8plan.model.configs import QUANT_FILE, bf16_twin, find_config
 from fp8plan.model.hardware import gpus
 from fp8plan.model.memory.plan import loaded_weight_bytes
 from fp8plan.model.plan.planner import plan
-from fp8plan.model.precision import BF16, FP8_BLOCK, PRESETS, STORED_PRESETS, bf16_twin, precision
+from fp8plan.model.precision import BF16, FP8_BLOCK, PRESETS, STORED_PRESETS, precision
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import why_not_shardable
@@ -141,7 +141,7 @@ def config_of(model: str) -> Fields:
 
 def stored(quantised: Fields, model: str = "Qwen/Qwen3-8B", **more: Any) -> ModelShape:
     config = config_of(model) | {"quantization_config": quantised} | more
-    return ModelShape.from_config(config, "FP8", "there/Qwen3-8B-FP8/config.json")
+    return ModelShape.from_config(config, "Qwen3-8B-FP8", "there/config.json")
 
 
 def r1() -> ModelShape:
@@ -451,6 +451,9 @@ def test_a_cache_that_the_checkpoint_asks_for_is_named_and_can_be_declined(tmp_p
         ("Qwen3-8B-quantized.w8a8", "Qwen/Qwen3-8B"),
         ("Qwen3-8B-GPTQ-Int4", "Qwen/Qwen3-8B"),
         ("Qwen3-8B", ""),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "Qwen/Qwen3-30B-A3B-Instruct-2507"),
+        ("deepseek-ai/DeepSeek-R1", "fp8plan/DeepSeek-R1-bf16"),
+        ("somebody/gpt-oss-20b", "fp8plan/gpt-oss-20b-bf16"),
         ("Qwen3-9B-FP8", ""),
     ],
 )

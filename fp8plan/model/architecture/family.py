@@ -234,7 +234,7 @@ def experts(config: Fields, family: Family) -> Experts:
         each,
         inner,
         shared_intermediate_size=shared,
-        shared_gate=moe.shared_gate,
+        shared_gate=moe.shared_gate and shared > 0,
         gated=moe.gated,
         bias=moe.bias,
         shared_bias=says(config, moe.shared_bias),

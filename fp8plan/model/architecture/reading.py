@@ -72,7 +72,7 @@ ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert
 IMAGES = "The text model alone is modelled; vLLM's work on images, video and sound is not."
 
 
-def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def read_model(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
     """The fields of a ModelShape, except name and source.
 
     Raises ConfigError naming `source` and the field, or the part that is not known.
@@ -86,7 +86,10 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     field = Fields({**family.defaults, **config}, source)
     if missing := [*_foreign(config, family), *_missing(field, family)]:
         raise _refused(source, missing)
-    stored = stored_format(whole, source)
+    notes = [IMAGES] if whole is not config else []
+    if (origin := Fields(whole, source).word("_note")) is not None:
+        notes.append(origin)
+    stored = stored_format(whole, name, source)
     hidden = field.integer("hidden_size")
     try:
         check_numbers(config, source)
@@ -107,7 +110,7 @@ def read_model(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "norm_vectors": family.norm_vectors,
         "lm_head_bias": says(field, family.lm_head_bias),
         "logit_softcap": field.number("final_logit_softcapping"),
-        "note": IMAGES if whole is not config else "",
+        "note": " ".join(notes),
     }
 
 
@@ -215,13 +218,16 @@ def _nearest(config: Mapping[str, Any], source: str) -> str:
 
 
 def _of_same_shape(text: Mapping[str, Any]) -> str:
-    """The bundled model with these sizes, preferably with this vocabulary; "" if there is none."""
+    """The bundled model with these sizes, preferably with this vocabulary and in BF16; "" if there is none."""
     sizes, vocabulary = _sizes(text), text.get("vocab_size")
-    bundled = ((name, _levels(config, name)[-1].config) for name, config in bundled_configs().items())
-    alike = [(model.get("vocab_size") != vocabulary, name) for name, model in bundled if sizes == _sizes(model)]
+    alike = []
+    for name, config in bundled_configs().items():
+        model = _levels(config, name)[-1].config
+        if sizes == _sizes(model):
+            alike.append((model.get("vocab_size") != vocabulary, bool(config.get("quantization_config")), name))
     if sizes is None or not alike:
         return ""
-    unlike, name = min(alike)
+    unlike, _, name = min(alike)
     return f"{name} (but for its vocabulary)" if unlike else name
 
 

@@ -31,7 +31,7 @@ from fp8plan.model.architecture.parts import (
 from fp8plan.model.architecture.reading import read_model
 from fp8plan.model.configs import bundled_configs, find_config
 from fp8plan.model.configs.fields import Context
-from fp8plan.model.precision import BF16_BYTES, PRESETS, Precision, Stored
+from fp8plan.model.precision import BF16_BYTES, PRESETS, Precision, Stored, is_planned
 from fp8plan.version import DEFAULT_VERSION
 
 VOCAB_PADDING = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py (0.26): DEFAULT_VOCAB_PADDING_SIZE
@@ -45,7 +45,7 @@ class ModelShape:
 
     norm_vectors: learned vectors of the last norm: 1 for an RMSNorm, 2 for a LayerNorm with bias, 0 for OLMo's
     logit_softcap: bound of the logits; 0: none
-    note:         a sentence on the parts of the checkpoint that are left out; "" if there are none
+    note:         sentences on parts of the checkpoint that are left out, and on another model's config; "" without any
     stored:       format of an FP8 checkpoint; None for BF16
     """
 
@@ -75,7 +75,7 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str, source: str) -> ModelShape:
         """The shape described by the fields of a config.json. Raises ConfigError naming `source` and the field."""
-        return cls(name=name, source=source, **read_model(config, source))
+        return cls(name=name, source=source, **read_model(config, name, source))
 
     @property
     def max_position_embeddings(self) -> int:
@@ -239,8 +239,11 @@ class ModelShape:
 
 
 def bundled_models() -> tuple[str, ...]:
-    """Hub ids of the models whose config ships with fp8plan, sorted, aliases included."""
-    return tuple(bundled_configs())
+    """Hub ids of the models whose config ships with fp8plan, sorted, aliases included.
+
+    Those in a quantisation that is not planned are left out: to name one is an error that names its BF16 copy.
+    """
+    return tuple(name for name, config in bundled_configs().items() if is_planned(config))
 
 
 def _merged(linears: Iterable[tuple[Linear, int]]) -> tuple[Linear, ...]:

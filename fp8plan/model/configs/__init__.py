@@ -1,7 +1,8 @@
 """The config.json of a model: one of those bundled in this folder, a local folder's, or the Hugging Face hub's.
 
 A bundled file holds one model, with only the fields that describe the shape. `_source` is the origin of the numbers.
-`_aliases` has models of the same shape, each with the fields that differ.
+`_aliases` has models of the same shape, each with the fields that differ, and with its own `_source` if it has one. A
+quantised model has a BF16 copy beside it, as trainers keep one: fp8plan/NAME-bf16, unless the BF16 model is bundled.
 """
 
 from __future__ import annotations
@@ -139,12 +140,16 @@ def _base_of(adapter: Path) -> str:
     return base if isinstance(base, str) and base.isprintable() else ""
 
 
+# The usual end of a quantised checkpoint's name.
+_SUFFIX: Final = re.compile(
+    r"-(fp8|fp4|nvfp4|mxfp4|mxfp8|awq|gptq|int[48]|w[48]a(4|8|16)|bnb|[48]bit|gguf|quantized)\b.*", re.IGNORECASE
+)
 QUANT_FILE: Final = "hf_quant_config.json"  # beside config.json, with the quantisation by ModelOpt up to 0.29
 
 
 @cache
 def bundled_configs() -> dict[str, dict[str, Any]]:
-    """Hub id -> config, aliases included, sorted by id. Treat as read-only."""
+    """Hub id -> config, aliases and BF16 copies included, sorted by id. Treat as read-only."""
     configs: dict[str, dict[str, Any]] = {}
     for entry in files(__name__).iterdir():
         if not entry.name.endswith(".json"):
@@ -153,8 +158,33 @@ def bundled_configs() -> dict[str, dict[str, Any]]:
         aliases = config.pop("_aliases", {})
         name = entry.name.removesuffix(".json").replace("--", "/")
         configs[name] = config
-        configs.update({alias: config | changes for alias, changes in aliases.items()})
+        configs.update({alias: _changed(config, name, changes) for alias, changes in aliases.items()})
+    for name, config in list(configs.items()):
+        if config.get("quantization_config"):
+            source = f"{config['_source']}, without its quantization_config"
+            copy = _changed(config, name, {"quantization_config": None, "_source": source})
+            configs.setdefault(_bf16_name(name), copy)
     return dict(sorted(configs.items()))
+
+
+def _changed(config: dict[str, Any], name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model that has the bundled model `name`'s but for `changes`, with a note that says so."""
+    fields = [field for field in changes if not field.startswith("_")]
+    note = f"The config is the bundled one of {name}{', but for ' if fields else ''}{' and '.join(fields)}."
+    return config | changes | {"_note": note}
+
+
+def _bf16_name(name: str) -> str:
+    """The id of the BF16 model of a quantised one: without the usual end, or else of a copy that fp8plan names."""
+    owner, _, last = name.rpartition("/")
+    short = _SUFFIX.sub("", last)
+    return f"fp8plan/{last}-bf16" if short == last else f"{owner}/{short}"
+
+
+def bf16_twin(name: str) -> str:
+    """The bundled BF16 model of a checkpoint with this name, such as Qwen3-8B-FP8, whoever owns it; "" without one."""
+    last = _bf16_name(name).rpartition("/")[2].lower()
+    return next((known for known in bundled_configs() if known.rpartition("/")[2].lower() == last), "")
 
 
 def find_config(name_or_path: str | Path) -> tuple[dict[str, Any], str, str]:
@@ -200,6 +230,9 @@ def _download(name: str) -> Path:
     """The cached or downloaded config.json of a hub id. Raises ConfigError, with the nearest bundled names, if none."""
     names = {n.rpartition("/")[2].lower(): n for n in bundled_configs()} | {n.lower(): n for n in bundled_configs()}
     hint = nearest_hint(name.lower(), names, 4, 0.5, "nearest bundled")
+    last = name.rpartition("/")[2].lower()
+    if alike := names.get(last) or bf16_twin(name):
+        hint = f"{alike} is bundled: type that if this is a copy of it, or was quantised from it; "
     advice = f"{hint}all bundled: fp8plan models; otherwise give a folder with a config.json or a hub id (owner/name)"
     if name.lower().endswith("gguf"):
         raise ConfigError(f"model {shown(name)} is {OTHERS['*.gguf'][0]}; {BF16_MODEL}")

@@ -151,11 +151,11 @@ def test_a_known_multimodal_type_with_an_unknown_text_model_names_that() -> None
 
 @pytest.mark.parametrize("name", [name for name in bundled_models() if "fp8plan/" not in name])
 def test_an_unknown_type_names_the_bundled_model_of_its_shape(name: str) -> None:
-    config = bundled_configs()[name] | {"model_type": "unheard_of"}
-    message = refusal(config)
+    in_bf16 = bundled_configs()[name] | {"quantization_config": None}
+    message = refusal(in_bf16 | {"model_type": "unheard_of"})
     assert "'unheard_of'" in message
     nearest = message.partition("nearest text model of the same shape: ")[2].partition(";")[0]
-    assert ModelShape.from_hf(nearest).layers == ModelShape.from_hf(name).layers
+    assert ModelShape.from_hf(nearest).layers == ModelShape.from_config(in_bf16, name, "bundled").layers
 
 
 def test_a_vocabulary_of_its_own_is_told() -> None:

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.architecture.families import FAMILIES
 from fp8plan.model.configs import bundled_configs
 from fp8plan.model.configs.fields import Context
@@ -121,7 +121,7 @@ def test_the_context_of_every_family_is_vllms(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", bundled_configs())
+@pytest.mark.parametrize("name", bundled_models())
 def test_the_context_of_a_bundled_model_is_vllms(name: str, tmp_path: Path) -> None:
     config = {key: value for key, value in bundled_configs()[name].items() if not key.startswith("_")}
     assert_as_vllm(tmp_path, config)
