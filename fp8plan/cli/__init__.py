@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
+from fp8plan.checks import number_hint
 from fp8plan.cli import measure, plan, run, tune  # noqa: F401  (they add their commands to the app)
 from fp8plan.cli.console import UsageError, app, standard_streams
 from fp8plan.errors import Fp8PlanError
+
+# Options of vLLM and of trainers -> what to type here.
+ELSEWHERE: Final = {
+    **dict.fromkeys(("--tp", "-tp", "--tp-size"), "type --tensor-parallel-size"),
+    **dict.fromkeys(("--dp", "-dp", "--dp-size"), "type --data-parallel-size"),
+    **dict.fromkeys(("--ep", "--enable-expert-parallel"), "type --expert-parallel"),
+    **dict.fromkeys(("--num-gpus", "--n-gpus"), "type --gpus"),
+    **dict.fromkeys(("--dtype", "--quantization", "--kv-cache-dtype"), "type --precision bf16, fp8_block, ..."),
+    **dict.fromkeys(("--n", "--num-generations", "--group-size"), "type --samples"),
+    **dict.fromkeys(("--batch-size", "--train-batch-size"), "type --prompts, and --samples for each of them"),
+    **dict.fromkeys(("--max-prompt-length", "--input-len"), "type --prompt-lengths fixed:TOKENS"),
+    **dict.fromkeys(
+        ("--max-tokens", "--max-new-tokens", "--max-response-length", "--max-completion-length", "--output-len"),
+        "type --response-lengths lognormal:mean=TOKENS,sigma=S,max=TOKENS",
+    ),
+    "--model": "the model stands alone: fp8plan plan MODEL --gpu GPU",
+    "--enable-prefix-caching": "type --prefix-caching",
+}
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes; 130 is 128 + SIGINT
 
@@ -30,8 +49,7 @@ def _run(words: list[str]) -> Any:
         return _failed(str(error), BAD_INPUT)
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "fp8plan"
-        problem = f"{error.format_message().rstrip('.')}{_typed(error, words)}"
-        return _failed(f"{problem}; for help, type: {command} --help", BAD_INPUT)
+        return _failed(f"{_problem(error, words)}; for help, type: {command} --help", BAD_INPUT)
     except typer.Abort:
         code = INTERRUPTED
     return _failed("interrupted", code) if code == INTERRUPTED else code  # typer gives it for ctrl-c
@@ -42,12 +60,21 @@ def _failed(message: str, code: int) -> int:
     return code
 
 
+def _problem(error: Any, words: list[str]) -> str:
+    """The problem of an error of usage, with the typed value, which typer does not always name, and what to type."""
+    if here := ELSEWHERE.get(getattr(error, "option_name", "")):
+        return f"No such option: {error.option_name}; {here}"
+    typed = _typed(error, words)
+    given = f" (given: {typed!r})" if typed else ""
+    return f"{error.format_message().rstrip('.')}{given}; {number_hint(typed)}".removesuffix("; ")
+
+
 def _typed(error: Any, words: list[str]) -> str:
-    """The typed value of the option in an error of usage, which typer does not always name."""
+    """The typed value of the option in an error of usage; "" if it is not known."""
     names = getattr(getattr(error, "param", None), "opts", ())
     pairs = [(*word.partition("="), after) for word, after in pairwise([*words, ""])]
     values = [value if equals else after for name, equals, value, after in pairs if name in names]
-    return f" (given: {values[-1]!r})" if values else ""
+    return values[-1] if values else ""
 
 
 def _version(shown: bool) -> None:

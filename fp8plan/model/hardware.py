@@ -213,11 +213,22 @@ def find_gpu(name: str) -> Gpu:
     if reason := next((reason for words, reason in _REFUSED.items() if re.search(words, key)), None):
         allowed = "an NVIDIA GPU from Ampere on, or cpu"
         raise ConfigError(f"fp8plan does not plan for {name[:80]!r}: {reason}; allowed: {allowed}")
+    _check_single(name, key)
     hint = nearest_hint(key, {written: d.name for d in _DEVICES for written in _spellings(d)}, 3, 0.65)
     raise ConfigError(
         f"unknown GPU {name[:80]!r}; {hint}known: {', '.join(g.name for g in _DEVICES)}, or auto to ask the driver; "
         f"for any other card give its numbers: --gpu {EXAMPLE}"
     )
+
+
+def _check_single(name: str, key: str) -> None:
+    """Raise ConfigError for a number of known GPUs, such as 8xH100, which says how to type it."""
+    several = re.fullmatch(r"(\d+) ?[x*] ?(.+)", key) or re.fullmatch(r"(.+?) ?[x*] ?(\d+)", key)
+    if several is None:
+        return
+    number, written = sorted(several.groups(), key=lambda part: not part.isdigit())
+    if (card := _named(written)) is not None:
+        raise ConfigError(f"gpu is {name[:80]!r}, which names {number}; type --gpu {card.name} --gpus {number}")
 
 
 # GPUs that have no row on purpose -> the reason.

@@ -92,9 +92,9 @@ STORED_PRESETS: dict[str, Precision] = {  # formats that only checkpoints hold
 
 
 def precision(name: str) -> Precision:
-    """The preset of this name. Raises ConfigError if there is none."""
+    """The preset of this name, in any case. Raises ConfigError if there is none."""
     try:
-        return (PRESETS | STORED_PRESETS)[name]
+        return (PRESETS | STORED_PRESETS)[name.lower()]
     except KeyError:
         stored = f"and for FP8 checkpoints {', '.join(STORED_PRESETS)}"
         raise ConfigError(f"unknown precision {name!r}; allowed: {', '.join(PRESETS)}, {stored}") from None

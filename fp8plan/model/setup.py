@@ -21,7 +21,7 @@ from fp8plan.model.memory.plan import MemoryPlan, cudagraph_capture_sizes, memor
 from fp8plan.model.precision import Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile
-from fp8plan.version import default_version
+from fp8plan.version import planned_version
 
 
 def default_limits(gpu: Gpu, model: str | Path | ModelShape, **limits: Any) -> EngineLimits:
@@ -79,7 +79,7 @@ class EngineSetup:
             "precision": precision if isinstance(precision, Precision) else find_precision(precision),
             "limits": limits.derived(card) if limits else default_limits(card, model),
             "inside": check_inside(inside),
-            "engine_version": default_version(card.is_cpu) if engine_version is None else engine_version,
+            "engine_version": planned_version(engine_version, card.is_cpu),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.checks import is_number, nearest, whole
+from fp8plan.checks import is_number, nearest, number_hint, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import read
 
@@ -296,11 +296,19 @@ def parse_lengths(text: str, column: str) -> Lengths:
     except (ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"cannot read the lengths {text!r}; allowed: {LENGTHS_SYNTAX}") from None
+        raise _unread(text) from None
     path = Path(text)
     if path.suffix in (".jsonl", ".parquet"):
         return Trace(tuple(_read_column(path, column)), str(path))
-    raise ConfigError(f"cannot read the lengths {text!r}; allowed: {LENGTHS_SYNTAX}")
+    raise _unread(text)
+
+
+def _unread(text: str) -> ConfigError:
+    """The error for lengths in another spelling, which says what to type for a number."""
+    hint = number_hint(f"fixed:{text}" if text[:1].isdigit() else text)
+    if text.isdigit():
+        hint = f"type fixed:{text} if all are so long, or lognormal:mean=TOKENS,sigma=S,max={text} if at most; "
+    return ConfigError(f"cannot read the lengths {text!r}; {hint}allowed: {LENGTHS_SYNTAX}")
 
 
 def _read_column(path: Path, column: str) -> list[Any]:

@@ -38,7 +38,7 @@ from fp8plan.model.validate.records import Record
 from fp8plan.model.weight_changes import KL_OF_RESIDUAL, TopK
 from fp8plan.model.weights import LAYERS, SPREAD, sampled
 from fp8plan.model.workload import Batch, Workload
-from fp8plan.version import default_version, version_warnings
+from fp8plan.version import planned_version, version_warnings
 
 P = ParamSpec("P")
 
@@ -144,7 +144,7 @@ def predict(
     inside = check_inside(_calls(target, most_gpus) if inside is None else inside)
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     card = card if gpus_per_node is None else replace(card, gpus_per_node=gpus_per_node)
-    engine_version = default_version(card.is_cpu) if engine_version is None else engine_version
+    engine_version = planned_version(engine_version, card.is_cpu)
     batch = workload.batch()
     longest = workload.prompt_lengths.longest + workload.longest_response
     limits = (limits or EngineLimits.for_gpu(card, shape.recurrent)).holding(longest)

@@ -110,6 +110,7 @@ BUNDLED = (
     *("deepseek-ai/DeepSeek-V2-Lite", "google/gemma-3-12b-it", "zai-org/GLM-4.5-Air", "nvidia/Nemotron-H-8B-Base-8K"),
     *("ibm-granite/granite-4.0-h-tiny", "allenai/Olmo-3-1025-7B", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
     *("Qwen/Qwen3.5-9B", "ByteDance-Seed/Seed-OSS-36B-Instruct", "fp8plan/gpt-oss-20b-bf16"),
+    *("fp8plan/gpt-oss-120b-bf16", "fp8plan/DeepSeek-V3-bf16", "fp8plan/MiniMax-M2.5-bf16", "zai-org/GLM-4.5"),
 )
 
 

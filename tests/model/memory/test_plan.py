@@ -185,11 +185,14 @@ def test_tensor_parallel_must_divide() -> None:
 @pytest.mark.parametrize("name", bundled_models())
 def test_two_gpus_hold_more_than_one(name: str) -> None:
     shape = ModelShape.from_hf(name)
+    precision = FP8_KV if shape.stored is None else shape.stored.precisions[1]
     pools = []
-    for tp in (1, 2, 4):
+    for tp in (1, 2, 4, 8, 16):
+        if tp not in shape.allowed_tensor_parallel():
+            continue
         try:
             limits = replace(EngineLimits.for_gpu(find_gpu("b200"), shape.recurrent), tensor_parallel_size=tp)
-            plan = memory_plan(shape, FP8_KV, find_gpu("b200"), limits)
+            plan = memory_plan(shape, precision, find_gpu("b200"), limits)
             pools.append(plan.kv_cache_tokens)
         except CapacityError:
             pools.append(0)
