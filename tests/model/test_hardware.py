@@ -233,7 +233,7 @@ def test_names_that_people_and_clouds_write_are_found(spelling: str, name: str) 
 OTHERS = (
     "A100 20GB|H100 64GB|H100 96GB|GH200 144GB|H200 80GB|RTX 4090 48GB|RTX 4090 Laptop GPU|4090D|3090 Ti|RTX 6000|"
     "Quadro RTX 6000|H800 PCIe|A100X|NVIDIA A100-SXM4-80GB MIG 1g.10gb|h100h200|"
-    "nvidia|80gb|sxm||8xH100"
+    "nvidia|80gb|sxm||8xfoo"
 ).split("|")
 
 
@@ -243,6 +243,13 @@ def test_another_card_is_not_taken_for_a_known_one(name: str) -> None:
         ConfigError, match=r"unknown GPU .*any other card give its numbers: --gpu datasheet:memory_gib="
     ):
         find_gpu(name)
+
+
+@given(device=st.sampled_from(gpus()), number=st.integers(1, 99), times=st.sampled_from(["x", " x ", "X", "*"]))
+def test_a_number_of_any_known_card_says_how_to_type_it(device: Gpu, number: int, times: str) -> None:
+    for text in (f"{number}{times}{device.product}", f"{device.name}{times}{number}"):
+        with pytest.raises(ConfigError, match=f"type --gpu {device.name} --gpus {number}$"):
+            find_gpu(text)
 
 
 @given(device=st.sampled_from(gpus()), gb=st.integers(1, 999))
