@@ -225,7 +225,7 @@ def _named(members: Sequence[Choice], several: bool) -> str:
 def _short(count: float | None) -> str:
     """A number with three digits, such as 1.72M or 815k."""
     assert count is not None
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= 0.9995 * size:
             return f"{count / size:.3g}{unit}"
     return f"{count:,}"
@@ -328,9 +328,10 @@ def _ids(names: Sequence[str]) -> str:
     """The shortest id, and below it the others, without their owner, or as endings of the first."""
     first = min(names, key=len)
     others = [name for name in names if name != first]
-    endings = [name.removeprefix(first) if name.startswith(first) else name.rpartition("/")[2] for name in others]
-    also = textwrap.wrap(", ".join(endings), 30, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    return "\n".join([first, *also])
+    endings = [name.removeprefix(first) if name.startswith(f"{first}-") else name.rpartition("/")[2] for name in others]
+    lines = textwrap.TextWrapper(34, initial_indent="  ", subsequent_indent="  ")
+    lines.break_on_hyphens = lines.break_long_words = False
+    return "\n".join([first, *lines.wrap(", ".join(endings))])
 
 
 def calibration_report(result: Calibration) -> RenderableType:

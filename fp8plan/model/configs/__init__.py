@@ -123,7 +123,7 @@ def _check_contents(folder: Path) -> None:
     for pattern, (contents, advice) in OTHERS.items():
         if next(folder.glob(pattern), None) is not None:
             raise ConfigError(f"{folder}: holds {contents}, and no config.json; {advice}")
-    below = sorted(islice((path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/config.json")), 3))
+    below = sorted(islice((path.parent for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/config.json")), 3))
     if below:
         raise ConfigError(
             f"{folder}: holds no config.json itself; give the folder below that does: {' or '.join(map(str, below))}"
@@ -163,6 +163,7 @@ def bundled_configs() -> dict[str, dict[str, Any]]:
         if config.get("quantization_config"):
             source = f"{config['_source']}, without its quantization_config"
             copy = _changed(config, name, {"quantization_config": None, "_source": source})
+            copy["_note"] += " The hub has no such id: settings need the path of your own BF16 copy."
             configs.setdefault(_bf16_name(name), copy)
     return dict(sorted(configs.items()))
 
