@@ -123,7 +123,8 @@ def _check_contents(folder: Path) -> None:
     for pattern, (contents, advice) in OTHERS.items():
         if next(folder.glob(pattern), None) is not None:
             raise ConfigError(f"{folder}: holds {contents}, and no config.json; {advice}")
-    below = sorted(islice((path.parent for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/config.json")), 3))
+    nested = (path.parent for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/config.json"))
+    below = sorted(islice(nested, 3))
     if below:
         raise ConfigError(
             f"{folder}: holds no config.json itself; give the folder below that does: {' or '.join(map(str, below))}"

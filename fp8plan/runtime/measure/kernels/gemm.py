@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 # DeepGEMM compiles some ten kernels for each (n, k), a few seconds each. So FP8 is measured on these layers only, at
-# every m, and BF16 also on those of all models, at some m.
+# every m, and BF16 also on those of all models that one GPU holds, at some m.
 CORE = {
     "Qwen/Qwen3-8B": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "Qwen/Qwen3-1.7B": ("qkv_proj", "gate_up_proj"),
@@ -42,6 +42,8 @@ CORE = {
     "fp8plan/dense-50m": ("gate_up_proj",),
 }
 QUICK = {"Qwen/Qwen3-8B": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}
+
+MOST_ON_ONE_GPU = 180 * 10**9  # parameters: the gigabytes of a B200, in FP8. Larger models run in slices
 
 SWAP_AB_BELOW = (
     32  # rows. Below it FlashInfer on Hopper quantises inside its GEMM. DeepGEMM's input is quantised before
@@ -112,18 +114,18 @@ def weights_of(layers: Mapping[str, tuple[str, ...]]) -> list[Weight]:
 
 @cache
 def linears() -> list[Weight]:
-    """(n, k) of the layers that FP8_BLOCK quantises, of all bundled models."""
+    """(n, k) of the layers that FP8_BLOCK quantises, of all bundled models that one GPU holds."""
     return _all(quantised=True)
 
 
 @cache
 def lm_heads() -> list[Weight]:
-    """(n, k) of all bundled models' lm_head. Routers, also BF16 in FP8_BLOCK, have fewer than 1024 rows."""
+    """(n, k) of those models' lm_head. Routers, also BF16 in FP8_BLOCK, have fewer than 1024 rows."""
     return [weight for weight in _all(quantised=False) if weight[0] >= 1024]
 
 
 def _all(quantised: bool) -> list[Weight]:
-    shapes = map(ModelShape.from_hf, bundled_models())
+    shapes = [shape for shape in map(ModelShape.from_hf, bundled_models()) if shape.num_parameters <= MOST_ON_ONE_GPU]
     return sorted({(w.n, w.k) for shape in shapes for w in shape.linears() if w.quantised == quantised})
 
 
