@@ -55,7 +55,9 @@ def test_a_multimodal_model_has_the_layers_of_its_text_model(name: str, text: st
 @pytest.mark.parametrize("name", [name for name in bundled_models() if "_note" in bundled_configs()[name]])
 def test_a_variant_names_the_config_that_it_has_and_the_fields_that_differ(name: str) -> None:
     shape, config = ModelShape.from_hf(name), bundled_configs()[name]
-    other, _, differs = shape.note.partition("bundled one of ")[2].removesuffix(".").partition(", but for ")
+    sentence, _, advice = shape.note.partition("bundled one of ")[2].removesuffix(".").partition(". ")
+    assert advice.startswith("The hub has no such id") == name.endswith("-bf16")
+    other, _, differs = sentence.partition(", but for ")
     known = bundled_configs()[other]
     changed = {field for field in config.keys() | known.keys() if config.get(field) != known.get(field)}
     assert {field for field in changed if not field.startswith("_")} == set(filter(None, differs.split(" and ")))
