@@ -10,6 +10,7 @@ import codecs
 import errno
 import io
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,15 +31,6 @@ T = TypeVar("T")
 # typer's errors of usage. They come from click, or in other versions from a copy inside typer.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
-# Help is plain text: rich's boxes break long option names at 80 columns, and rich takes [aic] for markup.
-app = typer.Typer(
-    name="fp8plan",
-    help="Predict what each rollout precision (BF16, blockwise FP8, FP8 KV cache, both) gains and risks in LLM RL.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-
 WORKLOAD, ENGINE, TRAINER, OUTPUT = "Workload", "Engine (vLLM's names)", "RL step", "Output"
 STDOUT: Final = "-"
 READER_GONE: Final = 141  # exit code: 128 + SIGPIPE, as any program has whose reader left
@@ -49,7 +41,7 @@ PLAIN: Final = dict(zip("▁▂▃▄▅▆▇█×–—−µ", "._-=+*%#x---u"
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options in groups, by `rich_help_panel`."""
+    """A command whose help lists its options in groups, by `rich_help_panel`. An option with one value stands once."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -60,6 +52,64 @@ class GroupedCommand(TyperCommand):
         for name, records in groups.items():
             with formatter.section(name):
                 formatter.write_dl(records)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        self._refuse_repeated(ctx, args)
+        return super().parse_args(ctx, args)
+
+    def _refuse_repeated(self, ctx: Any, args: list[str]) -> None:
+        """Raise ConfigError for an option with one value that is given several times. The parser would take the last.
+
+        Options that are meant to repeat have `multiple`. A flag has nothing to lose, unless its opposite is one too.
+        """
+        parser, single = self.make_parser(ctx), []
+        for parameter in self.get_params(ctx):
+            if parameter.param_type_name == "option" and not parameter.multiple and _has_value(parameter):
+                collecting = copy(parameter)
+                collecting.multiple = True
+                collecting.add_to_parser(parser, ctx)
+                single.append(collecting)
+        typed = parser.parse_args(list(args))[0]
+        for parameter in single:
+            if len(values := typed.get(parameter.name, [])) > 1:
+                words = " and ".join(_as_typed(parameter, value) for value in values)
+                name = _longest(parameter.opts)
+                raise ConfigError(f"{words} are given; allowed: one of them, as {name} has one value")
+
+
+def _has_value(parameter: Any) -> bool:
+    return not parameter.is_flag or bool(parameter.secondary_opts)
+
+
+def _as_typed(parameter: Any, value: Any) -> str:
+    """An option as it is typed for a value."""
+    if parameter.is_flag:
+        return _longest(parameter.opts if value else parameter.secondary_opts)
+    return f"{_longest(parameter.opts)} {shlex.quote(str(value))}"
+
+
+def _longest(names: Sequence[str]) -> str:
+    return max(names, key=len)
+
+
+class Program(typer.Typer):
+    """A program, or a part of one, whose commands are GroupedCommands."""
+
+    def command(  # type: ignore[override]
+        self, name: str, cls: type[TyperCommand] = GroupedCommand
+    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Return a decorator that adds a function as a command."""
+        return super().command(name, cls=cls)
+
+
+# Help is plain text: rich's boxes break long option names at 80 columns, and rich takes [aic] for markup.
+app = Program(
+    name="fp8plan",
+    help="Predict what each rollout precision (BF16, blockwise FP8, FP8 KV cache, both) gains and risks in LLM RL.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 
 
 def option(
@@ -160,11 +210,12 @@ def byte_progress(what: str) -> Callable[[int, int], None]:
     return show_bytes
 
 
-def show(report: RenderableType) -> None:
-    console = Console()
+def show(report: RenderableType, on_stderr: bool = False) -> None:
+    """Print a report. A line that is meant to be copied may be longer than the terminal is wide."""
+    console = Console(stderr=on_stderr)
     if not console.is_terminal:  # a pipe or a file has no width: keep every row on one line
-        console = Console(width=200)
-    console.print(report)
+        console = Console(stderr=on_stderr, width=200)
+    console.print(report, crop=False)
 
 
 def check(outputs: Sequence[tuple[str, str]]) -> None:

@@ -13,7 +13,7 @@ import typer
 from fp8plan.cli.console import (
     ENGINE,
     OUTPUT,
-    GroupedCommand,
+    Program,
     app,
     option,
     print_notes,
@@ -30,7 +30,7 @@ class Grid(StrEnum):
     anchor = "anchor"
 
 
-@app.command("probe", cls=GroupedCommand)
+@app.command("probe")
 def probe_command(
     model: Annotated[str, typer.Argument(help="hub id or folder of the BF16 checkpoint")],
     precision: Annotated[
@@ -160,7 +160,7 @@ def calibrate_command(
     print(f"written: {folder / 'profile.json'}", file=sys.stderr)
 
 
-profiles_app = typer.Typer(help="List the profiles, or import some.", invoke_without_command=True)
+profiles_app = Program(help="List the profiles, or import some.", invoke_without_command=True)
 app.add_typer(profiles_app, name="profiles")
 
 

@@ -321,11 +321,12 @@ def planned(
     outputs.write(writers)
     print_notes(plan.warnings)  # after all steps that may fail, so that an error stands alone
     outputs.print_written(writers)
-    if printed is not None:
-        _print_choice(plan)  # without the table, which names it
-        print(printed)
+    if as_json == STDOUT:
+        _print_choice(plan)  # without the report, which names it
     else:
-        show(result.report(plan))
+        show(result.report(plan), on_stderr=printed is not None)
+    if printed is not None:
+        print(printed)
 
 
 @app.command("plan", cls=PlanCommand)
@@ -333,7 +334,8 @@ def planned(
 def plan_command(**options: Any) -> None:
     """Predict every rollout precision, and choose one.
 
-    Files are written all or none. An output without a file goes to stdout, else the table does. Notes go to stderr.
+    Files are written all or none. An output without a file goes to stdout, else the table does. Beside settings on
+    stdout the table goes to stderr, as notes do.
     """
     planned(**options)
 

@@ -19,7 +19,6 @@ from fp8plan.cli.console import (
     OUTPUT,
     PREFIX_CACHING,
     STDOUT,
-    GroupedCommand,
     app,
     byte_progress,
     not_none,
@@ -100,7 +99,7 @@ def validate_command(
 RUN = "What ran (for validate)"
 
 
-@app.command("import", cls=GroupedCommand)
+@app.command("import")
 def import_command(
     trainer: Annotated[str, typer.Argument(metavar="TRAINER", help="verl, trl or skyrl")],
     folder: Annotated[
@@ -190,7 +189,7 @@ def import_command(
     print_notes(stream.notes)
 
 
-@app.command("doctor", cls=GroupedCommand)
+@app.command("doctor")
 def doctor_command(
     target: Annotated[
         str | None,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command import Done
+from typed import replacing
 
 from fp8plan import cli
 from fp8plan.model.profile import library
@@ -15,7 +16,10 @@ from fp8plan.model.profile import library
 
 @pytest.fixture
 def fp8plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Done]:
-    """Run the command line in this process, in an empty folder, with the shipped datasheet profile only."""
+    """Run the command line in this process, in an empty folder, with the shipped datasheet profile only.
+
+    Words after those of PLAN may give its options anew.
+    """
     sheet = library.profiles_path() / "datasheet.json"
     (tmp_path / "profiles").mkdir()
     (tmp_path / "profiles" / "datasheet.json").write_text(sheet.read_text())
@@ -24,7 +28,7 @@ def fp8plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr(library, "profiles_path", lambda: tmp_path / "profiles")
 
     def run(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["fp8plan", *map(str, words)])
+        monkeypatch.setattr(sys, "argv", ["fp8plan", *replacing([*map(str, words)])])
         try:
             cli.main()
             code = 0

@@ -15,7 +15,7 @@ from typing import Any
 import command
 import numpy as np
 import pytest
-from typed import MODEL, PLAN, SMALL
+from typed import MODEL, PLAN, SMALL, replacing
 
 import fp8plan
 from fp8plan import cli
@@ -474,7 +474,7 @@ def test_a_bad_command_is_one_clear_line(
     files(tmp_path)
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(sys, "argv", ["fp8plan", *words])
+    monkeypatch.setattr(sys, "argv", ["fp8plan", *replacing(words)])
     with pytest.raises(SystemExit) as end:
         cli.main()
     out, err = capsys.readouterr()

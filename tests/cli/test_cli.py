@@ -19,6 +19,7 @@ from typed import MODEL, PLAN
 
 import fp8plan as package
 from fp8plan import cli
+from fp8plan.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,6 +87,38 @@ def test_help_at_80_columns_breaks_no_option_name_and_no_default(
             text = getattr(default, "value", default)
             assert {f"{text}]", f"{text};"} & set(words), parameter.name
     assert not any("..." in line for line in lines if path == () and not line.startswith("Usage"))
+
+
+def with_one_value() -> Iterator[tuple[str, Any, Any]]:
+    """Every option of a command that has one value: the command's name, the command and the option."""
+    for path, command in commands(typer.main.get_command(cli.app)):
+        for parameter in command.params:
+            flag = getattr(parameter, "is_flag", False) and not parameter.secondary_opts
+            if parameter.param_type_name == "option" and not (parameter.multiple or flag):
+                yield " ".join(path), command, parameter
+
+
+@pytest.mark.parametrize(("name", "command", "parameter"), with_one_value(), ids=lambda x: getattr(x, "name", x))
+def test_an_option_with_one_value_is_given_once(name: str, command: Any, parameter: Any) -> None:
+    """Both are named, in each spelling of the option, and before anything else of the command is looked at."""
+    full = max(parameter.opts, key=len)
+    if parameter.is_flag:
+        named = [full, *parameter.secondary_opts]
+        spellings = [named]
+    else:
+        named = [f"{full} 1.json", f"{full} 2.json"]
+        spellings = [[option, "1.json", f"{full}=2.json"] for option in parameter.opts]
+    for words in spellings:
+        with pytest.raises(ConfigError) as caught:
+            command.make_context(name, words)
+        assert str(caught.value).startswith(f"{named[0]} and {named[1]} are given; allowed: one of them")
+
+
+def test_options_that_repeat_and_flags_may_be_given_again(fp8plan: Callable[..., Done]) -> None:
+    assert len(list(with_one_value())) > 100
+    again = ["--precision", "bf16", "--precision", "fp8_kv", "--enforce-eager", "--enforce-eager"]
+    done = fp8plan(*PLAN, "--json", *again)
+    assert [choice["precision"] for choice in json.loads(done.out)["choices"]] == ["bf16", "fp8_kv"]
 
 
 def test_every_way_to_install_an_extra_is_whole(fp8plan: Callable[..., Done]) -> None:

@@ -427,13 +427,20 @@ def pasted(python: str) -> dict[str, Any]:
 def test_settings_on_stdout_leave_the_choice_and_its_reason_on_stderr(
     fp8plan: Callable[..., Done], target: str, inside: str
 ) -> None:
-    """stdout is the settings alone, from `plan` and from `emit`; stderr says what was chosen and why."""
-    assert fp8plan(*PLAN, "--inside", inside, "--json", "plan.json").code == 0
+    """stdout is the settings alone. stderr has the report of `plan`; of `emit` it has the choice and its reason."""
+    table = fp8plan(*PLAN, "--inside", inside, "--json", "plan.json").out
     plan = Plan.from_json(Path("plan.json").read_text())
-    for words in ([*PLAN, "--emit", target, "--json", "plan.json"], ["emit", "plan.json", target]):
-        done = fp8plan(*words)
-        assert done.out == plan.emit(target, plan_file=f"{Path.cwd()}/plan.json", python=True) + "\n"
-        assert f"note: {plan.reasons[0]}" in done.err.splitlines()
+    settings = plan.emit(target, plan_file=f"{Path.cwd()}/plan.json", python=True) + "\n"
+    assert "fp8_block+fp8_kv" in table
+    assert f"- {plan.reasons[0]}" in table
+    planned = fp8plan(*PLAN, "--emit", target, "--json", "plan.json")
+    assert planned.out == settings
+    assert f"note: {plan.reasons[0]}" not in planned.err.splitlines()  # the report has it
+    if target != "vllm":  # there K and V scales are 1.0
+        assert table in planned.err
+    saved = fp8plan("emit", "plan.json", target)
+    assert saved.out == settings
+    assert f"note: {plan.reasons[0]}" in saved.err.splitlines()
     other = fp8plan("emit", "plan.json", target, "--choice", "fp8_block")
     notes = ["note: these settings are of fp8_block, which is not the plan's choice", f"note: {plan.reasons[0]}"]
     assert other.err.splitlines() == (notes if plan.select().precision != "fp8_block" else notes[1:])
@@ -446,7 +453,7 @@ def test_bf16_is_emitted_with_the_reason_why(fp8plan: Callable[..., Done]) -> No
     words = ["plan", "Qwen/Qwen2.5-1.5B", "--gpu", "h200", "--prompts", "1", "--response-lengths", "fixed:100"]
     done = fp8plan(*words, "--emit", "trl")
     assert 'choice="bf16"' in done.out
-    assert "note: Stay with bf16: " in done.err
+    assert "- Stay with bf16: " in done.err
     assert "FP8 is not worth it here: it gains nothing." in done.err
 
 
