@@ -81,6 +81,17 @@ class Paragraph:
         yield Text("\n".join(lines), self.style)
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Text to copy, on one line. A terminal that is narrower wraps it, without a line feed."""
+
+    text: str
+    style: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Text(self.text, self.style, no_wrap=True, overflow="ignore")
+
+
 def counted(number: int, noun: str) -> str:
     """A counted noun, such as "1 prompt" or "1,024 prompts"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

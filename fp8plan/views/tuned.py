@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+
 from rich.console import Group, RenderableType
 
 from fp8plan.model.plan.explain import seconds
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.tune.answer import Answer
 from fp8plan.views.report import plan_text
-from fp8plan.views.text import Column, Fitted, Paragraph
+from fp8plan.views.text import Column, Fitted, Line, Paragraph
 
 LEGEND = (
     "saves: seconds of the rollout, or of the RL step where it says so, with their 90% interval; where that holds 0, "
@@ -30,7 +32,7 @@ def tune_report(plan: Plan, answer: Answer) -> RenderableType:
         "",
         *(Paragraph("- " + sentence, indent=2) for sentence in answer.sentences),
         "",
-        *(Paragraph(line, indent=2, style="dim") for line in words(answer)),
+        *_lines_of(words(answer)),
         Paragraph(text.settings, style="dim"),
     )
 
@@ -62,10 +64,16 @@ def _signed(value: float) -> str:
     return f"-{seconds(-value)}" if value < 0 else seconds(value)
 
 
-def words(answer: Answer) -> list[str]:
-    """The setting of each lever, and in the words of each program that has one."""
-    lines = []
-    for lever in answer.levers:
-        own = "; ".join(f"{program}: {word}" for program, word in lever.words.items())
-        lines.append(f"{lever.name}: {lever.setting}{f' ({own})' if own else ''}")
-    return lines
+def words(answer: Answer) -> dict[str, list[str]]:
+    """The setting of each lever, and below it a line for each program that has words for it."""
+    return {
+        f"{lever.name}: {lever.setting}": [f"{program}: {word}" for program, word in lever.words.items()]
+        for lever in answer.levers
+    }
+
+
+def _lines_of(settings: Mapping[str, Sequence[str]]) -> Iterator[RenderableType]:
+    for setting, programs in settings.items():
+        yield Paragraph(setting, indent=2, style="dim")
+        for line in programs:
+            yield Line(f"  {line}", style="dim")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import re
+from functools import partial
+
 import pytest
 from rich.console import Console
 
+from fp8plan.cli import console
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.tune.answer import Answer
@@ -23,11 +28,27 @@ def tuned() -> tuple[Plan, Answer]:
 
 @pytest.mark.parametrize("width", [80, 100, 120, 165, 200])
 def test_every_value_of_every_lever_is_on_the_screen(tuned: tuple[Plan, Answer], width: int) -> None:
-    console = Console(width=width, record=True)
-    with console.capture() as captured:
-        console.print(tune_report(*tuned))
+    screen = Console(width=width, record=True)
+    with screen.capture() as captured:
+        screen.print(tune_report(*tuned))
     text = " ".join(captured.get().split())
     for column in columns(tuned[1]):
         for cell in set(column.cells):
             assert text.count(" ".join(cell.split())) >= column.cells.count(cell), (column.name, cell)
     assert "too narrow" not in text
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_words_of_every_setting_stand_on_one_line(
+    tuned: tuple[Plan, Answer], width: int, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = io.StringIO()
+    monkeypatch.setattr(console, "Console", partial(Console, file=printed, force_terminal=terminal, no_color=True))
+    monkeypatch.setenv("COLUMNS", str(width))
+    console.show(tune_report(*tuned))
+    lines = [re.sub(r"\x1b\[\d*m", "", line) for line in printed.getvalue().splitlines()]
+    words = [f"  {program}: {word}" for lever in tuned[1].levers for program, word in lever.words.items()]
+    assert max(map(len, words)) > 200  # the JSON of --quantization-config
+    assert set(words) <= set(lines)
+    assert max(len(line) for line in lines if line not in words) <= 200

@@ -14,7 +14,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
@@ -24,7 +24,7 @@ from fp8plan.model.architecture.parts import parts
 from fp8plan.model.attention_backend import named_backend
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
-from fp8plan.model.precision import Stored
+from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk.expected import Level, RiskBudget
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
@@ -224,8 +224,11 @@ def vllm_env(setup: EngineSetup) -> dict[str, str]:
 
 def serve_command(kwargs: dict[str, Any], env: dict[str, str], extra: tuple[str, ...] = ()) -> str:
     """The shell command that serves the same engine."""
-    words = [f"{name}={value}" for name, value in env.items()] + ["vllm", "serve", str(kwargs["model"])]
-    return shlex.join([*words, *_flags(kwargs), *extra])
+    return shlex.join([*_assignments(env), "vllm", "serve", str(kwargs["model"]), *_flags(kwargs), *extra])
+
+
+def _assignments(env: Mapping[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in env.items()]
 
 
 def _flags(kwargs: Mapping[str, Any]) -> Iterable[str]:
@@ -240,20 +243,19 @@ def _flags(kwargs: Mapping[str, Any]) -> Iterable[str]:
             yield from (f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value))
 
 
-# Part of a precision -> the arguments of `vllm.LLM` that turn it on. vLLM starts with none of them left out.
-PART_ARGUMENTS: Final = {
-    "weights": ("quantization", "quantization_config", "moe_backend"),
-    "kv": ("kv_cache_dtype", "attention_backend"),
-}
+def precision_words(setup: EngineSetup, without: Precision) -> str:
+    """The words for `vllm serve` that start an engine in its precision instead of another one: variables and flags.
 
-
-def part_flags(setup: EngineSetup, part: str) -> str:
-    """The flags of `vllm serve` for one part of an engine's precision; empty if the checkpoint itself says it.
-
-    part: one of PART_ARGUMENTS
+    Empty if the checkpoint itself says it.
     """
-    kwargs = vllm_kwargs(setup)
-    return shlex.join(_flags({name: kwargs[name] for name in PART_ARGUMENTS[part] if name in kwargs}))
+    other = replace(setup, precision=without)
+    kwargs = _beyond(vllm_kwargs(setup), vllm_kwargs(other))
+    return shlex.join([*_assignments(_beyond(vllm_env(setup), vllm_env(other))), *_flags(kwargs)])
+
+
+def _beyond(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the others do not have, or have with another value."""
+    return {name: value for name, value in settings.items() if name not in others or others[name] != value}
 
 
 def emit_vllm(job: Job, kv_scales: str) -> str:

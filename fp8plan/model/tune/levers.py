@@ -17,7 +17,7 @@ import numpy as np
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import IntArray
-from fp8plan.model.emit.vllm import part_flags
+from fp8plan.model.emit.vllm import precision_words
 from fp8plan.model.limits import VERLS
 from fp8plan.model.plan.candidates import Candidate, Problem
 from fp8plan.model.plan.choice import SpeedUp, Timed, speed_up, timed
@@ -163,8 +163,8 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         in_plan = getattr(own.precision, differing[0]) != "bf16"
         without, with_it = (other, scene.choice) if in_plan else (scene.choice, other)
         before, after = (timed(c.timed, cut) for c in (without, with_it))
-        name, flags = FP8_PARTS[differing[0]], part_flags(with_it.setup, differing[0])
-        words = ({"vllm": flags} if flags else {}) | dict.fromkeys(("verl", "trl"), "by fp8plan's engine")
+        name, vllms = FP8_PARTS[differing[0]], precision_words(with_it.setup, without.setup.precision)
+        words = ({"vllm": vllms} if vllms else {}) | dict.fromkeys(("verl", "trl"), "by fp8plan's engine")
         levels = with_it.expected.level, without.expected.level
         price = f"risk {levels[0]}" + f", {levels[1]} without" * (levels[0] != levels[1])
         kl = f"KL k3 {with_it.expected.kl_k3:.1e} instead of {without.expected.kl_k3:.1e}"
