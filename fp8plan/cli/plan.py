@@ -382,6 +382,7 @@ def emit_command(
     ] = STDOUT,
 ) -> None:
     """Print or write the settings of a saved plan."""
+    from fp8plan.model.cost.host import OWN
     from fp8plan.model.plan.plan import Plan
 
     outputs.check([("the settings", output)])
@@ -396,6 +397,10 @@ def emit_command(
     plan_file = None if plan == STDOUT else os.path.abspath(plan)
     name: int | str | None = int(choice or 0) if is_number else choice
     settings = saved.emit(target, name, kv_scales, plan_file, _as_python(output))
+    if target != "vllm" and saved.inside == OWN:
+        print_notes(
+            [f"the plan's times are without {target}'s front end and sync; for them, plan with --emit {target}"]
+        )
     if output == STDOUT:
         _print_choice(saved, name)
         print(settings)

@@ -18,6 +18,7 @@ from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
 from fp8plan.model.cost.base import StepBatch, WindowReads
+from fp8plan.model.cost.host import OWN
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec
@@ -51,6 +52,14 @@ COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 5.58e-12, 270e-6, 1.22e-
 UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}
 # 25Gb/s, as well as the spellings 25Gbps, 25Gbit/s, 25 GBps and 3GByte/s. The case of b alone says bits or bytes.
 LINK: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:(b)(?:its?)?|(B)(?:ytes?)?)(?:/s|/sec|ps)\s*")
+# Who calls the engine (fp8plan.model.cost.host.INSIDE) -> the trainer whose own sync brings new weights. Those of verl
+# (BucketedWeightSender) and TRL (VLLMGeneration.sync_weights, VLLMClient) send all weights in BF16. fp8plan's engines
+# check and quantise what they receive. None: fp8plan's own sync.
+SENDERS: Final = {
+    OWN: None,
+    **dict.fromkeys(("verl", "verl-stock"), "verl"),
+    **dict.fromkeys(("trl", "trl-stock", "server", "server-stock"), "TRL"),
+}
 DEFAULT_LINK: Final = "400Gb/s"  # a network port of that speed; PCIe 5.0 x16 less its overhead is as fast
 
 
@@ -134,7 +143,7 @@ class WeightSync:
     optimizer:     one of fp8plan.model.weight_changes.OPTIMIZERS
     weights:       kind of matrix -> a sample, as fp8plan.model.weights.sampled returns; other kinds: normal ones
     measured:      measured shares of changed values over the theory's
-    patches:       False for trainers that cannot send a delta
+    sender:        the trainer whose own sync it is, one of SENDERS: always dense BF16. None: fp8plan's
     top_k:         settings of sparse syncs; None: all syncs are lossless
     """
 
@@ -143,7 +152,7 @@ class WeightSync:
     optimizer: str = "adamw"
     weights: Mapping[str, Weights] = field(default_factory=dict)
     measured: float = 1.0
-    patches: bool = True
+    sender: str | None = None
     top_k: TopK | None = None
 
     def __post_init__(self) -> None:
@@ -205,9 +214,10 @@ class SyncCost(NamedTuple):
 def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) -> list[SyncCost]:
     """Return the modes in which new weights can reach one engine GPU, the fastest first. Modelled, not measured.
 
-    Without a learning rate the only mode is DENSE_BF16: the engine quantises after it receives. With one there are
-    DENSE_FP8, for FP8 weights that the trainer quantises, and DELTA: patches of what has changed, from a copy on the
-    trainer's GPU, which is taken to be like the engine's. Vectors, under 0.1% of a model, are left out of a delta.
+    Without a learning rate, and with a trainer's own `sync.sender`, the only mode is DENSE_BF16: the engine quantises
+    after it receives. Else there are DENSE_FP8, for FP8 weights that the trainer quantises, and DELTA: patches of what
+    has changed, from a copy on the trainer's GPU, which is taken to be like the engine's. Vectors, under 0.1% of a
+    model, are left out of a delta.
     With `sync.top_k` there is TOP_K, too: patches of a part of what has changed.
 
     transfer:  the rank's bytes over `sync.link`
@@ -248,10 +258,11 @@ def sync_costs(model: StepModel, sync: WeightSync, recalibrate_kv: bool = True) 
         return cost(mode, nbytes, patch=seconds + nbytes * PATCH_BYTE_SECONDS)
 
     costs = [cost(Mode.DENSE_BF16, bf16_bytes)]
-    if rate is not None and quantised:
+    if rate is None or sync.sender is not None:
+        return costs
+    if quantised:
         costs.append(cost(Mode.DENSE_FP8, fp8_bytes, quantise=quantise + quantised * SENT_FP8_SECONDS))
-    if rate is not None and sync.patches:
-        costs.append(by_patches(Mode.DELTA, patch))
+    costs.append(by_patches(Mode.DELTA, patch))
     if sync.top_k is not None:
         costs.append(by_patches(Mode.TOP_K, patch + choice, _in_shares(sync.top_k, shape, precision)))
     return sorted(costs, key=lambda cost: cost.seconds)

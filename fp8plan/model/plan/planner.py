@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -26,17 +25,18 @@ from fp8plan.model.plan.candidates import Candidate, Problem, Progress, candidat
 from fp8plan.model.plan.choice import as_choices, baseline_of, choose
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.plan.syncs import sync_sentences
 from fp8plan.model.precision import FP8_KV, PRESETS
 from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import HOST_LOOP, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, RiskBudget, recommended_thresholds
-from fp8plan.model.rl_step import DEFAULT_LINK, Mode, StepTimes, SyncCost, WeightSync
+from fp8plan.model.rl_step import DEFAULT_LINK, SENDERS, StepTimes, WeightSync
 from fp8plan.model.rollout import Rollout
 from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
 from fp8plan.model.validate.records import Record
-from fp8plan.model.weight_changes import KL_OF_RESIDUAL, TopK
-from fp8plan.model.weights import LAYERS, SPREAD, sampled
+from fp8plan.model.weight_changes import TopK
+from fp8plan.model.weights import sampled
 from fp8plan.model.workload import Batch, Workload
 from fp8plan.version import planned_version, version_warnings
 
@@ -108,7 +108,7 @@ def predict(
     trainer:        the other parts of an RL step; None: only the rollout is compared
     link:           bandwidth of a weight sync to one engine GPU, such as "25Gb/s" or "3GB/s"; None: 400Gb/s
     learning_rate:  predicts the bytes of a sync that sends only what has changed. The RL step takes the fastest mode,
-                    and the reasons name it. None: syncs send all of BF16
+                    and the reasons name it. Without effect where verl or TRL sends. None: syncs send all of BF16
     optimizer:      with it, one of fp8plan.model.weight_changes.OPTIMIZERS; None: adamw
     top_k:          with it, also a sparse sync, which is not lossless; None: all modes are
     budget:         the highest mismatch risk that may be chosen
@@ -132,16 +132,18 @@ def predict(
     _check_kinds(locals())
     check_target(target)
     sync = _sync(trainer, link, learning_rate, optimizer, top_k)
-    if top_k is not None and target != "vllm":
-        raise ConfigError(f"top_k is {top_k}, and {target}'s own syncs send no patches; leave one of the two out")
     shape = model if isinstance(model, ModelShape) else ModelShape.from_hf(model)
-    if sync is not None and learning_rate is not None:
-        folder = Path(shape.source).parent
-        weights = sampled(folder) if Path(shape.source).is_file() else {}
-        sync = replace(sync, weights=weights, patches=target == "vllm")
-        sync = replace(sync, measured=changes_of(observed, shape, sync))
     most_gpus = gpus or (limits or EngineLimits()).tensor_parallel_size
     inside = check_inside(_calls(target, most_gpus) if inside is None else inside)
+    if sync is not None:
+        sync = replace(sync, sender=SENDERS[inside if target == "vllm" else target])
+    if sync is not None and learning_rate is not None:
+        if top_k is not None and sync.sender is not None:
+            raise ConfigError(f"top_k is {top_k}, and {sync.sender}'s own sync sends no patches; leave one of them out")
+        folder = Path(shape.source).parent
+        weights = sampled(folder) if Path(shape.source).is_file() else {}
+        sync = replace(sync, weights=weights)
+        sync = replace(sync, measured=changes_of(observed, shape, sync))
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     card = card if gpus_per_node is None else replace(card, gpus_per_node=gpus_per_node)
     engine_version = planned_version(engine_version, card.is_cpu)
@@ -219,7 +221,7 @@ def predict(
             observed=bool(seen),
         )
         + limits_matter(best)
-        + _syncs(tried, best, sync)
+        + (() if sync is None else sync_sentences(tried, best, sync))
         + (anchor.sentences(alone, used, choices, chosen, rollouts) if anchor else ()),
         warnings=(*version_warnings(engine_version), *warnings, *risky, *_lowered(best, limits.derived(card))),
         budget=budget,
@@ -274,52 +276,6 @@ def _sync(
     if trainer is None and learning_rate is None:
         return None
     return WeightSync(DEFAULT_LINK if link is None else link, learning_rate, optimizer or "adamw", top_k=top_k)
-
-
-def _syncs(tried: Sequence[Candidate], chosen: Candidate, sync: WeightSync | None) -> tuple[str, ...]:
-    """A sentence on the fastest sync of each precision on the chosen layout, if the learning rate is known."""
-    if sync is None or sync.learning_rate is None:
-        return ()
-    layout, parts = chosen.setup.limits.cut, []
-    for candidate in tried:
-        if not candidate.syncs or candidate.setup.limits.cut != layout:
-            continue
-        fastest, dense = candidate.syncs[0], next(cost for cost in candidate.syncs if cost.mode.dense)
-        notes = [_break_even(cost, candidate.syncs) for cost in candidate.syncs if not cost.mode.dense]
-        notes = notes or ["verl's and TRL's own syncs send no deltas"]
-        other = "" if fastest is dense else f" instead of {dense.seconds:.3g} s for {dense.mode}"
-        best = f"{fastest.mode} of {fastest.bytes / 1e9:.3g} GB in {fastest.seconds:.3g} s{other}"
-        parts.append(f"{candidate.setup.precision.name} {best} ({'; '.join(notes)})")
-    how = f"{sync.link}, at a learning rate of {sync.learning_rate:g} with {sync.optimizer}"
-    layers, share = sync.weights.get(LAYERS), sync.changed(LAYERS)
-    spread = f"{SPREAD}, assumed" if layers is None else f"{layers.spread:.2g}, measured in the checkpoint"
-    times = "" if sync.measured == 1.0 else f", {sync.measured:.2g} times as many as in theory, as measured"
-    changes = f"a step changes {share.codes:.2%} of their E4M3 codes and {share.bf16:.2%} of their BF16 values{times}"
-    how += f" (modelled: weights of layers have a spread of {spread}, and {changes})"
-    fastest_of_each = f"The fastest weight sync over {how}: {'; '.join(parts)}."
-    return (fastest_of_each,) if sync.top_k is None else (fastest_of_each, _what_waits(sync.top_k))
-
-
-def _break_even(cost: SyncCost, syncs: Sequence[SyncCost]) -> str:
-    """The bandwidth below which a delta is faster than a dense sync, or top-k than a delta."""
-    other = next(each for each in syncs if (each.mode.dense if cost.mode.lossless else each.mode is Mode.DELTA))
-    below = cost.pays_below(other) * 8 / 1e9
-    pays = "never" if below == 0 else "always" if math.isinf(below) else f"below {below:.3g} Gb/s"
-    size = "" if cost is syncs[0] else f" of {cost.bytes / 1e9:.3g} GB in {cost.seconds:.3g} s"
-    return f"a delta{size} pays {pays}" if cost.mode.lossless else f"top-k{size} pays {pays}, against a delta"
-
-
-def _what_waits(top_k: TopK) -> str:
-    """A sentence on the KL that top-k adds."""
-    low, high = KL_OF_RESIDUAL["share" if top_k.residual is None else "residual"]
-    fact = (
-        f"Top-k of {top_k} is not lossless. In steps of SmolLM2 135M it added a KL per token of {low:,} to {high:,} "
-        "times the square of report.residual; for other models it is not known"
-    )
-    if top_k.residual is None:
-        return f"{fact}. The residual grows while a step changes more than a sync sends."
-    at = f"{low * top_k.residual**2:.2g} to {high * top_k.residual**2:.2g}"
-    return f"{fact} (at this residual, {at}). Its bytes are those of a long run, in which every change must come."
 
 
 def _calls(target: str, gpus: int) -> str:

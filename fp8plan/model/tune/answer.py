@@ -10,10 +10,12 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.explain import COMPONENTS, seconds
 from fp8plan.model.plan.planner import Prediction
+from fp8plan.model.plan.syncs import sync_in_the_step
 from fp8plan.model.precision import BF16
 from fp8plan.model.risk.expected import LEAST_GAIN
 from fp8plan.model.rollout import TAIL_SHARE, least_seconds, simulate, step_batch
-from fp8plan.model.tune.levers import Lever, Scene, levers
+from fp8plan.model.tune.levers import levers
+from fp8plan.model.tune.scene import Lever, Scene
 from fp8plan.model.tune.search import WORTH_A_CHANGE, Tuned, in_words
 from fp8plan.model.tune.speculation import Speculation
 
@@ -148,7 +150,9 @@ class Answer:
         """The sentences below the table."""
         idle = [f"Changes nothing here: {'; '.join(self.idle)}."] if self.idle else []
         drafts = [] if self.speculation else [NO_DRAFTS]
-        return (self.limited_by, self.floor, *idle, *drafts, NOT_MODELLED)
+        choice, sync = self.tuned.best.chosen, self.tuned.best.problem.sync
+        in_the_step = [] if sync is None else sync_in_the_step(choice, sync)
+        return (self.limited_by, self.floor, *in_the_step, *idle, *drafts, NOT_MODELLED)
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as plain data, for JSON."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -19,115 +19,27 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.emit.vllm import precision_words
 from fp8plan.model.limits import VERLS
-from fp8plan.model.plan.candidates import Candidate, Problem
-from fp8plan.model.plan.choice import SpeedUp, Timed, speed_up, timed
-from fp8plan.model.rollout import WHOLE, Rollout, Simulated, simulate
+from fp8plan.model.plan.choice import SpeedUp, speed_up, timed
+from fp8plan.model.rollout import WHOLE, simulate
 from fp8plan.model.tune.cut import WARM_UP, Partial, beside, bias, cut_after, drawn, partial_rollouts
+from fp8plan.model.tune.scene import NOTHING, UNKNOWN, Lever, Scene
 from fp8plan.model.tune.search import Tuned, in_words
-from fp8plan.model.tune.speculation import Speculation, speculated
+from fp8plan.model.tune.speculation import speculated
+from fp8plan.model.tune.weight_sync import sync_levers
 from fp8plan.model.workload import Batch
 
 MORE: Final = (0.1, 0.25)  # shares of responses that are asked for beyond those that are needed
 CAP: Final = 0.95  # quantile of the lengths at which responses are cut
 VERL: Final = "actor_rollout_ref.rollout"
 IN_FLIGHT: Final = (0.1, 0.25, 0.5, 1.0, 2.0)  # the same shares, of asynchronous training
-UNKNOWN: Final = "unknown"  # no run of fp8plan has measured it
 # Steps 2 to 8 and the first one of separate_async in benchmarks/results/verl_h100.jsonl.
 LAGGING: Final = "unknown; a run of verl one version behind: KL k3 9.8e-03 to 1.8e-02 instead of 5.4e-03"
-NOTHING: Final = "nothing"
-
-
-@dataclass(frozen=True, slots=True)
-class Lever:
-    """One lever, pulled alone.
-
-    name, setting: what is done
-    words:    program -> its own words for the setting; a program that has none is left out
-    in_plan:  the plan has it: the gain is that over the plan without it
-    step:     the seconds are those of the RL step, not of the rollout
-    before_s, after_s: without and with it
-    gain:     ratio of the two, with its 90% interval
-    price:    what it costs besides time
-    mismatch: what it adds to the mismatch of the precision
-    """
-
-    name: str
-    setting: str
-    words: Mapping[str, str]
-    before_s: float
-    after_s: float
-    gain: SpeedUp
-    price: str
-    mismatch: str = NOTHING
-    in_plan: bool = False
-    step: bool = False
-
-    @property
-    def saved_s(self) -> tuple[float, float, float]:
-        """The seconds saved, and the ends of their 90% interval."""
-        low, high = (1 - 1 / (end or self.gain.ratio) for end in (self.gain.low, self.gain.high))
-        return self.before_s - self.after_s, self.before_s * low, self.before_s * high
-
-    def to_dict(self) -> dict[str, Any]:
-        """The lever as plain data, for JSON."""
-        saved, low, high = self.saved_s
-        gain = {"gain": self.gain.ratio, "gain_low": self.gain.low, "gain_high": self.gain.high}
-        times = {"before_s": self.before_s, "after_s": self.after_s, "saved_s": saved}
-        named = {"lever": self.name, "setting": self.setting, "words": dict(self.words), "in_plan": self.in_plan}
-        of = {"of": "RL step" if self.step else "rollout", "ground": "modelled"}
-        price = {"price": self.price, "mismatch": self.mismatch}
-        return named | of | times | {"saved_low_s": low, "saved_high_s": high} | gain | price
-
-
-@dataclass(frozen=True)
-class Scene:
-    """The choice of a plan, simulated, and what all levers share. speculation: drafts to weigh, or None"""
-
-    choice: Candidate
-    problem: Problem
-    base: Simulated
-    speculation: Speculation | None = None
-
-    @classmethod
-    def of(cls, tuned: Tuned, speculation: Speculation | None = None) -> Scene:
-        """The scene of a tuned plan's choice."""
-        choice, problem = tuned.best.chosen, tuned.best.problem
-        base = simulate(choice.setup, problem.batch, problem.profile, memory=choice.memory)
-        return cls(choice, problem, base, speculation)
-
-    @property
-    def before(self) -> Timed:
-        """The rollout of the choice."""
-        return timed(self.base.rollout, self.choice.setup.limits.cut)
-
-    @property
-    def whole(self) -> bool:
-        """True if every request was simulated, so that it is known when each response ends."""
-        return all(plan.sampled is None for plan in self.base.schedules)
-
-    @cached_property
-    def longest_alone_s(self) -> float:
-        """Seconds of the longest response alone on a replica."""
-        batch = self.problem.batch
-        return self.run(batch.take([int(batch.responses.argmax())]), data_parallel_size=1).makespan_s
-
-    def run(self, batch: Batch, **limits: Any) -> Rollout:
-        """The rollout of a batch on the engine of the choice, or on one with other limits."""
-        setup = replace(self.choice.setup, limits=replace(self.choice.setup.limits, **limits))
-        return simulate(setup, batch, self.problem.profile).rollout
-
-    def lever(
-        self, name: str, setting: str, words: Mapping[str, str], after: Timed, price: str, **others: Any
-    ) -> Lever:
-        """A lever on top of the plan, which takes the rollout to `after`."""
-        gain = speed_up(self.before, after, self.problem.profile)
-        return Lever(name, setting, words, self.before.seconds, after.seconds, gain, price, **others)
 
 
 def levers(tuned: Tuned, scene: Scene) -> list[Lever]:
     """Every lever that is modelled, and the plan's own changes; those that save most come first."""
     every = [*_in_plan(tuned, scene), *_precisions(tuned, scene), *_order(scene), *_off_policy(scene)]
-    every += [*_cap(scene), *_samples(scene), *_more_gpus(scene), *_speculative(scene)]
+    every += [*_cap(scene), *_samples(scene), *_more_gpus(scene), *_speculative(scene), *sync_levers(scene)]
     if scene.whole:
         every += [*_stopped(scene), *_partial(scene)]
     return sorted(every, key=lambda lever: -lever.saved_s[0])

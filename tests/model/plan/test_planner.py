@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 from uniform_models import resized
 
 import fp8plan
@@ -33,10 +32,9 @@ from fp8plan.model.plan.planner import plan, predict
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.risk.expected import LEAST_GAIN, LEVELS, MismatchRisk, RiskBudget
-from fp8plan.model.rl_step import Mode, StepTimes
+from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout, Simulated, Timeline, simulate
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.weight_changes import TopK
 from fp8plan.model.workload import Fixed, LogNormal, Trace, Workload
 
 SMALL = "Qwen/Qwen3-0.6B"
@@ -722,61 +720,3 @@ def test_engines_without_cuda_graphs_are_said_to_be_unmeasured() -> None:
     assert warned("h200", enforce_eager=True)
     assert not warned("h200")
     assert not warned("cpu")  # where vLLM has no others
-
-
-def test_the_weights_of_a_local_checkpoint_are_measured(tmp_path: Path) -> None:
-    """A wide spread makes fewer changes, so a delta is smaller."""
-    config = {"model_type": "qwen3", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config |= {"num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 512, "vocab_size": 512}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-
-    def delta() -> tuple[float, str]:
-        made = predict(str(tmp_path), "h200", WORK, precisions=["fp8_block"], learning_rate=1e-6)
-        (reason,) = [reason for reason in made.plan.reasons if "weight sync over" in reason]
-        return next(cost.bytes for cost in made.chosen.syncs if cost.mode == "delta"), reason
-
-    without, assumed = delta()
-    wide = np.random.default_rng(1).normal(0, 0.5, (512, 256)).astype(np.float32)
-    names = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight")
-    save_file(dict.fromkeys(names, wide), tmp_path / "model.safetensors")
-    measured, told = delta()
-    assert measured < without / 3
-    assert "a spread of 0.02, assumed" in assumed
-    assert "a spread of 0.5, measured in the checkpoint" in told
-
-
-@pytest.mark.parametrize(
-    ("setting", "waits"), [("1e-5", "grows while a step changes more"), ("residual=1e-2", "of a long run")]
-)
-def test_a_step_takes_top_k_only_where_it_is_asked_for_and_the_plan_says_what_is_lost(setting: str, waits: str) -> None:
-    arguments = {"precisions": ["bf16"], "learning_rate": 1e-6, "link": "1Gb/s"}
-    arguments |= {"trainer": StepTimes(train_s=1, logprob_s=1)}
-    exact = predict("Qwen/Qwen3-8B", "h200", WORK, **arguments)
-    sparse = predict("Qwen/Qwen3-8B", "h200", WORK, top_k=TopK.parse(setting), **arguments)
-    delta, top_k = exact.chosen.syncs[0], sparse.chosen.syncs[0]
-    assert (delta.mode, top_k.mode) == (Mode.DELTA, Mode.TOP_K)
-    assert exact.chosen.step_s - sparse.chosen.step_s == pytest.approx(delta.seconds - top_k.seconds)
-    (fastest, lost) = [reason for reason in sparse.plan.reasons if "top-k" in reason.lower()]
-    assert "bf16 top-k of " in fastest
-    assert "against a delta; a delta of " in fastest
-    assert f"Top-k of {TopK.parse(setting)} is not lossless" in lost
-    assert waits in lost
-    assert not any("top-k" in reason.lower() for reason in exact.plan.reasons)
-
-
-def test_top_k_that_nothing_uses_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"top_k is 20MB without a learning rate; give --learning-rate 1e-6"):
-        predict("Qwen/Qwen3-8B", "h200", WORK, top_k=TopK(nbytes=2e7))
-    with pytest.raises(ConfigError, match=r"top_k is 0.5, and verl's own syncs send no patches"):
-        predict("Qwen/Qwen3-8B", "h200", WORK, top_k=TopK(share=0.5), learning_rate=1e-6, target="verl")
-    with pytest.raises(ConfigError, match=r"top_k is '20MB'; allowed: TopK or None"):
-        predict("Qwen/Qwen3-8B", "h200", WORK, top_k="20MB", learning_rate=1e-6)  # type: ignore[arg-type]
-
-
-def test_trainers_that_send_no_delta_are_not_promised_one() -> None:
-    for target, promised in (("vllm", True), ("verl", False), ("trl", False)):
-        made = predict(
-            "Qwen/Qwen3-8B", "h200", WORK, precisions=["fp8_block"], learning_rate=1e-6, link="1Gb/s", target=target
-        )
-        assert (made.chosen.syncs[0].mode == "delta") == promised
-        assert any("send no deltas" in reason for reason in made.plan.reasons) != promised

@@ -15,7 +15,8 @@ from fp8plan.model.configs import bundled_configs
 from fp8plan.model.emit.vllm import precision_words, serve_command, vllm_env, vllm_kwargs
 from fp8plan.model.precision import PRESETS, precision
 from fp8plan.model.setup import EngineSetup
-from fp8plan.model.tune.levers import FP8_PARTS, Scene, levers
+from fp8plan.model.tune.levers import FP8_PARTS, levers
+from fp8plan.model.tune.scene import Scene
 from fp8plan.model.tune.search import search
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 
