@@ -159,8 +159,20 @@ class EngineSetup:
         most = self._most_running()
         if given:
             raise CapacityError(self._too_many(memory, most))
-        lowered = self._running(most)
+        lowered = self._running(Lowerable(most))
         return lowered, lowered.memory()
+
+    def lowered_from(self, asked: EngineLimits) -> tuple[str, ...]:
+        """A sentence on this engine's max_num_seqs, if `placed` has lowered it from the one that was asked for."""
+        own = self.limits.max_num_seqs
+        if own == asked.max_num_seqs:
+            return ()
+        sentence = (
+            f"max_num_seqs is {own} instead of {asked.max_num_seqs}: some layers keep a recurrent state, and with CUDA "
+            f"graphs vLLM starts only if each running request has one of the {self.memory().num_gpu_blocks} KV blocks "
+            "(predicted; a few are kept in reserve)"
+        )
+        return (sentence,)
 
     def _most_running(self) -> int:
         """The largest max_num_seqs below this one that surely does not exceed its blocks.

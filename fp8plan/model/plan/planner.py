@@ -223,7 +223,7 @@ def predict(
         + limits_matter(best)
         + (() if sync is None else sync_sentences(tried, best, sync))
         + (anchor.sentences(alone, used, choices, chosen, rollouts) if anchor else ()),
-        warnings=(*version_warnings(engine_version), *warnings, *risky, *_lowered(best, limits.derived(card))),
+        warnings=(*version_warnings(engine_version), *warnings, *risky, *best.setup.lowered_from(limits.derived(card))),
         budget=budget,
         kv_scales="calibrated" if kv_scales_calibrated else "unit",
         anchor=anchor,
@@ -242,19 +242,6 @@ def limits_matter(chosen: Candidate) -> tuple[str, ...]:
     if rollout.recomputed_tokens >= LEAST_GAIN * rollout.output_tokens:
         costs.append(f"{rollout.preemptions:,} preemptions lose {rollout.recomputed_tokens:,} tokens of work")
     return (f"Other limits may be faster: {', and '.join(costs)}. fp8plan tune searches them.",) if costs else ()
-
-
-def _lowered(chosen: Candidate, asked: EngineLimits) -> list[str]:
-    """A sentence on a max_num_seqs that is lower than the one `asked`, as the KV pool has too few blocks for it."""
-    own, memory = chosen.setup.limits.max_num_seqs, chosen.memory
-    if memory is None or own == asked.max_num_seqs:
-        return []
-    sentence = (
-        f"max_num_seqs is {own} instead of {asked.max_num_seqs}: some layers keep a recurrent state, and with CUDA "
-        f"graphs vLLM starts only if each running request has one of the {memory.num_gpu_blocks} KV blocks "
-        "(predicted; a few are kept in reserve)"
-    )
-    return [sentence]
 
 
 def _sync(

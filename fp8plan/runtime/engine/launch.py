@@ -17,10 +17,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fp8plan.errors import ConfigError, warn
+from fp8plan.errors import ConfigError, Fp8PlanError, warn
 from fp8plan.model.configs import find_config
 from fp8plan.model.emit.vllm import vllm_env, vllm_kwargs
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.limits import Derived, EngineLimits, Lowerable
 from fp8plan.model.precision import precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.options import not_predicted, refuse_unknown, remarks
@@ -96,7 +96,8 @@ class Launch:
         if self.precisions is not None and name not in self.precisions:
             size = self.limits.tensor_parallel_size
             raise ConfigError(f"the plan has no {name} on {size} GPU(s); allowed: a plan with all precisions")
-        setup = replace(self.setup, precision=precision(name))
+        limits = replace(self.limits, max_num_seqs=Lowerable(self.limits.max_num_seqs))
+        setup = replace(self.setup, precision=precision(name), limits=limits)
         keep = self.keep_bf16 if setup.precision.weights == "fp8_block" else (0, 0)
         return launch(setup, str(self.kwargs["model"]), keep, self.more, self.precisions)
 
@@ -208,6 +209,7 @@ def launch(
     limit_names = {field.name for field in fields(EngineLimits)}
     limits = replace(setup.limits, **{name: value for name, value in more.items() if name in limit_names})
     runs = replace(setup, model=model if local else setup.model, limits=replace(limits, data_parallel_size=1))
+    runs = _with_a_block_each(runs)
     kwargs = vllm_kwargs(runs) | {"model": model, "disable_log_stats": False} | dict(more)
     kwargs["worker_extension_cls"] = EXTENSION
     if preset.weights == "fp8_block":
@@ -217,6 +219,22 @@ def launch(
     for remark in remarks(more):
         warn(remark)
     return Launch(runs, kwargs, vllm_env(setup), keep_bf16, more, precisions)
+
+
+def _with_a_block_each(setup: EngineSetup) -> EngineSetup:
+    """The engine with as many running requests as `EngineSetup.placed` allows, and a warning if these are fewer.
+
+    A number that the caller insists on stays, and so does one of a model whose memory cannot be predicted.
+    """
+    if setup.gpu.is_cpu or not isinstance(setup.limits.max_num_seqs, Derived | Lowerable):
+        return setup
+    try:
+        started, _ = setup.placed()
+    except Fp8PlanError:  # vLLM says at its start what is wrong, if it is
+        return setup
+    for sentence in started.lowered_from(setup.limits):
+        warn(sentence)
+    return started
 
 
 def _config(model: str | Path, planned: str) -> dict[str, Any]:

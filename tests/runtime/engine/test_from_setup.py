@@ -141,3 +141,26 @@ def test_an_engine_of_a_setup_may_become_any_precision_and_one_of_a_plan_its_own
     assert planned.with_precision("fp8_block").precisions == planned.precisions
     with pytest.raises(ConfigError, match="the plan has no bf16 on 1 GPU"):
         planned.with_precision("bf16")
+
+
+TIGHT = ("Qwen/Qwen3.5-9B", "rtx4090")  # in BF16 it has fewer blocks than vLLM's default of 256 requests
+
+
+def test_a_hybrid_engine_starts_with_no_more_requests_than_it_has_blocks() -> None:
+    setup = EngineSetup(*TIGHT, "bf16")
+    with pytest.warns(RuntimeWarning, match=r"max_num_seqs is \d+ instead of 256: some layers keep a recurrent state"):
+        started = launch(setup)
+    assert started.limits.max_num_seqs == started.kwargs["max_num_seqs"] <= started.setup.memory().num_gpu_blocks
+    assert started.limits.max_num_batched_tokens == started.kwargs["max_num_batched_tokens"] == 8192
+    assert launch(setup, more={"max_num_seqs": 256}).kwargs["max_num_seqs"] == 256  # the caller insists
+    assert launch(setup, more={"enforce_eager": True}).kwargs["max_num_seqs"] == 256  # no CUDA graphs
+    assert launch(EngineSetup("Qwen/Qwen3-8B", "h200")).kwargs["max_num_seqs"] == 1024
+
+
+def test_a_step_down_lowers_the_requests_to_the_blocks_that_are_left() -> None:
+    """Also of a plan, whose numbers are given: with them vLLM would not start, and the run would end."""
+    roomy = launch(EngineSetup(*TIGHT, "fp8_block", EngineLimits(max_num_seqs=256, max_num_batched_tokens=8192)))
+    assert roomy.kwargs["max_num_seqs"] == 256
+    with pytest.warns(RuntimeWarning, match="instead of 256"):
+        lower = roomy.with_precision("bf16")
+    assert lower.kwargs["max_num_seqs"] <= lower.setup.memory().num_gpu_blocks

@@ -1,0 +1,77 @@
+"""Clock and watts of a card that has a sibling's profile, against the law of the module's docstring."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from fp8plan.model.hardware import Gpu, find_gpu, gpus
+from fp8plan.model.profile.library import load_profile
+from fp8plan.model.profile.sibling import IDLE, LIMIT, UNKNOWN_POWER_SD, clock_ratio, power_sd, watts_of_sibling
+
+H100, H200 = find_gpu("h100_sxm"), find_gpu("h200_sxm")
+NVL = replace(H100, name="nvl", power_limit_watts=400.0)  # the SMs and the limit of an H100 NVL
+UNKNOWN = replace(H100, power_limit_watts=None)
+WITH_LIMIT = [card for card in gpus() if card.power_limit_watts]
+
+
+def fewer_sms(gpu: Gpu, share: float) -> Gpu:
+    return replace(gpu, sm_count=round(gpu.sm_count * share))
+
+
+def test_the_clock_goes_with_the_cube_root_of_the_watts_for_each_sm() -> None:
+    assert clock_ratio(H100, NVL) == pytest.approx((400 / 700) ** (1 / 3))
+    assert round(clock_ratio(H100, NVL), 3) == 0.830  # as the docstring says, where the datasheet has 0.844
+    assert clock_ratio(H100, replace(H100, power_limit_watts=350.0, sm_count=114)) == pytest.approx(0.833, abs=5e-4)
+    half = fewer_sms(H100, 0.5)
+    assert clock_ratio(H100, half) == pytest.approx(2 ** (1 / 3))
+    assert clock_ratio(H100, replace(half, power_limit_watts=H100.power_limit_watts / 2)) == pytest.approx(1.0)
+
+
+def test_a_clock_is_relative_so_ratios_multiply_and_invert() -> None:
+    assert len(WITH_LIMIT) > 10
+    for one, two in product(WITH_LIMIT, WITH_LIMIT):
+        assert clock_ratio(one, two) * clock_ratio(two, one) == pytest.approx(1.0)
+        assert clock_ratio(one, H100) * clock_ratio(H100, two) == pytest.approx(clock_ratio(one, two))
+
+
+def test_without_a_limit_the_clock_is_the_same_and_the_doubt_is_that_of_an_unknown_one() -> None:
+    for pair in ((H100, UNKNOWN), (UNKNOWN, H100), (UNKNOWN, UNKNOWN)):
+        assert clock_ratio(*pair) == 1.0
+        assert power_sd(*pair) == UNKNOWN_POWER_SD
+    assert pytest.approx(math.log(clock_ratio(H100, replace(H100, power_limit_watts=1400.0)))) == 2 * UNKNOWN_POWER_SD
+
+
+def test_the_doubt_is_the_correction_and_none_for_the_same_power() -> None:
+    assert power_sd(H100, H200) == power_sd(H100, H100) == 0.0
+    assert power_sd(H100, NVL) == pytest.approx(-math.log(clock_ratio(H100, NVL)))
+    for one, two in product(WITH_LIMIT, WITH_LIMIT):
+        assert power_sd(one, two) == pytest.approx(power_sd(two, one))
+        assert power_sd(one, two) >= abs(math.log(clock_ratio(one, two))) - 1e-12
+
+
+def test_fewer_sms_at_a_limit_in_proportion_need_no_correction_and_are_in_doubt() -> None:
+    small = replace(fewer_sms(H100, 0.5), power_limit_watts=H100.power_limit_watts / 2)
+    assert clock_ratio(H100, small) == pytest.approx(1.0)
+    assert power_sd(H100, small) == pytest.approx(math.log(2) / 3 / 2)
+
+
+def test_a_measured_card_keeps_its_watts_and_a_lower_limit_changes_all_but_the_limit() -> None:
+    coefficients = load_profile(H200, "0.26.0")[0].coefficients
+    assert IDLE in coefficients
+    assert watts_of_sibling(coefficients, H200, H200) == pytest.approx(coefficients)
+    lower = watts_of_sibling(coefficients, H200, replace(H200, power_limit_watts=400.0))
+    changed = {name for name, value in coefficients.items() if lower[name] != pytest.approx(value)}
+    assert changed == {name for name in coefficients if name.startswith("power.") and name not in (IDLE, LIMIT)}
+    assert all(lower[name] < coefficients[name] for name in changed)
+
+
+def test_an_unknown_limit_is_that_of_the_measured_card_for_each_sm() -> None:
+    coefficients = load_profile(H200, "0.26.0")[0].coefficients
+    half = replace(fewer_sms(H200, 0.5), power_limit_watts=None)
+    assert watts_of_sibling(coefficients, H200, half)[LIMIT] == pytest.approx(H200.power_limit_watts / 2)
+    assert watts_of_sibling(coefficients, UNKNOWN, half) == coefficients
+    assert watts_of_sibling({"gemm": 1.0}, H200, half) == {"gemm": 1.0}
