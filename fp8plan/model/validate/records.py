@@ -30,6 +30,7 @@ from fp8plan.schemas import LENGTHS, REQUIRED, RolloutRecord, check_version, che
 NO_ROLLOUT: Final = "a Monitor knows rollouts from its engine, or from step(..., rollout=...)"
 WARMING: Final = "it compiles and fills caches, and predictions are of warm engines"
 COUNT_IT: Final = "--include-first counts it"
+OF_TOOLS: Final = "their seconds hold waits for tools and the prefill of their output, which predictions leave out"
 # A change in one of these fields, from record to record, means a new engine.
 OF_ENGINE: Final = ("model", "engine_version", "precision", "gpu", "inside", *RECORDED)
 
@@ -135,6 +136,7 @@ class Record:
     batch, limits: the requests and the engine; limits.num_gpu_blocks is set if the record imposes kv_cache_tokens
     seconds:       measured wall time
     group:         same workload, GPU and limits, whatever the precision and KV size
+    turns:         tool output in the responses
     fields:        the record as read, unknown keys included
     """
 
@@ -143,6 +145,7 @@ class Record:
     limits: EngineLimits
     seconds: float
     group: str
+    turns: Turns
     fields: dict[str, Any]
 
     @property
@@ -173,22 +176,33 @@ class Run(NamedTuple):
     without_rollout: the number of lines of steps without a rollout, which are not in `records`
     torn:            a note on a last line that breaks off, as in a run that is being written, or was killed
     first:           lines and steps of the first rollouts of an engine that are not in `records`
+    with_tools:      lines and steps of rollouts with tool output that are not in `records`
     """
 
     records: list[Record]
     without_rollout: int
     torn: str | None
     first: list[tuple[int, Any]]
+    with_tools: list[tuple[int, Any]]
 
     @property
     def notes(self) -> list[str]:
         """Sentences on the lines that were left out."""
-        lines = len(self.records) + self.without_rollout + len(self.first)
+        lines = len(self.records) + self.without_rollout + len(self.first) + len(self.with_tools)
         steps = f"{self.without_rollout} of {lines} lines are left out: a Monitor's steps without a rollout"
         sentences = [steps] if self.without_rollout else []
         if self.first:
             are = "is left out, the first rollout" if len(self.first) == 1 else "are left out, the first rollouts"
             sentences.append(f"{_steps(self.first)} {are} of an engine: {WARMING}; {COUNT_IT}")
+        if self.with_tools:
+            are = (
+                "is left out, as its responses have" if len(self.with_tools) == 1 else "are left out, as responses have"
+            )
+            sentences.append(f"{_steps(self.with_tools)} {are} tool output: {OF_TOOLS}")
+        if unclear := [(record.line, record.fields.get("step")) for record in self.records if record.turns != SINGLE]:
+            sentences.append(
+                f"{_steps(unclear)}: the log cannot tell if some tokens are tool output; they count as generated"
+            )
         return [*sentences, *([self.torn] if self.torn else [])]
 
 
@@ -202,12 +216,13 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
 
     The first rollout of an engine is left out unless `include_first`: it holds compilation and warm-up. It has the
     field `first_rollout`, or is found by `_begins` in a Monitor's records. Records that were measured one by one are
-    warm.
+    warm. Rollouts with tool output are left out, as predictions have no waits for tools.
 
-    Raises ConfigError naming the line and the field that cannot be used, and for a run of only first rollouts.
+    Raises ConfigError naming the line and the field that cannot be used, and for a run of only such rollouts.
     """
     file = Path(path)
-    records, without_rollout, torn, first = list[Record](), 0, None, list[tuple[int, Any]]()
+    records, without_rollout, torn = list[Record](), 0, None
+    first, with_tools = list[tuple[int, Any]](), list[tuple[int, Any]]()
     before: dict[str, Any] | None = None  # the Monitor's record before
     marked = False  # True if a record has `first_rollout`: each Monitor of the file marks its own
     for number, fields in lines(file, "record file"):
@@ -227,8 +242,15 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
             before = {name: value for name, value in fields.items() if name not in LENGTHS}
         if begins and not include_first:
             first.append((number, fields.get("step")))
+        elif record.turns.tool_share:
+            with_tools.append((number, fields.get("step")))
         else:
             records.append(record)
+    if with_tools and not records:
+        raise ConfigError(
+            f"{file} has no rollout to compare: there is tool output in {_steps(with_tools)}, and {OF_TOOLS}; give "
+            "rollouts of single turns"
+        )
     if first and not records:
         raise ConfigError(
             f"{file} has only {_steps(first)}, the first of an engine: {WARMING}; let the run go on, or give "
@@ -239,7 +261,7 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
         raise ConfigError(f"{file} has no records, only {steps}; {NO_ROLLOUT}")
     if not records:
         raise ConfigError(f"{file} has no records; it needs one JSON object per line")
-    return Run(records, without_rollout, torn, first)
+    return Run(records, without_rollout, torn, first, with_tools)
 
 
 def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None, marked: bool) -> bool:
@@ -270,11 +292,11 @@ def record_of(fields: dict[str, Any], number: int, where: str) -> Record:
     check_fields(fields, where)
     try:
         caller_of(fields)
-        batch, seconds = batch_of(fields), _seconds(fields)
+        batch, seconds, turns = batch_of(fields), _seconds(fields), turns_of(fields)
         limits = recorded_limits(fields).holding(batch.longest)
     except Fp8PlanError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return Record(number, batch, limits, seconds, _group(fields, batch, limits), fields)
+    return Record(number, batch, limits, seconds, _group(fields, batch, limits), turns, fields)
 
 
 def check_fields(fields: dict[str, Any], where: str) -> None:
