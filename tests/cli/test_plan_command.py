@@ -352,7 +352,8 @@ def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pyte
     assert json.loads(kv)["engine_args"]["kv_cache_dtype"] == "fp8"
     monkeypatch.setattr(sys, "stdin", io.StringIO(Path("plan.json").read_text()))
     done = fp8plan("emit", "-", "verl", "-o", "verl.args")
-    assert (done.code, done.out, done.err) == (0, "", "written: verl.args\n")
+    other = "note: the plan's times are without verl's front end and sync; for them, plan with --emit verl"
+    assert (done.code, done.out, done.err) == (0, "", f"{other}\nwritten: verl.args\n")
     assert "actor_rollout_ref.rollout.name=fp8plan" in Path("verl.args").read_text()
     monkeypatch.setattr(sys, "stdin", io.StringIO(Path("plan.json").read_text()))
     assert fp8plan("emit", "-", "verl").out == Path("verl.args").read_text()
