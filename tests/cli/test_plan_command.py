@@ -339,7 +339,7 @@ def test_a_long_name_and_a_link_to_come_are_written(tmp_path: Path, name: str) -
 
 @pytest.mark.slow
 def test_the_page_shows_the_settings_of_the_same_command(fp8plan: Callable[..., Done]) -> None:
-    words = [*LARGE, "--prompts", "2", "--samples", "2", "--emit", "verl=verl.args", "--plot", "plan.html"]
+    words = [*NEAR, "--prompts", "2", "--samples", "2", "--emit", "verl=verl.args", "--plot", "plan.html"]
     for more in (["--kv-scales", "calibrated"], ["--kv-scales", "unit", "--accept", "high"], []):
         assert fp8plan(*words, *more).code == 0
         assert Path("verl.args").read_text().strip() in html.unescape(Path("plan.html").read_text())
@@ -374,25 +374,24 @@ def test_a_saved_plan_is_emitted(fp8plan: Callable[..., Done], monkeypatch: pyte
         refused(fp8plan("emit", *words), *parts)
 
 
-LARGE = ["plan", "Qwen/Qwen3-32B", "--gpu", "h200", "--response-lengths", "fixed:9000", "--precision", "fp8_kv"]
-
-
-LARGE += ["--precision", "bf16"]
+SCALED = "fp8_block+fp8_kv"
+NEAR = ["plan", "meta-llama/Llama-3.1-8B", "--gpu", "h200", "--response-lengths", "fixed:9000"]
+NEAR += ["--precision", SCALED, "--precision", "bf16"]
 
 
 def test_settings_are_planned_for_the_kv_scales_that_their_target_leaves(fp8plan: Callable[..., Done]) -> None:
-    """FP8 KV of Qwen3-32B is of moderate risk with calibrated scales, and of high risk at 1.0."""
-    assert fp8plan(*LARGE, "--json", "plan.json").code == 0
+    """FP8 of Llama-3.1-8B is of moderate risk with measured scales, and of high risk at 1.0: near the limit."""
+    assert fp8plan(*NEAR, "--json", "plan.json").code == 0
     saved = json.loads(Path("plan.json").read_text())
     assert (saved["kv_scales"], saved["budget"]["accept"]) == ("calibrated", "moderate")
-    assert saved["choices"][saved["chosen"]]["precision"] == "fp8_kv"
-    refused(fp8plan("emit", "plan.json", "vllm"), "fp8_kv at 1.0", "risk is high", "accepts moderate", "unit")
+    assert saved["choices"][saved["chosen"]]["precision"] == SCALED
+    refused(fp8plan("emit", "plan.json", "vllm"), f"{SCALED} at 1.0", "risk is high", "accepts moderate", "unit")
     assert "is yours" in fp8plan("emit", "plan.json", "vllm", "--kv-scales", "calibrated").out
     for trainer in ("verl", "trl"):
         assert "measures the K and V scales" in fp8plan("emit", "plan.json", trainer).out
-        assert "measures the K and V scales" in fp8plan(*LARGE, "--emit", trainer).out
+        assert "measures the K and V scales" in fp8plan(*NEAR, "--emit", trainer).out
 
-    words = [*LARGE, "--json", "plan.json"]
+    words = [*NEAR, "--json", "plan.json"]
     done = fp8plan(*words, "--emit", "vllm")
     assert '"kv_cache_dtype": "auto"' in done.out
     assert "note: K and V scales are 1.0, as vLLM leaves them" in done.err
