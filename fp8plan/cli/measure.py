@@ -216,7 +216,8 @@ def models_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> 
     if as_json:
         from fp8plan.model.architecture.shape import sizes_of
 
-        print(json.dumps([sizes_of(shape) for shape in shapes], indent=2))
+        # default: the linears that a checkpoint keeps in BF16 are a set
+        print(json.dumps([sizes_of(shape) for shape in shapes], indent=2, default=sorted))
     else:
         from fp8plan.views.report import models_report
 
