@@ -181,4 +181,4 @@ def test_profiles_and_models_are_listed(fp8plan: Callable[..., Done]) -> None:
     rows = [line.split() for line in out.splitlines() if "/" in line.split(" ")[0]]
     sizes = [tuple(row[1:]) for row in rows]
     assert len(set(sizes)) == len(sizes) < len(models)  # hub ids of one shape share a row
-    assert ["-Base"] in [line.split() for line in out.splitlines()]
+    assert ["-Base,", "-FP8"] in [line.split() for line in out.splitlines()]
