@@ -228,23 +228,28 @@ def datasheet_profile(gpu: Gpu, engine_version: str = DEFAULT_VERSION, profiles_
         source=sheet.source,
         kernel_backends=common.kernel_backends | own.kernel_backends,
         coefficients={name: fact.value for name, fact in facts.items()},
-        log_covariance=_alike({name: fact.log_sd for name, fact in facts.items()}),
+        log_covariance=_covariance({name: fact.log_sd for name, fact in facts.items()}, sheet.alike.value),
         residuals=sheet.residuals,
-        model_error=sheet.model_error,
+        model_error=sheet.model_error.value,
         hull=None,
         date=sheet.date,
         notes={name: fact.source for name, fact in facts.items()},
     )
 
 
-def _alike(sds: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The covariance of coefficients with these `sds`. Those of one kind, such as the efficiency of GEMMs in BF16 and
-    in FP8, are off alike: on four GPUs their errors correlate by 0.73. `model_error` covers the difference.
-    """
+def kind_of(name: str) -> str:
+    """The name of a coefficient without its dtype: GEMMs in BF16 and in FP8 have efficiencies of one kind."""
+    return ".".join(part for part in name.split(".") if part not in DTYPES)
+
+
+def _covariance(sds: Mapping[str, float], alike: float) -> dict[str, dict[str, float]]:
+    """The covariance of coefficients with these `sds`. alike: the correlation of two coefficients of one kind"""
     kinds: dict[str, list[str]] = {}
     for name in sds:
-        kinds.setdefault(".".join(part for part in name.split(".") if part not in DTYPES), []).append(name)
-    return {a: {b: sds[a] * sds[b] for b in alike} for alike in kinds.values() for a in alike}
+        kinds.setdefault(kind_of(name), []).append(name)
+    return {
+        a: {b: sds[a] * sds[b] * (1.0 if a == b else alike) for b in same} for same in kinds.values() for a in same
+    }
 
 
 def _listed(gpu: Gpu, architectures: Iterable[str]) -> str:
@@ -309,6 +314,13 @@ class Fact(msgspec.Struct):
     source: str
 
 
+class Figure(msgspec.Struct):
+    """A number and its source."""
+
+    value: float
+    source: str
+
+
 class Coefficients(msgspec.Struct):
     """The part of the datasheet profile for one architecture, for all GPUs (common), or for CPUs too (everywhere)."""
 
@@ -317,7 +329,12 @@ class Coefficients(msgspec.Struct):
 
 
 class Datasheet(msgspec.Struct):
-    """The content of profiles/datasheet.json."""
+    """The content of profiles/datasheet.json.
+
+    alike:       correlation of the errors of two coefficients of one kind, such as the efficiencies of GEMMs in BF16
+                 and in FP8
+    model_error: as in Profile
+    """
 
     source: str
     date: str
@@ -325,7 +342,8 @@ class Datasheet(msgspec.Struct):
     everywhere: Coefficients
     by_architecture: dict[str, Coefficients]
     residuals: dict[str, float]
-    model_error: float
+    alike: Figure
+    model_error: Figure
 
 
 def _read(path: Path) -> Profile:
