@@ -212,6 +212,7 @@ def planned(
             metavar="TARGET[=FILE]",
         ),
     ] = None,
+    every: Annotated[bool, option(OUTPUT, "every row of the table, not ten", flag="--all")] = False,
     plot: Annotated[Path | None, option(OUTPUT, "a picture: FILE.png or FILE.html", metavar="FILE")] = None,
     ask: Callable[..., Any] | None = None,
 ) -> None:
@@ -324,7 +325,7 @@ def planned(
     if as_json == STDOUT:
         _print_choice(plan)  # without the report, which names it
     else:
-        show(result.report(plan), on_stderr=printed is not None)
+        show(result.report(plan, every=every), on_stderr=printed is not None)
     if printed is not None:
         print(printed)
 
@@ -343,12 +344,13 @@ def plan_command(**options: Any) -> None:
 class Result(NamedTuple):
     """The result of a command that plans: the prediction, more fields for its JSON, and its report and its picture.
 
+    report: of a plan; `every` is true for every row of its table
     draw: writes the picture to a file; the text is the KV scales of its settings
     """
 
     prediction: Prediction
     beside: dict[str, Any]
-    report: Callable[[Plan], RenderableType]
+    report: Callable[..., RenderableType]
     draw: Callable[[Prediction, Path, str], None]
 
 

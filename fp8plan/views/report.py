@@ -14,7 +14,7 @@ from fp8plan.model.plan.choice import SpeedUp
 from fp8plan.model.plan.explain import seconds
 from fp8plan.model.profile.profile import KEPT
 from fp8plan.model.rollout import TAIL_SHARE
-from fp8plan.views.text import Column, Fitted, Paragraph, counted
+from fp8plan.views.text import Column, Fitted, Paragraph, best_rows, counted
 
 if TYPE_CHECKING:
     from fp8plan.model.architecture import ModelShape
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from fp8plan.model.profile.library import ProfileEntry
     from fp8plan.model.validate.validate import Validation
 
-# The bounds are COUNTED_TIS and COUNTED_MIS of fp8plan.model.risk.expected.
+# The bound is COUNTED_TIS of fp8plan.model.risk.expected.
 MISMATCH_LEGEND = (
-    "KL k3: mean per token, with its 90% band. clipped: tokens that token TIS at C = 2 cuts. rejected: sequences that "
-    "sequence MIS [0.5, 2] drops. risk: by the unfavourable ends of the bands, which the reasons below name."
+    "KL k3: mean per token, with its 90% band. clipped: tokens that token TIS at C = 2 cuts. risk: by the unfavourable "
+    "ends of the bands, which the reasons below name."
 )
 
 
@@ -35,7 +35,8 @@ class PlanText(NamedTuple):
     """The text on a plan, for a terminal or a page."""
 
     title: list[str]
-    speed: list[Column]  # a row for each choice that can run
+    speed: list[Column]  # a row for each choice that can run and is shown
+    more: list[str]  # a line on the choices that are not shown
     speed_legend: str
     step: list[Column]  # likewise; empty if the RL step's times are not known
     mismatch: list[Column]  # a row for each precision
@@ -44,18 +45,23 @@ class PlanText(NamedTuple):
     picked: tuple[int, int]  # the chosen choice's rows in `speed` and `mismatch`
 
 
-def plan_text(plan: Plan) -> PlanText:
-    """The text on the speed of every choice, the risk of each precision, and the choices that cannot run."""
-    rows, picked = [c for c in plan.choices if c.available], plan.select()
+def plan_text(plan: Plan, every: bool = True) -> PlanText:
+    """The text on the speed of the choices, the risk of each precision, and the choices that cannot run.
+
+    every: the speed of every choice; else of the chosen one, of the BF16 that speed-ups are over, and of the fastest
+    """
+    able, picked = [c for c in plan.choices if c.available], plan.select()
+    base = None if plan.baseline is None else plan.choices[plan.baseline]
+    rows, more = best_rows(able, lambda c: (c is not picked, c is not base, c.seconds), every)
     several = plan.several_layouts
     # A mismatch depends on the layout only through the linears that stay in BF16. The chosen layout's is shown.
-    shown = sorted(rows, key=lambda c: c.layout == picked.layout)
-    known = {c.precision: c for c in shown}
-    precisions = [known[name] for name in dict.fromkeys(c.precision for c in rows)]
+    known = {c.precision: c for c in sorted(able, key=lambda c: c.layout == picked.layout)}
+    precisions = [known[name] for name in dict.fromkeys(c.precision for c in able)]
     names = [c.precision for c in precisions]
     return PlanText(
         title=_title(plan, several),
         speed=_speed_columns(rows, picked, several),
+        more=more,
         speed_legend=_speed_legend(rows, several, plan.baseline_label),
         step=_step_columns(rows, picked, several) if picked.rl_step_s is not None else [],
         mismatch=_mismatch_columns(precisions, picked),
@@ -65,14 +71,15 @@ def plan_text(plan: Plan) -> PlanText:
     )
 
 
-def plan_report(plan: Plan) -> RenderableType:
-    """The tables, the choices that cannot run, and the reasons for the chosen one."""
-    text = plan_text(plan)
+def plan_report(plan: Plan, every: bool = False) -> RenderableType:
+    """The tables, the choices that cannot run, and the reasons for the chosen one. every: as in `plan_text`"""
+    text = plan_text(plan, every)
     step: list[RenderableType] = ["", "RL step", Fitted(text.step, bold=text.picked[0])] if text.step else []
     return Group(
         *(Paragraph(line) for line in text.title),
         "",
         Fitted(text.speed, bold=text.picked[0]),
+        *(Paragraph(line) for line in text.more),
         Paragraph(text.speed_legend, style="dim"),
         *step,
         "",
@@ -168,9 +175,8 @@ def _mismatch_columns(rows: Sequence[Choice], picked: Choice) -> list[Column]:
     return [
         _marked(rows, chosen),
         Column("KL k3 (90%)", [f"{power(c.kl_k3)} {band}" for c, band in zip(rows, bands, strict=True)]),
-        Column("clipped", [_percent(c.clip_fraction) for c in rows], rank=2),
-        Column("raw\nESS", [f"{c.ess_raw:.2f}" for c in rows], rank=3),
-        Column("rejected", [_percent(c.seq_reject_fraction) for c in rows], rank=1),
+        Column("clipped", [_percent(c.clip_fraction) for c in rows], rank=1),
+        Column("raw\nESS", [f"{c.ess_raw:.2f}" for c in rows], rank=2),
         Column("risk", [c.risk or "" for c in rows], left=True),
     ]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from rich import box
@@ -16,7 +16,10 @@ from rich.text import Text
 
 from fp8plan.model.cost.base import FloatArray
 
+T = TypeVar("T")
+
 GAP = 2  # blanks between two columns
+MOST_ROWS = 10  # of a table without --all
 STYLES = {"low": "green", "moderate": "yellow", "high": "red"}  # cells with a level of risk
 
 
@@ -105,6 +108,17 @@ def fitting(columns: Sequence[Column], width: int) -> tuple[list[Column], list[s
         kept.remove(least)
         absent.append(least.name)
     return kept, absent
+
+
+def best_rows(rows: Sequence[T], order: Callable[[T], Any], every: bool = False) -> tuple[list[T], list[str]]:
+    """The MOST_ROWS rows that come first in this order, as they stood, and a line on the others if there are any.
+
+    every: leave no row out
+    """
+    if every or len(rows) <= MOST_ROWS:
+        return list(rows), []
+    places = sorted(range(len(rows)), key=lambda place: order(rows[place]))[:MOST_ROWS]
+    return [rows[place] for place in sorted(places)], [f"{counted(len(rows) - MOST_ROWS, 'more row')}: --all"]
 
 
 BARS: Final = "▁▂▃▄▅▆▇█"

@@ -9,8 +9,9 @@ from rich.console import Group, RenderableType
 from fp8plan.model.plan.explain import seconds
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.tune.answer import Answer
+from fp8plan.model.tune.levers import Lever
 from fp8plan.views.report import plan_text
-from fp8plan.views.text import Column, Fitted, Line, Paragraph
+from fp8plan.views.text import Column, Fitted, Line, Paragraph, best_rows
 
 LEGEND = (
     "saves: seconds of the rollout, or of the RL step where it says so, with their 90% interval; where that holds 0, "
@@ -19,20 +20,25 @@ LEGEND = (
 )
 
 
-def tune_report(plan: Plan, answer: Answer) -> RenderableType:
-    """The title, the choice, the levers, what limits the rollout, and the settings of each lever."""
+def tune_report(plan: Plan, answer: Answer, every: bool = False) -> RenderableType:
+    """The title, the choice, the levers, what limits the rollout, and the settings of each lever.
+
+    every: every lever; else those in the plan and the best others
+    """
     text = plan_text(plan)
+    levers, more = best_rows(answer.levers, lambda lever: not lever.in_plan, every)
     return Group(
         *(Paragraph(line) for line in text.title),
         "",
         *(Paragraph(line) for line in choice(plan, answer)),
         "",
-        Fitted(columns(answer), below=True),
+        Fitted(columns(levers), below=True),
+        *(Paragraph(line) for line in more),
         Paragraph(LEGEND, style="dim"),
         "",
         *(Paragraph("- " + sentence, indent=2) for sentence in answer.sentences),
         "",
-        *_lines_of(words(answer)),
+        *_lines_of(words(levers)),
         Paragraph(text.settings, style="dim"),
     )
 
@@ -43,9 +49,8 @@ def choice(plan: Plan, answer: Answer) -> list[str]:
     return [*plan.headlines, *own]
 
 
-def columns(answer: Answer) -> list[Column]:
+def columns(rows: Sequence[Lever]) -> list[Column]:
     """The table of the levers."""
-    rows = answer.levers
     saved = [lever.saved_s for lever in rows]
     return [
         Column("lever", [("* " if lever.in_plan else "  ") + lever.name for lever in rows], left=True),
@@ -64,11 +69,11 @@ def _signed(value: float) -> str:
     return f"-{seconds(-value)}" if value < 0 else seconds(value)
 
 
-def words(answer: Answer) -> dict[str, list[str]]:
+def words(levers: Sequence[Lever]) -> dict[str, list[str]]:
     """The setting of each lever, and below it a line for each program that has words for it."""
     return {
         f"{lever.name}: {lever.setting}": [f"{program}: {word}" for program, word in lever.words.items()]
-        for lever in answer.levers
+        for lever in levers
     }
 
 

@@ -154,9 +154,10 @@ def draw(prediction: Prediction, target: Path, kv_scales: str = "unit", *, answe
 
 def _section(plan: Plan, answer: Answer) -> str:
     """The part of the page on the levers."""
-    settings = [line for setting, programs in words(answer).items() for line in (setting, *programs)]
+    levers = answer.levers
+    settings = [line for setting, programs in words(levers).items() for line in (setting, *programs)]
     return (
-        f"{paragraphs(choice(plan, answer))}<h2>Levers</h2>{as_table(columns(answer))}{paragraphs([LEGEND], 'dim')}"
+        f"{paragraphs(choice(plan, answer))}<h2>Levers</h2>{as_table(columns(levers))}{paragraphs([LEGEND], 'dim')}"
         f"{paragraphs(answer.sentences)}{paragraphs(settings, 'dim')}"
         f"<h2>To the physical limit</h2>{figures([waterfall(answer.waterfall)])}"
     )

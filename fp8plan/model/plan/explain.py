@@ -9,9 +9,9 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.plan.choice import Choice, several_layouts
-from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, where
+from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, over_another_layout, where
 from fp8plan.model.precision import Stored
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import UNCALIBRATED, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget, ThresholdAdvice
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
 from fp8plan.model.shards import left_in_bf16
@@ -167,15 +167,19 @@ def explain(
 def _headline(answer: Answer, budget: RiskBudget, stored: Stored | None) -> str:
     picked = answer.picked
     name = f"{picked.precision}{where(picked, answer.choices)}"
-    doubt = ", uncalibrated" if answer.profile.kind == "datasheet" else ""
+    doubt = f", {UNCALIBRATED}" if answer.profile.is_uncalibrated else ""
     if _refused(picked, budget):
         return (
             f"No precision stays within the risk budget ({budget.accept}): {name} has the lowest expected KL, and its "
-            f"risk is {picked.risk}."
+            f"risk is {picked.risk}. It takes {_seconds(picked)} for the rollout{doubt}."
         )
-    if picked.precision == "bf16":
-        return f"Stay with {name}: {_seconds(picked)} for the rollout{doubt}; {_why_not_fp8(answer, budget)}."
-    return " ".join([f"Choose {name}: {_seconds(picked)} for the rollout{doubt}.", *gains(answer, stored)])
+    rollout = f"{name}: {_seconds(picked)} for the rollout{doubt}"
+    if picked.precision != "bf16":
+        return " ".join([f"Choose {rollout}.", *gains(answer, stored)])
+    why_not = _why_not_fp8(answer, budget)
+    if faster := over_another_layout(answer):
+        return " ".join([f"Choose {rollout}.", *faster, f"{why_not[0].upper()}{why_not[1:]}."])
+    return f"Stay with {rollout}; {why_not}."
 
 
 def _as_stored(stored: Stored) -> list[str]:

@@ -58,18 +58,24 @@ def gains(answer: Answer, stored: Stored | None) -> list[str]:
         return [f"There is no speed-up to name, as the checkpoint holds its weights in {stored.label}."]
     if not runnable:
         return ["bf16 does not fit, so there is no speed-up to name."]
-    given = answer.baseline
+    if elsewhere := over_another_layout(answer):
+        return [*elsewhere, *_of_both(picked.gain, picked.step_gain, "bf16 on the same layout")]
+    than = ("the observed bf16" if answer.observed else "the best bf16") + ", on the same layout"
+    return _of_both(picked.gain, picked.step_gain, than if several_layouts(answer.choices) else "bf16")
+
+
+def over_another_layout(answer: Answer) -> list[str]:
+    """A sentence on the speed-up over the baseline, if its layout is not the chosen one. Some bf16 can run."""
+    runnable = [c for c in answer.choices if c.precision == "bf16" and c.makespan_s is not None]
+    given, picked = answer.baseline, answer.picked
     best = min(runnable, key=lambda c: c.seconds) if given is None else answer.choices[given]
     if best.layout == picked.layout:
-        than = ("the observed bf16" if answer.observed else "the best bf16") + ", on the same layout"
-        than = than if several_layouts(answer.choices) else "bf16"
-        return _of_both(picked.gain, picked.step_gain, than)
-    than = f"bf16{where(best, answer.choices)}, as observed" if answer.observed else ""
+        return []
+    there = where(best, answer.choices)
+    than = f"bf16{there}, as observed" if answer.observed else f"the best bf16,{there}"
     gain = answer.gain(picked, best)
     subject = "The whole RL step" if answer.of_the_step else "It"
-    than = than or f"the best bf16,{where(best, answer.choices)}"
-    first = f"{subject} is {gain.over(than)}{_doubt(gain)}."
-    return [first, *_of_both(picked.gain, picked.step_gain, "bf16 on the same layout")]
+    return [f"{subject} is {gain.over(than)}{_doubt(gain)}."]
 
 
 def _of_both(gain: SpeedUp | None, step: SpeedUp | None, than: str) -> list[str]:

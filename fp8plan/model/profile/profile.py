@@ -28,6 +28,7 @@ ENGINE = "vllm"
 CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
 ANCHORED = "anchored"
 KINDS = ("datasheet", "calibrated", "imported", ANCHORED)
+UNCALIBRATED = "uncalibrated"  # the word for a profile whose GPU was not measured
 ASSUMED = "not measured on this GPU: "  # start of the note on a coefficient that the datasheet profile lent
 FITTED = "fitted to "  # start of the note on a coefficient that was fitted to imported tables or on another GPU
 SEEN = "measured in "  # start of the note on a coefficient of an anchored profile that was measured on its GPU
@@ -142,8 +143,13 @@ class Profile:
     @property
     def label(self) -> str:
         """The name of the profile in tables and messages."""
-        note = {"datasheet": " (uncalibrated)", "imported": " (not measured here)"}.get(self.kind, "")
+        note = f" ({UNCALIBRATED})" if self.is_uncalibrated else ""
         return f"{self.gpu}/{self.engine}-{self.engine_version} {self.kind}{note}"
+
+    @property
+    def is_uncalibrated(self) -> bool:
+        """True if no step of an engine was measured on this GPU."""
+        return self.kind in ("datasheet", "imported")
 
     @property
     def remarks(self) -> list[str]:
