@@ -32,6 +32,7 @@ import speed  # noqa: E402
 import streams  # noqa: E402
 import trl_outputs  # noqa: E402
 import two_engines  # noqa: E402
+import uncalibrated  # noqa: E402
 import verl_outputs  # noqa: E402
 from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
@@ -149,6 +150,7 @@ def blocks() -> dict[str, str]:
     made["tuned"] = tuned_table()
     made["anchored plan"] = anchored_plan()
     made["anchored"] = anchored.table()
+    made["uncalibrated"] = uncalibrated.table()
     made["aic search"] = aic_search.table()
     made["inside"] = inside.table()
     made["above graphs"] = above_graphs.table()

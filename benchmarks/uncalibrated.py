@@ -1,26 +1,28 @@
 """The record of profiles on GPUs that nobody calibrated: what their intervals hold, and the datasheet profile's errors.
 
-    python -m benchmarks.uncalibrated
+    python -m benchmarks.uncalibrated        writes benchmarks/results/uncalibrated.jsonl; ten minutes on one core
 
 Rollouts were measured on H200s, H100s and one CPU. On other GPUs the import of AIConfigurator's tables stands in for
 measurements: each measured workload that fits is predicted there by the import and by the datasheet profile. The
 import is wrong, too, and its error on the rollouts of H100s is added as a normal one.
 
-Two figures of profiles/datasheet.json come from here, `alike` and `model_error`, and so does SIBLING_OWN_SD.
+Figures of profiles/datasheet.json come from here: `alike`, `model_error`, and the log_sd of `gpu.pace` and `host.pace`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import norm
 
 from benchmarks.error_parts import MEASURED, Cell, Ratio, cells, gains, makespan, summary
-from benchmarks.tables.markdown import table
+from benchmarks.tables.markdown import table as markdown
 from fp8plan.errors import Fp8PlanError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile, kind_of, load_profile, profile_path, profiles_path
@@ -28,6 +30,7 @@ from fp8plan.model.profile.profile import ASSUMED, Profile
 from fp8plan.model.rollout import rollout
 from fp8plan.model.validate.validate import simulated
 
+RESULTS = Path(__file__).parent / "results" / "uncalibrated.jsonl"
 IMPORTS = {"h100_sxm": "0.24.0", "b200": "0.24.0", "l40s": "0.24.0", "a100_sxm": "0.14.0"}
 HELD = 0.9  # the share that an interval promises
 SHARED_STEP, OWN_STEP = 0.01, 0.005  # of the sds of paces and of model_error
@@ -183,21 +186,30 @@ def others() -> Iterator[Record]:
         yield Record(label, "h100", "measured", *errors(cells("h100", used), used))
 
 
-def rows(records: Sequence[Record]) -> str:
-    """The table of records."""
-    head = ["profile", "GPU", "against", "times", "held", "90% interval, median", "speed-ups", "held"]
+def row(record: Record) -> dict[str, Any]:
+    """A line of the results."""
+    parts = zip(("makespan", "speedup"), (record.makespans, record.speed_ups), record.held, strict=True)
+    figures = {name: summary(ratios) | {"held": share} for name, ratios, share in parts}
+    return {"profile": record.profile, "gpu": record.gpu, "against": record.against} | figures
+
+
+def table() -> str:
+    """The table of docs/evidence/accuracy.md, from the committed results."""
+    head = ["profile", "GPU", "against", "times", "90% interval, median", "holds"]
     body = []
-    for record in records:
-        row = [record.profile, record.gpu, record.against]
-        for ratios, share in zip((record.makespans, record.speed_ups), record.held, strict=True):
-            row += [str(len(ratios)), f"{share:.0%}", f"+-{summary(ratios)['half_width']:.1%}"]
-        body.append(row)
-    return table([*head, "90% interval, median"], body)
+    for line in map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines()):
+        cells = [line["profile"], line["gpu"], line["against"]]
+        for part in (line["makespan"], line["speedup"]):
+            cells += [f"{part['number']:.0f}", f"+-{part['half_width']:.1%}", f"{part['held']:.0%}"]
+        body.append(cells)
+    return markdown([*head, "speed-ups", "90% interval, median", "holds"], body)
 
 
 def main() -> None:
     every, cpu = list(sheets()), of_cpu()
-    print(rows([*(sheet.record() for sheet in (*every, cpu)), *others()]))
+    lines = [json.dumps(row(record)) for record in (*(sheet.record() for sheet in (*every, cpu)), *others())]
+    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(table())
     sds = least(every, 0, SHARED_STEP), least([cpu], 0, SHARED_STEP), least(every, 1, OWN_STEP)
     print(f"\nalike: {alike():.2f}; paces: {sds[0]:g}, of a CPU {sds[1]:g}; model_error: {sds[2]:g}")
 

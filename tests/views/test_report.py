@@ -13,6 +13,7 @@ from rich.console import Console
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention, LatentAttention, ShortConv
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.plan.explain import seconds
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import PRESETS
@@ -37,10 +38,10 @@ def made() -> dict[str, Plan]:
     return {name: plan("Qwen/Qwen3-32B", "h200", WORK, **options) for name, options in CASES.items()}
 
 
-def shown(answer: Plan, width: int) -> str:
+def shown(answer: Plan, width: int, every: bool = False) -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as caught:
-        console.print(plan_report(answer))
+        console.print(plan_report(answer, every))
     return caught.get()
 
 
@@ -52,7 +53,7 @@ def table_rows(text: str) -> list[str]:
 @pytest.mark.parametrize("width", [80, 100, 200])
 @pytest.mark.parametrize("case", CASES)
 def test_no_line_is_too_wide_and_no_cell_is_cut(made: dict[str, Plan], case: str, width: int) -> None:
-    answer, text = made[case], shown(made[case], width)
+    answer, text = made[case], shown(made[case], width, every=True)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     rows, count = table_rows(text.split("\n- ")[0]), len(answer.choices)
@@ -82,6 +83,32 @@ def test_the_chosen_row_is_marked_in_every_table(made: dict[str, Plan], case: st
     assert [row[0] for row in marked] == [chosen.precision] * (3 if "step" in case else 2)
     if "several" in case:
         assert marked[0][1] == marked[-2][1] == f"{chosen.tensor_parallel}x{chosen.data_parallel}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_table_has_the_ten_best_rows_with_the_choice_and_the_baseline(made: dict[str, Plan], case: str) -> None:
+    answer = made[case]
+    slowest = max(range(len(answer.choices)), key=lambda index: answer.choices[index].seconds)
+    for chosen in (answer.chosen, slowest):
+        text = shown(replace(answer, chosen=chosen), 200)
+        rows = table_rows(text.split("\n- ")[0])[: -len(PRESETS)]
+        number = len(rows) // 2 if "step" in case else len(rows)
+        assert number == min(len(answer.choices), 10)
+        left_out = len(answer.choices) - number
+        assert ("--all" in text) == (left_out > 0)
+        assert text.count(f"{left_out} more row{'s' * (left_out > 1)}: --all") == (left_out > 0)
+        kept = {answer.choices[chosen].makespan_s, answer.choices[answer.baseline or 0].makespan_s}
+        others = sorted(c.makespan_s or 0.0 for c in answer.choices if c.makespan_s not in kept)
+        for makespan in (*kept, *others[: number - len(kept)]):
+            assert any(f" {seconds(makespan)} (" in row for row in rows), makespan
+
+
+def test_the_second_table_has_no_figure_of_a_correction_that_is_not_used(made: dict[str, Plan]) -> None:
+    for answer in made.values():
+        assert set(answer.thresholds) == {"token_tis"}
+        text = shown(answer, 200)
+        assert "rejected" not in text
+        assert [line for line in text.splitlines() if "MIS" in line and "is not used" not in line] == []
 
 
 def test_everything_fits_where_there_is_room_and_the_rest_is_named_where_there_is_none(made: dict[str, Plan]) -> None:
@@ -158,7 +185,6 @@ def test_legends_define_the_words_of_the_headers(made: dict[str, Plan]) -> None:
         "same layout: over bf16 on it",
         "tail:",
         "clipped:",
-        "rejected:",
         "90% band",
     ):
         assert word in text

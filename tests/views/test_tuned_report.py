@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -24,6 +25,20 @@ WORK = Workload(20, 16, Fixed(64), LogNormal(200, 0.9, 1500))
 def tuned() -> tuple[Plan, Answer]:
     found = search("Qwen/Qwen3-0.6B", "h200", WORK, trainer=StepTimes(train_s=3.0, logprob_s=0.5))
     return found.best.plan, Answer.of(found)
+
+
+def test_the_table_has_ten_levers_with_those_in_the_plan(tuned: tuple[Plan, Answer]) -> None:
+    plan, answer = tuned
+    one = answer.levers[0]
+    levers = tuple(replace(one, name=f"lever {number:02d}", in_plan=number in (0, 11)) for number in range(12))
+    for every, named in ((False, [*range(9), 11]), (True, [*range(12)])):
+        screen = Console(width=200, record=True)
+        with screen.capture() as captured:
+            screen.print(tune_report(plan, replace(answer, levers=levers), every=every))
+        lines = captured.get().splitlines()
+        rows = [line for line in lines if line[:8] in ("  lever ", "* lever ")]
+        assert [int(line[8:10]) for line in rows] == named
+        assert lines.count("2 more rows: --all") == (not every)
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 165, 200])

@@ -271,7 +271,7 @@ def test_profiles_are_written_where_they_are_found(package: Path, tmp_path: Path
     assert len(said) == 1
     assert "not measured here" in said[0]
     assert "not tested" in profile.source
-    assert "not measured here" in profile.label
+    assert "uncalibrated" in profile.label
     near, said = load_profile(H100, "0.26.0", profiles_dir=output)
     assert near.model_error == pytest.approx(np.hypot(profile.model_error, VERSION_SD))
     assert ["wider interval" in said[0], "not measured here" in said[1]] == [True, True]

@@ -199,6 +199,17 @@ def test_every_precision_is_there_and_bf16_is_the_baseline() -> None:
     assert 1.1 < rows["fp8_block"].speedup < 2  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("card", [card for card in gpus() if not card.is_cpu], ids=lambda card: card.name)
+def test_the_first_reason_says_that_a_profile_is_uncalibrated(card: Gpu) -> None:
+    calibrated = load_profile(card)[0].kind == "calibrated"
+    assert calibrated == (card.name == "h200_sxm")
+    work = Workload(2, 4, Fixed(64), Fixed(200))
+    for accept in ("low", "moderate"):
+        for model in (SMALL, "Qwen/Qwen2.5-1.5B"):
+            first = plan(model, card, work, budget=RiskBudget(accept=accept)).reasons[0]  # type: ignore[arg-type]
+            assert ("for the rollout, uncalibrated" in first) is not calibrated, first
+
+
 def test_a_plan_describes_what_it_is_for() -> None:
     work = Workload(3, 4, Trace((50, 10, 20), "prompts"), Trace((5, 9), "responses"), seed=11)
     answer = plan(SMALL, "h200", work)
