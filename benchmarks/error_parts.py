@@ -7,9 +7,9 @@ share, a part of the precision, a part of the workload, and the rest. The mean o
 estimates the variance of the parts that the two have in common. Each model, or pair of models, counts the same.
 A speed-up's error has the parts of the precision and the rest of both its rollouts.
 
-SHARED_VARIANCE and the imported profiles' OWN_ERROR are chosen by these figures, and so are MODEL_SHARE, WORKLOAD_SD and
-REST_SD of an anchor. benchmarks/uncalibrated.py has the datasheet profile's. Rollouts with a slow host are left out, and
-repeats of a cell count once.
+SHARED_VARIANCE and the imported profiles' OWN_ERROR are chosen by these figures, and so are MODEL_SHARE, WORKLOAD_SD
+and REST_SD of an anchor. benchmarks/uncalibrated.py has the datasheet profile's figures. Rollouts with a slow host are
+left out, and repeats of a cell count once.
 """
 
 from __future__ import annotations

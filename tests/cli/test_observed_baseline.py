@@ -25,10 +25,12 @@ RAN: dict[str, tuple[list[tuple[str, int]], bool]] = {
 
 def log(rollouts: list[tuple[str, int]]) -> list[str]:
     """The options that read a log of these rollouts on eight H100s."""
-    same = {"model": MODEL, "gpu": "h100", "engine": "vllm", "engine_version": "0.26.0"}
-    same |= {"prompt_lengths": [64] * 64, "response_lengths": LENGTHS}  # type: ignore[dict-item]
-    rows: list[dict[str, Any]] = [
-        same | {"precision": precision, "tensor_parallel": size, "data_parallel": 8 // size, "seconds": SECONDS[precision]}
+    same: dict[str, Any] = {"model": MODEL, "gpu": "h100", "engine": "vllm", "engine_version": "0.26.0"}
+    same |= {"prompt_lengths": [64] * 64, "response_lengths": LENGTHS}
+    rows = [
+        same
+        | {"precision": precision, "seconds": SECONDS[precision]}
+        | {"tensor_parallel": size, "data_parallel": 8 // size}
         for precision, size in rollouts
     ]
     Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -267,8 +267,8 @@ def recommended_thresholds(
     clipped = token_log_ratio(risk.kl_k3, risk.moe).fraction_above(threshold)
     tis_note = f"token TIS at {threshold:g} clips about {clipped:.2g} of the tokens"
     mis_note = (
-        f"sequence MIS [{low:g}, {high:g}] is not used: it would reject {risk.seq_reject_fraction:.0%} of the sequences (mean length "
-        f"{np.mean(lengths):,.0f}); it rejects at most {budget.max_sequence_rejection:.0%} up to {longest:,} tokens"
+        f"sequence MIS [{low:g}, {high:g}] is not used: it would reject {risk.seq_reject_fraction:.0%} of the "
+        f"sequences (mean length {np.mean(lengths):,.0f}), and rejects at most {budget.max_sequence_rejection:.0%} up to {longest:,} tokens"
     )
     notes = (tis_note,) if usable else (tis_note, mis_note)
     return ThresholdAdvice({"token_tis": threshold}, usable, longest, notes)

@@ -74,13 +74,13 @@ def test_no_coefficient_is_wider_than_in_the_prior(pair: tuple[Profile, Profile]
     assert not [name for name in made.coefficients if name.startswith("precision.")]
 
 
-def test_the_datasheets_error_on_rollouts_that_nobody_fitted_is_nearly_halved() -> None:
+def test_the_datasheets_error_on_rollouts_that_nobody_fitted_falls_by_more_than_a_third() -> None:
     made = by_two_engines(SHEET, ENGINES, "0.26.0")
     seconds = np.array([record.seconds for record in JUDGES])
     before, after = (
         float(np.mean(np.abs([x.makespan_s for x in rollouts(profile)] / seconds - 1))) for profile in (SHEET, made)
     )
-    assert after < 0.6 * before
+    assert after < 2 / 3 * before
 
 
 def test_it_says_what_it_rests_on(pair: tuple[Profile, Profile]) -> None:

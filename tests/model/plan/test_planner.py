@@ -22,7 +22,7 @@ import fp8plan
 from fp8plan.errors import CapacityError, ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import ShortConv
-from fp8plan.model.hardware import find_gpu
+from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import candidates as evaluate
 from fp8plan.model.plan.candidates import Candidate
