@@ -268,7 +268,7 @@ def recommended_thresholds(
     tis_note = f"token TIS at {threshold:g} clips about {clipped:.2g} of the tokens"
     mis_note = (
         f"sequence MIS [{low:g}, {high:g}] is not used: it would reject {risk.seq_reject_fraction:.0%} of the "
-        f"sequences (mean length {np.mean(lengths):,.0f}), and rejects at most {budget.max_sequence_rejection:.0%} up to {longest:,} tokens"
+        f"sequences (mean length {np.mean(lengths):,.0f})"
     )
     notes = (tis_note,) if usable else (tis_note, mis_note)
     return ThresholdAdvice({"token_tis": threshold}, usable, longest, notes)
