@@ -7,14 +7,16 @@ FlashInfer is installed, as vLLM's CUDA wheel demands, and that it can load its 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Final
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention
-from fp8plan.model.hardware import FIRST_FP8_CAPABILITY, Gpu
+from fp8plan.model.hardware import FIRST_FP8_CAPABILITY, Gpu, dotted
 from fp8plan.model.precision import Precision
 from fp8plan.model.risk.theory import clipped, clipped_keys
+from fp8plan.version import DEFAULT_VERSION, has
 
 
 class Backend(StrEnum):
@@ -38,7 +40,7 @@ TRITON_NAMED: Final = (
     "FlashInfer, vLLM's own choice, keeps scales of 1.0, which clip this model's keys. Decode attention is taken to "
     f"last {TRITON_DECODE} times as long as with FlashInfer"
 )
-HOPPER, BLACKWELL_DATA_CENTER = 9, 10  # major compute capabilities
+HOPPER, BLACKWELL_DATA_CENTER, BLACKWELL_WITHOUT_HBM = 9, 10, 12  # major compute capabilities
 
 
 def attention_backend(
@@ -94,6 +96,115 @@ def named_backend(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> B
         return Backend.FLASHINFER
     replaced = shape is not None and clipped_keys(shape) and Backend.TRITON_ATTN in _kernels(gpu, precision, shape)
     return Backend.TRITON_ATTN if replaced else None
+
+
+FLASHMLA_BLOCK: Final = 64  # tokens
+FLASHINFER_MLA_BLOCK: Final = 32  # tokens
+SMALLEST_BLOCK: Final = 16  # of FlashAttention and Triton: tokens
+
+
+def kernel_block(capability: tuple[int, int] | None, latent: bool, fp8_kv: bool, indexed: bool = False) -> int:
+    """Tokens in the smallest block of the kernel that vLLM chooses (get_supported_kernel_block_sizes).
+
+    capability: compute capability of the GPU; None: Hopper's
+    latent:     layers keep latents (MLA)
+    indexed:    an indexer picks the tokens of latents
+    """
+    if not latent:
+        return SMALLEST_BLOCK
+    if indexed:
+        return FLASHMLA_BLOCK
+    major = HOPPER if capability is None else capability[0]
+    if major == BLACKWELL_DATA_CENTER:
+        return FLASHINFER_MLA_BLOCK
+    return FLASHMLA_BLOCK if major == HOPPER and fp8_kv else SMALLEST_BLOCK  # elsewhere Triton's
+
+
+AMPERE_HEADS: Final = (64, 128, 256)  # numbers in heads that FlashInfer reads in FP8 on Ampere
+
+
+def why_no_fp8_kv(
+    kinds: Collection[str],
+    head_dims: Collection[int] = (),
+    vllm: str = DEFAULT_VERSION,
+    *,
+    sinks: bool = False,
+    shorter_values: bool = False,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
+    """The reason why vLLM cannot run a model's caches with kv_cache_dtype="fp8"; None if it can.
+
+    kinds:      the kinds of its caches (model.architecture.mixers.CacheKind)
+    head_dims:  of the attention layers except MLA
+    sinks:      attention has sinks
+    shorter_values: the values of a head are shorter than its keys
+    capability: compute capability of the GPU; None: Hopper's
+    """
+    kinds = set(kinds)
+    if kinds <= {"state"}:
+        return (
+            f"no layer keeps keys and values, and vLLM {vllm} has no FP8 for the states of recurrent layers "
+            "(MambaDType in vllm/config/cache.py)"
+        )
+    if capability is not None and capability < FIRST_FP8_CAPABILITY:
+        return _why_not_by_flashinfer("latent" in kinds, head_dims, sinks, capability)
+    only, major = set(head_dims), HOPPER if capability is None else capability[0]
+    if shorter_values and major != HOPPER:
+        if major == BLACKWELL_DATA_CENTER:
+            return "vLLM reads values that are shorter than keys with FlashAttention there, which takes no FP8 KV cache"
+        if not has(vllm, "Triton reads an FP8 KV cache of shorter values"):
+            return f"vLLM {vllm} reads values that are shorter than keys with Triton there, which takes no FP8 KV cache"
+    several = len(only) > 1 and max(only) > MOST_FA3_HEAD and major == HOPPER
+    if several and not has(vllm, "FP8 KV for heads of several sizes on Hopper"):
+        sizes = " and ".join(map(str, sorted(only)))
+        return (
+            f"vLLM {vllm} reads heads of {sizes} numbers with FlashAttention 4 on Hopper, which takes no FP8 KV cache "
+            "there (Gemma4Config in vllm/model_executor/models/config.py)"
+        )
+    unknown = len(only) == 1 and max(only) > MOST_FA3_HEAD and kinds != {"latent"}
+    if unknown and not has(vllm, "FP8 KV for heads above 256 on Hopper"):
+        if capability is not None and capability[0] != 9:
+            return (
+                f"fp8plan does not know which kernel of vLLM {vllm} reads heads of {max(only)} numbers in FP8 on "
+                f"compute capability {dotted(capability)}"
+            )
+        return (
+            f"fp8plan does not know whether vLLM {vllm} reads heads of {max(only)} numbers in FP8 on Hopper: it "
+            "chooses FlashAttention 4 for them (get_flash_attn_version in vllm/v1/attention/backends/fa_utils.py)"
+        )
+    return None
+
+
+def _why_not_by_flashinfer(
+    latent: bool, head_dims: Collection[int], sinks: bool, capability: tuple[int, int]
+) -> str | None:
+    """The reason why FlashInfer, the only kernel for it, cannot read an FP8 cache; None if it can."""
+    wrong = sorted(set(head_dims) - set(AMPERE_HEADS))
+    lacks = [
+        "no latent attention" if latent else "",
+        "no attention sinks" if sinks else "",
+        f"heads of {', '.join(map(str, AMPERE_HEADS))}, not {', '.join(map(str, wrong))}" if wrong else "",
+    ]
+    if not any(lacks):
+        return None
+    return (
+        f"vLLM's only kernel for an FP8 KV cache on compute capability {dotted(capability)} is "
+        f"FlashInfer's, which takes {' and '.join(filter(None, lacks))} there"
+    )
+
+
+def why_not_indexed(capability: tuple[int, int], fp8_kv: bool) -> str | None:
+    """The reason why no kernel of vLLM reads latents whose tokens an indexer picks; None if one does.
+
+    The kernels are those of _get_backend_priorities in platforms/cuda.py. The one of compute capability 12.x keeps
+    FP8 even if it is told "auto" (_canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py).
+    """
+    here = f"on compute capability {dotted(capability)} for latents whose tokens an indexer picks"
+    if capability < (HOPPER, 0):
+        return f"vLLM has no kernel {here}"
+    if capability[0] == BLACKWELL_WITHOUT_HBM and not fp8_kv:
+        return f"vLLM's only kernel {here} keeps them in FP8"
+    return None
 
 
 def why_fixed_kv_scales(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> str | None:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention
+from fp8plan.model.attention_backend import AMPERE_HEADS, why_no_fp8_kv
 from fp8plan.model.cost.attention import attention_cost, cache_cost
 from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.cost.power import flops_bound
 from fp8plan.model.emit.vllm import vllm_kwargs
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import FLASHINFER_HEAD_DIMS, LayerCache, why_no_fp8_kv
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import BF16, FP8_KV, PRESETS
@@ -34,7 +34,7 @@ from fp8plan.model.workload import Fixed, Workload
 SMALL, DENSE = "fp8plan/dense-50m", "Qwen/Qwen3-8B"
 WORK = Workload(4, 2, Fixed(64), Fixed(64))
 A100 = find_gpu("a100")
-FULL, LATENT = LayerCache("full", 512), LayerCache("latent", 1152)
+FULL, LATENT = "full", "latent"
 EVERY = (*gpus(), find_gpu("cpu"), replace(A100, compute_capability=(8, 6)), replace(A100, compute_capability=(7, 5)))
 
 
@@ -156,9 +156,9 @@ def test_queries_stay_in_bf16_where_kernels_widen_the_cache() -> None:
     minor=st.sampled_from([0, 6, 7]),
 )
 def test_flashinfer_is_the_only_kernel_on_ampere(head_dims: set[int], sinks: bool, latent: bool, minor: int) -> None:
-    caches = [LATENT if latent else FULL]
-    reason = why_no_fp8_kv(caches, head_dims, sinks=sinks, capability=(8, minor))
-    wrong = sorted(head_dims - set(FLASHINFER_HEAD_DIMS))
+    kinds = [LATENT if latent else FULL]
+    reason = why_no_fp8_kv(kinds, head_dims, sinks=sinks, capability=(8, minor))
+    wrong = sorted(head_dims - set(AMPERE_HEADS))
     assert (reason is None) == (not wrong and not sinks and not latent)
     if reason is not None:
         assert reason.startswith(
@@ -166,7 +166,7 @@ def test_flashinfer_is_the_only_kernel_on_ampere(head_dims: set[int], sinks: boo
         )
         assert ("sinks" in reason, "latent" in reason) == (sinks, latent)
         assert all(str(size) in reason for size in wrong)
-    assert why_no_fp8_kv(caches, {128}, sinks=sinks, capability=(8, 9)) is None
+    assert why_no_fp8_kv(kinds, {128}, sinks=sinks, capability=(8, 9)) is None
 
 
 def test_the_engine_is_told_its_kernel_where_there_is_one_only() -> None:

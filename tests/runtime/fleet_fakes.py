@@ -44,7 +44,7 @@ class FakeReplica:
         self.rung = rung
 
     def facts(self) -> dict[str, Any]:
-        return {"vllm_version": "0.30.0", "attention": "FlashAttentionImpl", "cudagraph_mode": None}
+        return {"vllm_version": "0.30.0", "attention": ["FlashAttentionImpl"], "cudagraph_mode": None}
 
     def kv_scales(self) -> dict[str, dict[str, float]]:
         return {layer: dict(zip("qkv", parts, strict=True)) for layer, parts in self.scales.items()}

@@ -232,6 +232,11 @@ class LatentAttention(Part):
     shares_index: bool = False  # attends to the tokens picked by an earlier layer's indexer
 
     @property
+    def sparse(self) -> bool:
+        """True if an indexer picks the tokens that it attends to."""
+        return self.indexer is not None or self.shares_index
+
+    @property
     def latent_width(self) -> int:
         """Elements of one token's latent, and of one head's query in decode."""
         return self.kv_lora_rank + self.qk_rope_head_dim

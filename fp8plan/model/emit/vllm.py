@@ -20,7 +20,7 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.held import MODULES
-from fp8plan.model.architecture.parts import parts
+from fp8plan.model.architecture.parts import LatentAttention, parts
 from fp8plan.model.attention_backend import named_backend
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
@@ -163,7 +163,7 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     kwargs: dict[str, Any] = {
         "model": setup.path,
         "dtype": "bfloat16",
-        "kv_cache_dtype": "fp8" if preset.kv == "fp8" else "bfloat16" if stored and stored.kv_fp8 else "auto",
+        "kv_cache_dtype": _kv_cache_dtype(setup),
         **{name: value for name, value in arguments.items() if name not in left_out},
         # Log-probs as sampled, temperature included: the ratio to the trainer's needs these.
         "logprobs_mode": "processed_logprobs",
@@ -173,6 +173,19 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     if preset.in_blocks:
         kwargs |= (_online_quantisation(setup) if stored is None else {}) | _expert_kernels(setup)
     return kwargs
+
+
+def _kv_cache_dtype(setup: EngineSetup) -> str:
+    """vLLM's word for the KV cache's dtype. Its "auto" is BF16, except for some models.
+
+    For a checkpoint that asks for FP8, and for latents whose tokens an indexer picks (GlmMoeDsaForCausalLM in
+    vllm/model_executor/models/config.py, on compute capability 10.x), it is FP8.
+    """
+    if setup.precision.kv == "fp8":
+        return "fp8"
+    stored, shape = _stored_as(setup), _known_shape(setup)
+    indexed = shape is not None and any(latent.sparse for latent, _ in shape.parts_of(LatentAttention))
+    return "bfloat16" if indexed or (stored is not None and stored.kv_fp8) else "auto"
 
 
 def _online_quantisation(setup: EngineSetup) -> dict[str, Any]:

@@ -14,7 +14,8 @@ latent: FlashMLA reads FP8, in blocks of 64 tokens (mla/flashmla.py). With anoth
     (triton_mla.py). FlashAttention cannot (flashattn_mla.py).
 latent with an indexer: "fp8" means the layout fp8_ds_mla of FlashMLA's sparse kernel, in blocks of 64
     (flashmla_sparse.py; _canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py). The indexer's keys are always
-    FP8.
+    FP8. On compute capability 10.x vLLM prefers FlashInfer's kernels for FP8, which read plain E4M3: in blocks of 64
+    with an indexer, of 32 without.
 state: never FP8; it has its own option (MambaDType in vllm/config/cache.py).
 
 On compute capability 8.0 to 8.8 (Ampere) FlashInfer is the only kernel that reads E4M3, and vLLM chooses it (run on
@@ -25,7 +26,7 @@ flashinfer.py). It takes heads of 64, 128 and 256, no sinks below 9.0, and no ML
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, lcm
@@ -35,7 +36,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.mixers import Cache, CacheKind
 from fp8plan.model.architecture.parts import Attention, DeltaNet, LatentAttention, Mamba2, Mixer, mixers
-from fp8plan.model.hardware import FIRST_FP8_CAPABILITY, dotted
+from fp8plan.model.attention_backend import BLACKWELL_DATA_CENTER, kernel_block, why_no_fp8_kv, why_not_indexed
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import Precision
 from fp8plan.version import DEFAULT_VERSION, has
@@ -66,7 +67,7 @@ class LayerCache(NamedTuple):
 def in_bytes(cache: Cache, kv_bytes: int, sparse: bool = False) -> LayerCache:
     """The cache with `kv_bytes` per element; a state has its own dtype.
 
-    sparse: an indexer picks the tokens of this latent, whose layout in FP8 then differs
+    sparse: an indexer picks the tokens of this latent for FlashMLA, whose layout in FP8 differs
     """
     token_bytes = cache.elements_per_token * kv_bytes
     if sparse and cache.kind == "latent" and kv_bytes == 1:
@@ -271,75 +272,7 @@ def block_sizes(caches: Iterable[LayerCache], rules: KvRules) -> tuple[int, int,
     return block_size, between, page if page != state else 0
 
 
-FLASHMLA_BLOCK: Final = 64  # tokens
-SMALLEST_BLOCK: Final = 16  # of FlashAttention and Triton: tokens
 CPU_BLOCK: Final = 32  # tokens; vllm/v1/attention/backends/cpu_attn.py
-MOST_FA3_HEAD_DIM: Final = 256
-FLASHINFER_HEAD_DIMS: Final = (64, 128, 256)  # heads with an FP8 kernel on Ampere
-
-
-def why_no_fp8_kv(
-    caches: Iterable[Cache | LayerCache],
-    head_dims: Collection[int] = (),
-    vllm: str = DEFAULT_VERSION,
-    *,
-    sinks: bool = False,
-    capability: tuple[int, int] | None = None,
-) -> str | None:
-    """The reason why vLLM cannot run these caches with kv_cache_dtype="fp8"; None if it can.
-
-    head_dims:  of the attention layers except MLA
-    sinks:      attention has sinks
-    capability: compute capability of the GPU; None: Hopper's
-    """
-    kinds = {cache.kind for cache in caches}
-    if kinds <= {"state"}:
-        return (
-            f"no layer keeps keys and values, and vLLM {vllm} has no FP8 for the states of recurrent layers "
-            "(MambaDType in vllm/config/cache.py)"
-        )
-    if capability is not None and capability < FIRST_FP8_CAPABILITY:
-        return _why_not_by_flashinfer("latent" in kinds, head_dims, sinks, capability)
-    only = set(head_dims)
-    unknown = len(only) == 1 and max(only) > MOST_FA3_HEAD_DIM and kinds != {"latent"}
-    if unknown and not has(vllm, "FP8 KV for heads above 256 on Hopper"):
-        if capability is not None and capability[0] != 9:
-            return (
-                f"fp8plan does not know which kernel of vLLM {vllm} reads heads of {max(only)} numbers in FP8 on "
-                f"compute capability {dotted(capability)}"
-            )
-        return (
-            f"fp8plan does not know whether vLLM {vllm} reads heads of {max(only)} numbers in FP8 on Hopper: it "
-            "chooses FlashAttention 4 for them (get_flash_attn_version in vllm/v1/attention/backends/fa_utils.py)"
-        )
-    return None
-
-
-def _why_not_by_flashinfer(
-    latent: bool, head_dims: Collection[int], sinks: bool, capability: tuple[int, int]
-) -> str | None:
-    """The reason why FlashInfer, the only kernel for it, cannot read an FP8 cache; None if it can."""
-    wrong = sorted(set(head_dims) - set(FLASHINFER_HEAD_DIMS))
-    lacks = [
-        "no latent attention" if latent else "",
-        "no attention sinks" if sinks else "",
-        f"heads of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}, not {', '.join(map(str, wrong))}" if wrong else "",
-    ]
-    if not any(lacks):
-        return None
-    return (
-        f"vLLM's only kernel for an FP8 KV cache on compute capability {dotted(capability)} is "
-        f"FlashInfer's, which takes {' and '.join(filter(None, lacks))} there"
-    )
-
-
-def kernel_block(caches: Iterable[Cache | LayerCache], kv_bytes: int, sparse: bool = False) -> int:
-    """Tokens in the smallest block of vLLM's attention kernel on Hopper, without a given block_size.
-
-    sparse: an indexer picks the tokens of latents
-    """
-    latent = any(cache.kind == "latent" for cache in caches)
-    return FLASHMLA_BLOCK if latent and (sparse or kv_bytes == 1) else SMALLEST_BLOCK
 
 
 class ModelCaches(NamedTuple):
@@ -366,18 +299,19 @@ def model_caches(
 
     Raises ConfigError if vLLM cannot keep them in this precision, or keeps them in a way that is not modelled.
     """
-    layers = layer_caches(shape, precision, limits.tensor_parallel_size)
+    layers = layer_caches(shape, precision, limits.tensor_parallel_size, capability)
     if not layers:
         raise ConfigError(f"{shape.name}: no layer keeps anything of earlier tokens; allowed: models with attention")
     if on_cpu or (capability is not None and capability < FIRST_GDN_CHECKPOINT):
         layers = tuple(x._replace(checkpoint="") if x.checkpoint == GDN_CHECKPOINT else x for x in layers)
     _check_states(shape, limits, vllm)
     if reason := why_not_kept(shape, precision, on_cpu, capability, vllm):
-        raise ConfigError(f"{shape.name} in {precision.name}: {reason}; allowed: a precision with a BF16 KV cache")
+        raise ConfigError(f"{shape.name} in {precision.name}: {reason}; allowed: another dtype of the KV cache, or GPU")
     if on_cpu:
         return ModelCaches(layers, KvRules.of(limits, longest_request, CPU_BLOCK, vllm=vllm))
-    sparse = any(_sparse(attention) for attention, _ in shape.parts_of(LatentAttention))
-    block = kernel_block(layers, precision.kv_element_bytes, sparse)
+    latents = [latent for latent, _ in shape.parts_of(LatentAttention)]
+    indexed = any(latent.sparse for latent in latents)
+    block = kernel_block(capability, bool(latents), precision.kv == "fp8", indexed)
     # Without a given block vLLM takes the kernel's. Here a smaller block means the same.
     limits = replace(limits, block_size=max(limits.block_size, block))
     return ModelCaches(layers, KvRules.of(limits, longest_request, block, vllm=vllm))
@@ -394,37 +328,49 @@ def why_not_kept(
 
     capability: compute capability of the GPU; None: Hopper's
     """
+    indexed = any(latent.sparse for latent, _ in shape.parts_of(LatentAttention))
+    if indexed and capability is not None and (reason := why_not_indexed(capability, precision.kv == "fp8")):
+        return reason
     if precision.kv != "fp8":
         return None
+    kinds = {cache.kind for cache in shape.caches()}
     if on_cpu:  # one kernel reads heads of every size
-        return why_no_fp8_kv(shape.caches(), vllm=vllm)
+        return why_no_fp8_kv(kinds, vllm=vllm)
     layers = [attention for attention, _ in shape.parts_of(Attention)]
     head_dims, sinks = {x.head_dim for x in layers}, any(x.sinks for x in layers)
-    return why_no_fp8_kv(shape.caches(), head_dims, vllm, sinks=sinks, capability=capability)
+    shorter_values = any(x.v_head_dim for x in layers)
+    return why_no_fp8_kv(
+        kinds, head_dims, vllm, sinks=sinks, shorter_values=shorter_values, capability=capability
+    )
 
 
-def layer_caches(shape: ModelShape, precision: Precision, tensor_parallel_size: int = 1) -> tuple[LayerCache, ...]:
-    """The caches of all layers on one rank, in order: none for a layer without a cache, two for one with an indexer."""
+def layer_caches(
+    shape: ModelShape,
+    precision: Precision,
+    tensor_parallel_size: int = 1,
+    capability: tuple[int, int] | None = None,
+) -> tuple[LayerCache, ...]:
+    """The caches of all layers on one rank, in order: none for a layer without a cache, two for one with an indexer.
+
+    capability: compute capability of the GPU; None: Hopper's
+    """
+    packed = capability is None or capability[0] != BLACKWELL_DATA_CENTER  # FlashInfer's sparse kernel reads plain E4M3
     every = (mixer for layer in shape.layers for mixer in mixers(layer))
-    of_mixer = (_of_mixer(mixer, precision.kv_element_bytes, tensor_parallel_size) for mixer in every)
+    of_mixer = (_of_mixer(mixer, precision.kv_element_bytes, tensor_parallel_size, packed) for mixer in every)
     return tuple(cache for caches in of_mixer for cache in caches)
 
 
 @lru_cache
-def _of_mixer(mixer: Mixer, kv_bytes: int, tp: int) -> tuple[LayerCache, ...]:
+def _of_mixer(mixer: Mixer, kv_bytes: int, tp: int, packed: bool) -> tuple[LayerCache, ...]:
     """The caches of one mixer. Cached: most layers are equal, and a search plans memory thousands of times."""
-    caches = tuple(in_bytes(cache, kv_bytes, _sparse(mixer)) for cache in mixer.caches(tp))
+    packed = packed and isinstance(mixer, LatentAttention) and mixer.sparse
+    caches = tuple(in_bytes(cache, kv_bytes, packed) for cache in mixer.caches(tp))
     if isinstance(mixer, Mamba2 | DeltaNet):
         checkpoint = "Mamba 2 has a checkpoint block" if isinstance(mixer, Mamba2) else GDN_CHECKPOINT
         return tuple(cache._replace(checkpoint=checkpoint) for cache in caches)
     if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
         return *caches, indexer_cache(mixer.indexer.head_dim)
     return caches
-
-
-def _sparse(mixer: Mixer) -> bool:
-    """True if an indexer picks the tokens that it attends to."""
-    return isinstance(mixer, LatentAttention) and (mixer.indexer is not None or mixer.shares_index)
 
 
 def _check_states(shape: ModelShape, limits: EngineLimits, vllm: str) -> None:

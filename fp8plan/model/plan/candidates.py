@@ -183,7 +183,7 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
         return Candidate(setup, reason if stored is None else f"{reason}; {instead}, or another GPU")
     size, whole_experts = setup.limits.cut
     shardable = why_not_shardable(setup.shape, setup.precision, size, target, whole_experts)
-    if reason := _idle(setup.limits, requests) or _no_fp8_kv(setup) or shardable:
+    if reason := _idle(setup.limits, requests) or _not_kept(setup) or shardable:
         return Candidate(setup, reason)
     try:
         started, memory = setup.placed()
@@ -193,13 +193,18 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
         return Candidate(setup, str(error), unfit=True)
 
 
-def _no_fp8_kv(setup: EngineSetup) -> str | None:
-    """The reason why vLLM has no FP8 format for this model's cache; None if it has one, or needs none."""
+def _not_kept(setup: EngineSetup) -> str | None:
+    """The reason why vLLM cannot keep this model's cache in this precision on this GPU; None if it can."""
     shape, gpu = setup.shape, setup.gpu
+
+    def why_not(preset: Precision) -> str | None:
+        kept = why_not_kept(shape, preset, gpu.is_cpu, gpu.compute_capability, setup.engine_version)
+        return kept or shape.why_not(preset) or gpu.why_not(preset)
+
     reason = why_not_kept(shape, setup.precision, gpu.is_cpu, gpu.compute_capability, setup.engine_version)
-    others = [preset for preset in _precisions(None, shape) if preset.kv == "bf16"]
-    known = [preset.name for preset in others if shape.why_not(preset) is None and gpu.why_not(preset) is None]
-    return reason and f"{reason}; allowed: {', '.join(known)}"
+    others = [preset for preset in _precisions(None, shape) if preset.kv != setup.precision.kv]
+    known = [preset.name for preset in others if why_not(preset) is None]
+    return reason and f"{reason}; allowed: {', '.join(known) or 'another GPU'}"
 
 
 def _idle(limits: EngineLimits, requests: int) -> str | None:

@@ -22,7 +22,7 @@ from fp8plan.runtime.doctor.observed import Finding, Logged, Observed, fault, ok
 from fp8plan.runtime.guard.causes import MANY_PREEMPTIONS
 from fp8plan.runtime.guard.observation import fallback
 from fp8plan.runtime.mismatch.attribution import sentence
-from fp8plan.runtime.weight_sync.kv_scales import FIXED_SCALES
+from fp8plan.runtime.weight_sync.kv_scales import keeps_scales
 from fp8plan.schemas import K3
 
 RECALIBRATE: Final = (
@@ -156,7 +156,7 @@ def kv_scales(seen: Observed) -> Finding:
     if not seen.kv_scales:
         return unknown("kv_scales", seen.unseen.get("kv_scales", NOTHING))
     parts = {layer: (scales["k"], scales["v"]) for layer, scales in seen.kv_scales.items()}
-    fixed = seen.facts.get("attention") in FIXED_SCALES
+    fixed = keeps_scales(seen.facts.get("attention", ()))
     if not fixed and all(pair == (1.0, 1.0) for pair in parts.values()):
         says = f"1.0 in all {len(parts)} layers: |K| and |V| above {E4M3_MAX:.0f} are clipped, and nobody measured them"
         return fault("kv_scales", "kv_scales_unit", says, RECALIBRATE)

@@ -129,7 +129,7 @@ def _checked(setup: EngineSetup) -> Generator[str, None, None]:
         weights, scored = _checkpoint(Path(folder))
         setup, begun = replace(setup, model=folder), time.perf_counter()
         with _started(setup, len(weights), load_format="dummy") as engine:
-            kernels = {"attention": engine.facts["attention"], **engine.facts["kernels"]}
+            kernels = {"attention": ", ".join(engine.facts["attention"]), **engine.facts["kernels"]}
             seconds = f"starts with random weights in {time.perf_counter() - begun:.0f} s"
             yield f"{seconds}; {', '.join(f'{part} {name}' for part, name in kernels.items())}"
             modules = engine.ask(_traced(engine.state, weights))

@@ -25,7 +25,7 @@ from fp8plan.model.precision import precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.options import not_predicted, refuse_unknown, remarks
 from fp8plan.runtime.vllm_versions import check_vllm_version, untested
-from fp8plan.runtime.weight_sync.kv_scales import FIXED_SCALES, LIVE_SCALES
+from fp8plan.runtime.weight_sync.kv_scales import FIXED_SCALES, INSTEAD, LIVE_SCALES, keeps_scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, local_manifest
 from fp8plan.runtime.worker.extension import EXTENSION
 
@@ -151,18 +151,17 @@ def has_fixed_scales(facts: Mapping[str, Any]) -> bool:
 
     Raises ConfigError for attention of which neither is known, and for CUDA graphs that hide what it reads.
     """
-    if facts["attention"] not in (*LIVE_SCALES, *FIXED_SCALES):
+    if unknown := sorted(set(facts["attention"]).difference(LIVE_SCALES, FIXED_SCALES)):
         raise ConfigError(
-            f"attention runs as {facts['attention']}, and fp8plan does not know whether it reads new KV scales; "
-            f"allowed with an FP8 KV cache: {', '.join((*LIVE_SCALES, *FIXED_SCALES))} "
-            "(type attention_backend='TRITON_ATTN')"
+            f"attention runs as {', '.join(unknown)}, and fp8plan does not know whether it reads new KV scales; "
+            f"allowed with an FP8 KV cache: {', '.join((*LIVE_SCALES, *FIXED_SCALES))} (type {INSTEAD})"
         )
     if facts["cudagraph_mode"] == "FULL":
         raise ConfigError(
             "cudagraph_mode is FULL, which hides prompts from KV calibration; allowed with an FP8 KV cache: "
             "FULL_AND_PIECEWISE, vLLM's default, or any other"
         )
-    return facts["attention"] in FIXED_SCALES
+    return keeps_scales(facts["attention"])
 
 
 def launch(

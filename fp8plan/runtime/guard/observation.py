@@ -26,7 +26,7 @@ from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch
 from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.weight_sync.kv_scales import FIXED_SCALES
+from fp8plan.runtime.weight_sync.kv_scales import keeps_scales
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -67,7 +67,7 @@ RANGES: Final[dict[str, Range]] = {
 
 def kernel_names(facts: Mapping[str, Any], preset: Precision) -> dict[str, str]:
     """The kernels of a worker's facts by their names in profiles -> implementation."""
-    attention = facts.get("attention")
+    attention = ", ".join(facts.get("attention", ()))
     names = {f"attention.{preset.kv}": attention} if attention else {}
     return names | {f"{part}.{preset.gemm_dtype}": name for part, name in facts["kernels"].items()}
 
@@ -77,9 +77,9 @@ def fallback(kernel: str, measured: str | None, runs: str) -> str | None:
 
     kernel:   its name in profiles, e.g. "gemm.fp8_block"
     measured: the profile's name of its implementation; None: not measured
-    runs:     vLLM's name of its implementation in the log, or the name of its class
+    runs:     vLLM's name of its implementation in the log, or the names of its classes
     """
-    if measured not in SAME or re.search(SAME[measured], runs):
+    if measured not in SAME or all(re.search(SAME[measured], name) for name in runs.split(", ")):
         return None
     note = next((text for pattern, text in KNOWN_FOR.items() if re.search(pattern, runs)), "")
     way = WAY_BACK.get(kernel.partition(".")[0], "the engine's log says why it was selected")
@@ -152,7 +152,7 @@ def facts_of(setup: EngineSetup, facts: Mapping[str, Any], not_predicted: Sequen
         cudagraph_mode=facts["cudagraph_mode"],
         not_predicted=not_predicted,
         inside=setup.inside,
-        kv_fixed=preset.kv == "fp8" and facts["attention"] in FIXED_SCALES,
+        kv_fixed=preset.kv == "fp8" and keeps_scales(facts["attention"]),
     )
 
 

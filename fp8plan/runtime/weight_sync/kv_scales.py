@@ -13,7 +13,7 @@ with, and `beyond` says which layers they clip.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
@@ -27,10 +27,25 @@ if TYPE_CHECKING:
 PARTS: Final = ("q", "k", "v")
 
 # Attention classes of vLLM that read KV scales anew in every step: from the device, or on a CPU from the host.
-LIVE_SCALES: Final = ("FlashAttentionImpl", "TritonAttentionImpl", "CPUAttentionBackendImpl")
+LIVE_SCALES: Final = (
+    *("FlashAttentionImpl", "TritonAttentionImpl", "CPUAttentionBackendImpl"),
+    *("FlashAttentionDiffKVImpl", "TritonAttentionDiffKVImpl"),  # heads whose values are shorter than their keys
+)
 # Those that keep the scales of their start (`k_scale=layer._k_scale_float` in vllm/v1/attention/backends/flashinfer.py,
 # 0.26 to 0.32).
 FIXED_SCALES: Final = ("FlashInferImpl",)
+
+# What an engine without a kernel that reads new scales may run instead.
+INSTEAD: Final = "attention_backend='TRITON_ATTN', or a BF16 KV cache"
+
+
+def keeps_scales(attention: Collection[str]) -> bool:
+    """Return True if a layer of an engine keeps the scales of its start, which then none of its layers may change.
+
+    attention: the classes of its implementations
+    """
+    return not set(attention).isdisjoint(FIXED_SCALES)
+
 
 # Room for values beyond those of the calibration prompts; NeMo-RL's margin.
 MARGIN: Final = 1.05

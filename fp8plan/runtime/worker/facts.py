@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.model.emit.vllm import is_router
+from fp8plan.runtime.weight_sync.kv_scales import attention_layers
 from fp8plan.runtime.worker.binding import kind
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
     layers:    kinds of modules with weights -> how many
     kernels:   "gemm", "moe" -> name of the kernel
     e8m0:      True if DeepGEMM's scales are powers of two; None without blockwise FP8
-    attention: class of its implementation
+    attention: classes of the implementations that read its KV cache, sorted; each class stands once
     device:    product name of the GPU, or "cpu"
     routers:   dtype of a router's weights -> how many routers have it
     weights:   number of the sync that serves on this rank, 0: the checkpoint; None: not synced by fp8plan
@@ -42,7 +43,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
     model, config = worker.model_runner.get_model(), worker.vllm_config
     beside = getattr(config, "aux_output_config", config.model_config)  # what is returned beside tokens, from 0.31 on
     kinds = Counter(kind(layer) for layer in model.modules() if any(p is not None for p in layer._parameters.values()))
-    attention = [layer for layer in model.modules() if hasattr(layer, "_k_scale") and hasattr(layer, "impl")]
+    attention = [layer for _, layer in attention_layers(model)]
     device = next(model.parameters()).device
     tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}
     return {
@@ -52,8 +53,8 @@ def worker_facts(worker: Any) -> dict[str, Any]:
         "weight_bytes": sum(tensors.values()),
         "kernels": _kernels(model),
         "e8m0": _uses_e8m0(model),
-        "attention": type(attention[0].impl).__name__ if attention else None,
-        "kv_cache_dtype": getattr(attention[0], "kv_cache_dtype", None) if attention else None,
+        "attention": attention_classes(attention),
+        "kv_cache_dtype": _kv_cache_dtype(attention),
         "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", None),
         "enforce_eager": bool(config.model_config.enforce_eager),
         "logprobs_mode": str(getattr(config.model_config, "logprobs_mode", "raw_logprobs")),
@@ -76,6 +77,24 @@ def preset_of(facts: Mapping[str, Any]) -> str | None:
         return None
     fp8_kv = str(dtype).startswith("fp8")
     return "+".join(["fp8_block"] * bool(quantised) + ["fp8_kv"] * fp8_kv) or "bf16"
+
+
+def attention_classes(layers: Iterable[Any]) -> list[str]:
+    """Return the classes of attention layers' implementations, sorted; layers without one are left out.
+
+    A layer has several implementations if vLLM picks one for each batch (v1/attention/backends/composite.py).
+    """
+    classes = set()
+    for implementation in (layer.impl for layer in layers if hasattr(layer, "impl")):
+        variants = getattr(implementation, "get_impl_variants", None)
+        classes |= {type(variant).__name__ for variant in (variants() if variants else (implementation,))}
+    return sorted(classes)
+
+
+def _kv_cache_dtype(layers: Sequence[Any]) -> str | None:
+    """Return vLLM's name of the KV cache's dtype: that of an FP8 layer, if there is one."""
+    dtypes = [str(layer.kv_cache_dtype) for layer in layers if hasattr(layer, "kv_cache_dtype")]
+    return max(dtypes, key=lambda dtype: dtype.startswith("fp8"), default=None)
 
 
 def _kernels(model: Any) -> dict[str, str]:

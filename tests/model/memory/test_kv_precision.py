@@ -4,15 +4,14 @@ from typing import get_args
 
 import pytest
 
-from fp8plan.model.memory.kv_specs import LayerCache, kernel_block, why_no_fp8_kv
+from fp8plan.model.attention_backend import kernel_block, why_no_fp8_kv
 
-FULL, STATE, LATENT = LayerCache("full", 4096), LayerCache("state", state_bytes=100_000), LayerCache("latent", 576)
-SLIDING = LayerCache("sliding", 4096, 128)
+FULL, STATE, LATENT, SLIDING = "full", "state", "latent", "sliding"
 
 
 def test_keys_and_values_can_be_fp8() -> None:
-    for caches in ([FULL], [FULL, SLIDING], [FULL, STATE], [LATENT], [LATENT, STATE]):
-        assert why_no_fp8_kv(caches, head_dims=[128]) is None
+    for kinds in ([FULL], [FULL, SLIDING], [FULL, STATE], [LATENT], [LATENT, STATE]):
+        assert why_no_fp8_kv(kinds, head_dims=[128]) is None
 
 
 def test_states_cannot() -> None:
@@ -22,14 +21,28 @@ def test_states_cannot() -> None:
 def test_large_heads_of_one_size_are_not_known_in_0_26() -> None:
     assert "512" in (why_no_fp8_kv([FULL], head_dims=[512]) or "")
     assert why_no_fp8_kv([FULL], head_dims=[512], vllm="0.30") is None
-    assert why_no_fp8_kv([FULL, SLIDING], head_dims=[256, 512]) is None  # Gemma 4
 
 
-def test_fp8_latents_come_in_larger_blocks() -> None:
-    assert kernel_block([FULL, SLIDING], 1) == 16
-    assert kernel_block([LATENT], 2) == 16
-    assert kernel_block([LATENT], 1) == 64
-    assert kernel_block([LATENT], 2, sparse=True) == 64
+def test_heads_of_several_sizes_and_shorter_values_depend_on_gpu_and_version() -> None:
+    """Gemma 4, and MiMo-V2-Flash: as vLLM 0.30 and 0.32 start them (tests/model/test_start.py)."""
+    gemma, mimo = {"head_dims": [256, 512]}, {"head_dims": [192], "shorter_values": True}
+    for vllm, known in (("0.30.0", False), ("0.32.0", True)):
+        assert (why_no_fp8_kv([FULL, SLIDING], vllm=vllm, **gemma) is None) == known
+        assert why_no_fp8_kv([FULL, SLIDING], vllm=vllm, capability=(10, 0), **gemma) is None
+        assert (why_no_fp8_kv([FULL, SLIDING], vllm=vllm, capability=(12, 0), **mimo) is None) == known
+        assert why_no_fp8_kv([FULL, SLIDING], vllm=vllm, capability=(9, 0), **mimo) is None
+        assert "FlashAttention" in (why_no_fp8_kv([FULL, SLIDING], vllm=vllm, capability=(10, 3), **mimo) or "")
+
+
+@pytest.mark.parametrize(
+    ("capability", "bf16", "fp8"),
+    [(None, 16, 64), ((8, 0), 16, 16), ((8, 9), 16, 16), ((9, 0), 16, 64), ((10, 3), 32, 32), ((12, 0), 16, 16)],
+)
+def test_latents_come_in_blocks_of_their_kernel(capability: tuple[int, int] | None, bf16: int, fp8: int) -> None:
+    assert kernel_block(capability, latent=False, fp8_kv=True) == 16
+    assert kernel_block(capability, latent=True, fp8_kv=False) == bf16
+    assert kernel_block(capability, latent=True, fp8_kv=True) == fp8
+    assert kernel_block(capability, latent=True, fp8_kv=False, indexed=True) == 64
 
 
 @pytest.mark.vllm
@@ -42,4 +55,4 @@ def test_what_vllm_says_of_its_states_and_backends() -> None:
     for backend, sparse in ((FlashMLABackend, False), (FlashMLASparseBackend, True)):
         assert "fp8" in backend.supported_kv_cache_dtypes
         (size,) = backend.get_supported_kernel_block_sizes()
-        assert getattr(size, "base", size) == kernel_block([LATENT], 1, sparse)  # from 0.32 any multiple of it
+        assert getattr(size, "base", size) == kernel_block((9, 0), True, True, sparse)  # from 0.32 any multiple of it

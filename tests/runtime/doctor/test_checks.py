@@ -17,7 +17,7 @@ FACTS: dict[str, Any] = {
     "device": "cuda",
     "layers": {"QKVParallelLinear / Fp8PerBlockOnlineLinearMethod / FlashInferFp8DeepGEMM": 36, "RMSNorm": 73},
     "kernels": {"gemm": "FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "moe": "TRITON"},
-    "attention": "FlashAttentionImpl",
+    "attention": ["FlashAttentionImpl"],
     "e8m0": False,
     "kv_cache_dtype": "fp8",
     "cudagraph_mode": "FULL_AND_PIECEWISE",
@@ -72,7 +72,7 @@ def ranks(second: RankWeights) -> dict[str, Any]:
 
 def test_fixed_scales_of_one_are_no_fault_until_they_clip() -> None:
     ones = {x: {"q": 1.0, "k": 1.0, "v": 1.0} for x in SCALES}
-    fixed = replace(HEALTHY, kv_scales=ones, **facts(attention="FlashInferImpl"))
+    fixed = replace(HEALTHY, kv_scales=ones, **facts(attention=["FlashInferImpl"]))
     assert "kv_scales_unit" not in faults_of(fixed)
     clips = replace(fixed, kv_amax={"layers.2": [3.0, 900.0, 9.0]})
     assert "kv_scales_clip" in faults_of(clips)

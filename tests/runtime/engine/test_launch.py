@@ -26,7 +26,7 @@ def launched(precision: str, folder: str | None = None, **more: Any) -> Launch:
 AS_PLANNED = {
     "e8m0": False,
     "kv_cache_dtype": "fp8_e4m3",
-    "attention": "FlashAttentionImpl",
+    "attention": ["FlashAttentionImpl"],
     "cudagraph_mode": "FULL_AND_PIECEWISE",
     "layers": {"QKVParallelLinear / Fp8OnlineLinearMethod": 3},
 }
@@ -37,7 +37,8 @@ AS_PLANNED = {
     [
         ({"e8m0": True}, r"power-of-two scales although VLLM_USE_DEEP_GEMM_E8M0=0 was planned"),
         ({"kv_cache_dtype": "bfloat16"}, "the KV cache runs as bfloat16, and fp8_block\\+fp8_kv was planned"),
-        ({"attention": "FlexAttentionImpl"}, "attention runs as FlexAttentionImpl.*allowed.*TritonAttentionImpl"),
+        ({"attention": ["FlexAttentionImpl"]}, "attention runs as FlexAttentionImpl.*allowed.*TritonAttentionImpl"),
+        ({"attention": ["FlashAttentionImpl", "TritonMLAImpl"]}, "attention runs as TritonMLAImpl, .*BF16 KV cache"),
         ({"cudagraph_mode": "FULL"}, "cudagraph_mode is FULL, which hides prompts from KV calibration"),
         ({"layers": {"QKVParallelLinear / UnquantizedLinearMethod": 3}}, "the layers run as QKVParallelLinear"),
     ],
@@ -51,12 +52,18 @@ def test_an_engine_that_is_not_as_planned_is_refused(facts: dict[str, Any], says
 
 
 def test_flashinfer_keeps_its_scales_and_the_others_read_new_ones() -> None:
-    kinds = {name: has_fixed_scales(AS_PLANNED | {"attention": name}) for name in (*FIXED_SCALES, *LIVE_SCALES)}
+    kinds = {name: has_fixed_scales(AS_PLANNED | {"attention": [name]}) for name in (*FIXED_SCALES, *LIVE_SCALES)}
     assert {name for name, fixed in kinds.items() if fixed} == {"FlashInferImpl"}
 
 
+@pytest.mark.parametrize("live", LIVE_SCALES)
+def test_one_layer_that_keeps_its_scales_decides(live: str) -> None:
+    assert has_fixed_scales(AS_PLANNED | {"attention": [*FIXED_SCALES, live]})
+    assert has_fixed_scales(AS_PLANNED | {"attention": [live, *FIXED_SCALES]})
+
+
 def test_only_an_fp8_kv_cache_cares_how_attention_reads_scales() -> None:
-    bf16 = AS_PLANNED | {"kv_cache_dtype": "bfloat16", "cudagraph_mode": "FULL", "attention": "FlashInferImpl"}
+    bf16 = AS_PLANNED | {"kv_cache_dtype": "bfloat16", "cudagraph_mode": "FULL", "attention": ["FlashInferImpl"]}
     launched("fp8_block").refuse_other(bf16)
 
 
