@@ -47,6 +47,7 @@ Key = tuple[str, str, str]  # kind, GPU, precision
 
 KINDS = (
     Kind("dense", "Qwen/Qwen3-8B", 2),
+    Kind("biases on keys", "Qwen/Qwen2.5-7B", 2),
     Kind("experts", "Qwen/Qwen3-30B-A3B", 2),
     Kind("windows", "google/gemma-3-12b-it", 6),
     Kind("windows, heads of two sizes", "google/gemma-4-31B-it", 6, "Gemma4ForCausalLM"),
@@ -147,8 +148,9 @@ def kinds(folder: Path, version: str) -> list[Case]:
 
 
 def run(cases: Iterable[Case], folder: Path) -> dict[Key, dict[str, Any]]:
-    """Start the cases that the plan does not refuse, in a process of their own. Return the result of each by its key."""
-    started = sorted((case for case in cases if case.setup is not None), key=lambda case: case.gpu)  # few changes of card
+    """Start the cases that the plan does not refuse, in a process of their own. Return each one's result by its key."""
+    # By GPU, as each change of it makes vLLM forget what it remembers.
+    started = sorted((case for case in cases if case.setup is not None), key=lambda case: case.gpu)
     asked, answered = folder / "cases.jsonl", folder / "results.jsonl"
     asked.write_text("".join(f"{json.dumps(case.for_vllm())}\n" for case in started))
     command = [sys.executable, "-m", "benchmarks.starts.engine", str(asked), str(answered)]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.starts.engine CASES RESULTS
 
-CASES and RESULTS are files with a JSON object a line. A case has `card` (the fields of cuda_platform.Card), `engine_args`
-and `env` as a plan emits them, and `kv_bytes`, the size of the KV cache. A result has either `error` (type and message)
-and `step`, the one that failed, or what an engine would run with:
+CASES and RESULTS are files with a JSON object a line. A case has `card` (the fields of cuda_platform.Card), `kv_bytes`
+(the size of the KV cache), and `engine_args` and `env` as a plan emits them. A result has either `error` (type and
+message) and `step`, the one that failed, or what an engine would run with:
 
 attention:  classes of the attention layers' implementations, as fp8plan.runtime.worker.facts has them
 block_size: tokens in a block
@@ -140,8 +140,9 @@ def main(cases: str, results: str) -> None:
     """Start every case, and write its result."""
     os.environ.update(QUIET)
     os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="fp8plan-start-")
-    from benchmarks.starts import cuda_platform
     import torch
+
+    from benchmarks.starts import cuda_platform
 
     cuda_platform.install()
     from vllm.config import VllmConfig, set_current_vllm_config

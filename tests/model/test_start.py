@@ -1,4 +1,4 @@
-"""Whatever a plan writes starts in vLLM: its configuration, layers, KV blocks and CUDA graphs, on GPUs that are not here.
+"""Whatever a plan writes starts in vLLM: configuration, layers, KV blocks and CUDA graphs, on GPUs that are not here.
 
 One process starts all cases, as importing vLLM takes longer than most of them.
 """
@@ -32,6 +32,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "lfm2": {"block_dim": 2560, "block_ff_dim": 12288, "conv_dim": 2560},
+    "exaone_moe": {"sliding_windows": None},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "expert_ffn_hidden_size": 256},
     "mimo_v2_flash": {
         "layernorm_epsilon": 1e-5,
@@ -69,8 +71,7 @@ def family(name: str, folder: Path) -> Path:
         place.mkdir()
         (place / "config.json").write_text(json.dumps(KV_FAMILIES[KV_FAMILY[name]]))
         return place
-    layers = {"num_hidden_layers": LAYERS} | ({"layer_types": ["conv", "full_attention"] * 2} if name == "lfm2_moe" else {})
-    config = config_of(name, layers | FIELDS.get(name, {}))
+    config = config_of(name, {"num_hidden_layers": LAYERS} | FIELDS.get(name, {}))
     if name == "mimo_v2_flash":
         config.hybrid_layer_pattern = [int(kind == "sliding_attention") for kind in config.layer_types]
     own = AutoModelForCausalLM._model_mapping[type(config)].__name__
@@ -137,7 +138,7 @@ def test_each_kind_of_scales_and_each_kernel_of_the_plan_is_met(started: Started
 def test_the_committed_table_is_what_runs(started: Started) -> None:
     rows = jsonl.rows(RESULTS)
     if rows[0]["vllm"] != VLLM.partition("+")[0]:
-        pytest.skip(f"the table is of vLLM {rows[0]['vllm']}")
+        pytest.skip(f"the table is of vLLM {rows[0]['vllm']}; python -m benchmarks.starts makes it")
     known = {(row["kind"], row["gpu"], row["precision"]): row for row in rows}
     results = {case.key: case.row(result, rows[0]["vllm"]) for case, result in started if case.key in known}
     assert results == {key: row for key, row in known.items() if "refused" not in row}

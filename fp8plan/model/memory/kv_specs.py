@@ -339,9 +339,7 @@ def why_not_kept(
     layers = [attention for attention, _ in shape.parts_of(Attention)]
     head_dims, sinks = {x.head_dim for x in layers}, any(x.sinks for x in layers)
     shorter_values = any(x.v_head_dim for x in layers)
-    return why_no_fp8_kv(
-        kinds, head_dims, vllm, sinks=sinks, shorter_values=shorter_values, capability=capability
-    )
+    return why_no_fp8_kv(kinds, head_dims, vllm, sinks=sinks, shorter_values=shorter_values, capability=capability)
 
 
 def layer_caches(
