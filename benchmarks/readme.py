@@ -38,6 +38,7 @@ from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
 from silent_failures import table as silent_failures  # noqa: E402
 from slow_links import tables as slow_links  # noqa: E402
+from starts.table import table as starts  # noqa: E402
 from tables import (  # noqa: E402
     accuracy,
     attention_kernels,
@@ -174,6 +175,7 @@ def blocks() -> dict[str, str]:
     made["odd measurements in engines"] = odd_measurements.live_table()
     made |= {"silent failures": silent_failures.table(), "silent failures by outcome": silent_failures.summary()}
     made["public figures"] = public_figures.page()
+    made["starts"] = starts()
     made["kept sets"] = kept_sets()
     made["change ratios"] = changes.committed()
     made["predicted change ratios"] = change_ratios.committed()

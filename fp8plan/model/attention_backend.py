@@ -41,6 +41,7 @@ TRITON_NAMED: Final = (
     f"last {TRITON_DECODE} times as long as with FlashInfer"
 )
 HOPPER, BLACKWELL_DATA_CENTER, BLACKWELL_WITHOUT_HBM = 9, 10, 12  # major compute capabilities
+FLASH_ATTENTION_4: Final = (HOPPER, BLACKWELL_DATA_CENTER)
 
 
 def attention_backend(
@@ -66,7 +67,7 @@ def _takes(backend: Backend, capability: tuple[int, int], head_dim: int, fp8_kv:
         return head_dim in FLASHINFER_HEADS and (not sinks or major >= HOPPER)
     if backend == Backend.TRITON_ATTN:
         return not fp8_kv or capability >= FIRST_FP8_CAPABILITY  # Triton has no E4M3 below
-    newer = major in (HOPPER, BLACKWELL_DATA_CENTER)  # FlashAttention 3 and 4; elsewhere it is 2
+    newer = major in FLASH_ATTENTION_4  # or 3, on Hopper; elsewhere it is 2
     most = MOST_FA4_HEAD if newer else MOST_FA3_HEAD
     return head_dim % 8 == 0 and head_dim <= most and (newer or not (fp8_kv or sinks))
 
@@ -224,6 +225,13 @@ def why_fixed_kv_scales(gpu: Gpu, precision: Precision, shape: ModelShape | None
 
 
 def _kernels(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> set[Backend | None]:
-    """The kernels of a model's attention layers."""
+    """The kernels of a model's attention layers.
+
+    vLLM takes Triton for all layers of a model whose heads have several sizes, if the GPU has no FlashAttention 4
+    (Gemma4Config in vllm/model_executor/models/config.py).
+    """
     layers = [MOST_COMMON] if shape is None else [attention for attention, _ in shape.parts_of(Attention)]
+    several = len({attention.head_dim for attention in layers}) > 1
+    if several and gpu.compute_capability is not None and gpu.compute_capability[0] not in FLASH_ATTENTION_4:
+        return {Backend.TRITON_ATTN}
     return {kernel(gpu, precision, attention) for attention in layers}

@@ -53,12 +53,6 @@ NOT_BUILT = {
 NAMES = [name for name in FAMILIES if name not in (*INSIDE, *NOT_BUILT)]
 KV_FAMILY = {"kimi_linear": "Kimi-Linear-48B"}  # whose config class is not transformers'
 LAYERS = 4
-# Heads of two sizes, for which vLLM takes Triton throughout where it lacks FlashAttention 4 (Gemma4Config). Their
-# scales could be measured, and the plan says that they are fixed.
-CAUTIOUS = {
-    "windows, heads of two sizes": dict.fromkeys(("l40s", "rtx_5090"), "measured"),
-    "gemma4_text": dict.fromkeys(("l40s", "rtx_pro_6000"), "measured"),
-}
 Started = list[tuple[Case, dict[str, Any]]]
 
 
@@ -125,7 +119,7 @@ def test_what_is_said_of_the_scales_holds_for_every_kernel_that_vllm_selects(sta
             continue
         facts = {"attention": result["attention"], "cudagraph_mode": result["cudagraph_mode"]}
         runs = "fixed" if has_fixed_scales(facts) else "measured"
-        assert runs == CAUTIOUS.get(case.kind, {}).get(case.gpu, case.scales), case.key
+        assert runs == case.scales, case.key
 
 
 def test_each_kind_of_scales_and_each_kernel_of_the_plan_is_met(started: Started) -> None:
