@@ -163,7 +163,13 @@ def rollouts(engine: RolloutEngine, note: Callable[..., None]) -> None:
             begun = time.perf_counter()
             engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
             seconds.append(time.perf_counter() - begun)
-        note("rollouts", requests=requests, tokens=tokens, seconds=seconds, attention=engine.facts["attention"])
+        note(
+            "rollouts",
+            requests=requests,
+            tokens=tokens,
+            seconds=seconds,
+            attention=", ".join(engine.facts["attention"]),
+        )
 
 
 def clip(engine: RolloutEngine, weights: dict[str, Any], note: Callable[..., None]) -> None:
