@@ -27,7 +27,7 @@ SINCE: Final = {
     # The KV cache (v1/core/kv_cache_utils.py and v1/kv_cache_interface.py; v1/core/kv_cache_planning.py from 0.33)
     "FP8 KV for heads above 256 on Hopper": (0, 30),
     "FP8 KV for heads of several sizes on Hopper": (0, 32),  # Gemma4Config; 0.30 has none, and 0.31 was not looked at
-    "Triton reads an FP8 KV cache of shorter values": (0, 32),  # triton_attn_diffkv.py; the same
+    "FP8 KV of values shorter than keys": (0, 32),  # MiMo-V2 (models/mimo_v2.py); the same
     "states are always aligned": (0, 30),
     "states of two sizes are two types": (0, 30),
     "one block size without the hybrid manager": (0, 30),

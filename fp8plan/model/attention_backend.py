@@ -150,11 +150,13 @@ def why_no_fp8_kv(
     if capability is not None and capability < FIRST_FP8_CAPABILITY:
         return _why_not_by_flashinfer("latent" in kinds, head_dims, sinks, capability)
     only, major = set(head_dims), HOPPER if capability is None else capability[0]
-    if shorter_values and major != HOPPER:
-        if major == BLACKWELL_DATA_CENTER:
-            return "vLLM reads values that are shorter than keys with FlashAttention there, which takes no FP8 KV cache"
-        if not has(vllm, "Triton reads an FP8 KV cache of shorter values"):
-            return f"vLLM {vllm} reads values that are shorter than keys with Triton there, which takes no FP8 KV cache"
+    if shorter_values and not has(vllm, "FP8 KV of values shorter than keys"):
+        return f"vLLM {vllm} keeps values that are shorter than keys in BF16, whatever kv_cache_dtype says"
+    if shorter_values and major == BLACKWELL_DATA_CENTER:
+        return (
+            f"vLLM {vllm} reads values that are shorter than keys with FlashAttention 4 on such a GPU, which "
+            "takes no FP8 KV cache (flash_attn_diffkv.py)"
+        )
     several = len(only) > 1 and max(only) > MOST_FA3_HEAD and major == HOPPER
     if several and not has(vllm, "FP8 KV for heads of several sizes on Hopper"):
         sizes = " and ".join(map(str, sorted(only)))

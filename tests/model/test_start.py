@@ -20,6 +20,7 @@ from fp8plan import jsonl
 from fp8plan.model.architecture.families import FAMILIES
 from fp8plan.runtime.engine.launch import has_fixed_scales
 from fp8plan.runtime.weight_sync.kv_scales import FIXED_SCALES, LIVE_SCALES
+from fp8plan.version import at_least
 
 pytestmark = pytest.mark.vllm
 
@@ -32,7 +33,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "lfm2": {"block_dim": 2560, "block_ff_dim": 12288, "conv_dim": 2560},
-    "exaone_moe": {"sliding_windows": None},
+    "exaone_moe": {"sliding_windows": [128] * 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "expert_ffn_hidden_size": 256},
     "mimo_v2_flash": {
@@ -53,6 +54,12 @@ NOT_BUILT = {
 NAMES = [name for name in FAMILIES if name not in (*INSIDE, *NOT_BUILT)]
 KV_FAMILY = {"kimi_linear": "Kimi-Linear-48B"}  # whose config class is not transformers'
 LAYERS = 4
+FP8 = "fp8_block+fp8_kv"
+# Not built by vLLM before 0.30 beside the transformers of these tests, whose config classes have changed.
+OF_LATER = {
+    *("windows, heads of two sizes", "gemma4_text", "gemma4_unified_text", "qwen3_5_text", "qwen3_5_moe_text"),
+    "hunyuan_v1_moe",
+}
 Started = list[tuple[Case, dict[str, Any]]]
 
 
@@ -79,9 +86,10 @@ def families(folder: Path) -> list[Case]:
     gpus, cases = cycle(LARGE_GPUS), []
     for name in NAMES:
         place = family(name, folder)
-        for precision in ("bf16", "fp8_block+fp8_kv"):
+        for precision in ("bf16", FP8):
             cases += [x for x in cases_of(name, place, VLLM, (next(gpus),)) if x.precision == precision]
-    return cases
+    shorter = cases_of("values shorter than keys", folder / "mimo_v2_flash", VLLM, ("h200_sxm", "rtx_pro_6000"))
+    return cases + [case for case in shorter if case.precision == FP8]
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +97,15 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Started:
     """The cases that a plan does not refuse, and vLLM's results."""
     folder = tmp_path_factory.mktemp("starts")
     cases = [*kinds(folder, VLLM), *families(folder)]
+    if not at_least(VLLM, (0, 30)):
+        cases = [case for case in cases if case.kind not in OF_LATER]
     results = run(cases, folder)
     return [(case, results[case.key]) for case in cases if case.key in results]
 
 
 def test_whatever_is_planned_starts(started: Started) -> None:
     assert len(started) > 250
-    assert {case.kind for case, _ in started} == {*(kind.name for kind in KINDS), *NAMES}
+    assert {case.kind for case, _ in started} >= {*(kind.name for kind in KINDS), *NAMES} - OF_LATER
     assert not [(*case.key, result["step"], result["error"]) for case, result in started if "error" in result]
 
 
@@ -124,8 +134,9 @@ def test_what_is_said_of_the_scales_holds_for_every_kernel_that_vllm_selects(sta
 
 def test_each_kind_of_scales_and_each_kernel_of_the_plan_is_met(started: Started) -> None:
     met = {name for case, result in started for name in result["attention"] if case.scales not in ("", "not synced")}
-    gpus_alone = {*LIVE_SCALES, *FIXED_SCALES} - {"CPUAttentionBackendImpl"}
-    assert met == gpus_alone
+    known = {*LIVE_SCALES, *FIXED_SCALES} - {"CPUAttentionBackendImpl"}
+    of_later = {"FlashAttentionDiffKVImpl", "TritonAttentionDiffKVImpl"}
+    assert known - met == (set() if at_least(VLLM, (0, 32)) else of_later)
     assert {case.scales for case, _ in started} == {"", "measured", "fixed", "not synced"}
 
 
