@@ -15,7 +15,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.hardware import FIRST_FP8_CAPABILITY, Gpu, dotted
 from fp8plan.model.precision import Precision
-from fp8plan.model.risk.theory import clipped, clipped_keys
+from fp8plan.model.risk.theory import clipped
 from fp8plan.version import DEFAULT_VERSION, has
 
 
@@ -29,18 +29,22 @@ class Backend(StrEnum):
 
 KEEPS_SCALES: Final = Backend.FLASHINFER
 FLASHINFER_HEADS: Final = (64, 128, 256, 512)  # numbers in a head (get_supported_head_sizes)
+AMPERE_HEADS: Final = (64, 128, 256)  # those with an FP8 kernel on Ampere, where vLLM lets 512 through
 MOST_FA3_HEAD: Final = 256  # numbers in a head; FlashAttention 4 takes over above, on Hopper
 MOST_FA4_HEAD: Final = 512
-MOST_COMMON: Final = Attention(heads=32, kv_heads=8, head_dim=128)  # stands for a model that is not known
+USUAL_ATTENTION: Final = Attention(heads=32, kv_heads=8, head_dim=128)  # stands for a model that is not known
 # Decode with Triton's kernel, times FlashInfer's: the geometric mean of 1.2 (256 requests of 768 tokens) and 1.8 (64 of
 # 3,072), from rollouts of Qwen3-8B on an H200 with vLLM 0.26 (benchmarks/tables/attention_kernels.py).
 TRITON_DECODE: Final = 1.5
 TRITON_NAMED: Final = (
-    "plans with an FP8 KV cache name attention_backend=TRITON_ATTN, whose scales fp8plan measures after each sync. "
-    "FlashInfer, vLLM's own choice, keeps scales of 1.0, which clip this model's keys. Decode attention is taken to "
-    f"last {TRITON_DECODE} times as long as with FlashInfer"
+    "plans with an FP8 KV cache name attention_backend=TRITON_ATTN, whose scales fp8plan's engines measure after each "
+    "sync. FlashInfer, vLLM's own choice, keeps scales of 1.0, which clip this model's keys. Decode attention is taken "
+    f"to last {TRITON_DECODE} times as long as with FlashInfer"
 )
 HOPPER, BLACKWELL_DATA_CENTER, BLACKWELL_WITHOUT_HBM = 9, 10, 12  # major compute capabilities
+FLASHMLA_BLOCK: Final = 64  # tokens
+FLASHINFER_MLA_BLOCK: Final = 32  # tokens
+SMALLEST_BLOCK: Final = 16  # of FlashAttention and Triton: tokens
 FLASH_ATTENTION_4: Final = (HOPPER, BLACKWELL_DATA_CENTER)
 
 
@@ -67,41 +71,57 @@ def _takes(backend: Backend, capability: tuple[int, int], head_dim: int, fp8_kv:
         return head_dim in FLASHINFER_HEADS and (not sinks or major >= HOPPER)
     if backend == Backend.TRITON_ATTN:
         return not fp8_kv or capability >= FIRST_FP8_CAPABILITY  # Triton has no E4M3 below
-    newer = major in FLASH_ATTENTION_4  # or 3, on Hopper; elsewhere it is 2
+    newer = major in FLASH_ATTENTION_4  # or FlashAttention 3, on Hopper. Other GPUs have FlashAttention 2
     most = MOST_FA4_HEAD if newer else MOST_FA3_HEAD
     return head_dim % 8 == 0 and head_dim <= most and (newer or not (fp8_kv or sinks))
 
 
-def kernel(gpu: Gpu, precision: Precision, attention: Attention) -> Backend | None:
-    """The kernel that reads a layer's cache: vLLM's own choice, or the one that a plan names; None on a CPU.
+def vllms_kernel(gpu: Gpu, precision: Precision, attention: Attention, several_sizes: bool) -> Backend | None:
+    """The kernel that vLLM chooses for a layer by itself; None on a CPU, or if none of Backend reads it.
 
-    Plans name Triton, whose scales are measured after each sync, where FlashInfer's scales of 1.0 would clip the keys.
-    Other models lose nothing at 1.0, and Triton is slower (docs/evidence/risk.md).
+    several_sizes: the model's heads have several sizes. On GPUs without FlashAttention 4 vLLM then takes Triton for all
+                   layers (Gemma4Config in vllm/model_executor/models/config.py)
     """
     if gpu.compute_capability is None:
         return None
-    fp8_kv = precision.kv == "fp8"
-    own = attention_backend(gpu.compute_capability, attention.head_dim, fp8_kv, attention.sinks)
-    clips = fp8_kv and own == KEEPS_SCALES and clipped(attention)
-    return Backend.TRITON_ATTN if clips and not gpu.stores_fp8_only else own
+    if several_sizes and gpu.compute_capability[0] not in FLASH_ATTENTION_4:
+        return Backend.TRITON_ATTN
+    return attention_backend(gpu.compute_capability, attention.head_dim, precision.kv == "fp8", attention.sinks)
+
+
+def kernel(gpu: Gpu, precision: Precision, attention: Attention, several_sizes: bool = False) -> Backend | None:
+    """The kernel that reads a layer's cache: vLLM's own choice, or the one that a plan names instead.
+
+    Plans name Triton, whose scales are measured after each sync, where FlashInfer's scales of 1.0 would clip the keys.
+    Other models lose nothing at 1.0, and Triton is slower (docs/evidence/risk.md). Ampere's Triton has no E4M3.
+
+    several_sizes: as in `vllms_kernel`, which also says when there is none
+    """
+    choice = vllms_kernel(gpu, precision, attention, several_sizes)
+    clips = precision.kv == "fp8" and choice == KEEPS_SCALES and clipped(attention)
+    return Backend.TRITON_ATTN if clips and not gpu.stores_fp8_only else choice
+
+
+def kernels(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> dict[Attention, Backend | None]:
+    """The kernel of each kind of attention layer. shape: None: a model that the cost model does not know"""
+    layers = [USUAL_ATTENTION] if shape is None else [attention for attention, _ in shape.parts_of(Attention)]
+    several_sizes = len({attention.head_dim for attention in layers}) > 1
+    return {attention: kernel(gpu, precision, attention, several_sizes) for attention in layers}
 
 
 def named_backend(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> Backend | None:
     """The kernel that a plan names in vLLM's `attention_backend`; None: it leaves the choice to vLLM.
 
-    shape: None: a model that the cost model does not know
+    shape: as in `kernels`
     """
     if precision.kv != "fp8" or gpu.compute_capability is None:
         return None
     if gpu.stores_fp8_only:  # the only kernel that reads this cache (fp8plan.model.memory.kv_specs)
         return Backend.FLASHINFER
-    replaced = shape is not None and clipped_keys(shape) and Backend.TRITON_ATTN in _kernels(gpu, precision, shape)
+    chosen = kernels(gpu, precision, shape)
+    several_sizes = len({attention.head_dim for attention in chosen}) > 1
+    replaced = any(used != vllms_kernel(gpu, precision, layer, several_sizes) for layer, used in chosen.items())
     return Backend.TRITON_ATTN if replaced else None
-
-
-FLASHMLA_BLOCK: Final = 64  # tokens
-FLASHINFER_MLA_BLOCK: Final = 32  # tokens
-SMALLEST_BLOCK: Final = 16  # of FlashAttention and Triton: tokens
 
 
 def kernel_block(capability: tuple[int, int] | None, latent: bool, fp8_kv: bool, indexed: bool = False) -> int:
@@ -119,9 +139,6 @@ def kernel_block(capability: tuple[int, int] | None, latent: bool, fp8_kv: bool,
     if major == BLACKWELL_DATA_CENTER:
         return FLASHINFER_MLA_BLOCK
     return FLASHMLA_BLOCK if major == HOPPER and fp8_kv else SMALLEST_BLOCK  # elsewhere Triton's
-
-
-AMPERE_HEADS: Final = (64, 128, 256)  # numbers in heads that FlashInfer reads in FP8 on Ampere
 
 
 def why_no_fp8_kv(
@@ -149,7 +166,7 @@ def why_no_fp8_kv(
         )
     if capability is not None and capability < FIRST_FP8_CAPABILITY:
         return _why_not_by_flashinfer("latent" in kinds, head_dims, sinks, capability)
-    only, major = set(head_dims), HOPPER if capability is None else capability[0]
+    head_sizes, major = set(head_dims), HOPPER if capability is None else capability[0]
     if shorter_values and not has(vllm, "FP8 KV of values shorter than keys"):
         return f"vLLM {vllm} keeps values that are shorter than keys in BF16, whatever kv_cache_dtype says"
     if shorter_values and major == BLACKWELL_DATA_CENTER:
@@ -157,22 +174,22 @@ def why_no_fp8_kv(
             f"vLLM {vllm} reads values that are shorter than keys with FlashAttention 4 on such a GPU, which "
             "takes no FP8 KV cache (flash_attn_diffkv.py)"
         )
-    several = len(only) > 1 and max(only) > MOST_FA3_HEAD and major == HOPPER
-    if several and not has(vllm, "FP8 KV for heads of several sizes on Hopper"):
-        sizes = " and ".join(map(str, sorted(only)))
+    several_sizes = len(head_sizes) > 1 and max(head_sizes) > MOST_FA3_HEAD and major == HOPPER
+    if several_sizes and not has(vllm, "FP8 KV for heads of several sizes on Hopper"):
+        sizes = " and ".join(map(str, sorted(head_sizes)))
         return (
             f"vLLM {vllm} reads heads of {sizes} numbers with FlashAttention 4 on Hopper, which takes no FP8 KV cache "
             "there (Gemma4Config in vllm/model_executor/models/config.py)"
         )
-    unknown = len(only) == 1 and max(only) > MOST_FA3_HEAD and kinds != {"latent"}
-    if unknown and not has(vllm, "FP8 KV for heads above 256 on Hopper"):
-        if capability is not None and capability[0] != 9:
+    unknown_kernel = len(head_sizes) == 1 and max(head_sizes) > MOST_FA3_HEAD and kinds != {"latent"}
+    if unknown_kernel and not has(vllm, "FP8 KV for heads above 256 on Hopper"):
+        if capability is not None and capability[0] != HOPPER:
             return (
-                f"fp8plan does not know which kernel of vLLM {vllm} reads heads of {max(only)} numbers in FP8 on "
+                f"fp8plan does not know which kernel of vLLM {vllm} reads heads of {max(head_sizes)} numbers in FP8 on "
                 f"compute capability {dotted(capability)}"
             )
         return (
-            f"fp8plan does not know whether vLLM {vllm} reads heads of {max(only)} numbers in FP8 on Hopper: it "
+            f"fp8plan does not know whether vLLM {vllm} reads heads of {max(head_sizes)} numbers in FP8 on Hopper: it "
             "chooses FlashAttention 4 for them (get_flash_attn_version in vllm/v1/attention/backends/fa_utils.py)"
         )
     return None
@@ -216,24 +233,11 @@ def why_fixed_kv_scales(gpu: Gpu, precision: Precision, shape: ModelShape | None
     FlashInfer takes both as numbers (`k_scale=layer._k_scale_float` in flashinfer.py, 0.26 to 0.32), which CUDA graphs
     of decode steps capture.
 
-    shape: as in `named_backend`
+    shape: as in `kernels`
     """
-    if precision.kv != "fp8" or KEEPS_SCALES not in _kernels(gpu, precision, shape):
+    if precision.kv != "fp8" or KEEPS_SCALES not in kernels(gpu, precision, shape).values():
         return None
     return (
         f"vLLM reads an FP8 KV cache with FlashInfer on {gpu.product}, whose CUDA graphs keep the K and V scales "
         "that the engine was started with, so that fp8plan cannot change them after a weight sync"
     )
-
-
-def _kernels(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> set[Backend | None]:
-    """The kernels of a model's attention layers.
-
-    vLLM takes Triton for all layers of a model whose heads have several sizes, if the GPU has no FlashAttention 4
-    (Gemma4Config in vllm/model_executor/models/config.py).
-    """
-    layers = [MOST_COMMON] if shape is None else [attention for attention, _ in shape.parts_of(Attention)]
-    several = len({attention.head_dim for attention in layers}) > 1
-    if several and gpu.compute_capability is not None and gpu.compute_capability[0] not in FLASH_ATTENTION_4:
-        return {Backend.TRITON_ATTN}
-    return {kernel(gpu, precision, attention) for attention in layers}

@@ -28,7 +28,7 @@ import numpy as np
 
 from fp8plan.model.architecture.mixers import kv_heads_of_rank
 from fp8plan.model.architecture.parts import Attention
-from fp8plan.model.attention_backend import TRITON_DECODE, Backend, kernel
+from fp8plan.model.attention_backend import TRITON_DECODE
 from fp8plan.model.cost.base import (
     READS,
     Array,
@@ -134,17 +134,18 @@ def attention_cost(
     gpu: Gpu,
     profile: Profile,
     edge: Array | None = None,
+    triton: bool = False,
 ) -> Cost:
     """Seconds of attention in one layer of each step, shape (steps,).
 
     edge: tokens that a decoding request computes beyond those it reads, shape (steps,); None: the mean over all lengths
+    triton: Triton's kernel reads an FP8 cache that the profile's reads elsewhere
     """
     working, read = (batch.decode_requests + batch.prefill_tokens) > 0, seen(batch, attention)
     total = times(np.where(working, 1.0, 0.0), *profile.named(f"attention.{precision.kv}.launch_seconds"))
     if edge is None:
         edge = np.full(working.shape, key_block(attention.head_dim) * (1.0 if attention.window else 0.5))
     decode = _decode(read, edge, attention, precision, tensor_parallel, gpu, profile)
-    triton = kernel(gpu, precision, attention) == Backend.TRITON_ATTN
     total = total + (decode.scaled(TRITON_DECODE) if triton else decode)
     if batch.prefill_tokens.any():
         total = total + prefill_cost(read, attention, precision, tensor_parallel, gpu, profile)

@@ -47,6 +47,7 @@ from fp8plan.model.architecture.parts import (
     ShortConv,
     TokenPart,
 )
+from fp8plan.model.attention_backend import Backend, kernels
 from fp8plan.model.cost.attention import (
     FLASH_ATTENTION_3,
     NARROW,
@@ -209,9 +210,11 @@ def mixer_costs(
     "attention" looks back at tokens, "recurrent" keeps a state.
     """
     costs: dict[str, Cost] = {}
+    used = kernels(gpu, precision, shape) if precision.kv == "fp8" else {}
     for mixer, number in mixers_of(shape):
         if isinstance(mixer, Attention):
-            name, cost = "attention", attention_cost(batch, mixer, precision, tp, gpu, profile)
+            triton = used.get(mixer) == Backend.TRITON_ATTN
+            name, cost = "attention", attention_cost(batch, mixer, precision, tp, gpu, profile, triton=triton)
         elif isinstance(mixer, LatentAttention):
             name, cost = "attention", latent_cost(batch, mixer, precision, tp, gpu, profile)
         else:
