@@ -15,10 +15,10 @@ from fp8plan.errors import ConfigError
 
 MOST_NAMED: Final = 40  # names that an error lists
 Range = tuple[Callable[[float], bool], str]  # True for an allowed number, and the allowed numbers in words
-# A number with a unit, as it is typed, and the unit.
+# Pattern of a number with its unit, and the unit. `k` has two.
+THOUSANDS: Final = (1000, 1024)
+IN_THOUSANDS: Final = r"(?<![\w.])(\d+(?:\.\d+)?) ?k\b"
 UNITS: Final = (
-    (r"(?<![\w.])(\d+(?:\.\d+)?) ?k\b", 1000),
-    (r"(?<![\w.])(\d+(?:\.\d+)?) ?k\b", 1024),
     (r"(?<![\w.])(\d+(?:\.\d+)?) ?%", 0.01),
     (r"(?<![\w.])(\d+(?:\.\d+)?) ?s(?:ec)?\b", 1),
     (r"(?<![\w.])(\d+(?:\.\d+)?) ?min\b", 60),
@@ -109,15 +109,20 @@ def nearest_hint(
 
 
 def number_hint(text: str) -> str:
-    """The start of an advice on numbers with a unit, such as "type 8000 or 8192; " for 8k; "" for other text."""
+    """Advice for numbers with a unit, such as "type 8000 or 8192; " for 8k; "" for other text."""
     plain = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", text)
-    meant = [re.sub(unit, partial(_without_unit, one), plain, flags=re.IGNORECASE) for unit, one in UNITS]
-    meant = list(dict.fromkeys(other for other in (plain, *meant) if other != text))
-    return f"type {' or '.join(meant[-2:])}; " if meant else ""
+    spellings = []
+    for thousand in THOUSANDS:
+        spelling = plain
+        for pattern, factor in ((IN_THOUSANDS, thousand), *UNITS):
+            spelling = re.sub(pattern, partial(_without_unit, factor), spelling, flags=re.IGNORECASE)
+        spellings.append(spelling)
+    meant = [spelling for spelling in dict.fromkeys(spellings) if spelling != text]
+    return f"type {' or '.join(meant)}; " if meant else ""
 
 
-def _without_unit(one: float, written: re.Match[str]) -> str:
-    return f"{float(written[1]) * one:.12g}"
+def _without_unit(factor: float, written: re.Match[str]) -> str:
+    return f"{float(written[1]) * factor:.12g}"
 
 
 def check_torch(what: str) -> None:

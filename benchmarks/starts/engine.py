@@ -65,7 +65,7 @@ class Start:
         except Exception as error:
             return {"step": self.step, "error": f"{type(error).__name__}: {error}"}
         return {
-            "attention": attention_classes(layers.values()),
+            "attention": attention_classes([layer for layer in layers.values() if hasattr(layer, "impl")]),
             "block_size": config.cache_config.block_size,
             "num_blocks": blocks.num_blocks,
             "cudagraph_mode": mode,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from itertools import pairwise
 from typing import Annotated, Any, Final
@@ -15,8 +16,8 @@ from fp8plan.errors import Fp8PlanError
 
 # Options of vLLM and of trainers -> what to type here.
 ELSEWHERE: Final = {
-    **dict.fromkeys(("--tp", "-tp", "--tp-size"), "type --tensor-parallel-size"),
-    **dict.fromkeys(("--dp", "-dp", "--dp-size"), "type --data-parallel-size"),
+    **dict.fromkeys(("--tp", "--tp-size"), "type --tensor-parallel-size"),
+    **dict.fromkeys(("--dp", "--dp-size"), "type --data-parallel-size"),
     **dict.fromkeys(("--ep", "--enable-expert-parallel"), "type --expert-parallel"),
     **dict.fromkeys(("--num-gpus", "--n-gpus"), "type --gpus"),
     **dict.fromkeys(("--dtype", "--quantization", "--kv-cache-dtype"), "type --precision bf16, fp8_block, ..."),
@@ -61,8 +62,11 @@ def _failed(message: str, code: int) -> int:
 
 
 def _problem(error: Any, words: list[str]) -> str:
-    """The problem of an error of usage, with the typed value, which typer does not always name, and what to type."""
-    if here := ELSEWHERE.get(getattr(error, "option_name", "")):
+    """The message for an error of usage. It has the typed value, and what to type instead."""
+    here = ELSEWHERE.get(getattr(error, "option_name", ""), "")
+    known = {name for parameter in error.ctx.command.params for name in parameter.opts} if error.ctx else set()
+    named = set(re.findall(r"--[a-z-]+", here))  # the options that the advice names
+    if here and named <= known:
         return f"No such option: {error.option_name}; {here}"
     typed = _typed(error, words)
     given = f" (given: {typed!r})" if typed else ""

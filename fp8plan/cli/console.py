@@ -41,7 +41,9 @@ PLAIN: Final = dict(zip("▁▂▃▄▅▆▇█×–—−µ", "._-=+*%#x---u"
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options in groups, by `rich_help_panel`. An option with one value stands once."""
+    """A command whose help lists its options in groups, by `rich_help_panel`. It refuses an option with one
+    value that is given twice.
+    """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -60,7 +62,7 @@ class GroupedCommand(TyperCommand):
     def _refuse_repeated(self, ctx: Any, args: list[str]) -> None:
         """Raise ConfigError for an option with one value that is given several times. The parser would take the last.
 
-        Options that are meant to repeat have `multiple`. A flag has nothing to lose, unless its opposite is one too.
+        Options that are meant to repeat have `multiple`. A flag counts only if it has an opposite, such as --no-NAME.
         """
         parser, single = self.make_parser(ctx), []
         for parameter in self.get_params(ctx):

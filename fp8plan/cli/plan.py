@@ -386,6 +386,7 @@ def emit_command(
     """Print or write the settings of a saved plan."""
     from fp8plan.model.cost.host import OWN
     from fp8plan.model.plan.plan import Plan
+    from fp8plan.model.rl_step import SENDERS
 
     outputs.check([("the settings", output)])
     text = outputs.read(plan)
@@ -399,9 +400,10 @@ def emit_command(
     plan_file = None if plan == STDOUT else os.path.abspath(plan)
     name: int | str | None = int(choice or 0) if is_number else choice
     settings = saved.emit(target, name, kv_scales, plan_file, _as_python(output))
-    if target != "vllm" and saved.inside == OWN:
+    planned, emitted = SENDERS[saved.inside] or "fp8plan", SENDERS[OWN if target == "vllm" else target] or "fp8plan"
+    if planned != emitted:
         print_notes(
-            [f"the plan's times are without {target}'s front end and sync; for them, plan with --emit {target}"]
+            [f"the plan's times are with {planned}'s front end and sync; for {emitted}'s, plan with --emit {target}"]
         )
     if output == STDOUT:
         _print_choice(saved, name)

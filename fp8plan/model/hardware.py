@@ -222,13 +222,14 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _check_single(name: str, key: str) -> None:
-    """Raise ConfigError for a number of known GPUs, such as 8xH100, which says how to type it."""
-    several = re.fullmatch(r"(\d+) ?[x*] ?(.+)", key) or re.fullmatch(r"(.+?) ?[x*] ?(\d+)", key)
-    if several is None:
-        return
-    number, written = sorted(several.groups(), key=lambda part: not part.isdigit())
-    if (card := _named(written)) is not None:
-        raise ConfigError(f"gpu is {name[:80]!r}, which names {number}; type --gpu {card.name} --gpus {number}")
+    """Raise ConfigError for several GPUs in one name, such as 8xH100. The error says what to type."""
+    for pattern in (r"(?P<number>\d+) ?[x*] ?(?P<card>.+)", r"(?P<card>.+?) ?[x*] ?(?P<number>\d+)"):
+        several = re.fullmatch(pattern, key)
+        if several is not None and (card := _named(several["card"])) is not None:
+            number = several["number"]
+            raise ConfigError(
+                f"gpu is {name[:80]!r}, which names {number} GPUs; type --gpu {card.name} --gpus {number}"
+            )
 
 
 # GPUs that have no row on purpose -> the reason.

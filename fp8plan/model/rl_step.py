@@ -52,9 +52,8 @@ COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 5.58e-12, 270e-6, 1.22e-
 UNITS: Final = {"M": 1e6, "G": 1e9, "T": 1e12}
 # 25Gb/s, as well as the spellings 25Gbps, 25Gbit/s, 25 GBps and 3GByte/s. The case of b alone says bits or bytes.
 LINK: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:(b)(?:its?)?|(B)(?:ytes?)?)(?:/s|/sec|ps)\s*")
-# Who calls the engine (fp8plan.model.cost.host.INSIDE) -> the trainer whose own sync brings new weights. Those of verl
-# (BucketedWeightSender) and TRL (VLLMGeneration.sync_weights, VLLMClient) send all weights in BF16. fp8plan's engines
-# check and quantise what they receive. None: fp8plan's own sync.
+# Program that calls the engine (fp8plan.model.cost.host.INSIDE) -> trainer that sends the new weights; None: fp8plan
+# sends them. verl (BucketedWeightSender) and TRL (VLLMGeneration.sync_weights, VLLMClient) send all weights in BF16.
 SENDERS: Final = {
     OWN: None,
     **dict.fromkeys(("verl", "verl-stock"), "verl"),
@@ -143,7 +142,7 @@ class WeightSync:
     optimizer:     one of fp8plan.model.weight_changes.OPTIMIZERS
     weights:       kind of matrix -> a sample, as fp8plan.model.weights.sampled returns; other kinds: normal ones
     measured:      measured shares of changed values over the theory's
-    sender:        the trainer whose own sync it is, one of SENDERS: always dense BF16. None: fp8plan's
+    sender:        a value of SENDERS; it sends all weights in BF16
     top_k:         settings of sparse syncs; None: all syncs are lossless
     """
 

@@ -176,10 +176,10 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
 
 
 def _kv_cache_dtype(setup: EngineSetup) -> str:
-    """vLLM's word for the KV cache's dtype. Its "auto" is BF16, except for some models.
+    """vLLM's word for the KV cache's dtype.
 
-    For a checkpoint that asks for FP8, and for latents whose tokens an indexer picks (GlmMoeDsaForCausalLM in
-    vllm/model_executor/models/config.py, on compute capability 10.x), it is FP8.
+    Its "auto" is FP8 for checkpoints that ask for it. On compute capability 10.x it is FP8 for latents whose tokens an
+    indexer picks, too (GlmMoeDsaForCausalLM in vllm/model_executor/models/config.py). For others it is BF16.
     """
     if setup.precision.kv == "fp8":
         return "fp8"
@@ -256,14 +256,15 @@ def _flags(kwargs: Mapping[str, Any]) -> Iterable[str]:
             yield from (f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value))
 
 
-def precision_words(setup: EngineSetup, without: Precision) -> str:
-    """The words for `vllm serve` that start an engine in its precision instead of another one: variables and flags.
+def precision_words(setup: EngineSetup, other: Precision) -> str:
+    """The command of `vllm serve` with the variables and flags that an engine needs beyond those of another precision.
 
-    Empty if the checkpoint itself says it.
+    Empty if it needs none, as the checkpoint itself says its precision.
     """
-    other = replace(setup, precision=without)
-    kwargs = _beyond(vllm_kwargs(setup), vllm_kwargs(other))
-    return shlex.join([*_assignments(_beyond(vllm_env(setup), vllm_env(other))), *_flags(kwargs)])
+    engine = replace(setup, precision=other)
+    kwargs = _beyond(vllm_kwargs(setup), vllm_kwargs(engine))
+    env = _beyond(vllm_env(setup), vllm_env(engine))
+    return serve_command({"model": setup.path, **kwargs}, env) if kwargs or env else ""
 
 
 def _beyond(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

@@ -197,14 +197,14 @@ def _not_kept(setup: EngineSetup) -> str | None:
     """The reason why vLLM cannot keep this model's cache in this precision on this GPU; None if it can."""
     shape, gpu = setup.shape, setup.gpu
 
-    def why_not(preset: Precision) -> str | None:
-        kept = why_not_kept(shape, preset, gpu.is_cpu, gpu.compute_capability, setup.engine_version)
-        return kept or shape.why_not(preset) or gpu.why_not(preset)
+    def not_kept(preset: Precision) -> str | None:
+        return why_not_kept(shape, preset, gpu.is_cpu, gpu.compute_capability, setup.engine_version)
 
-    reason = why_not_kept(shape, setup.precision, gpu.is_cpu, gpu.compute_capability, setup.engine_version)
+    if (reason := not_kept(setup.precision)) is None:
+        return None
     others = [preset for preset in _precisions(None, shape) if preset.kv != setup.precision.kv]
-    known = [preset.name for preset in others if why_not(preset) is None]
-    return reason and f"{reason}; allowed: {', '.join(known) or 'another GPU'}"
+    known = [x.name for x in others if not (not_kept(x) or shape.why_not(x) or gpu.why_not(x))]
+    return f"{reason}; allowed: {', '.join(known) or 'another GPU'}"
 
 
 def _idle(limits: EngineLimits, requests: int) -> str | None:

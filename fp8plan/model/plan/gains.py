@@ -65,7 +65,7 @@ def gains(answer: Answer, stored: Stored | None) -> list[str]:
 
 
 def over_another_layout(answer: Answer) -> list[str]:
-    """A sentence on the speed-up over the baseline, if its layout is not the chosen one. Some bf16 can run."""
+    """A sentence on the speed-up over the baseline, if its layout is not the chosen one. Call it if bf16 can run."""
     runnable = [c for c in answer.choices if c.precision == "bf16" and c.makespan_s is not None]
     given, picked = answer.baseline, answer.picked
     best = min(runnable, key=lambda c: c.seconds) if given is None else answer.choices[given]

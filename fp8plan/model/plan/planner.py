@@ -175,9 +175,10 @@ def predict(
         engine_version=engine_version,
     )
     fixed_scales = why_fixed_kv_scales(card, FP8_KV, shape)
-    if fixed_scales and any(c.setup.precision.kv == "fp8" and c.memory for c in layouts):
+    reads_fp8 = any(c.setup.precision.kv == "fp8" and c.memory for c in layouts)
+    if reads_fp8 and fixed_scales:
         warnings = [*warnings, f"K and V scales of an FP8 KV cache are taken to stay at 1.0: {fixed_scales}"]
-    if named_backend(card, FP8_KV, shape) == Backend.TRITON_ATTN:
+    if reads_fp8 and named_backend(card, FP8_KV, shape) == Backend.TRITON_ATTN:
         warnings = [*warnings, TRITON_NAMED]
     if limits.enforce_eager and not card.is_cpu:
         warnings = [

@@ -13,24 +13,25 @@ from fp8plan.model.weights import LAYERS, SPREAD
 
 
 def sync_sentences(tried: Sequence[Candidate], chosen: Candidate, sync: WeightSync) -> tuple[str, ...]:
-    """The sentences on the syncs of candidates, of which one is chosen. They must have been timed with this sync."""
+    """The sentences on the syncs of candidates, of which one is chosen. `sync` is the one that they were timed with."""
     modes = () if sync.learning_rate is None or sync.sender else _fastest_of_each(tried, chosen, sync)
     return (*modes, *sync_in_the_step(chosen, sync))
 
 
 def sync_in_the_step(chosen: Candidate, sync: WeightSync) -> tuple[str, ...]:
-    """A sentence on the seconds of the sync, and what shortens it. None where they hardly count in the RL step.
+    """A sentence on the seconds of the sync and, for fp8plan's own, on what shortens it.
 
-    There is one all the same if a learning rate is given to a trainer whose sync does not depend on it.
+    Empty if the sync takes less than LEAST_GAIN of the RL step. With verl or TRL, a given learning rate gets a sentence
+    all the same, as it changes nothing.
     """
     cost = chosen.syncs[0]
     share = 0.0 if chosen.step_s is None else cost.seconds / chosen.step_s
-    counts = share >= LEAST_GAIN
-    if not counts and (sync.sender is None or sync.learning_rate is None):
+    is_large = share >= LEAST_GAIN
+    if not is_large and (sync.sender is None or sync.learning_rate is None):
         return ()
-    of_step = f", {share:.0%} of the RL step" if counts else ""
-    what = f"{cost.mode} of {cost.bytes / 1e9:.3g} GB over {sync.link}"
-    fact = f"The weight sync takes {cost.seconds:.3g} s{of_step}: {what}."
+    of_step = f", {share:.0%} of the RL step" if is_large else ""
+    transfer = f"{cost.mode} of {cost.bytes / 1e9:.3g} GB over {sync.link}"
+    fact = f"The weight sync takes {cost.seconds:.3g} s{of_step}: {transfer}."
     advice = ""
     if sync.sender is not None:
         advice = f" {sync.sender}'s own sync sends all weights in BF16, at any learning rate."

@@ -143,10 +143,10 @@ COUNTED_MIS: Final = (0.5, 2.0)
 # perplexities at scale 1.0 and with dynamic scales (vllm-project/vllm#11906).
 CLIPPED_KV_KL: Final = 0.43
 
-# Extra standard deviation of log KL for K and V scales of 1.0 that clip nothing. Two language models were probed with
-# such scales and with measured ones. Their KLs differ by 0.96 and 1.07 times, so the middle stays. This is the spread
-# of a third model's (benchmarks/tables/probe.py, unit_sd).
-UNCALIBRATED_SD: Final = 0.33
+# Extra standard deviation of log KL for K and V scales of 1.0 that clip nothing. Two language models were probed. Their
+# KL at 1.0 was 0.96 and 1.07 times that with measured scales, so the expected KL stays. This number is the spread to
+# expect of another model (benchmarks/tables/probe.py, unit_sd).
+UNIT_SCALES_SD: Final = 0.33
 
 # The largest ratio of the variance of a sequence's log-ratio to the sum over its tokens. Tokens are uncorrelated (see
 # sequence_rejection), so only differences between sequences add to it. If these have a standard deviation of half the
@@ -294,7 +294,7 @@ def _kl_band(
     size = theory.SMALL_LANGUAGE_FACTOR if theory.SMALL_LANGUAGE in unmeasured else 1.0
     kl, quantisation = (size * x for x in predicted_kl(setting, coefficients, result.errors))
     variance = coefficient_variance(result, log_gradient(setting, coefficients, result.errors)) + result.noise_sd**2
-    variance += 0.0 if calibrated else UNCALIBRATED_SD**2
+    variance += 0.0 if calibrated else UNIT_SCALES_SD**2
     factor = exp(Z90 * sqrt(variance + theory.unmeasured_sd(unmeasured) ** 2))
     damage = CLIPPED_KV_KL if clipped and not calibrated else 0.0
     # With scales that follow the weights the failure is possible (verl#4435), not expected: only the upper end has it.

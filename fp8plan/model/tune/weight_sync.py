@@ -14,9 +14,9 @@ USUAL_RATE: Final = 1e-6  # the default of TRL's GRPOConfig, for a plan without 
 
 
 def sync_levers(scene: Scene) -> Iterator[Lever]:
-    """The sync in each mode that is faster than dense BF16, if the step has it or would be shorter with it.
+    """A lever for the plan's own mode of sync, unless that is dense BF16, and for each mode that shortens the step.
 
-    None without an RL step, and where the trainer's own sync has no other mode.
+    There is none without an RL step, or if verl or TRL sends the weights.
     """
     sync, choice = scene.problem.sync, scene.choice
     if sync is None or choice.step_s is None:
@@ -70,7 +70,7 @@ def _arguments(mode: Mode, sync: WeightSync) -> str:
 
 
 def _price(cost: SyncCost, scene: Scene) -> str:
-    """What a sync costs besides its seconds. A delta keeps a copy of what the engine holds (SyncSettings)."""
+    """The price of a sync besides its seconds. A delta keeps a copy of what the engine holds (SyncSettings)."""
     if cost.mode.dense:
         return "the trainer quantises"
     setup = scene.choice.setup

@@ -151,10 +151,11 @@ def has_fixed_scales(facts: Mapping[str, Any]) -> bool:
 
     Raises ConfigError for attention of which neither is known, and for CUDA graphs that hide what it reads.
     """
-    if unknown := sorted(set(facts["attention"]).difference(LIVE_SCALES, FIXED_SCALES)):
+    unknown = sorted(set(facts["attention"]).difference(LIVE_SCALES, FIXED_SCALES))
+    if unknown or not facts["attention"]:
         raise ConfigError(
-            f"attention runs as {', '.join(unknown)}, and fp8plan does not know whether it reads new KV scales; "
-            f"allowed with an FP8 KV cache: {', '.join((*LIVE_SCALES, *FIXED_SCALES))} (type {INSTEAD})"
+            f"attention runs as {', '.join(unknown) or 'no class'}, and fp8plan does not know whether it reads new KV "
+            f"scales; allowed with an FP8 KV cache: {', '.join((*LIVE_SCALES, *FIXED_SCALES))} (type {INSTEAD})"
         )
     if facts["cudagraph_mode"] == "FULL":
         raise ConfigError(
@@ -208,7 +209,7 @@ def launch(
     limit_names = {field.name for field in fields(EngineLimits)}
     limits = replace(setup.limits, **{name: value for name, value in more.items() if name in limit_names})
     runs = replace(setup, model=model if local else setup.model, limits=replace(limits, data_parallel_size=1))
-    runs = _with_a_block_each(runs)
+    runs = _lowered_to_blocks(runs)
     kwargs = vllm_kwargs(runs) | {"model": model, "disable_log_stats": False} | dict(more)
     kwargs["worker_extension_cls"] = EXTENSION
     if preset.weights == "fp8_block":
@@ -220,7 +221,7 @@ def launch(
     return Launch(runs, kwargs, vllm_env(setup), keep_bf16, more, precisions)
 
 
-def _with_a_block_each(setup: EngineSetup) -> EngineSetup:
+def _lowered_to_blocks(setup: EngineSetup) -> EngineSetup:
     """The engine with as many running requests as `EngineSetup.placed` allows, and a warning if these are fewer.
 
     A number that the caller insists on stays, and so does one of a model whose memory cannot be predicted.
@@ -229,7 +230,7 @@ def _with_a_block_each(setup: EngineSetup) -> EngineSetup:
         return setup
     try:
         started, _ = setup.placed()
-    except Fp8PlanError:  # vLLM says at its start what is wrong, if it is
+    except Fp8PlanError:  # its memory cannot be predicted; vLLM reports a real fault at its start
         return setup
     for sentence in started.lowered_from(setup.limits):
         warn(sentence)

@@ -28,8 +28,11 @@ PARTS: Final = ("q", "k", "v")
 
 # Attention classes of vLLM that read KV scales anew in every step: from the device, or on a CPU from the host.
 LIVE_SCALES: Final = (
-    *("FlashAttentionImpl", "TritonAttentionImpl", "CPUAttentionBackendImpl"),
-    *("FlashAttentionDiffKVImpl", "TritonAttentionDiffKVImpl"),  # heads whose values are shorter than their keys
+    "FlashAttentionImpl",
+    "TritonAttentionImpl",
+    "CPUAttentionBackendImpl",
+    "FlashAttentionDiffKVImpl",  # this and the next: heads whose values are shorter than their keys
+    "TritonAttentionDiffKVImpl",
 )
 # Those that keep the scales of their start (`k_scale=layer._k_scale_float` in vllm/v1/attention/backends/flashinfer.py,
 # 0.26 to 0.32).
@@ -40,7 +43,7 @@ INSTEAD: Final = "attention_backend='TRITON_ATTN', or a BF16 KV cache"
 
 
 def keeps_scales(attention: Collection[str]) -> bool:
-    """Return True if a layer of an engine keeps the scales of its start, which then none of its layers may change.
+    """Return True if some layer keeps the scales that the engine started with. Syncs then change no layer's.
 
     attention: the classes of its implementations
     """

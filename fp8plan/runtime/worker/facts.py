@@ -80,12 +80,12 @@ def preset_of(facts: Mapping[str, Any]) -> str | None:
 
 
 def attention_classes(layers: Iterable[Any]) -> list[str]:
-    """Return the classes of attention layers' implementations, sorted; layers without one are left out.
+    """Return the classes of attention layers' implementations, sorted.
 
     A layer has several implementations if vLLM picks one for each batch (v1/attention/backends/composite.py).
     """
     classes = set()
-    for implementation in (layer.impl for layer in layers if hasattr(layer, "impl")):
+    for implementation in (layer.impl for layer in layers):
         variants = getattr(implementation, "get_impl_variants", None)
         classes |= {type(variant).__name__ for variant in (variants() if variants else (implementation,))}
     return sorted(classes)
