@@ -14,6 +14,7 @@ cudagraph_mode: the mode that vLLM settles on
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -138,6 +139,7 @@ class Start:
 
 def main(cases: str, results: str) -> None:
     """Start every case, and write its result."""
+    gc.disable()  # it would look through all of torch and vLLM after each model
     os.environ.update(QUIET)
     os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="fp8plan-start-")
     import torch
