@@ -306,7 +306,9 @@ def model_caches(
         layers = tuple(x._replace(checkpoint="") if x.checkpoint == GDN_CHECKPOINT else x for x in layers)
     _check_states(shape, limits, vllm)
     if reason := why_not_kept(shape, precision, on_cpu, capability, vllm):
-        raise ConfigError(f"{shape.name} in {precision.name}: {reason}; allowed: another dtype of the KV cache, or GPU")
+        other = "a BF16" if precision.kv == "fp8" else "an FP8"
+        allowed = f"a precision with {other} KV cache, or another GPU"
+        raise ConfigError(f"{shape.name} in {precision.name}: {reason}; allowed: {allowed}")
     if on_cpu:
         return ModelCaches(layers, KvRules.of(limits, longest_request, CPU_BLOCK, vllm=vllm))
     latents = [latent for latent, _ in shape.parts_of(LatentAttention)]
