@@ -28,6 +28,7 @@ SINCE: Final = {
     "FP8 KV for heads above 256 on Hopper": (0, 30),
     "FP8 KV for heads of several sizes on Hopper": (0, 32),  # Gemma4Config; 0.30 has none, and 0.31 was not looked at
     "FP8 KV of values shorter than keys": (0, 32),  # MiMo-V2 (models/mimo_v2.py); the same
+    "a block of states may exceed a step's tokens": (0, 27),  # gone in 0.27.1 (vllm-project/vllm#36697)
     "states are always aligned": (0, 30),
     "states of two sizes are two types": (0, 30),
     "one block size without the hybrid manager": (0, 30),
