@@ -384,9 +384,8 @@ def emit_command(
     ] = STDOUT,
 ) -> None:
     """Print or write the settings of a saved plan."""
-    from fp8plan.model.cost.host import OWN
     from fp8plan.model.plan.plan import Plan
-    from fp8plan.model.rl_step import SENDERS
+    from fp8plan.model.plan.syncs import notes_on_sender
 
     outputs.check([("the settings", output)])
     text = outputs.read(plan)
@@ -400,11 +399,7 @@ def emit_command(
     plan_file = None if plan == STDOUT else os.path.abspath(plan)
     name: int | str | None = int(choice or 0) if is_number else choice
     settings = saved.emit(target, name, kv_scales, plan_file, _as_python(output))
-    planned, emitted = SENDERS[saved.inside] or "fp8plan", SENDERS[OWN if target == "vllm" else target] or "fp8plan"
-    if planned != emitted:
-        print_notes(
-            [f"the plan's times are with {planned}'s front end and sync; for {emitted}'s, plan with --emit {target}"]
-        )
+    print_notes(notes_on_sender(saved.inside, target))
     if output == STDOUT:
         _print_choice(saved, name)
         print(settings)

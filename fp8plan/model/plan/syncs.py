@@ -5,11 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from fp8plan.model.cost.host import OWN
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.risk.expected import LEAST_GAIN
-from fp8plan.model.rl_step import Mode, SyncCost, WeightSync
+from fp8plan.model.rl_step import SENDERS, Mode, SyncCost, WeightSync
 from fp8plan.model.weight_changes import KL_OF_RESIDUAL, TopK
 from fp8plan.model.weights import LAYERS, SPREAD
+
+
+def notes_on_sender(inside: str, target: str) -> list[str]:
+    """A note on settings for another sender of weights than that of the plan.
+
+    inside: the program that the plan is for
+    target: the program that the settings are for: vllm, verl or trl
+    """
+    planned, emitted = (SENDERS[name] or "fp8plan" for name in (inside, OWN if target == "vllm" else target))
+    if planned == emitted:
+        return []
+    return [f"the plan's times are with {planned}'s front end and sync; for {emitted}'s, plan with --emit {target}"]
 
 
 def sync_sentences(tried: Sequence[Candidate], chosen: Candidate, sync: WeightSync) -> tuple[str, ...]:
