@@ -137,7 +137,7 @@ def test_rollouts_with_tool_output_are_neither_validated_nor_observed(fp8plan: C
     done = fp8plan("validate", "run.jsonl", "--json")
     assert [row["line"] for row in json.loads(done.out)["records"]] == [1, 3]
     notes = [
-        "note: step 2, step 4 are left out, as responses have tool output: their seconds hold waits for tools",
+        "note: step 2, step 4 are left out, as their responses have tool output: their seconds hold waits for tools",
         "note: step 3: the log cannot tell if some tokens are tool output; they count as generated",
     ]
     plan = ["plan", RECORD["model"], "--gpu", "h200", "--prompts", "2", "--response-lengths", "fixed:32"]

@@ -195,10 +195,9 @@ class Run(NamedTuple):
             are = "is left out, the first rollout" if len(self.first) == 1 else "are left out, the first rollouts"
             sentences.append(f"{_steps(self.first)} {are} of an engine: {WARMING}; {COUNT_IT}")
         if self.with_tools:
-            are = (
-                "is left out, as its responses have" if len(self.with_tools) == 1 else "are left out, as responses have"
-            )
-            sentences.append(f"{_steps(self.with_tools)} {are} tool output: {OF_TOOLS}")
+            alone = len(self.with_tools) == 1
+            left_out = "is left out, as its responses have" if alone else "are left out, as their responses have"
+            sentences.append(f"{_steps(self.with_tools)} {left_out} tool output: {OF_TOOLS}")
         if unclear := [(record.line, record.fields.get("step")) for record in self.records if record.turns != SINGLE]:
             sentences.append(
                 f"{_steps(unclear)}: the log cannot tell if some tokens are tool output; they count as generated"

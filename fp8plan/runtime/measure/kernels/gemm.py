@@ -43,7 +43,7 @@ CORE = {
 }
 QUICK = {"Qwen/Qwen3-8B": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}
 
-MOST_ON_ONE_GPU = 180 * 10**9  # parameters: the gigabytes of a B200, in FP8. Larger models run in slices
+MOST_ON_ONE_GPU = 180 * 10**9  # parameters. In FP8 they fill a B200 of 180 GB; larger models need several GPUs
 
 SWAP_AB_BELOW = (
     32  # rows. Below it FlashInfer on Hopper quantises inside its GEMM. DeepGEMM's input is quantised before
@@ -120,7 +120,10 @@ def linears() -> list[Weight]:
 
 @cache
 def lm_heads() -> list[Weight]:
-    """(n, k) of those models' lm_head. Routers, also BF16 in FP8_BLOCK, have fewer than 1024 rows."""
+    """(n, k) of the lm_head of each bundled model that one GPU holds.
+
+    Routers, which are BF16 in FP8_BLOCK too, have fewer than 1024 rows.
+    """
     return [weight for weight in _all(quantised=False) if weight[0] >= 1024]
 
 
