@@ -125,7 +125,7 @@ def test_resized_keeps_what_it_is_not_told() -> None:
     shape = ModelShape.from_hf("Qwen/Qwen3-30B-A3B")
     assert resized(shape) == shape
     small = resized(shape, num_layers=2, num_attention_heads=16)
-    assert small.counted == [(Attention(16, 4, 128, qk_norm="head"), 2), (Experts(128, 8, 768, shared_gate=True), 2)]
+    assert small.counted == [(Attention(16, 4, 128, qk_norm="head"), 2), (Experts(128, 8, 768), 2)]
     assert resized(shape, num_layers=50).num_layers == 50
     with pytest.raises(TypeError, match="heads; allowed: num_attention_heads"):
         resized(shape, heads=3)
