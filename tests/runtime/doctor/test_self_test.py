@@ -32,7 +32,7 @@ class FakeEngine:
 
     def __init__(self, digests: dict[str, int]) -> None:
         self.state = SyncState(SyncSettings(), None, fp8_kv=False)
-        self.facts: dict[str, Any] = {"attention": "FlashAttentionImpl", "kernels": {"gemm": "DeepGemm"}}
+        self.facts: dict[str, Any] = {"attention": ["FlashAttentionImpl"], "kernels": {"gemm": "DeepGemm"}}
         self.digests = digests
         self.prepared: dict[str, Any] = {"ok": {"groups": [0, 0, 1], "reloaded": [], "taken": [4, 4, 4]}}
         self.stopped = False
