@@ -117,8 +117,8 @@ def number_hint(text: str) -> str:
         for pattern, factor in ((IN_THOUSANDS, thousand), *UNITS):
             spelling = re.sub(pattern, partial(_without_unit, factor), spelling, flags=re.IGNORECASE)
         spellings.append(spelling)
-    meant = [spelling for spelling in dict.fromkeys(spellings) if spelling != text]
-    return f"type {' or '.join(meant)}; " if meant else ""
+    without_units = [spelling for spelling in dict.fromkeys(spellings) if spelling != text]
+    return f"type {' or '.join(without_units)}; " if without_units else ""
 
 
 def _without_unit(factor: float, written: re.Match[str]) -> str:

@@ -69,8 +69,8 @@ def _problem(error: Any, words: list[str]) -> str:
     if here and named <= known:
         return f"No such option: {error.option_name}; {here}"
     typed = _typed(error, words)
-    given = f" (given: {typed!r})" if typed else ""
-    return f"{error.format_message().rstrip('.')}{given}; {number_hint(typed)}".removesuffix("; ")
+    value = f" (given: {typed!r})" if typed else ""
+    return f"{error.format_message().rstrip('.')}{value}; {number_hint(typed)}".removesuffix("; ")
 
 
 def _typed(error: Any, words: list[str]) -> str:

@@ -3,6 +3,24 @@
 vLLM's rules are those of vllm/platforms/cuda.py (_get_backend_priorities), v1/attention/backends/fa_utils.py
 (get_flash_attn_version, flash_attn_supports_kv_cache_dtype) and flashinfer.py, 0.30 and 0.32. They assume that
 FlashInfer is installed, as vLLM's CUDA wheel demands, and that it can load its kernels for SM100.
+
+`kv_cache_dtype="fp8"` (E4M3) on Hopper, by kind of cache (vllm/v1/attention/backends, read, not run):
+full, sliding, chunked: FlashAttention 3 reads FP8, with sinks too, up to a head size of 256 (flash_attn.py:
+    supports_kv_cache_dtype; fa_utils.py: get_flash_attn_version). For larger heads vLLM takes FlashInfer (no sinks on
+    Hopper) or Triton. If a model has one head size only, 0.26 chooses FlashAttention 4, which has FP8 on Blackwell
+    only.
+latent: FlashMLA reads FP8, in blocks of 64 tokens (mla/flashmla.py). With another block size Triton reads it
+    (triton_mla.py). FlashAttention cannot (flashattn_mla.py).
+latent with an indexer: "fp8" means the layout fp8_ds_mla of FlashMLA's sparse kernel, in blocks of 64
+    (flashmla_sparse.py; _canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py). The indexer's keys are always
+    FP8. On compute capability 10.x vLLM prefers FlashInfer's kernels for FP8, which read plain E4M3: in blocks of 64
+    with an indexer, of 32 without.
+state: never FP8; it has its own option (MambaDType in vllm/config/cache.py).
+
+On compute capability 8.0 to 8.8 (Ampere) FlashInfer is the only kernel that reads E4M3, and vLLM chooses it (run on
+A100s: vllm issue 42058, pull request 24577). FlashAttention 2 refuses (flash_attn_supports_kv_cache_dtype), and Triton
+has no E4M3 ("fp8e4nv") below 8.9. FlashInfer widens E4M3 to BF16 and keeps Q in BF16 (get_q_data_type in
+flashinfer.py). It takes heads of 64, 128 and 256, no sinks below 9.0, and no MLA below 10.0.
 """
 
 from __future__ import annotations
@@ -76,51 +94,47 @@ def _takes(backend: Backend, capability: tuple[int, int], head_dim: int, fp8_kv:
     return head_dim % 8 == 0 and head_dim <= most and (newer or not (fp8_kv or sinks))
 
 
-def vllms_kernel(gpu: Gpu, precision: Precision, attention: Attention, several_sizes: bool) -> Backend | None:
-    """The kernel that vLLM chooses for a layer by itself; None on a CPU, or if none of Backend reads it.
+def vllms_kernels(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> dict[Attention, Backend | None]:
+    """The kernel that vLLM chooses by itself for each kind of attention layer; None: a CPU's, or none of Backend.
 
-    several_sizes: the model's heads have several sizes. On GPUs without FlashAttention 4 vLLM then takes Triton for all
-                   layers (Gemma4Config in vllm/model_executor/models/config.py)
+    If heads have several sizes, vLLM takes Triton for all layers on GPUs without FlashAttention 4 (Gemma4Config in
+    vllm/model_executor/models/config.py).
+
+    shape: None: a model that the cost model does not know
     """
-    if gpu.compute_capability is None:
-        return None
-    if several_sizes and gpu.compute_capability[0] not in FLASH_ATTENTION_4:
-        return Backend.TRITON_ATTN
-    return attention_backend(gpu.compute_capability, attention.head_dim, precision.kv == "fp8", attention.sinks)
+    layers = [USUAL_ATTENTION] if shape is None else [attention for attention, _ in shape.parts_of(Attention)]
+    capability = gpu.compute_capability
+    if capability is None:
+        return dict.fromkeys(layers)
+    if len({layer.head_dim for layer in layers}) > 1 and capability[0] not in FLASH_ATTENTION_4:
+        return dict.fromkeys(layers, Backend.TRITON_ATTN)
+    fp8_kv = precision.kv == "fp8"
+    return {layer: attention_backend(capability, layer.head_dim, fp8_kv, layer.sinks) for layer in layers}
 
 
-def kernel(gpu: Gpu, precision: Precision, attention: Attention, several_sizes: bool = False) -> Backend | None:
-    """The kernel that reads a layer's cache: vLLM's own choice, or the one that a plan names instead.
+def kernels(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> dict[Attention, Backend | None]:
+    """The kernel that reads the cache of each kind of attention layer: vLLM's choice, or the one that a plan names.
 
     Plans name Triton, whose scales are measured after each sync, where FlashInfer's scales of 1.0 would clip the keys.
     Other models lose nothing at 1.0, and Triton is slower (docs/evidence/risk.md). Ampere's Triton has no E4M3.
 
-    several_sizes: as in `vllms_kernel`, which also says when there is none
+    shape: as in `vllms_kernels`
     """
-    choice = vllms_kernel(gpu, precision, attention, several_sizes)
-    clips = precision.kv == "fp8" and choice == KEEPS_SCALES and clipped(attention)
-    return Backend.TRITON_ATTN if clips and not gpu.stores_fp8_only else choice
-
-
-def kernels(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> dict[Attention, Backend | None]:
-    """The kernel of each kind of attention layer. shape: None: a model that the cost model does not know"""
-    layers = [USUAL_ATTENTION] if shape is None else [attention for attention, _ in shape.parts_of(Attention)]
-    several_sizes = len({attention.head_dim for attention in layers}) > 1
-    return {attention: kernel(gpu, precision, attention, several_sizes) for attention in layers}
+    chosen = vllms_kernels(gpu, precision, shape)
+    if precision.kv == "fp8" and not gpu.stores_fp8_only:
+        clips = [layer for layer, backend in chosen.items() if backend == KEEPS_SCALES and clipped(layer)]
+        chosen |= dict.fromkeys(clips, Backend.TRITON_ATTN)
+    return chosen
 
 
 def named_backend(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> Backend | None:
     """The kernel that a plan names in vLLM's `attention_backend`; None: it leaves the choice to vLLM.
 
-    shape: as in `kernels`
+    shape: as in `vllms_kernels`
     """
-    if precision.kv != "fp8" or gpu.compute_capability is None:
-        return None
-    if gpu.stores_fp8_only:  # the only kernel that reads this cache (fp8plan.model.memory.kv_specs)
+    if precision.kv == "fp8" and gpu.stores_fp8_only:  # the only kernel that reads this cache
         return Backend.FLASHINFER
-    chosen = kernels(gpu, precision, shape)
-    several_sizes = len({attention.head_dim for attention in chosen}) > 1
-    replaced = any(used != vllms_kernel(gpu, precision, layer, several_sizes) for layer, used in chosen.items())
+    replaced = kernels(gpu, precision, shape) != vllms_kernels(gpu, precision, shape)
     return Backend.TRITON_ATTN if replaced else None
 
 
@@ -233,7 +247,7 @@ def why_fixed_kv_scales(gpu: Gpu, precision: Precision, shape: ModelShape | None
     FlashInfer takes both as numbers (`k_scale=layer._k_scale_float` in flashinfer.py, 0.26 to 0.32), which CUDA graphs
     of decode steps capture.
 
-    shape: as in `kernels`
+    shape: as in `vllms_kernels`
     """
     if precision.kv != "fp8" or KEEPS_SCALES not in kernels(gpu, precision, shape).values():
         return None

@@ -110,7 +110,7 @@ class Gpu:
         """The reason why a rollout in `precision` is not planned on this GPU; None if it is.
 
         An FP8 KV cache is storage, which needs no FP8 tensor cores. Limits of a model's layers are in
-        fp8plan.model.memory.kv_specs.
+        fp8plan.model.attention_backend.
         """
         if self.is_cpu:
             return None if precision.weights == "bf16" else _NO_BLOCK_FP8_ON_CPU

@@ -15,7 +15,6 @@ from fp8plan.model.attention_backend import (
     KEEPS_SCALES,
     TRITON_DECODE,
     Backend,
-    kernel,
     kernels,
     named_backend,
     why_fixed_kv_scales,
@@ -83,8 +82,8 @@ def test_decode_lasts_longer_with_triton() -> None:
 def test_the_kernel_of_a_layer_is_the_one_that_the_plan_names() -> None:
     for name in REPLACED:
         gpu, shapes = find_gpu(name), [ModelShape.from_hf(model) for model in (CLIPPED, PLAIN)]
-        kernels = [kernel(gpu, FP8_KV, shape.layers[0].mixer) for shape in shapes]
-        assert kernels == [Backend.TRITON_ATTN, KEEPS_SCALES]
+        used = [kernels(gpu, FP8_KV, shape)[shape.layers[0].mixer] for shape in shapes]
+        assert used == [Backend.TRITON_ATTN, KEEPS_SCALES]
 
 
 def test_heads_of_several_sizes_are_read_by_triton_without_flash_attention_4() -> None:

@@ -167,7 +167,11 @@ def checkpoint(family: str, which: str) -> Path:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(SEEDS[which])
-    config = CONFIG_MAPPING[FAMILIES[family].model_type or family](**COMMON | FAMILIES[family].config)
+    model_type = FAMILIES[family].model_type or family
+    config_class = CONFIG_MAPPING[model_type]
+    # vLLM renames a class for the last model that it has read (_register_config_class: Kimi-K2 has DeepSeek-V3's).
+    config_class.model_type = model_type
+    config = config_class(**COMMON | FAMILIES[family].config)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for tensor in (*model.parameters(), *(b for name, b in model.named_buffers() if name.endswith("bias"))):

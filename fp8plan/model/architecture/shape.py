@@ -135,6 +135,11 @@ class ModelShape:
         """True if some layers keep a state in place of keys and values (vLLM's is_hybrid or is_attention_free)."""
         return any(cache.kind == "state" for cache in self.caches())
 
+    @cached_property
+    def indexed(self) -> bool:
+        """True if some layers keep latents of which an indexer picks the tokens to attend to."""
+        return any(latent.sparse for latent, _ in self.parts_of(LatentAttention))
+
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and of lm_head in vLLM, over all ranks."""

@@ -20,7 +20,7 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.held import MODULES
-from fp8plan.model.architecture.parts import LatentAttention, parts
+from fp8plan.model.architecture.parts import parts
 from fp8plan.model.attention_backend import named_backend
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
@@ -184,7 +184,7 @@ def _kv_cache_dtype(setup: EngineSetup) -> str:
     if setup.precision.kv == "fp8":
         return "fp8"
     stored, shape = _stored_as(setup), _known_shape(setup)
-    indexed = shape is not None and any(latent.sparse for latent, _ in shape.parts_of(LatentAttention))
+    indexed = shape is not None and shape.indexed
     return "bfloat16" if indexed or (stored is not None and stored.kv_fp8) else "auto"
 
 

@@ -5,23 +5,7 @@ vllm/platforms/interface.py (_align_hybrid_block_size), 0.26 and 0.30; comments 
 pipeline stage, without context parallelism, speculative decoding and KV connectors. They assume layouts of the cache
 with layers outermost: vLLM's choice on Hopper and on a CPU for every family except DeepSeek-V4.
 
-`kv_cache_dtype="fp8"` (E4M3) on Hopper, by kind of cache (vllm/v1/attention/backends, read, not run):
-full, sliding, chunked: FlashAttention 3 reads FP8, with sinks too, up to a head size of 256 (flash_attn.py:
-    supports_kv_cache_dtype; fa_utils.py: get_flash_attn_version). For larger heads vLLM takes FlashInfer (no sinks on
-    Hopper) or Triton. If a model has one head size only, 0.26 chooses FlashAttention 4, which has FP8 on Blackwell
-    only.
-latent: FlashMLA reads FP8, in blocks of 64 tokens (mla/flashmla.py). With another block size Triton reads it
-    (triton_mla.py). FlashAttention cannot (flashattn_mla.py).
-latent with an indexer: "fp8" means the layout fp8_ds_mla of FlashMLA's sparse kernel, in blocks of 64
-    (flashmla_sparse.py; _canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py). The indexer's keys are always
-    FP8. On compute capability 10.x vLLM prefers FlashInfer's kernels for FP8, which read plain E4M3: in blocks of 64
-    with an indexer, of 32 without.
-state: never FP8; it has its own option (MambaDType in vllm/config/cache.py).
-
-On compute capability 8.0 to 8.8 (Ampere) FlashInfer is the only kernel that reads E4M3, and vLLM chooses it (run on
-A100s: vllm issue 42058, pull request 24577). FlashAttention 2 refuses (flash_attn_supports_kv_cache_dtype), and Triton
-has no E4M3 ("fp8e4nv") below 8.9. FlashInfer widens E4M3 to BF16 and keeps Q in BF16 (get_q_data_type in
-flashinfer.py). It takes heads of 64, 128 and 256, no sinks below 9.0, and no MLA below 10.0.
+Kernels that read FP8 caches, and their blocks, are in fp8plan.model.attention_backend.
 """
 
 from __future__ import annotations
@@ -311,9 +295,8 @@ def model_caches(
         raise ConfigError(f"{shape.name} in {precision.name}: {reason}; allowed: {allowed}")
     if on_cpu:
         return ModelCaches(layers, KvRules.of(limits, longest_request, CPU_BLOCK, vllm=vllm))
-    latents = [latent for latent, _ in shape.parts_of(LatentAttention)]
-    indexed = any(latent.sparse for latent in latents)
-    block = kernel_block(capability, bool(latents), precision.kv == "fp8", indexed)
+    latent = bool(shape.parts_of(LatentAttention))
+    block = kernel_block(capability, latent, precision.kv == "fp8", shape.indexed)
     # Without a given block vLLM takes the kernel's. Here a smaller block means the same.
     limits = replace(limits, block_size=max(limits.block_size, block))
     return ModelCaches(layers, KvRules.of(limits, longest_request, block, vllm=vllm))
@@ -330,8 +313,7 @@ def why_not_kept(
 
     capability: compute capability of the GPU; None: Hopper's
     """
-    indexed = any(latent.sparse for latent, _ in shape.parts_of(LatentAttention))
-    if indexed and capability is not None and (reason := why_not_indexed(capability, precision.kv == "fp8")):
+    if shape.indexed and capability is not None and (reason := why_not_indexed(capability, precision.kv == "fp8")):
         return reason
     if precision.kv != "fp8":
         return None

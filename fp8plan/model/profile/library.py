@@ -247,7 +247,12 @@ def _covariance(sds: Mapping[str, float], alike: float) -> dict[str, dict[str, f
     kinds: dict[str, list[str]] = {}
     for name in sds:
         kinds.setdefault(kind_of(name), []).append(name)
-    return {a: {b: sds[a] * sds[b] * (1.0 if a == b else alike) for b in same} for same in kinds.values() for a in same}
+    covariance: dict[str, dict[str, float]] = {}
+    for names in kinds.values():
+        for name in names:
+            covariance[name] = {other: sds[name] * sds[other] * alike for other in names}
+            covariance[name][name] = sds[name] * sds[name]
+    return covariance
 
 
 def _listed(gpu: Gpu, architectures: Iterable[str]) -> str:

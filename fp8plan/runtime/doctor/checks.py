@@ -22,14 +22,13 @@ from fp8plan.runtime.doctor.observed import Finding, Logged, Observed, fault, ok
 from fp8plan.runtime.guard.causes import MANY_PREEMPTIONS
 from fp8plan.runtime.guard.observation import fallback
 from fp8plan.runtime.mismatch.attribution import sentence
-from fp8plan.runtime.weight_sync.kv_scales import keeps_scales
+from fp8plan.runtime.weight_sync.kv_scales import INSTEAD, keeps_scales
 from fp8plan.schemas import K3
 
 RECALIBRATE: Final = (
     """engine.recalibrate_kv(); vllm serve: --weight-transfer-config '{"backend": "fp8plan"}', which measures them; """
     "elsewhere: --kv-cache-dtype auto"
 )
-OTHER_KERNEL: Final = "attention_backend='TRITON_ATTN', whose scales are measured after each sync, or a BF16 KV cache"
 # Allowed largest value of a few prompts, as a multiple of the largest that scales of other prompts hold.
 MOST_CLIP: Final = 1.25
 REPLAY: Final = (
@@ -169,7 +168,7 @@ def kv_scales(seen: Observed) -> Finding:
     if wrong := {layer: most for layer, most in clips.items() if most > MOST_CLIP * E4M3_MAX}:
         worst = max(wrong, key=wrong.__getitem__)
         says = f"{_some(list(wrong))} clip: {worst} has seen {wrong[worst] / E4M3_MAX:.2f} times what its scale holds"
-        return fault("kv_scales", "kv_scales_clip", says, OTHER_KERNEL if fixed else RECALIBRATE)
+        return fault("kv_scales", "kv_scales_clip", says, INSTEAD if fixed else RECALIBRATE)
     every = [scale for pair in parts.values() for scale in pair]
     room = f", with room for {E4M3_MAX / max(clips.values()):.2f} times what was seen" if any(clips.values()) else ""
     kind = "fixed, " if fixed else ""

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, warn
 from fp8plan.runtime.tokens import refuse_tokens
-from fp8plan.runtime.weight_sync.kv_scales import PARTS, Amax, Scales, beyond, clipped, largest, scales_from
+from fp8plan.runtime.weight_sync.kv_scales import (
+    MEASURED_SCALES,
+    PARTS,
+    Amax,
+    Scales,
+    beyond,
+    clipped,
+    largest,
+    scales_from,
+)
 from fp8plan.runtime.weight_sync.state import Call, SyncState, rpc
 
 if TYPE_CHECKING:
@@ -81,8 +90,7 @@ def _clips(clipped: Mapping[str, float]) -> str:
     worst = max(clipped, key=clipped.__getitem__)
     return (
         f"the fixed KV scales clip {len(clipped)} layer(s): {worst} has {clipped[worst]:.3g} times what its "
-        "scale holds; type attention_backend='TRITON_ATTN', whose scales are measured after each sync, or step down to "
-        "a BF16 KV cache: engine.apply(Action.KV_TO_BF16)"
+        f"scale holds; type {MEASURED_SCALES}, or step down to a BF16 KV cache: engine.apply(Action.KV_TO_BF16)"
     )
 
 

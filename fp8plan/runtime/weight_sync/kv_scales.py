@@ -38,8 +38,9 @@ LIVE_SCALES: Final = (
 # 0.26 to 0.32).
 FIXED_SCALES: Final = ("FlashInferImpl",)
 
-# What an engine without a kernel that reads new scales may run instead.
-INSTEAD: Final = "attention_backend='TRITON_ATTN', or a BF16 KV cache"
+# The advice for engines without a kernel that reads new scales.
+MEASURED_SCALES: Final = "attention_backend='TRITON_ATTN', whose scales are measured after each sync"
+INSTEAD: Final = f"{MEASURED_SCALES}, or a BF16 KV cache"
 
 
 def keeps_scales(attention: Collection[str]) -> bool:

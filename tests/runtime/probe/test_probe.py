@@ -359,7 +359,8 @@ def test_the_command_refuses_in_one_line(
     monkeypatch.chdir(tmp_path)
     Path("binary").write_bytes(bytes(range(256)))
     model = [] if words[: len(KNOWN)] == KNOWN else ["model"]
-    monkeypatch.setattr(sys, "argv", ["fp8plan", "probe", *model, "--gpu", "cpu", *words])
+    gpu = [] if "--gpu" in words else ["--gpu", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["fp8plan", "probe", *model, *gpu, *words])
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2

@@ -432,7 +432,7 @@ def difference(one: list[float], other: list[float]) -> float:
 def test_fixed_scales_stay_and_the_layers_that_they_clip_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = (*FIXED_SCALES, "CPUAttentionBackendImpl")  # a CPU has no FlashInfer
     monkeypatch.setattr("fp8plan.runtime.engine.launch.FIXED_SCALES", kept)
-    monkeypatch.setattr("fp8plan.runtime.guard.observation.FIXED_SCALES", kept)
+    monkeypatch.setattr("fp8plan.runtime.weight_sync.kv_scales.FIXED_SCALES", kept)
     tensors = weights("dense", "a")
     name = next(name for name in tensors if name.endswith("layers.0.self_attn.v_proj.weight"))
     with started("dense", "a", "fp8_kv") as engine:
