@@ -268,6 +268,10 @@ class Profile:
     def from_json(cls, text: str, path: str = "profile.json") -> Profile:
         """Parse `to_json`'s text. Raises ProfileError naming `path` and the field that cannot be used."""
         profile = parsed(text, path, cls)
+        # Here alone: a check of the tables takes as long as a simulation, and fits derive thousands of profiles.
+        tables = _covariance_problem(profile.coefficients, profile.log_covariance) or _layers_problem(profile.layers)
+        if tables:
+            raise ProfileError(f"{path}: {tables}")
         if GPU_PACE in profile.coefficients:
             return profile
         return profile.with_errors(*error_parts(profile.model_error))  # written before 2026-11-27
@@ -306,7 +310,7 @@ def parsed(text: str, path: str, kind: type[T]) -> T:
 
 
 def _problem(profile: Profile) -> str | None:
-    """The problem that makes a profile unusable, naming the field; None if there is none."""
+    """The problem that makes a profile without its tables unusable, naming the field; None if there is none."""
     if profile.kind not in KINDS:
         return f"kind is {profile.kind!r}; allowed: {', '.join(KINDS)}"
     if not is_number(profile.model_error) or profile.model_error < 0:
@@ -322,7 +326,7 @@ def _problem(profile: Profile) -> str | None:
                 return f"hull[{kernel!r}][{quantity!r}] is {[low, high]}; allowed: [lowest, highest]"
     if not profile.tensor_parallel or any(not isinstance(size, int) or size < 1 for size in profile.tensor_parallel):
         return f"tensor_parallel is {profile.tensor_parallel!r}; allowed: whole numbers of at least 1"
-    return _covariance_problem(profile.coefficients, profile.log_covariance) or _layers_problem(profile.layers)
+    return None
 
 
 def _layers_problem(layers: Mapping[str, Any]) -> str | None:

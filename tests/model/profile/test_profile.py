@@ -270,8 +270,9 @@ def test_a_layer_that_was_timed_is_interpolated_and_another_is_left_alone() -> N
     "bad", [[[1], [0.1], [2]], [[1, 2], [0.1]], [[2, 1], [0.1, 0.1]], [[0], [0.1]], [[1], ["x"]], 3]
 )
 def test_layers_that_are_no_table_are_refused(bad: object) -> None:
-    with pytest.raises(ProfileError, match=r"layers.*4096x1024.*rising numbers of rows"):
-        calibrated(layers={"gemm.bf16": {"4096x1024": bad}})
+    raw = json.loads(calibrated().to_json()) | {"layers": {"gemm.bf16": {"4096x1024": bad}}}
+    with pytest.raises(ProfileError, match=r"own/profile\.json: layers.*4096x1024.*(rising numbers of rows|allowed)"):
+        Profile.from_json(json.dumps(raw), "own/profile.json")
 
 
 def test_a_layout_nobody_measured_adds_what_an_engine_nobody_measured_does() -> None:
