@@ -1,12 +1,13 @@
 """Checks of the token ids that a caller hands to an engine.
 
 A token id without a row in the model's embedding gives garbage or ends the engine's process. So ids of prompts,
-calibration, scoring and HTTP routes are checked here before an engine sees them.
+calibration, scoring and HTTP routes are checked here before an engine sees them. A boolean is no id, although Python,
+numpy and vLLM take True for token 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -44,7 +45,7 @@ def refuse_prompts(prompts: Any, vocabulary: int | None) -> None:
     vLLM checks text and everything else without token ids. In a prompt with images or other media, placeholders may
     have ids beyond the vocabulary.
     """
-    if isinstance(prompts, Mapping) or (isinstance(prompts, Sequence) and len(prompts) and _is_id(prompts[0])):
+    if isinstance(prompts, Mapping) or (isinstance(prompts, Sequence) and len(prompts) and _is_one(prompts[0])):
         prompts = [prompts]
     if not isinstance(prompts, Sequence) or is_text(prompts):
         return
@@ -71,6 +72,8 @@ def _all_fit(tokens: Sequence[Any] | np.ndarray, vocabulary: int | None) -> bool
     """Return True if all ids fit, False if they must be checked one by one."""
     if not len(tokens):
         return True
+    if not hasattr(tokens, "dtype") and not whole_numbers(tokens):
+        return False
     try:
         ids = np.asarray(tokens)
     except (ValueError, TypeError, RuntimeError):  # lists of unequal lengths, or a tensor on a GPU
@@ -80,12 +83,27 @@ def _all_fit(tokens: Sequence[Any] | np.ndarray, vocabulary: int | None) -> bool
     return int(ids.min()) >= 0 and (vocabulary is None or int(ids.max()) < vocabulary)
 
 
+def whole_numbers(values: Iterable[Any]) -> bool:
+    """Return True if all values are Python's or numpy's integers. numpy and torch would make numbers of booleans."""
+    return all(kind is not bool and issubclass(kind, (int, np.integer)) for kind in set(map(type, values)))
+
+
 def _is_id(token: Any) -> bool:
     try:
         index(token)
     except TypeError:
         return False
-    return not isinstance(token, (bool, np.bool_))
+    return not _is_boolean(token)
+
+
+def _is_one(prompt: Any) -> bool:
+    """Return True for a single token in the place of a prompt: its list is one prompt."""
+    return _is_id(prompt) or _is_boolean(prompt)
+
+
+def _is_boolean(value: Any) -> bool:
+    """Return True for Python's booleans, numpy's and torch's."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def is_text(value: Any) -> bool:

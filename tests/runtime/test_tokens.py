@@ -23,6 +23,8 @@ BAD = st.one_of(
     st.floats(),
     st.none(),
     st.text(max_size=3),
+    st.booleans(),
+    st.booleans().map(np.bool_),
 )
 # The forms in which vllm.LLM.generate takes prompts of token ids.
 FORMS: dict[str, Callable[[list[Any]], Any]] = {
@@ -52,6 +54,24 @@ def test_the_first_that_is_none_is_named(form: str, prompts: list[list[Any]], ba
         refuse_prompts(FORMS[form](spoilt), VOCABULARY)
     with pytest.raises(ConfigError, match=f"scored: {said}"):
         refuse_tokens("scored", spoilt, VOCABULARY)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("make", [bool, np.bool_, torch.tensor, np.array], ids=["bool", "numpy", "torch", "array"])
+def test_a_boolean_is_no_token_wherever_it_stands(make: Callable[[bool], Any], whole: bool) -> None:
+    """Python and torch take True for 1 where a number is asked for, and numpy does in a list with numbers."""
+    for prompt in ([make(whole)], [1, make(whole)], [make(whole), 1]):
+        for prompts in (prompt, [prompt], [[2], prompt], {"prompt_token_ids": prompt}):
+            with pytest.raises(ConfigError, match="allowed: a whole number, 0 to 1,023"):
+                refuse_prompts(prompts, VOCABULARY)
+        with pytest.raises(ConfigError, match="allowed: a whole number, 0 to 1,023"):
+            refuse_tokens("scored", [prompt], VOCABULARY)
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor([True, False]), np.array([True])], ids=["torch", "numpy"])
+def test_a_mask_is_no_list_of_tokens(tokens: Any) -> None:
+    with pytest.raises(ConfigError, match="allowed: a whole number, 0 to 1,023"):
+        refuse_tokens("scored", [tokens], VOCABULARY)
 
 
 def test_one_prompt_alone_is_number_0() -> None:

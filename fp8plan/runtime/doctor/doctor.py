@@ -18,6 +18,7 @@ from fp8plan.runtime.doctor.checks import findings
 from fp8plan.runtime.doctor.observe import Request, observe_engine, observe_llm
 from fp8plan.runtime.doctor.observed import Finding, Observed, State
 from fp8plan.runtime.doctor.over_http.client import TIMEOUT_S, Server
+from fp8plan.runtime.mismatch.sampling import sampled_at
 from fp8plan.runtime.weight_sync.state import Call, Scored
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _request(
     file = Path(prompts) if isinstance(prompts, str | Path) else None
     tokens = None if isinstance(prompts, str | Path) else prompts
     sequences = [scored] if isinstance(scored, Scored) else scored
-    return Request(tokens, weights, sequences, temperature, card, precision, file)
+    return Request(tokens, weights, sequences, sampled_at(temperature), card, precision, file)
 
 
 def _diagnosis(seen: Observed) -> Diagnosis:

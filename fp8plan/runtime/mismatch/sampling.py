@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from fp8plan.checks import Range, in_range, whole
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.tokens import whole_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,9 @@ CONSTRAINTS: Final = (
     "use_beam_search",
 )  # fmt: skip
 KEPT: Final = ", or score the trainer on the kept set (fp8plan.kept_logprobs)"  # the other remedy of a cut
+# vLLM samples at this temperature if a request asks for a lower one above 0 (vllm/sampling_params.py, _MAX_TEMP, 0.32).
+# SGLang does not.
+LEAST_TEMPERATURE: Final = 0.01
 # Values that vLLM allows.
 RANGES: Final[dict[str, Range]] = {
     "temperature": (lambda x: 0 <= x < inf, "0 or more"),
@@ -49,7 +53,7 @@ RANGES: Final[dict[str, Range]] = {
 class Sampling:
     """The sampling parameters of a rollout, under vLLM's names; each default changes nothing.
 
-    temperature:   divisor of the engine's logits; 0: greedy
+    temperature:   divisor of the engine's logits; 0: greedy. vLLM raises lower ones than 0.01, and so does this class
     top_p:         probability mass to keep; 1: all
     top_k:         number of tokens to keep; 0: all
     min_p:         least probability to keep, as a share of the likeliest token's; 0: all
@@ -82,6 +86,8 @@ class Sampling:
         for name in RANGES:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else float(value))
+        if self.logprobs_mode != UNCUT:
+            object.__setattr__(self, "temperature", sampled_at(self.temperature))
         object.__setattr__(self, "top_k", max(0, whole("top_k", self.top_k, -1)))
         for name in ("logit_bias", "constrained", "kept_set"):
             if not isinstance(getattr(self, name), bool):
@@ -183,6 +189,8 @@ class Sampling:
 
     def _biases(self, kept: str = KEPT) -> Iterator[str]:
         cuts, shapes, at = self._cuts(), self._shapes(), f"temperature {self.temperature:g}"
+        if self.temperature == LEAST_TEMPERATURE:
+            at += " (vLLM raises lower ones to it)"
         if self.greedy:
             yield f"{at}: the likeliest token was taken, and no ratio is that of a sample; set temperature=1.0"
         elif cuts and self.logprobs_mode != PROCESSED:
@@ -245,6 +253,11 @@ class Sampling:
         return shapes | ({"a logit_bias": "no logit_bias"} if self.logit_bias else {})
 
 
+def sampled_at(temperature: float) -> float:
+    """Return the temperature at which vLLM samples if it is asked for `temperature`."""
+    return temperature if temperature <= 0 else max(temperature, LEAST_TEMPERATURE)
+
+
 def _and(words: Iterable[str]) -> str:
     """Words as a list in a sentence."""
     *others, last = words
@@ -287,7 +300,10 @@ def kept_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, sampling_mask: 
     """
     import torch
 
-    sets = [list(ids) for ids in getattr(sampling_mask, "token_ids", sampling_mask)]
+    rows = getattr(sampling_mask, "token_ids", sampling_mask)
+    sets = [ids.tolist() if hasattr(ids, "tolist") else list(ids) for ids in rows]
+    if not all(map(whole_numbers, sets)):
+        raise ConfigError("the sampling mask has values that are no token ids; allowed: the ids of each kept set")
     if logits.dim() != 2 or tuple(token_ids.shape) != logits.shape[:1] or len(sets) != len(logits):
         raise ConfigError(
             f"logits have shape {tuple(logits.shape)}, token_ids {tuple(token_ids.shape)}, and the sampling mask has "

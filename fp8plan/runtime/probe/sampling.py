@@ -14,6 +14,7 @@ from fp8plan.jsonl import read
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.engine.launch import held_back
+from fp8plan.runtime.mismatch.sampling import LEAST_TEMPERATURE
 from fp8plan.runtime.weight_sync.manifest import checkpoint_manifest, checkpoint_tensors, local_folder
 from fp8plan.runtime.weight_sync.state import SyncSettings
 
@@ -48,7 +49,8 @@ class SampleSettings:
     def __post_init__(self) -> None:
         for name in ("max_tokens", "samples"):
             whole(name, getattr(self, name))
-        in_range(self, {"temperature": (lambda x: 0 < x < inf, "above 0 (at 0 every log-prob is 0)")})
+        least = f"{LEAST_TEMPERATURE:g} or more: vLLM raises lower ones to that, and at 0 every log-prob is 0"
+        in_range(self, {"temperature": (lambda x: LEAST_TEMPERATURE <= x < inf, least)})
         if self.kv_scales not in ("calibrated", "unit"):
             raise ConfigError(f"kv_scales is {self.kv_scales!r}; allowed: calibrated, unit")
         if self.top_k is not None and self.after is None:
@@ -195,17 +197,17 @@ def token_ids(prompts: Sequence[Prompt] | None, model_path: str, most_prompts: i
     Messages go through the chat template, and so do TASKS if the model has one: a prompt unlike those of training has
     another mismatch. Texts stay as they are.
 
-    Raises ConfigError for an empty prompt, and for texts if the model has no tokeniser.
+    Raises ConfigError for an empty prompt, for tokens that are no ids, and for texts if the model has no tokeniser.
     """
     some: Sequence[Prompt] = (TASKS if prompts is None else prompts)[:most_prompts]
     if not some or any(not prompt for prompt in some):
         raise ConfigError("a prompt is empty, or there is none; allowed: token ids or text for each response")
     if all(not isinstance(prompt, str | Mapping) for prompt in some):
-        return [[int(token) for token in prompt] for prompt in some]
+        return [_ids(prompt, number) for number, prompt in enumerate(some)]
     tokeniser = _tokeniser(model_path)
     if prompts is None and tokeniser.chat_template:
         some = [{"messages": [{"role": "user", "content": task}]} for task in some]
-    return [_encoded(prompt, tokeniser) for prompt in some]
+    return [_encoded(prompt, number, tokeniser) for number, prompt in enumerate(some)]
 
 
 def _tokeniser(model_path: str) -> Any:
@@ -225,10 +227,15 @@ def _tokeniser(model_path: str) -> Any:
     return tokeniser
 
 
-def _encoded(prompt: Prompt, tokeniser: Any) -> list[int]:
+def _encoded(prompt: Prompt, number: int, tokeniser: Any) -> list[int]:
     if isinstance(prompt, str):
         return list(tokeniser(prompt)["input_ids"])
     if isinstance(prompt, Mapping):
         text = tokeniser.apply_chat_template(prompt["messages"], add_generation_prompt=True, tokenize=False)
         return list(tokeniser(text, add_special_tokens=False)["input_ids"])
-    return [int(token) for token in prompt]
+    return _ids(prompt, number)
+
+
+def _ids(prompt: Sequence[int], number: int) -> list[int]:
+    """Return token ids as Python's integers. Raises ConfigError for anything else. number: of the prompt, from 0"""
+    return [whole(f"prompt {number}, token {position}", token, 0) for position, token in enumerate(prompt)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.mismatch.sampling import CONSTRAINTS, MODES, RAW, UNCUT, Sampling, kept_logprobs
+from fp8plan.runtime.mismatch.sampling import CONSTRAINTS, MODES, RAW, UNCUT, Sampling, kept_logprobs, sampled_at
 
 NEUTRAL = Sampling()
 CHANGED = {
@@ -75,6 +75,19 @@ def test_temperature_is_right_if_the_trainer_has_the_same() -> None:
     assert not Sampling(temperature=0.7, trainer_temperature=0.7, logprobs_mode=UNCUT).biased
 
 
+@pytest.mark.parametrize("asked", [1e-6, 0.005, 0.0099])
+def test_vllm_raises_low_temperatures_so_these_are_the_ones_that_sampled(asked: float) -> None:
+    sampled = Sampling(temperature=asked)
+    assert sampled == Sampling(temperature=0.01)
+    assert not sampled.greedy
+    assert "only if the trainer divides its logits by 0.01," in sampled.remarks()[0]
+    (remark,) = Sampling(temperature=asked, trainer_temperature=asked).remarks()
+    assert remark.startswith("temperature 0.01 (vLLM raises lower ones to it): the trainer divides its logits by ")
+    assert remark.endswith("divide them by 0.01")
+    assert Sampling(temperature=asked, trainer_temperature=0.01).remarks() == ()
+    assert Sampling(temperature=asked, logprobs_mode=UNCUT).temperature == asked  # SGLang's
+
+
 def test_vllm_sampling_params_are_read_and_defaults_are_neutral() -> None:
     vllm = pytest.importorskip("vllm")
     assert Sampling.of(vllm.SamplingParams(max_tokens=9, n=4, seed=1, ignore_eos=True, stop=["x"])) == NEUTRAL
@@ -82,6 +95,8 @@ def test_vllm_sampling_params_are_read_and_defaults_are_neutral() -> None:
     assert Sampling.of(params, RAW) == Sampling(
         temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, logit_bias=True, constrained=True, logprobs_mode=RAW
     )
+    for temperature in (0.0, 1e-6, 0.005, 0.01, 0.7):
+        assert vllm.SamplingParams(temperature=temperature).temperature == sampled_at(temperature)
 
 
 def test_constraints_are_parameters_of_this_vllm_or_of_its_routes() -> None:
@@ -199,6 +214,8 @@ def test_scores_are_a_distribution_over_any_kept_set(data: st.DataObject) -> Non
         ([[0, 9]], [0], r"sampling mask has token 9; allowed: 0 to 3"),
         ([[0], [1]], [0], r"has 2 sets"),
         ([[0]], [0, 1], r"token_ids \(2,\)"),
+        ([[True, False]], [0], r"values that are no token ids; allowed: the ids of each kept set"),
+        ([[0, 1.5]], [0], r"values that are no token ids"),
     ],
 )
 def test_masks_of_other_tokens_are_refused(sets: list[list[int]], tokens: list[int], says: str) -> None:

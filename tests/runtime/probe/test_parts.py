@@ -99,6 +99,9 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
 
 def test_texts_need_a_tokeniser_and_token_ids_do_not(tmp_path: Path) -> None:
     assert token_ids([[1, 2], [3]], str(tmp_path)) == [[1, 2], [3]]
+    for token in (True, 1.5, "1", -1):
+        with pytest.raises(ConfigError, match=r"^prompt 1, token 0 is .*; allowed: a whole number of at least 0"):
+            token_ids([[1, 2], [token]], str(tmp_path))
     for prompts in (["text"], None):
         with pytest.raises(ConfigError, match=r"no tokeniser that loads .*prompt_token_ids"):
             token_ids(prompts, str(tmp_path))

@@ -486,7 +486,8 @@ def test_what_nothing_can_be_measured_with_is_refused(options: dict[str, Any], s
     ("options", "says"),
     [
         ({"max_tokens": 0}, "max_tokens is 0; allowed"),
-        ({"temperature": 0.0}, "temperature is 0.0; allowed: above 0"),
+        ({"temperature": 0.0}, "temperature is 0.0; allowed: 0.01 or more"),
+        ({"temperature": 0.005}, "temperature is 0.005; allowed: 0.01 or more: vLLM raises lower ones to that"),
         ({"kv_scales": "none"}, "kv_scales is 'none'; allowed: calibrated, unit"),
         ({"top_k": TopK(share=0.1)}, "top_k is given without after"),
         ({"after": "/nowhere"}, "after is '/nowhere'; allowed: a folder with safetensors"),

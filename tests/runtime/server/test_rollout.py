@@ -86,7 +86,15 @@ def test_the_route_answers_each_number_as_it_is() -> None:
     assert answer.json() == {"token_ids": [[2, 4]], "logprobs": [[-2.0, -4.0]], "finish_reasons": ["length"]}
 
 
-def asked_over_http(engine: Engine, prompts: list[list[int]]) -> Any:
+@pytest.mark.parametrize("token", [True, False, 1.0, "1", None])
+def test_only_a_whole_number_of_json_is_a_token(token: Any) -> None:
+    answer = asked_over_http(engine := Engine(), [[1], [2, token]])
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["loc"] == ["body", "prompts", 1, 1]
+    assert not engine.asked
+
+
+def asked_over_http(engine: Engine, prompts: list[list[Any]]) -> Any:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
