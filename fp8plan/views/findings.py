@@ -95,8 +95,12 @@ def _todo(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         yield Paragraph(f"{finding.fault}: type {finding.todo}", indent=2)
     unseen = [finding for finding in diagnosis.findings if finding.state == State.UNKNOWN]
     if not diagnosis.faults:
-        warnings = [counted(len(diagnosis.warnings), "warning")] if diagnosis.warnings else []
-        blind = [f"{counted(len(unseen), 'check')} could not be made"] if unseen else []
-        yield Paragraph(f"{'; '.join(['No fault', *warnings, *blind])}.")
+        parts = ["No fault"]
+        if unseen:
+            made = counted(len(diagnosis.findings) - len(unseen), "check")
+            parts = [f"No fault in {made}; {len(unseen)} could not be made"]
+        if diagnosis.warnings:
+            parts.append(counted(len(diagnosis.warnings), "warning"))
+        yield Paragraph(f"{'; '.join(parts)}.")
     for todo in dict.fromkeys(finding.todo for finding in unseen if finding.todo):
         yield Paragraph(f"To see more: {todo}", indent=2, style="dim")

@@ -7,13 +7,14 @@ never fine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isclose, isfinite
 from typing import Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.precision import E4M3_MAX, PRESETS
+from fp8plan.model.precision import E4M3_MAX, Precision
+from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.controller.alarms import MEANINGS, Alarm, Meaning
 from fp8plan.runtime.controller.state import AlarmLimits
@@ -38,24 +39,67 @@ REPLAY: Final = (
     "token-level TIS, and watch the KL"
 )
 NOTHING: Final = "nothing tells"
+VLLM_NAMES: Final = {"fp8_block": "fp8_per_block"}  # vLLM's names that stand for one format of weights alone
 
 
 def precision(seen: Observed) -> Finding:
-    """The engine runs the planned precision."""
-    layers: list[str] = list(seen.facts.get("layers", ()))
-    linears = sorted({kind.partition(" / ")[2] for kind in layers if "Linear" in kind})
-    cache = seen.facts.get("kv_cache_dtype")
-    parts = [f"linears {', '.join(linears)}"] * bool(linears) + [f"KV cache {cache}"] * bool(cache)
-    if not parts and seen.runs is None:
+    """The engine runs the planned precision. A part that nothing tells is unknown, unless another part is wrong."""
+    says = _running(seen)
+    if not says:
         return unknown("precision", seen.unseen.get("ranks", NOTHING))
-    says = ": ".join(filter(None, [seen.runs, ", ".join(parts)]))
-    planned = None if seen.precision is None else PRESETS[seen.precision]
-    if planned is None or planned.name == seen.runs:
-        return ok("precision", says)
-    if seen.runs is None and not layers and seen.fp8_kv == (planned.kv == "fp8"):
-        return ok("precision", f"{says}; weights are not told")
-    todo = "start the engine as planned: RolloutEngine.from_plan(plan), or the flags of: fp8plan emit PLAN.json vllm"
-    return fault("precision", "wrong_precision", f"{says}; planned: {planned.name}", todo)
+    planned = None if seen.precision is None else find_precision(seen.precision)
+    if planned is not None and _differs(seen, planned):
+        todo = (
+            "start the engine as planned: RolloutEngine.from_plan(plan), or the flags of: fp8plan emit PLAN.json vllm"
+        )
+        return fault("precision", "wrong_precision", f"{says}; planned: {planned.name}", todo)
+    if missing := "; ".join(_not_told(seen, planned)):
+        _, _, todo = seen.unseen.get("ranks", NOTHING).partition("; type: ")
+        return unknown("precision", f"{says}; {missing}" + (f"; type: {todo}" if todo else ""))
+    return ok("precision", says)
+
+
+def _running(seen: Observed) -> str:
+    """What is known of the weights and the KV cache, in words; "" if nothing is."""
+    layers, cache = list(seen.facts.get("layers", ())), seen.facts.get("kv_cache_dtype")
+    linears = sorted({kind.partition(" / ")[2] for kind in layers if "Linear" in kind})
+    parts = []
+    if linears:
+        parts.append(f"linears {', '.join(linears)}")
+    elif seen.runs is None and seen.facts.get("quantization", NOTHING) is None:
+        parts.append("weights are not quantised")
+    elif seen.runs is None and seen.weights_format:
+        parts.append(f"quantization {seen.weights_format}")
+    if cache:
+        parts.append(f"KV cache {cache}")
+    return ": ".join(filter(None, [seen.runs, ", ".join(parts)]))
+
+
+def _differs(seen: Observed, planned: Precision) -> bool:
+    """True if what is known is certainly another precision than the planned one."""
+    if seen.runs is not None:
+        return planned.name != seen.runs
+    if seen.fp8_kv is not None and seen.fp8_kv != (planned.kv == "fp8"):
+        return True
+    if kinds := _fp8_layers(seen):
+        return planned.weights == "bf16" or planned.in_blocks != all("PerBlock" in kind for kind in kinds)
+    return seen.weights_format is not None and bool(seen.weights_format) != (planned.weights != "bf16")
+
+
+def _not_told(seen: Observed, planned: Precision | None) -> Iterator[str]:
+    """Sentences on the parts of the precision that nothing tells."""
+    weights = seen.weights_format
+    named = weights if seen.runs is None and not _fp8_layers(seen) else None
+    if weights is None:
+        yield "weights are not told"
+    elif named and planned is not None and named != VLLM_NAMES.get(planned.weights):
+        yield f"this may be {planned.weights} or another format"
+    if seen.fp8_kv is None:
+        yield "the KV cache's dtype is not told"
+
+
+def _fp8_layers(seen: Observed) -> list[str]:
+    return [kind for kind in seen.facts.get("layers", ()) if "Fp8" in kind]
 
 
 def kernels(seen: Observed) -> Finding:
@@ -64,8 +108,11 @@ def kernels(seen: Observed) -> Finding:
         return unknown("kernels", seen.unseen.get("kernels", seen.unseen.get("ranks", NOTHING)))
     says = ", ".join(f"{kernel} {name}" for kernel, name in seen.kernels.items()) or "none that vLLM names"
     measured = seen.measured_kernels
+    if measured is None and seen.kernels:
+        why, _, todo = seen.unseen.get("measured_kernels", "no profile").partition("; type: ")
+        return unknown("kernels", f"{says}; not compared: {why}" + (f"; type: {todo}" if todo else ""))
     if measured is None:
-        return ok("kernels", f"{says} (not compared: {seen.unseen.get('measured_kernels', 'no profile')})")
+        return ok("kernels", says)
     wrong = [text for kernel, name in seen.kernels.items() if (text := fallback(kernel, measured.get(kernel), name))]
     if not wrong:
         return ok("kernels", says)
@@ -143,7 +190,9 @@ def cuda_graphs(seen: Observed) -> Finding:
     if mode == "PIECEWISE":
         says = "PIECEWISE: attention is launched outside of them; profiles were measured with FULL_AND_PIECEWISE"
         return fault("cuda_graphs", "graphs_piecewise", says, "leave cudagraph_mode unset")
-    return ok("cuda_graphs", str(mode) if mode else "on")
+    if not mode:
+        return unknown("cuda_graphs", "enforce_eager is not set; cudagraph_mode is not told")
+    return ok("cuda_graphs", str(mode))
 
 
 def kv_scales(seen: Observed) -> Finding:

@@ -116,8 +116,7 @@ def _inside(
 
     The cache comes first: all later requests fill it.
     """
-    for what, tokens in (("prompts", sequences), ("scored", [scored.tokens for scored in request.scored])):
-        refuse_tokens(what, tokens, state.vocabulary, state.longest_prompt)
+    refuse_given(request, sequences, state)
     fields = observed_by_requests(ask, state, request, sequences, notes, most) if state.refusal is None else {}
     ranks = notes.of("ranks", lambda: ask(rpc("fp8plan_facts"))) or []
     scales = notes.of("kv_scales", lambda: ask(rpc("fp8plan_kv_scales"))[0]) if state.fp8_kv and ranks else None
@@ -127,6 +126,12 @@ def _inside(
     ours = state if state.expected is not None or state.prepared else None
     fields["weights"] = notes.of("weights", lambda: ask(asking.weights_of_ranks(ours, request.weights)))
     return fields
+
+
+def refuse_given(request: Request, sequences: Sequence[Sequence[int]], state: SyncState) -> None:
+    """Raise ConfigError for prompts and scored sequences that are no token ids of this engine."""
+    for what, tokens in (("prompts", sequences), ("scored", [scored.tokens for scored in request.scored])):
+        refuse_tokens(what, tokens, state.vocabulary, state.longest_prompt)
 
 
 def observed_by_requests(

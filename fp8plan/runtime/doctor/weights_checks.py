@@ -36,7 +36,8 @@ SYNC: Final = "engine.sync_weights(policy.state_dict())"
 def version(seen: Observed) -> Finding:
     """Every rank serves the weights that should serve."""
     if seen.refusal is not None:
-        return fault("version", "not_serving", f"the engine refuses to generate: {seen.refusal}", SYNC)
+        why, _, todo = seen.refusal.partition("; type: ")
+        return fault("version", "not_serving", f"the engine refuses to generate: {why}", todo or SYNC)
     versions = [facts.get("weights") for facts in seen.ranks]
     numbers = [number or 0 for number in versions]
     if not numbers or (seen.version is None and all(number is None for number in versions)):

@@ -191,10 +191,58 @@ SAID: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "fp8_block+fp8_kv: linears Fp8PerBlockOnlineLinearMethod / FlashInferFp8DeepGEMM, KV cache fp8",
     ),
     "a cache alone, as planned": (
-        {"runs": None, "ranks": [{"kv_cache_dtype": "fp8"}]},
+        {"runs": None, "ranks": [{"kv_cache_dtype": "fp8"}], "unseen": {"ranks": "hidden; type: open it"}},
+        "precision",
+        "unknown",
+        "KV cache fp8; weights are not told",
+    ),
+    "a cache alone, without a plan": (
+        {"runs": None, "precision": None, "ranks": [{"kv_cache_dtype": "fp8"}]},
+        "precision",
+        "unknown",
+        "KV cache fp8; weights are not told",
+    ),
+    "weights that are not quantised": (
+        {"runs": None, "ranks": [{"kv_cache_dtype": "fp8", "quantization": None}]},
+        "precision",
+        "fault",
+        "weights are not quantised, KV cache fp8; planned: fp8_block+fp8_kv",
+    ),
+    "weights alone, not quantised": (
+        {"runs": None, "ranks": [{"quantization": None}]},
+        "precision",
+        "fault",
+        "weights are not quantised; planned: fp8_block+fp8_kv",
+    ),
+    "quantised weights without a plan for them": (
+        {"runs": None, "precision": "fp8_kv", "ranks": [{"kv_cache_dtype": "fp8", "quantization": "fp8"}]},
+        "precision",
+        "fault",
+        "quantization fp8, KV cache fp8; planned: fp8_kv",
+    ),
+    "a quantisation of one kind": (
+        {"runs": None, "ranks": [{"kv_cache_dtype": "fp8", "quantization": "fp8_per_block"}]},
         "precision",
         "ok",
-        "KV cache fp8; weights are not told",
+        "quantization fp8_per_block, KV cache fp8",
+    ),
+    "a quantisation of several kinds": (
+        {"runs": None, "ranks": [{"kv_cache_dtype": "fp8", "quantization": "fp8"}]},
+        "precision",
+        "unknown",
+        "quantization fp8, KV cache fp8; this may be fp8_block or another format",
+    ),
+    "a format that only checkpoints have": (
+        {"runs": None, "precision": "fp8_channel", "ranks": [{"kv_cache_dtype": "auto", "quantization": "fp8"}]},
+        "precision",
+        "unknown",
+        "quantization fp8, KV cache auto; this may be fp8_channel or another format",
+    ),
+    "layers without a cache": (
+        {"runs": None, "ranks": [{"layers": {"X / Fp8PerBlockOnlineLinearMethod": 1}}]},
+        "precision",
+        "unknown",
+        "linears Fp8PerBlockOnlineLinearMethod; the KV cache's dtype is not told",
     ),
     "a cache alone, not as planned": (
         {"runs": None, "ranks": [{"kv_cache_dtype": "auto"}]},
@@ -217,11 +265,23 @@ SAID: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "fault",
         f"gemm.fp8_block {CUTLASS} flashinfer_deep_gemm; moe.fp8_block {CUTLASS} triton: {WAY_BACK['moe']}",
     ),
+    "kernels that nothing is known to compare with": (
+        {"kernels": {"gemm.fp8_block": "CUTLASS"}, "measured_kernels": None,
+         "unseen": {"measured_kernels": "no profile of it; type: calibrate"}},
+        "kernels", "unknown", "gemm.fp8_block CUTLASS; not compared: no profile of it",
+    ),
     "no FP8 weights": (facts(e8m0=None), "e8m0", "ok", "no blockwise FP8 weights"),
     "no router": (facts(routers={}), "router", "ok", "no router"),
     "graphs are set": (facts(), "cuda_graphs", "ok", "FULL_AND_PIECEWISE"),
-    "graphs are not set": (facts(cudagraph_mode=None), "cuda_graphs", "ok", "on"),
-    "graphs by one fact": ({"ranks": [{"enforce_eager": False}]}, "cuda_graphs", "ok", "on"),
+    "graphs are not told": (
+        facts(cudagraph_mode=None), "cuda_graphs", "unknown", "enforce_eager is not set; cudagraph_mode is not told",
+    ),
+    "graphs by one fact": (
+        {"ranks": [{"enforce_eager": False}]},
+        "cuda_graphs",
+        "unknown",
+        "enforce_eager is not set; cudagraph_mode is not told",
+    ),
     "graphs by the other": ({"ranks": [{"cudagraph_mode": "FULL"}]}, "cuda_graphs", "ok", "FULL"),
     "scales not told": (
         {"kv_scales": {}, "unseen": {"kv_scales": "the cache sleeps"}}, "kv_scales", "unknown", "the cache sleeps",
@@ -336,7 +396,7 @@ def test_what_was_not_seen_is_unknown_with_its_reason_and_no_fault() -> None:
         ({"runs": "fp8_block", "precision": "fp8_block", **facts(kv_cache_dtype="auto")}, "kv_scales", "not FP8"),
         ({"kv_amax": {x: [3.0, 11.0, 4.0] for x in SCALES}}, "kv_scales", "room for 0.81 times"),
         ({"prefix": Compared(16, 9.0, 9.0, cached=0)}, "prefix_cache", "none of 16 prompts was cached"),
-        ({"measured_kernels": None, "unseen": {"measured_kernels": "no profile of it"}}, "kernels", "no profile of it"),
+        ({"kernels": {}, "measured_kernels": None}, "kernels", "none that vLLM names"),
         (ranks(replace(SOUND, compared=97, of=102)), "weights", "387 of 392 tensors"),
     ],
 )
@@ -344,6 +404,12 @@ def test_what_is_no_fault(changes: dict[str, Any], check: str, says: str) -> Non
     (found,) = [one for one in findings(replace(HEALTHY, **changes)) if one.check == check]
     assert found.state == State.OK
     assert says in found.says
+
+
+def test_a_refusal_that_names_its_remedy_is_not_answered_with_another() -> None:
+    (found,) = [one for one in findings(replace(HEALTHY, refusal="it is paused; type: resume")) if one.fault]
+    assert (found.fault, found.todo) == ("not_serving", "resume")
+    assert found.says == "the engine refuses to generate: it is paused"
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,56 @@ def test_a_healthy_server_has_no_fault() -> None:
     assert states(found)["decode"] == states(found)["preemption"] == states(found)["cuda_graphs"] == "ok"
 
 
+def finding(found: Diagnosis, check: str) -> tuple[str, str]:
+    (one,) = [one for one in found.findings if one.check == check]
+    return one.state.value, one.says
+
+
+def test_a_server_of_another_precision_is_a_fault_by_its_own_pages() -> None:
+    says = "weights are not quantised, KV cache auto; planned: fp8_block+fp8_kv"
+    assert finding(looked({}, precision="fp8_block+fp8_kv"), "precision") == ("fault", says)
+    assert finding(looked({}, precision="bf16"), "precision") == ("ok", "weights are not quantised, KV cache auto")
+
+
+def test_a_precision_that_no_page_tells_is_unknown() -> None:
+    """Without VLLM_SERVER_DEV_MODE, and with a KV cache as it was planned."""
+    fp8 = METRICS.replace('cache_dtype="auto"', 'cache_dtype="fp8"').encode()
+    closed = {"/server_info": whole(b"Not Found", 404), "/metrics": whole(fp8)}
+    found = looked(closed, precision="fp8_block+fp8_kv")
+    assert finding(found, "precision") == ("unknown", "KV cache fp8; weights are not told")
+    assert found.faults == ()
+    (todo,) = {one.todo for one in found.findings if one.check == "precision"}
+    assert todo is not None
+    assert "VLLM_SERVER_DEV_MODE=1" in todo
+
+
+@pytest.mark.parametrize(
+    ("status", "says", "todo"),
+    [
+        ({"paused": True}, "generation is paused", "curl -X POST {}/resume"),
+        ({"asleep": ["kv_cache"]}, "kv_cache sleep", "curl -X POST {}/wake_up"),
+        ({"refusal": "an update of the weights is open for 9 s"}, "an update of the weights is open for 9 s", None),
+    ],
+)
+def test_a_server_that_would_let_requests_wait_is_not_asked_to_generate(
+    status: dict[str, Any], says: str, todo: str | None
+) -> None:
+    pages = {"/fp8plan/status": whole(json.dumps(status).encode()), "/v1/completions": whole(b"asked", 500)}
+    with serving(pages) as url:
+        found = fp8plan.doctor(url, gpu="h200")
+    assert finding(found, "version") == ("fault", f"the engine refuses to generate: {says}")
+    assert finding(found, "decode")[0] == "unknown"
+    if todo is not None:
+        assert found.faults[0].todo == todo.format(url)
+
+
+def test_prompts_that_are_no_token_ids_are_refused_before_they_are_sent() -> None:
+    with serving({}) as url:
+        for prompts in ([[True]], [[1, 2.5]], [["1"]], [[-1]]):
+            with pytest.raises(ConfigError, match=r"prompts: prompt 0, token .*; allowed: "):
+                fp8plan.doctor(url, gpu="h200", prompts=prompts)  # type: ignore[arg-type]
+
+
 BROKEN: dict[str, bytes] = {
     "no HTTP": b"SSH-2.0-OpenSSH_9.6\r\n",
     "nothing": b"",

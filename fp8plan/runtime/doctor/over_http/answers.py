@@ -106,6 +106,8 @@ class Status(Struct):
     precision: str | None = None
     facts: Facts = msgspec.field(default_factory=Facts)
     refusal: str | None = None
+    paused: bool | None = None
+    asleep: list[str] = msgspec.field(default_factory=list)
     weights: Served | None = None
     kv_scales: KvScales | None = None
 

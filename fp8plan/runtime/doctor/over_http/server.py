@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
-from fp8plan.runtime.doctor.observe import Notes, Request, measured_on, observed_by_requests
+from fp8plan.runtime.doctor.observe import Notes, Request, measured_on, observed_by_requests, refuse_given
 from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.doctor.over_http import answers
 from fp8plan.runtime.doctor.over_http.client import CannotLook, Refused, Server, shown
@@ -59,7 +59,8 @@ def observe_server(server: Server, request: Request) -> Observed:
     counts = None if page is None else notes.of("preemptions", lambda: [answers.total(page, name) for name in COUNTERS])
     state = SyncState(SyncSettings(), None, fp8_kv=False)
     state.longest_prompt = None if model.max_model_len is None else model.max_model_len - 1
-    refusal, heard = status.refusal, dict[str, Any]()
+    refuse_given(request, sequences, state)
+    refusal, heard = _refusal(status, server.url), dict[str, Any]()
     if refusal is None:
         try:
             heard = observed_by_requests(_answering(server, model.id), state, request, sequences, notes)
@@ -83,6 +84,15 @@ def observe_server(server: Server, request: Request) -> Observed:
         **heard,
         unseen=notes.unseen,
     )
+
+
+def _refusal(status: answers.Status, url: str) -> str | None:
+    """The reason why a server's status says that no request would be generated; None if one would."""
+    if status.refusal is not None:
+        return status.refusal
+    if status.asleep:
+        return f"{' and '.join(status.asleep)} sleep; type: curl -X POST {url}/wake_up"
+    return f"generation is paused; type: curl -X POST {url}/resume" if status.paused else None
 
 
 def _answering(server: Server, model: str) -> Any:
