@@ -202,8 +202,9 @@ def token_ids(prompts: Sequence[Prompt] | None, model_path: str, most_prompts: i
     some: Sequence[Prompt] = (TASKS if prompts is None else prompts)[:most_prompts]
     if not some or any(not prompt for prompt in some):
         raise ConfigError("a prompt is empty, or there is none; allowed: token ids or text for each response")
-    if all(not isinstance(prompt, str | Mapping) for prompt in some):
-        return [_ids(prompt, number) for number, prompt in enumerate(some)]
+    ids = [prompt for prompt in some if not isinstance(prompt, str | Mapping)]
+    if len(ids) == len(some):
+        return [_ids(prompt, number) for number, prompt in enumerate(ids)]
     tokeniser = _tokeniser(model_path)
     if prompts is None and tokeniser.chat_template:
         some = [{"messages": [{"role": "user", "content": task}]} for task in some]
