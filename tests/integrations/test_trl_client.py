@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.mismatch.sampling import Sampling
 
 pytestmark = pytest.mark.trl
@@ -112,6 +113,66 @@ def test_a_server_without_the_route_is_asked_trls_way_and_answers_the_same() -> 
     assert client.generate(PROMPTS, max_tokens=1) == client_of(Session()).generate(PROMPTS, max_tokens=1)
     client.generate(PROMPTS, max_tokens=1)
     assert routes(session) == ["/v1/fp8plan/rollout", "/v1/completions", "/v1/completions"]
+
+
+ODD = (
+    "<html>", "5", "[]", "{}", '{"token_ids": [[7]], "logprobs": [[-0.25]]}',
+    '{"token_ids": [[7], [true]], "logprobs": [[-0.25], [-0.25]]}',
+    '{"token_ids": [[7], [7]], "logprobs": [[-0.25], [null]]}',
+    '{"token_ids": [[7], [7, 8]], "logprobs": [[-0.25], [-0.25]]}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_responses_of_another_shape_are_one_error_with_the_address(text: str) -> None:
+    client = client_of(session := Session())
+    session.post = lambda url, json: answer(200, text)  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"^http://server/v1/fp8plan/rollout answers what no vLLM server does: "):
+        client.generate(PROMPTS, max_tokens=1)
+
+
+@pytest.mark.parametrize("text", [*ODD, '{"data": []}', '{"vllm_config": 5}', '{"vllm_config": {}}'])
+@pytest.mark.parametrize(
+    ("path", "read"),
+    [
+        ("/v1/models", lambda client: client._get("http://server/v1/models")),
+        ("/get_world_size", lambda client: client.get_world_size()),
+        ("/server_info", lambda client: client.seen()),
+        ("/fp8plan/status", lambda client: client.status()),
+    ],
+)
+def test_pages_of_another_shape_are_one_error_with_the_address(path: str, read: Any, text: str) -> None:
+    client = client_of(session := Session())
+    session.get = lambda url, **how: answer(200, text)  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=f"^http://server{path} answers what no vLLM server does: "):
+        read(client)
+
+
+@pytest.mark.parametrize(("code", "says"), [(404, None), (401, "answers 401: no key"), (503, "answers 503: no key")])
+def test_a_status_that_is_refused_is_not_taken_for_a_server_without_one(code: int, says: str | None) -> None:
+    client = client_of(session := Session())
+    session.get = lambda url, **how: answer(code, "no key")  # type: ignore[method-assign]
+    if says is None:
+        assert client.status() is None
+        return
+    with pytest.raises(ConfigError, match=f"^http://server/fp8plan/status {says}"):
+        client.status()
+
+
+@pytest.mark.parametrize("line", ["vllm:num_preemptions_total", "vllm:num_preemptions_total many"])
+def test_metrics_that_cannot_be_read_cost_no_rollout(line: str) -> None:
+    client = client_of(session := Session())
+    session.get = lambda url, **how: answer(200, line)  # type: ignore[method-assign]
+    client.generate(PROMPTS, max_tokens=1)
+    assert client.rollout.preemptions == 0
+
+
+def test_a_sync_that_fails_names_the_server() -> None:
+    client = client_of(session := Session())
+    client.communicator, client._updating_weights = None, False
+    session.post = lambda url, json: answer(500, "on fire")  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match=r"^http://server: the server did not take the weights: .*500, on fire"):
+        client.update_named_params([("a", "bfloat16", [1])], iter(()))
 
 
 def test_what_the_server_refuses_is_trls_error() -> None:

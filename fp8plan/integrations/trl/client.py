@@ -7,17 +7,20 @@ import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 import torch
-from requests.exceptions import RequestException
+from requests.exceptions import InvalidJSONError, RequestException
 from trl.generation.vllm_client import VLLMClient
 from vllm.utils.network_utils import get_ip
 
-from fp8plan.errors import SyncError
+from fp8plan.errors import ConfigError, SyncError
 from fp8plan.integrations.trl.settings import SAMPLED
+from fp8plan.model.limits import LIMITS
+from fp8plan.runtime.doctor.over_http.answers import Models
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.plugin import ROLLOUT, STATUS, authorization
 from fp8plan.runtime.server.rollout import SAMPLING
@@ -40,6 +43,42 @@ class Served:
     url: str
     config: dict[str, Any]
     status: dict[str, Any] | None
+
+
+class Responses(msgspec.Struct):
+    """The answer of fp8plan's route for rollouts: the tokens of each response, and their log-probs."""
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+
+    def __post_init__(self) -> None:
+        if list(map(len, self.token_ids)) != list(map(len, self.logprobs)):
+            raise ValueError("it has not one log-prob for each token")
+
+
+class Facts(msgspec.Struct):
+    """The facts of a server that a trainer reads (runtime.worker.facts)."""
+
+    vllm_version: str
+    device: str
+    layers: dict[str, int]
+    kernels: dict[str, str]
+    attention: list[str]
+    e8m0: bool | None
+    kv_cache_dtype: str | None
+    cudagraph_mode: str | None
+
+
+class Status(msgspec.Struct):
+    """The keys of a server's status that a trainer reads."""
+
+    precision: str | None
+    facts: Facts
+    kv_cache_tokens: int | None
+    serving: bool
+    refusal: str | None
+    kv_scales: dict[str, Any] | None
+    last_update: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +113,32 @@ def sampling_of(*args: Any, **how: Any) -> dict[str, Any] | None:
     return None if text or not plain or left_open or sampling.keys() - set(SAMPLING) else sampling
 
 
+@contextmanager
+def read_from(address: str) -> Iterator[None]:
+    """Raise ConfigError, with the address, for an answer of another shape than a vLLM server's."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, msgspec.MsgspecError) as error:
+        if isinstance(error, RequestException) and not isinstance(error, InvalidJSONError):
+            raise  # no answer at all
+        kind = type(error).__name__
+        raise ConfigError(
+            f"{address} answers what no vLLM server does: {kind}: {error!s:.200}; give the address of a vllm serve"
+        ) from error
+
+
+class WorldSize(msgspec.Struct):
+    """The answer of /get_world_size."""
+
+    world_size: int
+
+
+# The answers of a vLLM server that TRL's client reads without a look.
+SHAPES: Final[dict[str, type[msgspec.Struct]]] = {"/v1/models": Models, "/get_world_size": WorldSize}
+
+
 class PlannedClient(VLLMClient):
     """TRL's VLLMClient. It sends the API key in VLLM_API_KEY, if there is one.
 
@@ -88,14 +153,35 @@ class PlannedClient(VLLMClient):
         self.session.headers.update(authorization())
         super().check_server(*args, **how)
 
+    def _get(self, url: str, **how: Any) -> Any:
+        """The answer to a GET, as TRL reads it. Raises ConfigError for another shape than a vLLM server's."""
+        with read_from(url):
+            answer = super()._get(url, **how)
+            if (shape := SHAPES.get(url.removeprefix(self.base_url))) is not None:
+                msgspec.convert(answer, shape)
+        return answer
+
     def seen(self) -> Served:
-        """The server. Raises TRL's error for one without vLLM's development endpoints."""
-        return Served(self.base_url, self.get_server_info(), self.status())
+        """The server. Raises TRL's error for one without vLLM's development endpoints, and ConfigError for answers of
+        another shape."""
+        with read_from(f"{self.base_url}/server_info"):
+            config = msgspec.convert(self.get_server_info(), dict[str, Any])
+            for limit in LIMITS:
+                msgspec.convert(config[limit.part], dict[str, Any])
+        return Served(self.base_url, config, self.status())
 
     def status(self) -> dict[str, Any] | None:
-        """The server's status of fp8plan; None if it has none."""
-        answer = self.session.get(f"{self.base_url}{STATUS}", timeout=60)
-        return answer.json() if answer.status_code == 200 else None
+        """The server's status of fp8plan; None if it has none. Raises ConfigError for any other answer."""
+        where = f"{self.base_url}{STATUS}"
+        answer = self.session.get(where, timeout=60)
+        if answer.status_code == 404:
+            return None
+        if answer.status_code != 200:
+            raise ConfigError(f"{where} answers {answer.status_code}: {answer.text:.200}; look at the server's log")
+        with read_from(where):
+            status: dict[str, Any] = answer.json()
+            msgspec.convert(status, Status)
+        return status
 
     def generate(self, prompts: Any, *args: Any, **how: Any) -> Any:
         """Generate as TRL does. A call without text takes fp8plan's own route, with the same tokens and log-probs.
@@ -128,20 +214,22 @@ class PlannedClient(VLLMClient):
             return None
         if answer.status_code != 200:
             raise Exception(f"Request failed: {answer.status_code}, {answer.text}")
-        body = msgspec.json.decode(answer.content)  # takes a third of the time of Python's own json
-        logprobs = [[[logprob] for logprob in response] for response in body["logprobs"]]
-        tokens = body["token_ids"]
-        ids = [[[token] for token in response] for response in tokens]
-        return {"prompt_ids": prompts, "completion_ids": tokens, "logprobs": logprobs, "logprob_token_ids": ids}
+        with read_from(f"{self.base_url}{ROLLOUT}"):
+            body = msgspec.json.decode(answer.content, type=Responses)  # a third of the time of Python's own json
+            if len(body.token_ids) != len(prompts) * sampling.get("n", 1):
+                raise ValueError(f"{len(body.token_ids)} responses to {len(prompts)} prompts")
+        logprobs = [[[logprob] for logprob in response] for response in body.logprobs]
+        ids = [[[token] for token in response] for response in body.token_ids]
+        return {"prompt_ids": prompts, "completion_ids": body.token_ids, "logprobs": logprobs, "logprob_token_ids": ids}
 
     def _preemptions(self) -> int | None:
         """The preemptions so far, from the server's metrics; None if they cannot be read: a rollout does without."""
         try:
             lines = self.session.get(f"{self.base_url}/metrics", timeout=60).text.splitlines()
-        except RequestException as error:
-            logger.warning("the server's preemptions are not counted: %s", error)
+            return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(PREEMPTIONS)))
+        except (RequestException, ValueError, OverflowError, IndexError) as error:
+            logger.warning("the server's preemptions are not counted: %s/metrics: %s", self.base_url, error)
             return None
-        return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(PREEMPTIONS)))
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Meet the server's workers. From a CPU, which TRL does not support, use vLLM's rendezvous alone."""
@@ -159,14 +247,14 @@ class PlannedClient(VLLMClient):
     def update_named_params(
         self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
-        """Send tensors as TRL does. Raises SyncError with the server's answer."""
+        """Send tensors as TRL does. Raises SyncError with the server's address and answer."""
         try:
             if isinstance(self.communicator, cpu_transfer.StoreCommunicator):
                 self._send_from_cpu(metadata, named_params)
             else:
                 super().update_named_params(metadata, named_params)
         except Exception as error:
-            raise SyncError(f"the server did not take the weights: {error}") from error
+            raise SyncError(f"{self.base_url}: the server did not take the weights: {error}") from error
 
     def _send_from_cpu(
         self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]

@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list
 
 from fp8plan.errors import ConfigError, Fp8PlanError, SyncError, warn
 from fp8plan.integrations.common import report_of, safer_than
-from fp8plan.integrations.trl.client import PlannedClient, Served
+from fp8plan.integrations.trl.client import PlannedClient, Served, read_from
 from fp8plan.integrations.trl.colocated import PolicyTensors
 from fp8plan.model.emit.trl import server_command
 from fp8plan.model.limits import LIMITS, EngineLimits, fields_of
@@ -25,6 +25,7 @@ from fp8plan.runtime.engine.options import not_predicted, options_of, remarks
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.guard import Guard, Verdict
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, facts_of
+from fp8plan.runtime.plugin import STATUS
 from fp8plan.runtime.weight_sync.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -235,5 +236,7 @@ class PlannedServer(PolicyTensors):
         self.vllm_client.update_named_params(sent, self.copies(sent))
         seconds, status = time.perf_counter() - begun, self.vllm_client.status()
         if status is None or status["last_update"] is None or not status["serving"]:
-            raise SyncError(f"the server does not serve the new weights: {status and status['refusal']}")
-        self.report = report_of(status, seconds)
+            why = "it answers no status" if status is None else status["refusal"] or "it names no update"
+            raise SyncError(f"{self.engine.url} does not serve the new weights: {why}")
+        with read_from(f"{self.engine.url}{STATUS}"):
+            self.report = report_of(status, seconds)
