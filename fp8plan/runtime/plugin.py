@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
+from math import inf
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
@@ -25,6 +26,9 @@ ROLLOUT: Final = "/v1/fp8plan/rollout"  # vLLM asks for its --api-key below /v1
 PULL: Final = "/fp8plan/pull"
 STORE: Final = "FP8PLAN_STORE"  # variable of the server's environment: URL of a store of weights
 API_KEY: Final = "VLLM_API_KEY"  # vLLM's own variable for its --api-key; fp8plan's clients take theirs from it
+LIMIT: Final = "FP8PLAN_TRANSFER_TIMEOUT_S"  # variable of the server's environment
+# Its default: seconds without a broadcast, or without a call of an open update, after which a trainer counts as gone.
+LIMIT_S: Final = 120.0
 PLUGINS: Final = "VLLM_PLUGINS"  # vLLM's own variable: names of the plugins that it may load, by commas
 
 
@@ -39,6 +43,18 @@ def register() -> None:
 
     with suppress(ValueError):  # a process may load its plugins twice
         WeightTransferEngineFactory.register_engine(BACKEND, "fp8plan.runtime.worker.backend", "Fp8PlanTransfer")
+
+
+def transfer_limit_s() -> float:
+    """Return the seconds of silence after which a trainer counts as gone. Raises ConfigError unless above 0."""
+    text = os.environ.get(LIMIT) or str(LIMIT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = inf
+    if not 0 < seconds < inf:
+        raise ConfigError(f"{LIMIT} is {text!r}; allowed: seconds above 0, {LIMIT_S:g} without it")
+    return seconds
 
 
 def authorization(api_key: str | None = None) -> dict[str, str]:

@@ -197,7 +197,8 @@ PATCHES: Final = (
     Patch(
         "wraps",
         "generate, init_weight_transfer_engine, start_weight_update, update_weights, finish_weight_update, "
-        "pause_generation, resume_generation, sleep, wake_up, update_weight_version, output_processor",
+        "pause_generation, resume_generation, sleep, wake_up, release_kv_cache_memory, update_weight_version, "
+        "output_processor",
         "server/front.py, server/lifecycle.py",
         "of one AsyncLLM, as long as a server with that backend lives, or one of verl's: only it knows when KV scales "
         "can be measured and when weights must not be used",
@@ -207,6 +208,18 @@ PATCHES: Final = (
         "add_request_async, request_states, parent_req",
         "engine/async_engine.py",
         "of one AsyncLLM, as long as it lives: it would count a request that it could not send for ever",
+    ),
+    Patch(
+        "wraps",
+        "_call_utility_async, errored, dead_error",
+        "engine/async_engine.py",
+        "of one AsyncLLM, as long as it lives: it would wait for ever for the answer of an engine that has died",
+    ),
+    Patch(
+        "wraps",
+        "state.server, should_exit, shutdown",
+        "server/ending.py",
+        "of the server and its AsyncLLM: vLLM ends with exit code 0 after its engine has died, and may wait for ever",
     ),
     Patch(
         "wraps",

@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 from tiny_models import BLOCK_SIZE, KV_BLOCKS
 
@@ -42,6 +43,12 @@ class Server:
 
     url: str
     log: Path
+    process: BaseProcess
+
+    def engine_pid(self) -> int:
+        """The process of its engine: the largest that it has started."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return int(max(children, key=lambda child: child.memory_info().rss).pid)
 
     def get(self, path: str) -> dict[str, Any]:
         answer = requests.get(self.url + path, timeout=60)
@@ -81,7 +88,7 @@ def serving(line: str) -> Iterator[Server]:
         url, process, log = launched(Path(folder), shlex.split(line))
         try:
             wait_for(url, process, log)
-            yield Server(url, log)
+            yield Server(url, log, process)
         finally:
             ended(process)
 

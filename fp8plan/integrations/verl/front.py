@@ -85,10 +85,11 @@ class VerlFront(Front):
         """Pause as verl 0.9.1 asks. vLLM 0.32 has dropped the argument, which `mode` had replaced."""
         await self._own["pause_generation"](**({"mode": "wait"} if wait_for_inflight_requests else {}) | more)
 
-    async def wake_up(self, tags: list[str] | None = None) -> None:
+    async def wake_up(self, tags: list[str] | None = None) -> Any:
         """Wake up the parts that the tags name. Once all are awake, new weights serve."""
-        await super().wake_up(tags)
+        answer = await super().wake_up(tags)
         await self._serve_new()
+        return answer
 
     def _outputs(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
         """Return the outputs of a request: two for verl's own, vLLM's for one over HTTP.
@@ -105,4 +106,5 @@ class VerlFront(Front):
         if self._waiting and not self.state.asleep:
             await self._serve()
             self._waiting = False
+            await self._let(updating=False)
             self.seen = await self.status()

@@ -16,7 +16,7 @@ from fp8plan.runtime.engine.launch import Launch, launch
 from fp8plan.runtime.engine.options import arguments_of
 from fp8plan.runtime.engine.vllm_engine import VllmEngine
 from fp8plan.runtime.guard.fallback import GuardSettings
-from fp8plan.runtime.interrupts import LAST_WORDS_S, PATIENCE_S, in_thread, started_apart
+from fp8plan.runtime.interrupts import LAST_WORDS_S, PATIENCE_S, WATCH_S, in_thread, started_apart
 from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings
 
@@ -101,6 +101,7 @@ class AsyncRolloutEngine(
         arguments = AsyncEngineArgs(**self.launch.kwargs)
         self.llm = started_apart(lambda: AsyncLLM.from_engine_args(arguments))
         forgetting_unsent(self.llm)
+        answered_or_dead(self.llm)
         freeze_garbage()
 
     def _shut_down(self) -> None:
@@ -236,6 +237,33 @@ def forgetting_unsent(llm: Any) -> None:
             raise
 
     llm.engine_core.add_request_async = send_or_forget
+
+
+def answered_or_dead(llm: Any) -> None:
+    """Make an AsyncLLM's calls to its engine's process raise EngineDeadError once that process has ended.
+
+    vLLM would wait for their answers for ever, and a server that has such a request never ends.
+    """
+    send = llm.engine_core._call_utility_async
+
+    async def send_and_watch(*arguments: Any, **more: Any) -> Any:
+        return await while_alive(llm, send(*arguments, **more))
+
+    llm.engine_core._call_utility_async = send_and_watch
+
+
+async def while_alive(llm: Any, work: Awaitable[Answer]) -> Answer:
+    """Return the result of `work`. Raises vLLM's EngineDeadError if the engine's process ends before."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=WATCH_S))[0]:
+            if llm.errored:
+                raise llm.dead_error
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})  # a Condition takes its lock again
 
 
 @contextmanager

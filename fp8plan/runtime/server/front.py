@@ -21,9 +21,9 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from typing import Any, ClassVar, Final, Self
 
-from fp8plan.errors import ConfigError, SyncError
+from fp8plan.errors import ConfigError, SyncError, text_of
 from fp8plan.runtime.engine.access import TAGS, until_reset
-from fp8plan.runtime.engine.async_engine import driven, forgetting_unsent, named
+from fp8plan.runtime.engine.async_engine import answered_or_dead, driven, forgetting_unsent, named, while_alive
 from fp8plan.runtime.engine.base import has_nan, requests
 from fp8plan.runtime.engine.launch import has_fixed_scales
 from fp8plan.runtime.mismatch.sampling import RAW, Sampling
@@ -46,6 +46,7 @@ from fp8plan.version import __version__
 LAST_SEQUENCES: Final = "the last sequences that were generated"
 # Hundredths of a second for a request that vLLM does not count yet to show tokens, or to end if it was aborted.
 SETTLES: Final = 100
+DEAD: Final = "the engine's process has ended; start the server again"
 
 
 class UpdateError(SyncError, ValueError):
@@ -66,6 +67,7 @@ class Front:
     """
 
     wrapped: ClassVar[tuple[str, ...]] = ("generate", "pause_generation", "resume_generation", "sleep", "wake_up")
+    wrapped_if_there: ClassVar = ("release_kv_cache_memory",)  # 0.32 has it
     asks_facts: ClassVar[str] = "fp8plan_facts"  # name of the workers' method
 
     def __init__(self, engine: Any) -> None:
@@ -82,7 +84,8 @@ class Front:
         self.kv_source: str | None = None
         self.sampling: Sampling | None = None  # sampling of the requests since the weights serve
         self.serve_s = 0.0  # seconds of the last measurement of KV scales, with the reset of the prefix cache
-        self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in self.wrapped}
+        there = [name for name in self.wrapped_if_there if hasattr(engine, name)]
+        self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in (*self.wrapped, *there)}
         self._updating = False
         self._changed = asyncio.Condition()  # notified when the permission to generate changes
         self._measuring = False
@@ -95,6 +98,7 @@ class Front:
     @classmethod
     async def opened(cls, engine: Any) -> Self:
         """Wrap an AsyncLLM that has just started. Raises as `has_fixed_scales` does."""
+        answered_or_dead(engine)
         front = cls(engine)
         front.facts = (await front._drive(rpc(cls.asks_facts)))[0]
         if front.state.fp8_kv:
@@ -104,7 +108,7 @@ class Front:
         await front._serve()
         await front.status()
         forgetting_unsent(engine)
-        for name in cls.wrapped:
+        for name in front._own:
             setattr(engine, name, getattr(front, name))
         return front
 
@@ -115,7 +119,10 @@ class Front:
         precision:   running preset of fp8plan; None for another quantisation
         facts:       as runtime.worker.facts reads them
         kv_cache_tokens: size of the pool; None: not known
-        serving, refusal: whether the weights may be used, and why not
+        serving, refusal: whether the weights may be used now, and why not
+        paused, asleep: whether generation is paused; the parts that sleep
+        open_update: an update that has begun and not ended: "age_s", "silent_s" since its last call, and "limit_s", the
+                     silence after which it is ended; None without one
         weights:     "version": number of the serving update (0: the checkpoint); "name": the client's name of it
         kv_scales:   "source", and "scales": layer -> {"q", "k", "v", on the host "q_host"}; None with a BF16 KV cache
         last_update: the last complete update (runtime.worker.updates), with the seconds of each phase
@@ -123,7 +130,7 @@ class Front:
         sampling:    fp8plan.Sampling of the requests since the weights serve, field by field; None without any
         under_way:   calls that block the workers, such as "update_weights"; the workers' last answer counts meanwhile
         """
-        if not self._under_way:
+        if not self._under_way and not self.engine.errored:
             asking, kept = asyncio.create_task(self._ask()), asyncio.create_task(self._kept.wait())
             try:
                 await asyncio.wait({asking, kept}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,8 +139,9 @@ class Front:
             finally:
                 asking.cancel()
                 kept.cancel()
-        config, worker = self.engine.vllm_config, self._answered["worker"]
-        cache, update, refusal = config.cache_config, worker["last_update"], self.state.refusal or worker["refusal"]
+        config, worker, paused = self.engine.vllm_config, self._answered["worker"], self._answered["paused"]
+        cache, update = config.cache_config, worker["last_update"]
+        refusal = self.refusal or worker["refusal"]
         if self.pulled is not None:
             update = self.pulled
         elif update is not None:
@@ -148,6 +156,9 @@ class Front:
             "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size or None,
             "serving": refusal is None,
             "refusal": refusal,
+            "paused": paused,
+            "asleep": sorted(self.state.asleep),
+            "open_update": self.open_update(),
             "weights": {"version": worker["version"], "name": self._answered["named"]},
             "kv_scales": scales,
             "last_update": update,
@@ -155,6 +166,17 @@ class Front:
             "sampling": None if self.sampling is None else self.sampling.to_dict(),
             "under_way": list(self._under_way),
         }
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason why the weights must not be used now, as far as this process knows; None if they may."""
+        if self.engine.errored:
+            return DEAD
+        return "an update of the weights is under way" if self._updating else self.state.refusal
+
+    def open_update(self) -> dict[str, float] | None:
+        """Return the status's `open_update`."""
+        return None
 
     # ------------------------------------------------------------------------------------ in place of vLLM's calls
 
@@ -205,25 +227,33 @@ class Front:
             self.state.asleep = frozenset(TAGS)
         await self._own["sleep"](level, *args, **kwargs)
 
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wake up, clean the KV cache and set the KV scales again. Raises UpdateError while an update is open, as vLLM
-        would go on with requests."""
+    async def release_kv_cache_memory(self) -> None:
+        """Let the KV cache sleep alone. Raises UpdateError while an update is open."""
+        self._refuse_open("release the KV cache")
+        self.state.asleep |= {"kv_cache"}
+        await self._own["release_kv_cache_memory"]()
+
+    async def wake_up(self, tags: list[str] | None = None) -> Any:
+        """Wake up, clean the KV cache and set the KV scales again; return vLLM's answer. Raises UpdateError while an
+        update is open, as vLLM would go on with requests."""
         self._refuse_open("wake up")
-        await self._own["wake_up"](tags)
+        answer = await self._own["wake_up"](tags)
         self.state.asleep -= frozenset(TAGS if tags is None else tags)
         if tags is None or "kv_cache" in tags:
             self.state.soiled = True
             await self._drive(clean(self.state))
         if self.state.kv_scales is not None:
             await self._drive(rpc("fp8plan_set_kv_scales", self.state.kv_scales))
+        return answer
 
     # ------------------------------------------------------------------------------------ helpers
 
     async def _ask(self) -> dict[str, Any]:
-        """Return the workers' status of their weights, and the client's name of these."""
+        """Return the workers' status of their weights, the client's name of these, and whether a pause holds."""
         name_of = getattr(self.engine, "get_weight_version", None)
         worker = (await self._drive(rpc("fp8plan_status")))[0]
-        return {"worker": worker, "named": await name_of() if name_of else None}
+        name = await name_of() if name_of else None
+        return {"worker": worker, "named": name, "paused": await self.engine.is_paused()}
 
     def _outputs(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         """Return the outputs of a request that may generate."""
@@ -243,7 +273,7 @@ class Front:
         """Wait while scales are measured, and during an update in a pause, as vLLM itself would."""
         async with self._changed:
             while self._measuring or (self._updating and await self.engine.is_paused()):
-                await self._changed.wait()
+                await while_alive(self.engine, self._changed.wait())
         if self._updating:
             raise UpdateError("an update of the weights is under way; pause generation before it, or wait")
         if self.state.refusal is not None:
@@ -354,10 +384,13 @@ class Front:
 
     async def _failing(self, error: Exception) -> UpdateError:
         """Note a failure. Return the error to raise, whose text says which weights serve."""
-        text = str(error)
+        text = text_of(error) if isinstance(error, (LookupError, TypeError, AttributeError)) else str(error)
         with suppress(Exception):
             for answer in await self._drive(rpc("fp8plan_status")):
                 self.state.refusal = self.state.refusal or answer["refusal"]
+        if self.engine.errored:
+            self.failure = f"{text}; {DEAD}"
+            return UpdateError(self.failure)
         serves = "the old weights serve" if self.state.refusal is None else "the server refuses to generate"
         self.failure = text
         return error if isinstance(error, UpdateError) else UpdateError(f"{text}; {serves} until a complete update")

@@ -2,6 +2,9 @@
 
 A pull is one call, and so is the start of an update. Nothing that changes the permission to generate may run beside
 them: `_exclusively` refuses it. Only the download of a pull runs beside all others.
+
+A trainer that begins an update may die before it ends it. After some seconds without a call the server ends the update:
+the old weights serve, or the server refuses to generate if they are half overwritten.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final
 
 from fp8plan.errors import SyncError
 from fp8plan.runtime.engine.async_engine import driven
-from fp8plan.runtime.plugin import STORE
+from fp8plan.runtime.plugin import LIMIT, STORE, logger, transfer_limit_s
 from fp8plan.runtime.server.front import Front, UpdateError
 from fp8plan.runtime.weight_sync.delta.base import Chain
 from fp8plan.runtime.weight_sync.delta.store import Follower
@@ -26,12 +29,26 @@ from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncReport, SyncS
 
 PAUSE: Final = "pause generation before (POST /pause?mode=keep)"
 POLL_S: Final = 0.01  # seconds between two looks at whether requests still run
+PULL: Final = "a pull"
+LOOK_S: Final = 0.2  # seconds between two looks at whether a trainer is still silent
+
+
+@dataclass(slots=True)
+class OpenUpdate:
+    """An update that a trainer has begun.
+
+    begun, heard: monotonic seconds of its start, and of the end of its last call
+    """
+
+    begun: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
 
 
 class LifecycleFront(Front):
     """A Front that also wraps the lifecycle's calls. New weights serve at the end of `finish_weight_update` or `pull`.
 
     follower: reads versions of the weights from a store; None: there is no store
+    limit_s:  seconds without a call after which an open update is ended
     """
 
     wrapped: ClassVar = (
@@ -42,6 +59,9 @@ class LifecycleFront(Front):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self.follower: Follower | None = None
+        self.limit_s = transfer_limit_s()
+        self._update: OpenUpdate | None = None  # a trainer's last update, which is open while `_updating`
+        self._silence: asyncio.Task[None] | None = None  # watches that update
         self._exclusive: str | None = None  # the call that refuses others meanwhile
         self._pulls = asyncio.Lock()  # held by a pull, its download included
         self._switching = 0  # calls that pause, resume, sleep or wake up
@@ -60,32 +80,79 @@ class LifecycleFront(Front):
         with self._exclusively("the start of an update"):
             await self._refuse_running(PAUSE)
             if self._updating:
-                await self._release()
-            self._updating = True
+                await self._release("a trainer has begun another update")
+            self._updating, self._update = True, OpenUpdate()
             try:
                 await self._called("start_weight_update", *args, **kwargs)
             except Exception as error:
                 raise await self._failed(error) from error
+            self._silence = asyncio.create_task(self._until_silent(self._update))
 
     async def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Take one part of an update."""
         self._refuse_beside("send tensors")
+        ended = self._ended()
         try:
             await self._called("update_weights", *args, **kwargs)
         except Exception as error:
-            raise await self._failed(error) from error
+            raise (ended or await self._failed(error)) from error
 
     async def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
         """Close an update: the workers check it, then KV scales are measured, and the new weights serve."""
         self._refuse_beside("finish an update")
+        ended, self._update = self._ended(), None  # its trainer need not be heard of any more
         try:
             await self._called("finish_weight_update", *args, **kwargs)
             await self._serve()
         except Exception as error:
-            await self._release()
-            raise await self._failed(error) from error
+            await self._release(str(error))
+            raise (ended or await self._failed(error)) from error
         self.failure = self.pulled = None
         await self._let(updating=False)
+
+    def open_update(self) -> dict[str, float] | None:
+        """Return the age of the open update and of its last call, in seconds, and the limit of the latter."""
+        update, now = self._update, time.monotonic()
+        if update is None or not self._updating or self._exclusive == PULL:
+            return None
+        silent = 0.0 if self._under_way else now - update.heard
+        return {"age_s": round(now - update.begun, 1), "silent_s": round(silent, 1), "limit_s": self.limit_s}
+
+    @property
+    def refusal(self) -> str | None:
+        refusal = super().refusal
+        if refusal is None or (update := self.open_update()) is None or self.engine.errored:
+            return refusal
+        return (
+            f"an update of the weights is open for {update['age_s']:.0f} s, and its trainer silent for "
+            f"{update['silent_s']:.0f} s; after {self.limit_s:g} s of silence ({LIMIT}) it is ended"
+        )
+
+    def _ended(self) -> UpdateError | None:
+        """Return the error of a call that comes after the update has failed or was ended; None while it is open."""
+        if self._updating or self.failure is None:
+            return None
+        return UpdateError(f"no update is open. The last one: {self.failure}; begin again (start_weight_update)")
+
+    async def _until_silent(self, update: OpenUpdate) -> None:
+        """End an update once its trainer has been silent for too long."""
+        while self._updating and self._update is update and not self.engine.errored:
+            left = update.heard + self.limit_s - time.monotonic()
+            if left > 0 or self._under_way or self._switching or self._exclusive is not None:
+                await asyncio.sleep(max(left, LOOK_S))
+            else:
+                await self._end_silent()
+
+    async def _end_silent(self) -> None:
+        """End the open update. The weights from before it serve, unless some are overwritten."""
+        text = f"the update was ended, as its trainer was silent for {self.limit_s:g} s ({LIMIT})"
+        with self._exclusively("the end of an update that nobody ended"):
+            await self._release(text)
+            failure = await self._failing(SyncError(text))
+            if self.state.refusal is None and await self.engine.is_paused():
+                await self._own["resume_generation"]()  # the trainer paused for the update, and is gone
+        await self._let(updating=False)
+        logger.warning("fp8plan: %s", failure)
 
     # ------------------------------------------------------------------------------------ a store
 
@@ -130,7 +197,7 @@ class LifecycleFront(Front):
     @asynccontextmanager
     async def _beside_none(self) -> AsyncGenerator[None]:
         """Ask which weights serve, and refuse other calls meanwhile. Raises UpdateError unless a pull may write now."""
-        with self._exclusively("a pull"), self._noted("pull"):
+        with self._exclusively(PULL), self._noted("pull"):
             self._refuse_open("pull")
             if self.state.asleep:
                 raise UpdateError(f"{' and '.join(sorted(self.state.asleep))} sleep; wake them up (POST /wake_up)")
@@ -209,9 +276,13 @@ class LifecycleFront(Front):
         with self._switch("sleep"):
             await super().sleep(level, *args, **kwargs)
 
-    async def wake_up(self, tags: list[str] | None = None) -> None:
+    async def release_kv_cache_memory(self) -> None:
+        with self._switch("release the KV cache"):
+            await super().release_kv_cache_memory()
+
+    async def wake_up(self, tags: list[str] | None = None) -> Any:
         with self._switch("wake up"):
-            await super().wake_up(tags)
+            return await super().wake_up(tags)
 
     def _refuse_beside(self, what: str) -> None:
         if self._exclusive is not None:
@@ -255,12 +326,15 @@ class LifecycleFront(Front):
         """Call vLLM's own method."""
         with self._noted(name):
             await self._own[name](*args, **kwargs)
+        if self._update is not None:
+            self._update.heard = time.monotonic()
 
-    async def _release(self) -> None:
-        """Close an update that vLLM's workers still count as open."""
-        for _ in range(2):  # the first call fails if the backend has an update open, too
-            with suppress(Exception):
-                await self._called("finish_weight_update")
+    async def _release(self, why: str) -> None:
+        """Give up the open update, which writes nothing more, and let vLLM's workers count it as closed."""
+        with suppress(Exception):
+            await self._drive(rpc("fp8plan_give_up", why))
+        with suppress(Exception):
+            await self._called("finish_weight_update")
 
 
 def recorded(report: SyncReport, version: int | None) -> dict[str, Any]:

@@ -7,13 +7,14 @@ It adds the routes, the Front, and a check of the API key before every route. vL
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Annotated, Any, Final
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
@@ -22,6 +23,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancell
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.plugin import API_KEY, BACKEND, PULL, ROLLOUT, STATUS, STORE, logger
+from fp8plan.runtime.server.ending import Ending
 from fp8plan.runtime.server.lifecycle import LifecycleFront
 from fp8plan.runtime.server.rollout import rolled_out
 
@@ -64,14 +66,48 @@ ANOTHER: Final = (
     'this server has another weight-transfer backend; type: --weight-transfer-config \'{"backend": "fp8plan"}\''
 )
 RESUME: Final = "/resume"
+HEALTH: Final = "/health"
+# Calls that vLLM answers whatever they hold, and what it reads: names in the URL, and fields of a JSON body. For a name
+# that is misspelt it takes the default: "/pause?mod=keep" aborts all requests.
+NAMES: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "/start_weight_update": ((), ("is_checkpoint_format",)),
+    "/finish_weight_update": ((), ("weight_version",)),
+    "/pause": (("mode", "clear_cache", "wait_for_inflight_requests"), ()),
+    RESUME: ((), ()),
+    PULL: ((), ()),
+}
 
 router = APIRouter()
 
 
-class Rollout(BaseModel, extra="forbid"):
-    """Arguments of runtime.server.rollout.rolled_out."""
+async def refuse_unread(request: Request) -> None:
+    """Raise HTTPException (400) for a call in NAMES with something that vLLM would not read."""
+    path = request.scope["route"].path
+    in_url, in_body = NAMES[path]
+    try:
+        body = json.loads(await request.body() or "{}")
+    except ValueError:
+        raise HTTPException(400, f"the body of {path} is no JSON; allowed: {_allowed(path)}") from None
+    if not isinstance(body, dict):
+        raise HTTPException(400, f"the body of {path} is {body!r:.60}; allowed: {_allowed(path)}")
+    wrong = [f"?{name}=" for name in request.query_params if name not in in_url]
+    wrong += [f"the field {name!r:.60}" for name in body if name not in in_body]
+    if wrong:
+        raise HTTPException(400, f"{path} does not read {', '.join(wrong)}; allowed: {_allowed(path)}")
+    if body.get("is_checkpoint_format", True) is not True:
+        raise HTTPException(400, f"is_checkpoint_format is {body['is_checkpoint_format']!r:.60}; allowed: true")
 
-    prompts: list[list[Annotated[int, Field(ge=0)]]]
+
+def _allowed(path: str) -> str:
+    in_url, in_body = NAMES[path]
+    ways = [f"{path}?{name}=" for name in in_url] + [f'{{"{name}": ...}}' for name in in_body]
+    return ", ".join(["no body" if in_url or not in_body else "an empty body", *ways])
+
+
+class Rollout(BaseModel, extra="forbid"):
+    """Arguments of runtime.server.rollout.rolled_out. Only whole numbers are tokens: pydantic would take true for 1."""
+
+    prompts: list[list[Annotated[int, Field(ge=0, strict=True)]]]
     sampling: dict[str, Any] = {}
 
 
@@ -82,7 +118,26 @@ async def status(request: Request) -> JSONResponse:
     return _refused(404, ANOTHER) if front is None else JSONResponse(await front.status())
 
 
-@router.post(PULL)
+@router.get(HEALTH)
+async def health(request: Request) -> JSONResponse:
+    """Answer 200 while the engine's process lives, 503 otherwise; the body says whether the weights may be used.
+
+    A refusal is no 503: a trainer that waits for the server's health would never send the weights that mend it.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    front, code = _front(request), 200
+    if (engine := request.app.state.engine_client) is not None:
+        try:
+            await engine.check_health()
+        except EngineDeadError:
+            code = 503
+    if front is None:
+        return JSONResponse({}, code)
+    return JSONResponse({"serving": front.refusal is None, "refusal": front.refusal}, code)
+
+
+@router.post(PULL, dependencies=[Depends(refuse_unread)])
 async def pull(request: Request) -> JSONResponse:
     """Pull the newest weights of the server's store, and answer the update's record; null if there was nothing new."""
     front = _front(request)
@@ -137,10 +192,14 @@ class Routes:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes, /resume before vLLM's own, and the check of the API key before all."""
-        app.include_router(router)
-        if any(getattr(route, "path", None) == RESUME for route in app.routes):
-            app.router.routes.insert(0, APIRoute(RESUME, resume, methods=["POST"]))
+        """Add the routes, /health and /resume before vLLM's own, and the checks of NAMES and of the API key."""
+        theirs = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
+        for path in NAMES.keys() & theirs.keys():
+            call = resume if path == RESUME else theirs[path].endpoint
+            checked = APIRoute(path, call, methods=["POST"], dependencies=[Depends(refuse_unread)])
+            app.router.routes.insert(0, checked)
+        for route in reversed(router.routes):
+            app.router.routes.insert(0, route)
         app.add_middleware(Gate)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
@@ -152,6 +211,7 @@ class Routes:
         if servers > 1:
             raise ConfigError(f"--api-server-count is {servers}; allowed: 1, as one process must see all requests")
         state.fp8plan_keys = keys_of(args)
+        state.fp8plan_ending = Ending(engine_client, state)
         state.fp8plan = await LifecycleFront.opened(engine_client)
         if store := os.environ.get(STORE):
             await state.fp8plan.follow(store)

@@ -185,6 +185,11 @@ class Fp8PlanWorker:
         }
 
     @answering
+    def fp8plan_give_up(self, why: str) -> None:
+        """End a server's open update, if there is one, as failed. why: its failure"""
+        self._fp8plan_updates().fail(why)
+
+    @answering
     def fp8plan_examine(self) -> dict[str, Any]:
         """Look for weights that no sync wrote, and for weights that cannot be right (runtime.worker.facts)."""
         return examine(self)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,10 +126,20 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str, 
         engine.state.settings = settings
 
     async def died(engine: AsyncRolloutEngine) -> None:
-        """A request that meets a closed socket says so, and the next sync starts the engine again."""
+        """A call that waits for an answer and a request that meets a closed socket say so. The next sync starts the
+        engine again."""
         client = engine.llm.engine_core
-        for process in client.resources.engine_manager.processes:
+        processes = client.resources.engine_manager.processes
+        for process in processes:
+            os.kill(process.pid, signal.SIGSTOP)
+        waits = asyncio.create_task(engine._rpc("fp8plan_facts", ()))
+        await asyncio.sleep(0.3)
+        assert not waits.done()
+        for process in processes:
             process.kill()
+        with pytest.raises(NotServingError, match="the engine has died; the next sync_weights starts it again"):
+            await waits
+        engine.state.dead = False
         while not client.input_socket.closed:
             await asyncio.sleep(0.05)
         client.ensure_alive = lambda: None

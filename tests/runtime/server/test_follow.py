@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -162,3 +164,26 @@ def test_a_server_that_starts_late_takes_the_newest_version(server: Server, stor
     with serving(f"{STORE}={store} {line_of(model(), *BLOCK_FP8, *FP8_KV)}") as late:
         assert late.rpc("fp8plan_digests") == server.rpc("fp8plan_digests")
         assert late.get(STATUS)["weights"]["version"] == 1
+        told_to_end_while_requests_wait(late)
+
+
+def told_to_end_while_requests_wait(server: Server) -> None:
+    """SIGTERM ends a server in which a request waits for an update that nobody ends."""
+    assert requests.post(f"{server.url}/pause?mode=keep", timeout=60).ok
+    assert requests.post(f"{server.url}/start_weight_update", timeout=60).ok
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            server.completion([1, 2, 3])
+        except requests.ConnectionError as error:
+            failed.append(error)
+
+    request = threading.Thread(target=ask)
+    request.start()
+    time.sleep(0.5)
+    os.kill(server.process.pid or 0, signal.SIGTERM)
+    server.process.join(30)
+    assert not server.process.is_alive()
+    request.join(30)
+    assert not request.is_alive()

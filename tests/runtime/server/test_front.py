@@ -13,6 +13,7 @@ import torch
 from slow_files import URL, SlowFiles, slow_files
 
 from fp8plan.errors import SyncError
+from fp8plan.runtime.engine.async_engine import answered_or_dead
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.front import UpdateError
@@ -55,7 +56,7 @@ class Engine:
     async def reset_prefix_cache(self) -> bool:
         return True
 
-    sleep = wake_up = pause_generation = resume_generation = other
+    sleep = wake_up = pause_generation = resume_generation = release_kv_cache_memory = other
     init_weight_transfer_engine = update_weights = finish_weight_update = other
 
 
@@ -84,6 +85,185 @@ def test_a_request_that_is_being_tokenised_counts_as_running(ends: str) -> None:
         await asyncio.wait({request})
         await front.start_weight_update()
         assert engine.calls == ["start_weight_update"]
+
+    asyncio.run(meeting())
+
+
+class Silent(LifecycleFront):
+    """A front whose trainers count as gone after a moment, and whose workers note what becomes of an update.
+
+    refusal_of_workers: why the weights must not be used once an update is given up: it was half written
+    """
+
+    def __init__(self, engine: Engine, refusal_of_workers: str | None = None) -> None:
+        super().__init__(engine)
+        self.limit_s, self.given_up = 0.3, list[str]()
+        self.refusal_of_workers, engine.collective_rpc = refusal_of_workers, self.collective_rpc  # type: ignore[attr-defined]
+
+    async def collective_rpc(self, method: str, args: Any = ()) -> list[dict[str, Any]]:
+        if method == "fp8plan_give_up":
+            self.given_up += args
+        worker = {"version": 3, "last_update": None, "kv_scales": {}}
+        return [{"ok": worker | {"refusal": self.refusal_of_workers if self.given_up else None}}]
+
+
+@pytest.mark.parametrize("half", [None, "the update of weights 4 failed"])
+def test_an_update_that_nobody_ends_is_shown_and_ended(half: str | None) -> None:
+    """The old weights serve if they are whole. The pause of the trainer that is gone ends with its update."""
+
+    async def meeting() -> None:
+        engine, paused = Engine(), True
+
+        async def is_paused() -> bool:
+            return paused
+
+        async def resume() -> None:
+            nonlocal paused
+            paused = False
+
+        engine.is_paused, engine.resume_generation = is_paused, resume  # type: ignore[method-assign, assignment]
+        engine.go_on.set()
+        front = Silent(engine, half)
+        await front.start_weight_update()
+        waiting = asyncio.create_task(anext(front.generate("a prompt")))
+        await asyncio.sleep(0.1)
+        shown = await front.status()
+        assert (shown["serving"], shown["paused"]) == (False, True)
+        assert 0.1 <= shown["open_update"]["silent_s"] <= shown["open_update"]["age_s"] < 0.3
+        assert shown["open_update"]["limit_s"] == 0.3
+        assert "is open for 0 s, and its trainer silent for 0 s; after 0.3 s of silence" in shown["refusal"]
+        assert not waiting.done()
+        await asyncio.wait({waiting})
+        ended = "the update was ended, as its trainer was silent for 0.3 s (FP8PLAN_TRANSFER_TIMEOUT_S)"
+        assert front.given_up == [ended]
+        shown = await front.status()
+        assert (shown["open_update"], shown["last_failure"]) == (None, ended)
+        assert (shown["serving"], shown["refusal"], shown["paused"]) == (half is None, half, half is not None)
+        if half is None:
+            assert waiting.result().prompt_token_ids == [1]
+        else:
+            assert half in str(waiting.exception())
+        paused = False
+        await front.start_weight_update()  # the next trainer is taken
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+@pytest.mark.parametrize("call", ["update_weights", "finish_weight_update"])
+def test_a_trainer_that_was_only_slow_is_told_that_its_update_was_ended(call: str) -> None:
+    async def meeting() -> None:
+        async def closed(*_: Any) -> None:
+            raise RuntimeError(f"{call}: start_weight_update must be called before")
+
+        engine = Engine()
+        front = Silent(engine)
+        await front.start_weight_update()
+        while front.open_update() is not None:
+            await asyncio.sleep(0.05)
+        front._own[call] = closed
+        for _ in range(2):
+            with pytest.raises(UpdateError, match=r"^no update is open. The last one: the update was ended, .*; begin"):
+                await getattr(front, call)()
+        assert front.refusal is None
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+def test_a_trainer_that_is_heard_of_is_not_silent() -> None:
+    """Neither between calls, nor in one that takes longer than the limit."""
+
+    async def meeting() -> None:
+        async def slow(*_: Any) -> None:
+            await asyncio.sleep(0.6)
+
+        front = Silent(engine := Engine())
+        await front.start_weight_update()
+        for call in (Engine.other, slow, Engine.other):
+            await asyncio.sleep(0.2)
+            front._own["update_weights"] = call
+            await front.update_weights(engine)
+        assert front.open_update() is not None
+        assert front.open_update()["age_s"] >= 1.0  # type: ignore[index]
+        assert not front.given_up
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+def test_an_update_that_another_trainer_takes_over_is_given_up_and_never_finished() -> None:
+    async def meeting() -> None:
+        front = Silent(Engine())
+        await front.start_weight_update()
+        assert not front.given_up
+        await front.start_weight_update()
+        assert front.given_up == ["a trainer has begun another update"]
+
+    asyncio.run(meeting())
+
+
+@pytest.mark.parametrize("call", ["update", "finish", "pause", "wake up", "pull"])
+def test_whoever_waits_for_an_engine_that_dies_gets_an_error(call: str) -> None:
+    """vLLM itself never answers then."""
+
+    async def meeting() -> None:
+        engine = Engine()
+        engine.engine_core = SimpleNamespace(_call_utility_async=lambda *_: asyncio.Event().wait())  # type: ignore[attr-defined]
+
+        async def asked(*_: Any, **__: Any) -> None:
+            await engine.engine_core._call_utility_async("a call")  # type: ignore[attr-defined]
+
+        answered_or_dead(engine)
+        engine.update_weights = engine.finish_weight_update = engine.pause_generation = engine.wake_up = asked  # type: ignore[method-assign]
+        front = Follows(engine)
+        if call == "pull":
+            engine.collective_rpc = asked  # type: ignore[attr-defined]
+        front.report, front._answered = None, {"worker": WORKER, "named": None, "paused": False}
+        waits = asyncio.create_task(OTHERS[call](front))
+        await asyncio.sleep(0.3)
+        assert not waits.done()
+        engine.errored = True
+        with pytest.raises((RuntimeError, UpdateError), match="the engine's process has ended"):
+            await waits
+        shown = await front.status()  # of what was known last
+        assert (shown["serving"], shown["refusal"]) == (
+            False,
+            "the engine's process has ended; start the server again",
+        )
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+def test_requests_that_wait_for_an_update_do_not_outlive_the_engine() -> None:
+    async def meeting() -> None:
+        async def paused() -> bool:
+            return True
+
+        engine = Engine()
+        engine.is_paused = paused  # type: ignore[method-assign]
+        front = Silent(engine)
+        front.limit_s = 60
+        await front.start_weight_update()
+        waiting = [asyncio.create_task(anext(front.generate("a prompt"))) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        waiting[0].cancel()
+        await asyncio.wait({waiting[0]})
+        engine.errored = True
+        for request in waiting[1:]:
+            with pytest.raises(RuntimeError, match="the engine's process has ended"):
+                await request
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+def test_a_wake_up_answers_what_vllm_answers() -> None:
+    """vLLM's route says "sleeping" unless it is told that the engine is awake."""
+
+    async def meeting() -> None:
+        async def awake(*_: Any) -> bool:
+            return True
+
+        engine = Engine()
+        engine.wake_up = awake  # type: ignore[method-assign]
+        assert await Follows(engine).wake_up() is True
 
     asyncio.run(meeting())
 
@@ -175,6 +355,7 @@ def test_the_status_answers_while_the_workers_wait_for_a_trainer() -> None:
     asyncio.run(asyncio.wait_for(meeting(), 30))
 
 
+WORKER = {"version": 3, "refusal": None, "last_update": None, "kv_scales": {}}
 REPORT = SyncReport(3, {}, 1, 0, 1, {}, 0, 0, {}, (), 0, None, None, None, None)
 
 
@@ -224,6 +405,7 @@ OTHERS: dict[str, Any] = {
     "pause": lambda front: front.pause_generation(mode="keep"),
     "resume": lambda front: front.resume_generation(),
     "sleep": lambda front: front.sleep(),
+    "release": lambda front: front.release_kv_cache_memory(),
     "wake up": lambda front: front.wake_up(),
     "pull": lambda front: front.pull(),
 }
@@ -440,8 +622,8 @@ def test_other_calls_run_beside_a_download_but_no_second_pull(store: Publisher, 
         else:
             await OTHERS[other](front)
         SlowFiles.fast.set()
-        if other in ("start", "sleep"):
-            with pytest.raises(UpdateError, match=r"an update of the weights is open|kv_cache and weights sleep"):
+        if other in ("start", "sleep", "release"):
+            with pytest.raises(UpdateError, match=r"an update of the weights is open|kv_cache (and weights )?sleep"):
                 await pull
             assert not front.writing.is_set()
             assert front._updating == (other == "start")

@@ -174,3 +174,87 @@ def test_the_servers_own_client_gives_the_key(monkeypatch: pytest.MonkeyPatch) -
         "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"
     ]  # fmt: skip
     assert all(headers == KEY for _, headers in seen)
+
+
+@pytest.mark.parametrize(
+    ("call", "body", "says"),
+    [
+        ("/start_weight_update", {"is_checkpoint": True}, "does not read the field 'is_checkpoint'; allowed: an empty"),
+        ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format is False; allowed: true"),
+        ("/start_weight_update", [1], "the body of /start_weight_update is [1]; allowed: an empty body"),
+        ("/start_weight_update", b"{names", "the body of /start_weight_update is no JSON; allowed: an empty body"),
+        ("/start_weight_update?step=3", None, "/start_weight_update does not read ?step=; allowed: an empty body"),
+        ("/finish_weight_update", {"version": "7"}, "does not read the field 'version'; allowed: an empty body, {\"we"),
+        ("/pause", {"mode": "keep"}, "/pause does not read the field 'mode'; allowed: no body, /pause?mode="),
+        ("/pause?mod=keep", None, "/pause does not read ?mod=; allowed: no body, /pause?mode="),
+        ("/resume", {"mode": "keep"}, "/resume does not read the field 'mode'"),
+        (PULL, {"version": 3}, f"{PULL} does not read the field 'version'"),
+    ],
+    ids=str,
+)
+def test_a_call_with_something_that_nobody_reads_is_refused(app: Any, call: str, body: Any, says: str) -> None:
+    """vLLM takes the default in its place: an update begins, or all requests are aborted."""
+    asked = client(app)
+    asked.headers.update(KEY)
+    given = {"content": body} if isinstance(body, bytes | None) else {"json": body}
+    answer = asked.post(call, **given)
+    assert answer.status_code == 400, answer.text
+    assert says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("call", "body"),
+    [
+        ("/start_weight_update", None),  # vLLM's client
+        ("/start_weight_update", {}),  # TRL's
+        ("/start_weight_update", {"is_checkpoint_format": True}),  # its AsyncGRPO's
+        ("/finish_weight_update", {"weight_version": "step 7"}),
+        ("/pause?mode=keep&clear_cache=false", None),
+        ("/resume", None),
+    ],
+    ids=str,
+)
+def test_what_clients_send_passes(app: Any, call: str, body: Any) -> None:
+    called: list[tuple[Any, ...]] = []
+
+    class Called:
+        def __getattr__(self, name: str) -> Any:
+            async def note(*args: Any, **more: Any) -> None:
+                called.append((name, *args, *more.values()))
+
+            return note
+
+    app.state.engine_client = Called()
+    try:
+        asked = client(app)
+        asked.headers.update(KEY)
+        answer = asked.post(call, **({} if body is None else {"json": body}))
+    finally:
+        del app.state.engine_client
+    assert answer.status_code == 200, answer.text
+    assert len(called) == 1
+    assert called[0][1:] == {"/pause?mode=keep&clear_cache=false": ("keep", False)}.get(
+        call, ("step 7",) if body == {"weight_version": "step 7"} else ()
+    )
+
+
+def test_health_says_whether_the_weights_may_be_used(app: Any) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    async def dead() -> None:
+        raise EngineDeadError
+
+    async def alive() -> None: ...
+
+    found = []
+    for refusal, check in ((None, alive), ("an update of the weights is open", alive), ("it has died", dead)):
+        app.state.engine_client = SimpleNamespace(check_health=check)
+        app.state.fp8plan = SimpleNamespace(refusal=refusal)
+        answer = client(app).get("/health")
+        found.append((answer.status_code, answer.json()))
+    del app.state.engine_client, app.state.fp8plan
+    assert found == [
+        (200, {"serving": True, "refusal": None}),
+        (200, {"serving": False, "refusal": "an update of the weights is open"}),
+        (503, {"serving": False, "refusal": "it has died"}),
+    ]

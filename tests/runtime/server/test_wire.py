@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -193,6 +194,36 @@ def test_an_open_update_forbids_what_would_run_a_half_written_model(server: Serv
     assert serves(server)
 
 
+def test_an_update_that_nobody_ends_is_ended_and_the_old_weights_serve(server: Server) -> None:
+    """A mistyped call opens none. One that is opened is shown, with its age, until the limit ends it and its pause."""
+    before = server_digests(server)
+    assert post(server, "/start_weight_update", {"is_checkpoint": True}).status_code == 400
+    assert serves(server)
+    assert post(server, "/pause?mode=keep").ok
+    assert post(server, "/start_weight_update").ok
+    begun = time.monotonic()
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(rolled_out, server, [1, 2, 3])
+        shown = status(server)
+        assert (shown["serving"], shown["paused"], shown["open_update"]["limit_s"]) == (False, True, LIMIT_S)
+        assert "an update of the weights is open for " in shown["refusal"]
+        health = requests.get(f"{server.url}/health", timeout=5)
+        assert (health.status_code, health.json()["serving"]) == (200, False)
+        assert answer.result().ok
+    assert LIMIT_S <= time.monotonic() - begun < LIMIT_S + 20
+    shown = status(server)
+    assert (shown["open_update"], shown["paused"]) == (None, False)
+    assert f"the update was ended, as its trainer was silent for {LIMIT_S} s" in shown["last_failure"]
+    late = post(server, "/finish_weight_update")
+    assert late.status_code == 400
+    assert "no update is open. The last one: the update was ended" in late.text
+    assert serves(server)
+    assert server_digests(server) == before
+    with without_cuda():
+        send(trainer_of(weight_sync_client(server.url, "sesame", timeout=60)), weights("dense", "a"))
+    assert serves(server)
+
+
 @pytest.mark.parametrize("names", ["known", "unknown"])
 def test_a_trainer_that_announces_and_sends_nothing_is_let_go(server: Server, names: str) -> None:
     """The status answers while the worker waits for it, and afterwards the old weights serve."""
@@ -240,3 +271,25 @@ def test_a_trainer_that_stops_midway_leaves_no_mixture_to_be_served(server: Serv
     with without_cuda():
         send(trainer_of(weight_sync_client(server.url, "sesame", timeout=60)), weights("dense", "a"))
     assert serves(server)
+
+
+def test_an_engine_that_is_killed_ends_the_server_with_an_error(server: Server) -> None:
+    """Last, as the server is gone then: killed while an update waits for its trainer, and a request for the update."""
+    _group = met(server)
+    sent = weights("dense", "b")
+    post(server, "/pause?mode=keep")
+    assert post(server, "/start_weight_update").ok
+    with ThreadPoolExecutor(3) as thread:
+        calls = [
+            thread.submit(post, server, "/update_weights", update_of(sent)),
+            thread.submit(rolled_out, server, [1, 2, 3]),
+        ]
+        while status(server)["under_way"] != ["update_weights"]:
+            time.sleep(0.05)
+        begun = time.monotonic()
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert all(call.exception(30) is not None or call.result().status_code >= 400 for call in calls)
+    server.process.join(30)
+    assert server.process.exitcode == 1
+    assert time.monotonic() - begun < 30
+    assert "the engine's process has ended; the server ends, too" in server.log.read_text(errors="replace")
