@@ -13,7 +13,7 @@ from contextlib import suppress
 from math import inf
 from typing import Any, Final
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
 # A library in vLLM's server sets the root logger to ERROR. Loggers below vLLM's name are spared.
@@ -68,6 +68,8 @@ def weight_sync_client(url: str, api_key: str | None = None, timeout: float = 30
 
     api_key: None: the one in VLLM_API_KEY, if there is one
     timeout: seconds for each call
+
+    Its calls raise SyncError with the address and the server's answer.
     """
     import requests
     from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
@@ -75,6 +77,11 @@ def weight_sync_client(url: str, api_key: str | None = None, timeout: float = 30
     class Client(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
             where = f"{self.base_url}/{path}"
-            requests.post(where, json=json, timeout=timeout, headers=authorization(api_key)).raise_for_status()
+            try:
+                answer = requests.post(where, json=json, timeout=timeout, headers=authorization(api_key))
+            except requests.RequestException as error:
+                raise SyncError(f"{where} does not answer: {error}; look whether the server runs") from error
+            if not answer.ok:
+                raise SyncError(f"{where} answers {answer.status_code}: {answer.text:.2000}")
 
     return Client(url, timeout)

@@ -162,7 +162,7 @@ def test_the_servers_own_client_gives_the_key(monkeypatch: pytest.MonkeyPatch) -
 
     def post(url: str, *, headers: Any, **_: Any) -> Any:
         seen.append((url, headers))
-        return SimpleNamespace(raise_for_status=lambda: None)
+        return SimpleNamespace(ok=True)
 
     monkeypatch.setattr("requests.post", post)
     found = weight_sync_client("http://server/", "sesame")
@@ -258,3 +258,29 @@ def test_health_says_whether_the_weights_may_be_used(app: Any) -> None:
         (200, {"serving": False, "refusal": "an update of the weights is open"}),
         (503, {"serving": False, "refusal": "it has died"}),
     ]
+
+
+def test_the_client_of_an_own_loop_says_what_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import requests
+
+    from fp8plan.errors import SyncError
+    from fp8plan.runtime.plugin import weight_sync_client
+
+    answers: list[Any] = [
+        SimpleNamespace(ok=True),
+        SimpleNamespace(ok=False, status_code=400, text="missing: lm_head; the old weights serve"),
+        requests.ConnectionError("refused"),
+    ]
+
+    def post(*_: Any, **__: Any) -> Any:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(requests, "post", post)
+    client = weight_sync_client("http://server", "sesame")
+    client.start_weight_update()
+    with pytest.raises(SyncError, match=r"^http://server/finish_weight_update answers 400: missing: lm_head; the old"):
+        client.finish_weight_update()
+    with pytest.raises(SyncError, match=r"^http://server/start_weight_update does not answer: refused; look whether"):
+        client.start_weight_update()
