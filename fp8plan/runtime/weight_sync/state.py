@@ -141,6 +141,8 @@ class SyncState:
     kv_clipped: layers that fixed scales clip -> largest |k| or |v| over what their scales can store
     longest_prompt, vocabulary: limits of the engine, in tokens, where known
     quantised:  names of the checkpoint's tensors that the engine holds in FP8; None until asked
+    wide:       names of those that it keeps in FP32, asked with `quantised`
+    said_rounded: True once it was said that FP32 is rounded
     """
 
     settings: SyncSettings
@@ -166,6 +168,8 @@ class SyncState:
     longest_prompt: int | None = None
     vocabulary: int | None = None
     quantised: tuple[str, ...] | None = None
+    wide: frozenset[str] = frozenset()
+    said_rounded: bool = False
     lock: Lock = field(default_factory=Lock)
 
 
@@ -179,6 +183,7 @@ class SyncReport:
     tensors, bytes: sent in all
     patched:      True if only what has changed was sent
     healed:       why patches were refused and all weights sent; None: they were not
+    rounded:      tensors that came in FP32, and that the engine holds in BF16 or FP8
     residual:     RMS of the changes that top_k has left out, over that of the weights; 0 without top_k. After
                   Follower.pull it is 0, because only the Publisher knows it
     chunks:       number of messages
@@ -215,6 +220,7 @@ class SyncReport:
     patched: bool = False
     healed: str | None = None
     residual: float = 0.0
+    rounded: int = 0
     kv_clipped: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -224,6 +230,7 @@ class SyncReport:
         text += f" in {self.seconds['total']:.3f} s, {self.in_place} modules written in place"
         text += f", {self.reloaded} reloaded by vLLM, {self.compared} samples as sent"
         text += "" if self.weight_error is None else f", weight error {self.weight_error:.2%}"
+        text += f", {self.rounded} rounded from FP32" if self.rounded else ""
         text += "" if self.kv_source is None else f", KV scales from {self.kv_source}"
         text += f", {len(self.kv_clipped)} layer(s) clip K or V" if self.kv_clipped else ""
         return text + ("" if self.scored_k3 is None else f", k3 {self.scored_k3:.1e} to the trainer")

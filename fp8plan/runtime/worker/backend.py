@@ -13,13 +13,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import inf
 from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from fp8plan.checks import seconds_in
 from fp8plan.errors import ConfigError, LostEngineError, text_of
 from fp8plan.runtime.plugin import BACKEND, PLUGINS, logger
 from fp8plan.runtime.vllm_versions import check_vllm_version, untested
@@ -120,7 +120,7 @@ class Fp8PlanTransfer(PlainReceiver):
         _refuse(vllm_config)
         if note := untested(check_vllm_version()):
             logger.warning("fp8plan: %s", note)
-        self._limit_s = _limit_s()
+        self._limit_s = seconds_in(LIMIT, LIMIT_S)
         self.attached = False
         self._fp8_kv = str(vllm_config.cache_config.cache_dtype).startswith("fp8")
         if self._fp8_kv and BACKEND not in os.environ.get(PLUGINS, "").split(","):
@@ -213,18 +213,6 @@ def _refuse(config: Any) -> None:
         raise ConfigError("EPLB is on: experts that move between updates would get each other's weights; turn it off")
     if config.model_config.dtype != torch.bfloat16:
         raise ConfigError(f"the model runs as {config.model_config.dtype}; allowed: --dtype bfloat16")
-
-
-def _limit_s() -> float:
-    """Return the seconds of silence after which a trainer counts as gone. Raises ConfigError unless above 0."""
-    text = os.environ.get(LIMIT) or str(LIMIT_S)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = inf
-    if not 0 < seconds < inf:
-        raise ConfigError(f"{LIMIT} is {text!r}; allowed: seconds above 0, {LIMIT_S:g} without it")
-    return seconds
 
 
 def _extend(worker_cls: str) -> None:

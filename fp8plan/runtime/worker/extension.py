@@ -56,15 +56,16 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_prepare(
-        self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None, wide: Sequence[str] = ()
+        self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None
     ) -> dict[str, Any]:
-        """Check a manifest in a dry run. `fp8plan_begin` takes the number in the answer. wide: as in prepare.prepare"""
-        number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place, number, wide)
+        """Check a manifest in a dry run. `fp8plan_begin` takes the number in the answer."""
+        number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place, number)
         quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
         return {
             "number": number,
             "groups": list(prepared.groups),
             "quantised": quantised,
+            "wide": list(prepared.wide),
             "reloaded": [number for number, entry in enumerate(prepared.manifest) if entry.name in prepared.reloads],
             "taken": list(prepared.taken),
         }

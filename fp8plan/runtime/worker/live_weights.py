@@ -34,11 +34,19 @@ from fp8plan.model.precision import E4M3_MAX
 from fp8plan.runtime.quantize.block_fp8 import AMAX_FLOOR, BLOCK
 from fp8plan.runtime.quantize.targets import FINITE, NOT_FINITE, content
 from fp8plan.runtime.weight_sync.kv_scales import keeping_scales
-from fp8plan.runtime.weight_sync.manifest import Entry, Manifest, Part, checkpoint_manifest, local_folder, not_zero
+from fp8plan.runtime.weight_sync.manifest import (
+    Entry,
+    Manifest,
+    Part,
+    checkpoint_manifest,
+    is_matrix,
+    local_folder,
+    not_zero,
+)
 from fp8plan.runtime.weight_sync.stream import wait
 from fp8plan.runtime.worker.binding import Binding, Move
 from fp8plan.runtime.worker.patches import Patches
-from fp8plan.runtime.worker.prepare import Prepared, is_matrix, prepare
+from fp8plan.runtime.worker.prepare import Prepared, prepare
 from fp8plan.runtime.worker.vllm_reload import NativeReload, Snapshot, refresh
 
 if TYPE_CHECKING:
@@ -205,17 +213,14 @@ class LiveWeights:
         self._touched = False  # True once the sync that was begun last has written, even after its commit
         self.stamp: str | None = None
 
-    def prepare(
-        self, manifest: Manifest, in_place: bool = True, number: int | None = None, wide: Sequence[str] = ()
-    ) -> tuple[int, Prepared]:
+    def prepare(self, manifest: Manifest, in_place: bool = True, number: int | None = None) -> tuple[int, Prepared]:
         """Check a manifest (runtime.worker.prepare); `begin` takes the number that this returns.
 
         number: a number for the manifest that is the same on all ranks; None: the next one of this rank
-        wide:   as in prepare
         """
         number = max(self._prepared, default=-1) + 1 if number is None else number
         with keeping_scales(self._model):  # a trial of the shortcut reloads layers
-            self._prepared[number] = prepare(self._worker, manifest, in_place, wide), in_place
+            self._prepared[number] = prepare(self._worker, manifest, in_place), in_place
         return number, self._prepared[number][0]
 
     def begin(self, number: int, samples: int, version: int, keep: str | None, base: str | None = None) -> None:
@@ -245,18 +250,16 @@ class LiveWeights:
             reload.open()
 
     def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Write tensors, by their numbers in the manifest. Raises ConfigError for one that is not as announced."""
+        """Write tensors, by their numbers in the manifest. FP32 is rounded to BF16 where the model keeps that.
+
+        Raises ConfigError for one that is not as announced.
+        """
         import torch
 
         running = self._open()
         program = running.prepared.program(numbers)
-        specs = running.prepared.specs
-        for number, tensor in zip(numbers, tensors, strict=True):
-            shape, dtype = specs[number]
-            if tensor.shape != shape or tensor.dtype != dtype:
-                name, actual = running.prepared.manifest[number].name, f"{tensor.dtype} {list(tensor.shape)}"
-                raise ConfigError(f"{name} is {actual}; announced: {dtype} {list(shape)}")
-        moved = [t if t.device == self._device else t.to(self._device, non_blocking=True) for t in tensors]
+        running.rounded += running.prepared.refuse_unlike(numbers, tensors)
+        moved = running.prepared.as_written(numbers, tensors, self._device)
         self._touched, self.stamp = True, None
         with torch.no_grad():
             running.flags.append((program.run(moved, self._device), program.parts, program.matrices))
@@ -300,6 +303,7 @@ class LiveWeights:
             "why_reloaded": prepared.why,
             "ignored": list(prepared.ignored),
             "layers": prepared.layers,
+            "rounded": running.rounded,
             "check": checked | {"seconds": seconds},
         }
 
@@ -340,8 +344,8 @@ class LiveWeights:
 
     @property
     def announced(self) -> Manifest:
-        """The manifest of the open sync."""
-        return self._open().prepared.manifest
+        """The manifest of the open sync, as it was sent."""
+        return self._open().prepared.sent
 
     def commit(self, stamp: str | None = None) -> None:
         """Keep the new weights, and let go of the copy of the old ones. stamp: a name for them, as patches' base"""
@@ -356,7 +360,7 @@ class LiveWeights:
     def _still_prepared(self, number: int) -> Prepared:
         prepared, in_place = self._prepared[number]
         if prepared.moved:
-            _, prepared = self.prepare(prepared.manifest, in_place, number, prepared.wide)
+            _, prepared = self.prepare(prepared.sent, in_place, number)
         return prepared
 
     def _open(self) -> _Running:
@@ -400,7 +404,7 @@ class Comparison:
 
     def take(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Take tensors, by their numbers in the manifest."""
-        moved = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+        moved = self._prepared.as_written(numbers, tensors, self._device)
         self._samples.take({number: at for at, number in enumerate(numbers)}, moved)
 
     def result(self) -> dict[str, Any]:
@@ -420,3 +424,4 @@ class _Running:
     patches: Patches | None = None
     flags: list[tuple[torch.Tensor, list[Part], list[bool]]] = field(default_factory=list)  # True: a matrix
     done: set[int] = field(default_factory=set)
+    rounded: list[str] = field(default_factory=list)  # names of tensors that came in FP32

@@ -19,9 +19,9 @@ from fp8plan.runtime.weight_sync.delta.parts import cuts_of, sums
 from fp8plan.runtime.weight_sync.delta.patch import Change, unpacked
 from fp8plan.runtime.weight_sync.delta.places import Span, Window, write
 from fp8plan.runtime.weight_sync.delta.tiles import TILE, digests, flat, matrix
-from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named
+from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named, is_matrix
 from fp8plan.runtime.worker.binding import Move, Target, WholeTiles
-from fp8plan.runtime.worker.prepare import Prepared, is_matrix
+from fp8plan.runtime.worker.prepare import Prepared
 from fp8plan.runtime.worker.vllm_reload import NativeReload
 
 if TYPE_CHECKING:

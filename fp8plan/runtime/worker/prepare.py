@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.targets import CopyTargets, QuantizeTargets
-from fp8plan.runtime.weight_sync.manifest import LEFT_OUT, SCALE_SUFFIX, Entry, Manifest, Part, dtype_named, only_bf16
+from fp8plan.runtime.weight_sync.manifest import (
+    LEFT_OUT,
+    SCALE_SUFFIX,
+    Entry,
+    Manifest,
+    Part,
+    dtype_name,
+    dtype_named,
+    held_dtype,
+    is_matrix,
+)
 from fp8plan.runtime.worker.binding import Binding, Move, Target, bind, derived_from, kind, refused
 from fp8plan.runtime.worker.load_map import LoadMap, trace
 
@@ -57,11 +67,6 @@ class Program:
         return flags
 
 
-def is_matrix(shape: Sequence[int]) -> bool:
-    """Return False for a vector, such as a bias or a norm: fewer than two dimensions of more than one element."""
-    return sum(size > 1 for size in shape) > 1
-
-
 def _part(move: Move, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return the function that cuts out a move's source, as a vector or matrix; None if it is all, as it is."""
     if tuple(move.target.shape) == shape and move.source == tuple((0, size) for size in shape):
@@ -81,6 +86,8 @@ ONE_EXPERTS: Final = re.compile(r"\.experts\.\d+\.")  # in the name of one exper
 class Prepared:
     """A manifest that this model takes.
 
+    manifest: in the dtypes that are written: FP32 is rounded to BF16 where the model does not keep it
+    sent:     as it was announced
     binding:  the way of each tensor
     specs:    shape and dtype of each tensor, as torch compares them fastest
     homes:    (module, parameter, address) of each live tensor that is written in place
@@ -90,13 +97,14 @@ class Prepared:
     layers:   dtype of their weights -> how many modules
     taken:    elements of each tensor that this rank loads
     reloads:  tensor that goes through vLLM's reload -> modules that it feeds
-    wide:     tensors that may be FP32, whatever dtype the model keeps
+    wide:     tensors that the model keeps in FP32
     past:     (module, parameter) that vLLM's reload must be told of (vllm_reload.NativeReload)
     programs: the writes of each chunk that has come
     targets:  the live parts of each tensor that came as a patch
     """
 
     manifest: Manifest
+    sent: Manifest
     binding: Binding
     specs: tuple[tuple[torch.Size, torch.dtype], ...]
     homes: tuple[tuple[torch.nn.Module, str, int], ...]
@@ -118,6 +126,33 @@ class Prepared:
             self.programs[key] = Program([self.manifest[number] for number in key], key, self.binding.moves)
         return self.programs[key]
 
+    def refuse_unlike(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[str]:
+        """Return the names of those of a chunk's tensors that are FP32 and will be rounded.
+
+        Raises ConfigError for a tensor that is not as announced.
+        """
+        names = []
+        for number, tensor in zip(numbers, tensors, strict=True):
+            shape, dtype = self.specs[number]
+            if tensor.shape == shape and tensor.dtype == dtype:
+                continue
+            name = self.manifest[number].name
+            if tensor.shape != shape or held_dtype(name, dtype_name(tensor.dtype), ()) != dtype_name(dtype):
+                actual = f"{tensor.dtype} {list(tensor.shape)}"
+                raise ConfigError(f"{name} is {actual}; announced: {dtype} {list(shape)}")
+            names.append(name)
+        return names
+
+    def as_written(
+        self, numbers: Sequence[int], tensors: Sequence[torch.Tensor], device: torch.device
+    ) -> list[torch.Tensor]:
+        """Return a chunk's tensors on the device, in the dtypes that are written."""
+        dtypes = [self.specs[number][1] for number in numbers]
+        return [
+            tensor if tensor.device == device and tensor.dtype == dtype else tensor.to(device, dtype, non_blocking=True)
+            for tensor, dtype in zip(tensors, dtypes, strict=True)
+        ]
+
     @property
     def moved(self) -> bool:
         """Return True if a live tensor has moved: writes would go to memory that now holds something else."""
@@ -125,22 +160,28 @@ class Prepared:
         return any(tensor is None or tensor.data_ptr() != address for tensor, address in live)
 
 
-def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str] = ()) -> Prepared:
+def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
     """Check a manifest, and find the way of each tensor.
 
     in_place: False leaves every module to vLLM's reload
-    wide:     tensors that the checkpoint has in FP32: they may be sent so, whatever dtype the model keeps
 
-    Raises ConfigError for a tensor that the model does not take, a parameter that is not filled, FP8 that cannot be
-    written in place, and FP32 for a parameter that is not FP32.
+    Raises ConfigError for a tensor that the model does not take, a parameter that is not filled, and FP8 that cannot
+    be written in place.
     """
     import torch
 
     model = worker.model_runner.get_model()
     layers = dict(model.named_modules())
+    traced = trace(model, _in_bf16(sent))
+    wide = tuple(
+        name
+        for name, homes in traced.homes.items()
+        if homes and all(traced.dtypes[home] == torch.float32 for home in homes)
+    )
+    manifest = tuple(_written(entry, wide) for entry in sent)
     plain = _in_bf16(manifest)
-    traced = trace(model, plain)
-    _refuse_rounded(plain, traced, wide)
+    if manifest != sent:  # vLLM's loaders treat rounded tensors otherwise than those that they must round
+        traced = trace(model, plain)
     load_map = _with_scales(traced, manifest)
     ignored = tuple(entry.name for entry in manifest if not load_map.modules[entry.name])
     parallel = worker.model_runner.vllm_config.parallel_config
@@ -164,6 +205,7 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str]
     written = [(layers[m], *item) for m in sorted(binding.direct) for item in layers[m]._parameters.items()]
     return Prepared(
         manifest=manifest,
+        sent=sent,
         binding=binding,
         specs=tuple((torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in manifest),
         homes=tuple((layer, name, tensor.data_ptr()) for layer, name, tensor in written if tensor is not None),
@@ -173,44 +215,16 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str]
         layers=_precisions(binding, layers),
         reloads={name: fed for name, fed in load_map.modules.items() if not binding.native.keys().isdisjoint(fed)},
         taken=tuple(entry.numel if entry.name in ignored else load_map.taken[entry.name] for entry in manifest),
-        wide=tuple(wide),
+        wide=wide,
         past=load_map.past,
     )
 
 
-def rounded(model: torch.nn.Module, manifest: Manifest) -> Manifest:
-    """Return the manifest with BF16 for each FP32 tensor whose parameter is not FP32.
-
-    Such tensors are a trainer's master weights. vLLM's loaders round them as they copy them.
-    """
-    import torch
-
-    if all(entry.dtype != "float32" or entry.name.endswith(SCALE_SUFFIX) for entry in manifest):
-        return manifest
-    load_map = trace(model, _in_bf16(manifest))
-    wide = {
-        name for name, homes in load_map.homes.items() if {load_map.dtypes[home] for home in homes} <= {torch.float32}
-    }
-    return tuple(
-        entry._replace(dtype="bfloat16")
-        if entry.dtype == "float32" and entry.name not in wide and not entry.name.endswith(SCALE_SUFFIX)
-        else entry
-        for entry in manifest
-    )
-
-
-def _refuse_rounded(manifest: Manifest, load_map: LoadMap, wide: Sequence[str]) -> None:
-    """Raises ConfigError for an FP32 tensor that would lose bits, because its parameter is not FP32.
-
-    vLLM keeps routers' biases and the decays of state-space layers in FP32. A tensor of `wide` is rounded as at the
-    engine's start.
-    """
-    import torch
-
-    for entry in manifest:
-        kept = {load_map.dtypes[home] for home in load_map.homes[entry.name]}
-        if entry.dtype == "float32" and kept - {torch.float32} and entry.name not in wide:
-            raise ConfigError(only_bf16(entry))
+def _written(entry: Entry, wide: Sequence[str]) -> Entry:
+    """Return the entry of a tensor as it is written. BF16 stays so where the model keeps FP32: its loader widens it."""
+    if entry.dtype != "float32":
+        return entry
+    return entry._replace(dtype=held_dtype(entry.name, entry.dtype, wide))
 
 
 def _refuse_unknown(ignored: Sequence[str], config: Any, shares_experts: bool = False) -> None:

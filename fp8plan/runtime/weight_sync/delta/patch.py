@@ -24,7 +24,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from math import prod
+from math import inf, isfinite, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from zlib import crc32
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 DENSE, GAPS_1, GAPS_2, BITMAP = range(4)  # the number of a form of gaps is the bytes of a gap
 FORMS: Final = 4
 PINNED_BYTES: Final = 2**28  # larger copies are slower and stay pageable, as torch never frees pinned memory
+VALUES: Final = 2**24  # that are looked at together
 HEADER: Final = struct.Struct("<qqq")
 assert HEADER.size == PATCH_HEADER
 
@@ -243,6 +244,26 @@ def _bitmap(places: Tensor, size: int) -> Bytes:
     mask[places] = 1
     shifted = mask.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=mask.device)
     return _copied(shifted.sum(1, dtype=torch.uint8))
+
+
+def refuse_values(name: str, values: Tensor, matrix: bool) -> None:
+    """Raise ConfigError for values that engines refuse: NaN, Inf, and a matrix of zeros.
+
+    values: of floating point; matrix: they are all those of a matrix
+    """
+    import torch
+
+    largest = 0.0
+    for some in values.flatten().split(VALUES) if values.numel() else ():
+        wide = some.float() if some.element_size() == 1 else some
+        amax = float(torch.linalg.vector_norm(wide, inf, dtype=torch.float32))  # NaN, if there is one
+        if not isfinite(amax):
+            raise ConfigError(f"not finite: {name}; allowed: no NaN, no Inf")
+        largest = max(largest, amax)
+    if matrix and not largest:
+        raise ConfigError(
+            f"all zeros: {name}; allowed: the policy's weights, gathered from where the trainer keeps them"
+        )
 
 
 class _Parts(NamedTuple):
