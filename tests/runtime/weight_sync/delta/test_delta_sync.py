@@ -100,6 +100,19 @@ def test_a_step_that_changes_nothing_sends_nothing(subject: Subject) -> None:
     assert dense(subject.engine, tensors) == digests(subject.engine)
 
 
+def test_a_policy_in_fp32_leaves_the_bits_of_one_in_bf16(subject: Subject) -> None:
+    engine, tensors = subject.engine, weights(subject.kind, "a")
+    sync(engine, tensors)
+    new = stepped(tensors, 3)
+    wide = {name: tensor.float() for name, tensor in new.items()}
+    for source in (wide, iter(wide.items())):
+        report = sync(engine, source)
+        assert report.patched
+        assert report.rounded == len(wide)
+    live = digests(engine)
+    assert dense(engine, new) == live
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
