@@ -76,8 +76,10 @@ class Files:
         """Return a file's bytes; None if it is not there."""
         try:
             data: bytes = self._tried("reading", name, partial(self._within, self._system.cat_file, self.path(name)))
-        except FileNotFoundError:
-            return None
+        except SyncError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
         return data
 
     def write(self, name: str, data: bytes) -> None:
@@ -112,9 +114,10 @@ class Files:
                 continue
             try:
                 self._tried("copying", name, partial(self._copy, name, path, sizes[name]), f" to {path}")
-            except (FileNotFoundError, CutOffError) as error:
-                where = self.address(name)
-                raise UnreadableError(f"copying {where} to {path}: {text_of(error)}", where) from error
+            except SyncError as error:
+                if isinstance(error.__cause__, (FileNotFoundError, CutOffError)):
+                    raise UnreadableError(str(error), self.address(name)) from error
+                raise
         return paths
 
     def names(self) -> list[str]:
@@ -125,24 +128,23 @@ class Files:
     def delete(self, names: Iterable[str]) -> None:
         """Delete those of the files that are there."""
         for name in names:
-            with suppress(FileNotFoundError):
+            try:
                 self._tried("deleting", name, partial(self._delete, name))
+            except SyncError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
 
     def _tried(self, doing: str, name: str, act: Callable[[], Answer], where: str = "") -> Answer:
         """Return what `act` returns, if need be at a later try. Only here do errors of a store become those of fp8plan.
 
         doing, where: the words before and after the file's address in an error
 
-        Raises SyncError, or FileNotFoundError and CutOffError as they are.
+        Raises SyncError, whose cause is the store's own error.
         """
         for pause_s in (*PAUSES_S, None):
             try:
                 return act()
-            except FileNotFoundError:
-                raise
             except Exception as error:  # each file system has its own
-                if pause_s is None and isinstance(error, CutOffError):
-                    raise
                 if pause_s is None or not _may_pass(error):
                     raise SyncError(f"{doing} {self.address(name)}{where}: {text_of(error)}") from error
                 until = time.monotonic() + pause_s
@@ -223,4 +225,4 @@ def _may_pass(error: Exception) -> bool:
         return status >= 500 or status in PASSING_STATUS
     if isinstance(error, OSError) and error.errno in LASTING:
         return False
-    return not isinstance(error, (ConfigError, NotImplementedError, ValueError, TypeError, AttributeError))
+    return not isinstance(error, (FileNotFoundError, NotImplementedError, ValueError, TypeError, AttributeError))

@@ -26,7 +26,7 @@ from uuid import uuid4
 
 from fp8plan.checks import instance
 from fp8plan.checks import whole as whole_number
-from fp8plan.errors import ConfigError, Fp8PlanError, SyncError, warn
+from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, NotServingError, SyncError, warn
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.weight_sync import manifest as manifests
 from fp8plan.runtime.weight_sync.delta.archive import CODECS, Archive, blocks
@@ -99,6 +99,7 @@ class Publisher:
             )
         self._given = None if fp8 is None else frozenset(fp8)
         self._base: Base | None = None
+        self._wide: frozenset[str] = frozenset()  # names of the tensors that this chain has in FP32
         self._said_rounded = False
         latest = self._store.latest()
         self._writer = Writer()
@@ -114,19 +115,13 @@ class Publisher:
         latest = self._store.latest()
         self._taking(latest)
         self._held = self._held or self._store.held()
-        rounded: list[str] = []
-        wide = frozenset[str]() if self._held is None else self._held.wide
-        pairs = manifests.as_held(self._sound(pairs_of(tensors)), wide, rounded)
         chain: tuple[Link, ...] = ()
         patches: list[tuple[str, Tensor]] = []
         if self._base is not None and latest is not None and latest.newest.stamp == self._base.stamp:
             base, chain = self._base, latest.chain
-            patches = list(base.patches(pairs, self._held.reloaded if self._held else {}))
+            patches = list(base.patches(self._pairs(tensors), self._held.reloaded if self._held else {}))
         else:
-            base = self._first(pairs)
-        if rounded and not self._said_rounded:
-            self._said_rounded = True
-            warn(manifests.rounding(rounded))
+            base = self._first(tensors)
         link = Link(1 if latest is None else latest.newest.version + 1, uuid4().hex, 0, 0)
         try:
             if chain:
@@ -162,6 +157,14 @@ class Publisher:
             )
         return self._writer.after(other)
 
+    def _pairs(self, tensors: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a version as engines hold them. Says once that FP32 is rounded."""
+        rounded: list[str] = []
+        yield from manifests.as_held(self._sound(pairs_of(tensors)), self._wide, rounded)
+        if rounded and not self._said_rounded:
+            self._said_rounded = True
+            warn(manifests.rounding(rounded))
+
     def _sound(self, pairs: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
         """Yield a trainer's pairs, gathered. Raises ConfigError for a tensor that engines would refuse."""
         stream = iter(pairs)
@@ -179,12 +182,13 @@ class Publisher:
                 raise
             yield name, tensor
 
-    def _first(self, pairs: Iterable[tuple[str, Tensor]]) -> Base:
-        """Return a copy of all tensors. Raises ConfigError for other ones than engines hold."""
+    def _first(self, tensors: Any) -> Base:
+        """Return a copy of all tensors, which begins a chain. Raises ConfigError for other ones than engines hold."""
         held = self._held
+        self._wide = frozenset() if held is None else held.wide
         fp8 = held.fp8 if held is not None and self._given is None else self._given or frozenset()
         base = Base((), self._device, fp8, self._top_k)
-        base.manifest = tuple(entry_of(name, tensor) for name, tensor in base.recorded(pairs))
+        base.manifest = tuple(entry_of(name, tensor) for name, tensor in base.recorded(self._pairs(tensors)))
         manifests.refuse(base.manifest, None if held is None else held.manifest, "fp8_block")
         if self._top_k is not None:
             for_each_matrix(self._top_k, base.manifest)  # raises ConfigError for too few bytes
@@ -405,6 +409,8 @@ def _nothing_written(engine: Any) -> Iterator[None]:
     """Turn errors before a write into a SyncError that says which weights serve."""
     try:
         yield
+    except (NotServingError, LostEngineError):
+        raise
     except Fp8PlanError as error:
         serve = "the old weights serve" if engine.serving else "the engine still refuses to generate"
         raise SyncError(f"{error}. Nothing was written; {serve}") from error

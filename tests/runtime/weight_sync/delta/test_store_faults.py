@@ -398,6 +398,17 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         Publisher(str(tmp_path / "file" / "store"), fp8=[])
 
 
+def test_a_folder_that_is_gone_is_named(store: Path) -> None:
+    publisher = Publisher(str(store))
+    publish(publisher, 2.0)
+    shutil.rmtree(store)
+    with pytest.raises(SyncError, match=f"writing {store}/0.*: FileNotFoundError"):
+        publish(publisher, 3.0)
+    store.mkdir()
+    publish(publisher, 4.0)
+    assert Follower(str(store)).pull(Engine())
+
+
 def test_a_version_is_out_although_old_files_cannot_be_deleted(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = Publisher(str(store), every=1)
     with monkeypatch.context() as broken:
@@ -552,13 +563,3 @@ def test_a_killed_trainer_and_its_restart_leave_one_chain_and_no_rest(store: Pat
     assert [patched for patched, _ in engine.written] == [False, False, True]
     names = sorted(re.sub("-[0-9a-f]{8}", "", path.name) for path in store.iterdir())
     assert names == ["00000002.whole", "00000003.patches", HELD, "latest.json"]
-
-
-def test_a_store_that_was_emptied_gets_a_whole_version(store: Path) -> None:
-    publisher = Publisher(str(store))
-    publish(publisher, 2.0)
-    shutil.rmtree(store)
-    store.mkdir()
-    publish(publisher, 3.0)
-    assert one(store, "*.whole").exists()
-    assert Follower(str(store)).pull(Engine())
