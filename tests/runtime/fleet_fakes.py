@@ -50,7 +50,15 @@ class FakeReplica:
         return {layer: dict(zip("qkv", parts, strict=True)) for layer, parts in self.scales.items()}
 
     def prepare(self, *_: Any) -> dict[str, Any]:
-        return {"number": 0, "groups": [0, 1], "quantised": [], "wide": [], "reloaded": [], "taken": [2, 2]}
+        return {
+            "number": 0,
+            "groups": [0, 1],
+            "quantised": [],
+            "wide": [],
+            "reloaded": [],
+            "taken": [2, 2],
+            "twins": [],
+        }
 
     def begin(self, number: int, samples: int, version: int, keep: str | None) -> None:
         self.copy = None if keep is None else dict(self.weights)

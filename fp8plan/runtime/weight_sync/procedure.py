@@ -32,6 +32,7 @@ from fp8plan.runtime.mismatch.sums import LIMIT, k3
 from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync import manifest as manifests
 from fp8plan.runtime.weight_sync.delta.base import Base, Chain
+from fp8plan.runtime.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.weight_sync.delta.top_k import refuse_codes
 from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales
@@ -89,7 +90,8 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
         numbers = {entry.name: number for number, entry in enumerate(manifest)}
         natives = sorted({number for answer in answers for number in answer["reloaded"]})
         reloaded = {manifest[number].name: groups[number] for number in natives}
-        state.prepared[key] = Checked(number, groups, Counter(groups), numbers, reloaded)
+        twins = list({tuple(group): None for answer in answers for group in answer["twins"]})
+        state.prepared[key] = Checked(number, groups, Counter(groups), numbers, reloaded, twins)
     return state.prepared[key]
 
 
@@ -104,20 +106,6 @@ def learn_quantised(state: SyncState) -> Procedure:
     sent, in_place = manifests.plain(state.expected), state.settings.in_place
     answers = yield from rpc("fp8plan_prepare", sent, in_place, MOST_PREPARED)
     state.quantised, state.wide = tuple(answers[0]["quantised"]), frozenset(answers[0]["wide"])
-
-
-def formats(state: SyncState) -> Procedure:
-    """Return the checkpoint's manifest in the formats that the engine holds, the names of its tensors in FP8, and
-    Checked.reloaded.
-
-    Raises ConfigError for an engine whose checkpoint's files are not here.
-    """
-    if state.expected is None:
-        raise ConfigError("the engine has no checkpoint to name its tensors; allowed: a model folder with safetensors")
-    yield from learn_quantised(state)
-    held = manifests.held_manifest(state.expected, state.quantised or (), state.wide)
-    checked = yield from prepared(state, held)
-    return held, frozenset(state.quantised or ()), checked.reloaded
 
 
 def refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None:
@@ -224,6 +212,7 @@ def replace_weights(
         kv_clipped=state.kv_clipped,
         scored_k3=score,
         patched=sending.patched,
+        looked=sending.looked,
         healed=sending.healed,
         residual=0.0 if state.base is None else state.base.residual.relative,
         rounded=len(rounded),
@@ -236,6 +225,7 @@ class Sending:
 
     counts:  tensors, bytes and chunks sent
     patched: True once the workers have taken what has changed, and nothing else
+    looked:  patches that hold the digests of an unchanged tensor, and no values
     healed:  why patches were refused and all tensors sent; None: they were not
     broken:  why the weights before the sync are gone; None while nothing but a whole sync has written
     stamp:   name of the state that a Chain leads to; None: the sync gives one
@@ -246,6 +236,7 @@ class Sending:
         self._state, self._manifest, self._checked, self._seconds = state, manifest, checked, seconds
         self.counts = {"tensors": 0, "bytes": 0, "chunks": 0}
         self.patched = False
+        self.looked = 0
         self.healed: str | None = None
         self.broken: str | None = None
         self.stamp: str | None = None
@@ -277,6 +268,7 @@ class Sending:
             if state.settings.delta is not None:
                 fp8, top_k = state.quantised or (), state.settings.top_k
                 state.base = Base(self._manifest, state.settings.delta, fp8, top_k)
+                state.base.twins, state.base.look_every = self._checked.twins, state.settings.look_every
                 pairs = state.base.recorded(pairs)
             return (yield from self._replace(pairs))
         patches = base.patches(pairs, self._checked.reloaded)
@@ -289,7 +281,7 @@ class Sending:
                 pass
             if not base.complete:
                 raise  # the trainer's tensors are at fault
-            self.healed = str(error)
+            self.healed, self.looked = str(error), 0
             if not all((yield from rpc("fp8plan_abort"))):
                 self.broken = "patches were written in part"
             return (yield from self._replace(base.pairs()))
@@ -301,10 +293,12 @@ class Sending:
         def named() -> Iterator[tuple[str, Any]]:
             for name, patch in patches:
                 names.add(name)
+                self.looked += not changed_values(patch)
                 yield name, patch
 
         with _timed(self._seconds, "begin"):
-            yield from rpc("fp8plan_begin", self._checked.number, 0, self._state.version, settings.rollback, stamp)
+            arguments = self._checked.number, 0, self._state.version, settings.rollback, stamp, settings.look_every
+            yield from rpc("fp8plan_begin", *arguments)
         with _timed(self._seconds, "load"):
             most = (
                 settings.chunk_bytes if self._remote is None else min(settings.chunk_bytes, self._remote.buffer_bytes)
@@ -317,6 +311,7 @@ class Sending:
                 self.counts = yield from handed(channel, parts, "fp8plan_patch")
             else:
                 self.counts = yield from broadcast(self._remote, parts)
+        self.counts["tensors"] -= self.looked
         if stamp == ANY and len(names) < len(self._manifest):
             raise ConfigError(f"{len(names)} tensors of {len(self._manifest)} have come")
         with _timed(self._seconds, "finish"):
@@ -326,8 +321,9 @@ class Sending:
         """Send all tensors. pairs: None for the RemoteSource's own"""
         settings = self._state.settings
         with _timed(self._seconds, "begin"):
+            look_every = settings.look_every if self._state.base is not None else 0
             arguments = self._checked.number, settings.samples, self._state.version, settings.rollback
-            yield from rpc("fp8plan_begin", *arguments)
+            yield from rpc("fp8plan_begin", *arguments, None, look_every)
         with _timed(self._seconds, "load"):
             if self._remote is not None:
                 self.counts = yield from received(self._remote, self._manifest, pairs)

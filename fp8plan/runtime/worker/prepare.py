@@ -26,7 +26,7 @@ from fp8plan.runtime.weight_sync.manifest import (
     is_matrix,
 )
 from fp8plan.runtime.worker.binding import Binding, Move, Target, bind, derived_from, kind, refused
-from fp8plan.runtime.worker.load_map import LoadMap, trace
+from fp8plan.runtime.worker.load_map import LoadMap, joined, leaders, trace
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,10 @@ class Prepared:
     groups:   number of each tensor's group, which must come together
     layers:   dtype of their weights -> how many modules
     taken:    elements of each tensor that this rank loads
-    reloads:  tensor that goes through vLLM's reload -> modules that it feeds
+    reloads:  tensor that goes through vLLM's reload -> modules that it feeds. One that vLLM leaves out feeds none, and
+              is here if it shares a storage with such a tensor, so that both are sent alike
+    shared:   groups of tensors that share one storage (weight_sync.shared)
+    twins:    the same, with names that this manifest does not have: a trainer may send them
     wide:     tensors that the model keeps in FP32
     past:     (module, parameter) that vLLM's reload must be told of (vllm_reload.NativeReload)
     programs: the writes of each chunk that has come
@@ -116,6 +119,8 @@ class Prepared:
     reloads: Mapping[str, tuple[str, ...]]
     wide: tuple[str, ...]
     past: frozenset[tuple[str, str]]
+    shared: tuple[tuple[str, ...], ...]
+    twins: tuple[tuple[str, ...], ...]
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
     targets: dict[str, tuple[Target, ...]] = field(default_factory=dict)
 
@@ -153,6 +158,12 @@ class Prepared:
             for tensor, dtype in zip(tensors, dtypes, strict=True)
         ]
 
+    def sharing(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return those of a chunk's tensors that share a storage with others, by name."""
+        names = {name for group in self.shared for name in group}
+        pairs = zip((self.manifest[number].name for number in numbers), tensors, strict=True)
+        return {name: tensor for name, tensor in pairs if name in names}
+
     @property
     def moved(self) -> bool:
         """Return True if a live tensor has moved: writes would go to memory that now holds something else."""
@@ -165,8 +176,8 @@ def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
 
     in_place: False leaves every module to vLLM's reload
 
-    Raises ConfigError for a tensor that the model does not take, a parameter that is not filled, and FP8 that cannot
-    be written in place.
+    Raises ConfigError for a tensor that the model does not take, a parameter that is not filled, FP8 that cannot be
+    written in place, and tensors of different shapes for one storage.
     """
     import torch
 
@@ -188,6 +199,8 @@ def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
     shares = parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1
     _refuse_unknown(ignored, worker.model_runner.model_config.hf_config, shares)
     _refuse_missing(load_map, layers)
+    twins = _twins(load_map, layers, manifest, worker.model_runner.model_config.hf_config)
+    shared = _shared(twins, manifest)
     every = {module for modules in load_map.modules.values() for module in modules}
     if in_place:  # tried in BF16: with E4M3 and scales vLLM's loaders would have nothing to quantise
         derived = {module: why for module, why in derived_from(model).items() if module in every}
@@ -211,12 +224,14 @@ def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
         homes=tuple((layer, name, tensor.data_ptr()) for layer, name, tensor in written if tensor is not None),
         why={kind(layers[module]): why for module, why in sorted(binding.native.items(), reverse=True)},
         ignored=ignored,
-        groups=_groups(manifest, load_map),
+        groups=_groups(manifest, load_map, shared),
         layers=_precisions(binding, layers),
-        reloads={name: fed for name, fed in load_map.modules.items() if not binding.native.keys().isdisjoint(fed)},
+        reloads=_reloads(load_map, binding, shared),
         taken=tuple(entry.numel if entry.name in ignored else load_map.taken[entry.name] for entry in manifest),
         wide=wide,
         past=load_map.past,
+        shared=shared,
+        twins=twins,
     )
 
 
@@ -309,7 +324,55 @@ def _with_scales(load_map: LoadMap, manifest: Manifest) -> LoadMap:
     )
 
 
-def _groups(manifest: Manifest, load_map: LoadMap) -> tuple[int, ...]:
-    """Number the groups: tensors of one module belong together."""
+HEAD: Final = "lm_head.weight"  # in a tied model's state_dict, and mostly not in its checkpoint
+
+
+def _twins(
+    load_map: LoadMap, layers: Mapping[str, torch.nn.Module], manifest: Manifest, config: Any
+) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of names that share one storage, with a tied head that vLLM leaves out or nobody sends."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    def embeds(module: str) -> bool:
+        layer = layers[module]
+        return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+
+    twins = list(load_map.shared)
+    if getattr(config, "tie_word_embeddings", False) and not load_map.modules.get(HEAD):
+        embeddings = [name for name, modules in load_map.modules.items() if any(map(embeds, modules))]
+        shape = load_map.sent.get(HEAD)
+        embeddings = [name for name in embeddings if shape in (None, load_map.sent[name])]
+        if len(embeddings) == 1:
+            twins.append((embeddings[0], HEAD))
+    names = {entry.name for entry in manifest}
+    twins += [tuple(n + SCALE_SUFFIX for n in group if n + SCALE_SUFFIX in names) for group in tuple(twins)]
+    return joined(group for group in twins if group)
+
+
+def _shared(twins: Sequence[Sequence[str]], manifest: Manifest) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of twins that a manifest has. Raises ConfigError for tensors of different shapes in one."""
+    shapes = {entry.name: entry.shape for entry in manifest}
+    groups = [tuple(name for name in group if name in shapes) for group in twins]
+    for first, *others in filter(None, groups):
+        for other in others:
+            if shapes[first] != shapes[other]:
+                raise ConfigError(
+                    f"{first} {list(shapes[first])} and {other} {list(shapes[other])} are written to one place of the "
+                    "engine; allowed: one of them"
+                )
+    return tuple(group for group in groups if len(group) > 1)
+
+
+def _reloads(load_map: LoadMap, binding: Binding, shared: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    reloads = {name: fed for name, fed in load_map.modules.items() if not binding.native.keys().isdisjoint(fed)}
+    for group in shared:
+        if not reloads.keys().isdisjoint(group):
+            reloads |= {name: load_map.modules[name] for name in group}
+    return reloads
+
+
+def _groups(manifest: Manifest, load_map: LoadMap, shared: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Number the groups: tensors of one module belong together, and those of one storage."""
+    first = leaders([*((entry.name, *load_map.modules[entry.name][:1]) for entry in manifest), *shared])
     numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault((load_map.modules[e.name] or (e.name,))[0], len(numbers)) for e in manifest)
+    return tuple(numbers.setdefault(first[entry.name], len(numbers)) for entry in manifest)

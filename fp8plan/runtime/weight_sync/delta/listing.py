@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
@@ -15,7 +15,9 @@ from uuid import uuid4
 from fp8plan.errors import ConfigError, text_of
 from fp8plan.jsonl import parse
 from fp8plan.runtime.weight_sync.delta.files import Files
-from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, plain, read_manifest
+from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, Manifest, held_manifest, plain, read_manifest
+from fp8plan.runtime.weight_sync.procedure import learn_quantised, prepared
+from fp8plan.runtime.weight_sync.state import Call, SyncState
 
 LATEST: Final = "latest.json"
 HELD: Final = "engine.json"
@@ -94,11 +96,13 @@ class Held:
     manifest: entries of its tensors in the format that is sent
     fp8:      names of those that a trainer gives in BF16 and engines hold in E4M3
     reloaded: name of each tensor that vLLM must reload -> number of its group
+    twins:    groups of names that share one storage, whether engines or a trainer have them (weight_sync.shared)
     """
 
     manifest: Manifest
     fp8: frozenset[str]
     reloaded: Mapping[str, int]
+    twins: tuple[tuple[str, ...], ...] = ()
 
     @property
     def wide(self) -> frozenset[str]:
@@ -107,7 +111,25 @@ class Held:
         return frozenset(name for name in wide if not name.endswith(SCALE_SUFFIX))
 
     def as_json(self) -> dict[str, Any]:
-        return {"manifest": plain(self.manifest), "fp8": sorted(self.fp8), "reloaded": dict(self.reloaded)}
+        held = {"manifest": plain(self.manifest), "fp8": sorted(self.fp8), "reloaded": dict(self.reloaded)}
+        return held | {"twins": [list(group) for group in self.twins]}
+
+
+def formats(state: SyncState) -> Generator[Call, Any, Held]:
+    """Return how an engine holds the tensors of its checkpoint.
+
+    Raises ConfigError for an engine whose checkpoint's files are not here.
+    """
+    if state.expected is None:
+        raise ConfigError("the engine has no checkpoint to name its tensors; allowed: a model folder with safetensors")
+    yield from learn_quantised(state)
+    held = held_manifest(state.expected, state.quantised or (), state.wide)
+    checked = yield from prepared(state, held)
+    reloaded = dict(checked.reloaded)
+    for group in checked.twins:  # also of a name that the checkpoint does not have
+        if numbers := [reloaded[name] for name in group if name in reloaded]:
+            reloaded |= dict.fromkeys(group, numbers[0])
+    return Held(held, frozenset(state.quantised or ()), reloaded, tuple(map(tuple, checked.twins)))
 
 
 class Store(Files):
@@ -149,8 +171,10 @@ def latest_of(data: Any, where: str) -> Latest:
 def held_of(data: Any, where: str) -> Held:
     """Return what an engine.json holds. Raises ConfigError for anything but what a Follower writes."""
     try:
-        held = Held(_manifest(data["manifest"]), frozenset(data["fp8"]), dict(data["reloaded"]))
-        _refuse_others(list(held.reloaded.values()), [*held.fp8, *held.reloaded])
+        manifest, fp8, reloaded = _manifest(data["manifest"]), frozenset(data["fp8"]), dict(data["reloaded"])
+        held = Held(manifest, fp8, reloaded, tuple(tuple(group) for group in data.get("twins", ())))
+        names = [name for group in held.twins for name in group]
+        _refuse_others(list(held.reloaded.values()), [*held.fp8, *held.reloaded, *names])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"{where} is not what a Follower writes ({text_of(error)}); type, beside the engine, "

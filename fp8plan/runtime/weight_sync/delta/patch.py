@@ -8,6 +8,8 @@ so applying it twice does no harm. Its places take the shortest of four forms:
     BITMAP          a bit for each value, from the lowest bit of a byte on
     DENSE           no places: all values of the tensor
 
+A patch without changed values carries digests alone: the engine compares its tensor with them.
+
     bytes of a patch: HEADER int64 (form and changed values, bytes of places, CRC-32 of all that follows)
                       | digests of the new tensor's tiles, int32 | places | values
 
@@ -85,6 +87,13 @@ def whole(new: Tensor) -> Change:
     return Change(None, words.flatten().clone(), digests([words])[0])
 
 
+def unchanged(tensors: Sequence[Tensor]) -> list[Change]:
+    """Return Changes that write nothing, and hold the digests of contiguous tensors."""
+    words = [matrix(tensor) for tensor in tensors]
+    nothing = [each.flatten()[:0] for each in words]
+    return [Change(*made) for made in zip([each.long() for each in nothing], nothing, digests(words), strict=True)]
+
+
 def apply(tensors: Sequence[Tensor], made: Sequence[Change]) -> None:
     """Write a Change into each tensor. Both are on one device, tensors contiguous."""
     sparse = [
@@ -106,8 +115,10 @@ def packed(made: Sequence[Change], news: Sequence[Tensor]) -> list[Tensor]:
     """
     import torch
 
-    forms, places = [DENSE] * len(made), [np.empty(0, dtype=np.uint8)] * len(made)
-    by_device = [None if _dense(*pair) else pair[0].words.device for pair in zip(made, news, strict=True)]
+    forms = [DENSE if each.words.numel() else GAPS_1 for each in made]
+    places = [np.empty(0, dtype=np.uint8)] * len(made)
+    dense = [not each.words.numel() or _dense(each, new) for each, new in zip(made, news, strict=True)]
+    by_device = [None if all_values else each.words.device for each, all_values in zip(made, dense, strict=True)]
     for numbers in _by(by_device, lambda device: device):
         streams = _placed([made[number] for number in numbers], [news[number] for number in numbers])
         for number, (form, stream) in zip(numbers, streams, strict=True):
@@ -142,6 +153,14 @@ def _by(items: Sequence[Any], key: Any) -> Iterable[list[int]]:
     return groups.values()
 
 
+def changed_values(patch: Tensor) -> int:
+    """Return the number of values that a patch changes; 0 for digests alone, and for a patch that is cut off."""
+    if len(patch) < HEADER.size:
+        return 0
+    form_count, *_ = HEADER.unpack_from(patch.numpy().data)
+    return int(form_count) // FORMS
+
+
 def _dense(made: Change, new: Tensor) -> bool:
     """Return True if no form of the places can be shorter than all values: each takes a byte, or all a bit."""
     count = made.words.numel()
@@ -153,7 +172,8 @@ def _planes(words: Tensor) -> Tensor:
     import torch
 
     item = words.element_size()
-    return words.view(torch.uint8) if item == 1 else words.view(torch.uint8).view(-1, item).t().reshape(-1)
+    planes = words.view(torch.uint8)
+    return planes if item == 1 else planes.view(words.numel(), item).t().reshape(-1)
 
 
 def _on_cpu(tensors: Sequence[Tensor]) -> list[Bytes]:

@@ -32,11 +32,10 @@ from fp8plan.runtime.weight_sync import manifest as manifests
 from fp8plan.runtime.weight_sync.delta.archive import CODECS, Archive, blocks
 from fp8plan.runtime.weight_sync.delta.base import Base, Chain
 from fp8plan.runtime.weight_sync.delta.files import UnreadableError
-from fp8plan.runtime.weight_sync.delta.listing import HELD, LATEST, Held, Latest, Link, Store, Writer
+from fp8plan.runtime.weight_sync.delta.listing import HELD, LATEST, Latest, Link, Store, Writer, formats
 from fp8plan.runtime.weight_sync.delta.patch import packed, refuse_values, whole
 from fp8plan.runtime.weight_sync.delta.top_k import for_each_matrix, refuse_codes
 from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_name, entry_of, gathered, pair_of, pairs_of
-from fp8plan.runtime.weight_sync.procedure import formats
 from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport
 
 if TYPE_CHECKING:
@@ -108,9 +107,10 @@ class Publisher:
     def publish(self, tensors: Any) -> Published:
         """Write the next version. tensors: as RolloutEngine.sync_weights takes them.
 
-        Raises ConfigError for tensors that engines would refuse: NaN, Inf, other names, shapes or dtypes than theirs;
-        and if another Publisher has taken over. Raises SyncError for a store that cannot be read or written. The store
-        then stays as it was, and the next `publish` writes what has changed since the last version.
+        Raises ConfigError for tensors that engines would refuse: NaN, Inf, other names, shapes or dtypes than theirs,
+        and two that share one storage and differ; and if another Publisher has taken over. Raises SyncError for a store
+        that cannot be read or written. The store then stays as it was, and the next `publish` writes what has changed
+        since the last version.
         """
         latest = self._store.latest()
         self._taking(latest)
@@ -188,6 +188,7 @@ class Publisher:
         self._wide = frozenset() if held is None else held.wide
         fp8 = held.fp8 if held is not None and self._given is None else self._given or frozenset()
         base = Base((), self._device, fp8, self._top_k)
+        base.twins, base.look_every = () if held is None else held.twins, self._every
         base.manifest = tuple(entry_of(name, tensor) for name, tensor in base.recorded(self._pairs(tensors)))
         manifests.refuse(base.manifest, None if held is None else held.manifest, "fp8_block")
         if self._top_k is not None:
@@ -320,7 +321,7 @@ class Follower:
             except ConfigError:
                 held = None  # of no use to anybody
             if held is None:
-                held = Held(*(yield from engine._asked(formats(engine.state))))
+                held = yield from engine._asked(formats(engine.state))
                 yield Call("files", (self._store.write_json, HELD, held.as_json()))
 
     def fetching(self, engine: Any, folder: str, refused: str | None) -> Generator[Call, Any, Fetched | None]:
