@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
@@ -40,6 +41,18 @@ def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
     if number is None or number < least:
         raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least {least}{otherwise}")
     return number
+
+
+def seconds_in(variable: str, default: float) -> float:
+    """The seconds in a variable of the environment, or the default. Raises ConfigError unless they are above 0."""
+    text = os.environ.get(variable) or str(default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.inf
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{variable} is {text!r}; allowed: seconds above 0, {default:g} without it")
+    return seconds
 
 
 def is_number(value: Any, finite: bool = True, nan: bool = False) -> bool:

@@ -35,9 +35,11 @@ import torch
 from benchmarks.slow_links.steps import Tensors, fp8_names, learn, trainer_of, weights_of
 from fp8plan.jsonl import append, line
 from fp8plan.runtime.measure.machine import machine_facts
+from fp8plan.runtime.weight_sync.delta.archive import Archive
 from fp8plan.runtime.weight_sync.delta.base import in_format
+from fp8plan.runtime.weight_sync.delta.listing import Latest, Link, Store
 from fp8plan.runtime.weight_sync.delta.patch import apply, unpacked
-from fp8plan.runtime.weight_sync.delta.store import Publisher, Store
+from fp8plan.runtime.weight_sync.delta.store import Publisher
 from fp8plan.runtime.weight_sync.delta.tiles import bits
 from fp8plan.runtime.weight_sync.manifest import entry_of
 
@@ -136,12 +138,14 @@ def encoded(before: Tensors, after: Tensors, folder: Path) -> dict[str, tuple[fl
         publisher = Publisher(str(store), fp8=fp8, codec=codec)
         publisher.publish(before)
         _, encode_s = timed(lambda publisher=publisher: publisher.publish(after))
-        (folder / mode).write_bytes((store / "00000002.patches").read_bytes())
+        latest = Store(str(store)).latest()
+        path, link = store / latest.newest.file("patches"), latest.newest
+        (folder / mode).write_bytes(path.read_bytes())
         live = quantised(before, fp8)
 
-        def patch(store: Path = store, live: Tensors = live) -> None:
-            name = "00000002.patches"
-            names, patches = zip(*Store(str(store)).patches(name, str(store / name)), strict=True)
+        def patch(path: Path = path, link: Link = link, latest: Latest = latest, live: Tensors = live) -> None:
+            with Archive(str(path), path.name, link.stamp, link.patches, latest.manifest, whole=False) as archive:
+                names, patches = zip(*archive.patches(), strict=True)
             tensors = [live[name] for name in names]
             entries = [entry_of(*pair) for pair in zip(names, tensors, strict=True)]
             apply(tensors, unpacked(patches, entries, torch.device("cpu")))

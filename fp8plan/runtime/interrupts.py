@@ -173,6 +173,28 @@ def watched(
     return result.result()
 
 
+def within(seconds: float, act: Callable[[], Answer], advice: str) -> Answer:
+    """Return what `act` returns. Raises TimeoutError, with the advice, if it takes longer.
+
+    `act` runs in a thread of its own, which nobody waits for any more after an interrupt or that time.
+    """
+    result: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(act())
+        except BaseException as error:
+            result.set_exception(error)
+
+    Thread(target=run, daemon=True, name="fp8plan-store").start()
+    until = time.monotonic() + seconds
+    while not wait([result], WATCH_S).done:
+        let_in()
+        if time.monotonic() > until:
+            raise TimeoutError(f"no answer for {seconds:g} s; {advice}")
+    return result.result()
+
+
 async def in_thread(act: Callable[..., Answer], *arguments: Any) -> Answer:
     """Return what `act` returns, while the event loop goes on. If the task is cancelled, `act` ends at its next
     `let_in`, and the task once it has."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
-from math import inf
 from typing import Any, Final
 
+from fp8plan.checks import seconds_in
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
@@ -47,14 +47,7 @@ def register() -> None:
 
 def transfer_limit_s() -> float:
     """Return the seconds of silence after which a trainer counts as gone. Raises ConfigError unless above 0."""
-    text = os.environ.get(LIMIT) or str(LIMIT_S)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = inf
-    if not 0 < seconds < inf:
-        raise ConfigError(f"{LIMIT} is {text!r}; allowed: seconds above 0, {LIMIT_S:g} without it")
-    return seconds
+    return seconds_in(LIMIT, LIMIT_S)
 
 
 def authorization(api_key: str | None = None) -> dict[str, str]:

@@ -50,14 +50,29 @@ class FakeReplica:
         return {layer: dict(zip("qkv", parts, strict=True)) for layer, parts in self.scales.items()}
 
     def prepare(self, *_: Any) -> dict[str, Any]:
-        return {"number": 0, "groups": [0, 1], "quantised": [], "reloaded": [], "taken": [2, 2]}
+        return {
+            "number": 0,
+            "groups": [0, 1],
+            "quantised": [],
+            "wide": [],
+            "reloaded": [],
+            "taken": [2, 2],
+            "twins": [],
+        }
 
     def begin(self, number: int, samples: int, version: int, keep: str | None) -> None:
         self.copy = None if keep is None else dict(self.weights)
         self.is_open = True
 
     def finish(self, patches: int) -> dict[str, Any]:
-        done: dict[str, Any] = {"in_place": 2, "reloaded": 0, "why_reloaded": {}, "ignored": [], "layers": {}}
+        done: dict[str, Any] = {
+            "in_place": 2,
+            "reloaded": 0,
+            "why_reloaded": {},
+            "ignored": [],
+            "layers": {},
+            "rounded": [],
+        }
         return done | {"check": {"differ": [], "compared": 2, "weight_error": None, "seconds": 0.0}}
 
     def record_amax(self, on: bool) -> dict[str, list[float]] | None:

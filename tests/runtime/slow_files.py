@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import tempfile
 import threading
 import time
@@ -15,13 +16,15 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from fp8plan.runtime.weight_sync.delta import files
+
 URL = "slow://store"
 TRICKLE, WAIT_S = 4, 0.01  # bytes of a read, and its seconds
 
 
 class SlowFiles(MemoryFileSystem):
-    """opened: names of the files of patches that were read; fast: set once these need no time; vanishing: part of the
-    names of those that are deleted when they are opened"""
+    """opened: names of the files of patches that were read, without stamps; fast: set once these need no time;
+    vanishing: part of the names of those that are deleted when they are opened"""
 
     protocol = "slow"
     store: ClassVar[dict[str, Any]] = {}
@@ -38,8 +41,8 @@ class SlowFiles(MemoryFileSystem):
     def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:
         if mode != "rb" or path.endswith(".json"):
             return super()._open(path, mode, **more)
-        self.opened.append(path.rpartition("/")[2])
-        if any(part in path for part in self.vanishing):
+        self.opened.append(name := re.sub("-[0-9a-f]{8}", "", path.rpartition("/")[2]))
+        if any(part in name for part in self.vanishing):
             self.rm_file(path)
         return SlowFile(super()._open(path, mode, **more).getvalue())
 
@@ -51,6 +54,12 @@ class SlowFile(io.BytesIO):
             return super().read(size)
         time.sleep(WAIT_S)
         return super().read(TRICKLE)
+
+
+def stored(part: str) -> str:
+    """The path of the one file whose name without its stamp holds `part`."""
+    (path,) = (path for path in SlowFiles.store if part in re.sub("-[0-9a-f]{8}", "", path))
+    return path
 
 
 @contextmanager
@@ -66,6 +75,7 @@ def slow_files(folder: Path) -> Iterator[type[SlowFiles]]:
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setattr(files, "PAUSES_S", (0.01,))
         yield SlowFiles
     SlowFiles.fast.set()
     assert list(folder.iterdir()) == []

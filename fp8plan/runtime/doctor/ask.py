@@ -163,6 +163,7 @@ def weights_of_ranks(state: SyncState | None, tensors: Any) -> Generator[Call, A
             unsound=rank["unsound"],
             changed=rank["changed"] if rank["since"] else None,
             **{name: comparison.get(name) for name in ("differ", "compared", "of")},
+            apart=comparison.get("apart", ()),
         )
         for rank, comparison in zip(examined, compared, strict=True)
     ]

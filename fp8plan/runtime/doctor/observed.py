@@ -53,6 +53,7 @@ class RankWeights:
     differ:   tensors that are not the trainer's; None: the trainer's are not known
     compared: number of compared tensors: only those that are written in place can be compared
     of:       number of all tensors
+    apart:    pairs of the trainer's tensors that differ, and share one storage in the engine
     """
 
     unsound: Mapping[str, str] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class RankWeights:
     differ: Sequence[str] | None = None
     compared: int | None = None
     of: int | None = None
+    apart: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

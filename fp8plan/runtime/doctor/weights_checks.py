@@ -31,6 +31,7 @@ WHOLE: Final = (
     "writes; or serve the weights in BF16"
 )
 SYNC: Final = "engine.sync_weights(policy.state_dict())"
+TIE: Final = "policy.tie_weights(); or give the engine a checkpoint with tie_word_embeddings=false and both tensors"
 
 
 def version(seen: Observed) -> Finding:
@@ -59,6 +60,9 @@ def weights(seen: Observed) -> Finding:
     if changed := _placed([rank.changed or () for rank in seen.weights]):
         says = f"changed since they were last looked at, though no sync has come between: {_some(changed)}"
         return fault("weights", "corrupted_layer", says, SYNC)
+    if apart := [pair for rank in seen.weights for pair in rank.apart]:
+        says = f"{' and '.join(apart[0])} of the trainer differ, and the engine has one storage for both"
+        return fault("weights", "untied_weights", says, TIE)
     shares = {i: len(rank.differ or ()) / rank.compared for i, rank in enumerate(seen.weights) if rank.compared}
     stale = [number for number, share in shares.items() if share >= STALE]
     if stale:

@@ -105,7 +105,8 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
 
         tensors:    {name: tensor}, a list or an iterator of (name, tensor) pairs, or a vLLM WeightSource. Hugging Face
                     names; full tensors of the checkpoint's shapes, in BF16, on any device (or E4M3 with FP32 scales,
-                    see SyncSettings.weights_in). An iterator must not write to a tensor that it has yielded
+                    see SyncSettings.weights_in). FP32 is rounded where vLLM keeps BF16. An iterator must not write to a
+                    tensor that it has yielded
         manifest:   (name, dtype, shape) of each tensor of an iterator; None: the checkpoint's tensors are expected
         kv_amax:    {layer: largest |q|, |k|, |v|} from the trainer, for every attention layer by vLLM's name; None:
                     measured here, on kv_prompts

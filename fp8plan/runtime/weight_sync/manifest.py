@@ -50,6 +50,11 @@ class Entry(NamedTuple):
 Manifest = tuple[Entry, ...]
 
 
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Return False for a vector, such as a bias or a norm: fewer than two dimensions of more than one element."""
+    return sum(size > 1 for size in shape) > 1
+
+
 def dtype_named(name: str) -> torch.dtype:
     """Return torch.bfloat16 for "bfloat16". Raises ConfigError for a name of no dtype."""
     import torch
@@ -159,7 +164,7 @@ def read_manifest(triples: Any) -> Manifest:
     """Read a manifest that a caller wrote: (name, dtype, shape) triples. Raises ConfigError for anything else."""
     try:
         return tuple(Entry(str(n), str(d).removeprefix("torch."), tuple(map(int, s))) for n, d, s in triples)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(
             "the manifest is not a list of (name, dtype, shape); allowed: e.g. [('model.norm.weight', 'bfloat16', "
             "(4096,))]"
@@ -219,7 +224,7 @@ def _fused_hint(unknown: Sequence[str]) -> str:
 def _refuse_format(manifest: Manifest, known: Mapping[str, Entry], weights_in: str) -> None:
     """Raises ConfigError for FP8 tensors sent to an engine that wants BF16, and for dtypes that no format has.
 
-    FP32 passes here: only the workers know which parameters are FP32 (worker.prepare).
+    FP32 is rounded where the engine does not keep it (held_dtype).
     """
     for entry in manifest:
         quantised = entry.dtype == "float8_e4m3fn" or entry.name.endswith(SCALE_SUFFIX)
@@ -240,9 +245,43 @@ def only_bf16(entry: Entry) -> str:
     return f"{entry.name} is {entry.dtype}; allowed: bfloat16 (type tensor.to(torch.bfloat16))"
 
 
-def stored_wide(expected: Manifest | None) -> list[str]:
-    """Return the names of the tensors that the checkpoint has in FP32. A sync may send these in FP32, too."""
-    return [entry.name for entry in expected or () if entry.dtype == "float32"]
+def held_dtype(name: str, dtype: str, wide: Collection[str]) -> str:
+    """Return the dtype in which an engine holds a tensor that comes in BF16 or FP32; another dtype as it is.
+
+    wide: names of the tensors that it keeps in FP32
+
+    FP32 is exact there, and rounded to BF16 elsewhere, as vLLM rounds a checkpoint in FP32.
+    """
+    if dtype not in ("bfloat16", "float32") or name.endswith(SCALE_SUFFIX):
+        return dtype
+    return "float32" if name in wide else "bfloat16"
+
+
+def held_manifest(manifest: Manifest, quantised: Iterable[str], wide: Collection[str]) -> Manifest:
+    """Return a manifest in the formats that an engine holds. quantised: names of its tensors in FP8"""
+    unquantised = (entry._replace(dtype=held_dtype(entry.name, entry.dtype, wide)) for entry in manifest)
+    return quantised_manifest(tuple(unquantised), quantised)
+
+
+def as_held(pairs: Iterable[Any], wide: Collection[str], rounded: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a trainer's pairs, gathered, in the dtypes in which an engine holds them (held_dtype).
+
+    rounded: gets the names of tensors whose FP32 is rounded
+
+    Raises ConfigError as pair_of does.
+    """
+    for item in pairs:
+        name, tensor = pair_of(item)
+        came = dtype_name(tensor.dtype)
+        dtype = held_dtype(name, came, wide)
+        if came == "float32" != dtype:
+            rounded.append(name)
+        yield name, gathered(tensor).to(dtype_named(dtype))
+
+
+def rounding(names: Sequence[str]) -> str:
+    """Return a note on tensors that came in FP32 and were rounded."""
+    return f"the engine holds these in BF16, so their FP32 is rounded: {_some(names)}"
 
 
 def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest:

@@ -26,12 +26,13 @@ from math import isfinite
 from typing import Any
 from uuid import uuid4
 
-from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
+from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError, warn
 from fp8plan.runtime.interrupts import released
 from fp8plan.runtime.mismatch.sums import LIMIT, k3
 from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync import manifest as manifests
 from fp8plan.runtime.weight_sync.delta.base import Base, Chain
+from fp8plan.runtime.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.weight_sync.delta.top_k import refuse_codes
 from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales
@@ -63,7 +64,7 @@ def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
         for entry in own:
             refuse_codes(entry.name, entry.dtype)
     if own is not None and state.settings.delta is not None:
-        own = manifests.quantised_manifest(own, state.quantised or ())
+        own = manifests.held_manifest(own, state.quantised or (), state.wide)
     sent = expected if own is None else own
     if sent is None:
         raise ConfigError(
@@ -83,40 +84,28 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
             state.prepared.pop(next(iter(state.prepared)))
         used = {checked.number for checked in state.prepared.values()}
         number = next(number for number in range(MOST_PREPARED) if number not in used)
-        wide = manifests.stored_wide(state.expected)
-        answers = yield from rpc("fp8plan_prepare", manifests.plain(manifest), state.settings.in_place, number, wide)
+        answers = yield from rpc("fp8plan_prepare", manifests.plain(manifest), state.settings.in_place, number)
         groups = answers[0]["groups"]
         refuse_leftovers(manifest, [answer["taken"] for answer in answers])
         numbers = {entry.name: number for number, entry in enumerate(manifest)}
         natives = sorted({number for answer in answers for number in answer["reloaded"]})
         reloaded = {manifest[number].name: groups[number] for number in natives}
-        state.prepared[key] = Checked(number, groups, Counter(groups), numbers, reloaded)
+        twins = list({tuple(group): None for answer in answers for group in answer["twins"]})
+        state.prepared[key] = Checked(number, groups, Counter(groups), numbers, reloaded, twins)
     return state.prepared[key]
 
 
 def learn_quantised(state: SyncState) -> Procedure:
-    """Ask the workers which of the checkpoint's tensors the engine holds in FP8, under a number that no sync uses.
+    """Ask the workers which of the checkpoint's tensors the engine holds in FP8 or FP32, under a number that no sync
+    uses.
 
     Does nothing if that is known already, or without the checkpoint's files.
     """
     if state.quantised is not None or state.expected is None:
         return
     sent, in_place = manifests.plain(state.expected), state.settings.in_place
-    wide = manifests.stored_wide(state.expected)
-    answers = yield from rpc("fp8plan_prepare", sent, in_place, MOST_PREPARED, wide)
-    state.quantised = tuple(answers[0]["quantised"])
-
-
-def formats(state: SyncState) -> Procedure:
-    """Return the names of the tensors that the engine holds in FP8, and Checked.reloaded.
-
-    Raises ConfigError for an engine whose checkpoint's files are not here.
-    """
-    if state.expected is None:
-        raise ConfigError("the engine has no checkpoint to name its tensors; allowed: a model folder with safetensors")
-    yield from learn_quantised(state)
-    checked = yield from prepared(state, manifests.quantised_manifest(state.expected, state.quantised or ()))
-    return state.quantised, checked.reloaded
+    answers = yield from rpc("fp8plan_prepare", sent, in_place, MOST_PREPARED)
+    state.quantised, state.wide = tuple(answers[0]["quantised"]), frozenset(answers[0]["wide"])
 
 
 def refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None:
@@ -167,7 +156,11 @@ def replace_weights(
                 refuse_calibration(state, kv_amax, kv_prompts)
             _refuse_scored(state, scored)
             checked = yield from prepared(state, sent)
-            pairs = source if isinstance(source, (RemoteSource, Chain)) else _begun(manifests.pairs_of(source))
+            pairs: Any = source
+            if isinstance(source, Chain):
+                pairs = source.patches()
+            elif not isinstance(source, RemoteSource):
+                pairs = _begun(manifests.pairs_of(source))
         except ConfigError as error:
             serve = "the old weights serve, untouched" if before is None else "the engine still refuses to generate"
             raise SyncError(f"{error}. Nothing was sent; {serve}") from error
@@ -177,7 +170,8 @@ def replace_weights(
     sending = Sending(state, sent, checked, seconds)
     try:
         state.refusal = "a sync has begun and not ended"
-        answers = yield from sending.write(pairs, serving=before is None)
+        chain = source if isinstance(source, Chain) else None
+        answers = yield from sending.write(pairs, serving=before is None, chain=chain)
         with _timed(seconds, "kv_scales"):
             yield from clean(state)
             state.soiled = True  # until the new weights have proven sound
@@ -196,6 +190,10 @@ def replace_weights(
     state.refusal = None
     state.version += 1
     done = answers[0]
+    rounded = [*sending.rounded, *done["rounded"]]
+    if rounded and not state.said_rounded:
+        state.said_rounded = True
+        warn(manifests.rounding(rounded))
     seconds["check"] = max(answer["check"]["seconds"] for answer in answers)
     seconds["total"] = time.perf_counter() - begun
     return SyncReport(
@@ -214,8 +212,10 @@ def replace_weights(
         kv_clipped=state.kv_clipped,
         scored_k3=score,
         patched=sending.patched,
+        looked=sending.looked,
         healed=sending.healed,
         residual=0.0 if state.base is None else state.base.residual.relative,
+        rounded=len(rounded),
         **sending.counts,
     )
 
@@ -225,29 +225,34 @@ class Sending:
 
     counts:  tensors, bytes and chunks sent
     patched: True once the workers have taken what has changed, and nothing else
+    looked:  patches that hold the digests of an unchanged tensor, and no values
     healed:  why patches were refused and all tensors sent; None: they were not
     broken:  why the weights before the sync are gone; None while nothing but a whole sync has written
     stamp:   name of the state that a Chain leads to; None: the sync gives one
+    rounded: names of tensors that were rounded here, before they were compared with the base
     """
 
     def __init__(self, state: SyncState, manifest: Manifest, checked: Checked, seconds: dict[str, float]) -> None:
         self._state, self._manifest, self._checked, self._seconds = state, manifest, checked, seconds
         self.counts = {"tensors": 0, "bytes": 0, "chunks": 0}
         self.patched = False
+        self.looked = 0
         self.healed: str | None = None
         self.broken: str | None = None
         self.stamp: str | None = None
+        self.rounded: list[str] = []
         self._remote: RemoteSource | None = None
 
-    def write(self, pairs: Any, serving: bool) -> Sent:
-        """Send a trainer's pairs, a RemoteSource or a Chain. Raises ConfigError for what the workers refuse.
+    def write(self, pairs: Any, serving: bool, chain: Chain | None = None) -> Sent:
+        """Send a trainer's pairs, a RemoteSource or patches of a Chain. Raises ConfigError for what the workers refuse.
 
         serving: the engine's weights are sound, so that they can be patched
+        chain:   the Chain whose patches are sent
         """
         state, base = self._state, self._state.base
-        if isinstance(pairs, Chain):
-            state.base, self.stamp, self.patched = None, pairs.stamp, pairs.base is not None
-            return (yield from self._patch(pairs.patches(), ANY if pairs.base is None else pairs.base))
+        if chain is not None:
+            state.base, self.stamp, self.patched = None, chain.stamp, chain.base is not None
+            return (yield from self._patch(pairs, ANY if chain.base is None else chain.base))
         if isinstance(pairs, RemoteSource):
             self._remote = pairs
             if state.settings.delta is None:
@@ -256,11 +261,14 @@ class Sending:
             tensors = pairs.pairs
             ordered = ((entry.name, tensors[entry.name]) for entry in pairs.manifest)
             pairs = ordered if isinstance(tensors, Mapping) else pairs_of(tensors)
+        if state.settings.delta is not None:
+            pairs = manifests.as_held(pairs, state.wide, self.rounded)
         if base is None or not serving or base.stamp is None or base.manifest != self._manifest:
             state.base = None
             if state.settings.delta is not None:
                 fp8, top_k = state.quantised or (), state.settings.top_k
                 state.base = Base(self._manifest, state.settings.delta, fp8, top_k)
+                state.base.twins, state.base.look_every = self._checked.twins, state.settings.look_every
                 pairs = state.base.recorded(pairs)
             return (yield from self._replace(pairs))
         patches = base.patches(pairs, self._checked.reloaded)
@@ -273,7 +281,7 @@ class Sending:
                 pass
             if not base.complete:
                 raise  # the trainer's tensors are at fault
-            self.healed = str(error)
+            self.healed, self.looked = str(error), 0
             if not all((yield from rpc("fp8plan_abort"))):
                 self.broken = "patches were written in part"
             return (yield from self._replace(base.pairs()))
@@ -285,10 +293,12 @@ class Sending:
         def named() -> Iterator[tuple[str, Any]]:
             for name, patch in patches:
                 names.add(name)
+                self.looked += not changed_values(patch)
                 yield name, patch
 
         with _timed(self._seconds, "begin"):
-            yield from rpc("fp8plan_begin", self._checked.number, 0, self._state.version, settings.rollback, stamp)
+            arguments = self._checked.number, 0, self._state.version, settings.rollback, stamp, settings.look_every
+            yield from rpc("fp8plan_begin", *arguments)
         with _timed(self._seconds, "load"):
             most = (
                 settings.chunk_bytes if self._remote is None else min(settings.chunk_bytes, self._remote.buffer_bytes)
@@ -301,6 +311,7 @@ class Sending:
                 self.counts = yield from handed(channel, parts, "fp8plan_patch")
             else:
                 self.counts = yield from broadcast(self._remote, parts)
+        self.counts["tensors"] -= self.looked
         if stamp == ANY and len(names) < len(self._manifest):
             raise ConfigError(f"{len(names)} tensors of {len(self._manifest)} have come")
         with _timed(self._seconds, "finish"):
@@ -310,8 +321,9 @@ class Sending:
         """Send all tensors. pairs: None for the RemoteSource's own"""
         settings = self._state.settings
         with _timed(self._seconds, "begin"):
+            look_every = settings.look_every if self._state.base is not None else 0
             arguments = self._checked.number, settings.samples, self._state.version, settings.rollback
-            yield from rpc("fp8plan_begin", *arguments)
+            yield from rpc("fp8plan_begin", *arguments, None, look_every)
         with _timed(self._seconds, "load"):
             if self._remote is not None:
                 self.counts = yield from received(self._remote, self._manifest, pairs)

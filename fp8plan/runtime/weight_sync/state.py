@@ -8,7 +8,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-from fp8plan.checks import instance
+from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError, LostEngineError
 from fp8plan.model.precision import precision
 from fp8plan.model.weight_changes import TopK
@@ -51,6 +51,8 @@ class SyncSettings:
     delta:       "cpu" or "cuda": keep a copy of what the engine holds there, send only what has changed, and imply
                  weights_in="fp8_block"; None: send all weights
     top_k:       with delta, send the most useful changes only; None: all of them, so that no bit differs
+    look_every:  with delta, tensors that do not change are compared with the engine's all the same, each once in so
+                 many syncs; 0: never. An engine whose memory something else has written to gets all weights
     samples:     tensors that are compared with the sent ones after a sync
     kv_margin:   KV scales hold this many times the largest magnitudes seen
     scored_k3:   a sync fails above this mean k3 per token of the scored sequence. FP8 shows 0.001 to 0.03, wrong
@@ -65,6 +67,7 @@ class SyncSettings:
     rollback: str | None = None
     delta: str | None = None
     top_k: TopK | None = None
+    look_every: int = 20
     samples: int = 4
     kv_margin: float = MARGIN
     scored_k3: float = 0.5
@@ -82,6 +85,7 @@ class SyncSettings:
             raise ConfigError(f"weights_in is {self.weights_in!r}; allowed: {', '.join(FORMATS)}")
         if self.chunk_bytes < 1 or self.samples < 0 or not self.kv_margin >= 1:
             raise ConfigError("allowed: chunk_bytes above 0, samples of 0 or more, kv_margin of 1 or more")
+        whole("look_every", self.look_every, 0)
         for name in ("rollback", "delta"):
             if (place := getattr(self, name)) not in (None, "cpu", "cuda"):
                 raise ConfigError(f"{name} is {place!r}; allowed: None, 'cpu', 'cuda' (where the copy is kept)")
@@ -108,6 +112,7 @@ class Checked(NamedTuple):
     sizes:   group -> how many tensors it has
     numbers: name -> number of the tensor in the manifest
     reloaded: name of each tensor that vLLM must reload -> number of its group
+    twins:   groups of names that share one storage in the engine, sent or not (weight_sync.shared)
     """
 
     number: int
@@ -115,6 +120,7 @@ class Checked(NamedTuple):
     sizes: Mapping[int, int]
     numbers: Mapping[str, int]
     reloaded: Mapping[str, int] = MappingProxyType({})
+    twins: Sequence[Sequence[str]] = ()
 
 
 @dataclass(slots=True)
@@ -141,6 +147,8 @@ class SyncState:
     kv_clipped: layers that fixed scales clip -> largest |k| or |v| over what their scales can store
     longest_prompt, vocabulary: limits of the engine, in tokens, where known
     quantised:  names of the checkpoint's tensors that the engine holds in FP8; None until asked
+    wide:       names of those that it keeps in FP32, asked with `quantised`
+    said_rounded: True once it was said that FP32 is rounded
     """
 
     settings: SyncSettings
@@ -166,6 +174,8 @@ class SyncState:
     longest_prompt: int | None = None
     vocabulary: int | None = None
     quantised: tuple[str, ...] | None = None
+    wide: frozenset[str] = frozenset()
+    said_rounded: bool = False
     lock: Lock = field(default_factory=Lock)
 
 
@@ -178,7 +188,9 @@ class SyncReport:
                   self-check's part of begin, load and finish
     tensors, bytes: sent in all
     patched:      True if only what has changed was sent
+    looked:       unchanged tensors whose digests were sent, and equal the engine's (SyncSettings.look_every)
     healed:       why patches were refused and all weights sent; None: they were not
+    rounded:      tensors that came in FP32, and that the engine holds in BF16 or FP8
     residual:     RMS of the changes that top_k has left out, over that of the weights; 0 without top_k. After
                   Follower.pull it is 0, because only the Publisher knows it
     chunks:       number of messages
@@ -213,8 +225,10 @@ class SyncReport:
     scored_k3: float | None
     checks: Sequence[Mapping[str, Any]] = ()
     patched: bool = False
+    looked: int = 0
     healed: str | None = None
     residual: float = 0.0
+    rounded: int = 0
     kv_clipped: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -223,7 +237,10 @@ class SyncReport:
         text = f"weights {self.version} serve: {self.tensors} {what}, {self.bytes / 1e6:,.1f} MB"
         text += f" in {self.seconds['total']:.3f} s, {self.in_place} modules written in place"
         text += f", {self.reloaded} reloaded by vLLM, {self.compared} samples as sent"
+        text += f", {self.looked} unchanged ones compared" if self.looked else ""
+        text += "" if self.healed is None else f", all sent because {self.healed}"
         text += "" if self.weight_error is None else f", weight error {self.weight_error:.2%}"
+        text += f", {self.rounded} rounded from FP32" if self.rounded else ""
         text += "" if self.kv_source is None else f", KV scales from {self.kv_source}"
         text += f", {len(self.kv_clipped)} layer(s) clip K or V" if self.kv_clipped else ""
         return text + ("" if self.scored_k3 is None else f", k3 {self.scored_k3:.1e} to the trainer")

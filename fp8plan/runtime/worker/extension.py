@@ -15,6 +15,7 @@ from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder, attention_layers
 from fp8plan.runtime.weight_sync.manifest import read_manifest
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.weight_sync.stream import left, opened, unpack, wait
+from fp8plan.runtime.worker.comparison import Comparison
 from fp8plan.runtime.worker.facts import digest, examine, worker_facts, zero_kv
 from fp8plan.runtime.worker.live_weights import LiveWeights
 
@@ -56,22 +57,26 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_prepare(
-        self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None, wide: Sequence[str] = ()
+        self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None
     ) -> dict[str, Any]:
-        """Check a manifest in a dry run. `fp8plan_begin` takes the number in the answer. wide: as in prepare.prepare"""
-        number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place, number, wide)
+        """Check a manifest in a dry run. `fp8plan_begin` takes the number in the answer."""
+        number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place, number)
         quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
         return {
             "number": number,
             "groups": list(prepared.groups),
             "quantised": quantised,
+            "wide": list(prepared.wide),
             "reloaded": [number for number, entry in enumerate(prepared.manifest) if entry.name in prepared.reloads],
             "taken": list(prepared.taken),
+            "twins": [list(group) for group in prepared.twins],
         }
 
     @answering
-    def fp8plan_begin(self, number: int, samples: int, version: int, keep: str | None, base: str | None = None) -> None:
-        self._fp8plan_weights().begin(number, samples, version, keep, base)
+    def fp8plan_begin(
+        self, number: int, samples: int, version: int, keep: str | None, base: str | None = None, look_every: int = 0
+    ) -> None:
+        self._fp8plan_weights().begin(number, samples, version, keep, base, look_every)
 
     @answering
     def fp8plan_load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
@@ -197,7 +202,8 @@ class Fp8PlanWorker:
     @answering
     def fp8plan_compare(self, number: int) -> None:
         """Begin to compare the live weights with the tensors of a prepared manifest."""
-        self._fp8plan_comparison = self._fp8plan_weights().compare(number)
+        prepared = self._fp8plan_weights().still_prepared(number)
+        self._fp8plan_comparison = Comparison(prepared, self.device)
 
     @answering
     def fp8plan_compare_with(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:

@@ -34,11 +34,21 @@ from fp8plan.model.precision import E4M3_MAX
 from fp8plan.runtime.quantize.block_fp8 import AMAX_FLOOR, BLOCK
 from fp8plan.runtime.quantize.targets import FINITE, NOT_FINITE, content
 from fp8plan.runtime.weight_sync.kv_scales import keeping_scales
-from fp8plan.runtime.weight_sync.manifest import Entry, Manifest, Part, checkpoint_manifest, local_folder, not_zero
+from fp8plan.runtime.weight_sync.manifest import (
+    Entry,
+    Manifest,
+    Part,
+    checkpoint_manifest,
+    is_matrix,
+    local_folder,
+    not_zero,
+)
+from fp8plan.runtime.weight_sync.shared import Twins, refuse_apart
 from fp8plan.runtime.weight_sync.stream import wait
 from fp8plan.runtime.worker.binding import Binding, Move
 from fp8plan.runtime.worker.patches import Patches
-from fp8plan.runtime.worker.prepare import Prepared, is_matrix, prepare
+from fp8plan.runtime.worker.prepare import Prepared, prepare
+from fp8plan.runtime.worker.untouched import Untouched, refuse_foreign
 from fp8plan.runtime.worker.vllm_reload import NativeReload, Snapshot, refresh
 
 if TYPE_CHECKING:
@@ -202,39 +212,44 @@ class LiveWeights:
         self.version = 0
         self._prepared: dict[int, tuple[Prepared, bool]] = {}
         self._running: _Running | None = None
+        self._untouched: Untouched | None = None
         self._touched = False  # True once the sync that was begun last has written, even after its commit
         self.stamp: str | None = None
 
-    def prepare(
-        self, manifest: Manifest, in_place: bool = True, number: int | None = None, wide: Sequence[str] = ()
-    ) -> tuple[int, Prepared]:
+    def prepare(self, manifest: Manifest, in_place: bool = True, number: int | None = None) -> tuple[int, Prepared]:
         """Check a manifest (runtime.worker.prepare); `begin` takes the number that this returns.
 
         number: a number for the manifest that is the same on all ranks; None: the next one of this rank
-        wide:   as in prepare
         """
         number = max(self._prepared, default=-1) + 1 if number is None else number
         with keeping_scales(self._model):  # a trial of the shortcut reloads layers
-            self._prepared[number] = prepare(self._worker, manifest, in_place, wide), in_place
+            self._prepared[number] = prepare(self._worker, manifest, in_place), in_place
         return number, self._prepared[number][0]
 
-    def begin(self, number: int, samples: int, version: int, keep: str | None, base: str | None = None) -> None:
+    def begin(
+        self, number: int, samples: int, version: int, keep: str | None, base: str | None = None, look_every: int = 0
+    ) -> None:
         """Open a sync of a prepared manifest.
 
         samples: how many tensors to compare afterwards
         version: number of the sync that served before; each version compares other samples
         keep:    device of a copy of the weights to return to; None: no copy
         base:    stamp of the weights that patches will change, "" for any; None: no patches, all tensors will come
+        look_every: as in SyncSettings; 0: no patches follow
 
-        Raises ConfigError for patches of other weights than these.
+        Raises ConfigError for patches of other weights than these, and of weights that something else has written to.
         """
         self._touched = False
-        prepared = self._still_prepared(number)
+        prepared = self.still_prepared(number)
         if base and base != self.stamp:
             raise ConfigError("the patches start from other weights than these; allowed: a sync of all weights")
+        if base and look_every and self._untouched is not None:
+            refuse_foreign(self._untouched.changed(version, look_every))
         snapshot = None if keep is None else Snapshot(self._model, keep)
         chosen = Samples(prepared.manifest, prepared.binding, samples, version)
         self._running = _Running(prepared, chosen, version + 1, snapshot, self.stamp)
+        self._running.look_every = look_every
+        self._running.twins = Twins(prepared.shared) if prepared.shared else None
         if base is not None:
             self._running.patches = Patches(prepared, self._device, partial(NativeReload, self._worker, prepared.past))
             return
@@ -245,18 +260,18 @@ class LiveWeights:
             reload.open()
 
     def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Write tensors, by their numbers in the manifest. Raises ConfigError for one that is not as announced."""
+        """Write tensors, by their numbers in the manifest. FP32 is rounded to BF16 where the model keeps that.
+
+        Raises ConfigError for one that is not as announced, and for two of one storage that differ.
+        """
         import torch
 
         running = self._open()
         program = running.prepared.program(numbers)
-        specs = running.prepared.specs
-        for number, tensor in zip(numbers, tensors, strict=True):
-            shape, dtype = specs[number]
-            if tensor.shape != shape or tensor.dtype != dtype:
-                name, actual = running.prepared.manifest[number].name, f"{tensor.dtype} {list(tensor.shape)}"
-                raise ConfigError(f"{name} is {actual}; announced: {dtype} {list(shape)}")
-        moved = [t if t.device == self._device else t.to(self._device, non_blocking=True) for t in tensors]
+        running.rounded += running.prepared.refuse_unlike(numbers, tensors)
+        moved = running.prepared.as_written(numbers, tensors, self._device)
+        if running.twins is not None:
+            refuse_apart(running.twins.take(running.prepared.sharing(numbers, moved)))
         self._touched, self.stamp = True, None
         with torch.no_grad():
             running.flags.append((program.run(moved, self._device), program.parts, program.matrices))
@@ -300,6 +315,7 @@ class LiveWeights:
             "why_reloaded": prepared.why,
             "ignored": list(prepared.ignored),
             "layers": prepared.layers,
+            "rounded": running.rounded,
             "check": checked | {"seconds": seconds},
         }
 
@@ -340,23 +356,25 @@ class LiveWeights:
 
     @property
     def announced(self) -> Manifest:
-        """The manifest of the open sync."""
-        return self._open().prepared.manifest
+        """The manifest of the open sync, as it was sent."""
+        return self._open().prepared.sent
 
     def commit(self, stamp: str | None = None) -> None:
         """Keep the new weights, and let go of the copy of the old ones. stamp: a name for them, as patches' base"""
-        self.version = self._open().version
-        self.stamp = stamp
-        self._running = None
+        running, self._running = self._open(), None
+        self.version, self.stamp = running.version, stamp
+        if not running.look_every:
+            self._untouched = None
+            return
+        native = running.prepared.binding.native
+        self._untouched = self._untouched or Untouched(self._model)
+        self._untouched.note(native, native if running.patches is None else running.patches.modules)
 
-    def compare(self, number: int) -> Comparison:
-        """Begin to compare the live weights with tensors of a prepared manifest, which are not written."""
-        return Comparison(self._still_prepared(number), self._device)
-
-    def _still_prepared(self, number: int) -> Prepared:
+    def still_prepared(self, number: int) -> Prepared:
+        """Return a prepared manifest, prepared anew if live tensors have moved."""
         prepared, in_place = self._prepared[number]
         if prepared.moved:
-            _, prepared = self.prepare(prepared.manifest, in_place, number, prepared.wide)
+            _, prepared = self.prepare(prepared.sent, in_place, number)
         return prepared
 
     def _open(self) -> _Running:
@@ -391,24 +409,6 @@ class LiveWeights:
         return running.snapshot is not None or not self._touched
 
 
-class Comparison:
-    """A comparison of live weights with a stream of tensors, by a window of each that a sync would write in place."""
-
-    def __init__(self, prepared: Prepared, device: torch.device) -> None:
-        self._prepared, self._device = prepared, device
-        self._samples = Samples(prepared.manifest, prepared.binding, len(prepared.manifest), seed=0)
-
-    def take(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Take tensors, by their numbers in the manifest."""
-        moved = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
-        self._samples.take({number: at for at, number in enumerate(numbers)}, moved)
-
-    def result(self) -> dict[str, Any]:
-        """Return how many tensors were compared, and the names of those that differ."""
-        result = self._samples.compare()
-        return {"compared": result["compared"], "differ": result["differ"], "of": len(self._prepared.manifest)}
-
-
 @dataclass(slots=True)
 class _Running:
     prepared: Prepared
@@ -420,3 +420,6 @@ class _Running:
     patches: Patches | None = None
     flags: list[tuple[torch.Tensor, list[Part], list[bool]]] = field(default_factory=list)  # True: a matrix
     done: set[int] = field(default_factory=set)
+    rounded: list[str] = field(default_factory=list)  # names of tensors that came in FP32
+    look_every: int = 0
+    twins: Twins | None = None  # None: no storage has two names

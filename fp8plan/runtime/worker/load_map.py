@@ -11,7 +11,8 @@ The parameters in checkpoint format are what vLLM itself records for its layerwi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -47,9 +48,10 @@ class LoadMap:
     opaque:   modules with a loader that does more than copy boxes
     shapes:   (module, param) -> shape in checkpoint format, of every parameter of the model
     dtypes:   (module, param) -> dtype in checkpoint format
-    covered:  (module, param) -> elements that the manifest fills
+    covered:  (module, param) -> elements that the manifest fills, each counted once
     taken:    manifest name -> elements of it that are copied somewhere
     past:     (module, param) that model code writes itself, past the parameter's loader (vllm_reload.NativeReload)
+    shared:   groups of names that are written to one place of the live model, where the last one would win
     """
 
     copies: Mapping[str, tuple[Copy, ...]]
@@ -62,6 +64,7 @@ class LoadMap:
     covered: Mapping[tuple[str, str], int]
     taken: Mapping[str, int]
     past: frozenset[tuple[str, str]]
+    shared: tuple[tuple[str, ...], ...]
 
 
 def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
@@ -73,6 +76,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
     sent: dict[str, torch.Tensor] = {}  # kept alive: a freed storage would pass its number on to another
     seen: list[tuple[str, torch.Tensor, torch.Tensor, bool]] = []
     now, loading = "", Depth()
+    live = _storages(model)
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal now
@@ -100,16 +104,20 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
     fed: dict[str, dict[tuple[str, str], None]] = {entry.name: {} for entry in manifest}
     covered, taken = dict.fromkeys(shapes, 0), dict.fromkeys(copies, 0)
     opaque, past = set(), set()
+    places: dict[Hashable, dict[Box, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, to, of, by_loader in seen:
         home = homes.get(_storage(to))
         if home is None:
             continue  # a loader's own temporary
         fed[name][home] = None
-        covered[home] += to.numel()
         taken[name] += to.numel()
         if not by_loader:
             past.add(home)
         target = box(to, shapes[home])
+        writers = [] if target is None else places[live.get(home, home), shapes[home]][target]
+        if not writers:
+            covered[home] += to.numel()
+        writers.append(name)
         whose = sources.get(_storage(of))
         source = None if whose is None else box(of, sent[whose].shape)
         if target is None or source is None or whose != name or _extent(target) != _extent(source):
@@ -127,7 +135,62 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
         covered,
         taken,
         frozenset(past),
+        shared_of(places.values()),
     )
+
+
+def _storages(model: torch.nn.Module) -> dict[tuple[str, str], int]:
+    """Return (module, param) -> address of its live values. Tied parameters have one address."""
+    return {
+        (module, name): tensor.data_ptr()
+        for module, layer in model.named_modules()
+        for name, tensor in layer._parameters.items()
+        if tensor is not None and tensor.data_ptr()
+    }
+
+
+def shared_of(storages: Iterable[Mapping[Box, Sequence[str]]]) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of names whose boxes overlap.
+
+    storages: for each storage, the boxes in it that are written -> names that write them
+    """
+    sets = list[Sequence[str]]()
+    for boxes in storages:
+        reaching: list[Box] = []  # earlier boxes that reach into the rows of the next
+        for target in sorted(boxes):
+            sets.append(boxes[target])
+            reaching = [other for other in reaching if not target or other[0][1] > target[0][0]]
+            sets += [(*boxes[target], *boxes[other]) for other in reaching if _overlap(target, other)]
+            reaching.append(target)
+    return joined(sets)
+
+
+def joined(sets: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """Join sets that have a member in common. Return those of two members and more, each and all sorted."""
+    groups = defaultdict[str, list[str]](list)
+    for member, leader in leaders(sets).items():
+        groups[leader].append(member)
+    return tuple(sorted(tuple(sorted(group)) for group in groups.values() if len(group) > 1))
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))
+
+
+def leaders(sets: Iterable[Sequence[str]]) -> dict[str, str]:
+    """Return member -> the member that stands for all that share a set with it, or a chain of sets."""
+    above: dict[str, str] = {}
+
+    def top(member: str) -> str:
+        while above.setdefault(member, member) != member:
+            above[member] = member = above[above[member]]
+        return member
+
+    for first, *others in sets:
+        for other in others:
+            above[top(other)] = top(first)
+        top(first)
+    return {member: top(member) for member in above}
 
 
 def box(view: torch.Tensor, shape: Sequence[int]) -> Box | None:

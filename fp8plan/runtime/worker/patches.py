@@ -19,9 +19,11 @@ from fp8plan.runtime.weight_sync.delta.parts import cuts_of, sums
 from fp8plan.runtime.weight_sync.delta.patch import Change, unpacked
 from fp8plan.runtime.weight_sync.delta.places import Span, Window, write
 from fp8plan.runtime.weight_sync.delta.tiles import TILE, digests, flat, matrix
-from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named
+from fp8plan.runtime.weight_sync.manifest import Entry, dtype_named, is_matrix
+from fp8plan.runtime.weight_sync.shared import apart_by_digests, refuse_apart
 from fp8plan.runtime.worker.binding import Move, Target, WholeTiles
-from fp8plan.runtime.worker.prepare import Prepared, is_matrix
+from fp8plan.runtime.worker.prepare import Prepared
+from fp8plan.runtime.worker.untouched import refuse_foreign
 from fp8plan.runtime.worker.vllm_reload import NativeReload
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Patches:
     def __init__(self, prepared: Prepared, device: torch.device, new_reload: Callable[[], NativeReload]) -> None:
         self._prepared, self._device, self._new_reload = prepared, device, new_reload
         self._written: dict[int, Tensor] = {}  # number in the manifest -> digests
+        self._changed: set[str] = set()  # names of tensors that got new values
         self._not_finite: list[tuple[list[str], Tensor]] = []  # names, and how many values each of them has
         self._whole: list[tuple[Entry, Tensor]] = []  # tensors that came whole, and their flags
         self._native: dict[str, Tensor] = {}  # tensors for vLLM's reload, the last of each name
@@ -64,6 +67,10 @@ class Patches:
         made = unpacked(list(batch.values()), entries, self._device)
         parts, places, words = [], [], []
         for number, entry, each in zip(batch, entries, made, strict=True):
+            self._written[number] = each.digests
+            if not each.words.numel():  # an unchanged tensor, to be looked at
+                continue
+            self._changed.add(entry.name)
             if entry.name in self._prepared.reloads:
                 if each.places is not None:
                     raise ConfigError(f"{entry.name} came as a patch, and vLLM must reload it")
@@ -75,7 +82,6 @@ class Patches:
                     parts.append(part)
                     places.append(each.places)
                     words.append(each.words)
-            self._written[number] = each.digests
         write(parts, places, words)
         self._note_values(entries, made)
 
@@ -93,6 +99,8 @@ class Patches:
 
         by_dtype: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for entry, each in zip(entries, made, strict=True):
+            if not each.words.numel():
+                continue
             if each.places is None:
                 self._whole.append((entry, content(each.words.view(dtype_named(entry.dtype)).float())))
             else:
@@ -121,8 +129,8 @@ class Patches:
     def finish(self, count: int) -> dict[str, Any]:
         """Check all patches, and return the result. count: patches that were sent
 
-        Raises ConfigError for patches that did not come, values that are not finite, matrices of zeros, and live
-        tensors that differ.
+        Raises ConfigError for patches that did not come, values that are not finite, matrices of zeros, two tensors of
+        one storage that differ, and live tensors that differ although no patch has changed them.
         """
         begun = time.perf_counter()
         if len(self._written) != count:
@@ -136,6 +144,8 @@ class Patches:
         for entry, flag in flags:
             if flag != FINITE and is_matrix(entry.shape):
                 raise ConfigError(f"all zeros: {entry.name}")
+        digests_of = {self._prepared.manifest[number].name: own for number, own in self._written.items()}
+        refuse_apart(apart_by_digests(self._prepared.shared, digests_of, self._changed))
         names, live, sent = [], [], []
         for number, own in self._written.items():
             entry = self._prepared.manifest[number]
@@ -144,9 +154,10 @@ class Patches:
                     names.append(entry.name)
                     live.append(whole_tiles.live)
                     sent.append(own[whole_tiles.sent])
-        differ = [name for name, same in zip(names, alike(live, sent), strict=True) if not same]
+        differ = dict.fromkeys(name for name, same in zip(names, alike(live, sent), strict=True) if not same)
+        refuse_foreign([name for name in differ if name not in self._changed])
         self.seconds += time.perf_counter() - begun
-        return {"compared": len(names), "differ": list(dict.fromkeys(differ)), "weight_error": None}
+        return {"compared": len(names), "differ": list(differ), "weight_error": None}
 
 
 def target_of(move: Move, shape: Sequence[int]) -> Target:

@@ -14,9 +14,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.quantize.targets import CopyTargets, QuantizeTargets
-from fp8plan.runtime.weight_sync.manifest import LEFT_OUT, SCALE_SUFFIX, Entry, Manifest, Part, dtype_named, only_bf16
+from fp8plan.runtime.weight_sync.manifest import (
+    LEFT_OUT,
+    SCALE_SUFFIX,
+    Entry,
+    Manifest,
+    Part,
+    dtype_name,
+    dtype_named,
+    held_dtype,
+    is_matrix,
+)
 from fp8plan.runtime.worker.binding import Binding, Move, Target, bind, derived_from, kind, refused
-from fp8plan.runtime.worker.load_map import LoadMap, trace
+from fp8plan.runtime.worker.load_map import LoadMap, joined, leaders, trace
 
 if TYPE_CHECKING:
     import torch
@@ -57,11 +67,6 @@ class Program:
         return flags
 
 
-def is_matrix(shape: Sequence[int]) -> bool:
-    """Return False for a vector, such as a bias or a norm: fewer than two dimensions of more than one element."""
-    return sum(size > 1 for size in shape) > 1
-
-
 def _part(move: Move, shape: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return the function that cuts out a move's source, as a vector or matrix; None if it is all, as it is."""
     if tuple(move.target.shape) == shape and move.source == tuple((0, size) for size in shape):
@@ -81,6 +86,8 @@ ONE_EXPERTS: Final = re.compile(r"\.experts\.\d+\.")  # in the name of one exper
 class Prepared:
     """A manifest that this model takes.
 
+    manifest: in the dtypes that are written: FP32 is rounded to BF16 where the model does not keep it
+    sent:     as it was announced
     binding:  the way of each tensor
     specs:    shape and dtype of each tensor, as torch compares them fastest
     homes:    (module, parameter, address) of each live tensor that is written in place
@@ -89,14 +96,18 @@ class Prepared:
     groups:   number of each tensor's group, which must come together
     layers:   dtype of their weights -> how many modules
     taken:    elements of each tensor that this rank loads
-    reloads:  tensor that goes through vLLM's reload -> modules that it feeds
-    wide:     tensors that may be FP32, whatever dtype the model keeps
+    reloads:  tensor that goes through vLLM's reload -> modules that it feeds. One that vLLM leaves out feeds none, and
+              is here if it shares a storage with such a tensor, so that both are sent alike
+    shared:   groups of tensors that share one storage (weight_sync.shared)
+    twins:    the same, with names that this manifest does not have: a trainer may send them
+    wide:     tensors that the model keeps in FP32
     past:     (module, parameter) that vLLM's reload must be told of (vllm_reload.NativeReload)
     programs: the writes of each chunk that has come
     targets:  the live parts of each tensor that came as a patch
     """
 
     manifest: Manifest
+    sent: Manifest
     binding: Binding
     specs: tuple[tuple[torch.Size, torch.dtype], ...]
     homes: tuple[tuple[torch.nn.Module, str, int], ...]
@@ -108,6 +119,8 @@ class Prepared:
     reloads: Mapping[str, tuple[str, ...]]
     wide: tuple[str, ...]
     past: frozenset[tuple[str, str]]
+    shared: tuple[tuple[str, ...], ...]
+    twins: tuple[tuple[str, ...], ...]
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
     targets: dict[str, tuple[Target, ...]] = field(default_factory=dict)
 
@@ -118,6 +131,39 @@ class Prepared:
             self.programs[key] = Program([self.manifest[number] for number in key], key, self.binding.moves)
         return self.programs[key]
 
+    def refuse_unlike(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[str]:
+        """Return the names of those of a chunk's tensors that are FP32 and will be rounded.
+
+        Raises ConfigError for a tensor that is not as announced.
+        """
+        names = []
+        for number, tensor in zip(numbers, tensors, strict=True):
+            shape, dtype = self.specs[number]
+            if tensor.shape == shape and tensor.dtype == dtype:
+                continue
+            name = self.manifest[number].name
+            if tensor.shape != shape or held_dtype(name, dtype_name(tensor.dtype), ()) != dtype_name(dtype):
+                actual = f"{tensor.dtype} {list(tensor.shape)}"
+                raise ConfigError(f"{name} is {actual}; announced: {dtype} {list(shape)}")
+            names.append(name)
+        return names
+
+    def as_written(
+        self, numbers: Sequence[int], tensors: Sequence[torch.Tensor], device: torch.device
+    ) -> list[torch.Tensor]:
+        """Return a chunk's tensors on the device, in the dtypes that are written."""
+        dtypes = [self.specs[number][1] for number in numbers]
+        return [
+            tensor if tensor.device == device and tensor.dtype == dtype else tensor.to(device, dtype, non_blocking=True)
+            for tensor, dtype in zip(tensors, dtypes, strict=True)
+        ]
+
+    def sharing(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return those of a chunk's tensors that share a storage with others, by name."""
+        names = {name for group in self.shared for name in group}
+        pairs = zip((self.manifest[number].name for number in numbers), tensors, strict=True)
+        return {name: tensor for name, tensor in pairs if name in names}
+
     @property
     def moved(self) -> bool:
         """Return True if a live tensor has moved: writes would go to memory that now holds something else."""
@@ -125,28 +171,36 @@ class Prepared:
         return any(tensor is None or tensor.data_ptr() != address for tensor, address in live)
 
 
-def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str] = ()) -> Prepared:
+def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
     """Check a manifest, and find the way of each tensor.
 
     in_place: False leaves every module to vLLM's reload
-    wide:     tensors that the checkpoint has in FP32: they may be sent so, whatever dtype the model keeps
 
     Raises ConfigError for a tensor that the model does not take, a parameter that is not filled, FP8 that cannot be
-    written in place, and FP32 for a parameter that is not FP32.
+    written in place, and tensors of different shapes for one storage.
     """
     import torch
 
     model = worker.model_runner.get_model()
     layers = dict(model.named_modules())
+    traced = trace(model, _in_bf16(sent))
+    wide = tuple(
+        name
+        for name, homes in traced.homes.items()
+        if homes and all(traced.dtypes[home] == torch.float32 for home in homes)
+    )
+    manifest = tuple(_written(entry, wide) for entry in sent)
     plain = _in_bf16(manifest)
-    traced = trace(model, plain)
-    _refuse_rounded(plain, traced, wide)
+    if manifest != sent:  # vLLM's loaders treat rounded tensors otherwise than those that they must round
+        traced = trace(model, plain)
     load_map = _with_scales(traced, manifest)
     ignored = tuple(entry.name for entry in manifest if not load_map.modules[entry.name])
     parallel = worker.model_runner.vllm_config.parallel_config
     shares = parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1
     _refuse_unknown(ignored, worker.model_runner.model_config.hf_config, shares)
     _refuse_missing(load_map, layers)
+    twins = _twins(load_map, layers, manifest, worker.model_runner.model_config.hf_config)
+    shared = _shared(twins, manifest)
     every = {module for modules in load_map.modules.values() for module in modules}
     if in_place:  # tried in BF16: with E4M3 and scales vLLM's loaders would have nothing to quantise
         derived = {module: why for module, why in derived_from(model).items() if module in every}
@@ -164,53 +218,28 @@ def prepare(worker: Any, manifest: Manifest, in_place: bool, wide: Sequence[str]
     written = [(layers[m], *item) for m in sorted(binding.direct) for item in layers[m]._parameters.items()]
     return Prepared(
         manifest=manifest,
+        sent=sent,
         binding=binding,
         specs=tuple((torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in manifest),
         homes=tuple((layer, name, tensor.data_ptr()) for layer, name, tensor in written if tensor is not None),
         why={kind(layers[module]): why for module, why in sorted(binding.native.items(), reverse=True)},
         ignored=ignored,
-        groups=_groups(manifest, load_map),
+        groups=_groups(manifest, load_map, shared),
         layers=_precisions(binding, layers),
-        reloads={name: fed for name, fed in load_map.modules.items() if not binding.native.keys().isdisjoint(fed)},
+        reloads=_reloads(load_map, binding, shared),
         taken=tuple(entry.numel if entry.name in ignored else load_map.taken[entry.name] for entry in manifest),
-        wide=tuple(wide),
+        wide=wide,
         past=load_map.past,
+        shared=shared,
+        twins=twins,
     )
 
 
-def rounded(model: torch.nn.Module, manifest: Manifest) -> Manifest:
-    """Return the manifest with BF16 for each FP32 tensor whose parameter is not FP32.
-
-    Such tensors are a trainer's master weights. vLLM's loaders round them as they copy them.
-    """
-    import torch
-
-    if all(entry.dtype != "float32" or entry.name.endswith(SCALE_SUFFIX) for entry in manifest):
-        return manifest
-    load_map = trace(model, _in_bf16(manifest))
-    wide = {
-        name for name, homes in load_map.homes.items() if {load_map.dtypes[home] for home in homes} <= {torch.float32}
-    }
-    return tuple(
-        entry._replace(dtype="bfloat16")
-        if entry.dtype == "float32" and entry.name not in wide and not entry.name.endswith(SCALE_SUFFIX)
-        else entry
-        for entry in manifest
-    )
-
-
-def _refuse_rounded(manifest: Manifest, load_map: LoadMap, wide: Sequence[str]) -> None:
-    """Raises ConfigError for an FP32 tensor that would lose bits, because its parameter is not FP32.
-
-    vLLM keeps routers' biases and the decays of state-space layers in FP32. A tensor of `wide` is rounded as at the
-    engine's start.
-    """
-    import torch
-
-    for entry in manifest:
-        kept = {load_map.dtypes[home] for home in load_map.homes[entry.name]}
-        if entry.dtype == "float32" and kept - {torch.float32} and entry.name not in wide:
-            raise ConfigError(only_bf16(entry))
+def _written(entry: Entry, wide: Sequence[str]) -> Entry:
+    """Return the entry of a tensor as it is written. BF16 stays so where the model keeps FP32: its loader widens it."""
+    if entry.dtype != "float32":
+        return entry
+    return entry._replace(dtype=held_dtype(entry.name, entry.dtype, wide))
 
 
 def _refuse_unknown(ignored: Sequence[str], config: Any, shares_experts: bool = False) -> None:
@@ -295,7 +324,55 @@ def _with_scales(load_map: LoadMap, manifest: Manifest) -> LoadMap:
     )
 
 
-def _groups(manifest: Manifest, load_map: LoadMap) -> tuple[int, ...]:
-    """Number the groups: tensors of one module belong together."""
+HEAD: Final = "lm_head.weight"  # in a tied model's state_dict, and mostly not in its checkpoint
+
+
+def _twins(
+    load_map: LoadMap, layers: Mapping[str, torch.nn.Module], manifest: Manifest, config: Any
+) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of names that share one storage, with a tied head that vLLM leaves out or nobody sends."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    def embeds(module: str) -> bool:
+        layer = layers[module]
+        return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+
+    twins = list(load_map.shared)
+    if getattr(config, "tie_word_embeddings", False) and not load_map.modules.get(HEAD):
+        embeddings = [name for name, modules in load_map.modules.items() if any(map(embeds, modules))]
+        shape = load_map.sent.get(HEAD)
+        embeddings = [name for name in embeddings if shape in (None, load_map.sent[name])]
+        if len(embeddings) == 1:
+            twins.append((embeddings[0], HEAD))
+    names = {entry.name for entry in manifest}
+    twins += [tuple(n + SCALE_SUFFIX for n in group if n + SCALE_SUFFIX in names) for group in tuple(twins)]
+    return joined(group for group in twins if group)
+
+
+def _shared(twins: Sequence[Sequence[str]], manifest: Manifest) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of twins that a manifest has. Raises ConfigError for tensors of different shapes in one."""
+    shapes = {entry.name: entry.shape for entry in manifest}
+    groups = [tuple(name for name in group if name in shapes) for group in twins]
+    for first, *others in filter(None, groups):
+        for other in others:
+            if shapes[first] != shapes[other]:
+                raise ConfigError(
+                    f"{first} {list(shapes[first])} and {other} {list(shapes[other])} are written to one place of the "
+                    "engine; allowed: one of them"
+                )
+    return tuple(group for group in groups if len(group) > 1)
+
+
+def _reloads(load_map: LoadMap, binding: Binding, shared: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    reloads = {name: fed for name, fed in load_map.modules.items() if not binding.native.keys().isdisjoint(fed)}
+    for group in shared:
+        if not reloads.keys().isdisjoint(group):
+            reloads |= {name: load_map.modules[name] for name in group}
+    return reloads
+
+
+def _groups(manifest: Manifest, load_map: LoadMap, shared: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Number the groups: tensors of one module belong together, and those of one storage."""
+    first = leaders([*((entry.name, *load_map.modules[entry.name][:1]) for entry in manifest), *shared])
     numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault((load_map.modules[e.name] or (e.name,))[0], len(numbers)) for e in manifest)
+    return tuple(numbers.setdefault(first[entry.name], len(numbers)) for entry in manifest)

@@ -14,12 +14,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
+from fp8plan.runtime.plugin import logger
 from fp8plan.runtime.weight_sync import manifest as manifests
 from fp8plan.runtime.weight_sync.kv_scales import PARTS, live_scales, set_scales
-from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_named
+from fp8plan.runtime.weight_sync.manifest import Manifest
 from fp8plan.runtime.weight_sync.procedure import refuse_leftovers
 from fp8plan.runtime.worker.live_weights import LiveWeights
-from fp8plan.runtime.worker.prepare import IncompleteError, rounded
+from fp8plan.runtime.worker.prepare import IncompleteError
 
 if TYPE_CHECKING:
     import torch
@@ -29,20 +30,18 @@ NUMBER: Final = -1  # of the one manifest that is remembered; a sync by procedur
 
 
 class Streamed:
-    """A sink that writes tensors into the live weights at once, rounded where those are not FP32.
+    """A sink that writes tensors into the live weights at once.
 
     begin: opens a sync of the live weights. Only the first tensors call it, as announced ones may never come
     """
 
-    def __init__(self, live: LiveWeights, manifest: Manifest, held: Manifest, begin: Callable[[], None]) -> None:
+    def __init__(self, live: LiveWeights, manifest: Manifest, begin: Callable[[], None]) -> None:
         self.manifest = manifest
         self.live, self._begin = live, cache(begin)
-        self._dtypes = [dtype_named(entry.dtype) for entry in held]
 
     def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         self._begin()
-        rounded = [tensor.to(self._dtypes[number]) for number, tensor in zip(numbers, tensors, strict=True)]
-        self.live.load(numbers, rounded)
+        self.live.load(numbers, tensors)
 
 
 class Staged:
@@ -93,7 +92,8 @@ class Updates:
         self._model = worker.model_runner.get_model()
         self.live = LiveWeights(worker)
         self._agree = agree
-        self._known: tuple[Manifest, Manifest, int] = ((), (), 0)  # as sent, as held, and the tensors left out
+        self._known: Manifest = ()  # of the last update
+        self._said_rounded = False
         self._open: _Update | None = None
 
     def start(self) -> None:
@@ -114,7 +114,7 @@ class Updates:
         if isinstance(update.sink, Staged):
             update.sink.manifest = update.announced
         elif update.announced != update.sink.manifest[: len(update.announced)]:
-            self._known = ((), (), 0)  # so the next update is checked anew
+            self._known = ()  # so the next update is checked anew
             raise ConfigError(
                 f"{part[0].name if part else 'an empty part'} was not expected here; allowed: the parts of an update "
                 "hold the same tensors in the same order each time"
@@ -142,6 +142,9 @@ class Updates:
         except Exception as error:
             self.fail(text_of(error))
             raise
+        if done["rounded"] and not self._said_rounded:
+            self._said_rounded = True
+            logger.warning("fp8plan: %s", manifests.rounding(done["rounded"]))
         self._open, self.refusal = None, None
         _add(update.seconds, "finish", begun)
         _add(update.seconds, "total", update.begun)
@@ -177,7 +180,7 @@ class Updates:
 
     def _first(self, update: _Update) -> Sink:
         """Return a Streamed for a known or complete manifest, else a Staged; the same on all ranks."""
-        expected = self._known[0]
+        expected = self._known
         if update.announced != expected[: len(update.announced)] or not update.announced:
             try:
                 self._check(update.announced)
@@ -193,8 +196,7 @@ class Updates:
         try:
             weights_in = "fp8_block" if any(entry.dtype == "float8_e4m3fn" for entry in sent) else "bf16"
             manifests.refuse(sent, None, weights_in)
-            held = rounded(self._model, sent)
-            _, prepared = self.live.prepare(held, True, NUMBER)
+            _, prepared = self.live.prepare(sent, True, NUMBER)
             elements = prepared.taken
         except LostEngineError:
             raise
@@ -207,10 +209,9 @@ class Updates:
                 if incomplete is others:
                     raise kind(text)
         refuse_leftovers(sent, [elements for _, elements in answers])
-        self._known = (sent, held, len(prepared.ignored))
+        self._known = sent
 
     def _streamed(self, update: _Update) -> Streamed:
-        sent, held, _ = self._known
 
         def begin() -> None:
             live = live_scales(self._model).items()
@@ -218,7 +219,7 @@ class Updates:
             update.written = True
             self.live.begin(NUMBER, SAMPLES, self.version, None)
 
-        return Streamed(self.live, sent, held, begin)
+        return Streamed(self.live, self._known, begin)
 
     def _write(self, update: _Update, staged: Staged) -> None:
         begun = time.perf_counter()
@@ -231,6 +232,7 @@ class Updates:
     def _report(self, update: _Update, done: dict[str, Any]) -> dict[str, Any]:
         check = done.pop("check")
         return done | {
+            "rounded": len(done["rounded"]),
             "version": self.version,
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "seconds": update.seconds | {"check": check["seconds"]},

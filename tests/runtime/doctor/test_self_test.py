@@ -34,7 +34,7 @@ class FakeEngine:
         self.state = SyncState(SyncSettings(), None, fp8_kv=False)
         self.facts: dict[str, Any] = {"attention": ["FlashAttentionImpl"], "kernels": {"gemm": "DeepGemm"}}
         self.digests = digests
-        self.prepared: dict[str, Any] = {"ok": {"groups": [0, 0, 1], "reloaded": [], "taken": [4, 4, 4]}}
+        self.prepared: dict[str, Any] = {"ok": {"groups": [0, 0, 1], "reloaded": [], "taken": [4, 4, 4], "twins": []}}
         self.stopped = False
 
     def ask(self, procedure: Any) -> Any:

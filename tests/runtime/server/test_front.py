@@ -19,7 +19,8 @@ from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.front import UpdateError
 from fp8plan.runtime.server.lifecycle import LifecycleFront
 from fp8plan.runtime.weight_sync.delta.base import Chain
-from fp8plan.runtime.weight_sync.delta.store import HELD, Follower, Publisher
+from fp8plan.runtime.weight_sync.delta.listing import HELD
+from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
 from fp8plan.runtime.weight_sync.procedure import clean
 from fp8plan.runtime.weight_sync.state import Call, SyncReport, rpc
 
@@ -575,8 +576,9 @@ def store(tmp_path: Path) -> Iterator[Publisher]:
     """A store with one version, over a slow link."""
     with slow_files(tmp_path / "temporary"):
         publisher = Publisher(URL, fp8=[])
-        publisher._store.write_json(HELD, {})
-        publisher.publish({"a": torch.ones(64, 8)})
+        formats = {"manifest": [["a", "bfloat16", [64, 8]]], "fp8": [], "reloaded": {}}
+        publisher._store.write_json(HELD, formats)
+        publisher.publish({"a": torch.ones(64, 8).bfloat16()})
         yield publisher
 
 
@@ -635,13 +637,13 @@ def test_other_calls_run_beside_a_download_but_no_second_pull(store: Publisher, 
 
 def test_a_download_that_fails_is_noted_and_closes_no_update(store: Publisher) -> None:
     async def meeting() -> None:
-        store.publish({"a": torch.zeros(64, 8)})
+        store.publish({"a": torch.ones(64, 8).bfloat16() * 2})
         SlowFiles.vanishing.append("00000002.patches")
         front = Downloads(Engine())
         pull = await front.downloading()
         await front.start_weight_update()
         SlowFiles.fast.set()
-        failure = r"^copying slow://store/00000002.patches to .*\. Nothing was written"
+        failure = r"^copying slow://store/00000002-\w{8}.patches to .*\. Nothing was written"
         with pytest.raises(UpdateError, match=failure) as raised:
             await pull
         assert front.failure == str(raised.value)

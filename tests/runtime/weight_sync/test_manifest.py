@@ -19,15 +19,16 @@ from fp8plan.runtime.weight_sync.manifest import (
     FORMATS,
     SCALE_SUFFIX,
     Entry,
+    as_held,
     checkpoint_manifest,
     dtype_named,
     entry_of,
+    held_manifest,
     manifest_of,
     pairs_of,
     quantised_manifest,
     read_manifest,
     refuse,
-    stored_wide,
 )
 
 torch = pytest.importorskip("torch")
@@ -201,10 +202,18 @@ def test_what_vllm_may_leave_out_is_left_to_its_dry_run() -> None:
         refuse((*KNOWN, head._replace(name="model.lm_head_norm")), KNOWN, "bf16")
 
 
-def test_float32_is_left_to_the_dry_run_which_knows_the_parameters() -> None:
-    refuse(changed(dtype="float32"), KNOWN, "bf16")
-    assert stored_wide(KNOWN) == stored_wide(None) == []
-    assert stored_wide(changed(dtype="float32")) == ["model.layers.0.q.weight"]
+def test_float32_is_taken_and_rounded_where_an_engine_holds_bf16() -> None:
+    wide, rounded = {"model.norm"}, list[str]()
+    sent = {name: tensor.float() + 1 / 3 for name, tensor in TENSORS.items()} | {"model.bias": TENSORS["model.norm"]}
+    refuse(manifest_of(sent) or (), (*KNOWN, Entry("model.bias", "bfloat16", (8,))), "bf16")
+    held = dict(as_held(sent.items(), wide, rounded))
+    assert held_manifest(manifest_of(sent) or (), (), wide) == manifest_of(held)
+    assert rounded == [name for name in TENSORS if name not in wide]
+    assert torch.equal(held["model.norm"], sent["model.norm"])
+    assert all(torch.equal(held[name], sent[name].bfloat16()) for name in rounded)
+    bf16 = {"model.norm": TENSORS["model.norm"], f"a{SCALE_SUFFIX}": torch.ones(1, 1)}
+    assert dict(as_held(bf16.items(), wide, rounded))["model.norm"].dtype == torch.float32  # exact
+    assert len(rounded) == 3
 
 
 def test_the_checkpoints_own_dtype_is_taken() -> None:

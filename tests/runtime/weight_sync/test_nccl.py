@@ -13,6 +13,7 @@ from native_client import clear_streams
 from tiny_models import CALIBRATION, generate, quantised, started, started_beside_references, weights
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
+from fp8plan.runtime.weight_sync.delta.listing import formats
 from fp8plan.runtime.weight_sync.manifest import Entry, manifest_of
 from fp8plan.runtime.weight_sync.nccl import (
     RemoteSource,
@@ -24,7 +25,6 @@ from fp8plan.runtime.weight_sync.nccl import (
     misaligned,
     working,
 )
-from fp8plan.runtime.weight_sync.procedure import formats
 
 pytestmark = pytest.mark.vllm
 
@@ -100,7 +100,7 @@ def test_what_a_trainer_sends_serves_as_in_a_fresh_engine(kind: str, precision: 
 def test_quantised_by_the_trainer_with_calibrated_kv_scales() -> None:
     with started_beside_references("dense", "fp8_block+fp8_kv", weights_in="fp8_block") as (engine, references):
         transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
-        names, _ = engine.ask(formats(engine.state))
+        names = sorted(engine.ask(formats(engine.state)).fp8)
         for which in "ba":
             engine.sync_weights(transfer.source(quantised(weights("dense", which), names)), kv_prompts=CALIBRATION)
             assert generate(engine) == references[which]

@@ -24,6 +24,7 @@ from tiny_models import (
     weights,
 )
 
+import fp8plan
 from fp8plan.errors import SyncError
 from fp8plan.model.precision import PRESETS, precision
 from fp8plan.runtime.engine.engine import RolloutEngine
@@ -207,6 +208,47 @@ def test_a_tied_models_state_dict_may_bring_its_head(case: Case) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         case.engine.sync_weights(tensors, kv_prompts=CALIBRATION)
         assert generate(case.engine) == case.references[which]
+
+
+def untied(tensors: dict[str, Any], order: tuple[str, ...]) -> dict[str, Any]:
+    """A tied model's tensors with a head that was trained on its own, in this order."""
+    head = tensors["model.embed_tokens.weight"] * 1.01
+    tensors = tensors | {"lm_head.weight": head}
+    return {name: tensors.pop(name) for name in order} | tensors
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+APART = f"{HEAD} and {EMBEDDING} differ, and the engine has one storage for both"
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("order", [(HEAD, EMBEDDING), (EMBEDDING, HEAD)], ids=["head first", "head last"])
+def test_a_tied_model_does_not_take_two_values(
+    case: Case, in_place: bool, order: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case.kind != "tied":
+        pytest.skip("has a head of its own")
+    engine = case.engine
+    monkeypatch.setattr(engine.state, "settings", replace(engine.state.settings, in_place=in_place, chunk_bytes=1))
+    engine.sync_weights(weights("tied", "a"), kv_prompts=CALIBRATION)
+    for form in (dict, FORMS["generator"]):
+        sent = untied(weights("tied", "b"), order)
+        with pytest.raises(SyncError, match=f"{APART}.*Tie them"):
+            engine.sync_weights(form(sent), manifest=manifest_of(sent), kv_prompts=CALIBRATION)
+        engine.sync_weights(weights("tied", "a"), kv_prompts=CALIBRATION)
+        assert generate(engine) == case.references["a"]
+
+
+def test_the_doctor_names_the_two_values_of_a_tied_model(case: Case) -> None:
+    if case.kind != "tied":
+        pytest.skip("has a head of its own")
+    tensors = weights("tied", "a")
+    case.engine.sync_weights(tensors, kv_prompts=CALIBRATION)
+    tied = tensors | {HEAD: tensors[EMBEDDING].clone()}
+    for given, faults in ((tied, {}), (untied(tensors, ()), {"untied_weights": f"{HEAD} and {EMBEDDING} of the"})):
+        found = {one.fault: one.says for one in fp8plan.doctor(case.engine, weights=given).faults}
+        assert found.keys() == faults.keys()
+        assert all(found[name].startswith(text) for name, text in faults.items())
 
 
 @pytest.mark.parametrize("order", [dict, shuffled], ids=["in order", "shuffled"])

@@ -99,8 +99,8 @@ IN_MANIFEST: dict[str, Fault] = {
     "a part of gate_up missing": lambda kind: (without(UP[kind]), f"missing: {UP[kind]}; "),
     "too few rows": lambda kind: (changed(Q, lambda t: t[:-1]), rf"{Q} has shape \[255, 256\]; allowed: \[256, 256\]"),
     "transposed": lambda kind: (changed(DOWN[kind], lambda t: t.t()), rf"{DOWN[kind]} has shape \[\d+, \d+\]; allowed"),
-    "float32": lambda kind: (changed(UP[kind], lambda t: t.float()), f"{UP[kind]} is float32; allowed: bfloat16"),
-    "a float32 norm": lambda kind: (changed(NORM, lambda t: t.float()), f"{NORM} is float32; allowed: bfloat16"),
+    "float16": lambda kind: (changed(UP[kind], lambda t: t.half()), f"{UP[kind]} is float16; allowed: bfloat16"),
+    "a float64 norm": lambda kind: (changed(NORM, lambda t: t.double()), f"{NORM} is float64; allowed: bfloat16"),
     "unknown": lambda kind: (renamed(NORM), f"unknown: {NORM}_; allowed"),
     "twice": lambda kind: (lambda tensors: [*tensors.items(), (K, tensors[K])], f"twice: {K}; allowed"),
     "empty": lambda kind: (lambda tensors: {}, "manifest is empty; allowed: every tensor"),
@@ -121,6 +121,21 @@ def refused(subject: Subject, sent: Any, says: str) -> None:
     assert subject.serves("a")
     subject.engine.sync_weights(subject.sends())
     assert subject.serves("b")
+
+
+@pytest.mark.parametrize("way", ["dict", "iterator"])
+def test_a_policy_in_fp32_is_rounded_and_said_once(subject: Subject, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("fp8plan.runtime.weight_sync.procedure.warn", said.append)
+    monkeypatch.setattr(subject.engine.state, "said_rounded", False)
+    for _ in range(2):
+        sent = {name: tensor.float() for name, tensor in weights(subject.kind, "b").items()}
+        report = subject.engine.sync_weights(sent if way == "dict" else iter(sent.items()))
+        assert report.rounded == len(sent)
+        assert f"{len(sent)} rounded from FP32" in str(report)
+        assert subject.serves("b")
+    assert len(said) == 1
+    assert subject.engine.sync_weights(weights(subject.kind, "a")).rounded == 0
 
 
 # Where no checkpoint lies beside the engine, vLLM's own loaders are asked what they take.
@@ -344,8 +359,8 @@ IN_STREAM: dict[str, Fault] = {
         rf"{DOWN[kind]} is torch.bfloat16 \[255, \d+\]; announced: torch.bfloat16 \[256, \d+\]",
     ),
     "another dtype": lambda kind: (
-        streamed(changed(DOWN[kind], lambda t: t.float())),
-        f"{DOWN[kind]} is torch.float32 .*; announced: torch.bfloat16",
+        streamed(changed(DOWN[kind], lambda t: t.half())),
+        f"{DOWN[kind]} is torch.float16 .*; announced: torch.bfloat16",
     ),
     "no tensor": lambda kind: (streamed(changed(NORM, lambda t: None)), f"{NORM} is of type NoneType; allowed"),
     "a meta tensor": lambda kind: (streamed(changed(NORM, lambda t: t.to("meta"))), f"{NORM} is on the meta device"),

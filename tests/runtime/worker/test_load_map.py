@@ -15,7 +15,7 @@ from tiny_models import EXPERTS, started, weights
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.weight_sync.manifest import Entry, Manifest, manifest_of
 from fp8plan.runtime.worker.facts import digest
-from fp8plan.runtime.worker.load_map import LoadMap, box, trace
+from fp8plan.runtime.worker.load_map import LoadMap, box, joined, shared_of, trace
 
 torch = pytest.importorskip("torch")
 
@@ -75,6 +75,74 @@ def test_what_is_no_box_is_none(view: Any) -> None:
     assert box(view, (4, 6)) is None
 
 
+# --- boxes that several names write --------------------------------------------------------------------------------
+
+sides = st.tuples(st.integers(0, 5), st.integers(1, 3)).map(lambda side: (side[0], side[0] + side[1]))
+written = st.dictionaries(st.tuples(sides, sides), st.lists(st.sampled_from("abcdef"), min_size=1), max_size=5)
+
+
+def cells(box: Any) -> set[tuple[int, int]]:
+    return {(row, column) for row in range(*box[0]) for column in range(*box[1])}
+
+
+@given(st.lists(written, max_size=3))
+def test_names_that_write_to_one_place_are_found(storages: list[dict[Any, list[str]]]) -> None:
+    pairs = []
+    for boxes in storages:
+        for one, names in boxes.items():
+            pairs += [(a, b) for other in boxes for a in names for b in boxes[other] if cells(one) & cells(other)]
+    assert shared_of(storages) == joined(pairs)
+
+
+@given(st.lists(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=3), max_size=6))
+def test_sets_with_a_common_member_are_joined(sets: list[list[str]]) -> None:
+    groups = [set(members) for members in sets]
+    for _ in groups:
+        for one in groups:
+            for other in groups:
+                if one & other:
+                    one |= other
+    assert joined(sets) == tuple(sorted({tuple(sorted(group)) for group in groups if len(group) > 1}))
+
+
+def test_a_scalar_is_one_place() -> None:
+    assert shared_of([{(): ["a", "b"]}, {((0, 2),): ["c"], ((2, 4),): ["d"]}]) == (("a", "b"),)
+
+
+class Odd(torch.nn.Module):
+    """A model whose parts, a draft head and a shared expert, are the embedding and another expert by other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(8, 4, bias=False)
+        self.draft = torch.nn.Linear(8, 4, bias=False)
+        self.draft.weight = self.embed.weight
+        self.experts = torch.nn.Linear(8, 12, bias=False)
+
+    def load_weights(self, weights: Iterator[tuple[str, Any]]) -> None:
+        rows = {"expert.0": 0, "expert.1": 4, "shared_expert": 8, "draft.shared_expert": 8}
+        for name, tensor in weights:
+            if name in rows:
+                self.experts.weight[rows[name] : rows[name] + 4].copy_(tensor)
+            else:
+                getattr(self, name).weight.copy_(tensor)
+
+
+@pytest.mark.vllm
+def test_one_storage_by_two_names_is_found_whatever_they_are_called() -> None:
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
+    model = Odd()
+    record_metadata_for_reloading(model)
+    names = ["embed", "draft", "expert.0", "expert.1", "shared_expert", "draft.shared_expert"]
+    found = trace(model, [Entry(name, "float32", (4, 8)) for name in names])
+    assert found.shared == (("draft", "embed"), ("draft.shared_expert", "shared_expert"))
+    assert found.covered["experts", "weight"] == 12 * 8
+    # A second value in a place does not fill the gap of another.
+    gap = trace(model, [Entry(name, "float32", (4, 8)) for name in names if name != "expert.1"])
+    assert gap.covered["experts", "weight"] == 8 * 8
+
+
 # --- trace ----------------------------------------------------------------------------------------------------------
 
 
@@ -102,6 +170,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
 def test_every_parameter_is_covered_once(subject: Subject) -> None:
     found = subject.found
     assert not found.opaque
+    assert not found.shared
     tied = {("lm_head", "weight")} if subject.kind == "tied" else set()  # the embedding under another name
     assert {home for home, count in found.covered.items() if count != prod(found.shapes[home])} <= tied
     assert sum(found.covered.values()) == sum(entry.numel for entry in subject.manifest)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8plan.errors import ConfigError
 from fp8plan.runtime.weight_sync.delta import patch, places, tiles
 from fp8plan.runtime.weight_sync.delta.base import Base
 from fp8plan.runtime.weight_sync.delta.patch import changes, whole
@@ -94,6 +95,53 @@ def test_a_part_without_a_whole_tile_has_none_to_compare() -> None:
     assert target_of(move, new.shape).tiles is None
 
 
+def prepared_for(manifest: Any, moves: dict[str, tuple[Move, ...]], shared: Any = ()) -> Any:
+    """What Patches read of a Prepared."""
+    binding = SimpleNamespace(moves=moves)
+    return SimpleNamespace(manifest=manifest, reloads={}, targets={}, binding=binding, shared=shared)
+
+
+def test_a_look_at_unchanged_tensors_names_one_that_something_else_has_written_to() -> None:
+    names = ["a", "b"]
+    state = {name: torch.randn(200, 300).bfloat16() for name in names}
+    base = Base((), "cpu")
+    base.look_every = 1
+    live = {name: tensor.clone() for name, tensor in base.recorded(state.items())}
+    base.commit("0")
+    manifest = [Entry(name, "bfloat16", (200, 300)) for name in names]
+    moves = {name: (Move(((0, 200), (0, 300)), live[name], None),) for name in names}
+
+    def patched(new: dict[str, torch.Tensor]) -> dict[str, Any]:
+        received = Patches(prepared_for(manifest, moves), torch.device("cpu"), pytest.fail)
+        patches = dict(base.patches(new.items(), {}))
+        received.load([names.index(name) for name in patches], list(patches.values()))
+        result = received.finish(len(patches))
+        base.commit("1")
+        return result
+
+    state = state | {"a": state["a"] * 2}
+    assert patched(state) == {"compared": 2, "differ": [], "weight_error": None}
+    bits(live["b"])[150, 7] ^= 1
+    with pytest.raises(ConfigError, match="something else than a sync has written to b of the live weights"):
+        patched(state | {"a": state["a"] * 2})
+
+
+def test_patches_that_give_one_storage_two_values_are_refused() -> None:
+    """So they are where the trainer's end does not know that two names share it."""
+    manifest = [Entry(name, "bfloat16", (64, 64)) for name in ("embed", "head")]
+    live = torch.zeros(64, 64).bfloat16()
+    moves = {"embed": (Move(((0, 64), (0, 64)), live, None),)}
+    one, two = (patch.packed([whole(each)], [each])[0] for each in (live + 1, live + 2))
+    for sent, good in (([one, one], True), ([one, two], False), ([one], False)):
+        received = Patches(prepared_for(manifest, moves, [("embed", "head")]), torch.device("cpu"), pytest.fail)
+        received.load(range(len(sent)), sent)
+        if good:
+            assert received.finish(len(sent))["differ"] == []
+        else:
+            with pytest.raises(ConfigError, match="embed and head differ"):
+                received.finish(len(sent))
+
+
 BF16, FP32 = torch.bfloat16, torch.float32
 TENSORS = {  # shape, dtype and the share of values that a step changes
     "q.weight": ((256, 640), BF16, 0.01),
@@ -144,7 +192,7 @@ def test_a_step_goes_through_the_kernels_from_end_to_end(
         box = tuple((0, size) for size in entry.shape)
         halves = [((0, 128), box[1]), ((128, 256), box[1])] if entry.name == "q.weight" else [box]
         moves[entry.name] = tuple(Move(each, live[entry.name][slice(*each[0])], None) for each in halves)
-    prepared: Any = SimpleNamespace(manifest=manifest, reloads={}, targets={}, binding=SimpleNamespace(moves=moves))
+    prepared = prepared_for(manifest, moves)
     sent = dict(base.patches(news.items(), {}))
     forms = {patch.HEADER.unpack_from(each.numpy().data)[0] % patch.FORMS for each in sent.values()}
     assert forms == {patch.DENSE, patch.GAPS_1, patch.GAPS_2, patch.BITMAP}

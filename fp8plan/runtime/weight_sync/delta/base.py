@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +11,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.quantize.block_fp8 import described
 from fp8plan.runtime.quantize.targets import quantized
-from fp8plan.runtime.weight_sync.delta.patch import Change, apply, changes, packed, whole
+from fp8plan.runtime.weight_sync.delta.patch import Change, apply, changes, packed, unchanged, whole
 from fp8plan.runtime.weight_sync.delta.tiles import bits
 from fp8plan.runtime.weight_sync.delta.top_k import Residual, for_each_matrix, refuse_codes, thinned
 from fp8plan.runtime.weight_sync.manifest import (
@@ -21,6 +21,7 @@ from fp8plan.runtime.weight_sync.manifest import (
     gathered,
     pair_of,
 )
+from fp8plan.runtime.weight_sync.shared import Twins, refuse_apart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +56,9 @@ class Base:
     stamp:    name of this state, which the workers keep, too; None before the first commit
     complete: True once `patches` has seen all tensors of the next state
     residual: what top_k has left out of that state
+    twins:    groups of names that share one storage in the engines (weight_sync.shared)
+    look_every: unchanged tensors are sent as digests alone, each once in so many states, so that an engine whose memory
+              was written to by something else notices; 0: never
 
     Between two commits the changes wait: a sync that fails leaves the base as it was.
     """
@@ -63,6 +67,8 @@ class Base:
         self, manifest: Manifest, device: str, fp8: Collection[str] = frozenset(), top_k: TopK | None = None
     ) -> None:
         self.manifest, self.device, self.fp8, self.top_k = manifest, device, frozenset(fp8), top_k
+        self.twins: Sequence[Sequence[str]] = ()
+        self.look_every = 0
         if top_k is not None and manifest:
             for_each_matrix(top_k, manifest)  # raises ConfigError for too few bytes, before anything is sent
         self.stamp: str | None = None
@@ -70,13 +76,16 @@ class Base:
         self.residual = Residual()
         self._tensors: dict[str, Tensor] = {}
         self._changes: dict[str, Change] = {}
+        self._turn = 0  # commits so far
 
     def recorded(self, pairs: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a sync of all of a trainer's pairs, and keep a copy of each.
 
-        Raises ConfigError as pair_of does, for a tensor that comes twice, and for one that no patch can hold.
+        Raises ConfigError as pair_of does, for a tensor that comes twice, for one that no patch can hold, and for two
+        of one storage that differ.
         """
         self._changes.clear()
+        twins = Twins(self.twins)
         for item in pairs:
             own, tensor = pair_of(item)
             if self.top_k is not None:
@@ -88,26 +97,30 @@ class Base:
                     raise ConfigError(
                         f"{name} is {described(part)}; allowed with delta: values of 1, 2 or 4 bytes, and not empty"
                     )
+                refuse_apart(twins.take({name: part}))
                 here = self._here(part)  # a reader may keep and write what it gets
                 self._tensors[name] = here.clone() if here.data_ptr() == part.data_ptr() else here
                 yield name, part
 
     def patches(self, pairs: Iterable[object], groups: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, patch) for each tensor that differs from the base, uint8 [bytes].
+        """Yield (name, patch) for each tensor that differs from the base, and for some that do not, uint8 [bytes].
 
         pairs:  a trainer's
         groups: tensor that vLLM must reload -> number of its group. If one of a group differs, all its tensors are
                 sent whole
 
-        `complete` is True once all pairs have come. Raises ConfigError as pair_of does, and for tensors that are
-        missing or other than announced.
+        `complete` is True once all pairs have come. Raises ConfigError as pair_of does, for tensors that are missing or
+        other than announced, and for two of one storage that differ.
         """
         self.complete = False
+        twins = Twins([group for group in self.twins if all(name in self._tensors for name in group)])
         self._changes.clear()
         self.residual = Residual()
+        groups = {name: group for name, group in groups.items() if name in self._tensors}
         missing, sizes = dict.fromkeys(self._tensors), Counter(groups.values())
         waiting: dict[int, dict[str, Tensor]] = {}
         for batch in _batches(pairs):
+            refuse_apart(twins.take(batch))
             alone: dict[str, Tensor] = {}
             for name, new in self._next(batch, missing, groups):
                 group = groups.get(name)
@@ -119,7 +132,9 @@ class Base:
                 if len(members) == sizes[group]:
                     yield from self._group(waiting.pop(group))
             made = changes([(self._tensors[name], new) for name, new in alone.items()])
-            yield from self._packed({name: each for name, each in zip(alone, made, strict=True) if each}, alone)
+            changed = {name: each for name, each in zip(alone, made, strict=True) if each}
+            yield from self._packed(changed, alone)
+            yield from self._looked({name: new for name, new in alone.items() if name not in changed})
         if missing:
             raise ConfigError(f"announced and not sent: {', '.join(list(missing)[:4])} ({len(missing)} in all)")
         self.complete = True
@@ -166,8 +181,17 @@ class Base:
         self._changes |= made
         yield from zip(made, packed(list(made.values()), [news[name] for name in made]), strict=True)
 
+    def _looked(self, same: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield patches without values of the unchanged tensors whose turn it is."""
+        every = self.look_every
+        numbers = {name: number for number, name in enumerate(self._tensors)} if every else {}
+        turns = [name for name in same if every and numbers[name] % every == self._turn % every]
+        tensors = [same[name] for name in turns]
+        yield from zip(turns, packed(unchanged(tensors), tensors), strict=True)
+
     def commit(self, stamp: str) -> None:
         """Move the base on, and name it: the replicas have committed what was sent."""
+        self._turn += 1
         apply([self._tensors[name] for name in self._changes], list(self._changes.values()))
         self._changes.clear()
         self.stamp = stamp

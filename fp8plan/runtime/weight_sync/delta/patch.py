@@ -8,6 +8,8 @@ so applying it twice does no harm. Its places take the shortest of four forms:
     BITMAP          a bit for each value, from the lowest bit of a byte on
     DENSE           no places: all values of the tensor
 
+A patch without changed values carries digests alone: the engine compares its tensor with them.
+
     bytes of a patch: HEADER int64 (form and changed values, bytes of places, CRC-32 of all that follows)
                       | digests of the new tensor's tiles, int32 | places | values
 
@@ -24,7 +26,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from math import prod
+from math import inf, isfinite, prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from zlib import crc32
 
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 DENSE, GAPS_1, GAPS_2, BITMAP = range(4)  # the number of a form of gaps is the bytes of a gap
 FORMS: Final = 4
 PINNED_BYTES: Final = 2**28  # larger copies are slower and stay pageable, as torch never frees pinned memory
+VALUES: Final = 2**24  # that are looked at together
 HEADER: Final = struct.Struct("<qqq")
 assert HEADER.size == PATCH_HEADER
 
@@ -84,6 +87,13 @@ def whole(new: Tensor) -> Change:
     return Change(None, words.flatten().clone(), digests([words])[0])
 
 
+def unchanged(tensors: Sequence[Tensor]) -> list[Change]:
+    """Return Changes that write nothing, and hold the digests of contiguous tensors."""
+    words = [matrix(tensor) for tensor in tensors]
+    nothing = [each.flatten()[:0] for each in words]
+    return [Change(*made) for made in zip([each.long() for each in nothing], nothing, digests(words), strict=True)]
+
+
 def apply(tensors: Sequence[Tensor], made: Sequence[Change]) -> None:
     """Write a Change into each tensor. Both are on one device, tensors contiguous."""
     sparse = [
@@ -105,8 +115,10 @@ def packed(made: Sequence[Change], news: Sequence[Tensor]) -> list[Tensor]:
     """
     import torch
 
-    forms, places = [DENSE] * len(made), [np.empty(0, dtype=np.uint8)] * len(made)
-    by_device = [None if _dense(*pair) else pair[0].words.device for pair in zip(made, news, strict=True)]
+    forms = [DENSE if each.words.numel() else GAPS_1 for each in made]
+    places = [np.empty(0, dtype=np.uint8)] * len(made)
+    dense = [not each.words.numel() or _dense(each, new) for each, new in zip(made, news, strict=True)]
+    by_device = [None if all_values else each.words.device for each, all_values in zip(made, dense, strict=True)]
     for numbers in _by(by_device, lambda device: device):
         streams = _placed([made[number] for number in numbers], [news[number] for number in numbers])
         for number, (form, stream) in zip(numbers, streams, strict=True):
@@ -141,6 +153,14 @@ def _by(items: Sequence[Any], key: Any) -> Iterable[list[int]]:
     return groups.values()
 
 
+def changed_values(patch: Tensor) -> int:
+    """Return the number of values that a patch changes; 0 for digests alone, and for a patch that is cut off."""
+    if len(patch) < HEADER.size:
+        return 0
+    form_count, *_ = HEADER.unpack_from(patch.numpy().data)
+    return int(form_count) // FORMS
+
+
 def _dense(made: Change, new: Tensor) -> bool:
     """Return True if no form of the places can be shorter than all values: each takes a byte, or all a bit."""
     count = made.words.numel()
@@ -152,7 +172,8 @@ def _planes(words: Tensor) -> Tensor:
     import torch
 
     item = words.element_size()
-    return words.view(torch.uint8) if item == 1 else words.view(torch.uint8).view(-1, item).t().reshape(-1)
+    planes = words.view(torch.uint8)
+    return planes if item == 1 else planes.view(words.numel(), item).t().reshape(-1)
 
 
 def _on_cpu(tensors: Sequence[Tensor]) -> list[Bytes]:
@@ -243,6 +264,26 @@ def _bitmap(places: Tensor, size: int) -> Bytes:
     mask[places] = 1
     shifted = mask.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=mask.device)
     return _copied(shifted.sum(1, dtype=torch.uint8))
+
+
+def refuse_values(name: str, values: Tensor, matrix: bool) -> None:
+    """Raise ConfigError for values that engines refuse: NaN, Inf, and a matrix of zeros.
+
+    values: of floating point; matrix: they are all those of a matrix
+    """
+    import torch
+
+    largest = 0.0
+    for some in values.flatten().split(VALUES) if values.numel() else ():
+        wide = some.float() if some.element_size() == 1 else some
+        amax = float(torch.linalg.vector_norm(wide, inf, dtype=torch.float32))  # NaN, if there is one
+        if not isfinite(amax):
+            raise ConfigError(f"not finite: {name}; allowed: no NaN, no Inf")
+        largest = max(largest, amax)
+    if matrix and not largest:
+        raise ConfigError(
+            f"all zeros: {name}; allowed: the policy's weights, gathered from where the trainer keeps them"
+        )
 
 
 class _Parts(NamedTuple):

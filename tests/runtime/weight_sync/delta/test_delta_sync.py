@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import planted
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +18,8 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.guard.observation import rollout_fields
 from fp8plan.runtime.weight_sync.delta.base import Base
+from fp8plan.runtime.weight_sync.delta.listing import HELD, Store
+from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
 from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings
 
 pytestmark = pytest.mark.vllm
@@ -96,8 +101,94 @@ def test_a_step_that_changes_nothing_sends_nothing(subject: Subject) -> None:
     tensors = weights(subject.kind, "a")
     sync(subject.engine, tensors)
     report = sync(subject.engine, tensors)
-    assert (report.patched, report.tensors, report.bytes) == (True, 0, 0)
+    assert (report.patched, report.tensors) == (True, 0)
+    state = subject.engine.state
+    share = sum(entry.nbytes for entry in state.base.manifest) / state.settings.look_every
+    assert report.bytes < share / 50  # digests of a share of the tensors
     assert dense(subject.engine, tensors) == digests(subject.engine)
+
+
+def test_a_policy_in_fp32_leaves_the_bits_of_one_in_bf16(subject: Subject) -> None:
+    engine, tensors = subject.engine, weights(subject.kind, "a")
+    sync(engine, tensors)
+    new = stepped(tensors, 3)
+    wide = {name: tensor.float() for name, tensor in new.items()}
+    for source in (wide, iter(wide.items())):
+        report = sync(engine, source)
+        assert report.patched
+        assert report.rounded == len(wide)
+    live = digests(engine)
+    assert dense(engine, new) == live
+
+
+def test_memory_that_something_else_has_written_to_is_noticed_named_and_healed(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no sync changes that tensor again: within so many syncs each has been looked at."""
+    engine, tensors = subject.engine, weights(subject.kind, "a")
+    monkeypatch.setattr(engine.state, "settings", replace(engine.state.settings, look_every=3))
+    changing = "model.norm.weight"
+    live = dense(engine, tensors)
+    names = live[0]["ok"].keys() - {changing}
+    in_place = next(name for name in sorted(names) if "layernorm" in name)
+    on_its_way_by_vllm = "lm_head.weight" if subject.kind == "dense" else "model.embed_tokens.weight"
+    for name in (in_place, on_its_way_by_vllm):
+        before = digests(engine)
+        engine.llm.collective_rpc(planted.overwrite, args=(name,))
+        reports = []
+        for _ in range(3):
+            tensors = tensors | {changing: tensors[changing] + 0.25}
+            reports.append(sync(engine, tensors))
+        (healed,) = [report for report in reports if report.healed]
+        assert f"something else than a sync has written to {name}" in str(healed.healed)
+        assert not healed.patched
+        assert "all sent because something else" in str(healed)
+        after = digests(engine)
+        assert {n for n in names if before[0]["ok"][n] != after[0]["ok"][n]} == set()
+        assert generate(engine, cold=True)
+
+
+def test_a_tied_model_takes_one_value(subject: Subject, tmp_path: Path) -> None:
+    if subject.kind != "tied":
+        pytest.skip("has a head of its own")
+    engine, names = subject.engine, ("lm_head.weight", "model.embed_tokens.weight")
+
+    def states() -> Iterator[Tensors]:
+        tensors = weights("tied", "b")
+        for step in range(3):
+            yield tensors | {names[0]: tensors[names[1]].clone()}
+            tensors = stepped(tensors, step)
+
+    for patched, tensors in enumerate(states()):
+        assert sync(engine, tensors).patched == bool(patched)
+        live = digests(engine)
+        for odd in names:
+            with pytest.raises(SyncError, match=f"{names[0]} and {names[1]} differ.*the old weights serve"):
+                sync(engine, tensors | {odd: tensors[odd] * 1.5})
+        assert digests(engine) == live
+        assert sync(engine, tensors).patched
+    engine.state.base = None
+    with pytest.raises(SyncError, match=f"{names[0]} and {names[1]} differ"):
+        sync(engine, tensors | {names[0]: tensors[names[0]] * 1.5})
+    sync(engine, tensors)
+    # By a store: the trainer's end refuses, and an engine does whose trainer was not told.
+    follower = Follower(str(tmp_path))
+    assert follower.pull(engine) is None
+    apart = tensors | {names[0]: tensors[names[0]] * 1.5}
+    with pytest.raises(ConfigError, match=f"{names[0]} and {names[1]} differ"):
+        Publisher(str(tmp_path)).publish(apart)
+    store = Store(str(tmp_path))
+    store.write_json(HELD, replace(store.held(), twins=()).as_json())
+    publisher = Publisher(str(tmp_path))
+    for state, good in ((tensors, True), (apart, False), (stepped(apart, 9) | {names[1]: apart[names[1]]}, False)):
+        publisher.publish(state)
+        if good:
+            follower.pull(engine, kv_prompts=CALIBRATION)
+            continue
+        with pytest.raises(SyncError, match=f"{names[0]} and {names[1]} differ"):
+            follower.pull(engine, kv_prompts=CALIBRATION)
+    sync(engine, tensors)
+    assert digests(engine) == dense(engine, tensors)
 
 
 @pytest.mark.parametrize(
@@ -247,3 +338,6 @@ def test_places_for_the_base_are_checked() -> None:
     with pytest.raises(ConfigError, match="delta is 'disk'; allowed: None, 'cpu', 'cuda'"):
         SyncSettings(delta="disk")
     assert SyncSettings(delta="cpu").weights_in == "fp8_block"
+    for odd in (-1, 2.5):
+        with pytest.raises(ConfigError, match=f"look_every is {odd}; allowed: a whole number of at least 0"):
+            SyncSettings(look_every=odd)  # type: ignore[arg-type]

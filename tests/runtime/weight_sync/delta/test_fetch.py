@@ -7,24 +7,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from slow_files import URL, SlowFiles, slow_files
+from follower_fakes import FORMATS, Engine, Report
+from slow_files import URL, SlowFiles, slow_files, stored
 
-from fp8plan.errors import ConfigError, SyncError
+from fp8plan.errors import SyncError
 from fp8plan.runtime.engine import async_engine
 from fp8plan.runtime.interrupts import Held
-from fp8plan.runtime.weight_sync import state
-from fp8plan.runtime.weight_sync.delta import store
-from fp8plan.runtime.weight_sync.delta.base import Chain
-from fp8plan.runtime.weight_sync.delta.store import HELD, Follower, Publisher, Store
-from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState
+from fp8plan.runtime.weight_sync.delta import files as store_files
+from fp8plan.runtime.weight_sync.delta.listing import HELD, Store
+from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
+from fp8plan.runtime.weight_sync.state import Call
 
 
 @pytest.fixture(autouse=True)
@@ -37,22 +36,15 @@ def files(tmp_path: Path) -> Iterator[type[SlowFiles]]:
 def publisher() -> Publisher:
     """A trainer that has published its first version."""
     publisher = Publisher(URL, fp8=[], every=3)
-    publisher._store.write_json(HELD, {"fp8": [], "reloaded": {}})
+    publisher._store.write_json(HELD, FORMATS)
     publish(publisher)
     return publisher
 
 
 def publish(publisher: Publisher) -> None:
-    version = publisher._latest["version"] + 1
-    publisher.publish({"a": torch.full((64, 8), float(version)), "b": torch.arange(4.0)})
-
-
-@dataclass(frozen=True)
-class Report:
-    """A stand-in for a SyncReport."""
-
-    stamp: str
-    healed: str | None = None
+    latest = publisher._store.latest()
+    value = 1.0 if latest is None else latest.newest.version + 1.0
+    publisher.publish({"a": torch.full((64, 8), value).bfloat16(), "b": torch.arange(4.0).bfloat16()})
 
 
 @pytest.fixture
@@ -63,37 +55,6 @@ def behind(publisher: Publisher, files: type[SlowFiles]) -> tuple[Engine, Follow
     publish(publisher)
     files.opened.clear()
     return engine, follower
-
-
-class Engine:
-    """A stand-in that takes each chain from its own weights on, unless it refuses patches or is busy."""
-
-    def __init__(self) -> None:
-        self.state, self.serving = SyncState(SyncSettings(), None, False), True
-        self.refuses_patches = self.busy = False
-        self.written: list[tuple[bool, list[str]]] = []  # patched or not, and the names of all patches
-        self.meanwhile: Callable[[], None] = lambda: None
-
-    def _drive(self, procedure: Any) -> Any:
-        return state.driven(procedure, self.answer)
-
-    def answer(self, call: Call) -> None:
-        assert call.what == "reset"
-        self.meanwhile()
-
-    def _sync(self, chain: Chain, *_: Any) -> Any:
-        if self.busy:
-            raise SyncError("1 requests are running; the old weights serve")
-        yield Call("reset")
-        try:
-            patches = chain.patches()
-            if chain.base is not None and (self.refuses_patches or chain.base != self.state.stamp):
-                raise ConfigError("patches of other weights")
-            self.written.append((chain.base is not None, [name for name, _ in patches]))
-        except ConfigError as error:
-            raise SyncError(f"{error}; the old weights serve") from error
-        self.state.stamp = chain.stamp
-        return Report(chain.stamp)
 
 
 class AsyncEngine(Engine):
@@ -129,7 +90,7 @@ def test_files_are_copied_before_the_engine_is_called(
 
 def test_a_folder_is_read_where_it_is(tmp_path: Path) -> None:
     publisher = Publisher(str(tmp_path / "store"), fp8=[])
-    publisher._store.write_json(HELD, {})
+    publisher._store.write_json(HELD, FORMATS)
     publish(publisher)
     engine = Engine()
     engine.meanwhile = lambda: [folder.rmdir() for folder in (tmp_path / "temporary").iterdir()]  # type: ignore[assignment, return-value]
@@ -154,7 +115,9 @@ def test_a_link_that_is_deleted_before_its_copy_leads_to_the_newest_whole_versio
 def test_all_tensors_that_cannot_be_copied_are_an_error(publisher: Publisher, files: type[SlowFiles]) -> None:
     engine, follower = Engine(), Follower(URL)
     files.vanishing.append(".whole")
-    failure = r"^copying slow://store/00000001.whole to .*: FileNotFoundError.*\. Nothing was written$"
+    failure = (
+        r"^copying slow://store/00000001-\w{8}.whole to .*: FileNotFoundError.*\. Nothing was written; the old weights"
+    )
     with pytest.raises(SyncError, match=failure):
         follower.pull(engine)
     assert not engine.written
@@ -168,9 +131,9 @@ def test_a_disk_that_is_full_is_named_and_does_not_have_all_tensors_copied(
     def full() -> None:
         raise OSError(ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(store, "let_in", full)
+    monkeypatch.setattr(store_files, "let_in", full)
     with pytest.raises(
-        SyncError, match=r"00000002.patches to .*/00000002.patches: .*No space left.*Nothing was written"
+        SyncError, match=r"00000002-\w{8}.patches to .*\.patches: .*No space left.*Nothing was written; the old weights"
     ):
         follower.pull(engine)
     assert files.opened == ["00000002.patches"]
@@ -180,12 +143,12 @@ def test_a_store_that_vanishes_is_no_newest_version(
     behind: tuple[Engine, Follower], files: type[SlowFiles], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, follower = behind
-    files.store.pop("/store/00000002.patches")
+    files.store.pop(stored("00000002.patches"))
     engine.meanwhile = lambda: pytest.fail("written")
     fetch = Store.fetch
 
     def emptied(self: Store, names: Any, folder: str) -> Any:
-        files.store.pop("/store/latest.json")
+        files.store.pop("/store/latest.json", None)
         return fetch(self, names, folder)
 
     monkeypatch.setattr(Store, "fetch", emptied)
@@ -230,12 +193,12 @@ def test_an_engine_that_takes_no_sync_now_has_no_more_copied(
 def test_a_damaged_copy_is_named_by_its_place_in_the_store(
     publisher: Publisher, files: type[SlowFiles], end: str
 ) -> None:
-    path = "/store/00000001.whole"
+    path = stored("00000001.whole")
     data = files.store[path].getvalue()
     files.store[path].seek(0)
     files.store[path].truncate()
     files.store[path].write(data[:-20] if end == "cut" else data[:-30] + b"{" + data[-29:])
-    with pytest.raises(SyncError, match=r"^slow://store/00000001.whole.*the old weights serve$"):
+    with pytest.raises(SyncError, match=r"slow://store/00000001-\w{8}.whole.*the old weights serve$"):
         Follower(URL).pull(Engine())
 
 

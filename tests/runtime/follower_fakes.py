@@ -1,0 +1,60 @@
+"""An engine without vLLM, as far as a Follower goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fp8plan.errors import ConfigError, SyncError
+from fp8plan.runtime.weight_sync import state
+from fp8plan.runtime.weight_sync.delta.base import Chain
+from fp8plan.runtime.weight_sync.manifest import read_manifest
+from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState
+
+# What it writes to engine.json.
+FORMATS: dict[str, Any] = {"manifest": [["a", "bfloat16", [64, 8]], ["b", "bfloat16", [4]]], "fp8": [], "reloaded": {}}
+
+
+@dataclass(frozen=True)
+class Report:
+    """A stand-in for a SyncReport."""
+
+    stamp: str
+    healed: str | None = None
+
+
+class Engine:
+    """A stand-in that takes each chain from its own weights on, unless it refuses patches or is busy."""
+
+    def __init__(self) -> None:
+        self.state, self.serving = SyncState(SyncSettings(), None, False), True
+        self.refuses_patches = self.busy = False
+        self.written: list[tuple[bool, list[str]]] = []  # patched or not, and the names of all patches
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def _drive(self, procedure: Any) -> Any:
+        return state.driven(procedure, self.answer)
+
+    def answer(self, call: Call) -> None:
+        assert call.what == "reset"
+        self.meanwhile()
+
+    def _asked(self, procedure: Any) -> Any:
+        procedure.close()
+        yield from ()
+        return read_manifest(FORMATS["manifest"]), FORMATS["fp8"], FORMATS["reloaded"]
+
+    def _sync(self, chain: Chain, *_: Any) -> Any:
+        if self.busy:
+            raise SyncError("1 requests are running; the old weights serve")
+        yield Call("reset")
+        try:
+            patches = chain.patches()
+            if chain.base is not None and (self.refuses_patches or chain.base != self.state.stamp):
+                raise ConfigError("patches of other weights")
+            self.written.append((chain.base is not None, [name for name, _ in patches]))
+        except ConfigError as error:
+            raise SyncError(f"{error}; the old weights serve") from error
+        self.state.stamp = chain.stamp
+        return Report(chain.stamp)
