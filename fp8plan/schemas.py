@@ -130,9 +130,13 @@ class Verdict(msgspec.Struct, gc=False):
 
 
 class GuardState(msgspec.Struct, gc=False):
-    """The guard's state: its rung on the ladder of precisions."""
+    """The guard's state on the ladder of precisions: the deepest rung that was advised, and the deepest that was taken.
+
+    taken: null: an older record, which does not tell them apart
+    """
 
     rung: str | None = None
+    taken: str | None = None
 
 
 class Judged(msgspec.Struct, gc=False):

@@ -278,7 +278,7 @@ def judged_rollout(engine: RolloutEngine) -> float:
     is not counted.
     """
     times = [time.perf_counter()]
-    ended = engine._judge.begin(engine.llm)
+    ended = engine._judge.begin(engine.llm, sampling())
     times.append(time.perf_counter())
     outputs = engine.llm.generate(prompts(), sampling(), use_tqdm=False)
     times.append(time.perf_counter())

@@ -243,7 +243,9 @@ def _state(steps: Steps) -> list[RenderableType]:
     if guard and guard.off:
         rows.append(("guard", f"off: {guard.off}", BAD))
     if last.guard and last.guard.state and (last.guard.state.rung or "none") != "none":
-        rows.append(("guard", f"stepped down: {last.guard.state.rung}", BAD))
+        state = last.guard.state
+        done = "stepped down" if state.taken in (None, state.rung) else "advised, not done so far"
+        rows.append(("guard", f"{done}: {state.rung}", BAD))
     return [Paragraph(f"{label:<{INDENT}}{text}", indent=INDENT, style=style) for label, text, style in rows]
 
 

@@ -56,7 +56,8 @@ def routes(session: Session) -> list[str]:
 
 
 def test_token_prompts_go_by_the_route_with_all_that_is_told_of_sampling() -> None:
-    client = client_of(session := Session())
+    client, heard = client_of(session := Session()), list[Any]()
+    client.heard = heard.append
     found = client.generate(PROMPTS, temperature=0.7, max_tokens=1, generation_kwargs={"seed": 5})
     sampling = {"n": 1, "repetition_penalty": 1.0, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     assert session.posted == [
@@ -64,17 +65,19 @@ def test_token_prompts_go_by_the_route_with_all_that_is_told_of_sampling() -> No
     ]
     assert (found["prompt_ids"], found["completion_ids"]) == (PROMPTS, [[7], [7]])
     assert (found["logprobs"], found["logprob_token_ids"]) == ([[[-0.25]]] * 2, [[[7]]] * 2)
-    assert client.rollout.response_lengths == [1, 1]
-    assert client.rollout.sampling == Sampling(temperature=0.7)
+    (call,) = heard
+    assert call.rows == [([1, 2], 1), ([3], 1)]
+    assert call.sampling == Sampling(temperature=0.7)
 
 
 def test_a_rollout_by_either_way_has_its_sampling() -> None:
     for how in ({"top_p": 0.9}, {"generation_kwargs": {"top_p": 0.9}}, {"top_p": 0.9, "logprobs": 1}):
-        client = client_of(Session())
+        client, heard = client_of(Session()), list[Any]()
+        client.heard = heard.append
         client.generate(PROMPTS, max_tokens=1, **how)
-        assert client.rollout.sampling == Sampling(top_p=0.9)
+        assert heard[0].sampling == Sampling(top_p=0.9)
     client.generate(PROMPTS, max_tokens=1, top_p=None)  # what the server's generation config says
-    assert client.rollout.sampling is None
+    assert heard[1].sampling is None
 
 
 def test_a_none_that_something_else_overrides_is_none_no_more() -> None:

@@ -290,10 +290,44 @@ def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> N
         settings = correction.settings_for(told, thresholds)
         monitor = Monitor(settings, ConstantThresholds(settings.thresholds.tis, settings.thresholds.band))
         ratio = correction.ratio_of(monitor.step(train, rollout, mask), mask)
-        assert torch.allclose(ratio, wanted * mask, rtol=1e-5), mode
+        assert torch.allclose(ratio, torch.where(mask, wanted, 1.0), rtol=1e-5), mode
     measured = Monitor(correction.settings_for(args(correction=False), {})).step(train, rollout, mask)
-    assert torch.equal(correction.ratio_of(measured, mask), mask.float())
+    assert torch.equal(correction.ratio_of(measured, mask), torch.ones(6, 20))
     assert measured.mismatch.k3 > 0.01
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
+def test_trls_losses_get_from_a_plans_ratio_what_trls_own_gives(mode: str) -> None:
+    """VESPO sums the ratio's logarithm over all positions, also over padding and the output of tools."""
+    import trl
+
+    from fp8plan.integrations.trl import trainer as correction
+    from fp8plan.runtime.controller.laws import ConstantThresholds
+    from fp8plan.runtime.monitor.monitor import Monitor
+
+    chance = torch.Generator().manual_seed(1)
+    rollout = -1 - torch.rand(6, 20, generator=chance)
+    completion = (torch.arange(20) < torch.tensor([20, 3, 7, 20, 1, 0])[:, None]).long()
+    tool = torch.ones(6, 20).long()
+    tool[0, 5:9] = 0
+    mask = completion * tool
+    noise = 0.03 * torch.randn(6, 20, generator=chance)
+    train = torch.where(mask.bool(), rollout + noise, -3.0)  # a model scores padding, too
+    own = torch.exp((train - rollout) * mask)
+    own = own.clamp(max=3.0) if mode == "token_truncate" else own.masked_fill((own < 0.2) | (own > 3.0), 0.0)
+    told = args(mode=mode, clip_max=3.0, clip_min=None if mode == "token_truncate" else 0.2)
+    settings = correction.settings_for(told, correction.thresholds_for(told, {}))
+    monitor = Monitor(settings, ConstantThresholds(settings.thresholds.tis, settings.thresholds.band))
+    ratio = correction.ratio_of(monitor.step(train, rollout, mask), mask)
+    assert torch.allclose(ratio, own, rtol=1e-5)  # everywhere, so that no loss can tell them apart
+    phi = [
+        trl.GRPOTrainer.get_gamma_weights(
+            torch.tensor([1.0, -1, 1, -1, 1, -1])[:, None], torch.zeros(6, 20), mask, each
+        )
+        for each in (own, ratio)
+    ]
+    assert torch.allclose(*phi, rtol=1e-4)
+    assert (phi[0] > 0.5).all()
 
 
 def test_the_prompts_of_a_chat_are_as_long_as_trl_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

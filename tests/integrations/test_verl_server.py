@@ -82,6 +82,14 @@ def test_a_rollout_is_timed_from_its_first_request_to_its_last(served: Served) -
     assert 0 < rollout["arrival_s"] < rollout["seconds"] < 60
 
 
+def test_scales_are_measured_on_a_rollouts_sequences_and_on_no_validations(served: Served) -> None:
+    served.answer([9, 8], "validated")
+    served.do(served.server.fp8plan_begin())
+    assert served.server._front._prompts()[0][-1][:2] == [9, 8]  # better than random tokens
+    served.answer([5, 6], "sampled")
+    assert [sequence[:2] for sequence in served.server._front._prompts()[0]] == [[5, 6]]
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"max_tokens": 1}, {"prompt_logprobs": 2}, {"logprobs": False}, {"stop": None}, {"stop_token_ids": None}],

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.fleet.fleet import RolloutFleet
 from fp8plan.runtime.fleet.sync import unpacked
-from fp8plan.runtime.weight_sync.state import Call
+from fp8plan.runtime.weight_sync.state import Call, SyncSettings
 
 MANIFEST = [["w", "bfloat16", [2]], ["v", "bfloat16", [2]]]
 
@@ -165,3 +167,30 @@ class FakeMembers:
 
     def obituary(self) -> str:
         return str(self.lost)
+
+
+class FakeLaunch(SimpleNamespace):
+    """A Launch, as far as a fleet asks it."""
+
+    fp8_kv, precision, not_predicted, workers = True, "fp8_kv", (), 1
+
+    @property
+    def setup(self) -> Any:
+        raise ConfigError("a test without a guard")
+
+    def refuse_other(self, facts: Any) -> None: ...
+
+    def checkpoint(self) -> None: ...
+
+    def holding(self, longest: int) -> FakeLaunch:
+        self.limits = SimpleNamespace(max_model_len=longest)
+        return self
+
+
+def made(replicas: int = 2, keep_weights: bool = True, **settings: Any) -> tuple[RolloutFleet, FakeMembers]:
+    members = FakeMembers(0)
+    members.count = replicas
+    launched: Any = FakeLaunch()
+    fleet = RolloutFleet(launched, SyncSettings(**settings), members, keep_weights=keep_weights)  # type: ignore[arg-type]
+    members.calls = 0
+    return fleet, members

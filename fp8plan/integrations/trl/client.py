@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.integrations.trl.settings import SAMPLED
 from fp8plan.model.limits import LIMITS
 from fp8plan.runtime.doctor.over_http.answers import Models
+from fp8plan.runtime.engine.judge import Row
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.plugin import ROLLOUT, STATUS, authorization
 from fp8plan.runtime.server.rollout import SAMPLING
@@ -82,13 +83,17 @@ class Status(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """One call of `generate`. prompt_lengths, response_lengths, prompt_ids: one number for each response"""
+class Call:
+    """One call of `generate`.
+
+    seconds:     its wall time
+    rows:        the prompt's token ids, and the tokens of the response, for each response
+    preemptions: the server's count during the call
+    sampling:    None: not known
+    """
 
     seconds: float
-    prompt_lengths: list[int]
-    response_lengths: list[int]
-    prompt_ids: list[int]
+    rows: list[Row]
     preemptions: int
     sampling: Sampling | None
 
@@ -142,10 +147,10 @@ SHAPES: Final[dict[str, type[msgspec.Struct]]] = {"/v1/models": Models, "/get_wo
 class PlannedClient(VLLMClient):
     """TRL's VLLMClient. It sends the API key in VLLM_API_KEY, if there is one.
 
-    rollout: the last `generate`; None before the first
+    heard: gets each call of `generate` once it has ended
     """
 
-    rollout: Rollout | None = None
+    heard: Callable[[Call], None] | None = None
     _lacks_route = False  # True once the server has answered 404 to fp8plan's route
 
     def check_server(self, *args: Any, **how: Any) -> None:
@@ -197,13 +202,13 @@ class PlannedClient(VLLMClient):
         preempted = 0 if before is None or after is None else max(0, after - before)
         responses = [len(tokens) for tokens in output["completion_ids"]]
         each = len(responses) // max(1, len(output["prompt_ids"]))
-        ids = [number for number in range(len(output["prompt_ids"])) for _ in range(each)]
-        lengths = [len(output["prompt_ids"][number]) for number in ids]
+        sent = [prompt for prompt in output["prompt_ids"] for _ in range(each)]
         call = arguments_of(prompts, *args, **how)
         call |= call["generation_kwargs"] or {}
         known = all(call[name] is not None for name in SAMPLED)  # None stands for the server's generation config
         sampled = Sampling.of(call) if known else None  # check_server made sure that log-probs are processed
-        self.rollout = Rollout(seconds, lengths, responses, ids, preempted, sampled)
+        if self.heard is not None:
+            self.heard(Call(seconds, list(zip(sent, responses, strict=True)), preempted, sampled))
         return output
 
     def _rolled_out(self, prompts: list[list[int]], sampling: dict[str, Any]) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
@@ -13,13 +14,13 @@ from accelerate.utils import broadcast_object_list
 
 from fp8plan.errors import ConfigError, Fp8PlanError, SyncError, warn
 from fp8plan.integrations.common import report_of, safer_than
-from fp8plan.integrations.trl.client import PlannedClient, Served, read_from
+from fp8plan.integrations.trl.client import Call, PlannedClient, Served, read_from
 from fp8plan.integrations.trl.colocated import PolicyTensors
 from fp8plan.model.emit.trl import server_command
 from fp8plan.model.limits import LIMITS, EngineLimits, fields_of
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.runtime.controller.state import Escalation
-from fp8plan.runtime.engine.judge import Judge
+from fp8plan.runtime.engine.judge import Judge, RolloutLog
 from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.engine.options import not_predicted, options_of, remarks
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
@@ -92,12 +93,12 @@ class ServerEngine:
         self.launch, self.url = launched, served.url
         self.guard: Guard | None = None
         self.guard_off: str | None = "the first process judges the rollouts" if client is None else None
-        self._status, self._client = served.status, client
+        self._status = served.status
         self._limits = limits_of(served.config, launched.setup.gpu.is_cpu)
         self._not_predicted = not_predicted(options := options_of(served.config))
         self._judge = Judge(self)
-        self._seen: object = None
         if client is not None:
+            client.heard = self._count
             for remark in remarks(options):
                 warn(remark)
             try:
@@ -114,28 +115,25 @@ class ServerEngine:
         """The running engine, as the guard needs it."""
         return facts_of(replace(self.launch.setup, limits=self._limits), self._status["facts"], self._not_predicted)
 
-    def observe(self) -> None:
-        """Let the guard judge the client's last rollout."""
-        rollout = None if self._client is None else self._client.rollout
-        if rollout is None or rollout is self._seen:
-            return
-        self._seen, kl = rollout, self._judge.heard()
-        rows = zip(rollout.prompt_lengths, rollout.response_lengths, rollout.prompt_ids, strict=True)
-        kept = [row for row in rows if row[1]]
+    def rollout(self) -> AbstractContextManager[None]:
+        """Open a rollout, as RolloutEngine.rollout does; all calls of the client in this `with` belong to it."""
+        return self._judge.rollout()
 
-        def observed() -> Observation | None:
-            if not kept:
-                return None
-            prompts, responses, ids = zip(*kept, strict=True)
-            more = {"preemptions": rollout.preemptions, "kv_cache_tokens": self._status["kv_cache_tokens"]}
-            return Observation(rollout.seconds, prompts, responses, ids, kl_k3=kl, sampling=rollout.sampling, **more)
+    def _count(self, call: Call) -> None:
+        """Count a call of the client, which has just ended."""
+        now = time.perf_counter()
 
-        self._judge.judge(observed)
+        def add(log: RolloutLog) -> None:
+            log.add(now - call.seconds, now, call.rows, call.sampling)
+            log.preemptions += call.preemptions
+            log.kv_cache_tokens = self._status["kv_cache_tokens"]
+
+        self._judge.count(add, call.seconds)
 
     @property
     def verdict(self) -> Verdict | None:
-        """The guard's verdict on the last rollout."""
-        return self._judge.last.verdict
+        """The guard's verdict on the last rollout, with the advice that stands."""
+        return self._judge.verdict
 
     @property
     def observation(self) -> Observation | None:
@@ -215,11 +213,6 @@ class PlannedServer(PolicyTensors):
     @property
     def expected(self) -> Manifest | None:
         return self.engine.expected
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().generate(*args, **kwargs)
-        self.engine.observe()
-        return output
 
     def sync_weights(self) -> None:
         """Sync all of the policy's weights. The server checks them, and measures KV scales if its cache is FP8.

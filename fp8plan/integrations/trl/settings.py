@@ -32,13 +32,14 @@ OLDEST, NEWEST = (1, 16), (1, 16)
 # Methods that are overridden or called, and arguments that the engine's class takes by name.
 METHODS: Final = {
     trl.GRPOTrainer: (
-        "_generate_and_score_completions", "_load_optimizer_and_scheduler", "_save_checkpoint", "_tokenize_prompts",
+        "_generate", "_generate_and_score_completions", "_load_optimizer_and_scheduler", "_save_checkpoint",
+        "_tokenize_prompts",
     ),
     VLLMClient: (
         "_finish_weight_update", "_post", "_start_weight_update", "generate", "get_server_info", "get_world_size",
         "init_communicator", "update_named_params",
     ),
-    VLLMGeneration: ("_init_vllm", "_iter_named_params", "generate", "sync_weights"),
+    VLLMGeneration: ("_init_vllm", "_iter_named_params", "sync_weights"),
 }  # fmt: skip
 ARGUMENTS: Final = (
     "accelerator", "enable_sleep_mode", "gpu_memory_utilization", "max_model_length", "max_num_seqs", "mode", "model",

@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 # Fields of TRL's batch when it corrects for the mismatch, and the figure that its correction logs.
 NEEDED: Final = ("completion_mask", "importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps")
 LOGGED_RATIO: Final = "sampling/importance_sampling_ratio"
+Advice = tuple[Action, Escalation | None]  # the guard's and the controller's
 OWN: Final = ("plan", "choice", "controller", "sinks")  # arguments of a planned trainer
 # TRL's modes as thresholds of a plan. Its ratio is pi_train / pi_rollout too, and a masked token weighs 0.
 MODES: Final = {threshold.trl: name for name, threshold in THRESHOLDS.items() if threshold.trl}
@@ -102,10 +103,12 @@ def ratio_of(step: Step, mask: torch.Tensor) -> torch.Tensor:
     """The weights of a step as TRL's importance_sampling_ratio, [batch, length] float32; a rejected token weighs 0.
 
     A rejected token still counts in the loss's mean, as in TRL. It stays in the completion mask, so that the policy
-    attends to it.
+    attends to it. Outside the mask (padding, and the output of tools) the ratio is 1, as TRL's own: VESPO sums its
+    logarithm over all positions.
     """
     kept = torch.as_tensor(step.mask, device=mask.device).to(torch.float32)
-    return kept if step.weights is None else torch.as_tensor(step.weights, device=mask.device) * kept
+    ratio = kept if step.weights is None else torch.as_tensor(step.weights, device=mask.device) * kept
+    return torch.where(mask.bool(), ratio, 1.0)
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -123,13 +126,18 @@ class GRPOTrainer(trl.GRPOTrainer):
     RolloutEngine and the Monitor, else None. `rollout_engine.shutdown()` frees the engine's memory, `monitor.close()`
     closes the sinks. With a server `rollout_engine` is a ServerEngine, which does not end the server.
 
-    In each step the engine gets the policy's weights, checked, with new KV scales for an FP8 cache. The Monitor's
-    weights take the place of TRL's importance-sampling ratio. The guard's advice is followed before the next sync. In
-    several processes, and with a server, a step down is only logged, with the words to type.
+    In each step the engine gets the policy's weights, checked, with new KV scales for an FP8 cache. All calls that
+    generate a training batch, with the turns of tools and environments, are one rollout; an evaluation is none. The
+    Monitor's weights take the place of TRL's importance-sampling ratio. The guard's advice is followed before the next
+    sync, and logged once it is done. In several processes, and with a server, a step down is only logged, with the
+    words to type.
 
     Raises ConfigError for an unsupported TRL or setting, a plan of another engine, and a server that runs something
     else. Also raises the errors of `fp8plan.plan` and `RolloutEngine.from_plan`.
     """
+
+    _advice: Advice = (Action.NONE, None)  # of the last step, until the next sync
+    _logged: Advice = (Action.NONE, None)  # the last one that was only logged
 
     def __init__(
         self,
@@ -154,12 +162,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         of_trl = inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args")
         planning.check_args(of_trl, allow_biased_sampling)
         self.plan, self._choice, self._source = read_plan(plan), choice, plan
-        self._advice: tuple[Action, Escalation | None] = (Action.NONE, None)
         try:
             with generating_with(self._generation):
                 super().__init__(*args, **kwargs)
             if self.rollout_engine is None:
                 raise ConfigError("TRL did not start the engine where it was expected to; type: plan=None")
+            with self.rollout_engine.rollout():  # an evaluation before the first is none
+                pass
             settings = settings_for(self.args, self.plan.thresholds)
             engine: Any = self.rollout_engine
             sampling = planning.sampling_in(self.args)
@@ -233,6 +242,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         prompts = [rows[index]["prompt"] for index in planning.spread(len(rows))]
         return planning.lengths_of(self._tokenize_prompts(prompts)[0])
 
+    def _generate(self, prompts: Any) -> Any:
+        """Generate as TRL does, a training batch in one rollout."""
+        if self.rollout_engine is None or not self.model.training:
+            return super()._generate(prompts)
+        with self.rollout_engine.rollout():
+            return super()._generate(prompts)
+
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Let the Monitor correct the batch that TRL has generated and scored. Evaluations are left alone."""
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
@@ -247,9 +263,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         ratio = ratio_of(step, mask)
         output["importance_sampling_ratio"] = ratio
         action = Action.NONE if step.verdict is None else step.verdict.action
-        if action != Action.NONE and step.verdict is not None:
-            logger.warning("fp8plan: %s", step.verdict.reason)
         self._advice = (action, step.decided.escalate)
+        if action != Action.NONE and step.verdict is not None and self._advice != self._logged:
+            logger.warning("fp8plan: %s", step.verdict.reason)
         preset = self._engine().launch.setup.precision
         self._log_step(metrics_of(step, preset, self.vllm_generation.report), ratio[mask.bool()])
         return output
@@ -277,18 +293,26 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._apply(action, escalate)
 
     def _apply(self, action: Action, escalate: Escalation | None = None) -> None:
-        """Apply advice in a single process. With several, log the words to type: vLLM would end the trainer's process
-        group with an engine."""
-        engine = self._engine()
-        if self.accelerator.num_processes == 1 or isinstance(engine, ServerEngine):
+        """Apply advice in a single process, and log that. With several processes or a server, log the words to type,
+        once: vLLM would end the trainer's process group with an engine."""
+        engine, advice = self._engine(), (action, escalate)
+        if isinstance(engine, ServerEngine):
+            if advice != self._logged:
+                engine.apply(action, escalate)
+                self._logged = advice
+        elif self.accelerator.num_processes == 1:
             engine.apply(action, escalate)
-        elif (safer := safer_than(running := engine.launch.precision, action, escalate)) is not None:
+            if advice != (Action.NONE, None):
+                what = escalate if action == Action.NONE else action
+                logger.warning("fp8plan has applied %s; the engine runs %s", what, engine.launch.precision)
+        elif advice != self._logged and (safer := safer_than(running := engine.launch.precision, action, escalate)):
             logger.warning(
                 "fp8plan advises a step down from %s, and engines of several processes are not started again in a run; "
                 "go on from a checkpoint with choice=%r",
                 running,
                 safer,
             )
+            self._logged = advice
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -301,6 +325,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.monitor is None or checkpoint is None or not load_state(self.monitor, Path(checkpoint)):
             return
+        self._advice = (Action.NONE, None)  # of the run before this checkpoint was loaded
         guard, running = self._engine().guard, self._engine().launch.precision
         if guard is not None and guard.precision_for(running) != running:
             self._apply(guard.state.rung)

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final, Self
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.server.front import Front
+from fp8plan.runtime.server.front import LAST_SEQUENCES, Front
 from fp8plan.runtime.server.rollout import enough
 
 
@@ -55,6 +55,7 @@ class VerlFront(Front):
         super().__init__(engine)
         self.seen: dict[str, Any] = {}
         self._waiting = False  # True: new weights wait for parts that sleep
+        self._before: list[list[int]] = []  # sequences from before the rollout began
 
     @classmethod
     async def opened(cls, engine: Any) -> Self:
@@ -81,6 +82,12 @@ class VerlFront(Front):
         finally:
             await self._let(updating=False)
 
+    def begin_rollout(self) -> None:
+        """Measure KV scales on the sequences that come from now on, and on earlier ones (a validation's) until then."""
+        if self._sequences:
+            self._before = list(self._sequences)
+            self._sequences.clear()
+
     async def pause_generation(self, *, wait_for_inflight_requests: bool | None = None, **more: Any) -> None:
         """Pause as verl 0.9.1 asks. vLLM 0.32 has dropped the argument, which `mode` had replaced."""
         await self._own["pause_generation"](**({"mode": "wait"} if wait_for_inflight_requests else {}) | more)
@@ -101,6 +108,11 @@ class VerlFront(Front):
         if sampling_params.output_kind is RequestOutputKind.CUMULATIVE:
             return two_outputs(self.engine, prompt, sampling_params, request_id, **more)
         return super()._outputs(prompt, sampling_params, request_id, **more)
+
+    def _prompts(self) -> tuple[list[list[int]], str]:
+        if self._before and not self._sequences:
+            return self._before, LAST_SEQUENCES
+        return super()._prompts()
 
     async def _serve_new(self) -> None:
         if self._waiting and not self.state.asleep:

@@ -1,9 +1,9 @@
-"""verl's vLLM server with a planned engine, its log of a rollout's requests, and the replica that starts it."""
+"""verl's vLLM server with a planned engine, which logs a rollout's requests, and the replica that starts it."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -14,54 +14,13 @@ from fp8plan.integrations.verl import NAME
 from fp8plan.integrations.verl.front import VerlFront
 from fp8plan.integrations.verl.settings import REPLICA, SERVER, check_verl, handed_on, scored
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.engine.judge import counts
+from fp8plan.runtime.engine.judge import RolloutLog
 from fp8plan.runtime.engine.launch import launch
 from fp8plan.runtime.guard.observation import facts_of
-from fp8plan.runtime.mismatch.sampling import Sampling
 
 WORKER: Final = "fp8plan.integrations.verl.worker.PlannedWorker"
 UPDATE: Final = "update_weights_from_ipc"
 OF_VERL: Final = ("model", "worker_extension_cls", "skip_tokenizer_init")  # vLLM's arguments that stay verl's
-
-
-@dataclass(slots=True)
-class RolloutLog:
-    """The requests since the last `clear`.
-
-    rows:      begin and end in seconds, tokens of prompt and response, a number for the prompt
-    before:    vLLM's counts at the last `clear`
-    samplings: samplings of the requests
-    """
-
-    rows: list[tuple[float, float, int, int, int]] = field(default_factory=list)
-    before: tuple[int, int] = (0, 0)
-    samplings: set[Sampling] = field(default_factory=set)
-
-    def clear(self) -> None:
-        self.rows, self.before, self.samplings = [], counts(), set()
-
-    def add(self, begun: float, ended: float, prompt: list[int], response: int, sampling: Sampling) -> None:
-        """Count one request. response: tokens"""
-        if response:
-            self.samplings.add(sampling)
-            self.rows.append((begun, ended, len(prompt), response, hash(tuple(prompt))))
-
-    def observed(self) -> dict[str, Any] | None:
-        """The fields of an Observation, from the first request's start to the last end; None without requests."""
-        if not self.rows:
-            return None
-        begun, ended, prompts, responses, ids = zip(*self.rows, strict=True)
-        preemptions, compiled = (max(0, now - then) for now, then in zip(counts(), self.before, strict=True))
-        return {
-            "seconds": max(ended) - min(begun),
-            "arrival_s": max(begun) - min(begun),
-            "prompt_lengths": list(prompts),
-            "response_lengths": list(responses),
-            "prompt_ids": list(ids),
-            "preemptions": preemptions,
-            "compiled_files": compiled,
-            "sampling": Sampling.mixed(self.samplings),
-        }
 
 
 class PlannedServer(vLLMHttpServer):
@@ -117,22 +76,23 @@ class PlannedServer(vLLMHttpServer):
         """Generate one request as verl does, and count it."""
         begun, sampling = time.perf_counter(), scored(sampling_params, self.config)  # before verl removes some params
         output = await super().generate(prompt_ids, sampling_params, request_id, *args, **more)
-        self._requests.add(begun, time.perf_counter(), list(prompt_ids), len(output.token_ids), sampling)
+        self._requests.add(begun, time.perf_counter(), [(prompt_ids, len(output.token_ids))], sampling)
         return output
 
     async def fp8plan_begin(self) -> None:
-        """Begin to count the requests of a rollout."""
-        self._requests.clear()
+        """Begin to count the requests of a rollout. Its sequences alone measure KV scales, once there are some."""
+        self._requests = RolloutLog()
+        self._requests.begin()
+        self._front.begin_rollout()
 
     async def fp8plan_seen(self) -> dict[str, Any]:
         """Return {"status": VerlFront.seen, "facts": EngineFacts, "rollout": fields of an Observation, or None}."""
-        observed = self._requests.observed()
-        if observed is not None:
-            observed["kv_cache_tokens"] = self._front.seen["kv_cache_tokens"]
+        self._requests.end()
+        self._requests.kv_cache_tokens = self._front.seen["kv_cache_tokens"]
         return {
             "status": self._front.seen,
             "facts": facts_of(self._launch.setup, self._front.facts, self._launch.not_predicted),
-            "rollout": observed,
+            "rollout": self._requests.observed(),
         }
 
 

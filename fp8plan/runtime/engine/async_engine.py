@@ -12,6 +12,7 @@ from uuid import uuid4
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.engine.access import freeze_garbage, generating, refuse_shut_down, until_reset
 from fp8plan.runtime.engine.base import requests
+from fp8plan.runtime.engine.judge import Judge
 from fp8plan.runtime.engine.launch import Launch, launch
 from fp8plan.runtime.engine.options import arguments_of
 from fp8plan.runtime.engine.vllm_engine import VllmEngine
@@ -40,13 +41,15 @@ class AsyncRolloutEngine(
     """A vllm AsyncLLM in one of fp8plan's precisions, in a process of its own; `from_plan` or `from_setup` makes one.
 
     `engine.llm` is vLLM's AsyncLLM. Generate through the engine: only it knows when the weights must not be used. The
-    guard is fed by the caller, who knows which requests make a rollout: guard.after_rollout(observation_of(...)).
+    requests that begin and end in a `with engine.rollout():` are judged together; others are not judged, nor are those
+    whose outputs are deltas, which no longer have all tokens.
 
     Calls after `shutdown` raise LostEngineError.
     """
 
     def __init__(self, launched: Launch, settings: SyncSettings, guard: GuardSettings | None = None) -> None:
         super().__init__(launched, settings, launched.device, guard or GuardSettings())
+        self._judge = Judge(self, self.state, calls=False)
 
     @classmethod
     async def from_setup(
@@ -78,22 +81,28 @@ class AsyncRolloutEngine(
         A generate that is cancelled, or left before its end, leaves no request behind. Raises NotServingError while the
         weights must not be used, and ConfigError for a token id that the model does not have.
         """
+        from vllm.sampling_params import RequestOutputKind
+
         refuse_shut_down(self.state)
         refuse_prompts([prompt], self.state.vocabulary)
         with generating(self.state), named():
-            output = None
+            output, how, ended = None, self._judge.how, self._judge.begin(self.llm, sampling_params)
             async with aclosing(self._request(prompt, sampling_params, request_id)) as outputs:
                 async for output in outputs:
                     yield output
             if output is not None:
-                self._remember([output], more=True)
+                if getattr(sampling_params, "output_kind", None) != RequestOutputKind.DELTA:
+                    ended([output])
+                self._remember([output], how, more=True)
 
     def shutdown(self) -> None:
         """Stop the engine's process, for good: every later call raises LostEngineError."""
         self.state.shut_down = True
+        self._judge.close()
         self._stop()
 
     async def _start(self) -> None:
+        await asyncio.to_thread(self._judge.wait)  # the engine must not change while the guard judges
         self.launch.prepare()
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

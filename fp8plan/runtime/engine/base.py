@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.access import alone, refuse_asleep, refuse_dead, refuse_shut_down, warm_up_batches
+from fp8plan.runtime.engine.judge import How
 from fp8plan.runtime.engine.launch import Launch, has_fixed_scales
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict, answer
@@ -27,8 +28,8 @@ from fp8plan.runtime.tokens import is_text
 from fp8plan.runtime.weight_sync.delta.base import Chain
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
-    CALIBRATION_TOKENS,
     RANDOM,
+    Sequences,
     kv_scales,
     random_prompts,
     refuse_calibration,
@@ -72,6 +73,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         self.guard_off: str | None = None
         self._guard_settings = guard
         self._rollout: list[list[int]] = []
+        self._sampled: Sequences | None = None  # those of the rollouts that were opened since the last sync
         self._delta_bytes: int | None = None  # as in EngineFacts
 
     @classmethod
@@ -280,7 +282,10 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
 
     @property
     def last_sequences(self) -> list[list[int]]:
-        """Some sequences of the last rollout, prompt and response as token ids; empty before the first."""
+        """Some sequences of the last rollout, prompt and response as token ids; empty before the first.
+
+        They are spread over all calls of the rollouts that were opened since the last sync.
+        """
         return self._rollout
 
     def _asked(self, procedure: Procedure) -> Procedure:
@@ -294,18 +299,25 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         workers = yield from rpc("fp8plan_kv_scales")
         return workers[0]
 
-    def _remember(self, outputs: Sequence[Any], more: bool = False) -> None:
+    def _remember(self, outputs: Sequence[Any], how: How, more: bool = False) -> None:
         """Keep some sequences of a rollout to calibrate and examine the engine with, and note NaN log-probs.
 
-        more: keep the earlier ones, too
+        how:  what the call was to the rollouts
+        more: keep the sequences of earlier calls that were alone, too
         """
-        most = min(CALIBRATION_TOKENS, self._longest - 1)
-        chosen = outputs[:: max(1, len(outputs) // CALIBRATION_SEQUENCES)][:CALIBRATION_SEQUENCES]
-        sequences = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids][:most] for output in chosen]
-        if sequences:
-            self._rollout = [*(self._rollout if more else ()), *sequences][-CALIBRATION_SEQUENCES:]
         if any(has_nan(response) for output in outputs for response in output.outputs):
             self.state.soiled = True
+        if how == "beside" or not outputs:
+            return
+        sampled = self._sampled
+        if how == "alone" or sampled is None or sampled.weights != self.state.version:
+            sampled = Sequences(self.state.version)
+        for output in outputs:
+            sampled.add((output.prompt_token_ids or (), output.outputs[0].token_ids), self._longest - 1)
+        if how == "open":
+            self._sampled, self._rollout = sampled, sampled.spread
+        else:
+            self._rollout = [*(self._rollout if more else ()), *sampled.spread][-CALIBRATION_SEQUENCES:]
 
     def _rescale(self) -> Procedure:
         """Put the KV scales back after vLLM has set them to 1.0."""

@@ -2,7 +2,8 @@
 
     engine = RolloutEngine.from_plan(plan, "Qwen/Qwen3-8B")
     for step in range(steps):
-        outputs = engine.generate(prompts, sampling_params)
+        with engine.rollout():                                # may be left out if each step has one call
+            outputs = engine.generate(prompts, sampling_params)
         ...                                                   # train on them
         engine.apply(engine.verdict)                          # after a step down, a sync must follow
         engine.sync_weights(trainer.named_bf16_tensors())
@@ -31,8 +32,6 @@ from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings, dr
 
 if TYPE_CHECKING:
     from fp8plan.model.setup import EngineSetup
-    from fp8plan.runtime.guard.guard import Verdict
-    from fp8plan.runtime.guard.observation import Observation
 
 Answer = TypeVar("Answer")
 MODES = ("inprocess", "multiprocess")
@@ -57,7 +56,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
         staged_on = launched.device if apart else None
         super().__init__(launched, settings, staged_on, guard or GuardSettings())
         self.mode = mode
-        self._judge = Judge(self)
+        self._judge = Judge(self, self.state)
         self._half_done = False  # a step or a request was broken off
         with Held(self._give_up):
             try:
@@ -104,8 +103,9 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[Any]:
         """Generate as vllm.LLM.generate does, and return its RequestOutputs, in the order of the prompts.
 
-        Afterwards `verdict` is the guard's on this rollout. Raises NotServingError while another generate runs or the
-        weights must not be used, and ConfigError for a token id that the model does not have.
+        Without `rollout` the call is a rollout of its own, and `verdict` the guard's on it. Raises NotServingError
+        while another generate runs or the weights must not be used, and ConfigError for a token id that the model does
+        not have.
         """
         refuse_shut_down(self.state)
         with Held(self._give_up):
@@ -115,32 +115,12 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
                     "another generate is running, and vllm.LLM would mix up their outputs; wait for it"
                 )
             with generating(self.state):
-                judge = self._judge.begin(self.llm, sampling_params)
+                how, ended = self._judge.how, self._judge.begin(self.llm, sampling_params)
                 more = {"use_tqdm": False} | kwargs
                 outputs: list[Any] = self._finished(lambda: self.llm.generate(prompts, sampling_params, **more))
-                judge(outputs)
-                self._remember(outputs)
+                ended(outputs)
+                self._remember(outputs, how)
                 return outputs
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """The guard's verdict on the last rollout. None before the first, and without a guard (`guard_off` says why).
-
-        A thread works it out while the trainer goes on. Reading it waits for that thread.
-        """
-        return self._judge.last.verdict
-
-    @property
-    def observation(self) -> Observation | None:
-        """The lengths, seconds, preemptions and sampling of the last rollout; None before the first."""
-        return self._judge.last.observation
-
-    def report_kl(self, kl_k3: float) -> None:
-        """Report the trainer's mean k3 between its policy and the last rollout's, in nats per token.
-
-        The verdict on the next rollout takes it into account. Raises ConfigError if it is not finite.
-        """
-        self._judge.report_kl(kl_k3)
 
     def shutdown(self) -> None:
         """Stop the engine and free its memory, for good: every later call raises LostEngineError."""

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
 
 from fp8plan.errors import NotServingError
 from fp8plan.runtime.engine.access import asleep_of, falling_asleep, refuse_shut_down
 from fp8plan.runtime.engine.base import Done, EngineBase, LiveScales, Made, Reply, Report, Source
+from fp8plan.runtime.engine.judge import Judge
 from fp8plan.runtime.weight_sync.procedure import clean
 from fp8plan.runtime.weight_sync.state import Call, Procedure
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.guard.guard import Verdict
+    from fp8plan.runtime.guard.observation import Observation
 
 
 class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
@@ -24,6 +29,40 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
     """
 
     mode: Literal["inprocess", "multiprocess"] = "multiprocess"
+    _judge: Judge
+
+    def rollout(self) -> AbstractContextManager[None]:
+        """Open a rollout: all calls of `generate` in this `with` belong to one batch, and are judged once.
+
+        Until the first `with engine.rollout():` every `generate` of a RolloutEngine is a rollout of its own. From then
+        on a call outside is not judged, recorded or calibrated on. A rollout inside another is part of it; one that
+        ends by an exception is not judged.
+        """
+        return self._judge.rollout()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The guard's verdict on the last rollout. None before the first, and without a guard (`guard_off` says why).
+
+        Its action is the advice that stands: that of this rollout or of an earlier one, until `apply` has done it. A
+        thread works the verdict out while the trainer goes on. Reading it waits for that thread.
+        """
+        return self._judge.verdict
+
+    @property
+    def observation(self) -> Observation | None:
+        """The lengths, seconds, preemptions and sampling of the last rollout; None before the first.
+
+        Several rollouts that were opened since the last sync, or since a Monitor's last step, are one observation.
+        """
+        return self._judge.last.observation
+
+    def report_kl(self, kl_k3: float) -> None:
+        """Report the trainer's mean k3 between its policy and the last rollout's, in nats per token.
+
+        The verdict on the next rollout takes it into account. Raises ConfigError if it is not finite.
+        """
+        self._judge.report_kl(kl_k3)
 
     def sleep(self, level: int = 1) -> Done:
         """Call vLLM's sleep (enable_sleep_mode=True). Level 1 keeps the weights on the host.

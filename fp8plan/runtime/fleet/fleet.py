@@ -13,7 +13,7 @@ weights. runtime.fleet.sync merges the replicas' answers in a sync, runtime.flee
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -166,8 +166,13 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
                 outputs = self._rollouts.run(self.serves, requests, expected_lengths)
             finally:
                 self._count_dead()
-            self._remember(outputs)
+            self._remember(outputs, self._rollouts.how)
             return outputs
+
+    def rollout(self) -> AbstractContextManager[None]:
+        """Open a rollout, as RolloutEngine.rollout does: all calls in this `with` belong to one batch."""
+        refuse_shut_down(self.state)
+        return self._rollouts.rollout(self.state)
 
     def replace(self, number: int) -> bool:
         """Start another replica in the place of one that died, or still lives. Returns whether it serves now.
@@ -254,6 +259,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
     def report_kl(self, kl_k3: float) -> None:
         """Report the trainer's mean k3 to the guards, as RolloutEngine.report_kl does."""
         self._every("report_kl", kl_k3)
+        self._rollouts.followed()
 
     def engine_facts(self) -> EngineFacts:
         """Return the facts about the running engines, with data_parallel_size replicas."""

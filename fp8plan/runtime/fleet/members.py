@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from textwrap import shorten
 from typing import Any, Literal, NamedTuple
 
 from fp8plan.errors import LostEngineError, NotServingError, warn
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.engine.judge import Judged
+from fp8plan.runtime.engine.judge import How, Judged
 from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.fleet.placement import await_places, place, placed, ray
 from fp8plan.runtime.fleet.sync import STREAMED, Packed, addressed, merged, packed, unpacked
-from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState
+from fp8plan.runtime.guard.fallback import DEPTH, Action, GuardSettings, GuardState
+from fp8plan.runtime.guard.guard import in_effect
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings
 from fp8plan.runtime.weight_sync.stream import Channel
+
+
+class _Broken(Exception):
+    """The end of a fleet's rollout that is not judged."""
 
 
 class Replica:
@@ -29,6 +34,7 @@ class Replica:
     def __init__(self, launched: Launch, settings: SyncSettings) -> None:
         self._launch, self._settings = launched, settings
         self._channel: Channel | None = None
+        self._rollout, self._open = ExitStack(), False  # the fleet's, while it is open
 
     def start(self, mode: Literal["inprocess", "multiprocess"], guard: GuardSettings | None) -> tuple[int, int]:
         """Start vLLM. Returns the longest request and the vocabulary, in tokens. Raises as RolloutEngine does."""
@@ -41,6 +47,7 @@ class Replica:
         reply = self._engine.answer(call)
         if call == Call("rpc", ("fp8plan_commit", ())):  # a sync also clears the rest of a broken-off generate
             self._engine.state.refusal = None
+            self._engine.state.version += 1  # the next rollout is the first on new weights
         return reply
 
     def load(self, method: str, numbers: Sequence[int], parts: Sequence[Packed]) -> Any:
@@ -52,11 +59,24 @@ class Replica:
         self._channel.close()  # all workers have it open
         return reply
 
-    def generate(self, prompts: Any, sampling_params: Any, more: dict[str, Any]) -> tuple[list[Any], float]:
-        """Return the RequestOutputs, and the seconds that they took."""
+    def generate(self, prompts: Any, sampling_params: Any, more: dict[str, Any], how: How) -> tuple[list[Any], float]:
+        """Return the RequestOutputs, and the seconds that they took. how: what the call is to the fleet's rollouts"""
+        if how == "open" and not self._open:
+            self._rollout.enter_context(self._engine.rollout())
+            self._open = True
+        elif how == "beside":  # to a replica that has replaced another, too
+            with self._engine.rollout():
+                pass
         begun = time.perf_counter()
         outputs = self._engine.generate(prompts, sampling_params, **more)
         return outputs, time.perf_counter() - begun
+
+    def close_rollout(self, broken: bool) -> None:
+        """End the fleet's rollout. broken: it ended by an exception, and is not judged"""
+        self._open = False
+        with suppress(_Broken), self._rollout:
+            if broken:
+                raise _Broken
 
     def judgement(self) -> Judged:
         """Wait for the guard's verdict on the last rollout."""
@@ -67,10 +87,13 @@ class Replica:
         self._engine.report_kl(kl_k3)
 
     def remember(self, rung: Action) -> None:
-        """Tell the guard the deepest rung that the fleet has taken."""
+        """Tell the guard the deepest rung that the fleet has taken. Advice that is not done stands."""
         guard = self._engine.guard
-        if guard is not None and guard.state.rung != rung:
-            guard.state = GuardState(rung=rung)
+        if guard is not None:
+            if DEPTH[rung] < DEPTH[guard.state.taken]:  # from a checkpoint
+                guard.state = GuardState()
+            guard.took(rung)
+            guard.state = in_effect(guard.state, guard.facts.precision)
 
     def stop(self) -> None:
         """Shut vLLM down: its own processes would outlive this one's."""

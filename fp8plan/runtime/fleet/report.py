@@ -14,7 +14,7 @@ from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import rollout, schedules
 from fp8plan.runtime.fleet.routing import Split, consecutive, largest
-from fp8plan.runtime.guard.observation import EngineFacts, Observation, with_pool
+from fp8plan.runtime.guard.observation import EngineFacts, Observation, joined, with_pool
 from fp8plan.runtime.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -79,6 +79,27 @@ class Finished:
     replica_seconds: Mapping[int, float]
     rerouted: int
     judgements: Mapping[int, Judged] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Finished]) -> Finished:
+        """One rollout of several calls, one after the other; not judged so far."""
+        by_replica: dict[int, list[int]] = {}
+        seconds: dict[int, float] = {}
+        before = 0
+        for part in parts:
+            for number, requests in part.parts.items():
+                by_replica.setdefault(number, []).extend(before + request for request in requests)
+            for number, took_s in part.replica_seconds.items():
+                seconds[number] = seconds.get(number, 0.0) + took_s
+            before += len(part.samples)
+        return cls(
+            observation=parts[0].observation if len(parts) == 1 else joined([part.observation for part in parts]),
+            parts=by_replica,
+            samples=[count for part in parts for count in part.samples],
+            expected=[tokens for part in parts for tokens in part.expected],
+            replica_seconds=seconds,
+            rerouted=sum(part.rerouted for part in parts),
+        )
 
     def judged(self, judgements: Mapping[int, Judged]) -> Finished:
         """Return the same with the guards' judgements, and their counts and sampling in the observation."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fp8plan.errors import ConfigError, NotServingError
+from fp8plan.runtime.engine.judge import How
 from fp8plan.runtime.fleet.members import Members
 from fp8plan.runtime.fleet.report import Finished
 from fp8plan.runtime.fleet.routing import SeenLengths, given_lengths, routed
 from fp8plan.runtime.guard.observation import observation_of
+from fp8plan.runtime.weight_sync.state import SyncState
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +68,51 @@ def name_of(prompt: Any) -> Hashable:
 
 
 class Rollouts:
-    """The last rollout of a fleet, and the lengths that its prompts have had.
+    """The last rollouts of a fleet, as runtime.engine.judge has those of an engine, and the lengths of their prompts.
 
     expected_tokens: tokens to expect of a response to a new prompt
+
+    opened: a rollout was opened
     """
 
     def __init__(self, members: Members, expected_tokens: float) -> None:
         self._members = members
         self._seen = SeenLengths(expected_tokens)
         self._last: Finished | None = None
+        self.opened = False
+        self._open: list[Finished] | None = None  # the calls of the open rollout
+        self._followed: object = None  # the weights of the last rollout; None: a step has followed
+
+    @contextmanager
+    def rollout(self, state: SyncState) -> Iterator[None]:
+        """Open a rollout in all replicas. state: of the fleet's weights"""
+        if self._open is not None:
+            yield
+            return
+        calls: list[Finished] = []
+        self._last = self._last if self.opened else None
+        self.opened, self._open, broken = True, calls, True
+        try:
+            yield
+            broken = False
+        finally:
+            self._open = None
+            self._members.collect(self._members.submit("close_rollout", dict.fromkeys(self._members.living, (broken,))))
+        if calls:
+            weights = ("weights", state.version)
+            before = [self._last] if self._last is not None and self._followed == weights else []
+            self._last, self._followed = Finished.joined([*before, *calls]), weights
+
+    @property
+    def how(self) -> How:
+        """What a call is that begins now, as Judge.how."""
+        if self._open is not None:
+            return "open"
+        return "beside" if self.opened else "alone"
+
+    def followed(self) -> None:
+        """Note that a step has followed the rollouts so far."""
+        self._followed = None
 
     def run(self, serving: Sequence[int], requests: Requests, lengths: Sequence[float] | None) -> list[Any]:
         """Return vLLM's RequestOutputs of one rollout, in the order of the prompts.
@@ -86,13 +125,14 @@ class Rollouts:
         names = requests.names
         expected = self._seen.expected(names) if lengths is None else given_lengths(lengths, len(names))
         loads = requests.loads(expected)
-        begun = time.perf_counter()
-        done = dispatched(self._members, serving, requests, loads)
+        begun, how = time.perf_counter(), self.how
+        done = dispatched(self._members, serving, requests, loads, how)
         seconds = time.perf_counter() - begun
         samples = [[len(each.token_ids) for each in output.outputs if len(each.token_ids)] for output in done.outputs]
-        self._last = None
-        if any(samples):
-            self._last = Finished(
+        if how == "alone":
+            self._last = None
+        if any(samples) and how != "beside":
+            finished = Finished(
                 observation=observation_of(done.outputs, seconds),
                 parts=done.parts,
                 samples=[len(some) for some in samples],
@@ -100,6 +140,10 @@ class Rollouts:
                 replica_seconds=done.seconds,
                 rerouted=done.rerouted,
             )
+            if self._open is None:
+                self._last = finished
+            else:
+                self._open.append(finished)
             self._seen.learn(names, [sum(some) / max(1, len(some)) for some in samples])
         return done.outputs
 
@@ -126,8 +170,12 @@ class Dispatched(NamedTuple):
     rerouted: int
 
 
-def dispatched(members: Members, serving: Sequence[int], requests: Requests, loads: Sequence[float]) -> Dispatched:
+def dispatched(
+    members: Members, serving: Sequence[int], requests: Requests, loads: Sequence[float], how: How = "alone"
+) -> Dispatched:
     """Let these replicas answer requests. If one dies, the others answer its requests from the start.
+
+    how: what the call is to the fleet's rollouts
 
     Raises NotServingError once no replica is left, and vLLM's errors.
     """
@@ -144,7 +192,7 @@ def dispatched(members: Members, serving: Sequence[int], requests: Requests, loa
             )
         split = routed([loads[request] for request in left], len(alive))
         dealt = {number: [left[at] for at in part] for number, part in zip(alive, split, strict=True) if part}
-        running = members.submit("generate", {number: requests.take(part) for number, part in dealt.items()})
+        running = members.submit("generate", {number: (*requests.take(part), how) for number, part in dealt.items()})
         answers = members.collect(running)
         for number, (answered, took_s) in answers.items():
             for request, output in zip(dealt[number], answered, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from math import inf
 from typing import Any, Final
@@ -63,7 +63,7 @@ def answered(
     recalibrate = escalation == Escalation.RECALIBRATE_KV
     for rung in _below(state, precision, kv_fixed):
         if (rung == Action.RECALIBRATE_KV) == recalibrate:
-            return GuardState(rung=rung), rung
+            return GuardState(rung=rung, taken=state.taken), rung
     return state, Action.NONE
 
 
@@ -127,31 +127,39 @@ class GuardSettings:
 class GuardState:
     """The guard's memory, saved with a checkpoint.
 
-    rung:       the deepest action so far
+    rung:       the deepest action that was advised
+    taken:      the deepest one that was done
     slow:       slow rollouts in a row
     mismatched: rollouts in a row with KL over its limit, or K or V clipped by fixed scales
     """
 
     rung: Action = Action.NONE
+    taken: Action = Action.NONE
     slow: int = 0
     mismatched: int = 0
 
+    @property
+    def pending(self) -> Action:
+        """The advice that stands: it was given, and is not done."""
+        return self.rung if DEPTH[self.rung] > DEPTH[self.taken] else Action.NONE
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"rung": self.rung.value, "slow": self.slow, "mismatched": self.mismatched}
+        return asdict(self) | {"rung": self.rung.value, "taken": self.taken.value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> GuardState:
-        """Read the result of `to_dict`. Raises ConfigError for anything else."""
-        names = [field.name for field in fields(cls)]
-        counts: list[Any] = [data.get(name) for name in names[1:]]
-        fine = set(data) == set(names) and all(type(count) is int and count >= 0 for count in counts)
-        if not fine or data["rung"] not in list(Action):
+        """Read the result of `to_dict`, also an older one without `taken`. Raises ConfigError for anything else."""
+        values: dict[str, Any] = {"taken": data.get("rung"), **data}
+        counts = (values.get("slow"), values.get("mismatched"))
+        fine = values.keys() == {field.name for field in fields(cls)}
+        fine = fine and all(type(count) is int and count >= 0 for count in counts)
+        if not fine or any(values[name] not in list(Action) for name in ("rung", "taken")):
             raise ConfigError(
-                f"the guard's state is {dict(data)!r}; allowed: rung ({', '.join(Action)}) and the counts slow and "
-                "mismatched, as state_dict() gave them"
+                f"the guard's state is {dict(data)!r}; allowed: rung and taken ({', '.join(Action)}) and the counts "
+                "slow and mismatched, as state_dict() gave them"
             )
-        return cls(Action(data["rung"]), *counts)
+        return cls(**values | {name: Action(values[name]) for name in ("rung", "taken")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +218,7 @@ def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tu
             waiting.append(f"{what}: {_waits(state.mismatched, rungs[0], settings)}")
     if wanted:
         action = max(wanted, key=DEPTH.__getitem__)
-        return GuardState(rung=action), action, f"{action}, because {' and '.join(wanted.values())}"
+        return GuardState(rung=action, taken=state.taken), action, f"{action}, because {' and '.join(wanted.values())}"
     return state, Action.NONE, "; ".join(waiting) or _nothing_to_do(symptoms, gains)
 
 

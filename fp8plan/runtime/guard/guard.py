@@ -129,6 +129,7 @@ class Guard:
         except Fp8PlanError as error:
             raise type(error)(f"the guard cannot predict this engine: {error}") from None
         self.facts, self._first = facts, True
+        self.state = in_effect(self.state, facts.precision)
 
     def after_rollout(self, observation: Observation) -> Verdict:
         """Judge a rollout. Call it once for each, in order. Raises as the cost model does."""
@@ -186,7 +187,19 @@ class Guard:
     def took(self, action: Action) -> None:
         """Note an action that was done; it is not asked for again."""
         if DEPTH[action] > DEPTH[self.state.rung]:
-            self.state = GuardState(rung=action)
+            self.state = GuardState(rung=action, taken=action)
+        elif DEPTH[action] > DEPTH[self.state.taken]:
+            self.state = replace(self.state, taken=action)
+
+    def standing(self, verdict: Verdict) -> Verdict:
+        """The verdict with the advice that stands: its own or that of an earlier one, until it is done."""
+        pending = self.state.pending
+        if DEPTH[verdict.action] > DEPTH[self.state.taken] or verdict.action == pending:
+            return verdict
+        reason = verdict.reason
+        if pending != Action.NONE:
+            reason = f"{reason}; {pending} was advised before, and is not done"
+        return replace(verdict, action=pending, reason=reason)
 
     def precision_for(self, planned: str) -> str:
         """The preset to start an engine with, also after a restart from a saved state. planned: the plan's preset"""
@@ -208,13 +221,27 @@ class Guard:
         if self.settings.anchor is None or self.rollouts:
             same = {"model": self.facts.model}  # the folder may have moved
             self._correct([row | same for row in rows if row.get("gpu") == self.facts.gpu])
-        self.state = state
+        self.state = in_effect(state, self.facts.precision)
 
 
 def teaches(observation: Observation, verdict: Verdict) -> bool:
     """True for a rollout that may correct the prediction: no disturbance and no other FP8 kernel explains its gap."""
     disturbed = any(each.gap and each.cause in DISTURBANCES for each in verdict.causes)
     return verdict.as_fast is not False and not observation.compiled_files and not disturbed
+
+
+def in_effect(state: GuardState, precision: str) -> GuardState:
+    """The state with `taken` as the running precision shows it. A recalibration leaves no trace there.
+
+    A step down that a saved state has taken is not in effect in an engine that was started anew. One that was only
+    advised is in effect if somebody has started a safer engine.
+    """
+    steps = [Action.KV_TO_BF16, Action.ALL_BF16]
+    if state.rung in steps and stepped_down(precision, state.rung) == precision:
+        return replace(state, taken=state.rung)
+    if state.taken in steps and stepped_down(precision, state.taken) != precision:
+        return replace(state, taken=Action.NONE)
+    return state
 
 
 def answer(guard: Guard | None, precision: str, escalation: Escalation, kv_fixed: bool = False) -> Action:

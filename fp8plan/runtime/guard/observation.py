@@ -7,7 +7,7 @@ engine's kernels with those of its profile.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
@@ -158,16 +158,17 @@ def facts_of(setup: EngineSetup, facts: Mapping[str, Any], not_predicted: Sequen
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Measurements of one rollout: one `generate()` of a whole batch.
+    """Measurements of one rollout: all calls of `generate()` that belong to one batch.
 
-    seconds:          wall time of the call
+    seconds:          time in which its calls ran
     prompt_lengths, response_lengths: tokens of each response, in order of arrival; shape (responses,)
     prompt_ids:       a number for each response, the same for the same prompt; None: all prompts differ
-    preemptions:      vLLM's count during the call
+    preemptions:      vLLM's count during the rollout
     kv_cache_tokens:  size of the measured pool, num_gpu_blocks * block_size; None: the predicted one
-    compiled_files:   kernels compiled during the call (`access.compiled_files`); None: not known
+    compiled_files:   kernels compiled during it (`access.compiled_files`); None: not known
     longest_step_s:   longest engine step; None: not known
-    arrival_s:        time from the first arrival of a request to the last; None: not known, or all came at once
+    arrival_s:        time from the first arrival of a request to the last, on the clock of `seconds`; None: not known,
+                      or all came at once
     host_slowdown:    measured by `Watch` in runtime.measure.rollouts.host; None: not known
     idle_s:           time from the end of the rollout before to its begin; None: not known, or there was none
     kl_k3:            mean k3 per token between trainer and rollout; None: not known
@@ -249,6 +250,40 @@ def observation_of(outputs: Sequence[RequestOutput], seconds: float, **more: Any
         rows += [(len(prompt), len(each.token_ids), name) for each in output.outputs if len(each.token_ids)]
     prompts, responses, ids = zip(*rows, strict=True) if rows else ((), (), ())
     return Observation(seconds, prompts, responses, ids, **more)
+
+
+def joined(parts: Sequence[Observation]) -> Observation:
+    """The observation of rollouts that ran one after the other, as one: seconds are summed, and responses listed.
+
+    Their arrivals are counted on the clock of the summed seconds. The same prompt in two parts counts as two.
+    """
+    first, last = parts[0], parts[-1]
+    ids: list[int] = []
+    for part in parts:
+        own = range(len(part.prompt_lengths)) if part.prompt_ids is None else part.prompt_ids
+        ids += (np.unique(list(own), return_inverse=True)[1] + 1 + max(ids, default=-1)).tolist()
+    seconds = sum(part.seconds for part in parts)
+    compiled = [part.compiled_files for part in parts]
+    return replace(
+        last,
+        seconds=seconds,
+        prompt_lengths=[tokens for part in parts for tokens in part.prompt_lengths],
+        response_lengths=[tokens for part in parts for tokens in part.response_lengths],
+        prompt_ids=ids,
+        preemptions=sum(part.preemptions for part in parts),
+        compiled_files=None if None in compiled else sum(files or 0 for files in compiled),
+        longest_step_s=_most(part.longest_step_s for part in parts),
+        arrival_s=seconds - last.seconds + (last.arrival_s or 0.0),
+        host_slowdown=_most(part.host_slowdown for part in parts),
+        idle_s=first.idle_s,
+        kl_k3=next((part.kl_k3 for part in reversed(parts) if part.kl_k3 is not None), None),
+        sampling=Sampling.mixed(part.sampling for part in parts),
+    )
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    """The largest value that is known."""
+    return max((value for value in values if value is not None), default=None)
 
 
 def _lengths(name: str, lengths: Sequence[int]) -> tuple[int, ...]:

@@ -56,6 +56,7 @@ class _Context(NamedTuple):
 
     number, rollout, fresh: arguments of `Monitor.step`
     begun:    seconds, by time.perf_counter
+    tokens:   those of this rank's batch
     sampling: the step's, or else the Monitor's; None: that of the rollout
     own:      the loop's own figures
     synced:   the mismatch under the weights that sampled; None: not known
@@ -63,11 +64,17 @@ class _Context(NamedTuple):
 
     number: int
     begun: float
+    tokens: int
     rollout: Rollout
     sampling: Sampling | None
     own: run_record.Metrics
     synced: Mismatch | None = None
     fresh: bool = False
+
+
+def tokens_in(sums: MismatchSums) -> int:
+    """The tokens of a batch, with those that have no finite log-prob."""
+    return int(sums["tokens"] + sums["invalid"])
 
 
 class Monitor:
@@ -79,8 +86,9 @@ class Monitor:
     sinks:      destinations of the records; opened here, on rank 0 only
     plan:       gives the controller its initial thresholds, and the expected KL of the precision that runs: the
                 engine's, also after a step down; without an engine, that of the plan's choice
-    engine:     the RolloutEngine or RolloutFleet that samples. Its last rollout, its guard's verdict and its facts go
-                into the record, and it gets the KL (`report_kl`)
+    engine:     the RolloutEngine, AsyncRolloutEngine or RolloutFleet that samples. Its rollouts since the last step,
+                its guard's verdict and its facts go into the record, and it gets the KL (`report_kl`). A warning says
+                if the rollout has other tokens than the batch
     guard:      without an engine: judges the rollouts that `step` gets, in the caller's time (1,536 responses of 20,000
                 tokens: 2 s)
     facts:      without an engine: facts about the one that runs, for the record; None: the guard's
@@ -176,7 +184,7 @@ class Monitor:
                   every rank or on none. They separate staleness from precision in `step.attribution`
         fresh:    the trainer still has the weights that sampled: nothing is stale
         rollout:  the rollout's seconds and lengths as an Observation, or the fields of a rollout record; None: the
-                  engine's last rollout, unless an earlier step had it
+                  engine's rollouts since the last step
         sampling: how the rollout was sampled, as Sampling.of reads it; None: the Monitor's, or else the rollout's. If
                   it biases the ratios, a warning and every step's reason say so
         number:   the step's number in the record; None: one more than the last
@@ -207,7 +215,7 @@ class Monitor:
         update = self._decided(mismatch, synced is not None)
         behind = None if synced is None else synced.reduced(self.group).metrics()
         correction = correct(tokens, replace(self.settings, thresholds=update[0]), self.group)
-        context = _Context(done, begun, rollout, sampled, own, behind, fresh)
+        context = _Context(done, begun, tokens_in(sums), rollout, sampled, own, behind, fresh)
         return self._concluded(mismatch, update, correction, context)
 
     def conclude(self, sums: MismatchSums, correction: Correction) -> Step | None:
@@ -218,7 +226,7 @@ class Monitor:
 
         Every rank calls it, even without tokens. Returns None, and does nothing, if no rank has any.
         """
-        context = _Context(self.steps + 1, time.perf_counter(), None, self._sampling, {})
+        context = _Context(self.steps + 1, time.perf_counter(), tokens_in(sums), None, self._sampling, {})
         mismatch = sums.reduced(self.group).metrics()
         if not mismatch.tokens + mismatch.invalid:
             return None
@@ -246,7 +254,7 @@ class Monitor:
         decided = sounding(decided, of_correction(whole_batch, self.controller.limits))
         # From here on nothing may raise: the other ranks have gone on.
         self.state, self.steps = state, context.number
-        judged = self._witness.judged(context.rollout, mismatch)
+        judged = self._witness.judged(context.rollout, mismatch, context.tokens)
         if judged.observation is not None and judged.observation.kv_clipped:
             decided = sounding(decided, [Alarm.KV_CLIP])
         sampling = self._witness.sampling(context.rollout) if context.sampling is None else context.sampling

@@ -44,9 +44,9 @@ class Witness:
             raise ConfigError("an engine and a guard or facts are given; allowed: the engine, which has both, alone")
         if engine is not None and not hasattr(engine, "report_kl"):
             raise ConfigError(
-                f"the engine is {type(engine).__name__}, which does not judge its rollouts itself; allowed: "
-                "RolloutEngine, or guard=engine.guard, and step(..., rollout=observation_of(outputs, seconds)), which "
-                "is in fp8plan.runtime.guard.observation"
+                f"the engine is {type(engine).__name__}, which does not judge its rollouts itself; allowed: an engine "
+                "of fp8plan (RolloutEngine, AsyncRolloutEngine, RolloutFleet), or guard=engine.guard, and step(..., "
+                "rollout=observation_of(outputs, seconds)), which is in fp8plan.runtime.guard.observation"
             )
         self.engine, self.facts, self._guard = engine, facts, guard
         self._rollout: Observation | None = None  # the engine's last rollout that is in a record
@@ -58,10 +58,17 @@ class Witness:
         """The guard that judges the rollouts: the engine's, or the Witness's own."""
         return self._guard if self.engine is None else self.engine.guard
 
-    def judged(self, rollout: Observation | Mapping[str, Any] | None, mismatch: Mismatch) -> Judged:
-        """The observation of a rollout, and the verdict of the engine or of the guard on it."""
+    def judged(
+        self, rollout: Observation | Mapping[str, Any] | None, mismatch: Mismatch, own: int | None = None
+    ) -> Judged:
+        """The observation of a rollout, and the verdict of the engine or of the guard on it.
+
+        own: tokens of this rank's batch; None: not known
+        """
         if self.engine is not None:
             by_engine = self._by_engine(self.engine, mismatch)
+            if own is not None and by_engine.observation is not None:
+                self._compare(by_engine.observation.output_tokens, own, mismatch.tokens + mismatch.invalid)
             return by_engine._replace(observation=rollout) if isinstance(rollout, Observation) else by_engine
         if rollout is None or (isinstance(rollout, Mapping) and rollout.get("seconds") is None):
             return Judged()
@@ -79,7 +86,7 @@ class Witness:
         return by_guard
 
     def _by_engine(self, engine: RolloutEngine | RolloutFleet, mismatch: Mismatch) -> Judged:
-        """The engine's verdict on its last rollout, once for all steps that train on it.
+        """The engine's verdict on the rollouts since the last step, once for all steps that train on them.
 
         An engine that does not answer, perhaps because it has died, must not cost the step.
         """
@@ -97,6 +104,19 @@ class Witness:
         if last.off is not None:
             self.warn_once("guard", last.off)
         return last
+
+    def _compare(self, sampled: int, own: int, every: int) -> None:
+        """Warn if a rollout is not that of the batch.
+
+        sampled: tokens of the rollout; own, every: tokens of the batch, in this rank and in all
+        """
+        if not own <= sampled <= every:
+            self.warn_once(
+                "batch",
+                f"a step's batch has {every:,} tokens, and its rollout {sampled:,}. If calls beside the rollout were "
+                "counted (an evaluation, a scoring), type: with engine.rollout(): around the calls of the batch; if "
+                "responses were cut or left out, or the step has a part of the batch, nothing is wrong",
+            )
 
     def sampling(self, rollout: Observation | Mapping[str, Any] | None) -> Sampling | None:
         """The sampling of a step's rollout, or else of the engine's last; None: not known."""

@@ -62,12 +62,27 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str, 
             await cancelled(engine)
             await engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION)
             assert await generate(engine) == expected["a"]
+            await rolled_out(engine)
             await examined(engine)
             await pulled(engine)
             await died(engine)
         finally:
             engine.shutdown()
         await after_shutdown(engine)
+
+    async def rolled_out(engine: AsyncRolloutEngine) -> None:
+        """The requests of an opened rollout are judged together, others are not."""
+        assert engine.observation is None
+        with engine.rollout():
+            await asyncio.gather(*(one(engine, prompt, tokens=5) for prompt in PROMPTS))
+            await one(engine, PROMPTS[0], tokens=7)
+        await one(engine, PROMPTS[1], tokens=9)  # an evaluation
+        seen = engine.observation
+        assert seen is not None
+        assert sorted(seen.response_lengths) == [5, 5, 7]
+        assert 0 < (seen.arrival_s or 0) < seen.seconds
+        assert (engine.verdict is None) == (engine.guard is None)
+        assert len(engine.last_sequences) == 3
 
     async def examined(engine: AsyncRolloutEngine) -> None:
         """The doctor asks it in its event loop, and sees the weights that it was not told of."""

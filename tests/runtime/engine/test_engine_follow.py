@@ -32,7 +32,6 @@ from fp8plan.runtime.engine.judge import Judge, Judged
 from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState
 from fp8plan.runtime.guard.guard import Guard, Verdict
-from fp8plan.runtime.guard.observation import Observation
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Callback
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings
@@ -296,27 +295,15 @@ def test_a_shut_down_engine_judges_no_more(monkeypatch: pytest.MonkeyPatch) -> N
     judge = engine._judge = Judge(engine)
     go_on, begun = Event(), Event()
     under_way = judge._thread.submit(lambda: begun.set() or go_on.wait(30))
-    judge._judging = judge._thread.submit(Judged)
+    judge._since.append(judge._thread.submit(Judged))
     begun.wait(30)
     engine.shutdown()
     assert engine.verdict is None
-    assert judge._judging.cancelled()
+    assert judge._since[0].cancelled()
     go_on.set()
     assert under_way.result(30)
     with pytest.raises(RuntimeError, match="after shutdown"):
         judge._thread.submit(Judged)
-
-
-def test_the_judge_times_how_long_the_engine_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([100.0, 130.0])
-    monkeypatch.setattr("fp8plan.runtime.engine.judge.time.perf_counter", lambda: next(clock))
-    judge = Judge(SimpleNamespace(guard=None))
-    for idle_s in (None, 20.0):
-        judge.judge(lambda: Observation(seconds=10.0, prompt_lengths=[1], response_lengths=[1]))
-        seen = judge.last.observation
-        assert seen is not None
-        assert seen.idle_s == idle_s
-    judge.close()
 
 
 def test_a_new_engine_is_not_taken_for_one_that_was_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fleet_fakes import MANIFEST, FakeMembers, FakeReplica
+from fleet_fakes import MANIFEST, FakeLaunch, FakeMembers, FakeReplica, made
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.model.limits import EngineLimits
@@ -26,33 +25,6 @@ from fp8plan.runtime.weight_sync.nccl import RemoteSource, Rendezvous
 from fp8plan.runtime.weight_sync.state import SyncSettings
 
 PROMPTS = [[1, 2], [3]]
-
-
-class FakeLaunch(SimpleNamespace):
-    """A Launch, as far as a fleet asks it."""
-
-    fp8_kv, precision, not_predicted, workers = True, "fp8_kv", (), 1
-
-    @property
-    def setup(self) -> Any:
-        raise ConfigError("a test without a guard")
-
-    def refuse_other(self, facts: Any) -> None: ...
-
-    def checkpoint(self) -> None: ...
-
-    def holding(self, longest: int) -> FakeLaunch:
-        self.limits = SimpleNamespace(max_model_len=longest)
-        return self
-
-
-def made(replicas: int = 2, keep_weights: bool = True, **settings: Any) -> tuple[RolloutFleet, FakeMembers]:
-    members = FakeMembers(0)
-    members.count = replicas
-    launched: Any = FakeLaunch()
-    fleet = RolloutFleet(launched, SyncSettings(**settings), members, keep_weights=keep_weights)  # type: ignore[arg-type]
-    members.calls = 0
-    return fleet, members
 
 
 def sync(fleet: RolloutFleet, value: float) -> Any:

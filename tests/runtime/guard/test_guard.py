@@ -23,7 +23,17 @@ from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import clocks
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import validate
-from fp8plan.runtime.guard.guard import Action, Cause, Found, Guard, GuardSettings, GuardState, Verdict, update
+from fp8plan.runtime.guard.guard import (
+    Action,
+    Cause,
+    Found,
+    Guard,
+    GuardSettings,
+    GuardState,
+    Verdict,
+    in_effect,
+    update,
+)
 from fp8plan.runtime.guard.observation import (
     EngineFacts,
     Observation,
@@ -612,3 +622,31 @@ def test_outputs_become_an_observation() -> None:
     assert got == Observation(2.0, (2, 2, 3, 2), (3, 4, 2, 6), (0, 0, 1, 0), preemptions=1)
     with pytest.raises(ConfigError, match="empty"):
         observation_of([output([1], 0)], 2.0)
+
+
+def test_a_state_says_what_was_advised_and_what_was_done() -> None:
+    advised = GuardState(rung=Action.KV_TO_BF16)
+    assert (advised.pending, GuardState(Action.ALL_BF16, Action.ALL_BF16).pending) == (Action.KV_TO_BF16, Action.NONE)
+    older = {name: value for name, value in advised.to_dict().items() if name != "taken"}
+    assert GuardState.from_dict(older).taken == Action.KV_TO_BF16  # which did not tell them apart
+    assert GuardState.from_dict(advised.to_dict()) == advised
+
+
+@pytest.mark.parametrize(
+    ("rung", "taken", "running", "done"),
+    [
+        ("none", "none", "fp8_kv", "none"),
+        ("recalibrate_kv", "none", "fp8_kv", "none"),
+        ("recalibrate_kv", "recalibrate_kv", "fp8_kv", "recalibrate_kv"),
+        ("kv_to_bf16", "kv_to_bf16", "fp8_kv", "none"),  # saved by a run that had stepped down
+        ("kv_to_bf16", "none", "bf16", "kv_to_bf16"),  # somebody has started the safer precision
+        ("all_bf16", "kv_to_bf16", "fp8_block", "kv_to_bf16"),
+        ("all_bf16", "all_bf16", "fp8_block", "none"),
+        ("kv_to_bf16", "recalibrate_kv", "fp8_kv", "recalibrate_kv"),
+    ],
+)
+def test_a_step_down_is_in_effect_where_the_running_precision_shows_it(
+    rung: str, taken: str, running: str, done: str
+) -> None:
+    state = GuardState(Action(rung), Action(taken))
+    assert in_effect(state, running) == GuardState(Action(rung), Action(done))
