@@ -200,7 +200,7 @@ class _Weighted(NamedTuple):
           clipped: tokens with a weight that is not their raw ratio
           above, below: tokens (level token) or sequences with a raw ratio above or below `_bounds`
           shown: the numbers whose extremes verl logs: weights of level token, raw ratios of the other two
-          sequence, sequence_above, sequence_below: mean weight and raw ratio of each sequence, 0 if it is empty
+          sequence, sequence_above, sequence_below: mean weight and raw ratio of each sequence
     """
 
     weights: torch.Tensor
@@ -274,30 +274,30 @@ def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> _Weighted:
         per_sequence.add(part, tokens.log_ratio[part])
     log_ratio = per_sequence.numpy()
     if settings.level == "geometric":
-        log_ratio = log_ratio / np.maximum(lengths, 1)
+        log_ratio = log_ratio / lengths
     raw = np.exp(np.clip(log_ratio, -LIMIT, LIMIT))
     above, below = raw > high, raw < low
     within = ~(above | below)
-    tis, count, filled = settings.mode == "tis", len(raw), lengths > 0
+    tis, count = settings.mode == "tis", len(raw)
     weights = np.minimum(raw, high) if tis else raw * within
     sums = {
         "weight": Moments.of(weights, lengths), "shown": Moments.of(raw), "raw": Moments.of(raw, lengths),
         "clipped": Moments.of((above if tis else ~within).astype(np.float64), lengths),
         "above": Moments.share(above.sum(), count), "below": Moments.share(below.sum(), count),
-        "raw_sequences": Moments.of(raw[filled]),
+        "raw_sequences": Moments.of(raw),
     }  # fmt: skip
     return _Weighted(
         spread(weights.astype(np.float32), tokens),
         None if tis else spread(within, tokens),
-        sums | of_sequences(weights * filled, raw * filled, low, high),
+        sums | of_sequences(weights, raw, low, high),
     )
 
 
 def _normalised(tokens: Tokens, settings: CorrectionSettings, raw: _Weighted, group: Any) -> float:
-    """Divide the weights, in place, by their mean over all ranks' tokens or sequences that are not empty; return it."""
+    """Divide the weights, in place, by their mean over all ranks' tokens or sequences; return it."""
     count, total = float(len(tokens)), raw.sums["weight"].total
     if settings.level != "token":
-        count, total = float((tokens.lengths > 0).sum()), raw.sums["sequence"].total
+        count, total = float(tokens.sequences), raw.sums["sequence"].total
     total, count = all_reduced(np.array([total, count]), group)
     mean = total / max(count, TINY)
     if mean <= TINY:
@@ -317,7 +317,7 @@ def _rejected(tokens: Tokens, settings: CorrectionSettings) -> tuple[torch.Tenso
         sums |= {f"{rule.name}_{name}": moments for name, moments in rule_sums.items()}
         keep = kept if keep is None else keep.logical_and_(kept)
     if keep is not None:
-        sums |= _masked(tokens, keep, tokens.sequences)
+        sums |= _masked(tokens, keep)
     if settings.veto is not None:
         kept, vetoed = _vetoed(tokens, settings.veto)
         sums |= vetoed
@@ -325,12 +325,12 @@ def _rejected(tokens: Tokens, settings: CorrectionSettings) -> tuple[torch.Tenso
     return keep, sums
 
 
-def _masked(tokens: Tokens, keep: torch.Tensor, sequences: int) -> Sums:
-    """Shares of the tokens that are not kept, and of the `sequences` with such a token."""
+def _masked(tokens: Tokens, keep: torch.Tensor) -> Sums:
+    """Shares of the tokens that are not kept, and of the sequences with such a token."""
     dropped = lost(tokens, keep)
     return {
         "masked": Moments.share(dropped.sum(), len(tokens)),
-        "masked_sequences": Moments.share((dropped > 0).sum(), sequences),
+        "masked_sequences": Moments.share((dropped > 0).sum(), tokens.sequences),
     }
 
 
@@ -373,14 +373,14 @@ def _tokens_kept(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, Sums]:
     total, square, above_count, below_count = totals.tolist()
     smallest, largest = torch.stack(ends).numpy().T
     sums, lengths, count = per_sequence.numpy(), tokens.lengths.numpy(), len(tokens)
-    means = (sums / (lengths + TINY))[lengths > 0]
+    means = sums / (lengths + TINY)
     return keep, {
         "value": Moments(count, float(sums.sum()), 0.0, float(smallest.min()), float(largest.max())),
         "clamped": Moments.of_sums(count, total, square),
         "above": Moments.share(above_count, count),
         "below": Moments.share(below_count, count),
         **of_sequences(means, means, low, high),
-        **_masked(tokens, keep, int((lengths > 0).sum())),
+        **_masked(tokens, keep),
     }
 
 
@@ -392,18 +392,17 @@ def _sequences_kept(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, Sums
         segments.add(part, divergence(tokens.log_ratio[part], rule.estimator))
     values = segments.numpy()
     if rule.over == "seq_mean":
-        values = values / np.maximum(lengths, 1)
-    filled = lengths > 0
+        values = values / lengths
     clamped = np.clip(values, low if rule.estimator == "k1" else 0.0, high)
     keep = spread((values >= low) & (values <= high), tokens)
-    out = of_sequences(values[filled], values[filled], low, high)
+    out = of_sequences(values, values, low, high)
     return keep, {
         "value": Moments.of(values, lengths),
         "clamped": Moments.of(clamped, lengths),
         "above": out["sequence_above"],
         "below": out["sequence_below"],
         **out,
-        **_masked(tokens, keep, int(filled.sum())),
+        **_masked(tokens, keep),
     }
 
 
@@ -413,6 +412,6 @@ def _vetoed(tokens: Tokens, veto: float) -> tuple[torch.Tensor, Sums]:
         segments.add(part, tokens.log_ratio[part] < log(veto))
     below = segments.numpy()
     return spread(below == 0, tokens), {
-        "vetoed_sequences": Moments.share((below > 0).sum(), float((tokens.lengths > 0).sum())),
+        "vetoed_sequences": Moments.share((below > 0).sum(), tokens.sequences),
         "catastrophic": Moments.share(below.sum(), len(tokens)),
     }

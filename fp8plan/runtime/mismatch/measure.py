@@ -7,6 +7,7 @@
 
 Padding is two thirds of a long-tailed batch, so everything per token is computed after packing. `pack` leaves out
 tokens whose log-prob is NaN or infinite on either side: no figure and no weight sees them, and `invalid` counts them.
+A row without a token is no sequence: it has no mean log-prob.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class Tokens:
     """Valid tokens of a batch.
 
     train, rollout, log_ratio: [tokens] float32, detached; log_ratio = train - rollout, in nats
-    offsets:    [sequences + 1] int64 on the CPU; sequence i is [offsets[i], offsets[i + 1])
+    offsets:    [sequences + 1] int64 on the CPU; sequence i is [offsets[i], offsets[i + 1]), and never empty
+    rows:       [rows of the input] bool on the CPU: true for those with a valid token, which are the sequences
     invalid:    number of tokens left out because a log-prob was NaN or infinite
-    marked:     number of sequences with a token that the mask marks, valid or not
+    marked:     number of rows with a token that the mask marks, valid or not
     shape:      shape of the input
     kept:       bool, of that shape: true for the tokens that are here; None: all are
     mask_dtype: dtype of the input's mask; bool without one
@@ -53,6 +55,7 @@ class Tokens:
     rollout: torch.Tensor
     log_ratio: torch.Tensor
     offsets: torch.Tensor
+    rows: torch.Tensor
     invalid: int
     marked: int
     shape: tuple[int, ...]
@@ -185,9 +188,11 @@ def _pack(train: torch.Tensor, rollout: torch.Tensor, kept: torch.Tensor | None,
             # Valid tokens of this part before each end: all or none, except for the few ends inside it.
             offsets += torch.searchsorted(where, (ends - part.start).to(where.device)).cpu()
             done = stop
-    marked = int((offsets.diff() > 0).sum())
+    rows = offsets.diff() > 0
+    offsets = torch.cat([offsets[:1], offsets[1:][rows]])
     ours, theirs = packed
-    return Tokens(ours, theirs, ours - theirs, offsets, 0, marked, tuple(train.shape), kept, torch.bool, False)
+    shape, marked = tuple(train.shape), int(rows.sum())
+    return Tokens(ours, theirs, ours - theirs, offsets, rows, 0, marked, shape, kept, torch.bool, False)
 
 
 def _valid(kept: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -368,18 +373,18 @@ def _pieces(offsets: IntArray) -> IntArray:
 
 
 def _with_sequences(sums: MismatchSums, lengths: IntArray, per_piece: FloatArray, pieces: IntArray) -> MismatchSums:
-    """Add the sums over sequences and over bins of position. An empty sequence counts with log p = 0."""
+    """Add the sums over sequences and over bins of position."""
     count = len(lengths)
-    log_ratio, divergence, train = per_piece.reshape(3, count, -1) if count else np.zeros((3, 0, 1))
+    if not count:
+        return sums
+    log_ratio, divergence, train = per_piece.reshape(3, count, -1)
     used = log_ratio.shape[1]
-    tokens = np.diff(pieces).reshape(count, used) if count else np.zeros((0, 1))
+    tokens = np.diff(pieces).reshape(count, used)
     for name, values in (("tokens", tokens), ("k1", -log_ratio), ("k3", divergence)):
         sums[f"position_{name}"][:used] = values.sum(0)
     sums["sequences"], sums["k1"] = count, -log_ratio.sum()
-    if not count:
-        return sums
-    whole, divisor = log_ratio.sum(1), np.maximum(lengths, 1)
-    train_mean, difference = train.sum(1) / divisor, -whole / divisor
+    whole = log_ratio.sum(1)
+    train_mean, difference = train.sum(1) / lengths, -whole / lengths
     rollout_mean = train_mean + difference
     sums["train_above_0"], sums["rollout_above_0"] = (train_mean > ROUNDING).sum(), (rollout_mean > ROUNDING).sum()
     with np.errstate(over="ignore"):  # a perplexity may well be infinite
@@ -388,7 +393,7 @@ def _with_sequences(sums: MismatchSums, lengths: IntArray, per_piece: FloatArray
     sums["training_log_ppl"], sums["rollout_log_ppl"] = -train_mean.sum(), -rollout_mean.sum()
     sums["log_ppl_diff"], sums["log_ppl_abs_diff"] = difference.sum(), np.abs(difference).sum()
     sums["sequence_ratio_squared"] = np.exp(2 * np.clip(whole, -LIMIT, LIMIT)).sum()
-    for level, log_ratios in (("sequence", whole), ("geometric", whole / divisor)):
+    for level, log_ratios in (("sequence", whole), ("geometric", whole / lengths)):
         _by_ratio(sums, level, log_ratios, lengths)
     return MismatchSums(sums.values, float(difference.min()), float(difference.max()))
 
@@ -414,12 +419,11 @@ def _runs(tokens: Tokens, versions: Any) -> tuple[IntArray, IntArray]:
         first[1:] = packed.diff() != 0
         starts = first.nonzero().squeeze(1)
         runs = starts.cpu().numpy(), packed[starts].cpu().numpy()
-    elif sampled_by.shape == (tokens.sequences,):
-        filled = tokens.lengths.numpy() > 0
-        runs = tokens.offsets.numpy()[:-1][filled], sampled_by.long().cpu().numpy()[filled]
+    elif sampled_by.shape == tokens.rows.shape:
+        runs = tokens.offsets.numpy()[:-1], sampled_by.long().cpu()[tokens.rows].numpy()
     else:
         raise ConfigError(
-            f"versions have shape {tuple(sampled_by.shape)}; allowed: [{tokens.sequences}], one per sequence, or that "
+            f"versions have shape {tuple(sampled_by.shape)}; allowed: [{len(tokens.rows)}], one per sequence, or that "
             f"of the log-probs, {tokens.shape}"
         )
     if len(runs[1]):
