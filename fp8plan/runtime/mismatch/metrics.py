@@ -20,7 +20,7 @@ import numpy as np
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.mismatch import sums as histogram
-from fp8plan.runtime.mismatch.sums import BINS, FloatArray, all_reduced, raise_first, several
+from fp8plan.runtime.mismatch.sums import BINS, FloatArray, IntArray, all_reduced, raise_first, several
 
 QUANTILES: Final = (0.001, 0.01, 0.5, 0.99, 0.999)
 TAILS: Final = (2.0, 5.0, 10.0, 100.0)
@@ -153,6 +153,13 @@ def _by_version(sums: MismatchSums) -> dict[int, Span]:
     if apart or (spans and max(spans) - min(spans) >= SLOTS):
         raise ConfigError(f"weight versions of one step are {SLOTS} or more apart; allowed: less than {SLOTS}")
     return dict(sorted(spans.items()))
+
+
+def by_slot(versions: IntArray, tokens: IntArray, sums: FloatArray) -> FloatArray:
+    """[VERSION_SUMS, SLOTS] from each part's version (turn * SLOTS + slot), tokens and sums."""
+    turn, slot = (versions // SLOTS).astype(np.float64), versions % SLOTS
+    rows = tokens, turn * tokens, turn * turn * tokens, -sums[0], sums[1]
+    return np.array([np.bincount(slot, row, SLOTS) for row in rows])
 
 
 @dataclass(frozen=True, slots=True)
