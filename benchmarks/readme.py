@@ -36,6 +36,7 @@ import uncalibrated  # noqa: E402
 import verl_outputs  # noqa: E402
 from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
+from peers.table import committed as peers  # noqa: E402
 from silent_failures import table as silent_failures  # noqa: E402
 from slow_links import tables as slow_links  # noqa: E402
 from starts.table import table as starts  # noqa: E402
@@ -183,7 +184,7 @@ def blocks() -> dict[str, str]:
     made |= {"fixed scales": probe.fixed_scales(), "attention kernels": attention_kernels.table()}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
-    return made | learning_tables() | weight_sync.tables() | slow_links.tables()
+    return made | learning_tables() | weight_sync.tables() | slow_links.tables() | peers()
 
 
 def filled(page: str, made: dict[str, str]) -> str:

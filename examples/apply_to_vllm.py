@@ -30,7 +30,7 @@ def main(folder: str, gpu: str) -> None:
             policy.lm_head.weight.mul_(1.01)
         engine.apply(engine.verdict)  # recalibrates, or steps down where a safer precision would be faster
         report = engine.sync_weights(policy.state_dict())
-        print(f"step {step}: {outputs[0].outputs[0].token_ids[:6]}, then {report}")
+        print(f"step {step}: {outputs[0].outputs[0].token_ids[:6]}, then {report}", flush=True)
     engine.shutdown()
 
 

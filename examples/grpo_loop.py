@@ -58,7 +58,8 @@ def main(run_file: str) -> None:
         engine.sync_weights({name: tensor.bfloat16() for name, tensor in policy.state_dict().items()})
         print(
             f"step {step}: reward {rewards.mean():.3f}, KL {found.mismatch.k3:.1e}, C {found.thresholds.tis:.2f}, "
-            f"{found.decided.decision}"
+            f"{found.decided.decision}",
+            flush=True,
         )
     monitor.close()
     engine.shutdown()

@@ -8,12 +8,14 @@ The task is made up: an answer is worth the share of its words that are even num
 import logging
 import sys
 import tempfile
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from apply_to_vllm import held_back, random_model
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, PrinterCallback
+from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 
 import fp8plan
 
@@ -23,6 +25,14 @@ with held_back():  # what vLLM writes; an exception names the file
     from fp8plan.integrations.trl import GRPOTrainer
 
 WORDS, STEPS = 1024, 12
+
+
+class OneLine(TrainerCallback):
+    """Prints a line for each step, in the place of all that the trainer logs."""
+
+    def on_log(self, args: object, state: Any, control: object, logs: Mapping[str, float], **_: object) -> None:
+        if "reward" in logs:
+            print(f"step {state.global_step}: reward {logs['reward']:.3f}, KL {logs['fp8plan/k3_kl']:.1e}", flush=True)
 
 
 def share_of_even(completion_ids: list[list[int]], **_: object) -> list[float]:
@@ -43,9 +53,8 @@ def main(run_file: str) -> None:
         choice="fp8_kv", sinks=sinks,  # without a choice: the precision that the plan chooses
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(OneLine)
     trainer.train()
-    for row in trainer.state.log_history[:STEPS]:
-        print(f"step {row['step']}: reward {row['reward']:.3f}, KL {row['fp8plan/k3_kl']:.1e}")
     trainer.monitor.close()
     trainer.rollout_engine.shutdown()
 

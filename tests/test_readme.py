@@ -12,10 +12,15 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import typer
 from mismatch_batches import gaussian, mismatch_of
@@ -193,11 +198,35 @@ def test_the_commands_run_as_they_are_pasted(tmp_path: Path) -> None:
 RANKS = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
-def started(example: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """The ended example. It does not inherit the rank and the port of a trainer that ran in this process."""
+class Ended(NamedTuple):
+    """An example that has ended. seconds: the time of each line of stdout"""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: list[float]
+
+
+def started(example: str, *words: str) -> Ended:
+    """Run an example. It does not inherit the rank and the port of a trainer that ran in this process."""
     env = {name: value for name, value in os.environ.items() if name not in RANKS}
     command = [sys.executable, f"examples/{example}", *words]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    with TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+        limit = threading.Timer(600, process.kill)
+        limit.start()
+        with process:
+            lines = [(line, time.monotonic()) for line in process.stdout or ()]
+        limit.cancel()
+        errors.seek(0)
+        return Ended(process.returncode, "".join(line for line, _ in lines), errors.read(), [at for _, at in lines])
+
+
+def tells_each_step(done: Ended) -> bool:
+    """True if the lines of the steps came one by one, and not all at the end, as from the buffer of a pipe."""
+    lines = zip(done.stdout.splitlines(), done.seconds, strict=True)
+    steps = [seconds for line, seconds in lines if line.startswith("step ")]
+    return len(steps) < 2 or bool(np.median(np.diff(steps)) > 0.02)
 
 
 def run(example: str, *words: str) -> str:
@@ -205,6 +234,7 @@ def run(example: str, *words: str) -> str:
     done = started(example, *words)
     rest = re.sub(r".*RuntimeWarning: fp8plan: this machine makes .*\n  warn\(.*\n", "", done.stderr)
     assert (done.returncode, rest) == (0, "")
+    assert tells_each_step(done)
     return done.stdout
 
 
@@ -251,6 +281,7 @@ def test_the_example_of_trl_learns_and_its_run_can_be_read(tmp_path: Path) -> No
     chosen, why, *steps = done.stdout.splitlines()
     assert re.match(r"fp8plan: plan=\"auto\", choice='fp8_kv': fp8_kv for .* on cpu", chosen)
     assert why.startswith("fp8plan: without choice: ")
+    assert tells_each_step(done)
     rewards = [float(re.match(r"step \d+: reward ([\d.]+), KL ", line)[1]) for line in steps]  # type: ignore[index]
     assert 0.4 < rewards[0] < 0.6
     assert rewards[-1] > rewards[0] + 0.2

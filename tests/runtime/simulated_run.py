@@ -99,7 +99,7 @@ def _guard(row: dict[str, Any], step: int, steps: int) -> dict[str, Any]:
     as_fast, down = achieved > 8200, step == int(0.8 * steps)
     cause = {"cause": "slow_host", "sentence": "the host is 1.8 times as slow as a quiet one", "lost_s": 3.1}
     said = f"{achieved:,.0f} tokens/s, predicted for what ran are 9,200 (8,700 to 9,800)"
-    why = "kv_to_bf16, because KL 4.4e-3 is over its limit 4e-3, 3 rollouts in a row" if down else "nothing to do"
+    why = "kv_to_bf16, because KL 4.4e-3 is over its limit 4e-3, in 3 rollouts" if down else "nothing to do"
     verdict = {
         "tokens_per_s": achieved,
         "predicted_tokens_per_s": 9200.0,

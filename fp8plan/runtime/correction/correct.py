@@ -20,11 +20,13 @@ from math import inf, log, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.correction.verl import effective, is_metrics, rs_metrics
-from fp8plan.runtime.mismatch.measure import lost, one_thread, spread
+from fp8plan.runtime.mismatch.measure import one_thread
+from fp8plan.runtime.mismatch.pieces import check_group
 from fp8plan.runtime.mismatch.sums import (
     LIMIT,
     TINY,
@@ -162,8 +164,9 @@ def correct(tokens: Tokens, settings: CorrectionSettings | None = None, group: A
     settings: how to correct; None: token-level TIS at C = 2
     group:    ranks whose weights `batch_normalize` takes the mean over; None: all, if torch.distributed is up
 
-    Weights and mask have the form of the log-probs: [batch, length] or [tokens].
-    Raises ConfigError without torch, and with batch_normalize if ranks have different settings.
+    Weights and mask have the form of the log-probs: [batch, length] or [tokens]. Of ranks that hold pieces of the same
+    sequences the first has the figures; `Correction.reduced` gives them to all.
+    Raises ConfigError without torch, and with batch_normalize for a group without all ranks that hold pieces.
     """
     settings = settings or CorrectionSettings()
     keep, sums = _rejected(tokens, settings)
@@ -177,17 +180,20 @@ def correct(tokens: Tokens, settings: CorrectionSettings | None = None, group: A
             factor = _normalised(tokens, settings, raw, group)
         weights = tokens.unpack(raw.weights)
     mask = tokens.mask(live if settings.mode == "mis" else keep)
-    return Correction(weights, mask, settings, sums | _kept(tokens, live), factor)
+    sums |= _kept(tokens, live)
+    if not tokens.counted:
+        sums = dict.fromkeys(sums, Moments())
+    return Correction(weights, mask, settings, sums, factor)
 
 
 def _kept(tokens: Tokens, live: torch.Tensor | None) -> Sums:
     """Shares of the input's tokens that are valid, and that are live (None: all); the latter of sequences, too."""
     lengths, count = tokens.lengths.numpy(), len(tokens) + tokens.invalid
-    dead = np.zeros(len(lengths)) if live is None else lost(tokens, live)
+    dead = np.zeros(len(lengths)) if live is None else _lost(tokens, live)
     return {
         "valid": Moments.share(len(tokens), count),
         "kept": Moments.share(len(tokens) - dead.sum(), count),
-        "kept_sequences": Moments.share((dead < lengths).sum(), tokens.marked),
+        "kept_sequences": Moments.share((dead < lengths).sum(), int(tokens.marked.sum())),
     }
 
 
@@ -200,7 +206,7 @@ class _Weighted(NamedTuple):
           clipped: tokens with a weight that is not their raw ratio
           above, below: tokens (level token) or sequences with a raw ratio above or below `_bounds`
           shown: the numbers whose extremes verl logs: weights of level token, raw ratios of the other two
-          sequence, sequence_above, sequence_below: mean weight and raw ratio of each sequence, 0 if it is empty
+          sequence, sequence_above, sequence_below: mean weight and raw ratio of each sequence
     """
 
     weights: torch.Tensor
@@ -274,31 +280,33 @@ def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> _Weighted:
         per_sequence.add(part, tokens.log_ratio[part])
     log_ratio = per_sequence.numpy()
     if settings.level == "geometric":
-        log_ratio = log_ratio / np.maximum(lengths, 1)
+        log_ratio = log_ratio / lengths
     raw = np.exp(np.clip(log_ratio, -LIMIT, LIMIT))
     above, below = raw > high, raw < low
     within = ~(above | below)
-    tis, count, filled = settings.mode == "tis", len(raw), lengths > 0
+    tis, count = settings.mode == "tis", len(raw)
     weights = np.minimum(raw, high) if tis else raw * within
     sums = {
         "weight": Moments.of(weights, lengths), "shown": Moments.of(raw), "raw": Moments.of(raw, lengths),
         "clipped": Moments.of((above if tis else ~within).astype(np.float64), lengths),
         "above": Moments.share(above.sum(), count), "below": Moments.share(below.sum(), count),
-        "raw_sequences": Moments.of(raw[filled]),
+        "raw_sequences": Moments.of(raw),
     }  # fmt: skip
     return _Weighted(
-        spread(weights.astype(np.float32), tokens),
-        None if tis else spread(within, tokens),
-        sums | of_sequences(weights * filled, raw * filled, low, high),
+        _spread(weights.astype(np.float32), tokens),
+        None if tis else _spread(within, tokens),
+        sums | of_sequences(weights, raw, low, high),
     )
 
 
 def _normalised(tokens: Tokens, settings: CorrectionSettings, raw: _Weighted, group: Any) -> float:
-    """Divide the weights, in place, by their mean over all ranks' tokens or sequences that are not empty; return it."""
+    """Divide the weights, in place, by their mean over all ranks' tokens or sequences; return it."""
+    if tokens.sequence_group is not None:
+        check_group(tokens.sequence_group, group)
     count, total = float(len(tokens)), raw.sums["weight"].total
     if settings.level != "token":
-        count, total = float((tokens.lengths > 0).sum()), raw.sums["sequence"].total
-    total, count = all_reduced(np.array([total, count]), group)
+        count, total = float(tokens.sequences), raw.sums["sequence"].total
+    total, count = all_reduced(np.array([total, count]) * tokens.counted, group)
     mean = total / max(count, TINY)
     if mean <= TINY:
         return 1.0
@@ -317,7 +325,7 @@ def _rejected(tokens: Tokens, settings: CorrectionSettings) -> tuple[torch.Tenso
         sums |= {f"{rule.name}_{name}": moments for name, moments in rule_sums.items()}
         keep = kept if keep is None else keep.logical_and_(kept)
     if keep is not None:
-        sums |= _masked(tokens, keep, tokens.sequences)
+        sums |= _masked(tokens, keep)
     if settings.veto is not None:
         kept, vetoed = _vetoed(tokens, settings.veto)
         sums |= vetoed
@@ -325,12 +333,12 @@ def _rejected(tokens: Tokens, settings: CorrectionSettings) -> tuple[torch.Tenso
     return keep, sums
 
 
-def _masked(tokens: Tokens, keep: torch.Tensor, sequences: int) -> Sums:
-    """Shares of the tokens that are not kept, and of the `sequences` with such a token."""
-    dropped = lost(tokens, keep)
+def _masked(tokens: Tokens, keep: torch.Tensor) -> Sums:
+    """Shares of the tokens that are not kept, and of the sequences with such a token."""
+    dropped = _lost(tokens, keep)
     return {
         "masked": Moments.share(dropped.sum(), len(tokens)),
-        "masked_sequences": Moments.share((dropped > 0).sum(), sequences),
+        "masked_sequences": Moments.share((dropped > 0).sum(), tokens.sequences),
     }
 
 
@@ -373,14 +381,14 @@ def _tokens_kept(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, Sums]:
     total, square, above_count, below_count = totals.tolist()
     smallest, largest = torch.stack(ends).numpy().T
     sums, lengths, count = per_sequence.numpy(), tokens.lengths.numpy(), len(tokens)
-    means = (sums / (lengths + TINY))[lengths > 0]
+    means = sums / (lengths + TINY)
     return keep, {
         "value": Moments(count, float(sums.sum()), 0.0, float(smallest.min()), float(largest.max())),
         "clamped": Moments.of_sums(count, total, square),
         "above": Moments.share(above_count, count),
         "below": Moments.share(below_count, count),
         **of_sequences(means, means, low, high),
-        **_masked(tokens, keep, int((lengths > 0).sum())),
+        **_masked(tokens, keep),
     }
 
 
@@ -392,18 +400,17 @@ def _sequences_kept(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, Sums
         segments.add(part, divergence(tokens.log_ratio[part], rule.estimator))
     values = segments.numpy()
     if rule.over == "seq_mean":
-        values = values / np.maximum(lengths, 1)
-    filled = lengths > 0
+        values = values / lengths
     clamped = np.clip(values, low if rule.estimator == "k1" else 0.0, high)
-    keep = spread((values >= low) & (values <= high), tokens)
-    out = of_sequences(values[filled], values[filled], low, high)
+    keep = _spread((values >= low) & (values <= high), tokens)
+    out = of_sequences(values, values, low, high)
     return keep, {
         "value": Moments.of(values, lengths),
         "clamped": Moments.of(clamped, lengths),
         "above": out["sequence_above"],
         "below": out["sequence_below"],
         **out,
-        **_masked(tokens, keep, int(filled.sum())),
+        **_masked(tokens, keep),
     }
 
 
@@ -412,7 +419,25 @@ def _vetoed(tokens: Tokens, veto: float) -> tuple[torch.Tensor, Sums]:
     for part in tokens.chunks():
         segments.add(part, tokens.log_ratio[part] < log(veto))
     below = segments.numpy()
-    return spread(below == 0, tokens), {
-        "vetoed_sequences": Moments.share((below > 0).sum(), float((tokens.lengths > 0).sum())),
+    return _spread(below == 0, tokens), {
+        "vetoed_sequences": Moments.share((below > 0).sum(), tokens.sequences),
         "catastrophic": Moments.share(below.sum(), len(tokens)),
     }
+
+
+def _lost(tokens: Tokens, keep: torch.Tensor) -> FloatArray:
+    """[sequences] number of tokens that are not kept. keep: [tokens] bool"""
+    dropped = Segments(tokens.offsets.numpy(), keep.device)
+    for part in tokens.chunks():
+        dropped.add(part, ~keep[part])
+    return dropped.numpy()
+
+
+def _spread(values: NDArray[Any], tokens: Tokens) -> torch.Tensor:
+    """[tokens] on their device: the value of each token's sequence. values: [sequences]"""
+    import torch
+
+    device = tokens.log_ratio.device
+    if device.type == "cpu":  # torch would make an index first, and take 50 times as long
+        return torch.from_numpy(np.repeat(values, tokens.lengths.numpy()))
+    return torch.from_numpy(values).to(device).repeat_interleave(tokens.lengths.to(device), output_size=len(tokens))

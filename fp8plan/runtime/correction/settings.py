@@ -96,8 +96,8 @@ class CorrectionSettings:
     thresholds: a controller's initial ones; `dataclasses.replace(settings, thresholds=...)` for each step
     reject:     bounds on divergences; a token must pass all of them
     veto:       smallest ratio (1e-4, say): a sequence with a token below it is masked out; None: no veto
-    batch_normalize: divide weights by their mean, over tokens (level token) or sequences that are not empty, and over
-                all ranks if torch.distributed is up: then every rank must call `correct`
+    batch_normalize: divide weights by their mean, over tokens (level token) or sequences, and over all ranks if
+                torch.distributed is up: then every rank must call `correct`
 
     Raises ConfigError for values out of range, and for a mode without its band.
     """

@@ -9,6 +9,7 @@ bounds of k1               on pi_rollout / pi_train: "0.1_2.0" keeps   on pi_tra
 NaN, infinite log-probs    every figure is NaN; such a token's weight  left out of all figures, weight 0, masked out,
                            is NaN, e^20 or e^-20 (its sequence's too)  counted in `invalid`
 no valid token             raises ValueError                           defined: no mismatch, tokens = 0, no metrics
+a row without a token      a sequence with log-prob 0 and weight 0     no sequence: in no figure (verl's issue 7771)
 all weights 0 (IcePop)     ZeroDivisionError                           rollout_is_eff_sample_size = 0
 levels and modes           token, sequence; TIS, IcePop                also geometric (0.7's), MIS
 veto                       gone since 0.7.1                            `veto`, under 0.7's names
@@ -43,7 +44,7 @@ from fp8plan.runtime.correction.settings import (
 from fp8plan.runtime.mismatch.sums import TINY, Moments
 
 # Sums of a rule: its divergence over tokens, and clamped to its limits (for the standard deviation); tokens, or
-# sequences that are not empty, beyond the limits; the same by sequence; masked tokens and sequences.
+# sequences, beyond the limits; the same by sequence; masked tokens and sequences.
 RULE_SUMS: Final = (
     "value", "clamped", "above", "below", "sequence", "sequence_above", "sequence_below", "masked", "masked_sequences",
 )  # fmt: skip

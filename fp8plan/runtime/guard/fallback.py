@@ -205,7 +205,7 @@ def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tu
         faster = next(rung for rung, gain in gains.items() if gain > least)
         what = f"{symptoms.expected[faster]:,.0f} tokens/s are expected after {faster}"
         if settings.lost_patience(state.slow):
-            wanted[faster] = f"{what}, {state.slow} rollouts in a row"
+            wanted[faster] = f"{what}, in {state.slow} rollouts"
         else:
             waiting.append(f"{what}: {_waits(state.slow, 'it is taken', settings)}")
     if mismatch is not None:
@@ -213,7 +213,7 @@ def decide(state: GuardState, symptoms: Symptoms, settings: GuardSettings) -> tu
         if not rungs:
             waiting.append(f"{what}, and there is nothing left to step down to from {symptoms.precision}")
         elif settings.lost_patience(state.mismatched):
-            wanted[rungs[0]] = f"{what}, {state.mismatched} rollouts in a row"
+            wanted[rungs[0]] = f"{what}, in {state.mismatched} rollouts"
         else:
             waiting.append(f"{what}: {_waits(state.mismatched, rungs[0], settings)}")
     if wanted:
@@ -258,5 +258,5 @@ def _nothing_to_do(symptoms: Symptoms, gains: Mapping[Action, float]) -> str:
 def _waits(rollouts: int, what: str, settings: GuardSettings) -> str:
     """The rest of the guard's patience before an action, in words."""
     if settings.patience is None:
-        return f"rollout {rollouts} in a row; this guard only judges (patience is None)"
-    return f"rollout {rollouts} of {settings.patience} in a row before {what}"
+        return "this guard only judges (patience is None)"
+    return f"such rollout {rollouts} of {settings.patience} before {what}"

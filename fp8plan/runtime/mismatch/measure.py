@@ -7,6 +7,7 @@
 
 Padding is two thirds of a long-tailed batch, so everything per token is computed after packing. `pack` leaves out
 tokens whose log-prob is NaN or infinite on either side: no figure and no weight sees them, and `invalid` counts them.
+A row without a token is no sequence: it has no mean log-prob.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fp8plan.checks import check_torch
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.mismatch.metrics import POSITIONS, SLOTS, VERSION_SUMS, MismatchSums
-from fp8plan.runtime.mismatch.sums import BINS, LIMIT, FloatArray, IntArray, Segments, bins, k3
+from fp8plan.runtime.mismatch.metrics import POSITIONS, SLOTS, VERSION_SUMS, MismatchSums, by_slot
+from fp8plan.runtime.mismatch.pieces import Piece, check_group, joined
+from fp8plan.runtime.mismatch.sums import BINS, LIMIT, FloatArray, IntArray, Segments, bins, by_bin, rank, terms
 
 if TYPE_CHECKING:
     import torch
@@ -40,25 +41,31 @@ class Tokens:
     """Valid tokens of a batch.
 
     train, rollout, log_ratio: [tokens] float32, detached; log_ratio = train - rollout, in nats
-    offsets:    [sequences + 1] int64 on the CPU; sequence i is [offsets[i], offsets[i + 1])
+    offsets:    [sequences + 1] int64 on the CPU; sequence i is [offsets[i], offsets[i + 1]), and never empty
+    rows:       [rows of the input] bool on the CPU: true for those with a valid token, which are the sequences
     invalid:    number of tokens left out because a log-prob was NaN or infinite
-    marked:     number of sequences with a token that the mask marks, valid or not
+    marked:     [rows of the input] bool on the CPU: true for those with a token that the mask marks, valid or not
     shape:      shape of the input
     kept:       bool, of that shape: true for the tokens that are here; None: all are
     mask_dtype: dtype of the input's mask; bool without one
     numpy:      True if the input was numpy arrays
+    sequence_group: ranks that hold pieces of these sequences, which are whole here; None: this one alone
+    own:        [this rank's tokens] their places here; None without a sequence_group: all are its own
     """
 
     train: torch.Tensor
     rollout: torch.Tensor
     log_ratio: torch.Tensor
     offsets: torch.Tensor
+    rows: torch.Tensor
     invalid: int
-    marked: int
+    marked: torch.Tensor
     shape: tuple[int, ...]
     kept: torch.Tensor | None
     mask_dtype: torch.dtype
     numpy: bool
+    sequence_group: Any = None
+    own: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.log_ratio)
@@ -72,12 +79,17 @@ class Tokens:
         """[sequences] int64 on the CPU: valid tokens of each."""
         return self.offsets.diff()
 
+    @property
+    def counted(self) -> bool:
+        """True on the one rank that counts these sequences: the first of their sequence_group."""
+        return self.sequence_group is None or rank(self.sequence_group) == 0
+
     def chunks(self) -> Iterator[slice]:
         """The tokens in slices that fit the cache."""
         return _chunks(self.log_ratio)
 
     def select(self, values: Array) -> torch.Tensor:
-        """Pack `values` that have the form of the log-probs: [tokens], of their own dtype."""
+        """Pack `values` that have the form of the log-probs: [this rank's tokens], of their own dtype."""
         import torch
 
         tensor = to_tensor(values)
@@ -95,6 +107,8 @@ class Tokens:
     def _unpacked(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if len(values) != len(self):
             raise ConfigError(f"{len(values):,} values for {len(self):,} tokens; allowed: one for each")
+        if self.own is not None:
+            values = values[self.own]
         if self.kept is None:
             return values.reshape(self.shape).to(dtype)
         out = values.new_zeros(self.shape, dtype=dtype)
@@ -144,6 +158,7 @@ def pack(
     rollout_logprobs: Array,
     mask: Array | None = None,
     lengths: Sequence[int] | Array | None = None,
+    sequence_group: Any = None,
 ) -> Tokens:
     """Pack the trainer's and the engine's log-probs, in nats, of the valid tokens of a batch.
 
@@ -151,9 +166,27 @@ def pack(
              float dtype; computations are in float32
     mask:    same shape; bool, or numbers that are 0 or 1; true for valid tokens, with any holes (multi-turn); None: all
     lengths: [sequences] number of tokens of each sequence; needed with packed log-probs, and allowed only there
+    sequence_group: process group of the ranks that hold pieces of the same sequences, all of which must call it; each
+             gets the whole sequences (fp8plan.runtime.mismatch.pieces). None: sequences are whole
 
     Raises ConfigError for shapes that do not agree, input without numbers, a mask of other numbers, and without torch.
+    With a sequence_group all of its ranks then raise.
     """
+    if sequence_group is None:
+        return _packed(train_logprobs, rollout_logprobs, mask, lengths)
+    check_group(sequence_group)
+    own, refusal = None, None
+    try:
+        own = _packed(train_logprobs, rollout_logprobs, mask, lengths)
+    except Exception as error:  # the others wait for this rank's piece
+        refusal = error
+    return _whole(own, sequence_group, refusal)
+
+
+def _packed(
+    train_logprobs: Array, rollout_logprobs: Array, mask: Array | None, lengths: Sequence[int] | Array | None
+) -> Tokens:
+    """Pack this rank's tokens."""
     train, rollout = to_tensor(train_logprobs, "train_logprobs"), to_tensor(rollout_logprobs, "rollout_logprobs")
     marks = None if mask is None else to_tensor(mask, "mask").to(train.device)
     ends = _checked(train, rollout, marks, lengths)
@@ -165,6 +198,26 @@ def pack(
         tokens = replace(some, invalid=len(tokens) - len(some), marked=tokens.marked)
     dtype = tokens.mask_dtype if marks is None else marks.dtype
     return replace(tokens, mask_dtype=dtype, numpy=isinstance(train_logprobs, np.ndarray))
+
+
+def _whole(own: Tokens | None, sequence_group: Any, refusal: Exception | None) -> Tokens:
+    """The tokens of all pieces. own: those of this rank; None: they were refused"""
+    import torch
+
+    piece = None
+    if own is not None:
+        lengths = torch.zeros(len(own.rows), dtype=torch.long, device="cpu").masked_scatter_(own.rows, own.lengths)
+        piece = Piece(torch.stack([own.train, own.rollout]), lengths.numpy(), own.marked.numpy(), own.invalid)
+    whole, places = joined(piece, sequence_group, refusal)
+    assert own is not None  # else joined has raised
+    train, rollout = whole.sides
+    rows = whole.lengths > 0
+    offsets = np.append(0, whole.lengths[rows].cumsum())
+    return replace(
+        own, train=train, rollout=rollout, log_ratio=train - rollout, invalid=whole.invalid,
+        offsets=torch.from_numpy(offsets), rows=torch.from_numpy(rows),
+        marked=torch.from_numpy(whole.marked), sequence_group=sequence_group, own=places,
+    )  # fmt: skip
 
 
 def _pack(train: torch.Tensor, rollout: torch.Tensor, kept: torch.Tensor | None, ends: torch.Tensor) -> Tokens:
@@ -185,9 +238,10 @@ def _pack(train: torch.Tensor, rollout: torch.Tensor, kept: torch.Tensor | None,
             # Valid tokens of this part before each end: all or none, except for the few ends inside it.
             offsets += torch.searchsorted(where, (ends - part.start).to(where.device)).cpu()
             done = stop
-    marked = int((offsets.diff() > 0).sum())
+    rows = offsets.diff() > 0
+    offsets = torch.cat([offsets[:1], offsets[1:][rows]])
     ours, theirs = packed
-    return Tokens(ours, theirs, ours - theirs, offsets, 0, marked, tuple(train.shape), kept, torch.bool, False)
+    return Tokens(ours, theirs, ours - theirs, offsets, rows, 0, rows, tuple(train.shape), kept, torch.bool, False)
 
 
 def _valid(kept: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -255,24 +309,6 @@ def _checked(
     return offsets
 
 
-def lost(tokens: Tokens, keep: torch.Tensor) -> FloatArray:
-    """[sequences] number of tokens that are not kept. keep: [tokens] bool"""
-    dropped = Segments(tokens.offsets.numpy(), keep.device)
-    for part in tokens.chunks():
-        dropped.add(part, ~keep[part])
-    return dropped.numpy()
-
-
-def spread(values: NDArray[Any], tokens: Tokens) -> torch.Tensor:
-    """[tokens] on their device: the value of each token's sequence. values: [sequences]"""
-    import torch
-
-    device = tokens.log_ratio.device
-    if device.type == "cpu":  # torch would make an index first, and take 50 times as long
-        return torch.from_numpy(np.repeat(values, tokens.lengths.numpy()))
-    return torch.from_numpy(values).to(device).repeat_interleave(tokens.lengths.to(device), output_size=len(tokens))
-
-
 @one_thread()
 def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> MismatchSums:
     """Sum up the mismatch of one batch; `MismatchSums.metrics` makes figures of the sums.
@@ -280,12 +316,15 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
     tokens:   the batch, from `pack`
     versions: versions of the weights that sampled: [sequences], or one per token in the form of the log-probs (for
               responses that went on after a sync). They are integers of 0 or more, less than SLOTS apart over all
-              batches that are added. None: unknown
+              batches that are added. With a sequence_group they are one per sequence. None: unknown
 
+    The first rank of a sequence_group counts its sequences; the sums of the others are 0.
     Raises ConfigError for versions of another shape or range, and without torch.
     """
     pieces = _pieces(tokens.offsets.numpy())
     runs = None if versions is None else _runs(tokens, versions)
+    if not tokens.counted:
+        return MismatchSums()
     cuts = pieces if runs is None else np.union1d(pieces, runs[0])
     histogram, squares, per_part = _summed(tokens, cuts)
     sums = MismatchSums()
@@ -298,7 +337,7 @@ def measure(tokens: Tokens, versions: Array | Sequence[int] | None = None) -> Mi
     if runs is not None:  # parts of pieces
         starts, of_run = runs
         of_part = of_run[np.searchsorted(starts, cuts[:-1], side="right") - 1]
-        for name, values in zip(VERSION_SUMS, _by_slot(of_part, np.diff(cuts), per_part), strict=True):
+        for name, values in zip(VERSION_SUMS, by_slot(of_part, np.diff(cuts), per_part), strict=True):
             sums[f"version_{name}"] = values
         piece = np.searchsorted(pieces, cuts[:-1], side="right") - 1
         per_piece = np.array([np.bincount(piece, row, len(pieces) - 1) for row in per_part])
@@ -325,35 +364,15 @@ def _summed(tokens: Tokens, pieces: IntArray) -> tuple[FloatArray, float, FloatA
     table = torch.zeros(3, BINS, dtype=torch.float64, device=device)
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for part in tokens.chunks():
-        log_ratio, ratio, divergence = _terms(tokens.log_ratio[part])
+        log_ratio, ratio, divergence = terms(tokens.log_ratio[part])
         where = bins(tokens.log_ratio[part])
         table[0] += torch.bincount(where, minlength=BINS)
-        table[1] += _by_bin(where, ratio)
-        table[2] += _by_bin(where, divergence)
+        table[1] += by_bin(where, ratio)
+        table[2] += by_bin(where, divergence)
         squares += torch.dot(ratio, ratio)
         for segments, values in zip(per_piece, (log_ratio, divergence, tokens.train[part]), strict=True):
             segments.add(part, values)
     return table.cpu().numpy(), float(squares), np.array([segments.numpy() for segments in per_piece])
-
-
-def _by_bin(where: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[BINS] sums of float64 `values` [tokens] by their bin, `where` [tokens]."""
-    import torch
-
-    if not values.is_cuda:  # three times as fast; on a GPU an error under use_deterministic_algorithms
-        return torch.bincount(where, values, minlength=BINS)
-    return values.new_zeros(BINS).index_add_(0, where, values)
-
-
-def _terms(log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log ratio, ratio (clamped to e^+-20) and k3 (not clamped) in float64: there, ratio - 1 cancels harmlessly."""
-    exact = log_ratio.double()
-    ratio = exact.clamp(-LIMIT, LIMIT).exp_()
-    divergence = (ratio - 1).sub_(exact).clamp_(min=0)
-    beyond = log_ratio > LIMIT
-    if bool(beyond.any()):
-        divergence[beyond] = k3(exact[beyond])
-    return exact, ratio, divergence
 
 
 def _pieces(offsets: IntArray) -> IntArray:
@@ -368,18 +387,18 @@ def _pieces(offsets: IntArray) -> IntArray:
 
 
 def _with_sequences(sums: MismatchSums, lengths: IntArray, per_piece: FloatArray, pieces: IntArray) -> MismatchSums:
-    """Add the sums over sequences and over bins of position. An empty sequence counts with log p = 0."""
+    """Add the sums over sequences and over bins of position."""
     count = len(lengths)
-    log_ratio, divergence, train = per_piece.reshape(3, count, -1) if count else np.zeros((3, 0, 1))
+    if not count:
+        return sums
+    log_ratio, divergence, train = per_piece.reshape(3, count, -1)
     used = log_ratio.shape[1]
-    tokens = np.diff(pieces).reshape(count, used) if count else np.zeros((0, 1))
+    tokens = np.diff(pieces).reshape(count, used)
     for name, values in (("tokens", tokens), ("k1", -log_ratio), ("k3", divergence)):
         sums[f"position_{name}"][:used] = values.sum(0)
     sums["sequences"], sums["k1"] = count, -log_ratio.sum()
-    if not count:
-        return sums
-    whole, divisor = log_ratio.sum(1), np.maximum(lengths, 1)
-    train_mean, difference = train.sum(1) / divisor, -whole / divisor
+    whole = log_ratio.sum(1)
+    train_mean, difference = train.sum(1) / lengths, -whole / lengths
     rollout_mean = train_mean + difference
     sums["train_above_0"], sums["rollout_above_0"] = (train_mean > ROUNDING).sum(), (rollout_mean > ROUNDING).sum()
     with np.errstate(over="ignore"):  # a perplexity may well be infinite
@@ -388,7 +407,7 @@ def _with_sequences(sums: MismatchSums, lengths: IntArray, per_piece: FloatArray
     sums["training_log_ppl"], sums["rollout_log_ppl"] = -train_mean.sum(), -rollout_mean.sum()
     sums["log_ppl_diff"], sums["log_ppl_abs_diff"] = difference.sum(), np.abs(difference).sum()
     sums["sequence_ratio_squared"] = np.exp(2 * np.clip(whole, -LIMIT, LIMIT)).sum()
-    for level, log_ratios in (("sequence", whole), ("geometric", whole / divisor)):
+    for level, log_ratios in (("sequence", whole), ("geometric", whole / lengths)):
         _by_ratio(sums, level, log_ratios, lengths)
     return MismatchSums(sums.values, float(difference.min()), float(difference.max()))
 
@@ -408,19 +427,19 @@ def _runs(tokens: Tokens, versions: Any) -> tuple[IntArray, IntArray]:
     import torch
 
     sampled_by = to_tensor(versions, "versions")
-    if tuple(sampled_by.shape) == tokens.shape:
+    whole = tokens.own is None
+    if whole and tuple(sampled_by.shape) == tokens.shape:
         packed = tokens.select(sampled_by).long()
         first = torch.ones_like(packed, dtype=torch.bool)
         first[1:] = packed.diff() != 0
         starts = first.nonzero().squeeze(1)
         runs = starts.cpu().numpy(), packed[starts].cpu().numpy()
-    elif sampled_by.shape == (tokens.sequences,):
-        filled = tokens.lengths.numpy() > 0
-        runs = tokens.offsets.numpy()[:-1][filled], sampled_by.long().cpu().numpy()[filled]
+    elif sampled_by.shape == tokens.rows.shape:
+        runs = tokens.offsets.numpy()[:-1], sampled_by.long().cpu()[tokens.rows].numpy()
     else:
+        by_token = f", or that of the log-probs, {tokens.shape}" if whole else ""
         raise ConfigError(
-            f"versions have shape {tuple(sampled_by.shape)}; allowed: [{tokens.sequences}], one per sequence, or that "
-            f"of the log-probs, {tokens.shape}"
+            f"versions have shape {tuple(sampled_by.shape)}; allowed: [{len(tokens.rows)}], one per sequence{by_token}"
         )
     if len(runs[1]):
         low, high = int(runs[1].min()), int(runs[1].max())
@@ -429,10 +448,3 @@ def _runs(tokens: Tokens, versions: Any) -> tuple[IntArray, IntArray]:
                 f"versions go from {low} to {high}; allowed: 0 or more, and less than {SLOTS} apart in a batch"
             )
     return runs
-
-
-def _by_slot(versions: IntArray, tokens: IntArray, sums: FloatArray) -> FloatArray:
-    """[VERSION_SUMS, SLOTS] from each part's version (turn * SLOTS + slot), tokens and sums."""
-    turn, slot = (versions // SLOTS).astype(np.float64), versions % SLOTS
-    rows = tokens, turn * tokens, turn * turn * tokens, -sums[0], sums[1]
-    return np.array([np.bincount(slot, row, SLOTS) for row in rows])

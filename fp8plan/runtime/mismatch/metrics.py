@@ -20,7 +20,7 @@ import numpy as np
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.mismatch import sums as histogram
-from fp8plan.runtime.mismatch.sums import BINS, FloatArray, all_reduced, raise_first, several
+from fp8plan.runtime.mismatch.sums import BINS, FloatArray, IntArray, all_reduced, raise_first, several
 
 QUANTILES: Final = (0.001, 0.01, 0.5, 0.99, 0.999)
 TAILS: Final = (2.0, 5.0, 10.0, 100.0)
@@ -35,7 +35,7 @@ POSITIONS: Final = (0, *(64 << i for i in range(15)))
 SLOTS: Final = 64
 VERSION_SUMS: Final = ("tokens", "turns", "turns_squared", "k1", "k3")
 
-# log p is the mean log-prob of a sequence; ratio is clamped to e^+-20, k3 is not. An empty sequence has log p = 0.
+# log p is the mean log-prob of a sequence; ratio is clamped to e^+-20, k3 is not.
 _SCALARS: Final = (
     "tokens", "sequences", "invalid", "placeholders",
     "k1", "k3", "ratio", "ratio_squared",  # over tokens
@@ -155,11 +155,19 @@ def _by_version(sums: MismatchSums) -> dict[int, Span]:
     return dict(sorted(spans.items()))
 
 
+def by_slot(versions: IntArray, tokens: IntArray, sums: FloatArray) -> FloatArray:
+    """[VERSION_SUMS, SLOTS] from each part's version (turn * SLOTS + slot), tokens and sums."""
+    turn, slot = (versions // SLOTS).astype(np.float64), versions % SLOTS
+    rows = tokens, turn * tokens, turn * turn * tokens, -sums[0], sums[1]
+    return np.array([np.bincount(slot, row, SLOTS) for row in rows])
+
+
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """Train/rollout mismatch of a batch. ratio = pi_train / pi_rollout of a sampled token; means are over valid tokens.
 
-    tokens, sequences, invalid: counts; invalid tokens (a log-prob NaN or infinite) are in no figure
+    tokens, sequences, invalid: counts; invalid tokens (a log-prob NaN or infinite) are in no figure, and a row without
+                   a valid token is no sequence
     invalid_share: share of the input's tokens that are invalid; 0 without input
     placeholder_share: share of the tokens with a log-prob of exactly 0.0 on one side, and a probability below 0.9 on
                    the other

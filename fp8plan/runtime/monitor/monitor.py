@@ -35,6 +35,7 @@ from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.mismatch.attribution import Expected, attributed, expected_by
 from fp8plan.runtime.mismatch.measure import measure, pack
 from fp8plan.runtime.mismatch.metrics import MismatchSums
+from fp8plan.runtime.mismatch.pieces import check_group
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.mismatch.sums import gathered, rank
 from fp8plan.runtime.monitor import record as run_record
@@ -95,6 +96,9 @@ class Monitor:
     probe:      the result of `fp8plan.probe` for the precision that runs; `step.attribution` prefers it to the plan
     sampling:   how rollouts are sampled, as Sampling.of reads it; None: that of the engine's last rollout, if known
     group:      process group of the ranks that share the batch; None: all
+    sequence_group: process group of the ranks that hold pieces of the same sequences, as under context or sequence
+                parallelism: each passes its piece of every sequence. It is a part of `group`. None: each rank's
+                sequences are whole
 
     If thresholds cannot help further, `step.decided.escalate` names the next action. With a RolloutEngine, call before
     the next sync
@@ -122,8 +126,11 @@ class Monitor:
         probe: Probe | None = None,
         sampling: Any = None,
         group: Any = None,
+        sequence_group: Any = None,
     ) -> None:
         check_torch("a Monitor")
+        if sequence_group is not None:
+            check_group(sequence_group, group)
         if plan is not None:
             instance("plan", plan, Plan, "fp8plan.plan(...), or Plan.from_json(text)")
         self._witness = Witness(engine, guard, facts)
@@ -131,7 +138,7 @@ class Monitor:
         instance("settings", self.settings, CorrectionSettings, "CorrectionSettings(level='token')")
         # Any: each law takes its own kind of state.
         self.controller: Any = suited(self.settings, controller, plan)
-        self.engine, self.facts, self.group = engine, facts, group
+        self.engine, self.facts, self.group, self.sequence_group = engine, facts, group, sequence_group
         if probe is not None:
             instance("probe", probe, Probe, "fp8plan.probe(...)")
         self._plan, self._probe, self._sampling = plan, probe, Sampling.of(sampling)
@@ -199,20 +206,23 @@ class Monitor:
         """
         begun = time.perf_counter()
         sums, synced, refusal = MismatchSums(), None, None
+        ways = {"synced_logprobs": None if synced_logprobs is None else "present"}
         try:
+            if self.sequence_group is not None:  # its ranks meet in each `pack`
+                gathered(None, ways, self.sequence_group)
+            tokens = pack(train_logprobs, rollout_logprobs, mask, lengths, self.sequence_group)
+            if synced_logprobs is not None:
+                synced = measure(pack(synced_logprobs, rollout_logprobs, mask, lengths, self.sequence_group))
+                synced.check_units()
             done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
             rollout, own = self._checked(rollout, done), run_record.own_metrics(metrics)
             sampled = self._sampling if sampling is None else Sampling.of(sampling)
-            tokens = pack(train_logprobs, rollout_logprobs, mask, lengths)
             sums = measure(tokens, versions)
             sums.check_units()
-            if synced_logprobs is not None:
-                synced = measure(pack(synced_logprobs, rollout_logprobs, mask, lengths))
-                synced.check_units()
         except Exception as error:  # the other ranks wait for this one, to refuse with it
             refusal = error
         mismatch = sums.reduced(self.group, refusal).metrics()
-        update = self._decided(mismatch, synced is not None)
+        update = self._decided(mismatch, ways)
         behind = None if synced is None else synced.reduced(self.group).metrics()
         correction = correct(tokens, replace(self.settings, thresholds=update[0]), self.group)
         context = _Context(done, begun, tokens_in(sums), rollout, sampled, own, behind, fresh)
@@ -230,10 +240,10 @@ class Monitor:
         mismatch = sums.reduced(self.group).metrics()
         if not mismatch.tokens + mismatch.invalid:
             return None
-        return self._concluded(mismatch, self._decided(mismatch), correction, context)
+        return self._concluded(mismatch, self._decided(mismatch, {}), correction, context)
 
-    def _decided(self, mismatch: Mismatch, with_synced: bool = False) -> Update:
-        """The first rank's update, for all ranks. with_synced: the step has the log-probs of the synced weights
+    def _decided(self, mismatch: Mismatch, ways: dict[str, Any]) -> Update:
+        """The first rank's update, for all ranks. ways: further settings of the step, which all ranks share
 
         Ranks have the same sums, but may differ by rounding or in the checkpoint. Raises
         ConfigError, on all ranks, if they correct in different ways.
@@ -241,9 +251,8 @@ class Monitor:
         self._follow_precision()
         thresholds, state, decided = self.controller.update(self.state, mismatch)
         own = thresholds, state, feasible(decided, state.strained, self._witness.can)
-        ways = {name: value for name, value in asdict(self.settings).items() if name != "thresholds"}
-        ways["synced_logprobs"] = "present" if with_synced else None
-        update: Update = gathered(own, ways, self.group)[0]
+        shared = {name: value for name, value in asdict(self.settings).items() if name != "thresholds"}
+        update: Update = gathered(own, shared | ways, self.group)[0]
         return update
 
     def _concluded(self, mismatch: Mismatch, update: Update, correction: Correction, context: _Context) -> Step:

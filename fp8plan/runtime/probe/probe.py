@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version as version_of
+from itertools import compress
 from typing import Any
 
 from fp8plan.errors import ConfigError
@@ -127,12 +128,13 @@ def compared(
     ours, theirs = (torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in rows]) for rows in (train, rollout))
     tokens = pack(ours, theirs, lengths=[len(row) for row in rollout])
     ratios = [row.numpy() for row in tokens.log_ratio.split(tokens.lengths.tolist())]
-    figures = intervals(ratios, seed, prompts=prompts)
+    asked = None if prompts is None else [*compress(prompts, tokens.rows)]
+    figures = intervals(ratios, seed, prompts=asked)
     return Probed(
         precision="",
         figures=figures,
         mismatch=measure(tokens).metrics(),
-        sequences=sum(len(row) > 0 for row in ratios),
+        sequences=tokens.sequences,
         tokens=len(tokens),
         invalid=tokens.invalid,
         tokens_needed=tokens_needed(len(tokens), figures["kl_k3"]),

@@ -79,16 +79,16 @@ def test_the_same_as_verl(helper: Any, first: int, monkeypatch: pytest.MonkeyPat
     for seed in range(first, first + 50):
         train, rollout, mask = batch(seed)
         settings = config(seed)
-        arguments = {name: settings.get(name) for name in settings}
+        filled = mask.bool().any(1)  # to verl the other rows are sequences: a difference that is listed
+        data = train[filled], rollout[filled], mask[filled]
         try:
-            theirs = helper.compute_rollout_correction_and_rejection_mask(train, rollout, mask, **arguments)
+            theirs = helper.compute_rollout_correction_and_rejection_mask(*data, **settings)
         except ZeroDivisionError:  # all weights are 0: a difference that is listed
             assert correct(pack(train, rollout, mask), from_verl(settings)).ess == 0
             continue
         # Standard deviations are compared with those that verl computes in float64, as listed.
-        exact = helper.compute_rollout_correction_and_rejection_mask(
-            train.double(), rollout.double(), mask, **arguments
-        )[2]
+        precise = data[0].double(), data[1].double(), data[2]
+        exact = helper.compute_rollout_correction_and_rejection_mask(*precise, **settings)[2]
         expected = {name: exact[name] if name.endswith("_std") else value for name, value in theirs[2].items()}
         tokens = pack(train, rollout, mask)
         ours = correct(tokens, from_verl(settings))
@@ -96,12 +96,15 @@ def test_the_same_as_verl(helper: Any, first: int, monkeypatch: pytest.MonkeyPat
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, rel=RTOL, abs=ATOL), (seed, name, settings)
-        assert torch.equal(ours.mask, theirs[1]), (seed, settings)
+        assert torch.equal(ours.mask[filled], theirs[1]), (seed, settings)
+        assert not ours.mask[~filled].any()
         assert ours.mask.dtype == theirs[1].dtype
         if settings["rollout_is"] is None:
             assert ours.weights is None
         else:
-            torch.testing.assert_close(ours.weights, theirs[0].batch["rollout_is_weights"], rtol=RTOL, atol=ATOL)
+            weights = theirs[0].batch["rollout_is_weights"]
+            torch.testing.assert_close(ours.weights[filled], weights, rtol=RTOL, atol=ATOL)
+            assert not ours.weights[~filled].any()
         compared += 1
     assert compared >= 45
 
@@ -147,3 +150,6 @@ def test_where_verl_gives_up(helper: Any) -> None:
     noise = run(same, zeros, ones, "token")[2]["rollout_corr/rollout_is_std"]
     assert noise == pytest.approx(0.0, abs=1e-3)
     assert correct(pack(same, zeros, ones)).metrics["rollout_corr/rollout_is_std"] <= noise + 1e-7
+    padded = torch.full((4, 3), -2.0), torch.full((4, 3), -1.0), torch.tensor([[1.0], [0.0], [0.0], [0.0]]).expand(4, 3)
+    assert run(*padded, "token")[2]["rollout_corr/training_ppl"] == pytest.approx((np.exp(2) + 3) / 4)
+    assert measure(pack(*padded)).metrics().training_ppl == pytest.approx(np.exp(2))

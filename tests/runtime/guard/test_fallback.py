@@ -118,11 +118,11 @@ def test_no_limit_means_no_mismatch() -> None:
 
 def test_reasons_say_how_far_it_is() -> None:
     _, _, why = decide(GuardState(mismatched=1), seen("fp8_kv", HIGH_KL), SETTINGS)
-    assert why == "KL 0.05 is over its limit 0.03: rollout 2 of 3 in a row before recalibrate_kv"
+    assert why == "KL 0.05 is over its limit 0.03: such rollout 2 of 3 before recalibrate_kv"
     _, _, why = decide(GuardState(), seen("bf16", HIGH_KL), SETTINGS)
     assert "nothing left to step down to from bf16" in why
     _, _, why = decide(GuardState(), seen("fp8_kv", kv_to_bf16=1.5), SETTINGS)
-    assert why == "1,500 tokens/s are expected after kv_to_bf16: rollout 1 of 3 in a row before it is taken"
+    assert why == "1,500 tokens/s are expected after kv_to_bf16: such rollout 1 of 3 before it is taken"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,17 @@ def test_without_patience_it_only_judges() -> None:
     judges = GuardSettings(patience=None)
     assert set(follow([seen("fp8_kv", HIGH_KL, kv_to_bf16=1.5)] * 9, judges)) == {Action.NONE}
     _, _, why = decide(GuardState(mismatched=8), seen("fp8_kv", HIGH_KL), judges)
-    assert why == "KL 0.05 is over its limit 0.03: rollout 9 in a row; this guard only judges (patience is None)"
+    assert why == "KL 0.05 is over its limit 0.03: this guard only judges (patience is None)"
+
+
+def test_a_reason_counts_the_bad_rollouts_alone() -> None:
+    """Between two bad ones may lie others, between the limit and its release, so they are not "in a row"."""
+    state, whys = GuardState(), []
+    for kl in (HIGH_KL, HELD_KL, HELD_KL, HIGH_KL, HELD_KL, HIGH_KL):
+        state, _, why = decide(state, seen("fp8_kv", kl), SETTINGS)
+        whys.append(why)
+    assert whys[3] == "KL 0.05 is over its limit 0.03: such rollout 2 of 3 before recalibrate_kv"
+    assert whys[5] == "recalibrate_kv, because KL 0.05 is over its limit 0.03, in 3 rollouts"
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -32,8 +32,9 @@ def test_padded(dtype: Any) -> None:
     tokens = pack(TRAIN, ROLLOUT, MASK.to(dtype))
     assert tokens.train.tolist() == VALID
     assert tokens.log_ratio.tolist() == [0.25] * 5
-    assert tokens.offsets.tolist() == [0, 3, 3, 5]
-    assert (len(tokens), tokens.sequences, tokens.lengths.tolist()) == (5, 3, [3, 0, 2])
+    assert tokens.offsets.tolist() == [0, 3, 5]
+    assert tokens.rows.tolist() == [True, False, True]
+    assert (len(tokens), tokens.sequences, tokens.lengths.tolist()) == (5, 2, [3, 2])
     assert tokens.unpack(tokens.train).tolist() == [[0, -1, 0, -3], [0] * 4, [0, -9, -10, 0]]
     assert tokens.select(TRAIN).tolist() == VALID
     assert torch.equal(tokens.mask(), MASK.to(dtype))
@@ -46,9 +47,9 @@ def test_padded(dtype: Any) -> None:
 def test_packed() -> None:
     some = pack(TRAIN.reshape(-1), ROLLOUT.reshape(-1), MASK.reshape(-1), lengths=[4, 4, 4])
     assert some.train.tolist() == VALID
-    assert some.offsets.tolist() == [0, 3, 3, 5]
+    assert some.offsets.tolist() == [0, 3, 5]
     every = pack(TRAIN.reshape(-1), ROLLOUT.reshape(-1), lengths=torch.tensor([5, 0, 7]))
-    assert every.offsets.tolist() == [0, 5, 5, 12]
+    assert (every.offsets.tolist(), every.rows.tolist()) == ([0, 5, 12], [True, False, True])
     assert torch.equal(every.unpack(every.train), TRAIN.reshape(-1))
     assert every.mask().tolist() == [True] * 12
 
@@ -77,7 +78,7 @@ def test_invalid_tokens_are_left_out_and_counted(bad: float, side: int, mask: An
     tokens = pack(*sides, given_mask)
     assert tokens.invalid == 1
     assert tokens.train.tolist() == [0.0, -3.0, -9.0, -10.0]
-    assert tokens.offsets.tolist() == [0, 2, 2, 4]
+    assert tokens.offsets.tolist() == [0, 2, 4]
     assert tokens.unpack(torch.ones(4)).tolist() == [[1, 0, 0, 1], [0] * 4, [0, 1, 1, 0]]
     assert tokens.mask().tolist() == [[1, 0, 0, 1], [0] * 4, [0, 1, 1, 0]]
     everything = pack(*sides)
@@ -145,7 +146,7 @@ def test_what_is_packed_comes_back(rows: list[list[bool]]) -> None:
     values = torch.randn(mask.shape)
     tokens = pack(values, torch.zeros_like(values), mask)
     assert torch.equal(tokens.unpack(tokens.train), torch.where(mask, values, 0.0))
-    assert tokens.lengths.tolist() == mask.sum(1).tolist()
+    assert tokens.lengths.tolist() == [count for count in mask.sum(1).tolist() if count]
 
 
 def test_torch_s_threads_are_as_they_were() -> None:
