@@ -62,7 +62,7 @@ class FakeReplica:
             "twins": [],
         }
 
-    def begin(self, number: int, samples: int, version: int, keep: str | None) -> None:
+    def begin(self, number: int, samples: int, version: int, keep: str | None, *_: Any) -> None:
         self.copy = None if keep is None else dict(self.weights)
         self.is_open = True
 

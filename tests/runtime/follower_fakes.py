@@ -9,6 +9,7 @@ from typing import Any
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.weight_sync import state
 from fp8plan.runtime.weight_sync.delta.base import Chain
+from fp8plan.runtime.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.weight_sync.manifest import read_manifest
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState
 
@@ -53,7 +54,7 @@ class Engine:
             patches = chain.patches()
             if chain.base is not None and (self.refuses_patches or chain.base != self.state.stamp):
                 raise ConfigError("patches of other weights")
-            self.written.append((chain.base is not None, [name for name, _ in patches]))
+            self.written.append((chain.base is not None, [name for name, patch in patches if changed_values(patch)]))
         except ConfigError as error:
             raise SyncError(f"{error}; the old weights serve") from error
         self.state.stamp = chain.stamp
