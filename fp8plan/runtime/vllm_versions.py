@@ -217,7 +217,7 @@ PATCHES: Final = (
     ),
     Patch(
         "wraps",
-        "state.server, should_exit, shutdown",
+        "server.shutdown, should_exit, engine.shutdown",
         "server/ending.py",
         "of the server and its AsyncLLM: vLLM ends with exit code 0 after its engine has died, and may wait for ever",
     ),
