@@ -9,8 +9,8 @@ from typing import Any
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.weight_sync import state
 from fp8plan.runtime.weight_sync.delta.base import Chain
+from fp8plan.runtime.weight_sync.delta.listing import held_of
 from fp8plan.runtime.weight_sync.delta.patch import changed_values
-from fp8plan.runtime.weight_sync.manifest import read_manifest
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState
 
 # What it writes to engine.json.
@@ -44,7 +44,7 @@ class Engine:
     def _asked(self, procedure: Any) -> Any:
         procedure.close()
         yield from ()
-        return read_manifest(FORMATS["manifest"]), FORMATS["fp8"], FORMATS["reloaded"]
+        return held_of(FORMATS, "engine.json")
 
     def _sync(self, chain: Chain, *_: Any) -> Any:
         if self.busy:

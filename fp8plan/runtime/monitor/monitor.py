@@ -57,7 +57,7 @@ class _Context(NamedTuple):
 
     number, rollout, fresh: arguments of `Monitor.step`
     begun:    seconds, by time.perf_counter
-    tokens:   those of this rank's batch
+    tokens:   those of this rank's batch; None: not known
     sampling: the step's, or else the Monitor's; None: that of the rollout
     own:      the loop's own figures
     synced:   the mismatch under the weights that sampled; None: not known
@@ -65,17 +65,12 @@ class _Context(NamedTuple):
 
     number: int
     begun: float
-    tokens: int
+    tokens: int | None
     rollout: Rollout
     sampling: Sampling | None
     own: run_record.Metrics
     synced: Mismatch | None = None
     fresh: bool = False
-
-
-def tokens_in(sums: MismatchSums) -> int:
-    """The tokens of a batch, with those that have no finite log-prob."""
-    return int(sums["tokens"] + sums["invalid"])
 
 
 class Monitor:
@@ -225,7 +220,7 @@ class Monitor:
         update = self._decided(mismatch, ways)
         behind = None if synced is None else synced.reduced(self.group).metrics()
         correction = correct(tokens, replace(self.settings, thresholds=update[0]), self.group)
-        context = _Context(done, begun, tokens_in(sums), rollout, sampled, own, behind, fresh)
+        context = _Context(done, begun, self._tokens_in(sums), rollout, sampled, own, behind, fresh)
         return self._concluded(mismatch, update, correction, context)
 
     def conclude(self, sums: MismatchSums, correction: Correction) -> Step | None:
@@ -236,11 +231,18 @@ class Monitor:
 
         Every rank calls it, even without tokens. Returns None, and does nothing, if no rank has any.
         """
-        context = _Context(self.steps + 1, time.perf_counter(), tokens_in(sums), None, self._sampling, {})
+        context = _Context(self.steps + 1, time.perf_counter(), self._tokens_in(sums), None, self._sampling, {})
         mismatch = sums.reduced(self.group).metrics()
         if not mismatch.tokens + mismatch.invalid:
             return None
         return self._concluded(mismatch, self._decided(mismatch, {}), correction, context)
+
+    def _tokens_in(self, sums: MismatchSums) -> int | None:
+        """The tokens of this rank's batch, also those without a finite log-prob. None if it holds pieces of sequences.
+
+        The first rank of a sequence group counts the tokens of all of them.
+        """
+        return None if self.sequence_group is not None else int(sums["tokens"] + sums["invalid"])
 
     def _decided(self, mismatch: Mismatch, ways: dict[str, Any]) -> Update:
         """The first rank's update, for all ranks. ways: further settings of the step, which all ranks share
