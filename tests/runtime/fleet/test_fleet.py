@@ -89,7 +89,7 @@ def said(fleet: RolloutFleet) -> list[Any]:
     for number in fleet.serves:
         words = []
         for prompt in PROMPTS:
-            asked = ([{"prompt_token_ids": prompt}], how, {})
+            asked = ([{"prompt_token_ids": prompt}], how, {}, "alone")
             (request,), _ = fleet._members.collect(fleet._members.submit("generate", {number: asked}))[number]
             (one,) = request.outputs
             words.append([(token, row[token].logprob) for token, row in zip(one.token_ids, one.logprobs, strict=True)])

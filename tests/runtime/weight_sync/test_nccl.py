@@ -254,10 +254,11 @@ class TestPatches:
                 report = engine.sync_weights(transfer.source(weights(kind, which)), kv_prompts=CALIBRATION)
                 assert (report.patched, report.healed) == (number > 0, None)
                 assert generate(engine) == references[which]
-                if number in (3, 4):  # nothing has changed
-                    assert (report.tensors, report.bytes, report.chunks) == (0, 0, 0)
-                else:
-                    assert report.chunks == opened[0].broadcasts > 0
+                assert report.chunks == opened[0].broadcasts > 0
+                if number in (3, 4):  # nothing has changed: digests of a few tensors
+                    assert (report.tensors, report.chunks) == (0, 1)
+                    assert report.looked > 0
+                    assert report.bytes < 1000
                 opened[0].broadcasts = 0
 
     def test_a_dict_is_sent_in_the_order_of_its_manifest(self) -> None:
