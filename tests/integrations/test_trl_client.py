@@ -166,8 +166,10 @@ def test_a_status_that_is_refused_is_not_taken_for_a_server_without_one(code: in
 def test_metrics_that_cannot_be_read_cost_no_rollout(line: str) -> None:
     client = client_of(session := Session())
     session.get = lambda url, **how: answer(200, line)  # type: ignore[method-assign]
+    calls = list[Any]()
+    client.heard = calls.append
     client.generate(PROMPTS, max_tokens=1)
-    assert client.rollout.preemptions == 0
+    assert [call.preemptions for call in calls] == [0]
 
 
 def test_a_sync_that_fails_names_the_server() -> None:
