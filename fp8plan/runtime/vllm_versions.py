@@ -123,6 +123,12 @@ PATCHES: Final = (
         "which elements are vLLM's padding, so that no checkpoint fills them",
     ),
     Patch(
+        "reads",
+        "VocabParallelEmbedding, ParallelLMHead",
+        "worker/prepare.py",
+        "which embedding is also the head of a tied model",
+    ),
+    Patch(
         "sets",
         "_k_scale, _{part}_scale, _{part}_scale_float, _{part}_scale_cpu",
         "weight_sync/kv_scales.py",
@@ -210,6 +216,12 @@ PATCHES: Final = (
         "of one AsyncLLM, as long as it lives: it would count a request that it could not send for ever",
     ),
     Patch(
+        "reads",
+        "RequestOutputKind",
+        "engine/async_engine.py",
+        "which outputs are whole, and so count for a rollout",
+    ),
+    Patch(
         "wraps",
         "_call_utility_async, errored, dead_error",
         "engine/async_engine.py",
@@ -231,7 +243,7 @@ PATCHES: Final = (
         "reads",
         "llm_engine, engine_core, output_processor, get_num_unfinished_requests, request_states, parent_requests, "
         "abort_request, resources.engine_dead, engine_manager.processes, EngineDeadError",
-        "engine/vllm_engine.py, engine/engine.py, interrupts.py",
+        "engine/vllm_engine.py, engine/engine.py, interrupts.py, server/routes.py",
         "requests are counted before a sync, and aborted after a broken-off generate; an engine process that hangs is "
         "killed, and one that has died is noticed, for whose outputs an LLM waits for ever",
     ),
