@@ -46,14 +46,18 @@ def measured(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> 
 
 def stand_in(name: str, **contents: Any) -> ModuleType:
     """A module with these contents where `import` finds it, and empty packages around it where there are none."""
+    made = stand_in_modules(name, **contents)
+    sys.modules.update(made)
+    return made[name]
+
+
+def stand_in_modules(name: str, **contents: Any) -> dict[str, ModuleType]:
+    """A module with these contents, and empty packages around it that are not imported so far, by their names."""
     parts = name.split(".")
-    for end in range(1, len(parts)):
-        package = ".".join(parts[:end])
-        if package not in sys.modules:
-            around = ModuleType(package)
-            around.__path__ = []
-            sys.modules[package] = around
-    module = ModuleType(name)
-    vars(module).update(contents)
-    sys.modules[name] = module
-    return module
+    packages = [".".join(parts[:end]) for end in range(1, len(parts))]
+    made = {package: ModuleType(package) for package in packages if package not in sys.modules}
+    for package in made.values():
+        package.__path__ = []
+    made[name] = ModuleType(name)
+    vars(made[name]).update(contents)
+    return made

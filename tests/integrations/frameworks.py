@@ -15,20 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.peers.adapted import stand_in_modules
+
 
 def install(patch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:
     """Put a module, and the packages around it, where `import` finds it."""
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        package = ".".join(parts[:end])
-        if package not in sys.modules:
-            module = ModuleType(package)
-            module.__path__ = []
-            patch.setitem(sys.modules, package, module)
-    module = ModuleType(name)
-    vars(module).update(contents)
-    patch.setitem(sys.modules, name, module)
-    return module
+    made = stand_in_modules(name, **contents)
+    for place, module in made.items():
+        patch.setitem(sys.modules, place, module)
+    return made[name]
 
 
 def vanilla_tis_function(

@@ -67,21 +67,21 @@ def joined(own: Piece | None, group: Any, refusal: Exception | None = None) -> t
     import torch
     from torch import distributed
 
-    told = gathered(None if own is None else own._replace(sides=torch.empty(0)), {}, group)
-    if own is None or None in told:
+    pieces = gathered(None if own is None else own._replace(sides=torch.empty(0)), {}, group)
+    if own is None or None in pieces:
         raise_first(refusal, group)
-    rows = [len(piece.lengths) for piece in told]
+    rows = [len(piece.lengths) for piece in pieces]
     if len(set(rows)) > 1:
         raise ConfigError(
             f"ranks of the sequence group have {', '.join(map(str, rows))} rows; allowed: the same sequences on each, "
             "with a piece of every one, which may be empty"
         )
-    lengths = np.array([piece.lengths for piece in told])
+    lengths = np.array([piece.lengths for piece in pieces])
     places = [torch.from_numpy(place).to(own.sides.device) for place in places_of(lengths)]
     whole = own.sides.new_empty(2, int(lengths.sum()))
     for sides, place in zip(_exchanged(own.sides, lengths.sum(1), group), places, strict=True):
         whole[:, place] = sides
-    marked, invalid = np.any([piece.marked for piece in told], axis=0), sum(piece.invalid for piece in told)
+    marked, invalid = np.any([piece.marked for piece in pieces], axis=0), sum(piece.invalid for piece in pieces)
     return Piece(whole, lengths.sum(0), marked, invalid), places[distributed.get_rank(group)]
 
 

@@ -128,8 +128,8 @@ def compared(
     ours, theirs = (torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in rows]) for rows in (train, rollout))
     tokens = pack(ours, theirs, lengths=[len(row) for row in rollout])
     ratios = [row.numpy() for row in tokens.log_ratio.split(tokens.lengths.tolist())]
-    asked = None if prompts is None else [*compress(prompts, tokens.rows)]
-    figures = intervals(ratios, seed, prompts=asked)
+    scored = None if prompts is None else [*compress(prompts, tokens.rows)]  # rows without a token are dropped
+    figures = intervals(ratios, seed, prompts=scored)
     return Probed(
         precision="",
         figures=figures,
