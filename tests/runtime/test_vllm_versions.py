@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,19 @@ def test_a_newer_version_starts_with_a_line_on_what_was_not_checked(
     monkeypatch.setattr(vllm_versions, "missing_names", lambda: ("vllm.a.b",))
     with pytest.raises(ConfigError, match=f"vLLM {version} is newer than the tested .* lacks vllm.a.b; {SUPPORTED}"):
         supported(version)
+
+
+def test_vllm_reads_every_variable_that_fp8plan_names() -> None:
+    """Nobody refuses a name that vLLM does not read, and an engine then starts as if it were not set."""
+    package = Path(fp8plan.__file__).parent
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")]
+    texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    named = {text for text in texts if isinstance(text, str) and re.fullmatch(r"VLLM_[A-Z0-9_]+", text)}
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    assert len(named) > 5
+    assert named <= set(re.findall(r'"(VLLM_\w+)"', Path(spec.origin).with_name("envs.py").read_text(encoding="utf-8")))
 
 
 def test_names_that_a_vllm_lacks_are_found(tmp_path: Path) -> None:

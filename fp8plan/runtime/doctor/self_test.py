@@ -123,7 +123,7 @@ def _checked(setup: EngineSetup) -> Generator[str, None, None]:
     """Make CHECKS one by one, and yield the words on each. Raises the error of a check that fails."""
     os.environ.update(vllm_env(setup))  # before vLLM reads it
     # The names' modules start the CUDA driver, which a forked engine could not use.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     yield _imported()
     with TemporaryDirectory(prefix="fp8plan-self-test-") as folder:
         weights, scored = _checkpoint(Path(folder))
