@@ -21,6 +21,7 @@ FlashAttention: 32 with CUDA graphs (up to 512 tokens), 0 (the kernel decides) b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import lru_cache, partial
 from itertools import product
 from types import SimpleNamespace
@@ -64,6 +65,15 @@ FEW_CONTEXTS = (256, 1024, 2048, 4096, 8192)
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SIGMA = 0.8  # standard deviation of ln(context), for skewed contexts
+# Fields of vLLM's metadata to 0.31; 0.32 has none of them.
+OLDER_METADATA: dict[str, Any] = {
+    "use_cascade": False,
+    "common_prefix_len": 0,
+    "cu_prefix_query_lens": None,
+    "prefix_kv_lens": None,
+    "suffix_kv_lens": None,
+    "sliding_window": (-1, -1),
+}
 
 Key = tuple[str, tuple[tuple[str, int | str], ...]]  # a point, hashable
 
@@ -254,20 +264,31 @@ class Bench:
     def _cache(self, point: Point, kv: str) -> torch.Tensor:
         """The KV cache of one layer: the whole pool, in the engine's shape and strides."""
         import torch
-        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
         if kv not in self.pools:
             size = int(1.02 * MAX_KV_BYTES) // KV_DTYPES[kv]  # 2% more for last blocks, which are not full
             self.pools[kv] = random_pool(size, kv, SHARE_OF_MEMORY)
             if kv == "fp8":
                 self.pools[kv] = self.pools[kv].view(torch.uint8)  # as vLLM's cache holds it
-        pool, block = self.pools[kv], BLOCK_SIZE * kv_bytes(point.shape, 1)  # elements
-        blocks = len(pool) // block
-        sizes = (blocks, BLOCK_SIZE, point.shape["kv_heads"], point.shape["head_dim"])
-        shape = FlashAttentionBackend.get_kv_cache_shape(*sizes)
+        return cache_of(self.pools[kv], point.shape["kv_heads"], point.shape["head_dim"])
+
+
+def cache_of(pool: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
+    """View the first whole blocks of a pool as the KV cache of one layer, in the engine's shape and strides."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    block = 2 * BLOCK_SIZE * kv_heads * head_dim  # elements
+    blocks = len(pool) // block
+    if hasattr(FlashAttentionBackend, "get_kv_cache_shape"):  # as in 0.26; 0.30 has layouts
+        shape = FlashAttentionBackend.get_kv_cache_shape(blocks, BLOCK_SIZE, kv_heads, head_dim)
         order = FlashAttentionBackend.get_kv_cache_stride_order()
-        stored = pool[: blocks * block].view([shape[i] for i in order])
-        return stored.permute([order.index(i) for i in range(len(order))])
+    else:
+        from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+
+        shape = (blocks, kv_heads, BLOCK_SIZE, 2 * head_dim)
+        order = get_supported_kv_cache_layouts([FlashAttentionBackend])[0].layer_view_order
+    stored = pool[: blocks * block].view([shape[i] for i in order])
+    return stored.permute([order.index(i) for i in range(len(order))])
 
 
 def _impl(point: Point, kv: str) -> Any:
@@ -312,6 +333,8 @@ def _metadata(point: Point, kv: str, queries: Ints, kv_tokens: Ints, version: in
             num_splits=splits,
         )
     in_full_graph = longest_query == 1 and len(queries) <= MAX_GRAPH_TOKENS
+    known = {field.name for field in fields(FlashAttentionMetadata)}
+    older = {name: value for name, value in OLDER_METADATA.items() if name in known}
     return lambda table: FlashAttentionMetadata(
         num_actual_tokens=int(queries.sum()),
         max_query_len=longest_query,
@@ -320,15 +343,10 @@ def _metadata(point: Point, kv: str, queries: Ints, kv_tokens: Ints, version: in
         seq_lens=seq_lens,
         block_table=table,
         slot_mapping=starts,  # used by the KV write alone
-        use_cascade=False,
-        common_prefix_len=0,
-        cu_prefix_query_lens=None,
-        prefix_kv_lens=None,
-        suffix_kv_lens=None,
         scheduler_metadata=schedule,
         max_num_splits=splits,
         causal=True,
-        sliding_window=(-1, -1),
+        **older,
     )
 
 

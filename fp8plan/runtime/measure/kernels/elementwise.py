@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from inspect import signature
 from itertools import product
 from types import FunctionType
 from typing import Any
@@ -156,6 +157,7 @@ def sampler_v2(m: int, vocabulary: int) -> Callable[[], object]:
 def _sampler_v2(vocabulary: int) -> Any:
     """A sampler with a rollout's sampling parameters for MAX_SAMPLED_ROWS requests."""
     import torch
+    from vllm.config import get_current_vllm_config
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
@@ -169,10 +171,20 @@ def _sampler_v2(vocabulary: int) -> Any:
         vocab_size=vocabulary,
         device=device,
     )
-    sampler = Sampler(MAX_SAMPLED_ROWS, vocabulary, device, states, LOGPROBS_MODE)
+    newer = "vllm_config" in signature(Sampler).parameters  # from 0.31 on; 0.30 asks for prompts' lengths
+    config = [get_current_vllm_config()] if newer else []
+    sampler = Sampler(
+        *config,
+        max_num_reqs=MAX_SAMPLED_ROWS,
+        vocab_size=vocabulary,
+        device=device,
+        req_states=states,
+        logprobs_mode=LOGPROBS_MODE,
+    )
     params = SamplingParams(temperature=1.0, logprobs=0, ignore_eos=True)
     for index in range(MAX_SAMPLED_ROWS):
-        sampler.add_request(index, 1, params)
+        prompt = [] if newer else [1]
+        sampler.add_request(index, *prompt, params)
     sampler.apply_staged_writes()
     return sampler
 
