@@ -9,7 +9,7 @@ for part in $(jobs -p); do wait "$part"; done
 for wheel in ~/lease/fp8plan/*.whl; do python3 -m zipfile -e "$wheel" ~/site; done # fp8plan's wheel has its entry points
 touch ~/vllm.env
 [ ! -e ~/lease/fp8plan/env.sh ] || cp ~/lease/fp8plan/env.sh ~/vllm.env
-[ ! -e ~/lease/kernels ] || tar -C ~ -xzf ~/lease/kernels/kernels.tgz # kernels that an earlier lease compiled
+[ ! -e ~/lease/kernels ] || tar -C ~ -xzf <(cat ~/lease/kernels/*) # kernels that an earlier lease compiled
 if [ -e ~/lease/verl ]; then
     cp -r ~/lease/site/. ~/site
     python3 -m zipfile -e ~/lease/verl/trl-*.whl ~/trl # apart: verl 0.9.1 builds no model beside TRL 1.16
@@ -40,6 +40,9 @@ emptied() { # wait until what used the GPUs has gone
 }
 gpu() {
     nvidia-smi -L | grep -q H100 && echo h100_sxm || echo h200_sxm
+}
+host_loop() { # this host's loop, to ~/res/host_loops.jsonl
+    python3 -m fp8plan doctor --host --json >> ~/res/host_loops.jsonl
 }
 unpacked() { # NAME...: of parts of wheels in ~/lease, which may have come after begin.sh
     local name

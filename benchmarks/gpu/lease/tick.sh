@@ -32,4 +32,4 @@ nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
 tar -C ~ --exclude='*.safetensors' --exclude='*.pt' -cz res | split -b 15M -d -a 2 - "$OUT/res.tgz."
 cd
 kernels=$(ls -d .cache/vllm/deep_gemm .tensorrt_llm 2> /dev/null)
-[ -z "$kernels" ] || tar -czf "$OUT/kernels.tgz" $kernels
+[ -z "$kernels" ] || tar -cz $kernels | split -b 15M -d -a 1 - "$OUT/kernels.tgz."

@@ -2,7 +2,7 @@
 # loop. About 20 minutes; a lease may end first.
 . ~/lease.env
 host() {
-    for _ in 1 2 3; do python3 -m fp8plan doctor --host --json >> ~/res/host_loops.jsonl; done
+    for _ in 1 2 3; do host_loop; done
 }
 limits() {
     host
