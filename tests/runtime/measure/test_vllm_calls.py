@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -77,7 +77,7 @@ def misfit(use: Use) -> str | None:
     first, *rest = use.path
     try:
         module = import_module(use.module)
-        named = getattr(module, first, None) or import_module(f"{use.module}.{first}")
+        named: Any = getattr(module, first, None) or import_module(f"{use.module}.{first}")
     except ImportError:
         return None
     try:
