@@ -25,9 +25,11 @@ trap 'rm -rf "$work"' EXIT
 rm -rf "$out"/{vllm,learning,gemma}.* "$out"/{fp8plan,verl}
 mkdir -p "$out/fp8plan"
 wanted() { [[ "$folders" == "  " || "$folders" == *" $1 "* ]]; } # FOLDER
-cut_up() { # NAME: standard input as NAME.00/part, NAME.01/part ...
+cut_up() { # NAME: standard input as NAME.00/part, NAME.01/part ..., all of one size
     local file
-    split -b "$part" -d -a 2 - "$work/$1.part."
+    cat > "$work/$1.all"
+    split -n $(($(stat -c %s "$work/$1.all") / part + 1)) -d -a 2 "$work/$1.all" "$work/$1.part."
+    rm "$work/$1.all"
     for file in "$work/$1".part.*; do
         mkdir -p "$out/$1.${file##*.}"
         mv "$file" "$out/$1.${file##*.}/part"
