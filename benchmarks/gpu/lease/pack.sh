@@ -3,7 +3,8 @@
 #     bash benchmarks/gpu/lease/pack.sh VLLM_BUNDLE [DIR [ENV [FOLDER...]]]
 # VLLM_BUNDLE: a script that, given a folder, writes vLLM for that machine as 0/part, 1/part ... in it (or 00/part ...),
 # parts of a tar.xz with `site`. ENV: a script that sets the variables of this vLLM, if it needs any, else "". FOLDER: of
-# verl, learning and gemma, those to pack; without any: all. DIR (.lease, which git ignores) then has
+# verl, learning and gemma, those to pack; "none" packs none of them, and no word all. DIR (.lease, which git ignores)
+# then has
 #     vllm.00 ...     vLLM, in parts that fit a call with the present tree
 #     fp8plan         wheels of fp8plan and of requests, which vLLM's HTTP client imports, and ENV
 #     verl            verl, and a wheel of TRL
