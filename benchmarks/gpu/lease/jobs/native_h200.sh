@@ -1,0 +1,23 @@
+# Rollouts that judge the H200's own profile of vLLM 0.33 and that no fit sees: profiles/h200_sxm/vllm-0.33.0/validation/cells.json.
+# BF16 and the most FP8 of each model come first. 18 engines take about 50 minutes: two leases. A file of an earlier one,
+# copied to ~/res/native_h200.jsonl, goes on.
+. ~/lease.env
+measure() { # MODEL PRECISION...
+    python3 -m fp8plan.runtime.measure.rollouts.run --cells profiles/h200_sxm/vllm-0.33.0/validation/cells.json --model "$1" \
+        $(printf -- '--precision %s ' "${@:2}") --compile --trace --timeout 400 --output ~/res/native_h200.jsonl \
+        --env VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
+}
+cells() {
+    local model
+    host_loop
+    for model in Qwen/Qwen3-14B Qwen/Qwen3-30B-A3B Qwen/Qwen3-4B mistralai/Mistral-7B-v0.3; do
+        measure $model bf16 fp8_block+fp8_kv
+        host_loop
+    done
+    measure fp8plan/gpt-oss-20b-bf16 bf16 fp8_kv
+    for model in Qwen/Qwen3-14B Qwen/Qwen3-30B-A3B Qwen/Qwen3-4B mistralai/Mistral-7B-v0.3; do
+        measure $model fp8_block fp8_kv
+        host_loop
+    done
+}
+alone cells
