@@ -14,7 +14,7 @@ from apply_to_vllm import held_back, random_model, vllm
 
 import fp8plan
 
-PROMPTS, SAMPLES, LENGTH, STEPS, TEMPERATURE = 16, 16, 24, 12, 1.0
+PROMPTS, SAMPLES, LENGTH, STEPS, TEMPERATURE = 16, 16, 16, 10, 1.0
 
 
 def main(run_file: str) -> None:

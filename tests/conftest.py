@@ -25,7 +25,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's and numpy's threads wait in a loop for cores that others use
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # without AMX, as fp8plan_cpu_kernels has vLLM do
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take most of the machine's memory
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -37,6 +36,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 GPU = os.path.exists("/proc/driver/nvidia/version")
 if not GPU:
+    import cpu_engines  # noqa: F401 -- it sets the environment of engines, also for examples and commands that tests start
+
     os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels run in Triton's interpreter
 
 

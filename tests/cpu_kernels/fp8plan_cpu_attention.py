@@ -7,6 +7,7 @@ too: K's into the softmax scale, V's onto the output. Slow, for tests.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from fp8plan.model.precision import E4M3_MAX
@@ -36,10 +37,10 @@ def register() -> None:
             return
         keys, values, key_cache, value_cache, slots, _ = given
         kept = slots >= 0
-        for rows, cache, scale in ((keys, key_cache, k_scale), (values, value_cache, v_scale)):
+        for rows, stored, scale in ((keys, key_cache, k_scale), (values, value_cache, v_scale)):
             scaled = (rows[: len(slots)][kept].float() / scale).clamp(-E4M3_MAX, E4M3_MAX)
-            block, offset = slots[kept] // cache.shape[2], slots[kept] % cache.shape[2]
-            cache[block, :, offset] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+            block, offset = slots[kept] // stored.shape[2], slots[kept] % stored.shape[2]
+            stored[block, :, offset] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
     def plan_fp8(*given: Any, kv_cache_dtype: str = "auto", **more: Any) -> Any:
         return plan(*given, **more)
@@ -74,4 +75,14 @@ def _rows(cache: Any, blocks: Any, dtype: Any) -> Any:
     """Keys or values in these blocks of a cache, unscaled, [blocks * block size, heads, width]."""
     import torch
 
-    return cache[blocks].view(torch.float8_e4m3fn).to(dtype).transpose(1, 2).flatten(0, 1).contiguous()
+    values = torch.from_numpy(_e4m3_patterns(dtype)[cache[blocks].numpy()]).view(dtype)
+    return values.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+@cache
+def _e4m3_patterns(dtype: Any) -> Any:
+    """Return the bit patterns that the 256 bytes of E4M3 have in another type. To look them up beats a conversion."""
+    import torch
+
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+    return values.view({2: torch.int16, 4: torch.int32}[dtype.itemsize]).numpy()

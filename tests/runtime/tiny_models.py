@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import cpu_engines  # noqa: F401 -- it sets the environment of engines
 import pytest
 from frozen_imports import freeze_imports
 from plans import index, plan
@@ -18,13 +18,6 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.weight_sync.state import SyncSettings
-
-# One thread, bound to no core: threads of two test processes that share cores wait for each other, 20 times over.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault(
-    "TORCHDYNAMO_DISABLE", "1"
-)  # vLLM's quantiser says the same uncompiled, 5 s earlier in each process
 
 KINDS = ("dense", "moe", "tied")
 SEEDS = {"a": 0, "b": 1}

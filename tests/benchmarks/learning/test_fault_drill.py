@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 
 from benchmarks.learning import loop as learning
@@ -61,7 +60,6 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
     """The drill, when it is over."""
     import warm_processes  # noqa: F401 -- vLLM's processes start in seconds
 
-    assert tiny_models.LAYERS  # its import sets the threads of engines
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("drill")

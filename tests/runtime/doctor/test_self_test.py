@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -221,9 +220,8 @@ def test_no_vllm_and_an_old_one_are_refused(fakes: Fakes, monkeypatch: pytest.Mo
 
 @pytest.mark.vllm
 def test_the_installed_vllm_has_no_fault() -> None:
-    quick = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, "-c", "from fp8plan.cli import main; main()", "doctor", "--engine", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | quick, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     says = {finding["check"]: finding["says"] for finding in json.loads(done.stdout)["findings"]}

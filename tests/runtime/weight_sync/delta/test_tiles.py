@@ -15,7 +15,7 @@ from fp8plan.runtime.weight_sync.delta.patch import changes
 from fp8plan.runtime.weight_sync.delta.tiles import bits, compared, constants, digests, matrix
 
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
-SHAPES = ((300, 704), (128, 512), (5, 12), (257, 1324), (3, 130, 512))
+SHAPES = ((300, 704), (128, 512), (5, 48), (257, 1324), (3, 130, 512))  # the last number in bytes
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -23,7 +23,8 @@ def pairs(dtype: torch.dtype, share: float, device: str = "cpu") -> Pairs:
     """(base, new) of each shape, on a device."""
     generator = torch.Generator().manual_seed(0)
     made = []
-    for shape in SHAPES:
+    for *rows, row_bytes in SHAPES:
+        shape = (*rows, row_bytes // dtype.itemsize)
         base = torch.randn(shape, generator=generator).to(dtype)
         new = base.clone()
         for bit in (1, 1 << 4):
