@@ -17,6 +17,8 @@ import pytest
 
 import fp8plan.runtime.measure
 
+pytestmark = pytest.mark.vllm
+
 FOLDER = Path(fp8plan.runtime.measure.__file__).parent
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py"))
 
@@ -91,7 +93,6 @@ def misfit(use: Use) -> str | None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_calls_of_vllm_fit_the_installed_one(file: str) -> None:
-    pytest.importorskip("vllm")
     faults = [misfit(use) for use in uses((FOLDER / file).read_text(encoding="utf-8"))]
     assert not [fault for fault in faults if fault]
 
@@ -107,7 +108,6 @@ def test_calls_of_vllm_fit_the_installed_one(file: str) -> None:
     ],
 )
 def test_a_call_that_does_not_fit_is_found(call: str, fault: str | None) -> None:
-    pytest.importorskip("vllm")
     (use,) = uses(f"def function():\n    from vllm import SamplingParams\n    {call}")
     reason = misfit(use)
     assert (reason is None) if fault is None else (fault in str(reason))
