@@ -1,0 +1,87 @@
+"""Run the drill on a CPU, with tiny engines.
+
+    .venv-test/bin/python -m benchmarks.fault_drill [--where store|server|engine|fleet] [--only WORD]
+
+prints a line for each fault in each place, and writes benchmarks/results/fault_drill.jsonl, from which `make tables`
+fills docs/evidence/weight_sync.md. With --where or --only the rows that ran take the place of their old ones. The exit
+status is 1 if a row is wrong. All four places take less than half an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HELPERS = ("", "benchmarks", "tests/model", "tests/runtime", "tests/integrations")
+# As tests/conftest.py has them, for engines on a CPU; a short timeout of stores, and vLLM takes functions to call.
+ENVIRONMENT = {
+    "FP8PLAN_IGNORE_VLLM": "1",
+    "FP8PLAN_STORE_TIMEOUT_S": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TRITON_INTERPRET": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+CLASSES = {
+    "store": "places.StorePlace",
+    "server": "server_place.ServerPlace",
+    "engine": "places.EnginePlace",
+    "fleet": "places.FleetPlace",
+}
+
+
+def drilled(where: str, only: str, output: Path) -> int:
+    """Run the faults of one place, and return how many rows are wrong."""
+    from . import report, table
+    from .drill import row
+
+    faults = table.at(where, only)
+    if not faults:
+        return 0
+    module, name = CLASSES[where].split(".")
+    made = getattr(importlib.import_module(f".{module}", __package__), name)
+    wrong = 0
+    with made() as place:
+        for fault in faults:
+            found = report.stamped(row(place, fault))
+            report.keep(found, output)
+            print(report.line(found), flush=True)
+            wrong += bool(found["wrong"])
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fault_drill",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--where", choices=tuple(CLASSES))
+    parser.add_argument("--only", default="", metavar="WORD", help="faults with this word in their name, or of this kind")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "fault_drill.jsonl")
+    options = parser.parse_args()
+    if options.where is None:  # each place in a process of its own: two engines in one would share torch's state
+        command = [sys.executable, "-m", "benchmarks.fault_drill", "--only", options.only, "--output", options.output]
+        codes = [subprocess.run([*command, "--where", place], cwd=ROOT, check=False).returncode for place in CLASSES]
+        return max(map(abs, codes))
+    sys.path[:0] = [str(ROOT / part) for part in HELPERS]
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    warnings.simplefilter("ignore")
+    return int(drilled(options.where, options.only, options.output) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
