@@ -200,7 +200,7 @@ def test_an_unknown_optimiser_is_refused() -> None:
 def sent(new: torch.Tensor) -> int:
     """Bytes that the encoder makes of a tensor that was all zeros."""
     (made,) = changes([(torch.zeros_like(new), new)])
-    return 0 if made is None else packed([made], [new])[0].numel()
+    return 0 if made is None else packed(["w"], [made], [new])[0].numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32])

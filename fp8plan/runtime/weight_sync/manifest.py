@@ -245,6 +245,16 @@ def only_bf16(entry: Entry) -> str:
     return f"{entry.name} is {entry.dtype}; allowed: bfloat16 (type tensor.to(torch.bfloat16))"
 
 
+def refuse_quantising(manifest: Manifest, quantised: Collection[str]) -> None:
+    """Raise ConfigError for a tensor that is to be quantised, and is neither BF16 nor FP32. E4M3 is quantised already.
+
+    quantised: names of the tensors that an engine holds in FP8
+    """
+    for entry in manifest:
+        if entry.name in quantised and entry.dtype not in ("bfloat16", "float32", "float8_e4m3fn"):
+            raise ConfigError(only_bf16(entry))
+
+
 def held_dtype(name: str, dtype: str, wide: Collection[str]) -> str:
     """Return the dtype in which an engine holds a tensor that comes in BF16 or FP32; another dtype as it is.
 

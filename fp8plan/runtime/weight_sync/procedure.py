@@ -64,6 +64,7 @@ def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
         for entry in own:
             refuse_codes(entry.name, entry.dtype)
     if own is not None and state.settings.delta is not None:
+        manifests.refuse_quantising(own, state.quantised or ())
         own = manifests.held_manifest(own, state.quantised or (), state.wide)
     sent = expected if own is None else own
     if sent is None:

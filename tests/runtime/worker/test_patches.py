@@ -131,8 +131,13 @@ def test_patches_that_give_one_storage_two_values_are_refused() -> None:
     manifest = [Entry(name, "bfloat16", (64, 64)) for name in ("embed", "head")]
     live = torch.zeros(64, 64).bfloat16()
     moves = {"embed": (Move(((0, 64), (0, 64)), live, None),)}
-    one, two = (patch.packed([whole(each)], [each])[0] for each in (live + 1, live + 2))
-    for sent, good in (([one, one], True), ([one, two], False), ([one], False)):
+
+    def packed(name: str, value: torch.Tensor) -> torch.Tensor:
+        return patch.packed([name], [whole(value)], [value])[0]
+
+    one = packed("embed", live + 1)
+    same, two = (packed("head", live + more) for more in (1, 2))
+    for sent, good in (([one, same], True), ([one, two], False), ([one], False)):
         received = Patches(prepared_for(manifest, moves, [("embed", "head")]), torch.device("cpu"), pytest.fail)
         received.load(range(len(sent)), sent)
         if good:

@@ -18,8 +18,10 @@ from fp8plan.runtime.weight_sync.manifest import (
     SCALE_SUFFIX,
     Manifest,
     dtype_name,
+    entry_of,
     gathered,
     pair_of,
+    refuse_quantising,
 )
 from fp8plan.runtime.weight_sync.shared import Twins, refuse_apart
 
@@ -179,7 +181,7 @@ class Base:
     def _packed(self, made: Mapping[str, Change], news: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Note changes until the next commit, and yield their patches."""
         self._changes |= made
-        yield from zip(made, packed(list(made.values()), [news[name] for name in made]), strict=True)
+        yield from zip(made, packed(list(made), list(made.values()), [news[name] for name in made]), strict=True)
 
     def _looked(self, same: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield patches without values of the unchanged tensors whose turn it is."""
@@ -187,7 +189,7 @@ class Base:
         numbers = {name: number for number, name in enumerate(self._tensors)} if every else {}
         turns = [name for name in same if every and numbers[name] % every == self._turn % every]
         tensors = [same[name] for name in turns]
-        yield from zip(turns, packed(unchanged(tensors), tensors), strict=True)
+        yield from zip(turns, packed(turns, unchanged(tensors), tensors), strict=True)
 
     def commit(self, stamp: str) -> None:
         """Move the base on, and name it: the replicas have committed what was sent."""
@@ -234,10 +236,11 @@ def _batches(pairs: Iterable[object]) -> Iterator[dict[str, Tensor]]:
 def in_format(tensors: Mapping[str, Tensor], fp8: Collection[str]) -> dict[str, dict[str, Tensor]]:
     """Return each of a trainer's tensors in the format of a base, by name: E4M3 and its scales if `fp8` names it.
 
-    One that is quantised already stays as it is.
+    One that is quantised already stays as it is. Raises ConfigError for any other dtype than BF16 and FP32.
     """
     import torch
 
+    refuse_quantising([entry_of(name, tensor) for name, tensor in tensors.items()], fp8)
     parts = {name: {name: tensor} for name, tensor in tensors.items()}
     by_device: dict[torch.device, dict[str, list[Tensor]]] = defaultdict(dict)
     for name, tensor in tensors.items():

@@ -187,11 +187,18 @@ class Files:
         file = self._within(self._system.open, self.path(name), "rb")
         try:
             with open(path, "wb") as copy:
+                block_ends, until = BLOCK, time.monotonic() + self._limit_s
                 while data := self._within(file.read, BLOCK):
                     copy.write(data)
                     let_in()
                     if copy.tell() > size:
                         raise CutOffError(f"it has more than its {size} bytes")
+                    if copy.tell() >= block_ends:
+                        block_ends, until = copy.tell() + BLOCK, time.monotonic() + self._limit_s
+                    elif time.monotonic() > until:  # a read may give a few bytes: a proxy's page, again and again
+                        raise TimeoutError(
+                            f"the block of {BLOCK} bytes has not come in {self._limit_s:g} s; set {TIMEOUT} to wait longer"
+                        )
                 if copy.tell() < size:
                     raise CutOffError(f"it ends after {copy.tell()} of its {size} bytes")
         finally:

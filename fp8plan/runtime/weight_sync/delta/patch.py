@@ -10,8 +10,8 @@ so applying it twice does no harm. Its places take the shortest of four forms:
 
 A patch without changed values carries digests alone: the engine compares its tensor with them.
 
-    bytes of a patch: HEADER int64 (form and changed values, bytes of places, CRC-32 of all that follows)
-                      | digests of the new tensor's tiles, int32 | places | values
+    bytes of a patch: HEADER int64 (form and changed values, bytes of places, CRC-32 of the tensor's name and
+                      all that follows) | digests of the new tensor's tiles, int32 | places | values
 
 Values are stored by planes: the first bytes of all values, then the second ones. So a general compressor finds the
 bytes that are alike, such as the exponents of BF16.
@@ -108,10 +108,10 @@ def apply(tensors: Sequence[Tensor], made: Sequence[Change]) -> None:
         places_of.write(*zip(*sparse, strict=True))
 
 
-def packed(made: Sequence[Change], news: Sequence[Tensor]) -> list[Tensor]:
+def packed(names: Sequence[str], made: Sequence[Change], news: Sequence[Tensor]) -> list[Tensor]:
     """Return the patch of each Change, uint8 [bytes] on the CPU.
 
-    news: the tensors after the changes. A patch holds all values where that takes no more bytes
+    names: of the tensors; news: the tensors after the changes. A patch holds all values where that takes no more bytes
     """
     import torch
 
@@ -128,6 +128,7 @@ def packed(made: Sequence[Change], news: Sequence[Tensor]) -> list[Tensor]:
         for each, form, new in zip(made, forms, news, strict=True)
     ]
     parts = zip(
+        names,
         forms,
         words,
         _on_cpu([each.digests for each in made]),
@@ -136,12 +137,17 @@ def packed(made: Sequence[Change], news: Sequence[Tensor]) -> list[Tensor]:
         strict=True,
     )
     patches, header = [], np.empty(HEADER.size, dtype=np.uint8)
-    for form, changed, *body in parts:
+    for name, form, changed, *body in parts:
         data = np.concatenate([header, *body])
-        checksum = crc32(data[HEADER.size :].data)
+        checksum = _checksum(name, data[HEADER.size :])
         HEADER.pack_into(data.data, 0, form + FORMS * changed.numel(), body[1].size, checksum)
         patches.append(torch.from_numpy(data))
     return patches
+
+
+def _checksum(name: str, body: Bytes) -> int:
+    """Return the CRC-32 of a tensor's name and a patch's bytes, so that no patch is taken for another tensor's."""
+    return crc32(body.data, crc32(name.encode("utf-8")))
 
 
 def _by(items: Sequence[Any], key: Any) -> Iterable[list[int]]:
@@ -327,8 +333,8 @@ def _parts(patch: Tensor, entry: Entry) -> _Parts:
         raise ConfigError(
             f"{entry.name}: the bytes of a patch do not fit its tensor: they are another tensor's, or damaged"
         )
-    if crc32(body.data) != checksum:
-        raise ConfigError(f"{entry.name}: the bytes of a patch are damaged")
+    if _checksum(entry.name, body) != checksum:
+        raise ConfigError(f"{entry.name}: the bytes of a patch are damaged, or another tensor's")
     return _Parts(entry, form, count, *_split(body, lengths))
 
 

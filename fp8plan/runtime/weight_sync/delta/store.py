@@ -236,7 +236,7 @@ class Publisher:
 
 def _whole(base: Base) -> Iterator[tuple[str, Tensor]]:
     """Yield a patch of each tensor with all its values."""
-    return ((name, packed([whole(tensor)], [tensor])[0]) for name, tensor in base.pairs())
+    return ((name, packed([name], [whole(tensor)], [tensor])[0]) for name, tensor in base.pairs())
 
 
 def _whole_due(chain: tuple[Link, ...], every: int) -> bool:

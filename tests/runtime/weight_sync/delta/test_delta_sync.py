@@ -198,8 +198,9 @@ def test_a_tied_model_takes_one_value(subject: Subject, tmp_path: Path) -> None:
         (lambda t: t | {"model.norm.weight": t["model.norm.weight"] * float("nan")}, "not finite"),
         (lambda t: t | {n: x * 0 for n, x in t.items() if "down_proj" in n}, "all zeros"),
         (lambda t: [*list(t.items())[:3], ("model.norm.weight", None)], "NoneType"),
+        (lambda t: t | {n: x.half() for n, x in t.items() if "q_proj" in n}, "q_proj.weight is (torch.)?float16"),
     ],
-    ids=["a tensor less", "NaN", "zeros", "no tensor"],
+    ids=["a tensor less", "NaN", "zeros", "no tensor", "float16"],
 )
 def test_bad_tensors_of_a_trainer_are_refused_as_in_a_sync_of_everything(
     subject: Subject, damage: Callable[[Tensors], Any], problem: str

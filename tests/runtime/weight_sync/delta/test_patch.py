@@ -46,7 +46,7 @@ def pair(seed: int, shape: tuple[int, ...], dtype: torch.dtype, share: float) ->
 
 def sent(base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
     (made,) = changes([(base, new)])
-    return None if made is None else packed([made], [new])[0]
+    return None if made is None else packed(["w"], [made], [new])[0]
 
 
 def read(patch: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Change:
@@ -182,12 +182,11 @@ def test_patches_of_many_tensors_are_those_of_each(
     kept = [number for number, each in enumerate(made) if each is not None]
     some = [each for each in made if each is not None]
     news, bases = ([pairs[number][which] for number in kept] for which in (1, 0))
-    patches = packed(some, news)
-    for patch, each, new in zip(patches, some, news, strict=True):
-        assert torch.equal(patch, packed([each], [new])[0])
-    entries = [
-        Entry(f"w{number}", dtype_name(new.dtype), tuple(new.shape)) for number, new in zip(kept, news, strict=True)
-    ]
+    names = [f"w{number}" for number in kept]
+    patches = packed(names, some, news)
+    for name, patch, each, new in zip(names, patches, some, news, strict=True):
+        assert torch.equal(patch, packed([name], [each], [new])[0])
+    entries = [Entry(name, dtype_name(new.dtype), tuple(new.shape)) for name, new in zip(names, news, strict=True)]
     apply(bases, unpacked(patches, entries, torch.device("cpu")))
     for base, new in zip(bases, news, strict=True):
         assert torch.equal(bits(base), bits(new))
@@ -196,17 +195,29 @@ def test_patches_of_many_tensors_are_those_of_each(
 @pytest.mark.parametrize("damaged", [0, 1, 2])
 def test_a_damaged_patch_among_others_is_named(damaged: int) -> None:
     pairs = [pair(number, (140, 600), torch.float8_e4m3fn, 0.01) for number in range(3)]
-    patches = packed([each for each in changes(pairs) if each is not None], [new for _, new in pairs])
+    names = [f"w{number}" for number in range(3)]
+    patches = packed(names, [each for each in changes(pairs) if each is not None], [new for _, new in pairs])
+    entries = [Entry(name, "float8_e4m3fn", (140, 600)) for name in names]
     patches[damaged][-1] ^= 1
-    entries = [Entry(f"w{number}", "float8_e4m3fn", (140, 600)) for number in range(3)]
     with pytest.raises(ConfigError, match=f"w{damaged}: the bytes of a patch are damaged"):
         unpacked(patches, entries, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_patch_is_not_taken_for_another_tensors_of_that_shape(dense: bool) -> None:
+    """Not even where it holds all values, and so brings digests that fit them."""
+    base, new = pair(0, (140, 600), torch.bfloat16, 0.01)
+    (patch,) = packed(["up"], [whole(new)] if dense else [made for made in changes([(base, new)]) if made], [new])
+    own, other = (Entry(name, "bfloat16", (140, 600)) for name in ("up", "gate"))
+    assert unpacked([patch], [own], torch.device("cpu"))
+    with pytest.raises(ConfigError, match="gate: the bytes of a patch are damaged, or another tensor's"):
+        unpacked([patch], [other], torch.device("cpu"))
 
 
 def forged(form: int, changed: int, places: list[int], values: list[int], shape: tuple[int, int]) -> torch.Tensor:
     """A patch of E4M3 with a right checksum."""
     body = bytes(4 * digests([torch.zeros(shape, dtype=torch.uint8)])[0].numel()) + bytes(places) + bytes(values)
-    data = HEADER.pack(form + FORMS * changed, len(places), crc32(body)) + body
+    data = HEADER.pack(form + FORMS * changed, len(places), crc32(b"w" + body)) + body
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -273,3 +284,16 @@ def test_an_iterator_may_reuse_its_buffer(fill: Callable[[torch.Tensor, torch.Te
         assert base.complete
         wanted = {name: x for parts in in_format(state, {"a"}).values() for name, x in parts.items()}
         assert all(torch.equal(bits(held[name]), bits(x)) for name, x in wanted.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool])
+def test_only_bf16_and_fp32_are_quantised(dtype: torch.dtype) -> None:
+    """So that a delta refuses what a sync of everything refuses."""
+    tensor = torch.ones(130, 140)
+    for good in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+        assert in_format({"a": tensor.to(good)}, {"a"})["a"]["a"].dtype == torch.float8_e4m3fn
+    with pytest.raises(ConfigError, match=r"^a is \w+; allowed: bfloat16"):
+        in_format({"a": tensor.to(dtype)}, {"a"})
+    base = Base((), "cpu", {"a"})
+    with pytest.raises(ConfigError, match=r"^a is \w+; allowed: bfloat16"):
+        list(base.recorded({"a": tensor.to(dtype)}.items()))

@@ -371,6 +371,19 @@ def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_named(
     assert follower.version == 2
 
 
+def test_a_block_that_comes_in_small_pieces_has_its_deadline(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec takes a proxy's page for a part of a file, again and again: each read gives that many bytes."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv(store_files.TIMEOUT, "0.3")
+    (store / "a.patches").write_bytes(bytes(2_000_000))
+    with http_files(store) as (url, faults):
+        faults.set("page", 100_000, ".patches")
+        begun = time.monotonic()
+        with pytest.raises(SyncError, match=rf"copying {url}/a.patches.*block of \d+ bytes has not come in 0.3 s"):
+            Store(url).fetch({"a.patches": 2_000_000}, str(store.parent))
+        assert time.monotonic() - begun < 5
+
+
 def test_an_address_that_nobody_answers_is_named() -> None:
     pytest.importorskip("aiohttp")
     with pytest.raises(SyncError, match=rf"reading http://127.0.0.1:9/{HELD}: .*{HARMLESS}"):
