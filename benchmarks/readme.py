@@ -34,6 +34,7 @@ import trl_outputs  # noqa: E402
 import two_engines  # noqa: E402
 import uncalibrated  # noqa: E402
 import verl_outputs  # noqa: E402
+from fault_drill.report import committed as fault_drill  # noqa: E402
 from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
 from peers.table import committed as peers  # noqa: E402
@@ -184,7 +185,7 @@ def blocks() -> dict[str, str]:
     made |= {"fixed scales": probe.fixed_scales(), "attention kernels": attention_kernels.table()}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
-    return made | learning_tables() | weight_sync.tables() | slow_links.tables() | peers()
+    return made | learning_tables() | weight_sync.tables() | slow_links.tables() | peers() | fault_drill()
 
 
 def filled(page: str, made: dict[str, str]) -> str:

@@ -14,6 +14,7 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -44,6 +45,7 @@ CLASSES = {
 
 def drilled(where: str, only: str, output: Path) -> int:
     """Run the faults of one place, and return how many rows are wrong."""
+    begun = time.monotonic()
     from . import report, table
     from .drill import row
 
@@ -55,7 +57,7 @@ def drilled(where: str, only: str, output: Path) -> int:
     wrong = 0
     with made() as place:
         for fault in faults:
-            found = report.stamped(row(place, fault))
+            found = report.stamped(row(place, fault), begun)
             report.keep(found, output)
             print(report.line(found), flush=True)
             wrong += bool(found["wrong"])
@@ -69,7 +71,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--where", choices=tuple(CLASSES))
-    parser.add_argument("--only", default="", metavar="WORD", help="faults with this word in their name, or of this kind")
+    parser.add_argument("--only", default="", metavar="WORD", help="faults with this word in their name, or this kind")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "fault_drill.jsonl")
     options = parser.parse_args()
     if options.where is None:  # each place in a process of its own: two engines in one would share torch's state

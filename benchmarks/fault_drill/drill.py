@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 from fp8plan.errors import Fp8PlanError, text_of
 
 from . import judge, memory
-from .fault import Fault
+from .fault import DIRECT, NOT_SEEN, Fault
 
 EVERY: Final = 2  # one version in so many is whole, so that a chain heals within as many
 VERSIONS: Final = 3
@@ -101,7 +101,7 @@ class Scene:
 
     def send(self, tensors: Any) -> Any:
         """From the trainer to the engine, or into the store and from there."""
-        if self.way == "direct":
+        if self.way == DIRECT:
             return self.attempt(self.place.send, tensors)
         self.publish(tensors)
         return self.pull()
@@ -130,7 +130,7 @@ def row(place: Any, fault: Fault) -> dict[str, Any]:
     except (Exception, Hung) as error:
         raw.append(_raw(error))
     seconds = time.monotonic() - begun
-    found = judge.outcome(seen, place.versions[old], place.versions[new])
+    found = NOT_SEEN if raw else judge.outcome(seen, place.versions[old], place.versions[new])
     most = memory.most({*pids, *place.processes()})
     begun = time.monotonic()
     healed = None

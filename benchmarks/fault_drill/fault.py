@@ -20,6 +20,7 @@ FOLDER, LINK, DIRECT = ("folder", "link", "direct")
 
 # What an engine may do after a fault.
 OLD, NEW, REFUSES, MIXED = ("old weights", "new weights", "refuses", "mixed weights")
+NOT_SEEN: Final = "not seen"  # it hung, or something raised an error of another kind
 
 NO_FILES: Final = "its trainer holds the engine: there are no files between them"
 

@@ -1,4 +1,4 @@
-"""What an engine does after a fault, by the bits of its weights and by what it generates, and whether that is allowed."""
+"""What an engine does after a fault, by the bits of its weights and by its answers, and whether that is allowed."""
 
 from __future__ import annotations
 

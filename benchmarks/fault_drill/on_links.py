@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from .drill import Scene
-from .fault import ENGINE, NEW, OLD, OVER_HTTP, Fault
+from .fault import ENGINE, FLEET, NEW, OLD, OVER_HTTP, Fault
 
 LEFT_OUT: Final = {ENGINE: "no HTTP is between the trainer and this engine"}
 ALWAYS: Final = 10_000  # answers
@@ -39,8 +39,11 @@ def _passes(name: str, how: str, fault: str, part: str) -> Fault:
     return Fault(name, "link", how, answering(fault, 1, part), OVER_HTTP, (NEW,), "", LEFT_OUT)
 
 
-def _lasts(name: str, how: str, act: Callable[[Scene], None], says: str = KEPT) -> Fault:
-    return Fault(name, "link", how, act, OVER_HTTP, (OLD,), says, LEFT_OUT, deadline_s=LASTING_S)
+def _lasts(name: str, how: str, act: Callable[[Scene], None], says: str = KEPT, fleet: bool = False) -> Fault:
+    """fleet: strikes there, too"""
+    left_out = LEFT_OUT | ({} if fleet else {FLEET: "a fleet's files are read by the same code as the store's"})
+    ways = {place: way for place, way in OVER_HTTP.items() if place not in left_out}
+    return Fault(name, "link", how, act, ways, (OLD,), says, left_out, deadline_s=LASTING_S)
 
 
 FAULTS: Final = (
@@ -49,16 +52,16 @@ FAULTS: Final = (
     _passes("short_once", "a body that is cut off, once", "short", ".patches"),
     _passes("slow_once", "a body that does not come, once", "slow", ".patches"),
     _lasts("500_always", "status 500, always, for a file of patches", answering("500", ALWAYS, ".patches"),
-           rf"http://\S*\.patches.*{KEPT.partition('.*')[2]}"),
+           rf"http://\S*\.patches.*{KEPT.partition('.*')[2]}", fleet=True),
     _lasts("500_always_for_latest", "status 500, always, for latest.json", answering("500", ALWAYS, "latest"),
            rf"http://\S*latest\.json.*{KEPT.partition('.*')[2]}"),
-    _lasts("404", "status 404 for a file of patches", answering("404", ALWAYS, ".patches"), KEPT),
+    _lasts("404", "status 404 for a file of patches", answering("404", ALWAYS, ".patches"), fleet=True),
     _lasts("short_always", "a body that is cut off, always", answering("short", ALWAYS, ".patches")),
-    _lasts("slow_always", "a body that does not come, always", answering("slow", ALWAYS, ".patches")),
+    _lasts("slow_always", "a body that does not come, always", answering("slow", ALWAYS, ".patches"), fleet=True),
     _lasts("trickle", "a body of which a byte comes each second", answering("trickle", ALWAYS, ".patches")),
     _lasts("page_instead", "a proxy's page with status 200 in the place of latest.json",
-           answering("page", ALWAYS, "latest")),
+           answering("page", ALWAYS, "latest"), fleet=True),
     _lasts("page_for_patches", "a proxy's page with status 200 in the place of patches",
            answering("page", ALWAYS, ".patches")),
-    _lasts("refused", "nobody listens at the store's address", refusing),
+    _lasts("refused", "nobody listens at the store's address", refusing, fleet=True),
 )  # fmt: skip

@@ -73,7 +73,22 @@ def older_publishes(scene: Scene) -> None:
 
 
 def at_once(scene: Scene) -> None:
-    """A newer trainer publishes while an older one is about to write latest.json."""
+    """A newer trainer publishes while an older one writes its patches."""
+    older = scene.place.publisher
+    write = older._store.write_blocks
+
+    def meanwhile(*arguments: Any) -> Any:
+        scene.place.new_trainer()
+        scene.publish()
+        return write(*arguments)
+
+    older._store.write_blocks = meanwhile
+    scene.attempt(older.publish, scene.place.tensors(scene.old))
+    scene.pull()
+
+
+def at_the_same_moment(scene: Scene) -> None:
+    """The older one has looked who writes, and moves its latest.json over the newer one's. The next publish tells."""
     older = scene.place.publisher
     write = older._store._replace
 
@@ -85,6 +100,8 @@ def at_once(scene: Scene) -> None:
 
     older._store._replace = meanwhile
     scene.attempt(older.publish, scene.place.tensors(scene.old))
+    scene.pull()
+    scene.publish()
     scene.attempt(older.publish, scene.place.tensors(scene.old))
     scene.pull()
 
@@ -224,8 +241,9 @@ def opened_in_pause(scene: Scene) -> None:
 
 
 def announced(scene: Scene) -> None:
-    """The workers wait for a broadcast that does not come."""
+    """The workers wait for a broadcast that does not come. The next trainer connects anew."""
     tensors = scene.tensors()
+    scene.undo.callback(scene.place.connect)
     scene.attempt(scene.place.client.start_weight_update)
     scene.attempt(scene.place.client.update_weights, scene.place.announcement(tensors))
     scene.place.wait_for_no_update()
@@ -252,8 +270,18 @@ def mistyped(path: str, body: bytes) -> Callable[[Scene], None]:
     return act
 
 
-def _store(name: str, how: str, act: Callable[[Scene], None], expected: str, says: str = "", **more: Any) -> Fault:
-    return Fault(name, more.pop("kind"), how, act, more.pop("ways", THROUGH_A_STORE), (expected,), says, NO_STORE, **more)
+def _store(
+    name: str, how: str, act: Callable[[Scene], None], expected: str, says: str = "", kind: str = "", **more: Any
+) -> Fault:
+    return Fault(name, kind, how, act, more.get("ways", THROUGH_A_STORE), (expected,), says, NO_STORE)
+
+
+def _killed(name: str, how: str, stage: str, expected: str) -> Fault:
+    """Who reads sees the same at all stages, so that two strike outside of the store's place."""
+    elsewhere = stage in ("file", "cleaned")
+    ways = THROUGH_A_STORE if elsewhere else {STORE: THROUGH_A_STORE[STORE]}
+    seen = {} if elsewhere else dict.fromkeys((SERVER, FLEET), "who reads sees what it sees after killed_in_file")
+    return Fault(name, "writers", how, killed(stage), ways, (expected,), "", NO_STORE | seen, deadline_s=60.0)
 
 
 def _memory(name: str, tensor: str, again: bool) -> Fault:
@@ -264,8 +292,8 @@ def _memory(name: str, tensor: str, again: bool) -> Fault:
 
 
 def _death(name: str, how: str, act: Callable[[Scene], None], place: str, expected: str, says: str) -> Fault:
-    why = "its engine is this process" if place != STORE else ""
-    others = {STORE: why} | {x: "dies there by another row" for x in (SERVER, ENGINE, FLEET) if x != place}
+    others = {STORE: "its engine is the drill's own process"}
+    others |= {other: "a fault of its own" for other in (SERVER, ENGINE, FLEET) if other != place}
     way = {SERVER: "link"}.get(place, DIRECT)
     return Fault(name, "death", how, act, {place: way}, (expected,), says, others, deadline_s=60.0, ends=True)
 
@@ -275,14 +303,18 @@ def _update(name: str, how: str, act: Callable[[Scene], None], says: str, *expec
 
 
 FAULTS: Final = (
-    _store("killed_in_file", "kill -9 of a trainer in the middle of a file", killed("file"), OLD, kind="writers"),
-    _store("killed_before_latest", "kill -9 before latest.json", killed("listed"), OLD, kind="writers"),
-    _store("killed_in_latest", "kill -9 before latest.json is in its place", killed("moved"), OLD, kind="writers"),
-    _store("killed_after_latest", "kill -9 before older files are deleted", killed("cleaned"), NEW, kind="writers"),
+    _killed("killed_in_file", "kill -9 of a trainer in the middle of a file", "file", OLD),
+    _killed("killed_before_latest", "kill -9 of a trainer before latest.json", "listed", OLD),
+    _killed("killed_in_latest", "kill -9 of a trainer before latest.json is in its place", "moved", OLD),
+    _killed("killed_after_latest", "kill -9 of a trainer before older files are deleted", "cleaned", NEW),
     _store("two_alive", "a trainer is started twice, and both publish", older_publishes, NEW,
            "has taken over .* at ", kind="writers"),
-    _store("two_at_once", "two trainers publish at the same moment", at_once, NEW, "has taken over .* at ", kind="writers"),
-    _store("three_in_turn", "three trainers, of which each takes over", swapped_back, NEW, "has taken over", kind="writers"),
+    _store("two_at_once", "a trainer takes over while another writes its patches", at_once, NEW,
+           "has taken over .* at ", kind="writers"),
+    _store("two_in_a_moment", "two trainers write latest.json at the same moment", at_the_same_moment, NEW,
+           "has taken over .* at ", kind="writers"),
+    _store("three_in_turn", "three trainers, of which each takes over", swapped_back, NEW,
+           "has taken over .* at ", kind="writers"),
     _store("hand_over", "a trainer ends, and another goes on", started_again, NEW, kind="writers"),
     _store("disk_full_for_patches", "the store's disk is full for patches", full_at_trainer(False), OLD,
            rf"writing \S+\.patches: OSError.*{NEXT}", kind="disk"),
@@ -298,17 +330,20 @@ FAULTS: Final = (
     _memory("matrix_overwritten_unchanged", MATRIX, again=True),
     _memory("embedding_overwritten_unchanged", "model.embed_tokens.weight", again=True),
     _update("opened", "a trainer begins an update and is gone", opened, "an update of the weights is "),
-    _update("opened_in_pause", "a trainer pauses, begins an update and is gone", opened_in_pause, "its trainer was silent"),
+    _update("opened_in_pause", "a trainer pauses, begins an update and is gone", opened_in_pause,
+            "its trainer was silent"),
     _update("announced", "a trainer announces tensors and sends none", announced, "sen[dt]|silent|came", OLD, REFUSES),
     _update("half_sent", "a trainer sends a layer and is gone", half_sent, "its trainer was silent", OLD, REFUSES),
-    _update("finished_alone", "an update is finished that nobody began", finished_alone, "finish_weight_update answers 4"),
+    _update("finished_alone", "an update is finished that nobody began", finished_alone,
+            "finish_weight_update answers 4"),
     _update("field_mistyped", "a field of /start_weight_update is misspelt",
             mistyped("/start_weight_update", b'{"is_checkpoint_fromat": true}'), "is_checkpoint_fromat"),
     _update("body_no_json", "the body of /start_weight_update is no JSON", mistyped("/start_weight_update", b"{true"),
             "/start_weight_update is no JSON"),
     _update("body_a_list", "the body of /finish_weight_update is a list", mistyped("/finish_weight_update", b"[1]"),
             "/finish_weight_update is"),
-    _update("name_mistyped", "/pause?mod=keep, which would abort all requests", mistyped("/pause?mod=keep", b""), "mod="),
+    _update("name_mistyped", "/pause?mod=keep, which would abort all requests", mistyped("/pause?mod=keep", b""),
+            "mod="),
     _update("pull_mistyped", "/fp8plan/pull with a field that it does not read",
             mistyped("/fp8plan/pull", b'{"version": 3}'), "version"),
     _death("engine_killed", "kill -9 of the engine's process", dies_idle, ENGINE, REFUSES, "the engine has died"),

@@ -71,7 +71,8 @@ FAULTS: Final = (
     _fault("shape", "a matrix without its last row", changed(Q, lambda x: x[:-1].clone()), names(Q)),
     _fault("tied_head", "a tied model's head that differs from its embedding",
            lambda t: t | {HEAD: t[EMBEDDING] * 1.5}, f"{names(HEAD)} and {names(EMBEDDING)} differ"),
-    _fault("iterator", "the trainer's iterator breaks off", breaking_off, "the trainer's own gather has failed", SERVER),
+    _fault("iterator", "the trainer's iterator breaks off", breaking_off, "the trainer's own gather has failed",
+           SERVER),
 )  # fmt: skip
 
 

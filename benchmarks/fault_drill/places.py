@@ -25,6 +25,7 @@ from fp8plan.runtime.weight_sync.state import Call, SyncSettings, rpc
 from . import judge
 from .drill import EVERY, VERSIONS, Tensors
 from .fault import DIRECT, ENGINE, FLEET, FOLDER, LINK, STORE
+from .on_tensors import EMBEDDING, HEAD
 
 KIND: Final = "tied"  # embed_tokens and lm_head are one storage
 PRECISION: Final = "fp8_block"
@@ -49,7 +50,7 @@ class Link:
 
 
 def made_versions() -> list[Tensors]:
-    """Weights of a trainer that some steps have changed."""
+    """Weights of a trainer that some steps have changed. It gives the head that is tied to the embedding, too."""
     versions = [weights(KIND, "a")]
     for step in range(VERSIONS - 1):
         generator = torch.Generator().manual_seed(step)
@@ -59,7 +60,7 @@ def made_versions() -> list[Tensors]:
                 for name, x in versions[-1].items()
             }
         )
-    return versions
+    return [tensors | {HEAD: tensors[EMBEDDING].clone()} for tensors in versions]
 
 
 class OwnPlace:

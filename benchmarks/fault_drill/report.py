@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.tables.markdown import table
 from fp8plan import jsonl
 
 from .fault import NEW, OLD, PLACE_NAMES, REFUSES
@@ -31,9 +33,13 @@ def _run() -> dict[str, Any]:
     return {"commit": commit.stdout.strip(), **versions, "cpus": os.cpu_count()}
 
 
-def stamped(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with when, where and with what it ran. load: of the machine, by processes that want a core"""
-    return {"date": jsonl.now(), **_run(), "load": round(os.getloadavg()[0], 1), **row}
+def stamped(row: dict[str, Any], begun: float) -> dict[str, Any]:
+    """A row with when, where and with what it ran.
+
+    begun: monotonic seconds at which its place began to start. load: processes that want a core of the machine
+    """
+    load = round(os.getloadavg()[0], 1)
+    return {"date": jsonl.now(), **_run(), "load": load, "elapsed_s": round(time.monotonic() - begun, 1), **row}
 
 
 def keep(row: dict[str, Any], path: Path) -> None:
@@ -54,18 +60,43 @@ def line(row: Mapping[str, Any]) -> str:
     return "\n".join([text, *(f"      {problem}" for problem in row["wrong"])])
 
 
-def summary(rows: Rows) -> str:
-    """Outcomes by place."""
-    from benchmarks.tables.markdown import table
+def minutes(rows: Rows) -> float:
+    """How long a whole run took: each place from the start of its process to its last row."""
+    places = {row["place"] for row in rows}
+    return sum(max(row["elapsed_s"] for row in rows if row["place"] == place) for place in places) / 60
 
+
+def summary(rows: Rows) -> str:
+    """Outcomes by place, and when and how long it ran."""
     cells = []
     for place, shown in PLACE_NAMES.items():
         own = [row for row in rows if row["place"] == place]
         counts = Counter(row["outcome"] for row in own)
-        most = max((row["rss_most"] / row["rss_before"] for row in own if row["rss_before"]), default=0.0)
-        slowest = max((row["seconds"] for row in own), default=0.0)
+        most = max(row["rss_most"] / row["rss_before"] for row in own)
+        slowest = max(row["seconds"] for row in own)
         wrong = sum(bool(row["wrong"]) for row in own)
         numbers = (len(own), counts[OLD], counts[NEW], counts[REFUSES], wrong)
         cells.append((shown, *map(str, numbers), f"{slowest:.1f} s", f"{most:.2f}"))
-    heads = ("place", "faults", OLD, NEW, REFUSES, "wrong", "slowest", "most memory, of that before")
-    return table(heads, cells)
+    heads = ("place", "faults", OLD, NEW, REFUSES, "wrong", "slowest answer", "most memory / before")
+    first = rows[0]
+    faults, loads = len({row["fault"] for row in rows}), [row["load"] for row in rows]
+    ran = f"On {first['date'][:10]}, with vLLM {first['vllm']}: {faults} faults in {len(rows)} rows"
+    took = f"{minutes(rows):.0f} minutes on {first['cpus']} cores, whose load was {min(loads):g} to {max(loads):g}"
+    return f"{table(heads, cells)}\n\n{ran}, {took}."
+
+
+def by_kind(rows: Rows) -> str:
+    """Outcomes by kind of fault, with the faults' names."""
+    cells = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        own = [row for row in rows if row["kind"] == kind]
+        counts = Counter(row["outcome"] for row in own)
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(row["fault"] for row in own))
+        cells.append((kind, names, *(str(counts[outcome]) for outcome in (OLD, NEW, REFUSES))))
+    return table(("kind", "faults", OLD, NEW, REFUSES), cells)
+
+
+def committed() -> dict[str, str]:
+    """The blocks of docs/evidence/weight_sync.md."""
+    rows = jsonl.rows(RESULTS)
+    return {"fault drill": summary(rows), "fault drill by kind": by_kind(rows)}

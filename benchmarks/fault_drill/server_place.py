@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -69,8 +69,12 @@ class ServerPlace(OwnPlace):
         env = f"{STORE}={self.link.url} {TIMEOUT}={os.environ[TIMEOUT]} {LIMIT}={LIMIT_S}"
         self.server: Server = self._running.enter_context(serving(f"{env} {line_of(model(KIND), *BLOCK_FP8)}"))
         self.client = weight_sync_client(self.server.url, timeout=CALL_S)
-        self.trainer = trainer_of(self.client)
+        self.connect()
         self.puller = self.server.process.pid or 0
+
+    def connect(self) -> None:
+        """Start a trainer, which meets the server's workers."""
+        self.trainer = trainer_of(self.client)
 
     def _end(self) -> None:
         self._running.close()
@@ -152,10 +156,8 @@ class ServerPlace(OwnPlace):
         """Kill the engine while a call is under way, which then fails in any way."""
 
         def ended() -> None:
-            try:
+            with suppress(requests.RequestException):
                 call()
-            except requests.RequestException:
-                pass
 
         thread = threading.Thread(target=ended)
         thread.start()

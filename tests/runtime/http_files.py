@@ -14,8 +14,9 @@ PAGE = b"<html><body>Please sign in to this network</body></html>"
 
 
 class Faults:
-    """fault: of the next `times` answers to a GET for a file whose name has `part` in it. Status "500" or "404", or a body
-    that breaks off ("short"), does not come ("slow"), comes by a byte a second ("trickle"), or is another's ("page")"""
+    """fault: of the next `times` answers to a GET for a file whose name has `part` in it. Status "500" or "404", or a
+    body that breaks off ("short"), does not come ("slow"), comes by a byte a second ("trickle"), or is another's
+    ("page")"""
 
     fault, times, part = "", 0, ""
 

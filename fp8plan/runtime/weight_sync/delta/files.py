@@ -196,9 +196,7 @@ class Files:
                     if copy.tell() >= block_ends:
                         block_ends, until = copy.tell() + BLOCK, time.monotonic() + self._limit_s
                     elif time.monotonic() > until:  # a read may give a few bytes: a proxy's page, again and again
-                        raise TimeoutError(
-                            f"the block of {BLOCK} bytes has not come in {self._limit_s:g} s; set {TIMEOUT} to wait longer"
-                        )
+                        raise TimeoutError(f"no block for {self._limit_s:g} s; set {TIMEOUT} to wait longer")
                 if copy.tell() < size:
                     raise CutOffError(f"it ends after {copy.tell()} of its {size} bytes")
         finally:
