@@ -158,7 +158,7 @@ def row(place: Any, fault: Fault) -> dict[str, Any]:
         "healed_by": healed,
         "heal_seconds": round(heals, 2),
         "rss_before": before,
-        "rss_most": most,
+        "rss_most": None if fault.ends else most,  # a process that has ended takes none
         "wrong": wrong,
     }
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import socket
 import subprocess
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,7 +42,15 @@ def stamped(row: dict[str, Any], begun: float) -> dict[str, Any]:
     begun: monotonic seconds at which its place began to start. load: processes that want a core of the machine
     """
     load = round(os.getloadavg()[0], 1)
-    return {"date": jsonl.now(), **_run(), "load": load, "elapsed_s": round(time.monotonic() - begun, 1), **row}
+    elapsed = round(time.monotonic() - begun, 1)
+    words = {key: _anywhere(text) if isinstance(text, str) else text for key, text in row.items()}
+    return {"date": jsonl.now(), **_run(), "load": load, "elapsed_s": elapsed, **words}
+
+
+def _anywhere(text: str) -> str:
+    """A text without this machine's name and temporary folder."""
+    text = text.replace(tempfile.gettempdir(), "$TMPDIR")
+    return re.sub(rf"\bon {re.escape(socket.gethostname())}\b", "on HOST", text)
 
 
 def keep(row: dict[str, Any], path: Path) -> None:
@@ -55,8 +66,8 @@ def line(row: Mapping[str, Any]) -> str:
     said = row["said"] or row["refusal"]
     mark = "WRONG" if row["wrong"] else "ok"
     times = f"{row['seconds']:5.1f} s, heals in {row['heal_seconds']:.1f} s by {row['healed_by']}"
-    memory = f"x{row['rss_most'] / max(row['rss_before'], 1):.2f}"
-    text = f"{mark:5} {row['place']:6} {row['fault']:32} {row['outcome']:13} {times}, memory {memory}  {said[:160]}"
+    memory = "" if row["rss_most"] is None else f", memory x{row['rss_most'] / row['rss_before']:.2f}"
+    text = f"{mark:5} {row['place']:6} {row['fault']:32} {row['outcome']:13} {times}{memory}  {said[:160]}"
     return "\n".join([text, *(f"      {problem}" for problem in row["wrong"])])
 
 
@@ -72,7 +83,7 @@ def summary(rows: Rows) -> str:
     for place, shown in PLACE_NAMES.items():
         own = [row for row in rows if row["place"] == place]
         counts = Counter(row["outcome"] for row in own)
-        most = max(row["rss_most"] / row["rss_before"] for row in own)
+        most = max(row["rss_most"] / row["rss_before"] for row in own if row["rss_most"] is not None)
         slowest = max(row["seconds"] for row in own)
         wrong = sum(bool(row["wrong"]) for row in own)
         numbers = (len(own), counts[OLD], counts[NEW], counts[REFUSES], wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +43,7 @@ def test_every_row_of_the_committed_run_is_right() -> None:
     expected = {(place, fault.name) for place in PLACES for fault in table.at(place)}
     assert {(row["place"], row["fault"]) for row in rows} == expected
     assert [row for row in rows if row["wrong"]] == []
-    assert all(row["rss_most"] <= judge.MOST_MEMORY * row["rss_before"] for row in rows)
+    assert all((row["rss_most"] or 0) <= judge.MOST_MEMORY * row["rss_before"] for row in rows)
     assert report.minutes(rows) < 30
 
 
@@ -140,6 +141,7 @@ WRONG: dict[str, tuple[Fault, str]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_row_is_right_if_the_engine_serves_whole_weights_or_says_why_not(name: str) -> None:
     place = Fake()
+    place.processes = staticmethod(lambda: [os.getpid()])
     row = drill.row(place, RIGHT[name])
     assert row["wrong"] == []
     assert (row["healed_by"], place.now) == (1, 2)
