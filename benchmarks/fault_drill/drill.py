@@ -133,11 +133,11 @@ def row(place: Any, fault: Fault) -> dict[str, Any]:
     found = NOT_SEEN if raw else judge.outcome(seen, place.versions[old], place.versions[new])
     most = memory.most({*pids, *place.processes()})
     begun = time.monotonic()
-    healed = None
+    healed, refused = None, list[str]()
     try:
         with deadline(HEAL_S):
             scene.undo.close()
-            healed = _healed(place, way, good)
+            healed = _healed(place, way, good, refused)
     except (Exception, Hung) as error:
         raw.append(f"while it heals: {_raw(error)}")
     heals = time.monotonic() - begun
@@ -157,19 +157,24 @@ def row(place: Any, fault: Fault) -> dict[str, Any]:
         "deadline_s": fault.deadline_s,
         "healed_by": healed,
         "heal_seconds": round(heals, 2),
+        "heal_said": _short(" | ".join(refused)),
         "rss_before": before,
         "rss_most": None if fault.ends else most,  # a process that has ended takes none
         "wrong": wrong,
     }
 
 
-def _healed(place: Any, way: str, good: int) -> int | None:
-    """Deliver a good version until it serves; return how many times that took. None: it never did."""
+def _healed(place: Any, way: str, good: int, refused: list[str]) -> int | None:
+    """Deliver a good version until it serves; return how many times that took. None: it never did.
+
+    refused: gets the errors until then, as a chain may still be broken
+    """
     place.mend()
     for number in range(1, EVERY + 1):
         try:
             place.deliver(good, way)
-        except Fp8PlanError:  # the chain is still broken, and says so
+        except Fp8PlanError as error:
+            refused.append(text_of(error))
             continue
         if judge.is_whole(place.look(), place.versions[good]):
             return number

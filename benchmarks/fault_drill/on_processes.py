@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import planted
 
+from fp8plan.errors import ConfigError
 from fp8plan.runtime.weight_sync.delta.store import Publisher
 
 from .drill import EVERY, Scene
@@ -31,6 +32,7 @@ from .fault import (
     THROUGH_A_STORE,
     Fault,
 )
+from .on_tensors import HEAD
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 NORM: Final = "model.layers.1.input_layernorm.weight"
@@ -187,13 +189,23 @@ def overwritten(name: str, again: bool) -> Callable[[Scene], None]:
 
 
 def dies_in_sync(scene: Scene) -> None:
-    def stream() -> Iterator[tuple[str, Any]]:
-        for number, pair in enumerate(scene.tensors().items()):
-            if number == 24:
-                scene.place.kill()
-            yield pair
+    scene.send(_killing(scene, breaks_off=False))
 
-    scene.send(stream())
+
+def dies_in_bad_sync(scene: Scene) -> None:
+    """The trainer's iterator breaks off, too, so that the replicas that live are half written."""
+    scene.send(_killing(scene, breaks_off=True))
+
+
+def _killing(scene: Scene, breaks_off: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the trainer's tensors but for the tied head, which a bare iterator does not announce."""
+    tensors = {name: tensor for name, tensor in scene.tensors().items() if name != HEAD}
+    for number, pair in enumerate(tensors.items()):
+        if number == 24:
+            scene.place.kill()
+        if number == 30 and breaks_off:
+            raise ConfigError("the trainer's own gather has failed")
+        yield pair
 
 
 def dies_idle(scene: Scene) -> None:
@@ -250,12 +262,12 @@ def announced(scene: Scene) -> None:
 
 
 def half_sent(scene: Scene) -> None:
-    """Some layers have come, and nothing else does."""
-    tensors = scene.tensors()
-    some = {name: tensor for name, tensor in tensors.items() if "layers.0" in name}
+    """All tensors but those of the last layer have come."""
+    some = {name: tensor for name, tensor in scene.tensors().items() if "layers.2" not in name}
     scene.attempt(scene.place.client.start_weight_update)
     scene.attempt(scene.place.send_part, some)
     scene.place.wait_for_no_update()
+    scene.said.append(str(scene.place.status()["last_failure"]))
 
 
 def finished_alone(scene: Scene) -> None:
@@ -333,7 +345,7 @@ FAULTS: Final = (
     _update("opened_in_pause", "a trainer pauses, begins an update and is gone", opened_in_pause,
             "its trainer was silent"),
     _update("announced", "a trainer announces tensors and sends none", announced, "sen[dt]|silent|came", OLD, REFUSES),
-    _update("half_sent", "a trainer sends a layer and is gone", half_sent, "its trainer was silent", OLD, REFUSES),
+    _update("half_sent", "a trainer sends all layers but one and is gone", half_sent, "its trainer was silent", OLD, REFUSES),
     _update("finished_alone", "an update is finished that nobody began", finished_alone,
             "finish_weight_update answers 4"),
     _update("field_mistyped", "a field of /start_weight_update is misspelt",
@@ -351,6 +363,8 @@ FAULTS: Final = (
            REFUSES, "the engine has died"),
     _death("replica_killed", "kill -9 of a replica before a sync", dies_before_a_sync, FLEET, NEW, ""),
     _death("replica_killed_in_sync", "kill -9 of a replica in the middle of a sync", dies_in_sync, FLEET, NEW, ""),
+    _death("replica_killed_in_bad_sync", "kill -9 of a replica in a sync that then breaks off", dies_in_bad_sync,
+           FLEET, REFUSES, "the trainer's own gather has failed"),
     _death("server_engine_killed", "kill -9 of the server's engine", server_dies_idle, SERVER, REFUSES, "code 1"),
     _death("server_engine_killed_in_pull", "kill -9 of the server's engine during a pull", dies_in_pull, SERVER,
            REFUSES, "code 1"),

@@ -80,5 +80,3 @@ def _e4m3() -> Any:
     import torch
 
     return torch.float8_e4m3fn
-
-

@@ -68,7 +68,7 @@ def line(row: Mapping[str, Any]) -> str:
     times = f"{row['seconds']:5.1f} s, heals in {row['heal_seconds']:.1f} s by {row['healed_by']}"
     memory = "" if row["rss_most"] is None else f", memory x{row['rss_most'] / row['rss_before']:.2f}"
     text = f"{mark:5} {row['place']:6} {row['fault']:32} {row['outcome']:13} {times}{memory}  {said[:160]}"
-    return "\n".join([text, *(f"      {problem}" for problem in row["wrong"])])
+    return "\n".join([text, *(f"      {problem} {row['heal_said']}" for problem in row["wrong"])])
 
 
 def minutes(rows: Rows) -> float:
