@@ -179,7 +179,9 @@ class StorePlace(OwnPlace):
     name = STORE
 
     def start(self) -> None:
-        self.engine = self.stack.enter_context(started(KIND, "a", PRECISION, weights_in="fp8_block", chunk_bytes=CHUNK))
+        self.engine = self.stack.enter_context(
+            started(KIND, "a", PRECISION, weights_in="fp8_block", look_every=EVERY, chunk_bytes=CHUNK)
+        )
         self.follow()
         self.learn(FOLDER)
 
