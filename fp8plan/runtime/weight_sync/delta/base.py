@@ -240,7 +240,7 @@ def in_format(tensors: Mapping[str, Tensor], fp8: Collection[str]) -> dict[str, 
     """
     import torch
 
-    refuse_quantising([entry_of(name, tensor) for name, tensor in tensors.items()], fp8)
+    refuse_quantising(tuple(entry_of(name, tensor) for name, tensor in tensors.items()), fp8)
     parts = {name: {name: tensor} for name, tensor in tensors.items()}
     by_device: dict[torch.device, dict[str, list[Tensor]]] = defaultdict(dict)
     for name, tensor in tensors.items():
