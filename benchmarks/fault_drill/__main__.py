@@ -57,10 +57,10 @@ def drilled(where: str, only: str, output: Path) -> int:
     wrong = 0
     with made() as place:
         for fault in faults:
-            found = report.stamped(row(place, fault), begun)
-            report.keep(found, output)
-            print(report.line(found), flush=True)
-            wrong += bool(found["wrong"])
+            stamped = report.stamped(row(place, fault), begun)
+            report.keep(stamped, output)
+            print(report.line(stamped), flush=True)
+            wrong += bool(stamped["wrong"])
     return wrong
 
 

@@ -90,8 +90,8 @@ class Scene:
 
     def tensors(self) -> Tensors:
         """The trainer's new ones, fresh."""
-        found: Tensors = self.place.tensors(self.new)
-        return found
+        tensors: Tensors = self.place.tensors(self.new)
+        return tensors
 
     def publish(self, tensors: Any = None) -> Any:
         return self.attempt(self.place.publisher.publish, self.tensors() if tensors is None else tensors)
@@ -108,11 +108,11 @@ class Scene:
 
     @property
     def folder(self) -> Path:
-        found: Path = self.place.folder
-        return found
+        folder: Path = self.place.folder
+        return folder
 
 
-def row(place: Any, fault: Fault) -> dict[str, Any]:
+def row(place: Place, fault: Fault) -> dict[str, Any]:
     """One line of results: the outcome, and what is wrong with it."""
     way = fault.ways[place.name]
     place.settle(way)
@@ -130,7 +130,7 @@ def row(place: Any, fault: Fault) -> dict[str, Any]:
     except (Exception, Hung) as error:
         raw.append(_raw(error))
     seconds = time.monotonic() - begun
-    found = NOT_SEEN if raw else judge.outcome(seen, place.versions[old], place.versions[new])
+    outcome = NOT_SEEN if raw else judge.outcome(seen, place.versions[old], place.versions[new])
     most = memory.most({*pids, *place.processes()})
     begun = time.monotonic()
     healed, refused = None, list[str]()
@@ -144,13 +144,13 @@ def row(place: Any, fault: Fault) -> dict[str, Any]:
     if healed is not None:
         place.now = good
     said, refusal = (_short(text) for text in (" | ".join(scene.said), seen.refusal))
-    wrong = judge.problems(fault, found, scene.said, seen.refusal, seconds, (before, most), raw, healed, EVERY)
+    wrong = judge.problems(fault, outcome, scene.said, seen.refusal, seconds, (before, most), raw, healed, EVERY)
     return {
         "place": place.name,
         "fault": fault.name,
         "kind": fault.kind,
         "way": way,
-        "outcome": found,
+        "outcome": outcome,
         "said": said,
         "refusal": refusal,
         "seconds": round(seconds, 2),
@@ -164,7 +164,7 @@ def row(place: Any, fault: Fault) -> dict[str, Any]:
     }
 
 
-def _healed(place: Any, way: str, good: int, refused: list[str]) -> int | None:
+def _healed(place: Place, way: str, good: int, refused: list[str]) -> int | None:
     """Deliver a good version until it serves; return how many times that took. None: it never did.
 
     refused: gets the errors until then, as a chain may still be broken

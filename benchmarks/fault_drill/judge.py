@@ -56,7 +56,7 @@ def is_whole(seen: Seen, version: Version) -> bool:
 
 def problems(
     fault: Fault,
-    found: str,
+    result: str,
     said: Sequence[str],
     refusal: str,
     seconds: float,
@@ -67,7 +67,7 @@ def problems(
 ) -> list[str]:
     """What is wrong with an engine after a fault; empty if nothing is.
 
-    found:    its outcome
+    result:   its outcome
     said:     errors that fp8plan raised
     refusal:  why it does not generate
     memory:   resident bytes before the fault, and the most since
@@ -76,8 +76,8 @@ def problems(
     versions: the most that may be needed
     """
     wrong = list(raw)
-    if found not in fault.expected:
-        wrong.append(f"{found}; expected: {' or '.join(fault.expected)}")
+    if result not in fault.expected:
+        wrong.append(f"{result}; expected: {' or '.join(fault.expected)}")
     texts = [*said, refusal] if refusal else list(said)
     if fault.says and not _says(fault.says, texts):
         wrong.append(f"nothing says /{fault.says}/")

@@ -28,7 +28,7 @@ def reset(pids: Iterable[int]) -> None:
 
 def _read(pid: int, name: str) -> int:
     try:
-        found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        line = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return 0
-    return int(found[1]) * 1024 if found else 0
+    return int(line[1]) * 1024 if line else 0

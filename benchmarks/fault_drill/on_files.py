@@ -107,8 +107,8 @@ def rewritten(text: bytes) -> Callable[[Path], object]:
 def exchanged(index: dict[str, Any]) -> None:
     """Two names of one shape, in each other's place. Bytes and sizes stay with their places."""
     rows = index["patches"]
-    one, other = (next(row for row in rows if row[0] == f"model.layers.{n}.mlp.up_proj.weight") for n in (0, 1))
-    one[0], other[0] = other[0], one[0]
+    this, other = (next(row for row in rows if row[0] == f"model.layers.{n}.mlp.up_proj.weight") for n in (0, 1))
+    this[0], other[0] = other[0], this[0]
 
 
 def of_another_version(path: Path) -> None:

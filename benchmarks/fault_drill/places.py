@@ -117,7 +117,7 @@ class OwnPlace:
             assert not shown.refusal, shown.refusal
             seen.append(judge.Version(shown.digests[0], shown.answers[0]))
             assert judge.is_whole(shown, seen[-1])
-        texts = {str(one.answers) for one in seen}
+        texts = {str(version.answers) for version in seen}
         assert len(texts) == VERSIONS
         self.versions, self.now, self._way = seen, VERSIONS - 1, way
 
@@ -157,8 +157,8 @@ class OwnPlace:
         return judge.Seen(self.digests(), answers)
 
     def digests(self) -> list[Any]:
-        found: list[Any] = self.engine.ask(rpc("fp8plan_digests"))
-        return found
+        digests: list[Any] = self.engine.ask(rpc("fp8plan_digests"))
+        return digests
 
     def answers(self) -> list[Any]:
         return [[greedy(self.engine, prompt) for prompt in PROMPTS]]
@@ -242,7 +242,7 @@ class FleetPlace(OwnPlace):
 
         self.engine.generate([{"prompt_token_ids": list(PROMPTS[0])}], SamplingParams(max_tokens=1))  # may refuse
         how = SamplingParams(**GREEDY)
-        found = []
+        replicas = []
         for number in self.engine.serves:
             words = []
             for prompt in PROMPTS:
@@ -250,8 +250,8 @@ class FleetPlace(OwnPlace):
                 members = self.engine._members
                 (request,), _ = members.collect(members.submit("generate", {number: asked}))[number]
                 words.append(said(request))
-            found.append(words)
-        return found
+            replicas.append(words)
+        return replicas
 
     def processes(self) -> list[int]:
         return [os.getpid(), *self.pids]
@@ -282,5 +282,5 @@ def greedy(engine: Any, prompt: Sequence[int]) -> Any:
 
 
 def said(request: Any) -> Any:
-    (one,) = request.outputs
-    return [(token, row[token].logprob) for token, row in zip(one.token_ids, one.logprobs, strict=True)]
+    (response,) = request.outputs
+    return [(token, row[token].logprob) for token, row in zip(response.token_ids, response.logprobs, strict=True)]
