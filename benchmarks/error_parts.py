@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
@@ -69,8 +70,9 @@ class Ratio(NamedTuple):
     points: float  # 100 times the difference of a speed-up, or of a time as a share of the measured
 
 
-def cells(gpu: str, profile: Profile) -> list[Cell]:
-    """The measured cells of a GPU, predicted by `profile`."""
+@cache
+def measured(gpu: str) -> list[tuple[Record, float]]:
+    """The measured cells of a GPU: the first record of each, and the median of its repeats' seconds."""
     repeats: dict[object, list[Record]] = defaultdict(list)
     for path in (profiles_path() / FOLDERS[gpu] / f"{name}.jsonl" for name in FILES[gpu]):
         records = read_records(path)
@@ -78,10 +80,19 @@ def cells(gpu: str, profile: Profile) -> list[Cell]:
         for record, slowdown in zip(records, slowdowns, strict=True):
             if slowdown < SLOW_HOST * float(np.median(slowdowns)):
                 repeats[cell_of(record.fields | {"group": record.group})].append(record)
-    return [
-        Cell(same[0], simulated(same[0], profile), float(np.median([record.seconds for record in same])))
-        for same in repeats.values()
-    ]
+    return [(same[0], float(np.median([record.seconds for record in same]))) for same in repeats.values()]
+
+
+_SIMULATED: dict[str, list[Simulated]] = {}  # GPU -> its cells by the first profile, whose schedules serve all others
+
+
+def cells(gpu: str, profile: Profile) -> list[Cell]:
+    """The measured cells of a GPU, predicted by `profile`."""
+    pairs = measured(gpu)
+    before = _SIMULATED.get(gpu, [None] * len(pairs))
+    made = [simulated(record, profile, first) for (record, _), first in zip(pairs, before, strict=True)]
+    _SIMULATED.setdefault(gpu, made)
+    return [Cell(record, each, seconds) for (record, seconds), each in zip(pairs, made, strict=True)]
 
 
 def by_model(every: Iterable[Cell]) -> list[list[Cell]]:

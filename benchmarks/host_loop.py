@@ -20,7 +20,7 @@ from scipy.optimize import brentq
 from benchmarks.tables.markdown import table as markdown
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import HOST_LOOP, HOST_PACE, Profile
-from fp8plan.model.rollout import rollout
+from fp8plan.model.rollout import makespans
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import simulated
 
@@ -55,7 +55,7 @@ def paced(path: Path) -> Iterator[Paced]:
         run = simulated(replace(record, fields=record.fields | {"host_loop_s": None}), profile)
 
         def seconds(pace: float) -> float:
-            return rollout(run.schedules, replace(run.model, profile=_at(profile, pace))).makespan_s  # noqa: B023
+            return makespans([run.schedules], replace(run.model, profile=_at(profile, pace)))[0]  # noqa: B023
 
         if seconds(2.0) < (1 + SLOWER) * seconds(1.0) or not seconds(PACES[0]) < record.seconds < seconds(PACES[1]):
             continue

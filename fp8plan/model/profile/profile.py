@@ -241,8 +241,9 @@ class Profile:
         if HOST_LOOP not in self.coefficients:
             return self
         # From here on HOST_LOOP is a fact about this host. An error of it would let observed rollouts move it.
-        coefficients = self.coefficients
-        covariance = between(self.log_covariance, self.log_covariance.keys() - {HOST_LOOP})
+        coefficients, covariance = self.coefficients, self.log_covariance
+        if HOST_LOOP in covariance:
+            covariance = between(covariance, covariance.keys() - {HOST_LOOP})
         if loop_s is not None:
             pace = self.coefficient(HOST_PACE) * loop_s / self.coefficient(HOST_LOOP)
             coefficients = coefficients | {HOST_PACE: pace, HOST_LOOP: loop_s}

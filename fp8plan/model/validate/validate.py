@@ -196,8 +196,10 @@ def validate(
     )
 
 
-def simulated(record: Record, profile: Profile) -> Simulated:
+def simulated(record: Record, profile: Profile, before: Simulated | None = None) -> Simulated:
     """Simulate the record's rollout by `profile`, on the record's host if that was timed.
+
+    before: the same engine and batch by another profile; memory and schedules depend on no profile, and are reused
 
     Raises as `simulate` does, and ConfigError if its GPU lacks its precision.
     """
@@ -205,7 +207,8 @@ def simulated(record: Record, profile: Profile) -> Simulated:
     if reason := setup.gpu.why_not(setup.precision):
         raise ConfigError(f"{setup.precision.name} was recorded: {reason}; correct the record's gpu or precision")
     profile = profile.on_host(record.fields.get("host_loop_s"))
-    return simulate(setup, record.batch, profile, experts_hit=record.fields.get("experts_hit"))
+    hit, memory, known = record.fields.get("experts_hit"), before and before.memory, before and before.schedules
+    return simulate(setup, record.batch, profile, memory=memory, known=known, experts_hit=hit)
 
 
 class Compared(NamedTuple):

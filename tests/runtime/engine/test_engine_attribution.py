@@ -53,7 +53,8 @@ def k3(train: torch.Tensor, rollout: torch.Tensor) -> float:
 def test_parts_of_a_real_rollout_are_those_that_separate_sums_say(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    synced = AutoModelForCausalLM.from_pretrained(checkpoint("dense", "a"), dtype=torch.bfloat16).eval()
+    # The engine's weights, which are BF16; in float32, as CPUs without AVX-512 multiply BF16 many times slower.
+    synced = AutoModelForCausalLM.from_pretrained(checkpoint("dense", "a"), dtype=torch.float32).eval()
     trained = copy.deepcopy(synced)  # as after some optimiser steps
     with torch.no_grad():
         for tensor in trained.parameters():
