@@ -58,6 +58,8 @@ class Ending:
         close = server.shutdown
 
         async def close_and_fail(*args: Any, **kwargs: Any) -> None:
+            if self._engine.errored and not self.told:
+                logger.error("fp8plan: the engine's process has ended; the server ends, too")
             await close(*args, **kwargs)
             if self._engine.errored and not self.told:
                 raise self._engine.dead_error
@@ -65,8 +67,6 @@ class Ending:
         server.shutdown = close_and_fail
         while not self._engine.errored:
             await asyncio.sleep(LOOK_S)
-        if not self.told:
-            logger.error("fp8plan: the engine's process has ended; the server ends, too")
         server.should_exit = True
 
     def _deadline(self) -> None:
