@@ -363,5 +363,8 @@ def _covariance_problem(coefficients: Mapping[str, float], table: Mapping[str, M
 
 def _covariance_matrix(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> NDArray[Any]:
     """The sparse symmetric `table` as an array of shape (names, names); zero where it has no entry."""
-    rows = [[row.get(b, 0.0) for b in names] for row in (table.get(a, {}) for a in names)]
-    return np.array(rows, dtype=float).reshape(len(names), len(names))
+    matrix = np.zeros((len(names), len(names)))
+    for number, name in enumerate(names):
+        if row := table.get(name):
+            matrix[number] = [row.get(other, 0.0) for other in names]
+    return matrix
