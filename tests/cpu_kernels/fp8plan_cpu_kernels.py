@@ -97,7 +97,8 @@ def _multiply_in_float32() -> None:
         else:
             layer.cpu_linear = partial(linear_in_float32)  # as vLLM's own, another object after each load
 
-    utils.dispatch_cpu_unquantized_gemm, utils.fp8plan_linear = dispatch, True
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+    utils.fp8plan_linear = True
 
 
 def linear_in_float32(tokens: Any, weight: Any, bias: Any = None) -> Any:
