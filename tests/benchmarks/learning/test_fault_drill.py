@@ -64,7 +64,7 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("drill")
     new_model("qk_norm", TINY).to(torch.bfloat16).save_pretrained(folder / "model")
-    settings = Settings("tiny-qk-norm", folder / "model", prompts=16, samples=16, learning_rate=1e-3)
+    settings = Settings("tiny-qk-norm", folder / "model", prompts=8, samples=16, learning_rate=1e-3)
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(learning, "task_of", lambda name, folder: Even())
         found = Drill(settings, RunFolder(folder / "run"), say=lambda text: None, noise=3.0)
