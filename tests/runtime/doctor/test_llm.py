@@ -26,7 +26,9 @@ PROMPTS = [[(7 * n + 31 * row) % 1000 for n in range(BLOCK_SIZE - 10)] for row i
 def llm() -> Iterator[LLM]:
     """Experts in blockwise FP8, routers too, as vLLM does by itself; KV scales that nobody measured; a tiny pool."""
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
 
+    cleanup_dist_env_and_memory()  # groups of a dense engine that died in this process have none for experts
     freeze_imports()
     torch.set_num_threads(1)
     with experts_or_skip():
