@@ -11,29 +11,21 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
 
+from benchmarks import cpu_environment
+
 ROOT = Path(__file__).resolve().parents[2]
-HELPERS = ("", "benchmarks", "tests/model", "tests/runtime", "tests/integrations")
-# As tests/conftest.py has them, for engines on a CPU; a short timeout of stores, and vLLM takes functions to call.
-ENVIRONMENT = {
+ENVIRONMENT = {  # a short timeout of stores, and vLLM takes functions to call
     "FP8PLAN_IGNORE_VLLM": "1",
     "FP8PLAN_STORE_TIMEOUT_S": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TRITON_INTERPRET": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
 }
 CLASSES = {
     "store": "places.StorePlace",
@@ -78,9 +70,7 @@ def main() -> int:
         command = [sys.executable, "-m", "benchmarks.fault_drill", "--only", options.only, "--output", options.output]
         codes = [subprocess.run([*command, "--where", place], cwd=ROOT, check=False).returncode for place in CLASSES]
         return max(map(abs, codes))
-    sys.path[:0] = [str(ROOT / part) for part in HELPERS]
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    cpu_environment.prepare(ENVIRONMENT)
     warnings.simplefilter("ignore")
     return int(drilled(options.where, options.only, options.output) > 0)
 

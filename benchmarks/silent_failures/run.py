@@ -9,25 +9,12 @@ docs/evidence/silent_failures.md. It takes minutes on a CPU, and needs what `mak
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-HELPERS = ("", "benchmarks", "tests/model", "tests/runtime", "tests/integrations")
-# As tests/conftest.py has them, for engines on a CPU.
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
+from benchmarks import cpu_environment
 
 Labs = Iterator[tuple[Callable[[], Any], Sequence[Any]]]  # a lab, as a context manager, and what is injected there
 
@@ -76,9 +63,7 @@ def main() -> None:
     parser.add_argument("--setting", choices=("own", "trl", "serve"))
     parser.add_argument("--only", nargs="*", default=())
     options = parser.parse_args()
-    sys.path[:0] = [str(ROOT / part) for part in HELPERS]
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    cpu_environment.prepare()
     from fp8plan import jsonl
 
     from . import table
