@@ -23,11 +23,13 @@ import aic_search  # noqa: E402
 import anchored  # noqa: E402
 import change_ratios  # noqa: E402
 import correction_speed  # noqa: E402
+import expert_parallel  # noqa: E402
 import host_loop  # noqa: E402
 import inside  # noqa: E402
 import odd_inputs  # noqa: E402
 import odd_measurements  # noqa: E402
 import public_figures  # noqa: E402
+import siblings  # noqa: E402
 import speed  # noqa: E402
 import streams  # noqa: E402
 import trl_outputs  # noqa: E402
@@ -158,6 +160,8 @@ def blocks() -> dict[str, str]:
     made["inside"] = inside.table()
     made["above graphs"] = above_graphs.table()
     made["host loop"] = host_loop.table()
+    made["siblings"] = siblings.table()
+    made["expert parallel"] = expert_parallel.table()
     made |= {f"two engines of {gpu}": two_engines.committed_table(gpu) for gpu in ("h200", "h100")}
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
     made["streams"] = streams.table()

@@ -106,6 +106,11 @@ class Gpu:
         """True for an NVIDIA GPU that stores FP8 but has no tensor cores for it, so kernels widen it to BF16."""
         return self.compute_capability is not None and self.compute_capability < FIRST_FP8_CAPABILITY
 
+    def has_tuned_experts(self, experts: int, inner: int, fp8: bool) -> bool:
+        """True if vLLM has a Triton configuration tuned for `experts` of width `inner` on one rank, or may have one."""
+        shapes = self.tuned_fp8_experts if fp8 else self.tuned_bf16_experts
+        return shapes is None or (experts, inner) in shapes
+
     def why_not(self, precision: Precision) -> str | None:
         """The reason why a rollout in `precision` is not planned on this GPU; None if it is.
 

@@ -14,6 +14,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.moe import skips_other_rows
 from fp8plan.model.cost.power import bytes_bound, flops_bound
+from fp8plan.model.emit.vllm import vllm_kwargs
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.activations import activation_peak_bytes
@@ -122,17 +123,10 @@ def test_the_time_is_above_the_datasheet_s_and_said_to_be_modelled() -> None:
     assert profile.layout_error(1, True) == profile.layout_error(2)
 
 
-def test_kernels_that_activate_other_ranks_rows_are_triton_s() -> None:
-    found = {
-        (name, p.name): skips_other_rows(find_gpu(name), p)
-        for name in ("a100", "h200", "b200")
-        for p in (BF16, FP8_BLOCK)
-    }
-    assert [key for key, skips in found.items() if not skips] == [
-        ("a100", "bf16"),
-        ("a100", "fp8_block"),
-        ("h200", "bf16"),
-    ]
+def test_kernels_that_activate_other_ranks_rows_are_triton_s_which_a_plan_asks_for_on_hopper() -> None:
+    assert [name for name in ("a100", "h200", "l40s", "b200") if skips_other_rows(find_gpu(name))] == ["b200"]
+    asked = {name: vllm_kwargs(EngineSetup(A3B, name, FP8_BLOCK, WHOLE)).get("moe_backend") for name in ("h200", "b200")}
+    assert asked == {"h200": "triton", "b200": None}
 
 
 def test_a_search_tries_both_cuts_of_a_model_with_experts(both: Any) -> None:

@@ -91,8 +91,6 @@ TILE_ROWS = 16  # rows of the smallest tile in vLLM's Triton kernel, which uses 
 # tokens the untuned kernel is slower (`untuned_compute_efficiency`).
 UNTUNED_TILE_ROWS, UNTUNED_TOKENS = 64, 64
 
-HOPPER, BLACKWELL = 9, 10  # the first number of the compute capability
-
 
 def padded_rows(routed: Array, hit: Array, tile: float | Array = TILE_ROWS) -> Array:
     """Rows that the tensor cores compute for `routed` rows on `hit` experts, in whole tiles of each expert.
@@ -106,14 +104,9 @@ def padded_rows(routed: Array, hit: Array, tile: float | Array = TILE_ROWS) -> A
 
 def tile_rows(m: Array, on_rank: int, inner: int, precision: Precision, gpu: Gpu) -> Array:
     """Rows of the smallest tile of `on_rank` experts of width `inner` at m tokens, shape of m."""
-    larger = precision.weights != "bf16" and not is_tuned(on_rank, inner, precision, gpu)
+    fp8 = precision.weights != "bf16"
+    larger = fp8 and not gpu.has_tuned_experts(on_rank, inner, fp8)
     return np.where(larger & (m > UNTUNED_TOKENS), float(UNTUNED_TILE_ROWS), float(TILE_ROWS))
-
-
-def is_tuned(on_rank: int, inner: int, precision: Precision, gpu: Gpu) -> bool:
-    """True if vLLM has a configuration tuned for `on_rank` experts of width `inner`, as far as is known."""
-    shapes = gpu.tuned_bf16_experts if precision.weights == "bf16" else gpu.tuned_fp8_experts
-    return shapes is None or (on_rank, inner) in shapes
 
 
 def expert_flops(experts: Experts, hidden: int, slices: int) -> int:
@@ -121,15 +114,14 @@ def expert_flops(experts: Experts, hidden: int, slices: int) -> int:
     return 2 * (2 + experts.gated) * hidden * (experts.intermediate_size // slices)
 
 
-def skips_other_rows(gpu: Gpu, precision: Precision) -> bool:
-    """True if vLLM's kernel for expert parallelism activates only the rows of its own experts.
+def skips_other_rows(gpu: Gpu) -> bool:
+    """True if the kernel of a plan with expert parallelism activates only the rows of its own experts.
 
     Triton's kernel writes zeros for other ranks' rows, and activates them too (write_zeros_to_output in fused_moe.py).
-    FlashInfer's kernels, for block FP8 on Hopper and everything on Blackwell, do not (oracle/fp8.py and unquantized.py,
-    0.26 and 0.30).
+    On Hopper a plan asks for it (`moe_backend`). FlashInfer's kernels, which Blackwell has, skip these rows
+    (oracle/fp8.py and unquantized.py, 0.26 and 0.30).
     """
-    major = 0 if gpu.compute_capability is None else gpu.compute_capability[0]
-    return major == BLACKWELL or (major == HOPPER and precision.weights == "fp8_block")
+    return gpu.is_blackwell_data_center
 
 
 def moe_cost(
@@ -164,7 +156,7 @@ def moe_cost(
     read = hit * experts.stored_bytes(hidden, precision, slices)
     matrices = 2 + experts.gated
     on_rank = experts.most_on_a_rank(ranks)
-    if untuned in profile.coefficients and not is_tuned(on_rank, inner, precision, gpu):
+    if untuned in profile.coefficients and not gpu.has_tuned_experts(on_rank, inner, precision.weights != "bf16"):
         math = untuned
     tile = tile_rows(m, on_rank, inner, precision, gpu)
     flops = padded_rows(computed, hit, tile) * (2 * matrices * width * inner)
@@ -172,7 +164,7 @@ def moe_cost(
         traffic(read, gpu.memory_bandwidth, profile.named(hbm)),
         traffic(flops, peak_flops(gpu, dtype), profile.named(math)),
     )
-    activated = computed if skips_other_rows(gpu, precision) else routed
+    activated = computed if skips_other_rows(gpu) else routed
     once = (routed * (2 * width) + activated * (matrices * inner)) * BF16_BYTES / gpu.memory_bandwidth
     around = times(once, *profile.named(passes))
     total = constant(*profile.named(launch), m) + grouped + around

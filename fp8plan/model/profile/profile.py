@@ -19,7 +19,7 @@ from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.jsonl import parse
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.profile.sibling import power_sd, watts_of_sibling
+from fp8plan.model.profile.sibling import layers_of_sibling, power_sd, rates_of_sibling, watts_of_sibling
 from fp8plan.schemas import VERSIONS, check_version, checked
 
 T = TypeVar("T")
@@ -211,7 +211,9 @@ class Profile:
         return self.with_errors(math.hypot(self.shared_error, VERSION_SD), math.hypot(self.model_error, VERSION_SD))
 
     def of_sibling(self, gpu: str) -> Profile:
-        """The profile as an import for another GPU of the same architecture, with its watts and the error of that use.
+        """The profile as an import for another GPU of the same architecture, with the error of that use.
+
+        fp8plan.model.profile.sibling says which coefficients change.
 
         Another power limit adds an error to that of siblings with one limit: its half to each precision's own.
         """
@@ -220,9 +222,14 @@ class Profile:
         power = power_sd(*cards)
         shared = math.hypot(self.shared_error, SIBLING_SD, power)
         own = math.hypot(self.model_error, SIBLING_OWN_SD, power / 2)
-        coefficients = watts_of_sibling(self.coefficients, *cards)
-        source = f"{origin}: {self.source}"
-        there = replace(self, gpu=gpu, kind="imported", source=source, coefficients=coefficients)
+        there = replace(
+            self,
+            gpu=gpu,
+            kind="imported",
+            source=f"{origin}: {self.source}",
+            coefficients=rates_of_sibling(watts_of_sibling(self.coefficients, *cards), *cards),
+            layers=layers_of_sibling(self.layers, *cards),
+        )
         return there.with_notes(f"{FITTED}{origin}").with_errors(shared, own).on_host(None)
 
     def on_host(self, loop_s: float | None) -> Profile:

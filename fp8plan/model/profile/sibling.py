@@ -1,8 +1,19 @@
-"""Power of a GPU that has the profile of a sibling: its coefficients and the error of their correction.
+"""The coefficients of a GPU that has the profile of a sibling: its small kernels, its experts and its power.
 
-A GPU at its power limit lowers clock and voltage. With a voltage that is linear in the clock f, power goes with f^3 and
-the joules of an operation with f^2 (CMOS: P = C V^2 f). So the clock at the limit goes with the cube root of the watts
-for each SM, and a step at the limit takes
+**Small kernels.** Their coefficients are shares of the memory's bandwidth, but many reach little of it. The SMs bound
+these, so slower memory does not slow them. A kernel that reaches the share e of the measured card's bandwidth takes
+
+    seconds = seconds there * ((1 - e^4) / (SMs' ratio)^4 + e^4 / (bandwidths' ratio)^4)^(1/4)
+
+on the sibling: the fourth root of the sum of the fourth powers of a time for the SMs and one for the memory. No number
+in it is fitted. `python -m benchmarks.siblings` compares it with single kernels that were timed on an H200 and an H100.
+
+**Experts.** A layer that was timed keeps its measured time. If vLLM has a tuned Triton configuration on only one of the
+two cards, these run different kernels. Then the sibling's layer has the time by the coefficients.
+
+**Power.** A GPU at its power limit lowers clock and voltage. With a voltage that is linear in the clock f, power goes
+with f^3 and the joules of an operation with f^2 (CMOS: P = C V^2 f). So the clock at the limit goes with the cube root
+of the watts for each SM, and a step at the limit takes
 
     seconds = seconds at the measured card's limit * (its watts for each SM / the sibling's)^(1/3)
 
@@ -19,8 +30,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from fp8plan.model.hardware import Gpu
+
+Layers: TypeAlias = dict[str, dict[str, list[list[float]]]]  # as Profile.layers
+EXPERTS = "moe."
+
+SMALL = ("quantise.", "quantise_query.", "kv_write.", "overhead.")  # starts of their coefficients
+EFFICIENCY, PASSES = ".bandwidth_efficiency", ".activation_passes"
+# Least traffic of the rows around a grouped GEMM, in the passes that its cost function counts. Two GEMMs, activation,
+# sum and FP8's two quantisations read their input and write their output: 1.7 to 2.0 passes by the layer's widths.
+LEAST_PASSES = 1.75
 
 IDLE, LIMIT = "power.idle_watts", "power.limit_watts"
 MATH = {"bf16": ("power.bf16_watts", "power.bf16_expert_watts"), "fp8": ("power.fp8_watts", "power.fp8_expert_watts")}
@@ -86,3 +107,42 @@ def _peaks(measured: Gpu, sibling: Gpu) -> dict[str, float]:
     if measured.fp8_flops and sibling.fp8_flops:
         peaks["fp8"] = sibling.fp8_flops / measured.fp8_flops
     return peaks
+
+
+def rates_of_sibling(coefficients: Mapping[str, float], measured: Gpu, sibling: Gpu) -> dict[str, float]:
+    """The coefficients of a profile, with the sibling's shares of its own bandwidth for small kernels."""
+    changed = dict(coefficients)
+    faster = sibling.memory_bandwidth / measured.memory_bandwidth
+    for name, value in coefficients.items():
+        if name.startswith(SMALL) and name.endswith(EFFICIENCY):
+            changed[name] = value / (faster * longer(value, measured, sibling))
+        elif name.endswith(PASSES):
+            changed[name] = value * faster * longer(min(1.0, LEAST_PASSES / value), measured, sibling)
+    return changed
+
+
+def longer(share: float, measured: Gpu, sibling: Gpu) -> float:
+    """The seconds of a kernel on the sibling over those on the measured card.
+
+    share: the part of the measured card's bandwidth that the kernel reaches there, at most 1
+    """
+    memory, sms = sibling.memory_bandwidth / measured.memory_bandwidth, sibling.sm_count / measured.sm_count
+    bound = share**4
+    return float(((1 - bound) / sms**4 + bound / memory**4) ** 0.25)
+
+
+def layers_of_sibling(layers: Layers, measured: Gpu, sibling: Gpu) -> Layers:
+    """The timed layers of a profile without experts whose Triton configuration is tuned on one of both cards only."""
+    return {
+        kernel: {
+            shape: timed
+            for shape, timed in shapes.items()
+            if not kernel.startswith(EXPERTS) or _tuned(kernel, shape, measured) == _tuned(kernel, shape, sibling)
+        }
+        for kernel, shapes in layers.items()
+    }
+
+
+def _tuned(kernel: str, shape: str, gpu: Gpu) -> bool:
+    experts, _, _, inner = map(int, shape.split("x"))
+    return gpu.has_tuned_experts(experts, inner, kernel != f"{EXPERTS}bf16")

@@ -1,4 +1,4 @@
-"""Clock and watts of a card that has a sibling's profile, against the law of the module's docstring."""
+"""Kernels, clock and watts of a card that has a sibling's profile, against the laws of the module's docstring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import pytest
 
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.profile.library import load_profile
-from fp8plan.model.profile.sibling import IDLE, LIMIT, UNKNOWN_POWER_SD, clock_ratio, power_sd, watts_of_sibling
+from fp8plan.model.profile.sibling import (
+    IDLE,
+    LIMIT,
+    UNKNOWN_POWER_SD,
+    clock_ratio,
+    layers_of_sibling,
+    longer,
+    power_sd,
+    rates_of_sibling,
+    watts_of_sibling,
+)
 
 H100, H200 = find_gpu("h100_sxm"), find_gpu("h200_sxm")
 NVL = replace(H100, name="nvl", power_limit_watts=400.0)  # the SMs and the limit of an H100 NVL
@@ -75,3 +85,34 @@ def test_an_unknown_limit_is_that_of_the_measured_card_for_each_sm() -> None:
     assert watts_of_sibling(coefficients, H200, half)[LIMIT] == pytest.approx(H200.power_limit_watts / 2)
     assert watts_of_sibling(coefficients, UNKNOWN, half) == coefficients
     assert watts_of_sibling({"gemm": 1.0}, H200, half) == {"gemm": 1.0}
+
+
+def test_a_kernel_is_as_much_slower_as_what_bounds_it() -> None:
+    bandwidths = H200.memory_bandwidth / H100.memory_bandwidth
+    assert longer(1.0, H200, H100) == pytest.approx(bandwidths)
+    assert longer(0.01, H200, H100) == pytest.approx(1.0)  # as many SMs
+    assert longer(0.01, H200, fewer_sms(H200, 0.5)) == pytest.approx(2.0)
+    shares = [longer(share, H200, H100) for share in (0.1, 0.3, 0.5, 0.7, 0.9)]
+    assert shares == sorted(shares)
+    assert 1.0 <= shares[0] < 1.001 < 1.3 < shares[-1] < bandwidths
+
+
+def test_only_small_kernels_and_the_rows_around_experts_have_other_rates() -> None:
+    profile = load_profile(H200, "0.26.0")[0]
+    assert rates_of_sibling(profile.coefficients, H200, H200) == pytest.approx(profile.coefficients)
+    for card in gpus():
+        rates = rates_of_sibling(profile.coefficients, H200, card)
+        changed = {name for name, value in rates.items() if value != pytest.approx(profile.coefficients[name])}
+        assert {name.rsplit(".", 1)[1] for name in changed} <= {"bandwidth_efficiency", "activation_passes"}
+        assert not any(name.startswith(("gemm", "attention", "mla", "delta_net", "mamba2")) for name in changed)
+        assert all(value <= 1 for name, value in rates.items() if name.endswith("_efficiency"))
+
+
+def test_experts_that_are_tuned_on_one_card_only_keep_no_measured_time() -> None:
+    layers = load_profile(H200, "0.26.0")[0].layers
+    there = layers_of_sibling(layers, H200, H100)
+    assert layers_of_sibling(layers, H200, H200) == layers
+    assert there["gemm.bf16"] == layers["gemm.bf16"]
+    assert "128x8x2048x768" in layers["moe.fp8_block"]  # Qwen3-30B-A3B, tuned for the H200 alone
+    assert "128x8x2048x768" not in there["moe.fp8_block"]
+    assert there["moe.fp8_block"]["64x8x2048x1024"] == layers["moe.fp8_block"]["64x8x2048x1024"]  # tuned for neither
