@@ -1,7 +1,7 @@
 """The cost model's experts with expert parallelism against AIConfigurator's timings of vLLM's kernels.
 
-    python -m benchmarks.expert_parallel             prints the table of docs/evidence/accuracy.md, from committed timings
-    python -m benchmarks.expert_parallel --update    takes the timings from the package again: pip install 'fp8plan[aic]'
+    python -m benchmarks.expert_parallel             prints the table of docs/evidence/accuracy.md
+    python -m benchmarks.expert_parallel --update    commits the timings again: pip install 'fp8plan[aic]'
 
 No fit has seen the timings with several ranks: profiles take from the tables only what ran without expert parallelism.
 A row is a GPU, a dtype and a number of ranks. A figure is the median of log(model / timing) over the models of a range
@@ -91,7 +91,7 @@ def line() -> str:
 def table() -> str:
     """The medians in Markdown."""
     found = medians()
-    rows = [(*map(str, names), *(f"{value:+.0%}" for value in row)) for names, row in zip(found.index, found.to_numpy())]
+    rows = [(*map(str, names), *map("{:+.0%}".format, row)) for names, row in found.iterrows()]
     return markdown(("GPU", "dtype", "ranks", *(f"{name} tokens" for name in found)), rows)
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from inspect import unwrap
 from io import StringIO
 from pathlib import Path
@@ -24,6 +25,7 @@ import anchored  # noqa: E402
 import change_ratios  # noqa: E402
 import correction_speed  # noqa: E402
 import expert_parallel  # noqa: E402
+import first_sight  # noqa: E402
 import host_loop  # noqa: E402
 import inside  # noqa: E402
 import odd_inputs  # noqa: E402
@@ -60,11 +62,12 @@ from fp8plan import jsonl  # noqa: E402
 from fp8plan.cli.console import app  # noqa: E402
 from fp8plan.model.plan.plan import Plan  # noqa: E402
 from fp8plan.model.plan.planner import plan  # noqa: E402
+from fp8plan.model.profile.library import profiles_path  # noqa: E402
 from fp8plan.model.rl_step import StepTimes  # noqa: E402
 from fp8plan.model.tune.answer import Answer  # noqa: E402
 from fp8plan.model.tune.search import search  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
-from fp8plan.model.validate.validate import validate  # noqa: E402
+from fp8plan.model.validate.validate import Validation, validate  # noqa: E402
 from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
 from fp8plan.views.report import power  # noqa: E402
 
@@ -72,6 +75,12 @@ COMMANDS = (
     *("plan", "tune", "emit", "validate", "models", "profiles", "profiles import-aic"),
     *("calibrate", "probe", "monitor", "report", "import", "doctor"),
 )
+
+# Rollouts by which no constant of an interval was chosen.
+OUTSIDE = {
+    "vLLM 0.33, H200, on a slow host": ROOT / "profiles/h200_sxm/vllm-0.33.0/calibrate/steps/rollouts.jsonl",
+    "vLLM 0.33, H100": ROOT / "profiles/h100_sxm/vllm-0.33.0/validation/rollouts.jsonl",
+}
 
 
 def plan_table(answer: Plan) -> str:
@@ -148,6 +157,15 @@ def kept_sets() -> str:
     return markdown.table(("sampled with", "scored on", "k1", "k3", "mean ratio", "alarms"), cells)
 
 
+def accuracy_line(told: Validation, families: Validation) -> str:
+    """README's sentences on accuracy. told, families: the validations of the sets validation and held_out"""
+    runs = baselines.records("validation")
+    untold = [replace(run, fields=run.fields | {"host_loop_s": None}) for run in runs]
+    replaced = read_records(profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation" / "again.jsonl")
+    at_first = first_sight.at_first_sight(families.records)
+    return accuracy.line(told, validate(untold), validate([*runs, *replaced]), families, at_first)
+
+
 def blocks() -> dict[str, str]:
     """Name of a marked block -> its text."""
     work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
@@ -170,7 +188,9 @@ def blocks() -> dict[str, str]:
     for name, validation in validated.items():
         made[f"baselines of {name}"] = baselines.table(validation.records, jsonl.rows(baselines.results(name)))
     made |= {name: accuracy.families(validated[name]) for name in ("families", "held_out")}
-    made["accuracy line"] = accuracy.line(validated["validation"], validated["held_out"])
+    made["accuracy line"] = accuracy_line(validated["validation"], validated["held_out"])
+    made["first sight"] = first_sight.table(validated["held_out"].records)
+    made["coverage"] = accuracy.coverage({words: validate(read_records(path)) for words, path in OUTSIDE.items()})
     made["standing"] = baselines.standing({name: validation.records for name, validation in validated.items()})
     made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu.table()

@@ -3,8 +3,8 @@
     python -m benchmarks.siblings        prints the table of docs/evidence/accuracy.md
 
 A row is a kernel, over the sizes of at least MANY rows that were timed on both. The figures are medians of its seconds
-on the H100 over those on the H200. "By bandwidth" takes the H200's share of the datasheet's bandwidth for the H100's, as
-profiles did until 29 November 2026. No fit has seen the H100's timings.
+on the H100 over those on the H200. "By bandwidth" takes the H200's share of the datasheet's bandwidth for the H100's.
+No fit has seen the H100's timings.
 """
 
 from __future__ import annotations

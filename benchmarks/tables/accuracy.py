@@ -21,6 +21,7 @@ from fp8plan.model.validate.validate import (
     accuracy,
     by_group,
     merged,
+    names_the_fastest,
     noise_floor,
     speedups,
     spreads,
@@ -53,22 +54,76 @@ def families(result: Validation) -> str:
     return f"{_by('model', cells, _engine, names)}\n\nKV cache tokens are within {kv:.2%}. {halves}"
 
 
-def line(result: Validation, families: Validation) -> str:
-    """The accuracy in a few sentences. families: rollouts of model families that no fit has seen"""
-    both = [(merged(x.records), noise_floor(x.records) or 0.0) for x in (result, families)]
-    cells, others = (len(merged_cells) for merged_cells, _ in both)
-    found, of_others = (accuracy(merged_cells, noise) for merged_cells, noise in both)
-    single = max(abs(row["error"]) for row in result.records)
+def line(
+    told: Validation, untold: Validation, every: Validation, families: Validation, at_first: Sequence[Cell]
+) -> str:
+    """The accuracy in a few sentences.
+
+    told, untold: rollouts that no fit has seen, with the speed of their hosts where it was timed, and without
+    every:        the same with the runs that later ones replaced
+    families:     rollouts of model families that no fit has seen; at_first: as they were predicted at first sight
+    """
+    found, unknown, replaced, others = (_judged(x.records) for x in (told, untold, every, families))
+    first = _judged(at_first)
+    noise = noise_floor(told.records) or 0.0
+    timed = sum(row.get("host_loop_s") is not None for row in told.records)
+    cells = len(merged(told.records))
+    single = max(abs(row["error"]) for row in every.records)
     return (
-        "Makespans of real vLLM 0.26 rollouts on H200s that no fit has seen are off by "
-        f"{found.makespan_mape:.1%} on average in {cells} cells (worst {found.makespan_worst:.1%}). In {others} cells "
-        f"of model families held out whole they are off by {of_others.makespan_mape:.1%} (worst "
-        f"{of_others.makespan_worst:.1%}). Speed-ups are off by {found.speedup_mae_points:.1f} and "
-        f"{of_others.speedup_mae_points:.1f} points. The fastest precision is named right in {found.ranked_right} of "
-        f"{found.ranked} and in {of_others.ranked_right} of {of_others.ranked} groups. "
-        f"Repeats count as their median; single runs are up to {single:.0%} off. Each is predicted for the speed of "
-        "its host, where that was timed."
+        f"Makespans of real vLLM 0.26 rollouts on H200s are off by {_mean_and_worst(found)} in {cells} cells that no "
+        f"fit has seen. That is with the host's speed told where it was timed ({timed} of {len(told.records)} runs). "
+        f"With no host told it is {_mean_and_worst(unknown)}. With {len(every.records) - len(told.records)} runs that "
+        f"later ones replaced it is {_mean_and_worst(replaced)}. A cell is the median of its runs; single runs are up "
+        f"to {single:.0%} off. In {len(merged(families.records))} cells of model families in no fit it is "
+        f"{_mean_and_worst(others)}. At first sight, before the model was changed for them, it was "
+        f"{_mean_and_worst(first)}. Speed-ups are off by {found.speedup_mae_points:.1f} points, those of the families "
+        f"by {others.speedup_mae_points:.1f}, and by {first.speedup_mae_points:.1f} at first sight. The fastest "
+        f"precision is named in {_named(told.records, 0.0)} groups. One within {noise:.1%} of it, the spread of "
+        f"repeats, is named in {_named(told.records, noise)}. With no prediction, FP8 weights and KV are the fastest "
+        f"in {_most_fp8(told.records, 0.0)}, and within {noise:.1%} in {_most_fp8(told.records, noise)}. Among the "
+        f"families the fastest is named in {_named(families.records, 0.0)}."
     )
+
+
+def coverage(sets: Mapping[str, Validation]) -> str:
+    """What the intervals of several sets of rollouts hold, in Markdown. sets: words for each -> its validation"""
+    rows = [
+        (
+            words,
+            str(len(x.records)),
+            f"{x.makespan_mape:.1%}",
+            f"{x.coverage:.0%}",
+            f"+-{x.interval_median_halfwidth:.1%}",
+        )
+        for words, x in sets.items()
+    ]
+    return table(("rollouts", "runs", "MAPE", "90% interval holds", "median half-width"), rows)
+
+
+def _judged(rows: Sequence[Cell]) -> Accuracy:
+    return accuracy(merged(rows))
+
+
+def _mean_and_worst(found: Accuracy) -> str:
+    return f"{found.makespan_mape:.1%} on average (worst {found.makespan_worst:.1%})"
+
+
+def _named(rows: Sequence[Cell], noise: float) -> str:
+    """The groups whose fastest precision is named right, of all."""
+    found = accuracy(merged(rows), noise)
+    return f"{found.ranked_right} of {found.ranked}"
+
+
+def _named_within(rows: Sequence[Cell], noise: float) -> str:
+    return f"named in {_named(rows, 0.0)} groups, within {noise:.1%} in {_named(rows, noise)}"
+
+
+def _most_fp8(rows: Sequence[Cell], noise: float) -> str:
+    """The groups in which the precision with most FP8 is the fastest, of all that have several."""
+    groups = [group for group in by_group(merged(rows)).values() if len({cell["precision"] for cell in group}) > 1]
+    rank = list(PRESETS)
+    chosen = [[{**cell, "predicted_s": -rank.index(cell["precision"])} for cell in group] for group in groups]
+    return f"{sum(names_the_fastest(group, noise) for group in chosen)} of {len(groups)}"
 
 
 def _totals(cells: Sequence[Cell], noise: float, largest: float) -> str:
@@ -76,6 +131,7 @@ def _totals(cells: Sequence[Cell], noise: float, largest: float) -> str:
     kv = max(abs(x["predicted_kv_cache_tokens"] / x["measured_kv_cache_tokens"] - 1) for x in cells)
     starved = [x for x in cells if x["preemptions"]]
     counts = "; ".join(f"{x['preemptions']} / {x['predicted_preemptions']}" for x in starved)
+    others_named = f"most FP8 is so in {_most_fp8(cells, 0.0)} and {_most_fp8(cells, noise)}"
     rows = [
         (
             "makespan",
@@ -85,7 +141,7 @@ def _totals(cells: Sequence[Cell], noise: float, largest: float) -> str:
             "speed-up over BF16",
             f"mean error {found.speedup_mae_points:.1f} points, worst {found.speedup_worst_points:.1f}",
         ),
-        ("fastest precision", f"named right in {found.ranked_right} of {found.ranked} groups"),
+        ("fastest precision", f"{_named_within(cells, noise)}; {others_named}"),
         ("KV cache tokens", f"within {kv:.2%}"),
         ("preemptions, measured / predicted", f"{counts}; 0 / 0 in all other cells"),
         ("noise: spread of a repeated cell on one card", repeats),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gate import baseline, faults, files, keyed, predictions
+from benchmarks.gate import BARS, above_bars, baseline, faults, files, keyed, predictions
 
 LIMIT_S = 100.0
 
@@ -21,8 +21,10 @@ def rows(*predicted: float, width: float = 0.1) -> Any:
 
 
 @pytest.mark.slow
-def test_today_is_no_worse_than_the_baseline() -> None:
-    assert faults(baseline(), keyed(predictions(files()))) == []
+def test_today_is_below_the_bars_and_no_worse_than_the_baseline() -> None:
+    today = keyed(predictions(files()))
+    assert BARS.keys() == {file for file, _ in today}
+    assert above_bars(today, BARS) + faults(baseline(), today) == []
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,10 @@ def test_today_is_no_worse_than_the_baseline() -> None:
 def test_what_closes_the_gate(now: Any, problem: str | None) -> None:
     problems = faults(rows(100, 100), now)
     assert problems == [] if problem is None else any(problem in sentence for sentence in problems)
+
+
+def test_a_bar_holds_whatever_the_baseline_says() -> None:
+    now = rows(103, 104)
+    assert above_bars(now, {"a.jsonl": 4.0}) == []
+    assert above_bars(now, {"a.jsonl": 3.0}) == ["a.jsonl: makespans are off by 3.5%, and the bar is 3.0%"]
+    assert above_bars(now, {}) == ["a.jsonl has no bar in benchmarks/gate.py; its makespans are off by 3.5%"]

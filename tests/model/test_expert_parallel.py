@@ -125,7 +125,9 @@ def test_the_time_is_above_the_datasheet_s_and_said_to_be_modelled() -> None:
 
 def test_kernels_that_activate_other_ranks_rows_are_triton_s_which_a_plan_asks_for_on_hopper() -> None:
     assert [name for name in ("a100", "h200", "l40s", "b200") if skips_other_rows(find_gpu(name))] == ["b200"]
-    asked = {name: vllm_kwargs(EngineSetup(A3B, name, FP8_BLOCK, WHOLE)).get("moe_backend") for name in ("h200", "b200")}
+    asked = {
+        name: vllm_kwargs(EngineSetup(A3B, name, FP8_BLOCK, WHOLE)).get("moe_backend") for name in ("h200", "b200")
+    }
     assert asked == {"h200": "triton", "b200": None}
 
 
