@@ -26,7 +26,7 @@ from fp8plan.model.validate.validate import accuracy, validate
 BASELINE = Path(__file__).parent / "results" / "gate.jsonl"
 LIMIT = 2.0  # points
 PROMISED = 90.0  # percent of the measured times that lie in their intervals
-# File of records -> the largest mean error of its makespans, in percent, over all its runs: that of 29 November 2026 and
+# File of records -> the largest mean error of its makespans over all its runs, in percent: that of 29 November 2026 and
 # some tenths more.
 BARS = {
     "cpu/vllm-0.30.0/steps/rollouts.jsonl": 4.4,

@@ -28,6 +28,8 @@ import expert_parallel  # noqa: E402
 import first_sight  # noqa: E402
 import host_loop  # noqa: E402
 import inside  # noqa: E402
+import kernel_errors  # noqa: E402
+import native_h100  # noqa: E402
 import odd_inputs  # noqa: E402
 import odd_measurements  # noqa: E402
 import public_figures  # noqa: E402
@@ -121,6 +123,11 @@ def anchored_plan() -> str:
     return "".join(f"> {reason}\n>\n" for reason in made.reasons[-3:]).removesuffix("\n>\n")
 
 
+def written() -> list[Path]:
+    """The files with generated blocks."""
+    return [*pages(), ROOT / "profiles" / "README.md"]
+
+
 def pages() -> list[Path]:
     """README.md and the pages of docs/ that stand there as files."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -178,7 +185,8 @@ def blocks() -> dict[str, str]:
     made["inside"] = inside.table()
     made["above graphs"] = above_graphs.table()
     made["host loop"] = host_loop.table()
-    made["siblings"] = siblings.table()
+    made |= {"siblings": siblings.table(), "single kernels": kernel_errors.table(), "native h100": native_h100.tables()}
+    made |= {"sets of the h100": native_h100.sets(), "slow loops": native_h100.slow_loops()}
     made["expert parallel"] = expert_parallel.table()
     made |= {f"two engines of {gpu}": two_engines.committed_table(gpu) for gpu in ("h200", "h100")}
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
@@ -225,7 +233,7 @@ def filled(page: str, made: dict[str, str]) -> str:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     made = blocks()
-    for path in pages():
+    for path in written():
         path.write_text(filled(path.read_text(), made))
 
 

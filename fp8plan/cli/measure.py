@@ -153,7 +153,7 @@ def calibrate_command(
         check_replaceable(folder)
     if not fit_only:
         measure(folder, card, grid.value)
-    print(f"fitting what {folder} holds, about a minute", file=sys.stderr)
+    print(f"fitting what {folder} holds, some minutes", file=sys.stderr)
     calibration = (calibrate_by_two_engines if by_two else calibrate)(folder, card, version)
     (folder / "profile.json").write_text(calibration.profile.to_json(), encoding="utf-8")
     show(calibration_report(calibration))
