@@ -33,6 +33,7 @@ import native_h100  # noqa: E402
 import odd_inputs  # noqa: E402
 import odd_measurements  # noqa: E402
 import public_figures  # noqa: E402
+import reports  # noqa: E402
 import siblings  # noqa: E402
 import speed  # noqa: E402
 import streams  # noqa: E402
@@ -217,7 +218,15 @@ def blocks() -> dict[str, str]:
     made |= {"fixed scales": probe.fixed_scales(), "attention kernels": attention_kernels.table()}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
-    return made | learning_tables() | weight_sync.tables() | slow_links.tables() | peers() | fault_drill()
+    return (
+        made
+        | reports.tables()
+        | learning_tables()
+        | weight_sync.tables()
+        | slow_links.tables()
+        | peers()
+        | fault_drill()
+    )
 
 
 def filled(page: str, made: dict[str, str]) -> str:

@@ -15,9 +15,13 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.plan.planner import plan
+from fp8plan.model.profile.library import profiles_path
 from fp8plan.model.setup import EngineSetup
+from fp8plan.model.validate.records import read_records
+from fp8plan.model.validate.validate import by_group, validate
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 
+MEASURED = profiles_path() / "h100_sxm" / "vllm-0.26.0" / "reports" / "rollouts.jsonl"
 GIB = 1 << 30
 
 # vllm issue 21348: `vllm serve Qwen3-235B-A22B-FP8 --tensor-parallel-size 4` on H100s, July 2025.
@@ -124,5 +128,33 @@ def ampere_table() -> str:
     return table(heads, map(ampere_row, AMPERE))
 
 
+def measured_table() -> str:
+    """The rollouts that were measured here for the second report, beside today's predictions."""
+    records = read_records(MEASURED)
+    lengths_of = {record.line: record.fields["response_lengths"] for record in records}
+    groups = by_group(validate(records).records).values()
+    shown = ("measured_kv_cache_tokens", "measured_kv_cache_tokens", "preemptions", "predicted_preemptions")
+    lines = []
+    for bf16, fp8 in groups:
+        lengths = lengths_of[bf16["line"]]
+        counts = (row[name] for row, name in zip((bf16, fp8, bf16, bf16), shown, strict=True))
+        gains = (f"{bf16[name] / fp8[name]:.2f}x" for name in ("seconds", "predicted_s"))
+        starved = ", starved" if bf16["preemptions"] else ""
+        tokens = f"{sum(lengths) / len(lengths):,.0f}"
+        lines.append((f"{len(lengths)}{starved}", tokens, *(f"{count:,}" for count in counts), *gains))
+    pools = ("KV tokens, BF16", "FP8", "preemptions, BF16", "predicted")
+    return table(("responses", "tokens each", *pools, "FP8 measured", "predicted"), lines)
+
+
+def tables() -> dict[str, str]:
+    """Name of a block of docs/evidence/reports.md -> its text."""
+    return {
+        "memory of a report": memory_table(),
+        "rollout of a report": rollout_table(),
+        "rollout of a report measured": measured_table(),
+        "cache of a report": ampere_table(),
+    }
+
+
 if __name__ == "__main__":
-    print(memory_table(), rollout_table(), ampere_table(), sep="\n\n")
+    print("\n\n".join(tables().values()))
