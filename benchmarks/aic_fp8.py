@@ -64,8 +64,10 @@ def _prior(card: Gpu) -> Profile:
 
 
 def _linears(folder: aic_tables.Path, card: Gpu) -> Observations:
-    rows = aic_tables._gemm(folder, "vllm")
-    rows = rows[(rows.dtype == "fp8") & aic_tables._cold(rows.n * rows.k, card)]
+    rows = aic_tables._read(folder, "gemm/vllm/*/gemm", dtype="gemm_dtype", m="m", n="n", k="k")
+    run = (rows.m <= aic_tables.LONGEST_STEP) & (rows.n >= aic_tables.NARROWEST)
+    run &= rows.k.between(aic_tables.NARROWEST, aic_tables.DEEPEST)
+    rows = rows[run & (rows.dtype == "fp8") & aic_tables._cold(rows.n * rows.k, card)]
 
     def cost(part: pd.DataFrame, profile: Profile) -> Cost:
         one = [Linear("measured", int(part.n.iloc[0]), int(part.k.iloc[0]), 1, True, False)]

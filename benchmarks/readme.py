@@ -42,6 +42,7 @@ import two_engines  # noqa: E402
 import uncalibrated  # noqa: E402
 import verl_outputs  # noqa: E402
 from fault_drill.report import committed as fault_drill  # noqa: E402
+from gpu import fp8_linears  # noqa: E402
 from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
 from peers.table import committed as peers  # noqa: E402
@@ -187,6 +188,7 @@ def blocks() -> dict[str, str]:
     made["above graphs"] = above_graphs.table()
     made["host loop"] = host_loop.table()
     made |= {"siblings": siblings.table(), "single kernels": kernel_errors.table(), "native h100": native_h100.tables()}
+    made["fp8 linears"] = fp8_linears.compare(ROOT / "benchmarks/results/fp8_linears_h100.jsonl", "h100")
     made |= {"sets of the h100": native_h100.sets(), "slow loops": native_h100.slow_loops()}
     made["expert parallel"] = expert_parallel.table()
     made |= {f"two engines of {gpu}": two_engines.committed_table(gpu) for gpu in ("h200", "h100")}

@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import readme  # noqa: E402
 
 import fp8plan  # noqa: E402
+from benchmarks import prose  # noqa: E402
 from fp8plan.cli.console import app  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
 from fp8plan.model.validate.validate import validate  # noqa: E402
@@ -56,6 +57,13 @@ def test_the_tables_are_the_ones_that_make_tables_writes() -> None:
     assert {block for text in texts.values() for block in re.findall(r"<!-- begin ([\w -]+) -->", text)} == set(made)
     stale = [name(page) for page, text in texts.items() if readme.filled(text, made) != text]
     assert not stale, "out of date; type: make tables"
+
+
+@pytest.mark.slow
+def test_figures_in_sentences_are_today_s() -> None:
+    for page, said in prose.sentences().items():
+        text = " ".join((ROOT / page).read_text().split())
+        assert [sentence for sentence in said if sentence not in text] == []
 
 
 def test_every_command_and_public_name_is_in_the_reference() -> None:
