@@ -1,6 +1,7 @@
 """AIConfigurator 0.12's own search beside `fp8plan tune`: what each recommends, and what that takes in the simulator.
 
     make .venv-aic/.installed && .venv-aic/bin/python benchmarks/aic_search.py
+    python -m benchmarks.aic_search --simulate      after a change of the model: AIConfigurator's answers stay
 
 writes benchmarks/results/aic_search.jsonl, one row for each recommendation. AIConfigurator is asked as its users do
 (`aiconfigurator cli default`), for a checkpoint in BF16 and for one in FP8 blocks, at the batch's mean lengths. It gets
@@ -11,10 +12,11 @@ batch needs, the batch's is taken. All seconds are modelled by fp8plan; none was
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -50,6 +52,11 @@ class Case:
         work, batch = self.workload, self.workload.batch()
         lengths = f"{work.prompts} x {work.samples_per_prompt} of {batch.responses.mean():,.0f} tokens on average"
         return f"{self.model}, {self.gpus} x {self.gpu}, {lengths}"
+
+    @property
+    def several(self) -> dict[str, int]:
+        """The argument of a plan for more than one GPU."""
+        return {"gpus": self.gpus} if self.gpus > 1 else {}
 
 
 LONG = LogNormal(6000, 0.9, 20480)
@@ -117,9 +124,7 @@ LIMITS = ("tensor_parallel_size", "data_parallel_size", "max_num_seqs", "max_num
 
 def rows(case: Case) -> Iterator[dict[str, Any]]:
     """vLLM's own limits, the recommendations of AIConfigurator, and those of fp8plan."""
-    gpus = {"gpus": case.gpus} if case.gpus > 1 else {}
-    planned = predict(case.model, case.gpu, case.workload, precisions=["bf16"], **gpus).chosen
-    yield _row("vLLM's own limits, best layout", planned)
+    yield own_limits(case)
     for precision in CHECKPOINTS:
         for name, targets in TARGETS.items():
             start = time.perf_counter()
@@ -131,9 +136,20 @@ def rows(case: Case) -> Iterator[dict[str, Any]]:
             fewer = {"max_num_seqs": max(1, its["batch_size"])}
             seconds = simulated(case, precision, **{x: its[x] for x in LIMITS} | fewer)
             yield {"by": f"AIConfigurator, {name}, its batch size", **common, **fewer, "seconds": seconds}
+    yield from tuned(case)
+
+
+def own_limits(case: Case) -> dict[str, Any]:
+    """The row of vLLM's own limits."""
+    planned = predict(case.model, case.gpu, case.workload, precisions=["bf16"], **case.several).chosen
+    return _row("vLLM's own limits, best layout", planned)
+
+
+def tuned(case: Case) -> Iterator[dict[str, Any]]:
+    """The rows of `fp8plan tune`."""
     for precisions in (["bf16"], ["bf16", "fp8_block"], None):
         start = time.perf_counter()
-        best = search(case.model, case.gpu, case.workload, precisions=precisions, **gpus).best.chosen
+        best = search(case.model, case.gpu, case.workload, precisions=precisions, **case.several).best.chosen
         words = "all precisions" if precisions is None else " or ".join(precisions)
         yield _row(f"fp8plan tune, {words}", best) | {"took_s": round(time.perf_counter() - start, 2)}
 
@@ -163,12 +179,35 @@ def table() -> str:
     return markdown.table(heads, cells)
 
 
+def simulated_again(case: Case, before: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows by today's model. before: the committed rows of the case, whose answers of AIConfigurator stay"""
+    yield own_limits(case)
+    for row in before:
+        if row["by"].startswith("AIConfigurator"):
+            seconds = simulated(case, row["precision"], **{name: row[name] for name in LIMITS})
+            yield {**row, "seconds": seconds}
+    yield from tuned(case)
+
+
 def main() -> None:
-    logging.disable(logging.WARNING)  # AIConfigurator warns of tables that these models do not use
-    made = {"date": time.strftime("%Y-%m-%d"), "versions": {x: version(x) for x in ("aiconfigurator", "fp8plan")}}
-    lines = [{"case": case.name, **row, **made} for case in CASES for row in rows(case)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulate", action="store_true", help="keep AIConfigurator's answers")
+    if parser.parse_args().simulate:
+        committed = jsonl.rows(RESULTS)
+        made = {name: committed[0][name] for name in ("date", "versions")}
+        again = ((case, simulated_again(case, [x for x in committed if x["case"] == case.name])) for case in CASES)
+        lines = [{"case": case.name, **made, **row} for case, rows_of in again for row in rows_of]
+    else:
+        lines = asked_again()
     RESULTS.write_text("".join(json.dumps(row) + "\n" for row in lines))
     print(table())
+
+
+def asked_again() -> list[dict[str, Any]]:
+    """The rows with new answers of AIConfigurator."""
+    logging.disable(logging.WARNING)  # AIConfigurator warns of tables that these models do not use
+    made = {"date": time.strftime("%Y-%m-%d"), "versions": {x: version(x) for x in ("aiconfigurator", "fp8plan")}}
+    return [{"case": case.name, **row, **made} for case in CASES for row in rows(case)]
 
 
 if __name__ == "__main__":
