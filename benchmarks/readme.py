@@ -187,7 +187,8 @@ def blocks() -> dict[str, str]:
     made["inside"] = inside.table()
     made["above graphs"] = above_graphs.table()
     made["host loop"] = host_loop.table()
-    made |= {"siblings": siblings.table(), "single kernels": kernel_errors.table(), "native h100": native_h100.tables()}
+    made |= {"siblings": siblings.table(), "steps of siblings": siblings.steps()}
+    made |= {"single kernels": kernel_errors.table(), "native h100": native_h100.tables()}
     made["fp8 linears"] = fp8_linears.compare(ROOT / "benchmarks/results/fp8_linears_h100.jsonl", "h100")
     made |= {"sets of the h100": native_h100.sets(), "slow loops": native_h100.slow_loops()}
     made["expert parallel"] = expert_parallel.table()
