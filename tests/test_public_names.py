@@ -66,7 +66,6 @@ fp8plan.plam
 """
 
 
-@pytest.mark.slow
 def test_a_users_script_type_checks_and_its_slips_are_found(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     script = tmp_path / "user.py"

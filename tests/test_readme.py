@@ -50,7 +50,6 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.slow
 def test_the_tables_are_the_ones_that_make_tables_writes() -> None:
     made = readme.blocks()
     texts = {page: page.read_text() for page in readme.written()}
@@ -186,7 +185,6 @@ def commands(page: Path) -> list[str]:
     return found + [code for code in inline if re.match(r"fp8plan (?!--)\w+ \S", code)]
 
 
-@pytest.mark.slow
 def test_the_commands_run_as_they_are_pasted(tmp_path: Path) -> None:
     (tmp_path / "profiles").symlink_to(ROOT / "profiles")
     (tmp_path / "fp8plan").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m fp8plan "$@"\n')
@@ -280,6 +278,7 @@ def test_the_example_of_grpo_learns_and_its_run_can_be_read(tmp_path: Path) -> N
     assert len(validate(read_records(run_file)).records) == len(rows) - 1  # without the engine's first
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.trl
 def test_the_example_of_trl_learns_and_its_run_can_be_read(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def test_a_sample_has_the_spread_of_the_checkpoint(tmp_path: Path, monkeypatch: 
     assert change_ratios._weights(row).spread == pytest.approx(0.05, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_random_model_is_measured(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(change_ratios, "STEPS", 2)

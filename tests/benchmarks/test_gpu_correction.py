@@ -17,7 +17,6 @@ def run(path: Path, *words: str) -> tuple[int, list[dict]]:
     return status, [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_every_form_is_checked_and_timed(tmp_path: Path) -> None:
     status, rows = run(tmp_path / "new" / "rows.jsonl")
     assert status == 0
@@ -33,7 +32,6 @@ def test_every_form_is_checked_and_timed(tmp_path: Path) -> None:
     assert all(row["weights_ulps"] == 0 and row["masks_equal"] and row["sums_relative"] == 0 for row in same)
 
 
-@pytest.mark.slow
 def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("out of luck")

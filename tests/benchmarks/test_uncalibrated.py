@@ -39,7 +39,6 @@ def test_every_interval_of_the_datasheet_profile_holds_its_promise_and_is_no_wid
     assert max(min(narrower), min(surer)) < HELD
 
 
-@pytest.mark.slow
 def test_the_interval_of_times_on_a_cpu_holds_its_promise_and_is_no_wider() -> None:
     cpu = uncalibrated.of_cpu()
     shared, own = cpu.profile.shared_error, cpu.profile.model_error
@@ -47,7 +46,6 @@ def test_the_interval_of_times_on_a_cpu_holds_its_promise_and_is_no_wider() -> N
     assert cpu.record().held[0] >= HELD > cpu.with_errors(shared - SHARED_STEP, own).record().held[0]
 
 
-@pytest.mark.slow
 def test_siblings_and_imports_hold_their_promise_up_to_one_rollout() -> None:
     for record in uncalibrated.others():
         for ratios, share in zip((record.makespans, record.speed_ups), record.held, strict=True):

@@ -228,7 +228,6 @@ def test_top_k_is_a_mode_of_the_sync(fp8plan: Callable[..., Done]) -> None:
     assert any("Top-k of 5MB is not lossless" in reason for reason in reasons)
 
 
-@pytest.mark.slow
 def test_one_run_writes_all_outputs(fp8plan: Callable[..., Done]) -> None:
     files = ["--json", "plan.json", "--emit", "verl=verl.args", "--emit", "vllm=vllm.json", "--plot", "plan.png"]
     done = fp8plan(*PLAN, *files)
@@ -269,7 +268,6 @@ def test_json_alone_prints_wherever_it_stands(fp8plan: Callable[..., Done]) -> N
     assert Path("any name").read_text() == first
 
 
-@pytest.mark.slow
 def test_what_fails_leaves_every_file_as_it_was(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused by a target, by a package that is missing, by a full disk: an older file stays, no other comes."""
     Path("plan.json").write_text("older")
@@ -340,7 +338,6 @@ def test_a_long_name_and_a_link_to_come_are_written(tmp_path: Path, name: str) -
     assert (tmp_path / name).read_text() == "content\n"
 
 
-@pytest.mark.slow
 def test_the_page_shows_the_settings_of_the_same_command(fp8plan: Callable[..., Done]) -> None:
     words = [*NEAR, "--prompts", "2", "--samples", "2", "--emit", "verl=verl.args", "--plot", "plan.html"]
     for more in (["--kv-scales", "calibrated"], ["--kv-scales", "unit", "--accept", "high"], []):

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow  # a process for each command
-
 PLAN = ["plan", "Qwen/Qwen3-0.6B", "--gpu", "h200", "--prompts", "2", "--samples", "2"]
 PLAN += ["--prompt-lengths", "fixed:16", "--response-lengths", "fixed:32"]
 ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}

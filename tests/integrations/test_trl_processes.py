@@ -14,7 +14,7 @@ from vllm_server import free_port, serving
 
 from fp8plan.model.emit.trl import server_command
 
-pytestmark = [pytest.mark.trl, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.trl, pytest.mark.vllm]
 
 
 def trained(folder: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -33,6 +33,7 @@ def trained(folder: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any], s
     return first, second, said
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_policy_with_one_set_of_thresholds(tmp_path: Path) -> None:
     first, second, log = trained(tmp_path)
     assert first["weights"] == second["weights"]
@@ -46,6 +47,7 @@ def test_two_processes_train_one_policy_with_one_set_of_thresholds(tmp_path: Pat
     assert "go on from a checkpoint with choice='bf16'" in log
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_server(tmp_path: Path) -> None:
     setup = replace(cpu_plan("fp8_kv").setup(), model=model())
     with serving(server_command(setup)) as server:

@@ -27,7 +27,7 @@ from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.monitor.sinks import JsonLines
 
-pytestmark = [pytest.mark.trl, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.trl, pytest.mark.vllm]
 
 STEPS = 16  # most is learnt after the seventh: after 8 the reward was up by 0.1 to 0.5, and once by less than 0.05
 

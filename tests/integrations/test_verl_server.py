@@ -18,7 +18,7 @@ from fp8plan.integrations.verl.front import VerlFront
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.server.front import Front
 
-pytestmark = [pytest.mark.verl, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.verl, pytest.mark.vllm]
 
 
 @pytest.fixture(scope="module")

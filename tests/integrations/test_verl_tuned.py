@@ -12,7 +12,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.tune.search import search
 from fp8plan.model.workload import Fixed, Workload
 
-pytestmark = [pytest.mark.verl, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.verl, pytest.mark.vllm]
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
 
 

@@ -19,6 +19,7 @@ CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
 HEADS = [64, 80, 128, 256]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_the_table_is_vllms_own_choice() -> None:
     script = Path(__file__).with_name("vllm_attention.py")

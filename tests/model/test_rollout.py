@@ -69,7 +69,6 @@ def test_no_rollout_beats_its_bytes_or_its_flops(batch: Batch, name: str, preset
     assert time >= (flops_bound(model, work) * plan.steps).sum()
 
 
-@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(batches(), batches(), st.sampled_from(MODELS))
 def test_merging_two_batches_costs_no_more_than_one_after_the_other(one: Batch, other: Batch, name: str) -> None:
@@ -77,7 +76,6 @@ def test_merging_two_batches_costs_no_more_than_one_after_the_other(one: Batch, 
     assert makespan(merged(one, other), model) <= makespan(one, model) + makespan(other, model)
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(batches(), batches(), st.sampled_from(MODELS))
 def test_merging_prefill_alone_costs_at_most_a_wave_more(one: Batch, other: Batch, name: str) -> None:
@@ -147,7 +145,6 @@ def test_the_interval_holds_the_makespan_and_the_timeline_ends_with_it() -> None
     assert np.all(np.diff(result.timeline.seconds) > 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("limits", [LIMITS, EngineLimits(async_scheduling=False)])
 def test_the_gradient_of_the_makespan_is_that_of_finite_differences(limits: EngineLimits) -> None:
     batch, model = Workload(8, 4, Fixed(200), LogNormal(600, 0.8, 2000)).batch(), step_model(limits=limits)

@@ -34,7 +34,7 @@ def killed(number: int) -> int:
     return number
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5, 50])
+@pytest.mark.parametrize("workers", [1, 2, 5, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("items", [0, 1, 17])
 def test_results_come_in_the_order_of_the_items(workers: int, items: int) -> None:
     with mapper(workers) as map_items:
@@ -128,7 +128,6 @@ cli.main()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wait_s", [0.1, 0.5, 1.0, 2.0, 3.0])
 def test_ctrl_c_ends_a_plan_of_many_gpus(wait_s: float, tmp_path: Path) -> None:
     process = subprocess.Popen(

@@ -357,6 +357,7 @@ def test_an_engine_that_starts_after_its_caller_was_interrupted_is_shut_down(
 INTERRUPTS = 21
 
 
+@pytest.mark.slow
 @vllm
 def test_an_interrupted_engine_says_the_same_as_ever_or_refuses(tmp_path: Path) -> None:
     """See interrupted_run.py; in a process of its own, as libzmq aborts that when a message is broken off."""

@@ -20,6 +20,7 @@ from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.weight_sync.state import SyncSettings
 
 KINDS = ("dense", "moe", "tied")
+QUICK = (("dense", "bf16"), ("dense", "fp8_kv"), ("dense", "fp8_block"), ("moe", "fp8_block+fp8_kv"))  # of `make test`
 SEEDS = {"a": 0, "b": 1}
 LAYERS, EXPERTS, VOCABULARY = 3, 8, 1024
 
@@ -52,6 +53,12 @@ LONG_PROMPT = [(7 * n) % VOCABULARY for n in range(BLOCK_SIZE + 40)]
 CALIBRATION = [list(range(30)), list(range(500, 540))]
 
 Outputs = list[tuple[list[int], list[float]]]  # tokens and log-probs of each prompt
+
+
+def params(cases: Sequence[tuple[str, str]], quick: Sequence[tuple[str, str]] = QUICK) -> list[Any]:
+    """Kinds and precisions as pytest's parameters. Those that are not quick repeat a test, and are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(case, id="-".join(case), marks=() if case in quick else slow) for case in cases]
 
 
 @cache

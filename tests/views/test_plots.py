@@ -54,7 +54,6 @@ def test_there_is_one_colour_per_precision() -> None:
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
-@pytest.mark.slow
 def test_a_png_is_a_picture_with_every_colour_in_it(prediction: Prediction, tmp_path: Path) -> None:
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread

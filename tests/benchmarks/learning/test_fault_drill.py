@@ -36,8 +36,6 @@ from benchmarks.learning.state import DRILL, RunFolder
 from fp8plan import schemas
 from fp8plan.model.validate.records import read_run
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
 
 @dataclass(frozen=True)
 class Even:
@@ -73,6 +71,8 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
         found.loop.close()
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_the_run_goes_on_and_each_step_is_in_its_logs_once(drill: Drill) -> None:
     expected = list(range(1, STEPS + 1))
     assert [row["step"] for row in drill.folder.rows("steps.jsonl")] == expected
@@ -80,6 +80,8 @@ def test_the_run_goes_on_and_each_step_is_in_its_logs_once(drill: Drill) -> None
     assert len(read_run(drill.folder / "run.jsonl", include_first=True).records) == STEPS
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_the_log_says_what_happened(drill: Drill) -> None:
     events = [row for row in drill.folder.rows("events.jsonl") if row["what"] not in ("recalibrate_kv", "step_down")]
     assert [(row["step"], row["what"]) for row in events] == sorted(EVENTS.items())
@@ -90,6 +92,8 @@ def test_the_log_says_what_happened(drill: Drill) -> None:
     assert f"from the checkpoint of step {RESTARTED}" in resumed
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_a_spike_is_alarming_and_tightens_for_its_own_batch(drill: Drill) -> None:
     rows = {row["step"]: row for row in drill.folder.rows("run.jsonl")}
     spiked, k3 = rows[SPIKE + 1], {step: row["metrics"][schemas.K3] for step, row in rows.items()}
@@ -98,6 +102,8 @@ def test_a_spike_is_alarming_and_tightens_for_its_own_batch(drill: Drill) -> Non
     assert spiked["thresholds"]["tis"] < rows[SPIKE]["thresholds"]["tis"]
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_the_reward_curve_shows_no_scar(drill: Drill) -> None:
     assert set(drill.scars) == {NAN, SPIKE, STALE, KILLED, RESTARTED}
     for fault, scar in drill.scars.items():

@@ -141,8 +141,8 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.gguf
 @pytest.mark.slow
+@pytest.mark.gguf
 def test_smollm2_answers_in_words(smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -158,8 +158,8 @@ def test_smollm2_answers_in_words(smollm2: Path) -> None:
     assert [name for name, fp8 in taken.items() if fp8] == ["down_proj"]  # the others' inputs are 576, no whole blocks
 
 
-@pytest.mark.gguf
 @pytest.mark.slow
+@pytest.mark.gguf
 def test_weights_of_four_bits_are_rounded_to_e4m3_as_gaussian_ones(smollm2: Path) -> None:
     expected = rounding_errors().weight
     tensors = load_file(smollm2 / "model.safetensors")

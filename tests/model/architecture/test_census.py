@@ -88,7 +88,6 @@ def test_what_is_refused_as_dropped_was_dropped() -> None:
         assert own not in tables["_TEXT_GENERATION_MODELS"]
 
 
-@pytest.mark.slow
 def test_every_type_that_vllm_runs_is_planned_or_named() -> None:
     transformers = pytest.importorskip("transformers")
     tables = registry()

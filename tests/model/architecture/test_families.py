@@ -99,7 +99,6 @@ def test_the_list_is_long() -> None:
     assert len(set(READ) | set(REFUSED)) >= 65
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_a_family_has_the_elements_of_its_model(name: str) -> None:
     config = config_of(name, {})
@@ -114,7 +113,6 @@ BUNDLED = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BUNDLED)
 def test_a_bundled_model_has_the_elements_of_transformers_model(name: str) -> None:
     fields = {key: value for key, value in find_config(name)[0].items() if not key.startswith("_")}
@@ -122,7 +120,6 @@ def test_a_bundled_model_has_the_elements_of_transformers_model(name: str) -> No
     assert ModelShape.from_hf(name).num_parameters == elements_of(config)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), OPTIONS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_an_option_has_the_elements_that_it_adds(name: str, changes: dict[str, Any]) -> None:
     wrapped = name == "qwen3_vl_text"

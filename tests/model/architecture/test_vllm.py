@@ -82,14 +82,14 @@ def folder_of(name: str, odd: bool, parent: Path) -> tuple[Path, Counter[tuple[i
     return folder, found
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
-def test_vllm_builds_the_same_linears(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [(FIRST, "qwen3"), pytest.param(NAMES, marks=pytest.mark.slow)], ids=["two", "all"])
+def test_vllm_builds_the_same_linears(names: tuple[str, ...], tmp_path: Path) -> None:
     """As published, and with sizes that leave most linears in BF16, by the patterns that a plan emits. In one process
     for all, as to import vLLM takes longer than to build them.
     """
     pytest.importorskip("vllm")
-    expected = dict(folder_of(name, odd, tmp_path) for odd in (False, True) for name in NAMES)
+    expected = dict(folder_of(name, odd, tmp_path) for odd in (False, True) for name in names)
     assert built(expected, tmp_path) == {x.name: y for x, y in expected.items()}
 
 
@@ -139,7 +139,6 @@ STORED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_reads_the_same_format_of_a_checkpoint_and_leaves_the_same_linears_in_bf16(tmp_path: Path) -> None:
     """Wherever the config says it, and however its list names modules."""

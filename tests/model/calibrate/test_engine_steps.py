@@ -212,7 +212,6 @@ HOST_BOUND, GPU_BOUND = (1, 100, 0), (512, 3000, 0)
 MIXED = steps(HOST_BOUND, GPU_BOUND, (0, 1, 700), (64, 1000, 4000))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "fp8_block", "fp8_kv", "fp8_block+fp8_kv"])
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": False}, {"enforce_eager": True}])
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B"])

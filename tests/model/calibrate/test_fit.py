@@ -18,8 +18,6 @@ from fp8plan.model.calibrate.kernel_rows import observe
 from fp8plan.model.cost.base import Array, Cost, together
 from fp8plan.model.profile.profile import Profile, between
 
-pytestmark = pytest.mark.slow
-
 ATTENTION = [x for x in PRIOR.coefficients if x.startswith("attention.bf16.")]
 DECODE = [f"attention.bf16.{x}" for x in ("launch_seconds", "decode_bandwidth_efficiency", "decode_tile_seconds")]
 MANY_HEADS = [(heads, kv, size) for heads in (8, 16, 32, 64) for kv in (2, 4, 8) for size in (64, 128)]

@@ -41,8 +41,6 @@ from fp8plan.model.profile.library import (
 )
 from fp8plan.model.profile.profile import HOST_PACE, KNOWN_HOST_SD, PACES, Profile
 
-pytestmark = pytest.mark.slow
-
 GPU = nature(17)  # one that is far enough from the datasheet for what is tested to show
 UNSEEN_LAYER, UNSEEN_HEADS = (7168, 5120), (40, 8, 128)  # of Qwen3-14B
 KERNELS = [gemms(layers=[*LAYERS[:4], UNSEEN_LAYER]), decodes(heads=[*HEADS[:2], UNSEEN_HEADS])]

@@ -149,7 +149,6 @@ def test_two_steps_cost_no_less_than_one_with_both(name: str, precision: Precisi
     assert step.seconds(both).item() <= 1.01 * step.seconds(halves).sum()
 
 
-@pytest.mark.slow
 @settings(max_examples=12)
 @given(models(), batches, st.integers(0, 99))
 def test_gradient_by_finite_differences(step: StepModel, batch: StepBatch, seed: int) -> None:

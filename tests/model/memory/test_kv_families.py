@@ -69,7 +69,6 @@ def rules_of(config, block_size: int) -> KvRules:
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_are_planned_as_by_the_layers_that_vllm_builds(name: str) -> None:
     latent = any(cache.kind == "latent" for cache in CACHES[name])

@@ -22,7 +22,17 @@ LONG_TAILED = LogNormal(6000, 0.9, 20480)
     [
         pytest.param("h100", 8, 1024, LogNormal(6000, 0.9, 16384), 67, 280_000, 2_150_000, id="every layout of 8 GPUs"),
         pytest.param("h200", None, 62_500, LONG_TAILED, 5, 51_000, 630_000, id="a million responses"),
-        pytest.param("h200", None, 62_500, Fixed(4096), 5, 51_000, 205_000, id="a million responses of one length"),
+        pytest.param(
+            "h200",
+            None,
+            62_500,
+            Fixed(4096),
+            5,
+            51_000,
+            205_000,
+            id="a million responses of one length",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("h200", 8, 32, LONG_TAILED, 15, 2_100, 3_900, id="an ample pool is simulated once"),
     ],
 )

@@ -314,7 +314,6 @@ def test_table_has_a_source_for_every_number() -> None:
     assert {kv for _, kv, _ in kinds} == {"bf16", "fp8"}
 
 
-@pytest.mark.slow
 def test_refitting_reproduces_the_committed_coefficients() -> None:
     result, committed = fit(read_observations(), rounding_errors()), committed_fit()
     np.testing.assert_allclose(result.coefficients, committed.coefficients, atol=2e-3)
@@ -338,7 +337,6 @@ def test_fit_finds_the_factors_that_made_the_data() -> None:
     assert 0.003 < result.noise_sd < 0.02
 
 
-@pytest.mark.slow
 def test_left_out_sources_fall_into_the_band_about_as_often_as_claimed() -> None:
     left = leave_one_source_out(read_observations(), committed_fit().errors)
     summary = leave_one_out_summary(left)
@@ -349,7 +347,6 @@ def test_left_out_sources_fall_into_the_band_about_as_often_as_claimed() -> None
     assert json.loads(FIT.read_text(encoding="utf-8"))["leave_one_source_out"] == pytest.approx(summary, rel=0.02)
 
 
-@pytest.mark.slow
 def test_report_prints_residuals_and_the_leave_one_out_error() -> None:
     text = run(None)
     assert "leave one source out" in text

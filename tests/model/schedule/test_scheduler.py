@@ -27,6 +27,7 @@ from fp8plan.model.workload import Batch
 
 BLOCK = 16
 COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
+LONG = (0, 4, 12, 13, 24)  # seeds of schedules that take seconds
 IDLE_PREEMPTION = 4594  # a seed: under asynchronous scheduling a request is preempted in a step that serves nobody
 # A tight seed: a response of one token ends with its prompt, all of whose blocks have a hash, and is then preempted.
 ENDED_PREEMPTED = 20110
@@ -109,7 +110,9 @@ def assert_equals_vllm(batch: Batch, pool: int, limits: EngineLimits) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", [*range(36), IDLE_PREEMPTION])
+@pytest.mark.parametrize(
+    "seed", [IDLE_PREEMPTION, *(pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in range(36))]
+)
 def test_every_step_equals_vllms_scheduler(seed: int, async_scheduling: bool) -> None:
     assert_equals_vllm(*random_case(seed, async_scheduling))
 

@@ -67,7 +67,10 @@ def at_every_setting(case: dict[str, Any]) -> dict[EngineLimits, Prediction]:
     return plans
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name == "windows" else pytest.mark.slow) for name, case in CASES.items()],
+)
 def test_no_plan_under_any_setting_is_better(case: dict[str, Any]) -> None:
     plans, tuned = at_every_setting(case), search(gpu="h200", **case)
     choices = [plan.chosen for plan in plans.values()]

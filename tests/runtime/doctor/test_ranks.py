@@ -12,7 +12,7 @@ from tiny_models import CALIBRATION, started, weights
 import fp8plan
 from fp8plan.runtime.engine.engine import RolloutEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 KIND, STALE = "dense", 1  # the rank
 
@@ -39,6 +39,7 @@ def found(engine: RolloutEngine, **given: Any) -> dict[str | None, str]:
     return {one.fault: one.says for one in fp8plan.doctor(engine, **given).faults}
 
 
+@pytest.mark.slow
 def test_weights_that_one_rank_did_not_get(engine: RolloutEngine) -> None:
     synced(engine, "a")
     assert found(engine, weights=weights(KIND, "a")) == {}

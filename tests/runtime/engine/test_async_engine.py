@@ -43,7 +43,9 @@ async def one(
     return ids, [entry[token].logprob for token, entry in zip(ids, found.logprobs, strict=True)]
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("dense", "fp8_block"), ("moe", "fp8_block+fp8_kv")])
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("dense", "fp8_block"), pytest.param("moe", "fp8_block+fp8_kv", marks=pytest.mark.slow)]
+)
 def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str, tmp_path: Path) -> None:
     import warm_processes  # noqa: F401 -- it imports vLLM
 

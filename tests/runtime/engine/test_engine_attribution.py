@@ -50,6 +50,7 @@ def k3(train: torch.Tensor, rollout: torch.Tensor) -> float:
     return measure(pack(train, rollout, torch.ones(train.shape))).metrics().k3
 
 
+@pytest.mark.slow
 def test_parts_of_a_real_rollout_are_those_that_separate_sums_say(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -96,7 +96,6 @@ def on_a_slow_host(record: Record) -> bool:
     return (record.fields.get("host_slowdown") or 1.0) > 1.75
 
 
-@pytest.mark.slow
 def test_where_the_host_was_slow_it_is_named() -> None:
     """Seven runs of Qwen3-30B-A3B with 512 requests took 11 to 28% longer than predicted, no others did."""
     judgements = [judged(record) for record in records("rollouts") if on_a_slow_host(record)]
@@ -107,7 +106,6 @@ def test_where_the_host_was_slow_it_is_named() -> None:
     assert {verdict.action for verdict in judgements} == {Action.NONE}
 
 
-@pytest.mark.slow
 def test_healthy_rollouts_are_as_predicted_and_cost_the_guard_next_to_nothing() -> None:
     healthy = [record for record in records("rollouts") if not on_a_slow_host(record)]
     assert len(healthy) > 80
@@ -124,7 +122,6 @@ def test_healthy_rollouts_are_as_predicted_and_cost_the_guard_next_to_nothing() 
     assert spent / len(healthy) < 0.06 * min(record.seconds for record in healthy)
 
 
-@pytest.mark.slow
 def test_no_healthy_engine_is_stepped_down() -> None:
     """Whatever came before: one more bad rollout would be enough."""
     edge = GuardState(slow=GuardSettings().patience - 1)
@@ -148,7 +145,6 @@ def test_the_prediction_is_the_one_that_validate_makes_in_the_measured_pool(tmp_
     assert made.high_tokens_per_s == pytest.approx(tokens / row["predicted_low_s"])
 
 
-@pytest.mark.slow
 def test_stalled_rollouts_are_blamed_on_the_compile_and_excused() -> None:
     stalled = [record for record in records("stalled") if record.fields["compiled_files"]]
     assert len(stalled) >= 12
@@ -194,7 +190,6 @@ def test_a_disturbed_host_leads_nowhere() -> None:
     assert [x.cause for x in watched.causes if x.gap] == [Cause.HOST]
 
 
-@pytest.mark.slow
 def test_in_no_run_of_another_card_is_a_compile_seen() -> None:
     for record in records("again"):
         assert not found(record, Cause.COMPILING)

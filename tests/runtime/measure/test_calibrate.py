@@ -194,7 +194,6 @@ def test_a_measurement_that_cannot_be_made_stops_it_all(
     assert [done for done, _ in started.started] == ORDER[: ORDER.index(name) + 1]
 
 
-@pytest.mark.slow
 def test_the_commands_that_are_started_know_their_arguments(tmp_path: Path) -> None:
     """The sweeps' own parsers: each lists the points that are left, which are of the kernels asked for."""
     for name in calibrate.KERNELS:
@@ -225,7 +224,6 @@ def keys(found: list[dict[str, Any]]) -> list[str]:
     return [run["key"] for job in found for cell in job["work"] for run in cell["runs"]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_cells_can_be_run_and_are_unique(file: Path, jobs: Callable[[Path], list[dict[str, Any]]]) -> None:
     found, settings = jobs(file), json.loads(file.read_text())
@@ -237,7 +235,6 @@ def test_shipped_cells_can_be_run_and_are_unique(file: Path, jobs: Callable[[Pat
         assert len(set(names)) == len(names)
 
 
-@pytest.mark.slow
 def test_what_validates_is_not_what_is_fitted(jobs: Callable[[Path], list[dict[str, Any]]]) -> None:
     fitted = [FOLDER / name for name in (*calibrate.CELLS.values(), *calibrate.CPU_CELLS.values())]
     judges = [file for file in SHIPPED if "validation" in file.stem]

@@ -795,7 +795,6 @@ def test_torchs_defaults_are_not_asked(dtype: torch.dtype, settings: CorrectionS
     assert torch.equal(torch.as_tensor(expected.weights)[mask], torch.as_tensor(step.weights))
 
 
-@pytest.mark.slow
 def test_a_step_of_eight_million_tokens_takes_at_most_a_second() -> None:
     """On one core, the best of five: threads that wait for each other would tell what else the machine does."""
     tokens, threads = 8_000_000, torch.get_num_threads()
@@ -865,7 +864,6 @@ def free_port() -> int:
         return int(some.getsockname()[1])
 
 
-@pytest.mark.slow
 def test_figures_of_ranks_are_those_of_one_process_and_one_rank_writes(tmp_path: Path) -> None:
     """Ranks that differ: in the mismatch of their rows, in their lengths, and one that has no token."""
     pytest.importorskip("prometheus_client")

@@ -62,7 +62,6 @@ def checks(reader: RunReader) -> list[tuple[int, float]]:
     return list(zip(reader.steps.numbers, reader.steps.column(K3), strict=True))
 
 
-@pytest.mark.slow
 def test_fifty_writers_killed_at_any_time_lose_no_record_but_the_one_in_flight(tmp_path: Path) -> None:
     path, chance = tmp_path / "run.jsonl", random.Random(5)
     reader, torn = RunReader(path), 0
@@ -244,7 +243,6 @@ def test_a_number_that_is_none_in_a_field_that_is_not_shown_hides_no_step(
     assert checks(reader) == [(4, 0.5)]
 
 
-@pytest.mark.slow
 def test_a_reader_needs_memory_for_what_is_shown_not_for_every_request(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     lengths = {name: list(range(1000, 2500)) for name in ("prompt_lengths", "response_lengths", "prompt_ids")}

@@ -41,7 +41,6 @@ def drawn(chance: np.random.Generator, sequences: int) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.slow
 def test_intervals_hold_about_as_often_as_they_say() -> None:
     chance = np.random.default_rng(1)
     truth = figures(sequence_sums(drawn(chance, 20_000)).sum(0))
@@ -61,7 +60,6 @@ def test_tokens_of_one_sequence_are_not_taken_for_independent() -> None:
     assert apart.high - apart.low > 3 * (together.high - together.low)
 
 
-@pytest.mark.slow
 def test_tokens_needed_does_not_depend_on_how_many_there_are() -> None:
     chance = np.random.default_rng(3)
     few, many = drawn(chance, 200), drawn(chance, 3200)

@@ -108,6 +108,7 @@ def later(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- real engines ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @vllm
 def test_bf16_is_the_floor_of_the_kernels(measured: Measured) -> None:
     one = measured.found.precisions["bf16"]
@@ -119,12 +120,14 @@ def test_bf16_is_the_floor_of_the_kernels(measured: Measured) -> None:
     assert abs(k1.value) < 2 * (k1.high - k1.low)  # no side is favoured; 0.1 to 0.7 widths by CPU
 
 
+@pytest.mark.slow
 @vllm
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_kv", "fp8_block+fp8_kv"])
 def test_fp8_is_above_the_floor(measured: Measured, name: str) -> None:
     assert kl(measured, name).low > kl(measured, "bf16").high
 
 
+@pytest.mark.slow
 @vllm
 def test_both_are_no_better_than_either(measured: Measured) -> None:
     both = kl(measured, "fp8_block+fp8_kv")
@@ -132,6 +135,7 @@ def test_both_are_no_better_than_either(measured: Measured) -> None:
     assert both.high > kl(measured, "fp8_kv").low
 
 
+@pytest.mark.slow
 @vllm
 def test_top_k_adds_to_the_mismatch_of_a_sync(trained: Trained, later: Path) -> None:
     """An engine that got all changes is where the trainer is. One that got a part of them lacks the rest.
@@ -162,6 +166,7 @@ def test_top_k_adds_to_the_mismatch_of_a_sync(trained: Trained, later: Path) -> 
     assert f"synced to {later}, fp8_block: " in shown.get()
 
 
+@pytest.mark.slow
 @vllm
 def test_the_figures_are_those_of_the_monitor(measured: Measured) -> None:
     for one in measured.found.precisions.values():
@@ -177,6 +182,7 @@ def test_the_figures_are_those_of_the_monitor(measured: Measured) -> None:
         assert (one.sequences, one.invalid) == (len(measured.samples[one.precision]), 0)
 
 
+@pytest.mark.slow
 @vllm
 def test_it_says_what_ran(measured: Measured) -> None:
     facts = {name: one.facts or {} for name, one in measured.found.precisions.items()}
@@ -189,6 +195,7 @@ def test_it_says_what_ran(measured: Measured) -> None:
 # It cannot meet the engine exactly: noise of BF16 size before a rounding to E4M3 sends some numbers the other way.
 
 
+@pytest.mark.slow
 @vllm
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_kv"])
 def test_rounding_explains_the_mismatch(
@@ -240,6 +247,7 @@ def truncate_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attention)
 
 
+@pytest.mark.slow
 @vllm
 def test_an_engine_that_fails_is_a_row_and_not_the_end(
     measured: Measured, trained: Trained, monkeypatch: pytest.MonkeyPatch
@@ -265,6 +273,7 @@ def test_an_engine_that_fails_is_a_row_and_not_the_end(
     assert [row["weights"] for row in observations(found)] == ["bf16"]
 
 
+@pytest.mark.slow
 @vllm
 def test_log_probs_that_are_all_nan_are_a_row(
     measured: Measured, trained: Trained, monkeypatch: pytest.MonkeyPatch
@@ -285,6 +294,7 @@ def printed(found: Probe, width: int = 200) -> str:
     return capture.get()
 
 
+@pytest.mark.slow
 @vllm
 def test_the_table_has_a_row_for_each_and_fits_a_terminal(measured: Measured) -> None:
     text = printed(measured.found)
@@ -294,6 +304,7 @@ def test_the_table_has_a_row_for_each_and_fits_a_terminal(measured: Measured) ->
     assert max(map(len, printed(measured.found, 80).splitlines())) <= 80
 
 
+@pytest.mark.slow
 @vllm
 def test_the_command_prints_what_was_found_and_nothing_else(
     measured: Measured,
@@ -421,6 +432,7 @@ def test_the_command_shows_its_own_lines_only_and_names_the_log_of_an_engine_tha
     assert "Loading safetensors" in log.read_text()
 
 
+@pytest.mark.slow
 @vllm
 def test_json_has_all_of_it(measured: Measured) -> None:
     found = json.loads(json.dumps(measured.found.to_dict(), allow_nan=False))
@@ -429,6 +441,7 @@ def test_json_has_all_of_it(measured: Measured) -> None:
     assert found["seed"] == 0
 
 
+@pytest.mark.slow
 @vllm
 def test_it_is_an_observation_that_the_model_of_mismatch_reads(measured: Measured, tmp_path: Path) -> None:
     table = tmp_path / "observations.csv"

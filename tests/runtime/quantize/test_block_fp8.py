@@ -86,7 +86,6 @@ def test_equals_vllms_function_bit_for_bit(weight: torch.Tensor) -> None:
     assert_equal(quantize(weight), quantize_cases.vllm_function("eager")(weight))
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("case", quantize_cases.CASES)
 def test_equals_vllms_function_as_vllm_compiles_it(case: str) -> None:
@@ -130,7 +129,6 @@ def test_into_rows_and_columns_of_a_fused_weight(transposed: bool) -> None:
     assert_equal(fused, empty(torch.empty(1000, 900)))  # nothing was written beside it
 
 
-@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=60)
 def test_a_part_stands_alone_exactly_if_its_bytes_never_depend_on_the_rest(data: st.DataObject) -> None:
@@ -216,7 +214,6 @@ def flags(number: int, device: str) -> torch.Tensor:
     return torch.zeros(number, dtype=torch.int32, device=device)
 
 
-@pytest.mark.slow
 def test_a_group_is_quantised_as_each_alone_and_flags_say_what_it_holds(device: str) -> None:
     sources = group(device)
     outs = [empty(source) for source in sources]

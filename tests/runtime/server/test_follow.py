@@ -21,7 +21,7 @@ from vllm_server import BLOCK_FP8, FP8_KV, Server, line_of, serving
 from fp8plan.runtime.plugin import PULL, STATUS, STORE
 from fp8plan.runtime.weight_sync.delta.store import Publisher
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 Tensors = dict[str, torch.Tensor]
 
@@ -111,6 +111,7 @@ def test_a_damaged_version_is_named_and_the_next_whole_one_heals(
     assert (status["serving"], status["refusal"], status["last_failure"]) == (True, None, None)
 
 
+@pytest.mark.slow
 def test_requests_that_run_are_given_no_mixture(server: Server, publisher: Publisher) -> None:
     """They end before the write."""
     publisher.publish(changed(weights("dense", "a"), 1))
@@ -158,6 +159,7 @@ def test_a_pull_in_an_empty_pause_measures_scales_and_stays_paused(server: Serve
     assert requests.post(f"{server.url}/resume", timeout=60).ok
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_late_takes_the_newest_version(server: Server, store: Path, publisher: Publisher) -> None:
     publisher.publish(weights("dense", "b"))
     assert pulled(server).ok

@@ -16,7 +16,7 @@ from vllm_server import BLOCK_FP8, FP8_KV, Server, free_port, line_of, outputs, 
 
 import fp8plan
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 STATUS = "/fp8plan/status"
 UNSEEN_FROM_OUTSIDE = {"weights", "prefix_cache", "temperature", "mismatch"}  # the last three: nothing was given
@@ -315,6 +315,7 @@ def test_trls_own_client_syncs(server: Server, trainer: Any) -> None:
     client.close_communicator()
 
 
+@pytest.mark.slow
 @pytest.mark.trl
 def test_the_client_of_trls_async_grpo_syncs_in_a_pause(server: Server, trainer: Any) -> None:
     from accelerate import PartialState

@@ -21,7 +21,7 @@ from vllm_server import BLOCK_FP8, FP8_KV, Server, free_port, line_of, serving
 
 from fp8plan.runtime.plugin import ROLLOUT, STATUS, weight_sync_client
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 KEY = {"Authorization": "Bearer sesame"}
 LIMIT_S = 3  # of silence

@@ -83,7 +83,13 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     clear_streams()
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("dense", "fp8_block"), ("moe", "bf16"), ("ragged", "fp8_block")])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ("dense", "fp8_block"),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("moe", "bf16"), ("ragged", "fp8_block"))),
+    ],
+)
 def test_what_a_trainer_sends_serves_as_in_a_fresh_engine(kind: str, precision: str) -> None:
     with started_beside_references(kind, precision) as (engine, references):
         transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
@@ -246,7 +252,9 @@ class TestFaults:
 class TestPatches:
     """Syncs that send only what has changed, by a transfer."""
 
-    @pytest.mark.parametrize(("kind", "precision"), [("dense", "fp8_block"), ("moe", "fp8_block+fp8_kv")])
+    @pytest.mark.parametrize(
+        ("kind", "precision"), [("dense", "fp8_block"), pytest.param("moe", "fp8_block+fp8_kv", marks=pytest.mark.slow)]
+    )
     def test_they_leave_the_bits_of_a_sync_of_all_tensors(self, kind: str, precision: str) -> None:
         with started_beside_references(kind, precision, delta="cpu") as (engine, references):
             transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)

@@ -18,6 +18,7 @@ from tiny_models import (
     Outputs,
     checkpoint,
     generate,
+    params,
     prompt_logprobs,
     quantised,
     started_beside_references,
@@ -53,7 +54,7 @@ class Case(NamedTuple):
 CASES = [(kind, name) for kind in KINDS for name in PRESETS] + [("ragged", "fp8_block")]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
+@pytest.fixture(scope="module", params=params(CASES))
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     with started_beside_references(*request.param) as (engine, references):
         yield Case(*request.param, engine, references)
@@ -110,7 +111,7 @@ def test_facts_say_whether_routes_of_experts_are_returned(fp8: Case, monkeypatch
     assert fp8.engine.llm.collective_rpc("fp8plan_facts")[0]["ok"]["routed_experts"]
 
 
-@pytest.fixture(scope="module", params=["dense", "moe"])
+@pytest.fixture(scope="module", params=["dense", pytest.param("moe", marks=pytest.mark.slow)])
 def fp8(request: pytest.FixtureRequest) -> Iterator[Case]:
     """For what does not depend on the precision."""
     with started_beside_references(request.param, "fp8_block") as (engine, references):

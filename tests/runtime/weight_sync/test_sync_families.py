@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from tiny_families import FAMILIES, SHARED, Family, checkpoint, generate_at_width, weights
-from tiny_models import CALIBRATION, Outputs, generate, started
+from tiny_models import CALIBRATION, Outputs, generate, params, started
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import precision
@@ -23,6 +23,11 @@ from fp8plan.runtime.weight_sync.state import SyncReport
 
 pytestmark = pytest.mark.vllm
 
+QUICK = [
+    ("deepseek_v3", "fp8_block"),
+    ("gpt_oss", "fp8_kv"),
+    ("qwen3_next", "fp8_block+fp8_kv"),
+]  # latents, sinks, states
 CASES = [(name, precision) for name, family in FAMILIES.items() for precision in family.precisions]
 # The reasons for what vLLM's CPU build packs: linears, embeddings and experts that are not quantised, and only these.
 PACKED = ("a reload also sets cpu_linear", "vLLM keeps no weight of the checkpoint's shape", "in its own way")
@@ -54,7 +59,7 @@ def on_worker(engine: RolloutEngine, method: Any, *arguments: Any) -> Any:
     return engine.llm.collective_rpc(method, args=arguments)[0]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
+@pytest.fixture(scope="module", params=params(CASES, QUICK))
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     family, preset = request.param
     # Where the CPU has AMX vLLM would take a kernel of latent attention that drops the weights it was made of.
@@ -157,7 +162,6 @@ def quantised_linears(worker: Any) -> dict[str, bool]:
     return {name: "Fp8" in kind for name, kind in kinds.items() if not name.endswith(beside)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "says"),
     [("odd_heads", "shape '[-1, 320]' is invalid"), ("gpt_oss", "The size of tensor a (384) must match")],

@@ -59,7 +59,7 @@ class Subject(NamedTuple):
         return self.engine.serving and answer(self.engine, PROMPTS[0]) == self.references[which][0]
 
 
-@pytest.fixture(scope="module", params=["dense", "moe"])
+@pytest.fixture(scope="module", params=["dense", pytest.param("moe", marks=pytest.mark.slow)])
 def started_subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     with started_beside_references(request.param, "fp8_block") as (engine, references):
         yield Subject(request.param, engine, references)
@@ -256,7 +256,7 @@ IN_FP8: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["dense", "moe"])
+@pytest.fixture(scope="module", params=["dense", pytest.param("moe", marks=pytest.mark.slow)])
 def started_for_fp8(request: pytest.FixtureRequest) -> Iterator[Subject]:
     with started_beside_references(request.param, "fp8_block", weights_in="fp8_block") as (engine, references):
         yield Subject(request.param, engine, references)

@@ -14,6 +14,7 @@ from tiny_models import (
     Outputs,
     checkpoint,
     generate,
+    params,
     prompt_logprobs,
     quantised,
     started,
@@ -158,7 +159,7 @@ class Subject(NamedTuple):
 CASES = [("dense", "fp8_kv"), ("moe", "fp8_block+fp8_kv")]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
+@pytest.fixture(scope="module", params=params(CASES))
 def started_subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     with started_beside_references(*request.param) as (engine, references):
         yield Subject(request.param[0], engine, references)

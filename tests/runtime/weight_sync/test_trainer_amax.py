@@ -31,7 +31,6 @@ def answers(*_: Any, **__: Any) -> str:
     return "attended"
 
 
-@pytest.mark.slow  # transformers takes seconds to import
 @pytest.mark.parametrize("stands_in_the_table", [True, False], ids=["set", "registered"])
 def test_it_records_and_leaves_the_table_as_it_was(monkeypatch: pytest.MonkeyPatch, stands_in_the_table: bool) -> None:
     table = pytest.importorskip("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS

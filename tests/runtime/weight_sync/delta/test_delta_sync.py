@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import CALIBRATION, generate, started, weights
+from tiny_models import CALIBRATION, generate, params, started, weights
 
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
@@ -33,7 +33,7 @@ class Subject(NamedTuple):
     engine: RolloutEngine
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
+@pytest.fixture(scope="module", params=params(CASES))
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     kind, precision = request.param
     with started(kind, "a", precision, delta="cpu", chunk_bytes=1 << 12) as engine:
@@ -273,6 +273,7 @@ def shaken() -> Iterator[RolloutEngine]:
 KINDS = ("lost", "twice", "late", "damaged", "misplaced", "killed")
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 12)), max_size=4), st.integers(0, 10**6))
 def test_no_schedule_of_faults_leaves_garbage(shaken: RolloutEngine, faults: list[Fault], seed: int) -> None:

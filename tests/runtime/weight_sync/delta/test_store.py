@@ -21,7 +21,7 @@ pytestmark = pytest.mark.vllm
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=["fp8_block", "fp8_kv"])
+@pytest.fixture(scope="module", params=["fp8_block", pytest.param("fp8_kv", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest) -> Iterator[RolloutEngine]:
     """On a CPU vLLM must reload most BF16 layers."""
     with started("dense", "a", request.param, weights_in="fp8_block") as engine:

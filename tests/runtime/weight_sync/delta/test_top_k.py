@@ -211,6 +211,7 @@ def walk(tensors: Tensors, steps: int) -> list[Tensors]:
     return states[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_what_was_left_out_is_sent_later(engine: RolloutEngine) -> None:
     """With error feedback an engine reaches the very bits of the weights, once these stay."""
