@@ -175,26 +175,15 @@ def accuracy_line(told: Validation, families: Validation) -> str:
     return accuracy.line(told, validate(untold), validate([*runs, *replaced]), families, at_first)
 
 
-def blocks() -> dict[str, str]:
-    """Name of a marked block -> its text."""
-    work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
-    made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
-    made["tuned"] = tuned_table()
-    made["anchored plan"] = anchored_plan()
-    made["anchored"] = anchored.table()
-    made["uncalibrated"] = uncalibrated.table()
-    made["aic search"] = aic_search.table()
-    made["inside"] = inside.table()
-    made["above graphs"] = above_graphs.table()
-    made["host loop"] = host_loop.table()
+def predicted_again() -> dict[str, str]:
+    """Name of a marked block -> its text, of those that predict or fit measured runs again: minutes of one core."""
+    made = {"inside": inside.table(), "above graphs": above_graphs.table(), "host loop": host_loop.table()}
     made |= {"siblings": siblings.table(), "steps of siblings": siblings.steps()}
     made |= {"single kernels": kernel_errors.table(), "native h100": native_h100.tables()}
     made["fp8 linears"] = fp8_linears.compare(ROOT / "benchmarks/results/fp8_linears_h100.jsonl", "h100")
     made |= {"sets of the h100": native_h100.sets(), "slow loops": native_h100.slow_loops()}
     made["expert parallel"] = expert_parallel.table()
     made |= {f"two engines of {gpu}": two_engines.committed_table(gpu) for gpu in ("h200", "h100")}
-    made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
-    made["streams"] = streams.table()
     validated = {name: validate(baselines.records(name)) for name in baselines.SETS}
     made["accuracy"] = accuracy.tables(validated["validation"])
     for name, validation in validated.items():
@@ -204,6 +193,20 @@ def blocks() -> dict[str, str]:
     made["first sight"] = first_sight.table(validated["held_out"].records)
     made["coverage"] = accuracy.coverage({words: validate(read_records(path)) for words, path in OUTSIDE.items()})
     made["standing"] = baselines.standing({name: validation.records for name, validation in validated.items()})
+    return made
+
+
+def others() -> dict[str, str]:
+    """Name of a marked block -> its text, of those that are made in seconds."""
+    work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
+    made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
+    made["tuned"] = tuned_table()
+    made["anchored plan"] = anchored_plan()
+    made["anchored"] = anchored.table()
+    made["uncalibrated"] = uncalibrated.table()
+    made["aic search"] = aic_search.table()
+    made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
+    made["streams"] = streams.table()
     made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu.table()
     made |= {"verl outputs": verl_outputs.table(), "trl outputs": trl_outputs.table()}
@@ -232,14 +235,17 @@ def blocks() -> dict[str, str]:
     )
 
 
+def blocks() -> dict[str, str]:
+    """Name of a marked block -> its text."""
+    return others() | predicted_again()
+
+
+BLOCK = re.compile(r"(<!-- begin ([\w -]+) -->\n)(.*?)(<!-- end \2 -->)", re.S)
+
+
 def filled(page: str, made: dict[str, str]) -> str:
     """The page with each `<!-- begin NAME -->` block replaced. Raises KeyError for a block that nothing makes."""
-    return re.sub(
-        r"(<!-- begin ([\w -]+) -->\n).*?(<!-- end \2 -->)",
-        lambda found: found[1] + made[found[2]] + "\n" + found[3],
-        page,
-        flags=re.S,
-    )
+    return BLOCK.sub(lambda found: found[1] + made[found[2]] + "\n" + found[4], page)
 
 
 def main() -> None:

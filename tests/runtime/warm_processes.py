@@ -9,12 +9,15 @@ import atexit
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing import get_context, parent_process, set_forkserver_preload
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from pathlib import Path
+from runpy import run_path
 
 import vllm.v1.engine.utils as engines
 import vllm.v1.executor.multiproc_executor as executor
@@ -46,9 +49,18 @@ class WarmContext(ForkServerContext):
 WARM = WarmContext()
 
 
-def program(main: Callable[..., object], *words: str, log: Path, env: Mapping[str, str] = os.environ) -> WarmProcess:
-    """Start main(*words) as a shell would: the leader of a session. log: gets what it prints"""
-    process = WarmProcess(target=_run, args=(main, words, log))
+def program(
+    main: Callable[..., object],
+    *words: str,
+    log: Path,
+    errors: Path | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> WarmProcess:
+    """Start main(*words) as a shell would: the leader of a session.
+
+    log: gets what it prints, a file or a named pipe. errors: gets stderr; None: the log gets it, too
+    """
+    process = WarmProcess(target=_run, args=(main, words, log, errors))
     process.start(env)
     return process
 
@@ -63,11 +75,27 @@ def output(main: Callable[..., object], *words: str, log: Path, timeout_s: float
     return process.exitcode, log.read_text(errors="replace")
 
 
-def _run(main: Callable[..., object], words: tuple[str, ...], log: Path) -> None:
+def script(*words: str) -> None:
+    """Run a file as `python FILE ...` does."""
+    sys.argv = list(words)
+    sys.path.insert(0, str(Path(words[0]).parent))
+    run_path(words[0], run_name="__main__")
+
+
+def command(*words: str) -> None:
+    """Run the command `fp8plan`."""
+    from fp8plan import cli
+
+    sys.argv = ["fp8plan", *words]
+    cli.main()
+
+
+def _run(main: Callable[..., object], words: tuple[str, ...], log: Path, errors: Path | None) -> None:
     os.setsid()
-    with log.open("wb") as out:
-        for stream in (1, 2):
-            os.dup2(out.fileno(), stream)
+    tempfile.tempdir = None  # TMPDIR may be another than the server's
+    with log.open("wb") as out, errors.open("wb") if errors else nullcontext(out) as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     try:
         main(*words)

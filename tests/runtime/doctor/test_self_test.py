@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -219,12 +218,15 @@ def test_no_vllm_and_an_old_one_are_refused(fakes: Fakes, monkeypatch: pytest.Mo
 
 
 @pytest.mark.vllm
-def test_the_installed_vllm_has_no_fault() -> None:
-    command = [sys.executable, "-c", "from fp8plan.cli import main; main()", "doctor", "--engine", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    says = {finding["check"]: finding["says"] for finding in json.loads(done.stdout)["findings"]}
+def test_the_installed_vllm_has_no_fault(tmp_path: Path) -> None:
+    import warm_processes
+
+    printed, errors = tmp_path / "printed", tmp_path / "errors"
+    process = warm_processes.program(warm_processes.command, "doctor", "--engine", "--json", log=printed, errors=errors)
+    process.join(300)
+    assert process.exitcode == 0, printed.read_text() + errors.read_text()
+    assert "Traceback" not in errors.read_text()
+    says = {finding["check"]: finding["says"] for finding in json.loads(printed.read_text())["findings"]}
     assert list(says) == [*ALL, "rest"]
     assert re.search(r"[1-9]\d* modules written in place, .* samples as sent, .*k3 \S+ to the trainer", says["sync"])
     assert re.match(r"all [1-9]\d* parameters have the bits of a fresh engine", says["bits"])

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -412,19 +411,20 @@ for blocks in (64, 10**12):
 
 @vllm
 def test_the_command_shows_its_own_lines_only_and_names_the_log_of_an_engine_that_fails(tmp_path: Path) -> None:
-    """A real engine that starts, and one that cannot: it is told to take more blocks than there is memory for. In one
-    process, as that takes long to import vLLM.
-    """
-    prompts = tmp_path / "prompts.jsonl"
+    """A real engine that starts, and one that cannot."""
+    import warm_processes
+
+    twice, prompts = tmp_path / "twice.py", tmp_path / "prompts.jsonl"
+    twice.write_text(TWICE)
     prompts.write_text("".join(json.dumps({"prompt_token_ids": [n, 5, 9]}) + "\n" for n in range(8)))
     words = ["probe", str(checkpoint("dense", "a")), "--gpu", "cpu", "--prompts", str(prompts), "--precision", "bf16"]
     words += ["--samples", "1", "--max-tokens", "4", "--num-gpu-blocks"]
-    command, env = [sys.executable, "-c", TWICE, *words], os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
-    good, bad = re.split(r"exit code 0\n", done.stdout)
+    printed, errors, env = tmp_path / "printed", tmp_path / "errors", os.environ | {"TMPDIR": str(tmp_path)}
+    warm_processes.program(warm_processes.script, str(twice), *words, log=printed, errors=errors, env=env).join(600)
+    good, bad = re.split(r"exit code 0\n", printed.read_text())
     assert good.startswith(str(checkpoint("dense", "a")))
     assert bad.endswith("exit code 1\n")
-    *own, starts, _ = done.stderr.splitlines()
+    *own, starts, _ = errors.read_text().splitlines()
     assert own == [starts, "the BF16 reference scores the same tokens"]
     assert starts == "bf16: an engine starts and samples 8 responses"
     (log,) = tmp_path.glob("fp8plan-engine-*")  # none of the engine that started
