@@ -209,8 +209,11 @@ class Recorder:
 
 
 def _said(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip()
+    """What a command prints; nothing where it is not installed, or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _machine() -> dict[str, object]:

@@ -36,10 +36,15 @@ OURS = "actor_rollout_ref.rollout.custom.fp8plan"
 # ------------------------------------------------------------------------------------------------ the plugin
 
 
-def run(code: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Code in a fresh process, in which verl finds the entry points of pyproject.toml."""
+def environment(folder: Path) -> dict[str, str]:
+    """Variables for a process in which verl finds the entry points of pyproject.toml."""
     paths = [str(entry_points(folder)), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | env
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def run(code: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Code in a fresh process."""
+    env = environment(folder) | env
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
 
 
@@ -51,24 +56,42 @@ def test_the_entry_point_is_the_plugin() -> None:
 
 
 def test_import_verl_registers_the_rollout_and_imports_nothing_more(tmp_path: Path) -> None:
-    """And another version of verl is an error at the rollout's first use."""
     done = run(
         "import sys, verl\n"
         "assert 'verl.workers.rollout.base' not in sys.modules, 'verl is as light as before'\n"
         "from verl.workers.rollout.base import _ROLLOUT_REGISTRY as client\n"
-        "from verl.workers.rollout.replica import get_rollout_replica_class\n"
         "assert client['fp8plan', 'async'] == client['vllm', 'async']\n"
-        "assert 'vllm' not in sys.modules\n"
-        "print(get_rollout_replica_class('fp8plan').__name__)\n"
-        "from fp8plan.integrations.verl import settings\n"
-        "settings.version = lambda package: '0.10.0'\n"
-        "get_rollout_replica_class('fp8plan')(0, None, None)\n",
+        "assert 'vllm' not in sys.modules\n",
         tmp_path,
     )
-    assert done.stdout.splitlines()[-1:] == ["PlannedReplica"], done.stderr
-    assert done.stderr.rstrip().endswith(
-        "ConfigError: verl 0.10.0 with rollout.name=fp8plan is not supported; allowed: 0.9.1; type: pip install "
-        "'verl[verl-core]==0.9.1', or actor_rollout_ref.rollout.name=vllm"
+    assert done.returncode == 0, done.stderr
+
+
+ANOTHER_VERSION = """
+from verl.workers.rollout.replica import get_rollout_replica_class
+print(get_rollout_replica_class("fp8plan").__name__)
+from fp8plan.integrations.verl import settings
+settings.version = lambda package: "0.10.0"
+get_rollout_replica_class("fp8plan")(0, None, None)
+"""
+
+
+@pytest.mark.vllm
+def test_another_version_of_verl_is_an_error_at_the_rollouts_first_use(tmp_path: Path) -> None:
+    import warm_processes
+
+    code, printed, errors = tmp_path / "code.py", tmp_path / "printed", tmp_path / "errors"
+    code.write_text(ANOTHER_VERSION)
+    env = environment(tmp_path)
+    warm_processes.program(warm_processes.script, str(code), log=printed, errors=errors, env=env).join(120)
+    assert printed.read_text().splitlines()[-1:] == ["PlannedReplica"], errors.read_text()
+    assert (
+        errors.read_text()
+        .rstrip()
+        .endswith(
+            "ConfigError: verl 0.10.0 with rollout.name=fp8plan is not supported; allowed: 0.9.1; type: pip install "
+            "'verl[verl-core]==0.9.1', or actor_rollout_ref.rollout.name=vllm"
+        )
     )
 
 
