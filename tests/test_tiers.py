@@ -12,7 +12,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 RECORDS = TESTS / "records"
-INTEGRATIONS = {"vllm", "verl", "trl", "ray", "triton", "transfer_queue"}  # that fp8plan acts on
+INTEGRATIONS = {"vllm", "verl", "trl", "triton", "transfer_queue"}  # that fp8plan acts on
 MOST_S = 1200  # of all tests that are not slow, one after the other: ten minutes of two workers
 
 

@@ -78,13 +78,9 @@ def with_engine() -> Iterator[Lab]:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "failure",
-    [
-        pytest.param(one, id=one.name, marks=() if one.name == WITH_AN_ENGINE[0] else pytest.mark.slow)
-        for one in in_engine.DENSE
-        if one.name in WITH_AN_ENGINE
-    ],
+    "failure", [one for one in in_engine.DENSE if one.name in WITH_AN_ENGINE], ids=lambda failure: failure.name
 )
 def test_what_happens_in_an_engine_is_caught_still(with_engine: Lab, failure: Failure) -> None:
     still_caught(with_engine, failure)

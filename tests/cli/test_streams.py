@@ -25,7 +25,10 @@ def shell(command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("words", [PLAN, [*PLAN, "--json"], ["models"], ["profiles"], ["--help"]])
-@pytest.mark.parametrize(("to", "why"), [("/dev/full", "No space left on device"), ("&-", "it is closed")])
+@pytest.mark.parametrize(
+    ("to", "why"),
+    [("/dev/full", "No space left on device"), pytest.param("&-", "it is closed", marks=pytest.mark.slow)],
+)
 def test_a_result_that_cannot_be_written_is_one_error(words: list[str], to: str, why: str) -> None:
     done = shell(f"fp8plan {' '.join(words)} >{to}")
     assert done.returncode == 2
@@ -73,7 +76,7 @@ def test_a_file_whose_name_is_no_text_can_be_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], PLAN, ["models"], ["profiles"]])
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
 def test_a_terminal_of_few_characters_is_no_traceback(words: list[str], encoding: str) -> None:
     code, text = on_a_terminal(words, ASCII | {"PYTHONIOENCODING": encoding})
     assert code == 0

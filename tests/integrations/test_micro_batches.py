@@ -146,6 +146,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks_share_their_statistics_unless_they_are_told_not_to(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RANK]
     ranks = [

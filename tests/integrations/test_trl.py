@@ -208,6 +208,7 @@ def test_a_checkpoint_carries_the_thresholds_and_the_guards_memory_on(run: Run) 
     assert told == [state, (Action.KV_TO_BF16, None)]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_fp8_weights_and_experts_are_synced_colocated_from_the_file_of_a_plan(tmp_path: Path) -> None:
     """Transformers holds the experts of a layer in one tensor, the checkpoint does not."""

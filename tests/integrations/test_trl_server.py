@@ -141,6 +141,7 @@ def test_rollouts_by_fp8plans_route_are_trls(server: Server) -> None:
     assert client.generate([[1]], max_tokens=2)["prompt_ids"] == [[1]]  # none of these has cost the engine
 
 
+@pytest.mark.slow
 def test_the_plan_is_made_for_the_servers_limits_and_the_trainers_batch(run: Run) -> None:
     assert (run.plan.gpu, run.plan.model) == ("cpu", model())
     assert (run.plan.workload["prompts"], run.plan.workload["samples"]) == (4, 8)
@@ -149,6 +150,7 @@ def test_the_plan_is_made_for_the_servers_limits_and_the_trainers_batch(run: Run
     assert run.plan.limits.max_num_batched_tokens == 512
 
 
+@pytest.mark.slow
 def test_the_policy_learns_on_the_servers_rollouts(run: Run) -> None:
     rewards = run.logged("reward")
     assert len(rewards) == STEPS
@@ -157,6 +159,7 @@ def test_the_policy_learns_on_the_servers_rollouts(run: Run) -> None:
     assert run.logged("fp8plan/fp8_weights") == [0.0] * STEPS
 
 
+@pytest.mark.slow
 def test_each_sync_is_checked_and_measures_the_kv_scales(run: Run) -> None:
     versions = [version for version, *_ in run.syncs]
     assert versions == list(range(versions[0], versions[0] + STEPS + 1))
@@ -170,11 +173,13 @@ def test_each_sync_is_checked_and_measures_the_kv_scales(run: Run) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_server_holds_the_policy_bit_for_bit(run: Run) -> None:
     with engine_started(run.policy, "", "fp8_kv") as engine:
         assert run.digests == [engine.llm.collective_rpc("fp8plan_digests")[0]["ok"]]
 
 
+@pytest.mark.slow
 def test_thresholds_and_metrics_are_those_of_colocated_mode(run: Run) -> None:
     assert all(abs(x - 1) < 0.1 for x in run.logged("sampling/importance_sampling_ratio/mean"))
     k3 = run.logged("fp8plan/k3_kl")

@@ -52,6 +52,7 @@ def parsed(tokenizer: Any, ids: list[int], **_: Any) -> dict[str, Any]:
     return message
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_turns_are_one_rollout_and_evaluations_none_and_advice_is_done_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.verl, pytest.mark.vllm]
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
 
 
+@pytest.mark.slow
 def test_the_limits_of_a_tuned_plan_reach_verls_engine() -> None:
     eager = EngineLimits.for_gpu(find_gpu("cpu"), enforce_eager=True)
     tuned = search(model(), "cpu", Workload(75, 8, Fixed(32), Fixed(64)), limits=eager, precisions=["bf16"])

@@ -309,6 +309,7 @@ def test_shapes_are_held_out_wherever_they_come_from() -> None:
     assert is_held_out(rows).tolist() == [True, True, False, True, False, True, False]
 
 
+@pytest.mark.slow
 def test_rare_parts_are_fitted_to_steps_unless_their_kernels_were_timed() -> None:
     sheet, shipped = datasheet_profile(H200), load_profile(H200)[0]
     wide = {name for name in sheet.coefficients if name.startswith(WIDE_HEADS)}

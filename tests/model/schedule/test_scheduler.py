@@ -27,7 +27,7 @@ from fp8plan.model.workload import Batch
 
 BLOCK = 16
 COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
-LONG = (0, 4, 12, 13, 24)  # seeds of schedules that take seconds
+LONG = (0, 4, 7, 10, 12, 13, 24, 28)  # seeds of schedules that take seconds
 IDLE_PREEMPTION = 4594  # a seed: under asynchronous scheduling a request is preempted in a step that serves nobody
 # A tight seed: a response of one token ends with its prompt, all of whose blocks have a hash, and is then preempted.
 ENDED_PREEMPTED = 20110

@@ -23,7 +23,7 @@ from fp8plan.runtime.monitor.sinks import Callback
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings, rpc
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
 CHUNK = 300_000  # bytes: a few modules
 COPIES = [{"prompt_token_ids": PROMPTS[1]}] * 4
@@ -130,7 +130,6 @@ def test_two_syncs_leave_in_both_what_a_fresh_engine_has(fleet: RolloutFleet, fr
     is_like_a_fresh_one(fleet, fresh)
 
 
-@pytest.mark.slow
 def test_both_are_patched_and_a_new_one_gets_all_that_the_base_has(
     fleet: RolloutFleet, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +246,6 @@ def test_too_many_replicas_for_this_machine_are_refused(fleet: RolloutFleet) -> 
         RolloutFleet.from_plan(cpu_plan("bf16"), str(checkpoint("dense", "a")), replicas=1, wait_s=0.5)
 
 
-@pytest.mark.slow
 def test_a_replica_killed_in_a_stream_is_left_out_and_replaced(fleet: RolloutFleet, fresh: Fresh) -> None:
     sync(fleet, "b")
     know_processes(fleet)
@@ -270,7 +268,6 @@ def test_a_replica_killed_in_a_stream_is_left_out_and_replaced(fleet: RolloutFle
     is_like_a_fresh_one(fleet, fresh)
 
 
-@pytest.mark.slow
 def test_the_requests_of_a_replica_that_dies_are_answered_by_the_other(fleet: RolloutFleet) -> None:
     from vllm import SamplingParams
 

@@ -290,6 +290,7 @@ def test_ratios_beyond_float32_stay_finite() -> None:
     assert found.chi2_token == pytest.approx((e**40 + 1) / 2 - 1)
 
 
+@pytest.mark.slow
 def test_ranks_together_measure_what_one_process_does(tmp_path: Any, _chunk: None) -> None:  # noqa: PT019
     if tokens_module.CPU_CHUNK == 61:
         pytest.skip("the spawned processes have chunks of their own")

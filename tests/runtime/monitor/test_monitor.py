@@ -864,6 +864,7 @@ def free_port() -> int:
         return int(some.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_figures_of_ranks_are_those_of_one_process_and_one_rank_writes(tmp_path: Path) -> None:
     """Ranks that differ: in the mismatch of their rows, in their lengths, and one that has no token."""
     pytest.importorskip("prometheus_client")

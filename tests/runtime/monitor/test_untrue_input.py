@@ -332,6 +332,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_when_one_rank_refuses_all_do_and_the_next_step_pairs() -> None:
     with socket.socket() as some:
         some.bind(("127.0.0.1", 0))

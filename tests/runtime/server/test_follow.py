@@ -131,6 +131,7 @@ def test_requests_that_run_are_given_no_mixture(server: Server, publisher: Publi
     assert ended[0] < answered
 
 
+@pytest.mark.slow
 def test_requests_that_a_pause_keeps_go_on_with_the_new_weights_and_the_scales_of_their_cache(
     server: Server, publisher: Publisher
 ) -> None:

@@ -79,6 +79,7 @@ def test_it_says_how_requests_to_these_weights_were_sampled(server: Server) -> N
     assert found["sampling"] == fp8plan.Sampling(top_p=0.9, logprobs_mode=found["facts"]["logprobs_mode"]).to_dict()
 
 
+@pytest.mark.slow
 def test_the_doctor_sees_what_a_server_runs(server: Server) -> None:
     """All that its status, its pages and its log-probs tell."""
     found = fp8plan.doctor(server.url)
@@ -230,6 +231,7 @@ def test_running_requests_are_not_given_a_mixture_of_weights(server: Server, tra
     assert request.joined().ok
 
 
+@pytest.mark.slow
 def test_requests_that_a_pause_keeps_go_on_with_the_new_weights_and_the_scales_of_their_cache(
     server: Server, trainer: Any
 ) -> None:

@@ -434,7 +434,17 @@ def test_a_sync_waits_for_running_requests(subject: Subject) -> None:
 KEPT = [(kind, in_place) for kind in UP for in_place in (True, False)]
 
 
-@pytest.fixture(scope="module", params=KEPT, ids=[f"{kind}-{'in place' if x else 'reloaded'}" for kind, x in KEPT])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            (kind, in_place),
+            id=f"{kind}-{'in place' if in_place else 'reloaded'}",
+            marks=() if kind == "dense" else pytest.mark.slow,
+        )
+        for kind, in_place in KEPT
+    ],
+)
 def keeping(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """An engine that keeps a copy of its weights during a sync, and gets them in many messages."""
     kind, in_place = request.param

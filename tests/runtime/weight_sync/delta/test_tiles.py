@@ -58,6 +58,7 @@ def test_the_kernel_finds_what_torch_finds(interpreted: Any, dtype: torch.dtype,
         assert torch.equal(own, digests([part])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 def test_matrices_of_several_dtypes_are_digested_together(interpreted: Any) -> None:
     matrices = [matrix(new)[:, 4:-4] for dtype in DTYPES for _, new in pairs(dtype, 0.0)]
@@ -87,6 +88,7 @@ def test_a_gpu_finds_what_a_cpu_finds(dtype: torch.dtype, share: float) -> None:
             assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.usefixtures("interpreted")
 def test_tensors_of_several_dtypes_are_compared_together(monkeypatch: pytest.MonkeyPatch) -> None:
