@@ -284,8 +284,8 @@ def test_the_example_of_choosing_runs() -> None:
 
 
 @pytest.mark.vllm
-def test_the_example_of_applying_prints_what_readme_says_it_prints() -> None:
-    steps = said(started("apply_to_vllm.py")).splitlines()
+def test_the_example_of_applying_prints_what_readme_says_it_prints(tmp_path: Path) -> None:
+    steps = said(forked(tmp_path, "apply_to_vllm.py")).splitlines()
     expected = (ROOT / "examples" / "apply_to_vllm.txt").read_text().splitlines()
     assert list(map(_alike_on_any_cpu, steps)) == list(map(_alike_on_any_cpu, expected))
 

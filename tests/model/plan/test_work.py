@@ -21,7 +21,9 @@ LONG_TAILED = LogNormal(6000, 0.9, 20480)
     ("gpu", "gpus", "prompts", "lengths", "most_schedules", "most_requests", "most_rows"),
     [
         pytest.param("h100", 8, 1024, LogNormal(6000, 0.9, 16384), 67, 280_000, 2_150_000, id="every layout of 8 GPUs"),
-        pytest.param("h200", None, 62_500, LONG_TAILED, 5, 51_000, 630_000, id="a million responses"),
+        pytest.param(
+            "h200", None, 62_500, LONG_TAILED, 5, 51_000, 630_000, id="a million responses", marks=pytest.mark.slow
+        ),
         pytest.param(
             "h200",
             None,

@@ -337,6 +337,7 @@ def test_fit_finds_the_factors_that_made_the_data() -> None:
     assert 0.003 < result.noise_sd < 0.02
 
 
+@pytest.mark.slow
 def test_left_out_sources_fall_into_the_band_about_as_often_as_claimed() -> None:
     left = leave_one_source_out(read_observations(), committed_fit().errors)
     summary = leave_one_out_summary(left)

@@ -122,6 +122,7 @@ def test_healthy_rollouts_are_as_predicted_and_cost_the_guard_next_to_nothing() 
     assert spent / len(healthy) < 0.06 * min(record.seconds for record in healthy)
 
 
+@pytest.mark.slow
 def test_no_healthy_engine_is_stepped_down() -> None:
     """Whatever came before: one more bad rollout would be enough."""
     edge = GuardState(slow=GuardSettings().patience - 1)
@@ -190,6 +191,7 @@ def test_a_disturbed_host_leads_nowhere() -> None:
     assert [x.cause for x in watched.causes if x.gap] == [Cause.HOST]
 
 
+@pytest.mark.slow
 def test_in_no_run_of_another_card_is_a_compile_seen() -> None:
     for record in records("again"):
         assert not found(record, Cause.COMPILING)

@@ -62,6 +62,7 @@ def checks(reader: RunReader) -> list[tuple[int, float]]:
     return list(zip(reader.steps.numbers, reader.steps.column(K3), strict=True))
 
 
+@pytest.mark.slow
 def test_fifty_writers_killed_at_any_time_lose_no_record_but_the_one_in_flight(tmp_path: Path) -> None:
     path, chance = tmp_path / "run.jsonl", random.Random(5)
     reader, torn = RunReader(path), 0

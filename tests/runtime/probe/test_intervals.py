@@ -41,6 +41,7 @@ def drawn(chance: np.random.Generator, sequences: int) -> list[np.ndarray]:
     ]
 
 
+@pytest.mark.slow
 def test_intervals_hold_about_as_often_as_they_say() -> None:
     chance = np.random.default_rng(1)
     truth = figures(sequence_sums(drawn(chance, 20_000)).sum(0))

@@ -269,6 +269,7 @@ class TestPatches:
                     assert report.bytes < 1000
                 opened[0].broadcasts = 0
 
+    @pytest.mark.slow
     def test_a_dict_is_sent_in_the_order_of_its_manifest(self) -> None:
         with started_beside_references("dense", "fp8_block", delta="cpu") as (engine, references):
             transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
@@ -279,6 +280,7 @@ class TestPatches:
                 assert (report.patched, report.healed) == (number > 0, None)
                 assert generate(engine) == references[which]
 
+    @pytest.mark.slow
     def test_those_of_other_weights_are_refused_and_all_tensors_follow(self) -> None:
         with started_beside_references("dense", "fp8_block", delta="cpu") as (engine, references):
             transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=BUFFER)
@@ -291,6 +293,7 @@ class TestPatches:
             assert (report.patched, report.healed) == (True, None)
             assert generate(engine) == references["a"]
 
+    @pytest.mark.slow
     def test_a_worker_that_fails_midway_gets_all_tensors(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from fp8plan.runtime.worker.patches import Patches
 
