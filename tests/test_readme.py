@@ -296,6 +296,7 @@ def _alike_on_any_cpu(line: str) -> str:
     return re.sub(r"\[(\d+(?:, \d+)*)\]", lambda tokens: f"[{tokens[1].count(',') + 1} tokens]", line)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_the_example_of_grpo_learns_and_its_run_can_be_read(tmp_path: Path) -> None:
     run_file = tmp_path / "run.jsonl"
@@ -313,7 +314,6 @@ def test_the_example_of_grpo_learns_and_its_run_can_be_read(tmp_path: Path) -> N
     assert len(validate(read_records(run_file)).records) == len(rows) - 1  # without the engine's first
 
 
-@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.trl
 def test_the_example_of_trl_learns_and_its_run_can_be_read(tmp_path: Path) -> None:
