@@ -49,6 +49,7 @@ def test_of_the_loss():
 """
 
 
+@pytest.mark.slow
 def test_each_test_has_its_verdict_and_its_reason(tmp_path: Path, capfd: Any) -> None:
     for file, text in ((skyrl.CONFIG, CONFIG), (skyrl.FILES[0], TESTS)):
         (tmp_path / file).parent.mkdir(parents=True)

@@ -240,6 +240,7 @@ def test_fp8_weights_and_experts_are_synced_colocated_from_the_file_of_a_plan(tm
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "trl.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_the_guides_script_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -77,6 +77,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_records_are_what_validate_reads(measured: Path) -> None:
     records = read_records(measured / "out.jsonl")
@@ -90,6 +91,7 @@ def test_records_are_what_validate_reads(measured: Path) -> None:
         assert record.fields["generation_tokens"] == record.batch.responses.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_pool_too_small_preempts_and_a_large_one_does_not(measured: Path) -> None:
     *roomy, starved = (record.fields["preemptions"] for record in read_records(measured / "out.jsonl"))
@@ -97,6 +99,7 @@ def test_a_pool_too_small_preempts_and_a_large_one_does_not(measured: Path) -> N
     assert starved > 0
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_siblings_hit_the_prefix_cache_and_repeats_start_it_empty(measured: Path) -> None:
     """One full block of 32 of each 40-token prompt can be shared, by the second sample of each of two prompts; a cache
@@ -105,6 +108,7 @@ def test_siblings_hit_the_prefix_cache_and_repeats_start_it_empty(measured: Path
     assert hits == [64, 64]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_the_trace_adds_up(measured: Path) -> None:
     import gzip
@@ -126,6 +130,7 @@ def test_the_trace_adds_up(measured: Path) -> None:
     assert not runs
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_what_is_measured_is_not_measured_again(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []

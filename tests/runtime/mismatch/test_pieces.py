@@ -35,6 +35,7 @@ def test_the_places_of_pieces(lengths: list[list[int]]) -> None:
     assert len(whole) == np.sum(lengths)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_sequences_weigh_them_as_one_process_does(tmp_path: Path) -> None:
     """Two share sequences and a third has its own. tests/runtime/mismatch_batches.py has what they compare."""
     torch.multiprocessing.spawn(sharing_sequences, args=(str(tmp_path),), nprocs=3)

@@ -194,6 +194,7 @@ def test_an_open_update_forbids_what_would_run_a_half_written_model(server: Serv
     assert serves(server)
 
 
+@pytest.mark.slow
 def test_an_update_that_nobody_ends_is_ended_and_the_old_weights_serve(server: Server) -> None:
     """A mistyped call opens none. One that is opened is shown, with its age, until the limit ends it and its pause."""
     before = server_digests(server)
@@ -224,6 +225,7 @@ def test_an_update_that_nobody_ends_is_ended_and_the_old_weights_serve(server: S
     assert serves(server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ["known", "unknown"])
 def test_a_trainer_that_announces_and_sends_nothing_is_let_go(server: Server, names: str) -> None:
     """The status answers while the worker waits for it, and afterwards the old weights serve."""

@@ -73,5 +73,6 @@ def test_each_worker_has_a_handle_of_its_own_to_a_gpus_buffer(monkeypatch: pytes
         assert worker._fp8plan_stage == (None, None)
 
 
+@pytest.mark.slow
 def test_shards_of_an_fsdp_trainer_are_gathered(tmp_path: Any) -> None:
     torch.multiprocessing.spawn(sharded, args=(str(tmp_path),), nprocs=2)
