@@ -48,8 +48,8 @@ demo: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/fp8plan monitor $(DEMO_RUN)/run.jsonl --once
 	$(TEST_VENV)/bin/fp8plan report $(DEMO_RUN)/run.jsonl -o $(DEMO)/report.html
 
-# A test is slow if a quicker one in its folder takes the same path through the same libraries, and it repeats that for
-# more families, lengths, replicas or faults. tests/test_tiers.py holds this, and what the others take together.
+# A test is slow if a quicker one in its folder, or above, takes the same path through the same libraries, and it repeats
+# that for more families, lengths, replicas or faults. tests/test_tiers.py holds this, and what the others take together.
 CHECKED := FP8PLAN_REQUIRE_INTEGRATIONS=1 $(TEST_VENV)/bin/python -m pytest
 
 test: lint docs build/pycache/.filled
