@@ -13,7 +13,7 @@ import pytest
 TESTS = Path(__file__).parent
 RECORDS = TESTS / "records"
 INTEGRATIONS = {"vllm", "verl", "trl", "triton", "transfer_queue"}  # that fp8plan acts on
-MOST_S = 1300  # of all tests that are not slow: eleven minutes of two workers; four more are for the rest of `make test`
+MOST_S = 1300  # of all tests that are not slow: eleven minutes of two workers; the rest takes four
 
 
 def runs(item: pytest.Item) -> set[str]:
