@@ -177,7 +177,8 @@ def accuracy_line(told: Validation, families: Validation) -> str:
 
 def predicted_again() -> dict[str, str]:
     """Name of a marked block -> its text, of those that predict or fit measured runs again: minutes of one core."""
-    made = {"inside": inside.table(), "above graphs": above_graphs.table(), "host loop": host_loop.table()}
+    made = {"inside": inside.table(), "above graphs": above_graphs.table()}
+    made |= {"hosts": host_loop.hosts(), "host loop": host_loop.table(), "unknown hosts": host_loop.left_out()}
     made |= {"siblings": siblings.table(), "steps of siblings": siblings.steps()}
     made |= {"single kernels": kernel_errors.table(), "native h100": native_h100.tables()}
     made["fp8 linears"] = fp8_linears.compare(ROOT / "benchmarks/results/fp8_linears_h100.jsonl", "h100")

@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks.gpu.engine_modes import SAMPLES, requests, setup_of
 from benchmarks.learning.predicted import UNSEEN
+from benchmarks.own_host import own_loop_s
 from benchmarks.tables.markdown import table
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
@@ -64,12 +65,13 @@ def ways(path: Path = RESULTS) -> str:
 
 
 def _predicted(row: dict[str, Any]) -> Rollout:
-    """The script's rollout on the machine of one of its rows, as today's model predicts it."""
+    """The script's rollout as today's model predicts it, on the host that the profile was calibrated on."""
     gpu, policy = find_gpu(row["gpu_product"]), POLICIES / Path(row["model"]).name
     setup, _ = setup_of(policy, gpu, row["precision"], row["memory"])
     asked = requests()
     prompts, responses = np.array([(len(one.prompt), len(one.key)) for one in asked]).T
-    profile, _ = load_profile(gpu, row["engine"].removeprefix("vLLM "))
+    version = row["engine"].removeprefix("vLLM ")
+    profile = load_profile(gpu, version)[0].on_host(own_loop_s(gpu.name, version))
     return simulate(setup, Batch(prompts, responses, np.arange(len(prompts)) // SAMPLES), profile).rollout
 
 

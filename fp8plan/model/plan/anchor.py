@@ -35,6 +35,7 @@ from fp8plan.model.profile.profile import (
     HOST_LOOP,
     HOST_PACE,
     LAYOUT,
+    OTHER_HOST_SD,
     PACES,
     PRECISION,
     VERSION_SD,
@@ -55,7 +56,6 @@ Matrix = NDArray[np.float64]
 WORKLOAD_SD = 0.02  # sd of the error of one workload, which all precisions share
 REST_SD = 0.02  # sd of the error of one rollout
 FRONT_SD = 0.25  # sd of the log of a front's seconds from one rollout to the next (python -m benchmarks.inside)
-HOST_SD = 0.3  # sd of the log of a host's pace; CPUs differ more than one GPU from the next
 MODEL_SHARE = 0.4  # the model's share in the variance of a pace
 COMPILED_SD = 0.5  # sd of the log time of a rollout that compiled a kernel
 DEGREES = 4  # degrees of freedom of Student's t
@@ -91,12 +91,14 @@ class Anchor:
     left_out: number of records of other GPUs, which teach nothing
     rollouts: a row for each rollout that was used: line, model, precision, engine_version, seconds, predicted_s by the
               profile alone, anchored_s with the correction, and weight: about 1, and near 0 for an outlier
+    host_loop_s: the loop of the host that the shifts start from; None: the profile's host was not timed
     """
 
     shifts: dict[str, float]
     learnt: tuple[dict[str, float], ...]
     rollouts: tuple[dict[str, Any], ...]
     left_out: int = 0
+    host_loop_s: float | None = None
 
     def applied(self, profile: Profile) -> Profile:
         """The corrected profile."""
@@ -108,7 +110,7 @@ class Anchor:
         before = wide.covariance(names)
         after = before - vectors.T @ vectors
         host = names.index(HOST_PACE)
-        after[host, host] += max(HOST_SD**2 - before[host, host], 0.0)
+        after[host, host] += max(OTHER_HOST_SD**2 - before[host, host], 0.0)
         after = _positive(after)
         narrower = np.sqrt(np.minimum(1.0, before.diagonal() / np.maximum(after.diagonal(), LEAST**2)))
         covariance = after * np.outer(narrower, narrower)
@@ -286,7 +288,16 @@ def anchored(profile: Profile, shape: ModelShape | None, engine_version: str, re
             for record, each, gap, weight in zip(latest, alone, left.tolist(), weights.tolist(), strict=True)
         ),
         left_out=len(records) - len(here),
+        host_loop_s=profile.coefficients.get(HOST_LOOP),
     )
+
+
+def corrected(profile: Profile, anchor: Anchor | None, host_loop_s: float | None) -> Profile:
+    """The profile for an engine: by rollouts that were measured on its machine, else by the seconds of its host's loop.
+
+    host_loop_s: as in RolloutRecord; None: not known. An anchor knows the host better
+    """
+    return profile.on_host(host_loop_s) if anchor is None else anchor.applied(profile.on_host(anchor.host_loop_s))
 
 
 def host_of(records: Sequence[Record], gpu: str) -> float | None:
@@ -354,7 +365,7 @@ class _Common:
         precisions = [number for number, name in enumerate(self.names) if name.startswith(PRECISION)]
         same[paces, paces] = np.maximum(same[paces, paces] - WORKLOAD_SD**2, 0.0)
         host = self.names.index(HOST_PACE)
-        same[host, host] = max(same[host, host], HOST_SD**2)
+        same[host, host] = max(same[host, host], OTHER_HOST_SD**2)
         other = same.copy()
         other[paces, paces] *= 1 - MODEL_SHARE
         other[precisions, precisions] = 0.0

@@ -39,7 +39,7 @@ PREDICTED: Final = (
 # Fields that plans of schema 1.0 to 1.4 do not have. Their engines had the default, and their profiles no anchor.
 SINCE_1_0: Final = (
     "limits.enable_expert_parallel", "limits.max_cudagraph_capture_size", "expert_parallel", "anchor", "inside",
-    "engine_version", "baseline",
+    "engine_version", "baseline", "anchor.host_loop_s",
 )  # fmt: skip
 
 

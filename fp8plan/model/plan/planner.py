@@ -118,7 +118,8 @@ def predict(
     strict:         refuse a profile of another engine version
     profile:        used instead of the best known one
     host_loop_s:    speed of the engine's host, which `fp8plan doctor --host` measures there, in seconds as in
-                    RolloutRecord; None: that of the observed rollouts, else not known, with a wide error
+                    RolloutRecord; None: that of the observed rollouts, else not known: as on the hosts that were seen,
+                    with a wide error
     observed:       rollouts that were measured on this machine, which correct the profile (`read_records`). With
                     `delta_bytes` they correct the bytes of a delta
     progress:       wraps the candidates while they are predicted, as tqdm does

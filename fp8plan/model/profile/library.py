@@ -19,7 +19,7 @@ import msgspec
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
-from fp8plan.model.profile.profile import ANCHORED, ASSUMED, ENGINE, Profile, between, parsed
+from fp8plan.model.profile.profile import ANCHORED, ASSUMED, ENGINE, HOST_LOOP, Profile, between, parsed
 from fp8plan.version import DEFAULT_VERSION
 
 T = TypeVar("T")
@@ -118,7 +118,8 @@ def load_profile(
     """The best profile for `gpu`, a Gpu or its name, and an engine version, and its warnings.
 
     A profile of this very version comes first, the user's own (`own_profiles_path`) before a shipped one. `strict`
-    allows no other. Then come others with a wider interval, in the order of `nearest_profile`, and the datasheet's.
+    allows no other. Then come others with a wider interval, in the order of `nearest_profile`, and the datasheet's. It
+    holds for a host that nobody timed (`Profile.on_unknown_host`).
 
     Raises ProfileError if there is none or if its file is corrupt, and ConfigError if $FP8PLAN_PROFILES does not name a
     folder.
@@ -130,7 +131,7 @@ def load_profile(
     unused = [] if profiles_dir else unused_folder()
     for exact in (profile_path(folder, gpu.name, engine_version) for folder in folders):
         if exact.is_file():
-            profile = _read(exact)
+            profile = _for(exact, gpu, engine_version)
             return profile, [*unused, *profile.remarks]
     entries, absent = _nearest(gpu, engine_version, profiles_dir), f"no profile of {gpu.name}"
     near = entries[0] if entries else None
@@ -144,12 +145,12 @@ def load_profile(
     if near is None:
         generic = "datasheet peaks with generic efficiencies (uncalibrated, wide interval)"
         warnings = [*unused, f"no measured profile of {gpu.name}: {generic}"]
-        return datasheet_profile(gpu, engine_version, profiles_dir), warnings
-    profile = _read(near.path)
+        return datasheet_profile(gpu, engine_version, profiles_dir).on_unknown_host(), warnings
+    profile = _for(near.path, gpu, engine_version)
     which = f"{there or 'the one of '}{profile.engine} {profile.engine_version}"
     alike = " (same architecture)" if there else ""
     warning = f"{absent} for {ENGINE} {engine_version}: using {which}{alike} with a wider interval"
-    return _for(profile, gpu, engine_version), [*unused, warning, *([] if there else profile.remarks)]
+    return profile, [*unused, warning, *([] if there else profile.remarks)]
 
 
 def nearest_profile(gpu: Gpu, engine_version: str, profiles_dir: Path | None = None) -> Profile:
@@ -161,14 +162,21 @@ def nearest_profile(gpu: Gpu, engine_version: str, profiles_dir: Path | None = N
     """
     entries = [entry for entry in _nearest(gpu, engine_version, profiles_dir) if entry.kind != ANCHORED]
     if gpu.is_cpu or not entries:
-        return datasheet_profile(gpu, engine_version, profiles_dir)
-    return _for(_read(entries[0].path), gpu, engine_version)
+        return datasheet_profile(gpu, engine_version, profiles_dir).on_unknown_host()
+    return _for(entries[0].path, gpu, engine_version)
 
 
-def _for(profile: Profile, gpu: Gpu, engine_version: str) -> Profile:
-    """A profile with the error of its use for another engine version or GPU."""
+def _for(path: Path, gpu: Gpu, engine_version: str) -> Profile:
+    """A file's profile with the error of its use for another engine version or GPU, and for a host that nobody timed.
+
+    A user's other hosts are expected to be like the one that the user has calibrated.
+    """
+    profile = _read(path)
     profile = profile if profile.engine_version == engine_version else profile.of_another_version()
-    return profile if profile.gpu == gpu.name else profile.of_sibling(gpu.name)
+    profile = profile if profile.gpu == gpu.name else profile.of_sibling(gpu.name)
+    if HOST_LOOP in profile.coefficients and path.is_relative_to(own_profiles_path()):
+        return profile.on_unknown_host(profile.coefficient(HOST_LOOP))
+    return profile.on_unknown_host()
 
 
 def _nearest(gpu: Gpu, engine_version: str, profiles_dir: Path | None) -> list[ProfileEntry]:

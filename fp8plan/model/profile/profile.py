@@ -47,9 +47,9 @@ VERSION_SD = 0.03
 # with timed hosts, and by as much on unseen ones of its own GPU. One pair of GPUs tells little, so neither is 0.
 SIBLING_SD, SIBLING_OWN_SD = 0.03, 0.015
 
-# sd of the log of a host's pace on other machines: the root of the mean square of log(host_loop_s / HOST_LOOP) of 131
-# rollouts on hosts of H200s (validation and families/held_out of their profile), by that profile.
-OTHER_HOST_SD = 0.45
+# Hosts whose loop nobody timed: its seconds, and the sd of the log of their pace around it, from the hosts that were
+# seen (`python -m benchmarks.host_loop`). tests/benchmarks/test_host_loop.py holds both to the committed records.
+SEEN_LOOP_S, OTHER_HOST_SD = 4.36e-4, 0.25
 
 LOOPS_S = 1e-5, 1e-2  # least and most that a host's loop can take
 
@@ -113,15 +113,16 @@ class Profile:
             raise ProfileError(f"profile {self.label}: {problem}")
 
     def with_errors(self, shared: float, own: float) -> Profile:
-        """A copy of the profile whose error has these standard deviations.
+        """A copy of the profile whose error has these standard deviations. The doubt about its host stays.
 
         shared: the part of the GPU, and of the host, that all precisions share
         own:    the part of each precision, `model_error`
         """
-        paces = {GPU_PACE: {GPU_PACE: shared**2}, HOST_PACE: {HOST_PACE: shared**2}}
+        doubt = max(self.log_covariance.get(HOST_PACE, {}).get(HOST_PACE, 0.0) - self.shared_error**2, 0.0)
+        paces = {GPU_PACE: {GPU_PACE: shared**2}, HOST_PACE: {HOST_PACE: shared**2 + doubt}}
         return replace(
             self,
-            coefficients=self.coefficients | dict.fromkeys(PACES, 1.0),
+            coefficients=dict.fromkeys(PACES, 1.0) | self.coefficients,
             log_covariance=self.log_covariance | paces,
             model_error=own,
         )
@@ -230,33 +231,43 @@ class Profile:
             coefficients=rates_of_sibling(watts_of_sibling(self.coefficients, *cards), *cards),
             layers=layers_of_sibling(self.layers, *cards),
         )
-        return there.with_notes(f"{FITTED}{origin}").with_errors(shared, own).on_host(None)
+        return there.with_notes(f"{FITTED}{origin}").with_errors(shared, own)
 
     def on_host(self, loop_s: float | None) -> Profile:
-        """The profile with the speed and the error of an engine's host.
+        """The profile with the speed and the error of an engine's host, which was timed.
 
-        loop_s: seconds as in RolloutRecord.host_loop_s. The host runs Python, so all its seconds scale alike. None: not
-                known, so that the host's pace has a wide error
+        loop_s: seconds as in RolloutRecord.host_loop_s. The host runs Python, so all its seconds scale alike. None: the
+                profile stays as it is
 
-        A profile whose host was not timed stays as it is: an import has the datasheet's error of the host.
+        A profile whose own host was not timed stays as it is, too.
 
         Raises ConfigError for seconds that no host needs.
         """
-        if loop_s is not None and not (is_number(loop_s) and LOOPS_S[0] < loop_s < LOOPS_S[1]):
+        if loop_s is None:
+            return self
+        if not (is_number(loop_s) and LOOPS_S[0] < loop_s < LOOPS_S[1]):
             allowed = "seconds, such as 0.0003, which `fp8plan doctor --host` measures"
             raise ConfigError(f"host_loop_s is {loop_s!r}; allowed: {allowed}")
+        return self._with_host(loop_s, KNOWN_HOST_SD)
+
+    def on_unknown_host(self, loop_s: float = SEEN_LOOP_S, sd: float = OTHER_HOST_SD) -> Profile:
+        """The profile for a host that nobody timed.
+
+        loop_s: seconds to expect of its loop; sd: standard deviation of the log of its pace around them
+        """
+        return self._with_host(loop_s, sd)
+
+    def _with_host(self, loop_s: float, sd: float) -> Profile:
         if HOST_LOOP not in self.coefficients:
             return self
         # From here on HOST_LOOP is a fact about this host. An error of it would let observed rollouts move it.
-        coefficients, covariance = self.coefficients, self.log_covariance
+        covariance = self.log_covariance
         if HOST_LOOP in covariance:
             covariance = between(covariance, covariance.keys() - {HOST_LOOP})
-        if loop_s is not None:
-            pace = self.coefficient(HOST_PACE) * loop_s / self.coefficient(HOST_LOOP)
-            coefficients = coefficients | {HOST_PACE: pace, HOST_LOOP: loop_s}
         if covariance.get(HOST_PACE, {}).keys() == {HOST_PACE}:  # else rollouts have corrected it
-            spread = OTHER_HOST_SD if loop_s is None else KNOWN_HOST_SD
-            covariance = covariance | {HOST_PACE: {HOST_PACE: self.shared_error**2 + spread**2}}
+            covariance = covariance | {HOST_PACE: {HOST_PACE: self.shared_error**2 + sd**2}}
+        pace = self.coefficient(HOST_PACE) * loop_s / self.coefficient(HOST_LOOP)
+        coefficients = self.coefficients | {HOST_PACE: pace, HOST_LOOP: loop_s}
         return replace(self, coefficients=coefficients, log_covariance=covariance)
 
     def with_notes(self, note: str) -> Profile:

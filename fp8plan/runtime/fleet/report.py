@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8plan.errors import Fp8PlanError
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.anchor import Anchor
+from fp8plan.model.plan.anchor import Anchor, corrected
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import rollout, schedules
 from fp8plan.runtime.fleet.routing import Split, consecutive, largest
@@ -157,8 +157,7 @@ def makespans(
     batch = seen.batch
     setup = with_pool(facts.setup.holding(batch.longest), seen.kv_cache_tokens)
     profile, _ = load_profile(find_gpu(facts.gpu), facts.engine_version)
-    if anchor is not None:
-        profile = anchor.applied(profile)
+    profile = corrected(profile, anchor, facts.host_loop_s)
     memory, model = setup.memory(batch.longest), setup.step_model(profile)
     parts = ([batch.take(rows) for rows in split] for split in splits)
     return [rollout(schedules(part, memory.kv, setup.limits), model).makespan_s for part in parts]

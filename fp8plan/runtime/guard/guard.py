@@ -1,7 +1,8 @@
 """The guard of an engine: it compares each rollout with its prediction, names causes, and advises a step down.
 
-A profile knows a GPU. It does not know this machine, or the trainer's load on it. So measured rollouts correct it: the
-plan's anchor, or else FIRST rollouts of this run. Until then no rollout is called slow because of the profile alone.
+A profile knows a GPU. It does not know this machine, or the trainer's load on it. The host's loop is timed when an
+engine starts (runtime.worker.facts). And measured rollouts correct the profile: the plan's anchor, or else FIRST
+rollouts of this run. Until then no rollout is called slow because of the profile alone.
 
 The prediction is for what the engine ran: lengths, pool, limits, precision (observation.py). Causes follow from facts
 (causes.py). Stepping down follows a ladder (fallback.py),
@@ -34,7 +35,7 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError, Fp8PlanError, warn
 from fp8plan.model.cost.host import front_kernels
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.anchor import anchored
+from fp8plan.model.plan.anchor import anchored, corrected
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.library import load_profile, with_kernels
 from fp8plan.model.profile.profile import PACES, Profile
@@ -112,11 +113,12 @@ class Guard:
     def __init__(
         self, facts: EngineFacts, settings: GuardSettings | None = None, profile: Profile | None = None
     ) -> None:
-        self._alone, self.warnings = (
+        known, self.warnings = (
             (profile, profile.remarks) if profile else load_profile(find_gpu(facts.gpu), facts.engine_version)
         )
         self.settings, self.state = settings or GuardSettings(), GuardState()
-        self.profile = self.settings.anchor.applied(self._alone) if self.settings.anchor else self._alone
+        self._alone = known.on_host(facts.host_loop_s)
+        self.profile = corrected(known, self.settings.anchor, facts.host_loop_s)
         self.rollouts: list[dict[str, Any]] = []
         self.engine_changed(facts)
 

@@ -102,6 +102,7 @@ class EngineFacts:
     inside:          as in EngineSetup
     delta_bytes:     bytes of the last sync, if it sent all that had changed and nothing else; None: it did not
     kv_fixed:        the FP8 KV cache keeps the scales of the engine's start
+    host_loop_s:     the loop of its host, as in RolloutRecord; None: not known
     """
 
     model: str
@@ -116,6 +117,7 @@ class EngineFacts:
     inside: str = OWN
     delta_bytes: int | None = None
     kv_fixed: bool = False
+    host_loop_s: float | None = None
 
     @property
     def preset(self) -> Precision:
@@ -153,6 +155,7 @@ def facts_of(setup: EngineSetup, facts: Mapping[str, Any], not_predicted: Sequen
         not_predicted=not_predicted,
         inside=setup.inside,
         kv_fixed=preset.kv == "fp8" and keeps_scales(facts["attention"]),
+        host_loop_s=facts.get("host_loop_s"),
     )
 
 
@@ -420,4 +423,5 @@ def _engine_fields(facts: EngineFacts) -> dict[str, Any]:
         "e8m0": facts.e8m0,
         "inside": None if facts.inside == OWN else facts.inside,
         **({} if facts.delta_bytes is None else {"delta_bytes": facts.delta_bytes}),
+        **({} if facts.host_loop_s is None else {"host_loop_s": facts.host_loop_s}),
     }

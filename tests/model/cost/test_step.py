@@ -26,11 +26,12 @@ from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, PRESETS, Precision
 from fp8plan.model.profile.library import datasheet_profile, load_profile
-from fp8plan.model.profile.profile import PACES, Profile, between
+from fp8plan.model.profile.profile import HOST_PACE, PACES, Profile, between
 from fp8plan.model.setup import EngineSetup
 
 FIELDS = QUANTITIES
 QWEN = "Qwen/Qwen3-8B"
+FAST = 2.6e-4  # seconds of a fast host's loop
 
 
 def batch_of(rows: list[tuple[int, int, int, int]]) -> StepBatch:
@@ -287,7 +288,7 @@ def test_prompts_that_join_decode_take_as_long_as_in_a_queue_of_two(
 ) -> None:
     """Nearly: where both need as long, the GPU waits for a late host."""
     batch = in_order(batch_of([(200, 1500, prompt if i in prompts_at else 0, 0) for i in range(16)]))
-    step = model(name, profile=load_profile(find_gpu("h200"))[0])
+    step = model(name, profile=load_profile(find_gpu("h200"))[0].on_host(FAST))
     timed = step.timed(batch)
     host_s = timed.scheduling.seconds + timed.launching.seconds
     expected = seconds_of_a_queue_of_two(timed._gpu_seconds(), host_s, timed.launching.seconds > 0)
@@ -407,7 +408,7 @@ def test_a_profile_that_knows_its_network_keeps_it() -> None:
 
 def test_a_layout_that_nobody_measured_is_named_and_wider() -> None:
     batch, weights = batch_of([(64, 4000, 0, 0)]), np.ones(1)
-    calibrated = load_profile(find_gpu("h200"))[0]
+    calibrated = load_profile(find_gpu("h200"))[0].on_unknown_host(FAST, 0.0)  # no doubt about the host
     widths = []
     for size in (1, 2, 4, 8):
         step = model(card=find_gpu("h200"), tensor_parallel_size=size, profile=calibrated)
@@ -503,8 +504,9 @@ def test_each_group_of_caches_has_a_block_table_of_each_request() -> None:
     built = setup.step_model(load_profile(setup.gpu)[0])
     assert built.cache_groups == len(setup.kv_plan(0).groups) == 10  # 4 layers of attention, 36 of Mamba 2
     batch = batch_of([(200, 300, 0, 0)])
+    seconds = built.profile.coefficient("host.groups.request_seconds")
     found = built.timed(batch).scheduling.partials["host.groups.request_seconds"].item()
-    assert found == pytest.approx(200 * 9 * built.profile.coefficient("host.groups.request_seconds"))
+    assert found == pytest.approx(200 * 9 * seconds * built.profile.coefficient(HOST_PACE))
     assert "host.groups.request_seconds" not in model().timed(batch).scheduling.partials
 
 

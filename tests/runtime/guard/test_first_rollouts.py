@@ -21,7 +21,7 @@ from fp8plan.runtime.guard.observation import EngineFacts, Observation, predict
 
 LIMITS = EngineLimits.for_gpu(find_gpu("h200_sxm"), max_model_len=2048).settled()
 FACTS = EngineFacts("Qwen/Qwen3-8B", "h200_sxm", "0.26.0", "fp8_block", LIMITS)
-PROFILE = load_profile(find_gpu(FACTS.gpu), FACTS.engine_version)[0]
+PROFILE = load_profile(find_gpu(FACTS.gpu), FACTS.engine_version)[0].on_host(2.6e-4)
 SHEET = datasheet_profile(find_gpu(FACTS.gpu), FACTS.engine_version)
 WORK = Observation(1.0, [256] * 128, [300 + 5 * n for n in range(128)])
 ALONE = predict(FACTS, WORK, PROFILE)

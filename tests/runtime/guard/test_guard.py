@@ -16,10 +16,10 @@ import pytest
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.anchor import Anchor
+from fp8plan.model.plan.anchor import Anchor, anchored
 from fp8plan.model.plan.explain import seconds
 from fp8plan.model.profile.library import load_profile, profiles_path
-from fp8plan.model.profile.profile import Profile
+from fp8plan.model.profile.profile import HOST_PACE, Profile
 from fp8plan.model.rollout import clocks
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import validate
@@ -44,7 +44,8 @@ from fp8plan.runtime.guard.observation import (
 )
 
 VALIDATION = profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation"
-PROFILE: Profile = load_profile(find_gpu("h200_sxm"), "0.26.0")[0]
+OWN_LOOP_S = 2.6e-4  # of the hosts that the H200's profile was calibrated on
+PROFILE: Profile = load_profile(find_gpu("h200_sxm"), "0.26.0")[0].on_host(OWN_LOOP_S)
 ANCHORED = GuardSettings(anchor=Anchor({}, (), ()))  # the profile is right: gaps are not its own
 LENGTHS = ("prompt_lengths", "response_lengths", "prompt_ids")
 TIMES = ("longest_step_s", "host_slowdown")
@@ -134,9 +135,11 @@ def test_no_healthy_engine_is_stepped_down() -> None:
 def test_the_prediction_is_the_one_that_validate_makes_in_the_measured_pool(tmp_path: Path) -> None:
     record = pick("Qwen3-14B", "bf16", "KV-starved")
     pool = record.fields["measured_kv_cache_tokens"]
-    (tmp_path / "one.jsonl").write_text(json.dumps(record.fields | {"kv_cache_tokens": pool}))
+    (tmp_path / "one.jsonl").write_text(
+        json.dumps(record.fields | {"kv_cache_tokens": pool, "host_loop_s": OWN_LOOP_S})
+    )
     (row,) = validate(read_records(tmp_path / "one.jsonl")).records
-    made = predict(facts_of(record), observed(record), PROFILE.on_host(None))  # whose record has no host_loop_s
+    made = predict(facts_of(record), observed(record), PROFILE)
     assert made.makespan_s == pytest.approx(row["predicted_s"], rel=1e-12)
     assert made.rollout.preemptions == row["predicted_preemptions"] > 0
     assert made.kv_cache_tokens == pool
@@ -144,6 +147,19 @@ def test_the_prediction_is_the_one_that_validate_makes_in_the_measured_pool(tmp_
     assert made.tokens_per_s == pytest.approx(tokens / row["predicted_s"])
     assert made.low_tokens_per_s == pytest.approx(tokens / row["predicted_high_s"])
     assert made.high_tokens_per_s == pytest.approx(tokens / row["predicted_low_s"])
+
+
+def test_the_timed_host_sets_the_pace_unless_rollouts_did() -> None:
+    record = pick("Qwen3-1.7B", "bf16", "batch 8")
+    slow = facts_of(record, host_loop_s=2 * OWN_LOOP_S)
+    expected = [Guard(facts, profile=PROFILE).profile.coefficient(HOST_PACE) for facts in (facts_of(record), slow)]
+    assert expected[1] == pytest.approx(2 * expected[0])
+    assert rollout_fields(observed(record), slow)["host_loop_s"] == 2 * OWN_LOOP_S
+    assert "host_loop_s" not in rollout_fields(observed(record), facts_of(record))
+    anchor = anchored(PROFILE, slow.setup.shape, "0.26.0", [record])
+    assert anchor.host_loop_s == OWN_LOOP_S
+    elsewhere = PROFILE.on_unknown_host()
+    assert Guard(slow, GuardSettings(anchor=anchor), elsewhere).profile == anchor.applied(PROFILE)
 
 
 def test_stalled_rollouts_are_blamed_on_the_compile_and_excused() -> None:
