@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.6", "profile": "1.1", "record": "1.7", "probe": "1.1"}
+VERSIONS: Final = {"plan": "1.7", "profile": "1.1", "record": "1.7", "probe": "1.1"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
@@ -52,6 +52,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     prompt_ids:      one number per response, equal where the prompt is the same; null: none share one
     compiled_files:  kernels that were compiled meanwhile
     host_loop_s:     seconds of 20,000 turns of an empty loop of Python on the cores of front end and engine, the slower
+                     (in a run file: as `fp8plan doctor --host`, at most a day before the engine started)
     host_slowdown:   the same as a multiple of a quiet core's
     seconds:         wall time; null in the record of a training step that had no rollout
     first_rollout:   true: the first rollout that its writer saw, perhaps of an engine that had not compiled yet

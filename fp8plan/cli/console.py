@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from inspect import Signature, signature
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, get_args
 
@@ -77,6 +78,29 @@ class GroupedCommand(TyperCommand):
                 words = " and ".join(_as_typed(parameter, value) for value in values)
                 name = _longest(parameter.opts)
                 raise ConfigError(f"{words} are given; allowed: one of them, as {name} has one value")
+
+
+class PlanCommand(GroupedCommand):
+    """A command whose `--json` prints if it stands alone. typer knows options with a value, or without one.
+
+    The next word is its file only if it ends in .json; else it may be the model.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if any(word.partition("=")[0] == "--sync-gb-per-s" for word in args):
+            raise ConfigError("--sync-gb-per-s is now --link, which has a unit; type: --link 50GB/s")
+        words = [
+            f"--json={STDOUT}" if word == "--json" and not (after == STDOUT or after.endswith(".json")) else word
+            for word, after in pairwise([*args, ""])
+        ]
+        try:
+            return super().parse_args(ctx, words)
+        except UsageError as error:
+            behind = [after for word, after in pairwise(args) if word == "--json" and not after.startswith("-")]
+            if behind and "unexpected extra argument" in error.format_message():
+                allowed = "a name that ends in .json, or none, which prints"
+                raise ConfigError(f"--json is {behind[0]!r}; allowed: {allowed}; type: --json plan.json") from None
+            raise
 
 
 def _has_value(parameter: Any) -> bool:

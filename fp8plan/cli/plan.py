@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
@@ -19,8 +18,7 @@ from fp8plan.cli.console import (
     STDOUT,
     TRAINER,
     WORKLOAD,
-    GroupedCommand,
-    UsageError,
+    PlanCommand,
     app,
     not_none,
     option,
@@ -74,29 +72,6 @@ def _workload(
     )
     counts = (PROMPTS if prompts is None else prompts, SAMPLES if samples is None else samples)
     return Workload(*counts, prompt_tokens, response_tokens, seed or 0), notes
-
-
-class PlanCommand(GroupedCommand):
-    """A command whose `--json` prints if it stands alone. typer knows options with a value, or without one.
-
-    The next word is its file only if it ends in .json; else it may be the model.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if any(word.partition("=")[0] == "--sync-gb-per-s" for word in args):
-            raise ConfigError("--sync-gb-per-s is now --link, which has a unit; type: --link 50GB/s")
-        words = [
-            f"--json={STDOUT}" if word == "--json" and not (after == STDOUT or after.endswith(".json")) else word
-            for word, after in pairwise([*args, ""])
-        ]
-        try:
-            return super().parse_args(ctx, words)
-        except UsageError as error:
-            behind = [after for word, after in pairwise(args) if word == "--json" and not after.startswith("-")]
-            if behind and "unexpected extra argument" in error.format_message():
-                allowed = "a name that ends in .json, or none, which prints"
-                raise ConfigError(f"--json is {behind[0]!r}; allowed: {allowed}; type: --json plan.json") from None
-            raise
 
 
 def planned(
@@ -164,7 +139,12 @@ def planned(
         str | None, option(ENGINE, "of vLLM", "the installed one, else 0.26.0, on a CPU 0.30.0")
     ] = None,
     host_loop_us: Annotated[
-        float | None, option(ENGINE, "speed of its host: type there `fp8plan doctor --host`", "the profile's host")
+        float | None,
+        option(
+            ENGINE,
+            "speed of its host: type there `fp8plan doctor --host`",
+            "measured here if this machine has the GPU, else as seen on others",
+        ),
     ] = None,
     strict: Annotated[bool, option(ENGINE, "only a profile of this very version", flag="--strict")] = False,
     precision: Annotated[
@@ -226,6 +206,7 @@ def planned(
     from fp8plan.model.emit.vllm import KV_SCALES
     from fp8plan.model.hardware import find_gpu
     from fp8plan.model.limits import EngineLimits
+    from fp8plan.model.plan.anchor import host_of
     from fp8plan.model.profile.profile import LOOPS_S
     from fp8plan.model.risk.expected import LEVELS, RiskBudget
     from fp8plan.model.rl_step import StepTimes
@@ -279,6 +260,11 @@ def planned(
     rollout, notes = _workload(workload, prompts, samples, prompt_lengths, response_lengths, seed)
     measured = None if observed is None else read_run(observed)
     notes += measured.notes if measured else []
+    if host_loop_s is None and card.is_here and host_of(measured.records if measured else (), card.name) is None:
+        from fp8plan.runtime import this_host
+
+        host_loop_s = this_host.host_loop_s()
+        notes += [] if host_loop_s is None else [this_host.said(host_loop_s)]
     result = (ask or _predicted)(
         shape,
         card,

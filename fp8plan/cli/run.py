@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -235,7 +233,9 @@ def doctor_command(
     if host:
         if target or engine or gpu or precision or for_a_server:
             raise ConfigError("--host times this machine's CPU; leave out TARGET, and options other than --json")
-        loop_s = _host_loop_s()
+        from fp8plan.runtime.this_host import time_host
+
+        loop_s = time_host()
         option_s = f"--host-loop-us {1e6 * loop_s:.0f}"
         print(json.dumps({"host_loop_s": loop_s}) if as_json else f"for engines on this machine: plan ... {option_s}")
         return
@@ -262,14 +262,3 @@ def doctor_command(
         show(doctor_report(diagnosis))
     if diagnosis.faults:
         raise typer.Exit(1)
-
-
-def _host_loop_s() -> float:
-    """The seconds of this host's loop. Raises ConfigError where it cannot be timed."""
-    if find_spec("psutil") is None:
-        raise ConfigError("--host needs psutil, which comes with vLLM; type: pip install psutil")
-    if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError("--host needs Linux, which can keep a process on a core")
-    from fp8plan.runtime.measure.rollouts.host import busy_loop_s
-
-    return busy_loop_s()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from fp8plan.cli.console import app, not_none, option, options_of
-from fp8plan.cli.plan import PlanCommand, Result, planned
+from fp8plan.cli.console import PlanCommand, app, not_none, option, options_of
+from fp8plan.cli.plan import Result, planned
 
 SEARCHED: Final = "searched"  # a default
 DRAFTS: Final = "Speculative decoding"  # a group of options

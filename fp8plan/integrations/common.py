@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -27,6 +27,7 @@ from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, T
 from fp8plan.runtime.guard.fallback import DEPTH, Action, stepped_down
 from fp8plan.runtime.monitor.sinks import JsonLines
 from fp8plan.runtime.monitor.witness import constant
+from fp8plan.runtime.this_host import TIMED, said
 from fp8plan.runtime.vllm_versions import check_vllm_version
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.weight_sync.state import SyncReport
@@ -126,7 +127,8 @@ def read_plan(source: Any, allowed: str = ALLOWED) -> Plan | None:
 
 
 def announce(plan: Plan, source: Any, choice: int | str | None) -> None:
-    """Print the engines' precision and the reason, in two lines. The trainer's first process calls it.
+    """Print the engines' precision, the reason, and the host's speed if it was timed. The trainer's first process calls
+    it.
 
     source: the trainer's setting of the plan; choice: index or precision; None: the chosen one
     """
@@ -135,6 +137,9 @@ def announce(plan: Plan, source: Any, choice: int | str | None) -> None:
     print(f"fp8plan: plan={named}{chosen}: {plan.select(choice).precision} for {plan.model} on {plan.gpu}", flush=True)
     if plan.reasons:
         print(f"fp8plan: {'' if choice is None else 'without choice: '}{plan.reasons[0]}", flush=True)
+    for note in plan.warnings:
+        if note.startswith(TIMED):
+            print(f"fp8plan: {note}", flush=True)
 
 
 def plan_for(
@@ -147,6 +152,8 @@ def plan_for(
     longest_response: int,
     prompt_lengths: Lengths | None = None,
     longest_prompt: int | None = None,
+    host_loop_s: float | None = None,
+    timed: str = "here",
     **more: Any,
 ) -> Plan:
     """Plan the precision of rollouts whose engine limits are known.
@@ -157,6 +164,7 @@ def plan_for(
     longest_response: tokens
     prompt_lengths: tokens; None: UNKNOWN_PROMPT, or longest_prompt if that is less
     longest_prompt: tokens; None: max_model_len without the longest response
+    host_loop_s: loop of the engines' host, as `fp8plan.plan` takes it; timed: where, in words for the plan's note
     more:      as `fp8plan.plan` takes it
 
     Raises ConfigError for a model that is unknown or not modelled, and CapacityError for one that does not fit.
@@ -167,7 +175,9 @@ def plan_for(
     lengths = LogNormal(max(1.0, MEAN_SHARE * longest_response), SIGMA, longest_response)
     workload = Workload(ceil(responses / samples), samples, prompts, lengths)
     installed = check_vllm_version().partition("+")[0]
-    return make_plan(model, find_gpu(gpu), workload, limits=limits, engine_version=installed, **more)
+    more |= {"limits": limits, "engine_version": installed, "host_loop_s": host_loop_s}
+    made = make_plan(model, find_gpu(gpu), workload, **more)
+    return made if host_loop_s is None else replace(made, warnings=(*made.warnings, said(host_loop_s, timed)))
 
 
 # ---------------------------------------------------------------------------------------------------- correction

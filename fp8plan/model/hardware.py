@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -77,6 +78,13 @@ class Gpu:
     def is_of(self, product: str) -> bool:
         """True if this is the GPU with that product name. A GPU given by its numbers may have any unknown name."""
         return product == self.product or (self.name.startswith(DATASHEET) and _named(product) is None)
+
+    @property
+    def is_here(self) -> bool:
+        """True if this machine's first GPU is one of these, as far as NVML tells."""
+        with suppress(ConfigError):
+            return self.is_of(_product_of_this_machine())
+        return False
 
     @property
     def architecture(self) -> str:

@@ -62,8 +62,7 @@ def test_the_installed_vllm_is_tested_without_a_target(
 
 
 def test_the_host_is_timed_for_a_plan(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
-    host = pytest.importorskip("fp8plan.runtime.measure.rollouts.host")
-    monkeypatch.setattr(host, "busy_loop_s", lambda: 4.8e-4)
+    monkeypatch.setattr("fp8plan.runtime.this_host.time_host", lambda: 4.8e-4)
     assert fp8plan("doctor", "--host").out == "for engines on this machine: plan ... --host-loop-us 480\n"
     assert json.loads(fp8plan("doctor", "--host", "--json").out) == {"host_loop_s": 4.8e-4}
     refused = fp8plan("doctor", "--host", "run.jsonl")

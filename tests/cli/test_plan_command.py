@@ -21,9 +21,11 @@ from typed import MODEL, PLAN, SMALL
 
 from fp8plan.cli import console as outputs
 from fp8plan.errors import ConfigError
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
+from fp8plan.runtime.this_host import said
 
 
 def test_own_profiles_that_are_not_there_are_told(
@@ -89,6 +91,30 @@ def test_plan_json_has_the_documented_shape_and_stdout_holds_nothing_else(fp8pla
     assert all(line.startswith("note: ") for line in done.err.splitlines())
     assert "uncalibrated" in done.err
     assert all(reason.endswith(".") for reason in answer["reasons"])
+
+
+def test_the_host_is_timed_where_the_planned_gpu_is(
+    fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other machines are left alone, and a host that the user tells, or that records tell, is taken."""
+    here = "fp8plan.runtime.this_host"
+    by_hand = json.loads(fp8plan(*PLAN, "--host-loop-us", "500", "--json").out)
+    monkeypatch.setattr("fp8plan.model.hardware._product_of_this_machine", lambda: find_gpu("h200").product)
+    monkeypatch.setattr(f"{here}.host_loop_s", lambda: 5e-4)
+    done = fp8plan(*PLAN, "--json")
+    assert "note: host loop measured here: 500 µs" in done.err
+    timed = json.loads(done.out)
+    assert timed["choices"] == by_hand["choices"]
+    assert [note for note in timed["warnings"] if note not in by_hand["warnings"]] == [said(5e-4)]
+
+    def never() -> float:
+        raise AssertionError("the host was timed")
+
+    monkeypatch.setattr(f"{here}.host_loop_s", never)
+    assert json.loads(fp8plan(*PLAN, "--host-loop-us", "500", "--json").out) == by_hand
+    Path("records.jsonl").write_text(json.dumps(RECORD | {"host_loop_s": 5e-4}))
+    assert "host loop" not in fp8plan(*PLAN, "--observed", "records.jsonl").err
+    assert "host loop" not in fp8plan("plan", MODEL, "--gpu", "h100", *SMALL).err
 
 
 def test_a_slow_host_makes_a_rollout_longer(fp8plan: Callable[..., Done]) -> None:

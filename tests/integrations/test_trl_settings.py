@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.engine.options import options_of, remarks
 from fp8plan.runtime.mismatch.sampling import Sampling
+from fp8plan.runtime.this_host import said
 
 pytestmark = pytest.mark.trl
 
@@ -104,6 +106,38 @@ def test_what_a_plan_chose_is_printed_with_its_reason(capsys: pytest.CaptureFixt
         f"fp8plan: plan=/a/plan.json, choice='bf16': bf16 for {KV.model} on cpu",
         "fp8plan: without choice: Choose fp8_kv: it is faster.",
     ]
+
+
+def test_a_host_that_was_timed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    made = replace(KV, reasons=("Choose fp8_kv.",), warnings=("CPUs differ", said(4.15e-4, "by the server")))
+    announce(made, "auto", None)
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "fp8plan: host loop measured by the server: 415 µs, kept for a day; `fp8plan doctor --host` measures it anew"
+    ]
+
+
+@pytest.mark.parametrize(("answer", "loop_s"), [({"host_loop_s": 4e-4}, 4e-4), ({}, None)])
+def test_a_server_tells_its_host(answer: dict[str, float], loop_s: float | None) -> None:
+    """Servers of earlier versions tell none."""
+    from fp8plan.integrations.trl.client import Served
+    from fp8plan.integrations.trl.trainer import loop_of
+
+    assert loop_of(Served("", {}, {"facts": answer})) == loop_s
+    assert loop_of(Served("", {}, None)) is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_process_times_the_host_for_all(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    from fp8plan.integrations.trl import trainer
+
+    def sent(values: list[float | None]) -> None:
+        assert values == [3e-4 if first else None]
+        values[0] = 3e-4
+
+    monkeypatch.setattr(trainer, "host_loop_s", lambda: 3e-4)
+    monkeypatch.setattr(trainer, "broadcast_object_list", sent)
+    process = SimpleNamespace(accelerator=SimpleNamespace(is_main_process=first))
+    assert trainer.GRPOTrainer._host_loop_s(process) == 3e-4
 
 
 def test_a_servers_options_are_read_from_its_configuration() -> None:

@@ -26,6 +26,7 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 from fp8plan.runtime.mismatch.sampling import Sampling
+from fp8plan.runtime.this_host import said
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
 pytestmark = pytest.mark.verl
@@ -230,7 +231,13 @@ def plan_of(told: Any) -> Plan:
     return plan_of(told, settings_in(told))
 
 
-def test_a_plan_made_from_verls_configuration_equals_one_made_by_hand() -> None:
+@pytest.mark.parametrize("loop_s", [None, 5e-4])
+def test_a_plan_made_from_verls_configuration_equals_one_made_by_hand(
+    monkeypatch: pytest.MonkeyPatch, loop_s: float | None
+) -> None:
+    """loop_s: of the trainer's host, if that has the GPU"""
+    monkeypatch.setattr("fp8plan.integrations.verl.settings.host_loop_s", lambda: loop_s)
+    monkeypatch.setattr("fp8plan.model.hardware._product_of_this_machine", lambda: "NVIDIA H200")
     found = plan_of(
         config(
             "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
@@ -262,8 +269,10 @@ def test_a_plan_made_from_verls_configuration_equals_one_made_by_hand() -> None:
         target="verl",
         budget=RiskBudget(accept="high"),
         engine_version=check_vllm_version().partition("+")[0],
+        host_loop_s=loop_s,
     )
-    assert found == by_hand
+    note = () if loop_s is None else (said(loop_s),)
+    assert found == replace(by_hand, warnings=(*by_hand.warnings, *note))
 
 
 def test_a_limit_that_verl_leaves_to_vllm_is_derived() -> None:

@@ -152,6 +152,7 @@ def fake_nvml(product: str) -> SimpleNamespace:
 def test_auto_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("NVIDIA H20"))
     assert find_gpu("auto").name == "h20"
+    assert [name for name in ("h20", "h200", "cpu") if find_gpu(name).is_here] == ["h20"]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,7 @@ def test_auto_without_a_known_gpu_says_what_to_type(
     monkeypatch.setitem(sys.modules, "pynvml", module)
     with pytest.raises(ConfigError, match=f"{message}.*h200_sxm"):
         find_gpu("auto")
+    assert not find_gpu("h200").is_here
 
 
 VENDOR = ["", "nvidia ", "NVIDIA ", "geforce ", "Nvidia GeForce ", "nvidia-"]

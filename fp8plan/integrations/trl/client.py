@@ -68,6 +68,7 @@ class Facts(msgspec.Struct):
     e8m0: bool | None
     kv_cache_dtype: str | None
     cudagraph_mode: str | None
+    host_loop_s: float | None = None  # servers of earlier versions time no host
 
 
 class Status(msgspec.Struct):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import trl
+from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from fp8plan import schemas
@@ -49,6 +50,7 @@ from fp8plan.runtime.engine.launch import launch
 from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Sink
+from fp8plan.runtime.this_host import host_loop_s
 
 if TYPE_CHECKING:
     from fp8plan.runtime.monitor.record import Step
@@ -109,6 +111,11 @@ def ratio_of(step: Step, mask: torch.Tensor) -> torch.Tensor:
     kept = torch.as_tensor(step.mask, device=mask.device).to(torch.float32)
     ratio = kept if step.weights is None else torch.as_tensor(step.weights, device=mask.device) * kept
     return torch.where(mask.bool(), ratio, 1.0)
+
+
+def loop_of(served: Served) -> float | None:
+    """The loop of a server's host, as the server has timed it; None if it has not."""
+    return None if served.status is None else served.status["facts"].get("host_loop_s")
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -192,7 +199,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.plan is None:
             responses = generation.max_num_seqs
             limits = planning.colocated_limits(model, self.args, responses, on_cpu)
-            self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses, "trl")
+            loop_s = None if on_cpu else self._host_loop_s()
+            self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses, "trl", loop_s)
         plan = self._planned(model, on_cpu)
         self.rollout_engine = RolloutEngine.from_plan(replace(plan, inside="trl"), model, choice=self._choice, **of_trl)
         return self.rollout_engine
@@ -204,7 +212,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         gpu = find_gpu(served.status["facts"]["device"]).name if served.status else fallback
         on_cpu = find_gpu(gpu).is_cpu
         if self.plan is None:
-            self._plan_for(model, gpu, limits_of(served.config, on_cpu), self.args.generation_batch_size, "server")
+            limits, loop_s = limits_of(served.config, on_cpu), loop_of(served)
+            self._plan_for(model, gpu, limits, self.args.generation_batch_size, "server", loop_s)
         plan = self._planned(model, on_cpu)
         setup = replace(plan.setup(self._choice), inside="server")
         launched = launch(setup, model, precisions=plan.precisions_beside(self._choice))
@@ -212,7 +221,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.rollout_engine = ServerEngine(launched, served, client, plan.anchor)
         return self.rollout_engine
 
-    def _plan_for(self, model: str, gpu: str, limits: EngineLimits, responses: int, inside: str) -> None:
+    def _host_loop_s(self) -> float | None:
+        """The loop of the first process's host, for all processes: they must make one plan."""
+        timed = [host_loop_s() if self.accelerator.is_main_process else None]
+        broadcast_object_list(timed)
+        return timed[0]
+
+    def _plan_for(
+        self, model: str, gpu: str, limits: EngineLimits, responses: int, inside: str, host_loop_s: float | None
+    ) -> None:
         self.plan = plan_for(
             model,
             gpu,
@@ -222,6 +239,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             longest_response=self.args.max_completion_length,
             prompt_lengths=self._prompt_lengths(),
             inside=inside,
+            host_loop_s=host_loop_s,
+            timed="by the server" if inside == "server" else "here",
         )
 
     def _planned(self, model: str, on_cpu: bool) -> Plan:

@@ -28,6 +28,7 @@ from fp8plan.model.risk.expected import Level, RiskBudget
 from fp8plan.model.shards import why_not_shardable
 from fp8plan.runtime.engine.options import refuse_unknown
 from fp8plan.runtime.mismatch.sampling import Sampling
+from fp8plan.runtime.this_host import host_loop_s
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
 # ----------------------------------------------------------------------------------------------- this verl's inside
@@ -252,6 +253,7 @@ def made_plan(config: Any, settings: Settings) -> Plan:
         samples=samples,
         longest_response=int(data.max_response_length),
         longest_prompt=int(data.max_prompt_length),
+        host_loop_s=host_loop_s() if find_gpu(settings.gpu).is_here else None,
         target="verl",
         budget=RiskBudget() if settings.accept is None else RiskBudget(accept=settings.accept),
     )

@@ -20,13 +20,18 @@ def machine_facts() -> dict[str, Any]:
     """Facts about the machine for the records of rollouts."""
     import torch
 
-    boot = Path("/proc/sys/kernel/random/boot_id")
     return {
-        "boot": boot.read_text().strip() if boot.exists() else None,
+        "boot": boot_id(),
         "cpu_count": os.cpu_count(),
         "cpu_model": cpu_model(),
         "torch_version": torch.__version__,
     } | gpu_facts()
+
+
+def boot_id() -> str | None:
+    """Linux' name of the machine since its start, also inside a container; None on other systems."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else None
 
 
 def cpu_model() -> str | None:

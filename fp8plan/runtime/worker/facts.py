@@ -11,6 +11,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.model.emit.vllm import is_router
+from fp8plan.runtime.this_host import host_loop_s
 from fp8plan.runtime.weight_sync.kv_scales import attention_layers
 from fp8plan.runtime.worker.binding import kind
 
@@ -34,6 +35,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
     experts:         True if the model has routed experts
     routed_experts:  True if the engine returns the experts that each token went to
     weight_transfer: vLLM's backend of weight updates; None: none is configured
+    host_loop_s:     the loop of its host (runtime.this_host), if this is the first rank, on a GPU; else None
 
     and vllm_version, weight_bytes, kv_cache_dtype, cudagraph_mode, enforce_eager and logprobs_mode
     """
@@ -64,6 +66,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
         "experts": bool(config.model_config.is_moe),
         "routed_experts": bool(getattr(beside, "enable_return_routed_experts", False)),
         "weight_transfer": getattr(getattr(config, "weight_transfer_config", None), "backend", None),
+        "host_loop_s": host_loop_s() if device.type == "cuda" and worker.rank == 0 else None,
     }
 
 

@@ -49,7 +49,7 @@ def facts_of(*layers: torch.nn.Module) -> dict[str, Any]:
     )
     model = torch.nn.Sequential(*layers)
     runner = SimpleNamespace(get_model=lambda: model)
-    return facts.worker_facts(SimpleNamespace(model_runner=runner, vllm_config=config))
+    return facts.worker_facts(SimpleNamespace(model_runner=runner, vllm_config=config, rank=0))
 
 
 FLASH, FLASHINFER, TRITON = "FlashAttentionImpl", "FlashInferImpl", "TritonAttentionImpl"

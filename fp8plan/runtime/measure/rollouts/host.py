@@ -28,7 +28,7 @@ LOOP = 20_000  # turns of a loop, a quarter of a millisecond
 PROBES, SAMPLES = 5, 3  # loops of which the best counts: on each core before a run, and at each sample during it
 SPARE = 3  # cores for the engine's sending and receiving threads, beside one for each process
 EVERY_S = 0.25
-BUSY_ROUNDS, BUSY_S = 5, 1.0  # timings of `busy_loop_s`, each on the cores that are quiet then
+BUSY_ROUNDS, BUSY_SAMPLES, BUSY_S = 5, 4, 0.2  # of `busy_loop_s`; each round is on the cores that are quiet then
 STAT = Path("/proc/stat")
 
 
@@ -155,25 +155,27 @@ class Watch:
 def busy_loop_s() -> float:
     """The `host_loop_s` to expect of an engine on this machine, measured without one: the median of BUSY_ROUNDS.
 
-    Two processes compute meanwhile, in the place of front end and engine core.
+    Two processes compute meanwhile, in the place of front end and engine core. This process stays on the cores that it
+    was moved to, so let it end afterwards (fp8plan.runtime.this_host).
     """
     host, loops = Host(), list[float]()
-    before = {thread: os.sched_getaffinity(thread) for thread in threads([psutil.Process()])}
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         for _ in range(BUSY_ROUNDS):
             host.settle([psutil.Process(process.pid) for process in busy])
-            with Watch(host) as watch:
-                time.sleep(BUSY_S)
-            loops.append(watch.facts["host_loop_s"])
+            loops.append(mean(_sampled(host) for _ in range(BUSY_SAMPLES)))
     finally:
         for process in busy:
             process.kill()
             process.wait()
-        for thread, cores in before.items():
-            with suppress(ProcessLookupError):  # the thread has ended
-                os.sched_setaffinity(thread, cores)
     return median(loops)
+
+
+def _sampled(host: Host) -> float:
+    time.sleep(BUSY_S / BUSY_SAMPLES)
+    loop_s = host.loop_s()
+    assert loop_s is not None  # both processes compute until they are killed
+    return loop_s
 
 
 def cpu_ticks() -> tuple[int, int] | None:
@@ -183,3 +185,7 @@ def cpu_ticks() -> tuple[int, int] | None:
     name, *fields = STAT.read_text(encoding="utf-8").split("\n", 1)[0].split()
     ticks = [int(field) for field in fields[:8]]  # user nice system idle iowait irq softirq steal
     return (ticks[7], sum(ticks)) if name == "cpu" and len(ticks) == 8 else None
+
+
+if __name__ == "__main__":
+    print(busy_loop_s())
