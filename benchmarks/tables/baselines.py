@@ -32,8 +32,9 @@ SETS = {
         for name in ("validation/rollouts", "validation/anchored", "reports/rollouts")
     ),
     "h100_newer": ("h100_sxm/vllm-0.33.0/validation/rollouts.jsonl",),
+    "h200_newer": ("h200_sxm/vllm-0.33.0/validation/rollouts.jsonl",),
 }
-HELD_OUT = ("validation", "held_out", "h100", "h100_newer")
+HELD_OUT = ("validation", "held_out", "h100", "h100_newer", "h200_newer")
 GOAL = 0.02, 2.0  # of makespans, and of speed-ups in points
 MOST_REQUESTS = 512  # of a rollout that counts for the goal: vLLM's largest CUDA graph
 PRODUCT = "**fp8plan**"

@@ -135,7 +135,7 @@ def calibrate_command(
     from fp8plan.model.calibrate.profile_of import calibrate, measured_version
     from fp8plan.model.calibrate.two_engines import TWO_ENGINES, calibrate_by_two_engines, check_replaceable
     from fp8plan.model.hardware import find_gpu
-    from fp8plan.model.profile.library import own_profiles_path, profile_path
+    from fp8plan.model.profile.library import of_another_version, own_profiles_path, profile_path
     from fp8plan.views.report import calibration_report
 
     card, by_two = find_gpu(gpu), grid is Grid.anchor
@@ -154,7 +154,10 @@ def calibrate_command(
     if not fit_only:
         measure(folder, card, grid.value)
     print(f"fitting what {folder} holds, some minutes", file=sys.stderr)
-    calibration = (calibrate_by_two_engines if by_two else calibrate)(folder, card, version)
+    if by_two:
+        calibration = calibrate_by_two_engines(folder, card, version)
+    else:
+        calibration = calibrate(folder, card, version, of_another_version(card, version))
     (folder / "profile.json").write_text(calibration.profile.to_json(), encoding="utf-8")
     show(calibration_report(calibration))
     print(f"written: {folder / 'profile.json'}", file=sys.stderr)

@@ -37,7 +37,16 @@ from fp8plan.model.cost.attention import NARROW
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.profile.library import RARE_PARTS, WIDE_HEADS, datasheet_profile, rare_parts, without_rare_parts
-from fp8plan.model.profile.profile import HOST_PACE, KNOWN_HOST_SD, PACES, Profile, between, error_parts
+from fp8plan.model.profile.profile import (
+    FITTED,
+    HOST_PACE,
+    KNOWN_HOST_SD,
+    PACES,
+    VERSION_SD,
+    Profile,
+    between,
+    error_parts,
+)
 from fp8plan.model.validate.records import Record, read_records
 
 LINEARS = {"Qwen/Qwen3-14B": ("qkv_proj", "gate_up_proj", "down_proj"), "meta-llama/Llama-3.2-1B": ("down_proj",)}
@@ -107,8 +116,11 @@ class Calibration:
     prior: str = "the datasheet profile"
 
 
-def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
-    """Fit everything measured in `folder`. Raises ConfigError without engine steps, the least it needs."""
+def calibrate(folder: Path, card: Gpu, engine_version: str, other: Profile | None = None) -> Calibration:
+    """Fit everything measured in `folder`. Raises ConfigError without engine steps, the least it needs.
+
+    other: the profile of this GPU with another engine version. It lends the coefficients of parts not measured here
+    """
     rows, steps = kernel_rows(folder / "kernels"), step_windows(folder / "steps")
     powers = power_rows(folder / "kernels")
     if not steps:
@@ -147,7 +159,8 @@ def calibrate(folder: Path, card: Gpu, engine_version: str) -> Calibration:
         flat=flat_kernels(rows),
         tensor_parallel=sorted({size for size, whole in (w.record.limits.cut for w in steps) if not whole}),
     )
-    return Calibration(profile.with_errors(*error_parts(total_error(steps, leaving_out))), tuple(errors))
+    profile = profile.with_errors(*error_parts(total_error(steps, leaving_out)))
+    return Calibration(with_lent(profile, other), tuple(errors))
 
 
 def _unmoved(fitted: Profile, sheet: Profile) -> dict[str, str]:
@@ -190,6 +203,27 @@ def with_rare_parts(profile: Profile, steps: Sequence[Windows], prior: Profile) 
         covariance[name] = covariance[name] | {name: covariance[name][name] + BETWEEN_MODELS**2}
     kept = {name: value for name, value in fitted.coefficients.items() if name not in unmeasured}
     return replace(fitted, coefficients=kept, log_covariance=covariance)
+
+
+def with_lent(profile: Profile, other: Profile | None) -> Profile:
+    """The profile with the coefficients that only `other` has measured, each with a note.
+
+    other: a profile of the same GPU with another engine version; its values get the error of such a use
+    """
+    if other is None:
+        return profile
+    borrowed = {name for name, note in other.notes.items() if note.startswith(FITTED)}
+    lent = other.coefficients.keys() - profile.coefficients.keys() - borrowed
+    covariance = between(other.log_covariance, lent)
+    for name in covariance:
+        covariance[name] = covariance[name] | {name: covariance[name][name] + VERSION_SD**2}
+    note = f"{FITTED}measurements with {other.engine} {other.engine_version}"
+    return replace(
+        profile,
+        coefficients=profile.coefficients | {name: other.coefficients[name] for name in lent},
+        log_covariance=profile.log_covariance | covariance,
+        notes=profile.notes | dict.fromkeys(lent, note),
+    )
 
 
 def timed_rare_parts(rows: pd.DataFrame) -> set[str]:

@@ -166,6 +166,16 @@ def nearest_profile(gpu: Gpu, engine_version: str, profiles_dir: Path | None = N
     return _for(entries[0].path, gpu, engine_version)
 
 
+def of_another_version(gpu: Gpu, engine_version: str, profiles_dir: Path | None = None) -> Profile | None:
+    """The profile that was calibrated on this GPU with the nearest other engine version, as it is; None without one.
+
+    A CPU has none: CPUs differ by several times.
+    """
+    entries = [] if gpu.is_cpu else _nearest(gpu, engine_version, profiles_dir)
+    others = [x for x in entries if (x.kind, x.gpu) == ("calibrated", gpu.name) and x.engine_version != engine_version]
+    return _read(others[0].path) if others else None
+
+
 def _for(path: Path, gpu: Gpu, engine_version: str) -> Profile:
     """A file's profile with the error of its use for another engine version or GPU, and for a host that nobody timed.
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.jsonl import plain
+from fp8plan.model.architecture import Experts
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.choice import Timed, speed_up, timed
 from fp8plan.model.profile.library import load_profile
@@ -22,11 +23,13 @@ from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Simulated, simulate
 from fp8plan.model.validate.records import Record
 from fp8plan.schemas import LENGTHS
+from fp8plan.version import has
 
 K = TypeVar("K")
 R = TypeVar("R")
 Row: TypeAlias = Mapping[str, Any]
 SECONDS = ("seconds", "predicted_s", "predicted_low_s", "predicted_high_s")
+ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # environment variable of vLLM
 CELL = ("group", "precision", "kv_cache_tokens")  # the inputs of a prediction; rows that agree in them are repeats
 
 
@@ -196,6 +199,17 @@ def validate(
     )
 
 
+def routing_warnings(record: Record) -> list[str]:
+    """A warning for a model whose experts vLLM drew with kernels that no rollout of a user has; else []."""
+    is_drawn = (record.fields.get("env") or {}).get(ROUTING) is not None
+    routed = is_drawn and record.setup.shape.parts_of(Experts)
+    if not routed or not has(record.fields["engine_version"], "simulated routing sorts"):
+        return []
+    model = record.fields["model"]
+    costs = "vLLM then sorts random numbers in each layer of experts, for which no plan counts time"
+    return [f"{model} was measured with {ROUTING}: {costs}. Measure it without"]
+
+
 def simulated(record: Record, profile: Profile, before: Simulated | None = None) -> Simulated:
     """Simulate the record's rollout by `profile`, on the record's host if that was timed.
 
@@ -224,7 +238,7 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> Compare
     fields = record.fields
     try:
         profile, remarks = load_profile(find_gpu(fields["gpu"]), fields["engine_version"], strict)
-        warnings.update(dict.fromkeys(remarks))
+        warnings.update(dict.fromkeys([*remarks, *routing_warnings(record)]))
         result = simulated(record, profile)
     except Fp8PlanError as error:
         raise type(error)(f"line {record.line}: {error}") from None

@@ -27,19 +27,22 @@ from fp8plan.model.calibrate.profile_of import (
     measured_version,
     step_windows,
     timed_rare_parts,
+    with_lent,
     with_rare_parts,
 )
 from fp8plan.model.cost.base import QUANTITIES
+from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import (
     RARE_PARTS,
     WIDE_HEADS,
     datasheet_profile,
     load_profile,
+    of_another_version,
     profile_path,
     profiles_path,
     without_rare_parts,
 )
-from fp8plan.model.profile.profile import HOST_PACE, KNOWN_HOST_SD, PACES, Profile
+from fp8plan.model.profile.profile import FITTED, HOST_PACE, KNOWN_HOST_SD, PACES, VERSION_SD, Profile
 
 GPU = nature(17)  # one that is far enough from the datasheet for what is tested to show
 UNSEEN_LAYER, UNSEEN_HEADS = (7168, 5120), (40, 8, 128)  # of Qwen3-14B
@@ -330,6 +333,24 @@ def test_rare_parts_are_fitted_to_steps_unless_their_kernels_were_timed() -> Non
     found = with_rare_parts(known, steps, sheet).coefficients
     assert found[of_bf16] == 1e-9
     assert all(found[name] != sheet.coefficients[name] for name in wide - {of_bf16})
+
+
+def test_another_versions_profile_lends_what_was_not_measured_and_no_more() -> None:
+    shipped = load_profile(H200, "0.26.0")[0]
+    assert of_another_version(H200, "0.30.0") is not None
+    assert of_another_version(find_gpu("cpu"), "0.33.0") is None
+    own = without_rare_parts(replace(shipped, engine_version="0.99.0", notes={}))
+    lent = with_lent(own, shipped)
+    rare = {name for name in shipped.coefficients if name.startswith(RARE_PARTS)}
+    assert rare
+    assert lent.coefficients == shipped.coefficients
+    assert lent.notes == dict.fromkeys(rare, f"{FITTED}measurements with vllm 0.26.0")
+    for name in rare:
+        assert lent.log_covariance[name][name] == shipped.log_covariance[name][name] + VERSION_SD**2
+    assert Profile.from_json(lent.to_json()) == lent
+    again = with_lent(replace(own, engine_version="1.0.0"), lent)
+    assert again.coefficients == own.coefficients  # a loan is not passed on
+    assert with_lent(own, None) == own
 
 
 def test_timings_of_wide_heads_reach_the_fit(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.validate.records import read_records
-from fp8plan.model.validate.validate import Validation, validate
+from fp8plan.model.validate.validate import ROUTING, Validation, validate
 from fp8plan.model.workload import LogNormal, Workload
 
 MODEL = "Qwen/Qwen3-0.6B"
@@ -279,3 +279,13 @@ def test_engines_with_other_cuda_graphs_are_groups_of_their_own() -> None:
     groups = {(x.group, x.limits.max_cudagraph_capture_size) for x in records}
     assert {size for _, size in groups} == {None, 1024}
     assert len(groups) == len({group for group, _ in groups}) == 5
+
+
+def test_experts_drawn_by_vllms_simulation_are_named_where_it_costs_time(tmp_path: Path) -> None:
+    experts = {"model": "Qwen/Qwen3-30B-A3B", "env": {ROUTING: "uniform_random"}}
+    (warning,) = [x for x in validated(tmp_path, experts | {"engine_version": "0.33.0"}).warnings if ROUTING in x]
+    assert warning.startswith("Qwen/Qwen3-30B-A3B was measured with")
+    for other in ({"engine_version": "0.26.0"}, {"engine_version": "0.33.0", "env": {}}):
+        assert not [x for x in validated(tmp_path, experts | other).warnings if ROUTING in x]
+    dense = {"engine_version": "0.33.0", "env": experts["env"]}
+    assert not [x for x in validated(tmp_path, dense).warnings if ROUTING in x]

@@ -1,11 +1,10 @@
 # Rollouts that judge the H200's own profile of vLLM 0.33 and that no fit sees: profiles/h200_sxm/vllm-0.33.0/validation/cells.json.
-# BF16 and the most FP8 of each model come first. 18 engines take about 50 minutes: two leases. A file of an earlier one,
-# copied to ~/res/native_h200.jsonl, goes on.
+# BF16 and the most FP8 of each model come first. 18 engines take about 60 minutes: three leases. What is committed goes on.
 . ~/lease.env
+[ -e ~/res/native_h200.jsonl ] || cp profiles/h200_sxm/vllm-0.33.0/validation/rollouts.jsonl ~/res/native_h200.jsonl
 measure() { # MODEL PRECISION...
     python3 -m fp8plan.runtime.measure.rollouts.run --cells profiles/h200_sxm/vllm-0.33.0/validation/cells.json --model "$1" \
-        $(printf -- '--precision %s ' "${@:2}") --compile --trace --timeout 400 --output ~/res/native_h200.jsonl \
-        --env VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
+        $(printf -- '--precision %s ' "${@:2}") --compile --trace --timeout 400 --output ~/res/native_h200.jsonl
 }
 cells() {
     local model
