@@ -49,6 +49,7 @@ BARS = {
     "h200_sxm/vllm-0.26.0/validation/anchor.jsonl": 1.6,
     "h200_sxm/vllm-0.26.0/validation/rollouts.jsonl": 3.1,
     "h200_sxm/vllm-0.33.0/calibrate/steps/rollouts.jsonl": 8.4,
+    "h200_sxm/vllm-0.33.0/validation/rollouts.jsonl": 4.1,
 }
 NAMES = ("rollouts", "held_out", "again", "anchor", "anchored")  # of files with measured rollouts
 KEPT = ("line", "group", "precision", "seconds", "predicted_s", "predicted_low_s", "predicted_high_s")

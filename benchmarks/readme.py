@@ -82,7 +82,7 @@ COMMANDS = (
 
 # Rollouts by which no constant of an interval was chosen.
 OUTSIDE = {
-    "vLLM 0.33, H200, on a slow host": ROOT / "profiles/h200_sxm/vllm-0.33.0/calibrate/steps/rollouts.jsonl",
+    "vLLM 0.33, H200": ROOT / "profiles/h200_sxm/vllm-0.33.0/validation/rollouts.jsonl",
     "vLLM 0.33, H100": ROOT / "profiles/h100_sxm/vllm-0.33.0/validation/rollouts.jsonl",
 }
 
