@@ -342,10 +342,15 @@ class Result(NamedTuple):
 
 def _predicted(*arguments: Any, **options: Any) -> Result:
     from fp8plan.model.plan.planner import predict
-    from fp8plan.views.plan_page import draw
     from fp8plan.views.report import plan_report
 
-    return Result(predict(*arguments, **options), {}, plan_report, draw)
+    return Result(predict(*arguments, **options), {}, plan_report, _draw)
+
+
+def _draw(prediction: Prediction, target: Path, kv_scales: str) -> None:
+    from fp8plan.views.plan_page import draw  # with all that draws, which a plan without a picture need not load
+
+    draw(prediction, target, kv_scales)
 
 
 @app.command("emit")

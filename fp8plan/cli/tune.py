@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fp8plan.cli.console import PlanCommand, app, not_none, option, options_of
@@ -13,6 +14,8 @@ DRAFTS: Final = "Speculative decoding"  # a group of options
 
 if TYPE_CHECKING:
     from fp8plan.model.architecture import ModelShape
+    from fp8plan.model.plan.planner import Prediction
+    from fp8plan.model.tune.answer import Answer
 
 
 @app.command("tune", cls=PlanCommand)
@@ -53,10 +56,15 @@ def _tuned(
     from fp8plan.model.tune.search import search
     from fp8plan.model.tune.speculation import speculation_of
     from fp8plan.views.tuned import tune_report
-    from fp8plan.views.tuned_page import draw
 
     speculation = speculation_of(model, acceptance, **drafts)
     tuned = search(model, *arguments, **options)
     answer = Answer.of(tuned, speculation)
-    report, picture = partial(tune_report, answer=answer), partial(draw, answer=answer)
+    report, picture = partial(tune_report, answer=answer), partial(_draw, answer=answer)
     return Result(tuned.prediction, {"tune": answer.to_dict()}, report, picture)
+
+
+def _draw(prediction: Prediction, target: Path, kv_scales: str, answer: Answer) -> None:
+    from fp8plan.views.tuned_page import draw
+
+    draw(prediction, target, kv_scales, answer=answer)

@@ -48,7 +48,6 @@ from fp8plan.model.rl_step import WeightSync, delta_bytes
 from fp8plan.model.rollout import Z90, Rollout, Simulated, rollout
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import OF_ENGINE, Record
-from fp8plan.model.validate.validate import simulated
 from fp8plan.schemas import QUIET_HOST
 
 Matrix = NDArray[np.float64]
@@ -391,6 +390,8 @@ def alike(one: ModelShape, other: ModelShape | None) -> bool:
 
 def _simulated(record: Record, profile: Profile) -> Simulated:
     """The record's rollout by the profile. Raises ConfigError naming the line."""
+    from fp8plan.model.validate.validate import simulated
+
     try:
         return simulated(record, profile)
     except Fp8PlanError as error:

@@ -16,7 +16,7 @@ from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import parse
 from fp8plan.model.cost.host import OWN
-from fp8plan.model.emit import trl, verl, vllm
+from fp8plan.model.emit import vllm
 from fp8plan.model.emit.vllm import Expected, Job, check_kv_scales, measured_scales
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
@@ -28,7 +28,6 @@ from fp8plan.schemas import VERSIONS, check_version, checked
 from fp8plan.version import __version__
 
 MAKE_ONE: Final = "fp8plan plan MODEL --gpu GPU --json plan.json"
-_EMITTERS: Final = {"vllm": vllm.emit_vllm, "verl": verl.emit_verl, "trl": trl.emit_trl}
 
 # Figures of every choice that can run. Speed-ups also need BF16 to fit, the RL step a trainer.
 PREDICTED: Final = (
@@ -276,6 +275,8 @@ class Plan:
 
         kv_scales: without effect: fp8plan measures the scales of an FP8 cache after each weight sync
         """
+        from fp8plan.model.emit import verl
+
         return verl.verl_overrides(self._job("verl", choice, measured_scales(self.setup(choice), kv_scales)))
 
     def trl_config(
@@ -288,6 +289,8 @@ class Plan:
               "auto": colocate if that can keep the plan, else server
         kv_scales: without effect: fp8plan measures the scales of an FP8 cache after each weight sync
         """
+        from fp8plan.model.emit import trl
+
         return trl.trl_config(self._job("trl", choice, measured_scales(self.setup(choice), kv_scales)), mode)
 
     def emit(
@@ -312,11 +315,14 @@ class Plan:
         Raises ConfigError for an unknown target, for anything that the target cannot do, and if K and V scales of 1.0
         are riskier than the plan accepts. So it does without a `choice` where no choice is within the risk budget.
         """
+        from fp8plan.model.emit import trl, verl
+
         check_target(target)
         if choice is None:
             self._check_budget(target)
         scales = kv_scales if target == "vllm" else measured_scales(self.setup(choice), kv_scales)
-        emitter = trl.emit_trl_python if python and target == "trl" else _EMITTERS[target]
+        emitters = {"vllm": vllm.emit_vllm, "verl": verl.emit_verl, "trl": trl.emit_trl}
+        emitter = trl.emit_trl_python if python and target == "trl" else emitters[target]
         return emitter(self._job(target, choice, scales, plan_file), scales)
 
     def _check_budget(self, target: str) -> None:

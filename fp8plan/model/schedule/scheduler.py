@@ -39,10 +39,7 @@ from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.cost.base import FloatArray, IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.group_cache import CachingGroupPool
-from fp8plan.model.schedule.group_holders import HoldersWaitPool
 from fp8plan.model.schedule.group_pool import GroupPool, admission_cap, check_groups
-from fp8plan.model.schedule.group_state import GroupState
 from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for, shared_layout
 from fp8plan.model.schedule.state import PREFILL, ROW, SchedulerState
 
@@ -296,6 +293,10 @@ def schedule_groups(
     rules: CacheRules,
 ) -> Schedule:
     """Simulate as `schedule` does, for several groups, or for a group that does not keep all tokens."""
+    from fp8plan.model.schedule.group_cache import CachingGroupPool
+    from fp8plan.model.schedule.group_holders import HoldersWaitPool
+    from fp8plan.model.schedule.group_state import GroupState
+
     _check_groups_fit(prompts, responses, num_blocks, limits, groups)
     pool: GroupPool
     if limits.enable_prefix_caching:
