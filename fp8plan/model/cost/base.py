@@ -163,6 +163,8 @@ def norm8(*terms: Cost) -> Cost:
 
 def _norm(power: int, terms: Sequence[Cost]) -> Cost:
     total = norm_seconds(power, [term.seconds for term in terms])
+    if not any(term.partials for term in terms):
+        return Cost(total, {})
     inverse = 1 / np.where(total > 0, total, 1.0)
     combined = Cost(total, {})
     for term in terms:

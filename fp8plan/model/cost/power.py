@@ -197,33 +197,47 @@ class Load(NamedTuple):
 
 
 class PowerLimit(NamedTuple):
-    """The effect of the power limit on steps, each of shape (steps,).
+    """The effect of the power limit on steps. Arrays have shape (steps,).
 
     stretch: seconds with the limit over seconds without it, at least 1
     free:    d seconds / d seconds without it, for launches
-    slopes:  kind of RUNNING -> the same derivative for the kernels of that kind, without launches
-    watts:   power coefficient -> d seconds / d log(coefficient)
+    bound:   d seconds / d seconds that the energy takes at the limit
+    joules:  power coefficient -> energy of a step by it; IDLE: by the power that an idle GPU draws
+    left:    watts at the limit, less those of an idle GPU
+    running: kind of RUNNING -> watts of its kernels
     """
 
     stretch: Array
     free: Array
-    slopes: dict[str, Array]
-    watts: dict[str, Array]
+    bound: Array
+    joules: dict[str, Array]
+    left: float
+    running: dict[str, float]
+
+    def slope(self, kind: str) -> Array:
+        """d seconds / d seconds without the limit, for the kernels of that kind without launches, shape (steps,)."""
+        return self.free + self.bound * (self.running[kind] / self.left)
+
+    @property
+    def watts(self) -> dict[str, Array]:
+        """Power coefficient -> d seconds / d log(coefficient), each of shape (steps,)."""
+        return {name: self.bound * joules / self.left for name, joules in self.joules.items()}
 
     def cost(self, cost: Cost, kind: str) -> Cost:
         """The cost of kernels of this kind per step, with the limit."""
-        slopes = {True: self.free, False: self.slopes[kind]}
+        slopes = {True: self.free, False: self.slope(kind)}
         partials = {name: partial * slopes[of_launches(name)] for name, partial in cost.partials.items()}
         return Cost(cost.seconds * self.stretch, partials)
 
     def gradient(self, component: Component, kind: str, weights: Array) -> dict[str, float]:
         """d sum(weights * seconds) / d log(coefficient) of a component with the limit."""
-        launches, running = (component.gradient(weights * slope) for slope in (self.free, self.slopes[kind]))
+        launches, running = (component.gradient(weights * slope) for slope in (self.free, self.slope(kind)))
         return {name: (launches if of_launches(name) else running)[name] for name in running}
 
     def rows(self, rows: slice) -> PowerLimit:
-        slopes, watts = ({name: x[rows] for name, x in arrays.items()} for arrays in (self.slopes, self.watts))
-        return PowerLimit(self.stretch[rows], self.free[rows], slopes, watts)
+        joules = {name: x[rows] for name, x in self.joules.items()}
+        stretch, free, bound = self.stretch[rows], self.free[rows], self.bound[rows]
+        return self._replace(stretch=stretch, free=free, bound=bound, joules=joules)
 
 
 def of_launches(name: str) -> bool:
@@ -283,9 +297,8 @@ def power_limit(engine: Engine, batch: StepBatch, load: Load, profile: Profile) 
     stretch = np.sqrt(np.sqrt(np.sqrt(np.sqrt(raised))))
     free = stretch / raised  # d seconds / d those without
     bound = ratio * second * fourth * eighth * free  # d seconds / d least
-    slopes = {kind: free + bound * (_watts(name, profile)[1] / left) for kind, name in RUNNING.items()}
-    watts = {name: bound * joules / left for name, joules in used.items()} | {IDLE: bound * least * idle / left}
-    return PowerLimit(stretch, free, slopes, watts)
+    running = {kind: _watts(name, profile)[1] for kind, name in RUNNING.items()}
+    return PowerLimit(stretch, free, bound, used | {IDLE: least * idle}, left, running)
 
 
 def joules_by_coefficient(used: Mapping[str, Array], profile: Profile) -> dict[str, Array]:

@@ -290,6 +290,10 @@ class TimedSteps:
     launching: Cost
     limit: PowerLimit | None
     led: Array  # True for each step that the host begins while the GPU runs the step before
+    on_gpu: Array = field(init=False)  # seconds of each step in all components, with the power limit
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "on_gpu", sum(map(self._limited, self.components), np.zeros(1)))
 
     def rows(self, rows: slice) -> TimedSteps:
         """The steps selected by `rows`. The first of them follows none."""
@@ -329,7 +333,7 @@ class TimedSteps:
         weights: the number of times that each step runs, shape (steps,)
         """
         host = Component("host", self.scheduling + self.launching, None)
-        gpu_total = float((weights * self._gpu_seconds()).sum())
+        gpu_total = float((weights * self.on_gpu).sum())
         gpu_sigma = self._sigma(self._gpu_gradient(weights), gpu_total)
         host_sigma = self._sigma(gradient_of([host], weights), float((weights * host.seconds()).sum()))
         low, high = (self._joined(np.exp(side * gpu_sigma), np.exp(side * host_sigma)) for side in (-z, z))
@@ -342,7 +346,7 @@ class TimedSteps:
         """
         scheduling, launching = Component("", self.scheduling, None), Component("", self.launching, None)
         groups = {"gpu": self.components, "scheduling": [scheduling], "launching": [launching]}
-        totals = {name: total_of(parts) for name, parts in groups.items()} | {"gpu": self._gpu_seconds()}
+        totals = {name: total_of(parts) for name, parts in groups.items()} | {"gpu": self.on_gpu}
         own, ahead_of = (
             [Cost(seconds, {name + whose: seconds}) for name, seconds in totals.items()] for whose in ("", NEXT)
         )
@@ -361,7 +365,7 @@ class TimedSteps:
 
     def _gpu_gradient(self, weights: Array) -> dict[str, float]:
         """d sum(weights * seconds of the GPU) / d log(coefficient)"""
-        pace = {GPU_PACE: float((weights * self._gpu_seconds()).sum())}
+        pace = {GPU_PACE: float((weights * self.on_gpu).sum())}
         weights = weights * self.model.profile.coefficient(GPU_PACE)
         if self.limit is None:
             return gradient_of(self.components, weights) | pace
@@ -377,12 +381,9 @@ class TimedSteps:
         stretch = 1.0 if self.limit is None else self.limit.stretch
         return component.seconds() * (stretch * self.model.profile.coefficient(GPU_PACE))
 
-    def _gpu_seconds(self) -> Array:
-        return sum(map(self._limited, self.components), np.zeros(1))
-
     def _joined(self, gpu: float, host: float) -> Array:
         """Seconds of each step if GPU and host took `gpu` and `host` times as long, shape (steps,)."""
-        parts = (self._gpu_seconds() * gpu, self.scheduling.seconds * host, self.launching.seconds * host)
+        parts = (self.on_gpu * gpu, self.scheduling.seconds * host, self.launching.seconds * host)
         on_gpu, scheduling, launching = (Cost(seconds, {}) for seconds in parts)
         ahead = lead(on_gpu, scheduling + launching, self.led)
         return self.model.joined(on_gpu, scheduling, launching, ahead).seconds

@@ -250,7 +250,7 @@ def compiled() -> ctypes.CDLL | None:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 made = Path(temporary) / library.name
-                command = [*compiler, "-O2", "-shared", "-fPIC", "-o", str(made), str(source)]
+                command = [*compiler, "-O1", "-shared", "-fPIC", "-o", str(made), str(source)]
                 subprocess.run(command, check=True, capture_output=True, timeout=60)
                 made.replace(library)  # in one go: another process may be about to load it
         loaded = ctypes.CDLL(str(library))

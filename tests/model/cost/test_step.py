@@ -156,7 +156,7 @@ def test_gradient_by_finite_differences(step: StepModel, batch: StepBatch, seed:
     weights = np.random.default_rng(seed).uniform(0.1, 100, len(batch.decode_requests))
 
     def log_gpu(model: StepModel) -> float:
-        return float(np.log(weights @ model.timed(batch)._gpu_seconds()))
+        return float(np.log(weights @ model.timed(batch).on_gpu))
 
     total = np.exp(log_gpu(step))
     gradient = {name: value / total for name, value in step.timed(batch)._gpu_gradient(weights).items()}
@@ -291,7 +291,7 @@ def test_prompts_that_join_decode_take_as_long_as_in_a_queue_of_two(
     step = model(name, profile=load_profile(find_gpu("h200"))[0].on_host(FAST))
     timed = step.timed(batch)
     host_s = timed.scheduling.seconds + timed.launching.seconds
-    expected = seconds_of_a_queue_of_two(timed._gpu_seconds(), host_s, timed.launching.seconds > 0)
+    expected = seconds_of_a_queue_of_two(timed.on_gpu, host_s, timed.launching.seconds > 0)
     assert step.seconds(batch).sum() == pytest.approx(expected, rel=0.025)
 
 
@@ -304,7 +304,7 @@ def test_a_long_step_before_hides_launches() -> None:
     spare = alone[0] - step.timed(batch).scheduling.seconds[0]
     assert alone[1] - after[1] == pytest.approx(spare, rel=0.2)
     assert after[[0, 2]].tolist() == alone[[0, 2]].tolist()  # in one graph, and so launched in time anyway
-    assert after[1] > step.timed(batch)._gpu_seconds()[1]
+    assert after[1] > step.timed(batch).on_gpu[1]
     assert step.timed(in_order(batch)).rows(slice(1, 3)).seconds()[0] == alone[1]  # nothing before it
 
 
