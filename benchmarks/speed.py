@@ -2,6 +2,7 @@
 
 `make bench` runs this and writes benchmarks/results/speed.jsonl, one row per measurement;
 `python benchmarks/speed.py --table` prints the rows, with those of aiconfigurator_time.py, as Markdown.
+`python benchmarks/speed.py --gate` measures the GATED commands, keeps their rows, and fails if one takes too long.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
 from tables import markdown
 
+import fp8plan
 from fp8plan import jsonl
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import plan
@@ -42,6 +47,32 @@ LARGE = (
     ("1,000,000 responses, windows", "fp8plan/gpt-oss-20b-bf16 --gpu h200 --prompts 62500"),
     ("10,000,000 responses, KV-starved", "Qwen/Qwen3-8B --gpu h200 --prompts 625000"),
 )
+
+
+class Gated(NamedTuple):
+    """A command that must not take more CPU seconds than `most_s`, at the pace of the machine of speed.jsonl."""
+
+    what: str
+    arguments: str
+    fresh: bool  # each run is the first one of a clone
+    most_s: float
+
+
+GATED = (
+    Gated("the quick start, from a fresh clone", "Qwen/Qwen3-8B --gpu h200", True, 1.0),
+    Gated("every layout of 8 GPUs, 16,384 responses", EIGHT_GPUS, False, 2.7),
+)
+# Work of the kinds that a plan has. Its CPU seconds say how fast the machine is at the moment. YARDSTICK_S are those at
+# the pace of the Intel Xeon of speed.jsonl, where the plan for 8 GPUs of commit 7b64f8ce took 3.06 s: measured in turns
+# with that plan on another machine.
+YARDSTICK_S = 1.0
+YARDSTICK = """
+import numpy as np
+x = np.linspace(1, 2, 200_000)
+for _ in range(200):
+    np.sqrt(x * x + x)
+sum(i * i for i in range(3_000_000))
+"""
 
 
 def measure(what: str, run: Callable[[], object], runs: int, **facts: object) -> dict[str, object]:
@@ -80,7 +111,7 @@ def processes() -> list[dict[str, object]]:
     ]
 
 
-def layouts(fp8plan: str) -> list[dict[str, object]]:
+def layouts(program: str) -> list[dict[str, object]]:
     """Every layout of 8 GPUs: with the default batch, and with a large one whose KV fits some layouts, or none."""
     large = ["--prompts", "512"]  # x 16 samples
     rows = []
@@ -89,7 +120,7 @@ def layouts(fp8plan: str) -> list[dict[str, object]]:
         ("8,192 responses", "Qwen/Qwen3-8B", "h200", large),
         ("8,192 responses, KV-starved", "Qwen/Qwen3-32B", "h100", large),
     ):
-        command = [fp8plan, "plan", model, "--gpu", gpu, "--gpus", "8", *more]
+        command = [program, "plan", model, "--gpu", gpu, "--gpus", "8", *more]
         run = lambda c=command: subprocess.run(c, check=True, capture_output=True)  # noqa: E731
         facts = "fp8plan " + " ".join(command[1:])
         rows.append(measure(f"fp8plan plan, every layout of 8 GPUs, {what}", run, 3, command=facts))
@@ -101,18 +132,71 @@ def large(sizes: tuple[tuple[str, str], ...] = LARGE, runs: int = 3) -> list[dic
     rows: list[dict[str, object]] = []
     for what, arguments in sizes:
         command = [sys.executable, "-m", "fp8plan", "plan", *arguments.split(), "--json"]
-        seconds, most_memory = [], 0
-        for _ in range(runs):
-            child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            _, status, usage = os.wait4(child.pid, 0)
-            assert status == 0, f"{command} ends with status {status}"
-            seconds.append(round(usage.ru_utime + usage.ru_stime, 2))
-            most_memory = max(most_memory, usage.ru_maxrss // 1024)
+        used = [cpu_seconds(command) for _ in range(runs)]
+        seconds, most_memory = [each for each, _ in used], max(memory for _, memory in used)
         row = {"what": f"fp8plan plan, {what}, CPU time", "runs": runs, "median_s": statistics.median(seconds)}
         row |= {"min_s": min(seconds), "max_s": max(seconds), "max_rss_mb": most_memory}
         rows.append(row | {"command": f"fp8plan plan {arguments}"})
         print(f"{rows[-1]}", file=sys.stderr)
     return rows
+
+
+def cpu_seconds(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[float, int]:
+    """User and system seconds of a command with its processes, and the megabytes of the largest of them."""
+    quiet = subprocess.DEVNULL
+    child = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment)
+    _, status, usage = os.wait4(child.pid, 0)
+    assert status == 0, f"{command} ends with status {status}"
+    return round(usage.ru_utime + usage.ru_stime, 2), usage.ru_maxrss // 1024
+
+
+def gated(runs: int = 5) -> list[dict[str, object]]:
+    """CPU seconds of the GATED commands, in turns with the yardstick, at the pace of the machine of speed.jsonl.
+
+    A fresh clone has no bytecode of fp8plan and no compiled scheduler. The packages that it imports have theirs.
+    """
+    seconds: dict[str, list[float]] = {"yardstick": [], **{gated.what: [] for gated in GATED}}
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for number in range(runs + 1):
+            for gated in GATED:
+                clone = _clone(folder / (f"fresh-{number}" if gated.fresh else "used"))
+                command = [sys.executable, "-m", "fp8plan", "plan", *gated.arguments.split()]
+                seconds[gated.what].append(cpu_seconds(command, clone)[0])
+            seconds["yardstick"].append(cpu_seconds([sys.executable, "-c", YARDSTICK])[0])
+            print({what: each[-1] for what, each in seconds.items()}, file=sys.stderr)
+    measured = {what: statistics.median(each[1:]) for what, each in seconds.items()}  # the first filled the caches
+    pace = measured["yardstick"] / YARDSTICK_S
+    return [
+        {"what": f"fp8plan plan, {gated.what}, CPU time, gated", "runs": runs}
+        | {"median_s": round(measured[gated.what] / pace, 2), "most_s": gated.most_s}
+        | {"measured_s": measured[gated.what], "yardstick_s": measured["yardstick"]}
+        | {"command": f"fp8plan plan {gated.arguments}"}
+        for gated in GATED
+    ]
+
+
+def _clone(folder: Path) -> dict[str, str]:
+    """The environment of a command in a copy of the package in `folder`, made where there is none yet.
+
+    Bytecode goes beside it, so that the packages that fp8plan imports keep theirs from copy to copy.
+    """
+    source = Path(fp8plan.__file__).parent
+    if not folder.exists():
+        shutil.copytree(source, folder / "fp8plan", ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / "profiles").symlink_to(source.parent / "profiles")
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    kept |= {"PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    return kept | {"PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode")}
+
+
+def faults(rows: Iterable[Mapping[str, object]]) -> list[str]:
+    """Sentences on the gated rows that take longer than they may; empty if the gate is open."""
+    return [
+        f"{row['what']}: {row['median_s']} s at the pace of the machine of speed.jsonl; allowed: {row['most_s']}"
+        for row in rows
+        if float(str(row["median_s"])) > float(str(row["most_s"]))
+    ]
 
 
 def plans() -> list[dict[str, object]]:
@@ -172,6 +256,7 @@ def table(paths: list[Path]) -> str:
             if "us_per_event_log2_event" in row:
                 facts.append(f"{row['us_per_event_log2_event']:.2f} us per event x log2(events)")
             facts += [row["command"]] if "command" in row else []
+            facts += [f"at most {row['most_s']:.1f} s, measured {row['measured_s']:.2f} s"] if "most_s" in row else []
             facts += ["no C compiler"] if row.get("compiled") is False else []
             facts += [f"at most {row['max_rss_mb']:,} MB of memory"] if "max_rss_mb" in row else []
             times = (f"{row[key] * 1e3:,.1f} ms" if key in row else "" for key in ("median_s", "min_s", "max_s"))
@@ -182,6 +267,7 @@ def table(paths: list[Path]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", action="store_true", help="print the committed results as Markdown, measure nothing")
+    parser.add_argument("--gate", action="store_true", help="measure the gated commands alone, and keep the other rows")
     parser.add_argument("--large", action="store_true", help="measure the large batches alone, and keep the other rows")
     parser.add_argument("--output", type=Path, default=RESULTS / "speed.jsonl")
     arguments = parser.parse_args()
@@ -189,11 +275,21 @@ def main() -> None:
         machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
         machine["compiled"] = compiled() is not None
         machine["cpu"] = cpu()
-        others = [row for row in jsonl.rows(arguments.output) if "max_rss_mb" not in row]
-        others = others if arguments.large else [row | machine for row in (*processes(), *plans(), *growth())]
-        rows = [*others, *(row | machine for row in large())]
+        before = list(jsonl.rows(arguments.output))
+        rows = [row for row in before if "max_rss_mb" not in row and "most_s" not in row]
+        large_rows = [row for row in before if "max_rss_mb" in row]
+        if not (arguments.large or arguments.gate):
+            rows = [row | machine for row in (*processes(), *plans(), *growth())]
+        if not arguments.gate:
+            large_rows = [row | machine for row in large()]
+        limited = [row for row in before if "most_s" in row]
+        if not arguments.large:
+            limited = [row | machine for row in gated()]
+        rows += large_rows + limited
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if problems := faults(limited):
+            sys.exit("\n".join(problems))
     print(table([arguments.output, RESULTS / "aiconfigurator_time.jsonl"]))
 
 

@@ -75,10 +75,10 @@ def why_not_shardable(
         return _LATENT
     if not precision.in_blocks:
         return None
-    layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
     # TRL runs fp8plan's own engine, or vLLM's server with fp8plan's backend.
     if target != "verl" and shape.stored is None:
-        return _why_not_padded(shape, precision) or _why_nothing_left(shape, precision, tensor_parallel, layouts)
+        nothing_left = _why_nothing_left(shape, precision, tensor_parallel, expert_parallel)
+        return _why_not_padded(shape, precision) or nothing_left
     block = precision.weight_block[0]
 
     def fault(tp: int, whole_experts: bool = expert_parallel) -> Size | None:
@@ -88,6 +88,7 @@ def why_not_shardable(
     part = fault(tensor_parallel)
     if part is None:
         return None
+    layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
     allowed = ", ".join(str(tp) for tp in layouts if fault(tp) is None)
     helps = fault(tensor_parallel, whole_experts=True) is None
     if shape.stored is None:
@@ -135,7 +136,7 @@ def _why_not_padded(shape: ModelShape, precision: Precision) -> str | None:
 
 
 def _why_nothing_left(
-    shape: ModelShape, precision: Precision, tensor_parallel: int, layouts: Iterable[int]
+    shape: ModelShape, precision: Precision, tensor_parallel: int, expert_parallel: bool
 ) -> str | None:
     """The reason if vLLM has nothing to quantise, with the layouts in which it has something; else None."""
 
@@ -145,6 +146,7 @@ def _why_nothing_left(
     if something(tensor_parallel):
         return None
     sizes = ", ".join(f"{x.name} {x.k}" for x in shape.left_in_bf16(tensor_parallel))
+    layouts = shape.allowed_tensor_parallel(expert_parallel=expert_parallel)
     allowed = ", ".join(str(tp) for tp in layouts if something(tp))
     return (
         f"{precision.name} leaves nothing of {shape.name} to quantise at tensor_parallel_size {tensor_parallel}: vLLM "

@@ -88,6 +88,9 @@ def tokens_of(batch: StepBatch) -> Array:
 
 
 def whole(values: Array) -> Array:
+    """The values as int64, rounded."""
+    if values.dtype == np.int64:
+        return values
     return np.asarray(np.rint(values), dtype=np.int64)
 
 
@@ -178,7 +181,10 @@ def norm_seconds(power: int, terms: Sequence[Array]) -> Array:
     """The seconds of `norm2`, `norm4` or `norm8`. power: 2, 4 or 8"""
     largest = reduce(np.maximum, terms)
     scale = np.where(largest > 0, largest, 1.0)  # an eighth power would overflow in a fit
-    total = reduce(np.add, [_power(term / scale, power) for term in terms])
+    if len(terms) == 2:  # the larger one's part is 1
+        total = 1 + _power(np.minimum(*terms) / scale, power)
+    else:
+        total = reduce(np.add, [_power(term / scale, power) for term in terms])
     for _ in range(power.bit_length() - 1):  # powers of two
         total = np.sqrt(total)
     return np.asarray(largest * total)
@@ -214,8 +220,8 @@ class Component(NamedTuple):
         return self.gathered(self.cost.seconds)
 
     def gathered(self, values: Array) -> Array:
-        """`values` of the distinct counts, for each step."""
-        return values if self.inverse is None else values[self.inverse]
+        """`values` of the distinct counts, for each step; one value for all stays as it is, shape ()."""
+        return values if self.inverse is None or not values.ndim else values[self.inverse]
 
     def per_step(self) -> Cost:
         return self.cost if self.inverse is None else self.cost.rows(self.inverse)

@@ -133,22 +133,22 @@ def unseen(grounds: Mapping[str, Mapping[str, float]]) -> float:
 
 
 def _theory(cost: Cost, model: Profiled) -> Array:
-    """The share of a cost that coefficients with the datasheet's value make up, of the shape of its seconds."""
+    """The share of a cost that coefficients with the datasheet's value make up, of the shape of its seconds or ()."""
     if model.profile.hull is None:
-        return np.ones_like(cost.seconds)
+        return np.ones(())
     parts = {name: np.abs(partial) for name, partial in cost.partials.items() if not _is_factor(name)}
     notes = {name: model.profile.notes.get(name, FITTED) for name in parts}
     lent = [name for name, note in notes.items() if not note.startswith((FITTED, SEEN))]
     if not lent:
-        return np.zeros_like(cost.seconds)
+        return np.zeros(())
     total = sum(parts.values(), np.zeros_like(cost.seconds))
     return np.asarray(sum(parts[name] for name in lent) / np.where(total > 0, total, 1.0))
 
 
 def _imported(cost: Cost, model: Profiled) -> Array:
-    """The share that is imported, of a cost less its theory, of the shape of its seconds."""
+    """The share that is imported, of a cost less its theory, of the shape of its seconds or ()."""
     if model.profile.kind != ANCHORED:
-        return np.full_like(cost.seconds, model.profile.kind == "imported")
+        return np.full((), float(model.profile.kind == "imported"))
     here, there = np.zeros_like(cost.seconds), np.zeros_like(cost.seconds)
     for name, partial in cost.partials.items():
         note = model.profile.notes.get(name, SEEN)

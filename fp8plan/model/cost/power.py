@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -134,7 +134,7 @@ def with_sustained(cost: Cost, profile: Profile, only: str | None = None) -> Cos
     for factor, power in _factors(profile, only).items():
         moved = [power(name) * partial for name, partial in cost.partials.items() if power(name)]
         if moved:
-            partials[factor] = np.sum(moved, axis=0)
+            partials[factor] = reduce(np.add, moved)
     return cost.plus_partials(partials)
 
 
@@ -307,7 +307,7 @@ def joules_by_coefficient(used: Mapping[str, Array], profile: Profile) -> dict[s
     for use, seconds in used.items():
         name, watts = _watts(use, profile)
         if name is not None:
-            joules[name] = joules.get(name, np.zeros(1)) + watts * seconds
+            joules[name] = joules[name] + watts * seconds if name in joules else watts * seconds
     return joules
 
 

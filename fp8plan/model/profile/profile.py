@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -384,5 +384,5 @@ def _covariance_matrix(table: Mapping[str, Mapping[str, float]], names: Sequence
     matrix = np.zeros((len(names), len(names)))
     for number, name in enumerate(names):
         if row := table.get(name):
-            matrix[number] = [row.get(other, 0.0) for other in names]
+            matrix[number] = [*map(row.get, names, repeat(0.0))]
     return matrix
