@@ -15,7 +15,7 @@ with an end-of-sequence token, because the end is seen a step late. Speculation 
 (fp8plan.model.tune.speculation).
 
 One group of full attention is simulated in C, in scheduler.c, forty times as fast as in Python. The first plan has a C
-compiler build it, in a quarter of a second. Without a compiler `SchedulerState` simulates the same.
+compiler build it, in less than a quarter of a second. Without a compiler `SchedulerState` simulates the same.
 """
 
 from __future__ import annotations
