@@ -27,7 +27,6 @@ from fp8plan.cli.console import (
     progress,
     show,
 )
-from fp8plan.cli.memory import keep_freed_memory
 from fp8plan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -215,7 +214,6 @@ def planned(
     from fp8plan.model.validate.records import read_run
     from fp8plan.model.weight_changes import TopK
 
-    keep_freed_memory()
     card = find_gpu(gpu)
     emissions = _emissions(emit or [])
     in_json = [("--json", as_json)] if as_json is not None else []
