@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks import expert_parallel
+from benchmarks.tables import accuracy
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice
@@ -42,7 +43,7 @@ def seeds() -> str:
 
 def sentences() -> dict[str, Sequence[str]]:
     """Page -> what it says."""
-    return {"README.md": [colocated()], "docs/limits.md": [seeds(), expert_parallel.line()]}
+    return {"README.md": [colocated(), accuracy.newer_line()], "docs/limits.md": [seeds(), expert_parallel.line()]}
 
 
 if __name__ == "__main__":

@@ -80,12 +80,6 @@ COMMANDS = (
     *("calibrate", "probe", "monitor", "report", "import", "doctor"),
 )
 
-# Rollouts by which no constant of an interval was chosen.
-OUTSIDE = {
-    "vLLM 0.33, H200": ROOT / "profiles/h200_sxm/vllm-0.33.0/validation/rollouts.jsonl",
-    "vLLM 0.33, H100": ROOT / "profiles/h100_sxm/vllm-0.33.0/validation/rollouts.jsonl",
-}
-
 
 def plan_table(answer: Plan) -> str:
     """The table of `make plan`, in fewer columns. A range is a 90% interval, in a line of its own."""
@@ -192,7 +186,7 @@ def predicted_again() -> dict[str, str]:
     made |= {name: accuracy.families(validated[name]) for name in ("families", "held_out")}
     made["accuracy line"] = accuracy_line(validated["validation"], validated["held_out"])
     made["first sight"] = first_sight.table(validated["held_out"].records)
-    made["coverage"] = accuracy.coverage({words: validate(read_records(path)) for words, path in OUTSIDE.items()})
+    made["coverage"] = accuracy.coverage(accuracy.outside())
     made["standing"] = baselines.standing({name: validation.records for name, validation in validated.items()})
     return made
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks.tables.markdown import table
 from fp8plan.model.precision import PRESETS
+from fp8plan.model.profile.library import profiles_path
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import (
     Accuracy,
@@ -27,6 +28,28 @@ from fp8plan.model.validate.validate import (
     spreads,
     validate,
 )
+
+# Rollouts by which no constant of an interval was chosen.
+OUTSIDE = {
+    "vLLM 0.33, H200": "h200_sxm/vllm-0.33.0/validation/rollouts.jsonl",
+    "vLLM 0.33, H100": "h100_sxm/vllm-0.33.0/validation/rollouts.jsonl",
+}
+
+
+def outside() -> dict[str, Validation]:
+    """Words of OUTSIDE -> the validation of its rollouts."""
+    return {words: validate(read_records(profiles_path() / path)) for words, path in OUTSIDE.items()}
+
+
+def newer_line() -> str:
+    """README's sentence on rollouts of vLLM 0.33."""
+    h200, h100 = outside().values()
+    parts = [
+        f"{len(x.records)} rollouts on an {card} are off by {x.makespan_mape:.1%} (worst {x.makespan_worst:.1%})"
+        for card, x in (("H200", h200), ("H100", h100))
+    ]
+    return f"With vLLM 0.33, {' and '.join(parts)}."
+
 
 Cell = Mapping[str, Any]
 
