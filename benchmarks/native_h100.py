@@ -59,6 +59,9 @@ def own_profiles() -> Iterator[tuple[str, Profile]]:
     )
 
 
+HEAD = ("rollouts", "makespans, MAPE", "worst", "90% interval, median", "holds", "speed-ups, points")  # of `row`
+
+
 def row(name: str, every: Sequence[Cell]) -> list[str]:
     times = summary([makespan(cell, cell.rollout) for cell in every])
     worst = max(abs(cell.rollout.makespan_s / cell.record.seconds - 1) for cell in every)
@@ -79,8 +82,7 @@ def rows(name: str, profile: Profile) -> dict[str, list[str]]:
 def tables() -> str:
     """The table of all rollouts, and that of those on one GPU."""
     judged = [rows(*each) for each in profiles()] + [dict(each) for each in jsonl.rows(RESULTS)]
-    head = ["profile", "rollouts", "makespans, MAPE", "worst", "90% interval, median", "holds", "speed-ups, points"]
-    return "\n\n".join(markdown(head, [each[kind] for each in judged]) for kind in ("all", "single"))
+    return "\n\n".join(markdown(("profile", *HEAD), [each[kind] for each in judged]) for kind in ("all", "single"))
 
 
 def sets() -> str:

@@ -215,15 +215,10 @@ def with_lent(profile: Profile, other: Profile | None) -> Profile:
     borrowed = {name for name, note in other.notes.items() if note.startswith(FITTED)}
     lent = other.coefficients.keys() - profile.coefficients.keys() - borrowed
     covariance = between(other.log_covariance, lent)
-    for name in covariance:
-        covariance[name] = covariance[name] | {name: covariance[name][name] + VERSION_SD**2}
+    for name, row in covariance.items():
+        row[name] += VERSION_SD**2
     note = f"{FITTED}measurements with {other.engine} {other.engine_version}"
-    return replace(
-        profile,
-        coefficients=profile.coefficients | {name: other.coefficients[name] for name in lent},
-        log_covariance=profile.log_covariance | covariance,
-        notes=profile.notes | dict.fromkeys(lent, note),
-    )
+    return profile.with_coefficients_of(replace(other, log_covariance=covariance), dict.fromkeys(lent, note))
 
 
 def timed_rare_parts(rows: pd.DataFrame) -> set[str]:

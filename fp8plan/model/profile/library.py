@@ -298,13 +298,8 @@ def with_kernels(profile: Profile, gpu: Gpu, kernels: Iterable[str]) -> Profile:
     if not names:  # a kernel of other GPUs
         return profile
     backends = {name: backend for name, backend in sheet.kernel_backends.items() if f"{name}." in missing}
-    return replace(
-        profile,
-        kernel_backends=backends | profile.kernel_backends,
-        coefficients=profile.coefficients | {name: sheet.coefficients[name] for name in names},
-        log_covariance=profile.log_covariance | between(sheet.log_covariance, names),
-        notes=profile.notes | {name: ASSUMED + sheet.notes[name] for name in names},
-    )
+    whole = profile.with_coefficients_of(sheet, {name: ASSUMED + sheet.notes[name] for name in names})
+    return replace(whole, kernel_backends=backends | profile.kernel_backends)
 
 
 def rare_parts(gpu: Gpu) -> tuple[str, ...]:

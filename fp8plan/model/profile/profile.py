@@ -270,6 +270,18 @@ class Profile:
         coefficients = self.coefficients | {HOST_PACE: pace, HOST_LOOP: loop_s}
         return replace(self, coefficients=coefficients, log_covariance=covariance)
 
+    def with_coefficients_of(self, other: Profile, notes: Mapping[str, str]) -> Profile:
+        """A copy of the profile with coefficients that it lacks, and their covariance, from another profile.
+
+        notes: name of each of these coefficients -> the note on it
+        """
+        return replace(
+            self,
+            coefficients=self.coefficients | {name: other.coefficients[name] for name in notes},
+            log_covariance=self.log_covariance | between(other.log_covariance, notes.keys()),
+            notes=self.notes | dict(notes),
+        )
+
     def with_notes(self, note: str) -> Profile:
         """A copy of the profile with a note on each coefficient that has none."""
         return replace(self, notes=dict.fromkeys(self.coefficients.keys() - {*PACES}, note) | self.notes)
