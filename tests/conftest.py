@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from cpu_engines import GPU  # it sets the environment of engines, also for examples and commands that tests start
 from hypothesis import settings
 from installed_vllm import VLLM
 
@@ -46,11 +47,6 @@ with socket.socket() as free:  # for trainers of one process: each of pytest's w
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(50_000, 50, 50)  # Python's own values take a sixth of the time to collect these tests
-GPU = os.path.exists("/proc/driver/nvidia/version")
-if not GPU:
-    import cpu_engines  # noqa: F401 -- it sets the environment of engines, also for examples and commands that tests start
-
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels run in Triton's interpreter
 
 
 @pytest.fixture
@@ -193,8 +189,7 @@ class Recorder:
     def pytest_sessionfinish(self) -> None:
         written = {
             "date": time.strftime("%Y-%m-%d", time.gmtime(self.begun)),
-            "commit": _said("git", "rev-parse", "HEAD"),
-            "changed_files": len(_said("git", "status", "--porcelain", "--untracked-files=no").splitlines()),
+            **_source(),
             "command": ["pytest", *sys.argv[1:]],
             "machine": _machine(),
             "versions": {name: version for name in ("python", *NAMED) if (version := _version(name))},
@@ -206,6 +201,19 @@ class Recorder:
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(json.dumps(written, indent=2) + "\n")
+
+
+def _source() -> dict[str, object]:
+    """The commit, and the number of tracked files that differ from it.
+
+    A copy of the tree without git is told by FP8PLAN_COMMIT, which is COMMIT of a clean tree; else both are not known.
+    """
+    commit = _said("git", "rev-parse", "HEAD")
+    if commit:
+        changed = _said("git", "status", "--porcelain", "--untracked-files=no")
+        return {"commit": commit, "changed_files": len(changed.splitlines())}
+    commit = os.environ.get("FP8PLAN_COMMIT", "")
+    return {"commit": commit, "changed_files": 0 if commit else None}
 
 
 def _said(*command: str) -> str:

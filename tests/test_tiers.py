@@ -37,5 +37,8 @@ def test_what_is_slow_has_a_quicker_test_of_the_same_libraries_in_its_folder_or_
 def test_a_recorded_run_was_of_committed_code_without_failures_and_fits_its_time(file: Path) -> None:
     record = json.loads(file.read_text())
     assert (record["failed"], record["changed_files"]) == ([], 0)
+    assert record["commit"]
     assert record["outcomes"]["passed"] > 20
+    if file.stem == "gpu":
+        assert "skipped" not in record["outcomes"]
     assert record["seconds_by_tier"]["others"] <= MOST_S

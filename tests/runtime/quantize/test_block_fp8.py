@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import product
 
@@ -268,8 +267,6 @@ def test_a_group_is_copied_and_flags_say_what_it_holds(device: str, dtype: torch
 @pytest.mark.parametrize(("ours", "mode"), [("compiled", "compiled"), ("eager", "eager"), ("torch", "eager")])
 def test_each_rounding_equals_vllm_where_it_divides_so(case: str, ours: str, mode: str) -> None:
     pytest.importorskip("vllm")
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        pytest.skip("needs torch.compile, which tests of engines turn off in their process: run this file alone")
     found = quantize_cases.differences(quantize_cases.weight(case), ours)
     assert (getattr(found, f"q_from_{mode}"), getattr(found, f"scales_from_{mode}")) == (0, 0)
 
