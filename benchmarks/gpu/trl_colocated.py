@@ -3,7 +3,10 @@
     python -m benchmarks.gpu.trl_colocated --output trl_colocated.jsonl
 
 Each precision has its own process, and the same random weights, prompts and seeds. Almost every answer has the full
-length, as random weights seldom end one. Rows, by "what":
+length, as random weights seldom end one; with `--lengths planned` answers end at the lengths that plan="auto" draws.
+Rows, by "what":
+    plan    the precision that plan="auto" would choose, and the makespans that it predicts: with a host that is not
+            known (host_loop_s is null), and with this one, by which the trainer goes on
     engine  seconds until the trainer and its engine are there; TRL's settings, and the engine's limits
     sync    seconds of one sync, and fp8plan's report of it
     step    what TRL logged for a step, once it has ended
@@ -25,13 +28,16 @@ import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from benchmarks.gpu.process import end
 from benchmarks.gpu.run_file import name_model
 from benchmarks.gpu.trl_server import GENERATIONS, PROMPT, checkpoint, common, followed, note, prompts, share_of_even
+from fp8plan.model.workload import LogNormal, Workload
 
 PART = "fp8plan"
 GRACE_S = 30.0  # for the engine's end, beyond the deadline
+LENGTHS = ("longest", "planned")
 PASSED_ON = (
     "model",
     "folder",
@@ -42,6 +48,7 @@ PASSED_ON = (
     "completion",
     "batch",
     "micro_batch",
+    "lengths",
     "deadline",
 )
 
@@ -62,6 +69,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--completion", type=int, default=2048, help="tokens at most")
     parser.add_argument("--batch", type=int, default=128, help="completions of a step")
     parser.add_argument("--micro-batch", type=int, default=2, help="completions that are trained at once")
+    parser.add_argument("--lengths", choices=LENGTHS, default="longest", help="of the answers")
     parser.add_argument("--deadline", type=float, default=400, help="seconds for one precision")
     parser.add_argument("--train", metavar="PRECISION", dest="precision", help=argparse.SUPPRESS)  # in its own process
     args = parser.parse_args(words)
@@ -119,8 +127,20 @@ def train(args: argparse.Namespace, folder: str) -> None:
     }
     config = trl.GRPOConfig(**common(args, folder), **colocated)
     choice = {"plan": "auto", "choice": args.precision, "sinks": [JsonLines(run_file(args))]}
-    trainer = GRPOTrainer(args.folder, share_of_even, config, prompts(), **choice)
+
+    class Noted(GRPOTrainer):
+        """A trainer that notes each plan that it makes."""
+
+        def _plan_for(self, *request: Any) -> None:
+            *same, loop_s = request
+            for host_loop_s in dict.fromkeys((None, loop_s)):  # the trainer goes on with the last
+                super()._plan_for(*same, host_loop_s)
+                note(args, PART, "plan", host_loop_s=host_loop_s, **predicted(self.plan))
+
+    trainer = Noted(args.folder, share_of_even, config, prompts(), **choice)
     try:
+        if args.lengths == "planned":
+            end_as_planned(args, trainer)
         seconds = time.perf_counter() - begun
         limits = trainer.rollout_engine.launch.limits
         note(args, PART, "engine", start_s=seconds, settings=colocated, limits=limits.vllm_arguments())
@@ -128,6 +148,30 @@ def train(args: argparse.Namespace, folder: str) -> None:
     finally:
         trainer.monitor.close()
         trainer.rollout_engine.shutdown()
+
+
+def predicted(plan: Any) -> dict[str, Any]:
+    """The precision that a plan chooses, and the makespan of each with its 90% interval, in seconds."""
+    makespans = {x.precision: [x.makespan_s, x.makespan_low_s, x.makespan_high_s] for x in plan.choices}
+    return {"chosen": plan.select(None).precision, "makespans_s": makespans, "reasons": plan.reasons}
+
+
+def end_as_planned(args: argparse.Namespace, trainer: Any) -> None:
+    """Let each answer of a rollout end at a length of its own. Together they are those of the plan's workload."""
+    from fp8plan.integrations.common import MEAN_SHARE, SIGMA
+
+    lengths = LogNormal(MEAN_SHARE * args.completion, SIGMA, args.completion)
+    workload = Workload(args.batch // GENERATIONS, GENERATIONS, trainer._prompt_lengths(), lengths)
+    tokens = workload.batch().responses.tolist()
+    generate = trainer.rollout_engine.generate
+
+    def ended(prompts: Any, sampling_params: Any, **more: Any) -> Any:
+        each = [sampling_params.clone() for _ in prompts]
+        for params, most in zip(each, tokens, strict=True):
+            params.max_tokens = most
+        return generate(prompts, each, **more)
+
+    trainer.rollout_engine.generate = ended
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # On the GPU machine, once: unpack what pack.sh made and was copied to ~/lease, and write ~/lease.env.
 set -euo pipefail
 mkdir -p ~/res ~/fp8plan
-cp -r benchmarks fp8plan profiles pyproject.toml ~/fp8plan # later calls change the tree under a job that runs
+cp -r benchmarks fp8plan profiles pyproject.toml tests ~/fp8plan # later calls change the tree under a job that runs
 tar -C ~ -I "xz -T0" -xf <(cat ~/lease/vllm.*/part) &
 [ ! -e ~/lease/verl ] || tar -C ~/lease -xJf ~/lease/verl/verl.tar.xz &
 for part in $(jobs -p); do wait "$part"; done
@@ -10,9 +10,9 @@ for wheel in ~/lease/fp8plan/*.whl; do python3 -m zipfile -e "$wheel" ~/site; do
 touch ~/vllm.env
 [ ! -e ~/lease/fp8plan/env.sh ] || cp ~/lease/fp8plan/env.sh ~/vllm.env
 [ ! -e ~/lease/kernels ] || tar -C ~ -xzf <(cat ~/lease/kernels/*) # kernels that an earlier lease compiled
-if [ -e ~/lease/verl ]; then
-    cp -r ~/lease/site/. ~/site
-    python3 -m zipfile -e ~/lease/verl/trl-*.whl ~/trl # apart: verl 0.9.1 builds no model beside TRL 1.16
+[ ! -e ~/lease/verl ] || cp -r ~/lease/site/. ~/site
+if [ -e ~/lease/trl ]; then # apart: verl 0.9.1 builds no model beside TRL 1.16
+    for wheel in ~/lease/trl/*.whl; do python3 -m zipfile -e "$wheel" ~/trl; done
 fi
 
 cat > ~/lease.env <<'EOF'
@@ -20,8 +20,15 @@ cd ~/fp8plan
 . ~/vllm.env
 export PYTHONPATH=$HOME/fp8plan:$HOME/site:$HOME/smol VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 export RAY_memory_monitor_refresh_ms=0 # the machine's memory grows while it is used, which Ray does not see
-alone() { # COMMAND...: after the other jobs that measure time
-    (flock 9 && "$@") 9> ~/alone.lock
+ended() { # JOB: wait until it has, if it was begun
+    until [ ! -e ~/started/"$1" ] || [ -e ~/started/"$1"/ended ]; do sleep 1; done
+}
+alone() { # COMMAND...: after the jobs that were begun before this one and measure time
+    local job
+    while read -r job && [ "$job" != "$(basename "$0" .sh)" ]; do
+        ! grep -q '^alone ' ~/started/"$job"/"$job".sh || ended "$job"
+    done < ~/begun
+    "$@"
 }
 kernels() { # MODEL[@RANKS]...: compile the FP8 kernels of those that have none yet
     local model todo=()

@@ -3,11 +3,12 @@
 #     bash benchmarks/gpu/lease/pack.sh VLLM_BUNDLE [DIR [ENV [FOLDER...]]]
 # VLLM_BUNDLE: a script that, given a folder, writes vLLM for that machine as 0/part, 1/part ... in it (or 00/part ...),
 # parts of a tar.xz with `site`. ENV: a script that sets the variables of this vLLM, if it needs any, else "". FOLDER: of
-# verl, learning and gemma, those to pack; "none" packs none of them, and no word all. DIR (.lease, which git ignores)
+# trl, verl, learning and gemma, those to pack; "none" packs none of them, and no word all. DIR (.lease, which git ignores)
 # then has
 #     vllm.00 ...     vLLM, in parts that fit a call with the present tree
 #     fp8plan         wheels of fp8plan and of requests, which vLLM's HTTP client imports, and ENV
-#     verl            verl, and a wheel of TRL
+#     trl             wheels of TRL, and of what it imports that is not on that machine
+#     verl            verl
 #     learning.00 ... SmolLM2 and reasoning-gym, for jobs/learning.sh and jobs/small_models.sh
 #     gemma.00 ...    Gemma with its license, for jobs/small_models.sh
 # PYTHON (python3.12): of the machine's version, as one package is compiled.
@@ -23,7 +24,7 @@ tree=$( (git ls-files -zco --exclude-standard | du -cb --files0-from=- 2> /dev/n
 part=$((63 * 2**20 - tree)) # bytes. A call carries 64 MiB with the tree, which may grow a little before it
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-rm -rf "$out"/{vllm,learning,gemma}.* "$out"/{fp8plan,verl}
+rm -rf "$out"/{vllm,learning,gemma}.* "$out"/{fp8plan,trl,verl}
 mkdir -p "$out/fp8plan"
 wanted() { [[ "$folders" == "  " || "$folders" == *" $1 "* ]]; } # FOLDER
 cut_up() { # NAME: standard input as NAME.00/part, NAME.01/part ..., all of one size
@@ -47,7 +48,10 @@ python3 -m pip download -q --only-binary=:all: --python-version 3.12 -d "$out/fp
 if wanted verl; then
     mkdir -p "$out/verl"
     bash benchmarks/gpu/verl_bundle.sh "$out/verl/verl.tar.xz"
-    python3 -m pip download -q --no-deps -d "$out/verl" trl==1.16.0
+fi
+if wanted trl; then
+    python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d "$out/trl" \
+        trl==1.16.0 datasets==5.2.0 multiprocess==0.70.19 dill==0.4.1
 fi
 
 in_parts() { # NAME WHEEL...: unpacked as ~/smol, in parts

@@ -15,6 +15,7 @@ for job in "$@"; do
     fi
     mkdir ~/started/"$job" 2> /dev/null || continue
     cp "$here/jobs/$job.sh" ~/started/"$job"
+    echo "$job" >> ~/begun
     setsid bash -c 'bash "$0/$1.sh"; touch "$0/ended"' ~/started/"$job" "$job" > ~/res/"$job".log 2>&1 < /dev/null &
     echo $! > ~/started/"$job"/group
 done
