@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ REASONING = "because " * 60
 
 
 def templates() -> dict[str, str]:
-    """The chat templates that TRL ships, of models that people train."""
-    import trl
-
-    return {path.stem: path.read_text() for path in Path(trl.__file__).parent.glob("chat_templates/*.jinja")}
+    """The chat templates that TRL ships, of models that people train; none where it is not installed."""
+    trl = find_spec("trl")
+    if trl is None:
+        return {}
+    return {path.stem: path.read_text() for path in Path(str(trl.origin)).parent.glob("chat_templates/*.jinja")}
 
 
 def tokenizer(template: str) -> Any:

@@ -2,7 +2,7 @@
 # On the GPU machine, once: unpack what pack.sh made and was copied to ~/lease, and write ~/lease.env.
 set -euo pipefail
 mkdir -p ~/res ~/fp8plan
-cp -r benchmarks fp8plan profiles pyproject.toml tests ~/fp8plan # later calls change the tree under a job that runs
+cp -r * ~/fp8plan # later calls change the tree under a job that runs
 tar -C ~ -I "xz -T0" -xf <(cat ~/lease/vllm.*/part) &
 [ ! -e ~/lease/verl ] || tar -C ~/lease -xJf ~/lease/verl/verl.tar.xz &
 for part in $(jobs -p); do wait "$part"; done
