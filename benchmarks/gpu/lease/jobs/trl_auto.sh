@@ -3,8 +3,8 @@
 . ~/lease.env
 export VLLM_USE_DEEP_GEMM_E8M0=0
 model=meta-llama/Llama-3.2-3B
-python3 -c "from benchmarks.gpu.trl_server import randomise; randomise('$model', '$HOME/llama')" &
 ended doctor
+python3 -c "from benchmarks.gpu.trl_server import randomise; randomise('$model', '$HOME/llama')" &
 kernels $model
 wait
 trl() {
