@@ -206,7 +206,8 @@ class Recorder:
 def _source() -> dict[str, object]:
     """The commit, and the number of tracked files that differ from it.
 
-    A copy of the tree without git is told by FP8PLAN_COMMIT, which is COMMIT of a clean tree; else both are not known.
+    Where a copy of the tree has no git, FP8PLAN_COMMIT has the commit, and says that the tree was clean. Without it
+    both are not known.
     """
     commit = _said("git", "rev-parse", "HEAD")
     if commit:
