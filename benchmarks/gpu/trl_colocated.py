@@ -137,7 +137,7 @@ def train(args: argparse.Namespace, folder: str) -> None:
                 super()._plan_for(*same, host_loop_s)
                 note(args, PART, "plan", host_loop_s=host_loop_s, **predicted(self.plan))
 
-    trainer = Noted(args.folder, share_of_even, config, prompts(), **choice)
+    trainer: Any = Noted(args.folder, share_of_even, config, prompts(), **choice)
     try:
         if args.lengths == "planned":
             end_as_planned(args, trainer)

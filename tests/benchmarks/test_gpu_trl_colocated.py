@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import copy
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu import trl_colocated
+from fp8plan.model.workload import Trace
 
 pytestmark = pytest.mark.trl  # the rows hold its version
 
@@ -43,3 +47,17 @@ def test_each_precision_has_its_process_and_its_run_file_names_the_model(
     assert (row["what"], row["precision"], row["error"]) == ("failed", "fp8_kv", "the trainer ended with -1")
     for precision in started:
         assert json.loads((tmp_path / f"rows.{precision}.run.jsonl").read_text())["model"] == "fp8plan/dense-9m"
+
+
+def test_answers_end_at_the_lengths_of_the_frozen_plan() -> None:
+    frozen = json.loads((Path(trl_colocated.__file__).parents[1] / "results" / "trl_auto" / "prior.json").read_text())
+    calls = []
+    engine = SimpleNamespace(generate=lambda prompts, params: calls.append([each.max_tokens for each in params]))
+    trainer = SimpleNamespace(rollout_engine=engine, _prompt_lengths=lambda: Trace((64,) * 256, "prompts"))
+    trl_colocated.end_as_planned(argparse.Namespace(batch=256, completion=384), trainer)
+    shared = SimpleNamespace(max_tokens=384)
+    shared.clone = lambda: copy.copy(shared)
+    engine.generate([[1] * 64] * 256, shared)
+    (tokens,) = calls
+    assert sum(tokens) == frozen["workload"]["response_tokens"]
+    assert max(tokens) == 384
