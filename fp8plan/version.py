@@ -38,6 +38,8 @@ SINCE: Final = {
     "only ends of prompts are retained": (0, 30),
     "Mamba 2 has a checkpoint block": (0, 32),
     "gated delta nets have a checkpoint block": (0, 33),
+    # Speculative decoding (VllmConfig._get_v2_model_runner_unsupported_features in config/vllm.py)
+    "ngram drafts on the GPU": (0, 32),  # 0.30 has the old model runner search on the host; 0.31 was not looked at
     # Experts drawn at random (model_executor/layers/fused_moe/router/routing_simulator_router.py); 0.26 takes randint
     "simulated routing sorts": (0, 30),
     # The scheduler (v1/core/sched/scheduler.py and v1/core/single_type_kv_cache_manager.py)

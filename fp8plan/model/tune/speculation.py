@@ -14,9 +14,9 @@ instead of one, and a decoding request takes g tokens of the budget instead of `
 tokens is taken as its mean.
 
 A step costs GEMMs with `tokens` + 1 rows for each request, attention that reads a request's KV once for all of them,
-and as many rows of lm_head and sampling. No profile has measured a step with drafts. Not modelled: the host's search
-for n-grams and its launches of a draft head, requests without a draft, heads with a smaller vocabulary, the step more
-of a request that ends under asynchronous scheduling, and acceptance that differs between responses.
+and as many rows of lm_head and sampling. No profile has measured a step with drafts. Not modelled: the search for
+n-grams, launches of a draft head, requests without a draft, heads with a smaller vocabulary, the step more of a request
+that ends under asynchronous scheduling, and acceptance that differs between responses.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from fp8plan.model.rollout import Rollout, rollout, schedules
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Batch
+from fp8plan.version import has
 
 
 class Method(NamedTuple):
@@ -46,13 +47,14 @@ class Method(NamedTuple):
 
     head:         a layer and lm_head beside the model's, whose KV has slots for the drafts too (num_lookahead_tokens in
                   vllm/config/vllm.py)
-    asynchronous: vLLM schedules asynchronously with it (VllmConfig.__post_init__)
+    asynchronous: vLLM schedules asynchronously with it (VllmConfig.__post_init__), in every version
     """
 
     head: bool
     asynchronous: bool
 
 
+NGRAM_ON_GPU: Final = "ngram drafts on the GPU"  # of version.SINCE
 NONE: Final = Method(head=False, asynchronous=True)
 METHODS: Final = {
     "ngram": Method(head=False, asynchronous=False),
@@ -110,6 +112,10 @@ class Speculation:
         own = {"model": "HEAD"} if self.method == "eagle3" else {}
         return {"method": self.method, "num_speculative_tokens": self.tokens} | own
 
+    def _asynchronous(self, version: str) -> bool:
+        """True if a version of vLLM schedules asynchronously with these drafts."""
+        return self.source.asynchronous or has(version, NGRAM_ON_GPU)
+
     def check(self, shape: ModelShape) -> None:
         """Raise ConfigError for a model whose speculation is not modelled."""
         if shape.recurrent:
@@ -126,7 +132,7 @@ class Speculation:
             limits,
             max_num_batched_tokens=budget,
             max_cudagraph_capture_size=largest and min(self.queries * largest, budget),
-            async_scheduling=limits.async_scheduling and self.source.asynchronous,
+            async_scheduling=limits.async_scheduling and self._asynchronous(setup.engine_version),
         )
 
 

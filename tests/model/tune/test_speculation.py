@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -21,6 +22,7 @@ from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.tune.speculation import (
     METHODS,
+    NGRAM_ON_GPU,
     Speculation,
     in_tokens,
     in_units,
@@ -30,6 +32,7 @@ from fp8plan.model.tune.speculation import (
     speculation_of,
 )
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Workload
+from fp8plan.version import has
 
 MODEL, GPU, VERSION = "Qwen/Qwen3-8B", find_gpu("h200"), "0.26.0"
 PROFILE = load_profile(GPU, VERSION)[0]
@@ -142,6 +145,15 @@ def test_methods_are_vllms() -> None:
         assert method.head == SpeculativeConfig.use_eagle(type("Config", (), {"method": name}))
 
 
+@pytest.mark.vllm
+def test_vllm_drafts_n_grams_where_it_says() -> None:
+    from vllm import __version__
+    from vllm.config import VllmConfig
+
+    refused = inspect.getsource(VllmConfig._get_v2_model_runner_unsupported_features)
+    assert ("ngram" in refused) != has(__version__, NGRAM_ON_GPU)
+
+
 def engine(model: str = MODEL, **limits: Any) -> EngineSetup:
     return EngineSetup(model, GPU, "bf16", EngineLimits(**limits).holding(4096), engine_version=VERSION)
 
@@ -196,6 +208,7 @@ def test_a_draft_head_takes_time_and_memory() -> None:
 
 def test_host_scheduling_waits_for_ngrams() -> None:
     assert not Speculation(0.6).limits(engine()).async_scheduling
+    assert Speculation(0.6).limits(replace(engine(), engine_version="0.33.0")).async_scheduling
     assert seconds(BATCH, 0.6, 3, "ngram") > seconds(BATCH, 0.6, 3, "ngram_gpu")
 
 
