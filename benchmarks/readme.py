@@ -106,8 +106,9 @@ def tuned_table() -> str:
         of = " of the step" if lever.step else ""
         name = f"**{lever.name}** *" if lever.in_plan else lever.name
         saves = f"{saved} s{of}<br>{low} to {high}"
-        rows.append((name, saves, f"{lever.gain.ratio:.2f}x", lever.price, lever.mismatch))
-    table = markdown.table(("lever", "saves", "gain", "price", "added mismatch"), rows)
+        measured = "yes" if lever.measured else "no"
+        rows.append((name, saves, f"{lever.gain.ratio:.2f}x", measured, lever.price, lever.mismatch))
+    table = markdown.table(("lever", "saves", "gain", "measured", "price", "added mismatch"), rows)
     return f"{table}\n\n> {answer.limited_by}\n>\n> {answer.floor}"
 
 

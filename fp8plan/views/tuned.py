@@ -15,8 +15,9 @@ from fp8plan.views.text import Column, Fitted, Line, Paragraph, best_rows
 
 LEGEND = (
     "saves: seconds of the rollout, or of the RL step where it says so, with their 90% interval; where that holds 0, "
-    "perhaps nothing. *: in the plan, against the plan without it. The others are alone on top of the plan, modelled "
-    "and not measured. mismatch: what a lever adds to that of the precision."
+    "perhaps nothing. *: in the plan, against the plan without it. The others are alone on top of the plan. measured: no, "
+    "if nobody has timed rollouts with and without it beside their predictions. mismatch: what a lever adds to that of "
+    "the precision."
 )
 
 
@@ -56,6 +57,7 @@ def columns(rows: Sequence[Lever]) -> list[Column]:
         Column("lever", [("* " if lever.in_plan else "  ") + lever.name for lever in rows], left=True),
         Column("saves, s\n(90%)", [_spread(*x) + " (step)" * r.step for x, r in zip(saved, rows, strict=True)]),
         Column("gain", [f"{lever.gain.ratio:.2f}x" for lever in rows]),
+        Column("measured", ["yes" if lever.measured else "no" for lever in rows], left=True),
         Column("price", [lever.price for lever in rows], rank=1, left=True),
         Column("mismatch", [lever.mismatch for lever in rows], rank=2, left=True),
     ]

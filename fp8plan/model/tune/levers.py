@@ -1,7 +1,7 @@
 """What-ifs on top of a tuned plan: each lever with its gain, its price, and its setting in the words of each program.
 
 A lever is simulated on the engine of the plan's choice, with all else as it is. Its gain is that of a rollout with as
-many responses, or of the RL step where the step changes. Nothing here was measured with the lever: it is modelled.
+many responses, or of the RL step where the step changes. Few levers were measured: `Lever.measured`.
 """
 
 from __future__ import annotations
@@ -85,11 +85,16 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         yield Lever(name, setting, words, before.seconds, after.seconds, gain, price, kl, in_plan)
 
 
+def asked_for_more(batch: Batch, share: float) -> Batch:
+    """The batch with a share more of requests, whose prompts are drawn from it."""
+    return beside(batch, drawn(batch, round(share * len(batch.prompts)), seed=0))
+
+
 def _stopped(scene: Scene) -> Iterator[Lever]:
     """More responses are asked for than are needed; the rest is aborted when enough have ended."""
     batch, setup = scene.problem.batch, scene.choice.setup
     for share in MORE:
-        more = beside(batch, drawn(batch, round(share * len(batch.prompts)), seed=0))
+        more = asked_for_more(batch, share)
         planned = simulate(setup, more, scene.problem.profile, memory=scene.base.memory).schedules
         if any(plan.sampled for plan in planned):
             return
@@ -220,29 +225,32 @@ def _balance(scene: Scene, seconds: Callable[[int], float], trainer: float, step
 
 def _order(scene: Scene) -> Iterator[Lever]:
     """The same requests in another order."""
-    batch, cut = scene.problem.batch, scene.choice.setup.limits.cut
-    prompts = np.split(np.arange(len(batch.prompts)), np.flatnonzero(np.diff(batch.prompt_ids)) + 1)
-    turn = np.concatenate([np.arange(len(rows)) for rows in prompts])
-    by_length = sorted(prompts, key=lambda rows: -int(batch.prompts[rows[0]]))
-    singly = np.array_split(np.argsort(-batch.responses, kind="stable"), len(batch.prompts))
-    orders = {
-        "samples of a prompt apart": np.argsort(turn, kind="stable"),
-        "long prompts first": _dealt(by_length, scene),
-        "long responses first": _dealt(singly, scene),
-    }
-    for setting, rows in orders.items():
+    batch, limits = scene.problem.batch, scene.choice.setup.limits
+    for setting, rows in orders(batch, limits.data_parallel_size).items():
         if np.array_equal(rows, np.arange(len(rows))):
             continue
         words, run = {"vllm": "the list given to generate()"}, scene.run(batch.take(rows))
         price = f"the prefix cache serves {run.cached_tokens:,} tokens instead of {scene.base.rollout.cached_tokens:,}"
         if setting == "long responses first":
             price += "; needs the lengths in advance: no forecast gains more"
-        yield scene.lever(f"order: {setting}", "the order of requests", words, timed(run, cut), price)
+        yield scene.lever(f"order: {setting}", "the order of requests", words, timed(run, limits.cut), price)
 
 
-def _dealt(pieces: Sequence[IntArray], scene: Scene) -> IntArray:
+def orders(batch: Batch, replicas: int = 1) -> dict[str, IntArray]:
+    """Orders of the requests by their names: the rows of the batch, replica by replica."""
+    prompts = np.split(np.arange(len(batch.prompts)), np.flatnonzero(np.diff(batch.prompt_ids)) + 1)
+    turn = np.concatenate([np.arange(len(rows)) for rows in prompts])
+    by_length = sorted(prompts, key=lambda rows: -int(batch.prompts[rows[0]]))
+    singly = np.array_split(np.argsort(-batch.responses, kind="stable"), len(batch.prompts))
+    return {
+        "samples of a prompt apart": np.argsort(turn, kind="stable"),
+        "long prompts first": _dealt(by_length, replicas),
+        "long responses first": _dealt(singly, replicas),
+    }
+
+
+def _dealt(pieces: Sequence[IntArray], replicas: int) -> IntArray:
     """The rows of pieces that are dealt to the replicas in turn, replica by replica."""
-    replicas = scene.choice.setup.limits.data_parallel_size
     return np.concatenate([rows for replica in range(replicas) for rows in pieces[replica::replicas]])
 
 

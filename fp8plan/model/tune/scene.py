@@ -16,6 +16,8 @@ from fp8plan.model.workload import Batch
 
 NOTHING: Final = "nothing"
 UNKNOWN: Final = "unknown"  # no run of fp8plan has measured it
+# Beginnings of the names of levers that were timed with and without, beside their predictions: docs/evidence/accuracy.md.
+MEASURED: Final = ("max_num_seqs", "max_cudagraph_capture_size", "FP8 weights", "FP8 KV cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,11 @@ class Lever:
     step: bool = False
 
     @property
+    def measured(self) -> bool:
+        """True if rollouts with and without such a lever were timed beside their predictions."""
+        return self.name.startswith(MEASURED)
+
+    @property
     def saved_s(self) -> tuple[float, float, float]:
         """The seconds saved, and the ends of their 90% interval."""
         low, high = (1 - 1 / (end or self.gain.ratio) for end in (self.gain.low, self.gain.high))
@@ -55,7 +62,7 @@ class Lever:
         gain = {"gain": self.gain.ratio, "gain_low": self.gain.low, "gain_high": self.gain.high}
         times = {"before_s": self.before_s, "after_s": self.after_s, "saved_s": saved}
         named = {"lever": self.name, "setting": self.setting, "words": dict(self.words), "in_plan": self.in_plan}
-        of = {"of": "RL step" if self.step else "rollout", "ground": "modelled"}
+        of = {"of": "RL step" if self.step else "rollout", "ground": "measured" if self.measured else "modelled"}
         price = {"price": self.price, "mismatch": self.mismatch}
         return named | of | times | {"saved_low_s": low, "saved_high_s": high} | gain | price
 

@@ -250,7 +250,10 @@ def test_savings_and_their_interval(found: dict[str, Lever]) -> None:
         assert low <= saved + 1e-9
         assert saved <= high + 1e-9
         assert lever.gain.ratio == pytest.approx(lever.before_s / lever.after_s)
-        assert json.loads(json.dumps(lever.to_dict()))["ground"] == "modelled"
+        told = json.loads(json.dumps(lever.to_dict()))
+        assert told["ground"] == ("measured" if lever.measured else "modelled")
+    assert found["FP8 KV cache"].measured
+    assert not found["one step off-policy"].measured
     saves = [lever.saved_s[0] for lever in found.values()]
     assert saves == sorted(saves, reverse=True)
 
