@@ -3,15 +3,15 @@
     python -m benchmarks.levers             prints the table of docs/evidence/levers.md
     python -m benchmarks.levers --freeze    predicts every lever, before anything is measured
 
-`python -m benchmarks.gpu.levers` measures them. Gains with drafts are predicted at several acceptances; what was accepted
-is known after the measurement.
+`python -m benchmarks.gpu.levers` measures them. Gains with drafts are predicted at several acceptances; the real one is
+known after the measurement.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import mean, median
@@ -50,8 +50,8 @@ class Case:
 
     levers:  of the plain engine, as `tune` names them
     engines: those that run it: PLAIN, and methods of speculation
-    text:    the only tokens that are sampled, so that the text repeats itself, and a guess of the next one is right once
-             in so many times; 0: all tokens
+    text:    number of different tokens that are sampled, so that the text repeats itself: a guess of the next one is
+             right once in so many times; 0: all of the vocabulary
     """
 
     name: str
@@ -95,9 +95,8 @@ class Arm:
     enough: int | None = None
 
 
-def arms(case: Case, engine: str) -> Iterator[Arm]:
-    """The ways in which an engine runs a case: as it is, and with each lever."""
-    batch = case.workload.batch()
+def arms(case: Case, batch: Batch, engine: str) -> Iterator[Arm]:
+    """The ways in which an engine runs a case: as it is, and with each lever. batch: the case's, or a smaller one"""
     yield Arm(engine, batch)
     if engine != PLAIN:
         return

@@ -169,12 +169,12 @@ def _seconds(numbers: Mapping[str, float], record: Mapping[str, Any] | None) -> 
 
 
 def verdicts(those: Sequence[Judged]) -> str:
-    """The answers to what is asked of tune, in Markdown. Gains are in points; a workload counts if tune's limits ran."""
+    """The answers to what is asked of tune, in Markdown. Gains count where tune's limits were measured, too."""
     ran = [cell for cell in those if cell.measured]
     named = {cell.workload: cell.measured["seconds"] for cell in ran if cell.is_named and cell.measured}
     best = {key: min(x.measured["seconds"] for x in ran if x.measured and x.workload == key) for key in named}
     others = [cell for cell in ran if cell.workload in named and not cell.is_named]
-    rows = list(zip(others, (cell.measured["seconds"] / named[cell.workload] for cell in others if cell.measured)))
+    rows = [(cell, cell.measured["seconds"] / named[cell.workload]) for cell in others if cell.measured]
     holds = sum(_within(cell.measured["seconds"], cell.own, SECONDS[1:]) for cell in ran if cell.measured)
     gains_hold = sum(_within(gain, cell.own, GAINS[1:]) for cell, gain in rows)
     points = [100 * abs(cell.own["gain"] - gain) for cell, gain in rows]
@@ -182,7 +182,10 @@ def verdicts(those: Sequence[Judged]) -> str:
     lines = (
         ("cells measured", f"{len(ran)} of {len(those)}"),
         ("90% intervals of seconds that hold what was measured", f"{holds} of {len(ran)}"),
-        ("gain of tune's limits over another setting: worst error, points", f"{max(points, default=0):.1f}" if points else "not yet"),
+        (
+            "gain of tune's limits over another setting: worst error, points",
+            f"{max(points, default=0):.1f}" if points else "not yet",
+        ),
         ("90% intervals of these gains that hold", f"{gains_hold} of {len(rows)}"),
         ("tune's limits behind the best measured, worst", f"{max(behind):.1%}" if behind else "not yet"),
     )

@@ -29,6 +29,8 @@ import first_sight  # noqa: E402
 import host_loop  # noqa: E402
 import inside  # noqa: E402
 import kernel_errors  # noqa: E402
+import levers  # noqa: E402
+import limits  # noqa: E402
 import native_h100  # noqa: E402
 import odd_inputs  # noqa: E402
 import odd_measurements  # noqa: E402
@@ -198,6 +200,9 @@ def others() -> dict[str, str]:
     made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
     made["tuned"] = tuned_table()
     made["anchored plan"] = anchored_plan()
+    measured = limits.committed()
+    made |= {"limits of the h200": limits.table(measured), "verdicts on tune": limits.verdicts(measured)}
+    made["levers measured"] = levers.table(levers.committed())
     made["anchored"] = anchored.table()
     made["uncalibrated"] = uncalibrated.table()
     made["aic search"] = aic_search.table()

@@ -15,9 +15,9 @@ from fp8plan.views.text import Column, Fitted, Line, Paragraph, best_rows
 
 LEGEND = (
     "saves: seconds of the rollout, or of the RL step where it says so, with their 90% interval; where that holds 0, "
-    "perhaps nothing. *: in the plan, against the plan without it. The others are alone on top of the plan. measured: no, "
-    "if nobody has timed rollouts with and without it beside their predictions. mismatch: what a lever adds to that of "
-    "the precision."
+    "perhaps nothing. *: in the plan, against the plan without it. The others are alone on top of the plan. measured: "
+    "no, if nobody has timed rollouts with and without it beside their predictions. mismatch: what a lever adds to "
+    "that of the precision."
 )
 
 

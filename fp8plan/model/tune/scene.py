@@ -16,7 +16,7 @@ from fp8plan.model.workload import Batch
 
 NOTHING: Final = "nothing"
 UNKNOWN: Final = "unknown"  # no run of fp8plan has measured it
-# Beginnings of the names of levers that were timed with and without, beside their predictions: docs/evidence/accuracy.md.
+# Beginnings of names of levers that were timed with and without, beside their predictions: docs/evidence/accuracy.md.
 MEASURED: Final = ("max_num_seqs", "max_cudagraph_capture_size", "FP8 weights", "FP8 KV cache")
 
 
