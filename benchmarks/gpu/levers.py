@@ -146,14 +146,12 @@ def measured(llm: Any, case: Case, arm: Arm, host: Host | None) -> dict[str, Any
     prompts = token_prompts(work, llm.llm_engine.model_config.get_vocab_size())
     if host is not None:
         host.settle()
-    files, before = compiled_files(), counters(llm) | accepted(llm)
+    files, before, so_far = compiled_files(), counters(llm), accepted(llm)
     with Watch(host) as watch:
         seconds, ended = generated(llm, prompts, batch.responses.tolist(), arm.enough, case.text)
-    gained = {name: value - before[name] for name, value in (counters(llm) | accepted(llm)).items()}
-    drafts, first = gained.pop("drafts"), gained.pop("accepted first")
-    acceptance = (
-        {"drafts": drafts, "accepted_tokens": gained.pop("accepted"), "acceptance": first / drafts} if drafts else {}
-    )
+    gained = {name: value - before[name] for name, value in counters(llm).items()}
+    drafts, tokens, first = (value - so_far[name] for name, value in accepted(llm).items())
+    acceptance = {"drafts": drafts, "accepted_tokens": tokens, "acceptance": first / drafts} if drafts else {}
     disturbed = {"compiled_files": compiled_files() - files}
     return {"seconds": seconds, "ended": ended, "date": now()} | gained | acceptance | disturbed | watch.facts
 

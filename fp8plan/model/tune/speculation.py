@@ -112,9 +112,10 @@ class Speculation:
         own = {"model": "HEAD"} if self.method == "eagle3" else {}
         return {"method": self.method, "num_speculative_tokens": self.tokens} | own
 
-    def _asynchronous(self, version: str) -> bool:
-        """True if a version of vLLM schedules asynchronously with these drafts."""
-        return self.source.asynchronous or has(version, NGRAM_ON_GPU)
+    def _asynchronous(self, setup: EngineSetup) -> bool:
+        """True if an engine schedules asynchronously with these drafts."""
+        on_gpu = has(setup.engine_version, NGRAM_ON_GPU) and not setup.gpu.is_cpu
+        return self.source.asynchronous or on_gpu
 
     def check(self, shape: ModelShape) -> None:
         """Raise ConfigError for a model whose speculation is not modelled."""
@@ -132,7 +133,7 @@ class Speculation:
             limits,
             max_num_batched_tokens=budget,
             max_cudagraph_capture_size=largest and min(self.queries * largest, budget),
-            async_scheduling=limits.async_scheduling and self._asynchronous(setup.engine_version),
+            async_scheduling=limits.async_scheduling and self._asynchronous(setup),
         )
 
 

@@ -208,7 +208,10 @@ def test_a_draft_head_takes_time_and_memory() -> None:
 
 def test_host_scheduling_waits_for_ngrams() -> None:
     assert not Speculation(0.6).limits(engine()).async_scheduling
-    assert Speculation(0.6).limits(replace(engine(), engine_version="0.33.0")).async_scheduling
+    newer = replace(engine(), engine_version="0.33.0")
+    assert Speculation(0.6).limits(newer).async_scheduling
+    on_cpu = EngineSetup(MODEL, find_gpu("cpu"), "bf16", EngineLimits(max_model_len=4096), engine_version="0.33.0")
+    assert not Speculation(0.6).limits(on_cpu).async_scheduling
     assert seconds(BATCH, 0.6, 3, "ngram") > seconds(BATCH, 0.6, 3, "ngram_gpu")
 
 
