@@ -64,7 +64,7 @@ def test_bad_input_is_refused_as_by_plan(fp8plan: Callable[..., Done]) -> None:
 def test_drafts_are_weighed_with_an_acceptance(fp8plan: Callable[..., Done]) -> None:
     words = ["--acceptance", "0.7", "--num-speculative-tokens", "2", "--speculative-method", "ngram_gpu"]
     levers = json.loads(fp8plan(*MANY, *words, "--json").out)["tune"]["levers"]
-    (lever,) = [lever for lever in levers if lever["lever"] == "speculative decoding, 2 drafts (ngram_gpu)"]
+    (lever,) = [lever for lever in levers if lever["lever"] == "speculative decoding by ngram_gpu, 2 drafts"]
     assert lever["setting"] == "2.19 tokens a step at an acceptance of 0.7"
     refused(fp8plan(*TUNE, "--num-speculative-tokens", "2"), "give --acceptance 0.6")
     refused(fp8plan(*TUNE, "--acceptance", "70"), "acceptance is 70")

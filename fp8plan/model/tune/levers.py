@@ -312,7 +312,7 @@ def _speculative(scene: Scene) -> Iterator[Lever]:
         rollout = speculated(setup, scene.problem.batch, scene.problem.profile, drafts)
     except CapacityError:  # there is no room for a draft head
         return
-    price = "the distribution stays; derived from the costs of GEMMs and attention: none was measured with drafts"
+    price = "the distribution stays; derived from the costs of GEMMs and attention"
     if drafts.source.head:
         price += "; a head that no weight sync reaches is accepted less and less"
     limits, config = drafts.limits(setup), json.dumps(drafts.config)
@@ -332,4 +332,5 @@ def _speculative(scene: Scene) -> Iterator[Lever]:
         words["verl"] = " ".join(f"actor_rollout_ref.model.mtp.{name}={value}" for name, value in mtp.items())
     setting = f"{drafts.gained:.2f} tokens a step at an acceptance of {drafts.acceptance:g}"
     after = timed(rollout, setup.limits.cut)
-    yield scene.lever(f"speculative decoding, {drafts.tokens} drafts ({drafts.method})", setting, words, after, price)
+    name = f"speculative decoding by {drafts.method}, {drafts.tokens} drafts"
+    yield scene.lever(name, setting, words, after, price)
