@@ -111,11 +111,14 @@ def _saved(folder: Path, config: Mapping[str, Any]) -> str:
 def head_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of an EAGLE 3 head for a model: one layer of the model's shape, with the model's whole vocabulary.
 
-    Published heads have about a fifth of the vocabulary, which is not modelled.
+    Published heads have about a fifth of the vocabulary, which is not modelled. The head reads three of the model's
+    layers; vLLM's own choice of them is two of a model with six.
     """
+    layers = config["num_hidden_layers"]
+    reads = {"eagle_aux_hidden_state_layer_ids": [layers // 6, layers // 2, layers - layers // 6]}
     own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
     rest = {"tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16"}
-    return own | rest | {name: config[name] for name in OF_A_LAYER if name in config}
+    return own | rest | reads | {name: config[name] for name in OF_A_LAYER if name in config}
 
 
 def facts_of(llm: Any, setup: EngineSetup) -> dict[str, Any]:

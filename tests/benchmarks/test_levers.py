@@ -162,3 +162,4 @@ def test_a_head_is_a_layer_of_its_model() -> None:
     assert (head["num_hidden_layers"], head["vocab_size"]) == (1, model.vocab_size)
     assert head["hidden_size"] == model.hidden_size
     assert head["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert head["eagle_aux_hidden_state_layer_ids"] == [6, 18, 30]
