@@ -97,7 +97,9 @@ def test_levers_are_judged_at_their_host_and_acceptance() -> None:
     assert (stop.gain, stop.acceptance) == (None, None)
     assert (ngram.gain, ngram.acceptance) == (2.0, 0.75)
     assert ngram.predicted["gain"] == pytest.approx(1.75)
-    assert levers.table([ngram]).endswith("| 2.00x | 1.75x (1.65-1.85) | -25.0 |")
+    row, _, sentence = levers.table([ngram]).splitlines()[-3:]
+    assert row.endswith("| 2.00x | 1.75x (1.65-1.85) | -25.0 |")
+    assert sentence.endswith("measured gain: 0 of 1.")
     assert len(levers.judged(predicted, [])) == 1 + 3
 
 
