@@ -189,8 +189,8 @@ def _at(accepted: float, acceptances: Sequence[float], own: Sequence[Mapping[str
 
 def table(those: Sequence[Judged]) -> str:
     """The levers in Markdown, and a sentence on their intervals."""
-    heads = ("workload", "lever", "accepted", "without: measured (s)", "predicted", "with: measured (s)", "predicted")
-    heads += ("gain", "predicted (90%)", "error, points")
+    seconds = "without: measured (s)", "predicted", "with: measured (s)", "predicted"
+    heads = "workload", "lever", "accepted", *seconds, "gain", "predicted (90%)", "error, points"
     gains = [(lever.gain, lever.predicted) for lever in those if lever.gain is not None]
     hold = sum(row["gain_low"] <= gain <= row["gain_high"] for gain, row in gains)
     return f"{markdown(heads, map(_line, those))}\n\n90% intervals that hold the measured gain: {hold} of {len(gains)}."

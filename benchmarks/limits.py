@@ -117,7 +117,7 @@ class Judged:
     @property
     def is_named(self) -> bool:
         """True for the limits that `tune` names."""
-        return {name: self.row[name] for name in SETTING} == self.row["named"]
+        return all(self.row[name] == value for name, value in self.row["named"].items())
 
     @property
     def workload(self) -> tuple[str, ...]:
@@ -142,8 +142,10 @@ def judged(predicted: Sequence[frozen.Row], records: Sequence[Mapping[str, Any]]
 def table(those: Sequence[Judged]) -> str:
     """The cells in Markdown, with measured seconds where there are any."""
     named = {cell.workload: cell.measured["seconds"] for cell in those if cell.is_named and cell.measured}
-    heads = ("model", "precision", "workload", "max_num_seqs", "largest graph", "token budget", "memory")
-    heads += ("measured (s)", "host unknown (s)", "with its loop (s)", "gain of tune's limits", "predicted")
+    setting = "max_num_seqs", "largest graph", "token budget", "memory"
+    seconds = "measured (s)", "host unknown (s)", "with its loop (s)"
+    gains = "gain of tune's limits", "predicted"
+    heads = "model", "precision", "workload", *setting, *seconds, *gains
     return markdown(heads, (_line(cell, named.get(cell.workload)) for cell in those))
 
 

@@ -151,12 +151,12 @@ def measured(llm: Any, case: Case, arm: Arm, host: Host | None) -> dict[str, Any
         host.settle()
     files, before, so_far = compiled_files(), counters(llm), accepted(llm)
     with Watch(host) as watch:
-        seconds, ended = generated(llm, prompts, batch.responses.tolist(), arm.enough, case.text)
+        facts = generated(llm, prompts, batch.responses.tolist(), arm.enough, case.text)
     gained = {name: value - before[name] for name, value in counters(llm).items()}
     drafts, tokens, first = (value - so_far[name] for name, value in accepted(llm).items())
     acceptance = {"drafts": drafts, "accepted_tokens": tokens, "acceptance": first / drafts} if drafts else {}
     disturbed = {"compiled_files": compiled_files() - files}
-    return {"seconds": seconds, "ended": ended, "date": now()} | gained | acceptance | disturbed | watch.facts
+    return facts | {"date": now()} | gained | acceptance | disturbed | watch.facts
 
 
 def accepted(llm: Any) -> dict[str, int]:
@@ -173,8 +173,12 @@ def accepted(llm: Any) -> dict[str, int]:
 
 def generated(
     llm: Any, prompts: Sequence[Any], responses: Sequence[int], enough: int | None, text: int
-) -> tuple[float, int]:
-    """The seconds of one `generate` from an empty prefix cache, and the responses that have ended by themselves."""
+) -> dict[str, Any]:
+    """The seconds of one `generate` from an empty prefix cache.
+
+    ended:            responses that have ended by themselves
+    different_tokens: number of different ones among all that were sampled, which `text` bounds
+    """
     from vllm import SamplingParams
 
     only = list(range(1, text + 1)) or None
@@ -190,7 +194,8 @@ def generated(
         begun = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begun
-    return seconds, len(outputs)
+    sampled = {token for output in outputs for token in output.outputs[0].token_ids}
+    return {"seconds": seconds, "ended": len(outputs), "different_tokens": len(sampled)}
 
 
 @contextmanager
