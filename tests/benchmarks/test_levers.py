@@ -165,3 +165,11 @@ def test_a_head_is_a_layer_of_its_model() -> None:
     assert head["hidden_size"] == model.hidden_size
     assert head["architectures"] == ["LlamaForCausalLMEagle3"]
     assert head["eagle_aux_hidden_state_layer_ids"] == [6, 18, 30]
+
+
+def test_a_record_finds_its_prediction() -> None:
+    """The cells were run on an H100 before, by the same command."""
+    records = jsonl.rows(limits.RESULTS / "limits_h100" / "rollouts.jsonl")
+    those = limits.judged(jsonl.rows(limits.PREDICTIONS), records)
+    assert sum(cell.measured is not None for cell in those) == len(records) == 12
+    assert "| cells measured | 12 of 22 |" in limits.verdicts(those)
