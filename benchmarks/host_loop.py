@@ -62,9 +62,10 @@ def seen() -> dict[str, list[float]]:
     for path in sorted(path for root in (profiles_path(), RESULTS) for path in root.rglob("*.jsonl")):
         if "host_loop_s" not in path.read_text(encoding="utf-8"):
             continue
-        near = _boot_near(path) if path.name == DOCTORS else None  # other files without boots repeat rollouts
         for row in jsonl.rows(path):
-            boot, loop_s = row.get("boot", near), row.get("host_loop_s")
+            boot, loop_s = row.get("boot"), row.get("host_loop_s")
+            if boot is None and path.name == DOCTORS:  # other files without boots repeat rollouts
+                boot = _boot_near(path)
             if boot is not None and loop_s is not None:
                 loops.setdefault(boot, []).append(loop_s)
     return loops

@@ -211,7 +211,12 @@ def others() -> dict[str, str]:
     made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu.table()
     made |= {"verl outputs": verl_outputs.table(), "trl outputs": trl_outputs.table()}
-    made |= {"verl on GPUs": trainers.verl(), "trl on GPUs": trainers.trl(), "fleet on GPUs": fleet.committed()}
+    made |= {
+        "verl on GPUs": trainers.verl(),
+        "trl on GPUs": trainers.trl(),
+        "trl auto": trainers.trl_auto(),
+        "fleet on GPUs": fleet.committed(),
+    }
     made["probe"] = probe.table()
     made |= {"odd inputs": odd_inputs.table(), "odd measurements": odd_measurements.table()}
     made["odd measurements in engines"] = odd_measurements.live_table()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tables.trainers
 
-benchmarks.gpu.verl_grpo and benchmarks.gpu.trl_server made them, as the rows by hand in their files say.
+benchmarks.gpu.verl_grpo, trl_server and trl_colocated made them, as the rows by hand in their files say.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 VERL, VERL_H100, TRL, TRL_H100 = (
     RESULTS / f"{name}.jsonl" for name in ("verl_h200", "verl_h100", "trl_server_h200", "trl_server_h100")
 )
+TRL_AUTO = RESULTS / "trl_auto"
 WARM = 2  # steps at the beginning whose times do not count: engines warm up
 
 Row = dict[str, Any]
@@ -53,6 +54,23 @@ def trl() -> str:
     syncs = ("start (s)", "sync, first (s)", "sync (s)", "sync, longest (s)", "KV scales (s)")
     runs = (run for file in (TRL, TRL_H100) for run in runs_of(jsonl.rows(file), "server"))
     return table(("TRL's server mode", "GPUs", *syncs, "step (s)", "mean weight"), map(_trl, filter(_trl_ended, runs)))
+
+
+def trl_auto() -> str:
+    """The choice of plan="auto" in TRL with a host that is not known and with one that is timed, and all rollouts."""
+    names = ("bf16", "fp8_block")
+    seconds = [[row["seconds"] for row in jsonl.rows(TRL_AUTO / f"trl_auto.{name}.run.jsonl")] for name in names]
+    plans = [row for row in jsonl.rows(TRL_AUTO / "trl_auto.jsonl") if row["what"] == "plan"]
+    rows = []
+    for plan in plans[:2]:
+        host = "not known" if plan["host_loop_s"] is None else f"timed, {1e6 * plan['host_loop_s']:.0f} µs"
+        rows.append((host, plan["chosen"], *(_interval(*plan["makespans_s"][name]) for name in names)))
+    rows.append(("measured, in turn", "", *(", ".join(f"{each:.2f}" for each in times) for times in seconds)))
+    return table(("host", "chosen", *(f"{name} (s)" for name in names)), rows)
+
+
+def _interval(middle: float, low: float, high: float) -> str:
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
 def _trl(run: list[Row]) -> tuple[str, ...]:
@@ -122,7 +140,7 @@ def _from_to(values: Sequence[float], form: str) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
-    print(verl(), trl(), sep="\n\n")
+    print(verl(), trl(), trl_auto(), sep="\n\n")
 
 
 if __name__ == "__main__":

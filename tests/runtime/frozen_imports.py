@@ -10,6 +10,8 @@ import gc
 import sys
 from functools import cache
 
+from cpu_engines import GPU
+
 _freeze = gc.freeze
 _frozen = 0  # modules
 
@@ -24,7 +26,10 @@ def freeze_imports() -> None:
 @cache
 def _import_vllm() -> None:
     """Import what an engine and its worker import. What is frozen stays so: both would unfreeze it at their end."""
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    if GPU:  # the CPU's worker puts placeholders in place of CUDA's streams
+        import vllm.v1.worker.gpu_worker
+    else:
+        import vllm.v1.worker.cpu_worker  # noqa: F401
 
     gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
 

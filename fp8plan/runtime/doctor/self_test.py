@@ -85,7 +85,7 @@ def self_test(gpu: str | None = None, note: Callable[[str], None] = lambda _: No
     preset = PRESETS[_precision(card)]
     setup = EngineSetup(MODEL, card, preset, limits, engine_version=version.partition("+")[0])
     target = f"vLLM {version} with {MODEL}, {preset.name} on {card.name}"
-    note(f"{target}: two engines start, which takes about a minute")
+    note(f"{target}: two engines start, in a minute, on a GPU in five")
     findings: list[Finding] = []
     try:
         with held_back(engine_stays=False), closing(_checked(setup)) as checks:

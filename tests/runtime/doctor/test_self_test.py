@@ -88,7 +88,7 @@ def test_a_sound_vllm_has_no_fault(fakes: Fakes) -> None:
     diagnosis = self_test.self_test(note=notes.append)
     assert states(diagnosis) == dict.fromkeys(ALL, "ok") | {"rest": "unknown"}
     assert diagnosis.target.startswith("vLLM 0.32.0 with fp8plan/dense-9m, ")
-    assert notes == [f"{diagnosis.target}: two engines start, which takes about a minute"]
+    assert notes == [f"{diagnosis.target}: two engines start, in a minute, on a GPU in five"]
     assert "load_map: ok: 3 tensors fill every parameter of 2 modules" in str(diagnosis)
     assert diagnosis.findings[-1].says.startswith("not checked: FP8 weights, ")
     synced, fresh = fakes.started
