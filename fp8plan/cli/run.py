@@ -201,7 +201,7 @@ def doctor_command(
         bool,
         typer.Option(
             "--engine",
-            help="instead of a TARGET: test the installed vLLM with a tiny model, random weights: a minute, on a GPU five",
+            help="instead of a TARGET: test the installed vLLM with a tiny random model: one minute, on a GPU five",
         ),
     ] = False,
     host: Annotated[
