@@ -6,6 +6,7 @@ import re
 import sys
 from contextlib import suppress
 from ctypes import CDLL
+from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
@@ -58,10 +59,16 @@ def _keep_freed_memory() -> None:
             library.mallopt(parameter, value)
 
 
+@cache
+def _program() -> Any:
+    """The program with its commands. typer would make them anew at each call, in 60 ms."""
+    return typer.main.get_command(app)
+
+
 def _run(words: list[str]) -> Any:
     """Run the command and return its exit code."""
     try:
-        code = app(words, prog_name="fp8plan", standalone_mode=False)
+        code = _program()(words, prog_name="fp8plan", standalone_mode=False)
         sys.stdout.flush()  # a full disk shows here at the latest
     except Fp8PlanError as error:
         return _failed(str(error), BAD_INPUT)
