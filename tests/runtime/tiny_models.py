@@ -185,7 +185,7 @@ def answer(engine: RolloutEngine, prompt: Sequence[int]) -> tuple[list[int], lis
     """Tokens and log-probs of one request."""
     from vllm import SamplingParams
 
-    how = SamplingParams(temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, logprobs=0)
+    how = SamplingParams(temperature=1.0, seed=1, max_tokens=3, ignore_eos=True, logprobs=0)
     (request,) = engine.generate([{"prompt_token_ids": list(prompt)}], how)
     (found,) = request.outputs
     tokens = list(found.token_ids)

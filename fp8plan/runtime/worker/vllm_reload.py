@@ -167,9 +167,9 @@ class NativeReload:
         if self._before is None:
             raise ConfigError("vLLM's reload has ended; allowed: another sync")
         # vLLM would warn of every module that gets nothing, and of parameters that it knows under other names.
+        # With another level, Python would forget what it knows of every logger: 0.5 ms a message.
         log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-        level = log.level
-        log.setLevel(logging.ERROR)
+        log.addFilter(_is_error)
         try:
             with set_current_vllm_config(self._worker.vllm_config):
                 yield
@@ -177,7 +177,11 @@ class NativeReload:
             self.abandon()
             raise
         finally:
-            log.setLevel(level)
+            log.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 @contextmanager
