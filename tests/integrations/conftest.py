@@ -25,7 +25,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def warnings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], list[str]]:
-    """The list that a module's warnings go to from now on. caplog misses some: frameworks set up logging anew."""
+    """The list that a module's warnings go to from now on."""
 
     def listen(module: ModuleType) -> list[str]:
         said: list[str] = []

@@ -6,10 +6,10 @@ The client is TRL's own, but for NCCL: its broadcasts go through the store of vL
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,12 +257,16 @@ def test_what_the_server_does_not_take_is_one_error(server: Server, tmp_path: Pa
 
 
 def test_a_step_down_is_said_with_the_line_to_type(
-    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: Server, tmp_path: Path, warnings_of: Callable[[ModuleType], list[str]]
 ) -> None:
+    from fp8plan.integrations.trl import server as module
+
+    said = warnings_of(module)
     with started(tmp_path, **of(server, max_steps=1)) as trainer:
         trainer.rollout_engine.apply(Action.RECALIBRATE_KV)
-        assert not caplog.records
+        assert said == []
         trainer._apply(Action.KV_TO_BF16)
-    (record,) = [record for record in caplog.records if "step down" in record.getMessage()]
-    assert "--kv-cache-dtype auto" in record.getMessage()
-    assert "choice='bf16'" in record.getMessage()
+    (text,) = said
+    assert "step down" in text
+    assert "--kv-cache-dtype auto" in text
+    assert "choice='bf16'" in text

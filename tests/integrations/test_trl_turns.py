@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +55,7 @@ def parsed(tokenizer: Any, ids: list[int], **_: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_turns_are_one_rollout_and_evaluations_none_and_advice_is_done_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_of: Callable[[ModuleType], list[str]]
 ) -> None:
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -63,6 +63,7 @@ def test_turns_are_one_rollout_and_evaluations_none_and_advice_is_done_once(
     from trl.trainer import grpo_trainer
 
     from fp8plan.integrations.trl import GRPOTrainer
+    from fp8plan.integrations.trl import trainer as module
 
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.setattr(grpo_trainer, "parse_response", parsed)
@@ -114,9 +115,9 @@ def test_turns_are_one_rollout_and_evaluations_none_and_advice_is_done_once(
 
     for name, replacement in (("generate", generated), ("apply", applied), ("sync_weights", synced)):
         monkeypatch.setattr(engine, name, replacement)
+    said = warnings_of(module)
     try:
-        with caplog.at_level(logging.WARNING):
-            trainer.train()
+        trainer.train()
         assert engine.launch.precision == "bf16"
         assert [action for _, action in done] == ["recalibrate_kv", "kv_to_bf16"]
         records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
@@ -133,7 +134,7 @@ def test_turns_are_one_rollout_and_evaluations_none_and_advice_is_done_once(
             ("kv_to_bf16", "kv_to_bf16"),
         ]
         assert logged(trainer, "fp8plan/fp8_kv") == [1.0, 1.0, 1.0, 0.0, 0.0]
-        assert [text for text in caplog.messages if "fp8plan has applied" in text] == [
+        assert [text for text in said if "fp8plan has applied" in text] == [
             "fp8plan has applied recalibrate_kv; the engine runs fp8_kv",
             "fp8plan has applied kv_to_bf16; the engine runs bf16",
         ]
@@ -206,14 +207,17 @@ def test_a_servers_rollout_is_all_calls_of_its_client() -> None:
 
 
 def test_advice_that_no_engine_can_follow_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, warnings_of: Callable[[ModuleType], list[str]]
 ) -> None:
+    from fp8plan.integrations.trl import trainer as module
     from fp8plan.runtime.guard.fallback import Action
+
+    said = warnings_of(module)
 
     trainer = trainer_with(SimpleNamespace(launch=SimpleNamespace(precision="fp8_kv")), True, monkeypatch)
     trainer.accelerator.num_processes = 2
     for _ in range(3):
         trainer._advice = (Action.KV_TO_BF16, None)
         trainer._follow_advice()
-    assert sum("advises a step down from fp8_kv" in text for text in caplog.messages) == 1
-    assert not [text for text in caplog.messages if "applied" in text]
+    (text,) = said
+    assert "advises a step down from fp8_kv" in text
