@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from trl_runs import model
+from verl_config import configured
 
 from benchmarks.gpu import verl_grpo, verl_reward
 from fp8plan.errors import ConfigError
@@ -43,20 +44,16 @@ def test_the_reward_is_the_share_of_even_words() -> None:
 
 
 def test_verl_loads_the_reward_from_its_file(folder: Path) -> None:
-    from hydra import compose, initialize_config_module
     from verl.trainer.ppo.reward import get_custom_reward_fn
 
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=verl_grpo.command("stock", folder, told()))
+    config = configured(verl_grpo.command("stock", folder, told()))
     assert get_custom_reward_fn(config)("", "w2 w3", "") == 0.5
 
 
 def test_verl_builds_a_sampler_that_does_not_wait_for_two_seconds(folder: Path) -> None:
-    from hydra import compose, initialize_config_module
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=verl_grpo.command("stock", folder, told()))
+    config = configured(verl_grpo.command("stock", folder, told()))
     trainer = SimpleNamespace(config=config, trainer_mode="sync", _add_prompts_to_generate=None)
     assert PPOTrainerSync._build_replay_buffer(trainer).poll_interval == 0.1
 
@@ -84,13 +81,10 @@ def test_verl_composes_all_commands_which_differ_by_the_plugins_words(folder: Pa
 
 
 def test_fp8plan_takes_its_command(folder: Path) -> None:
-    from hydra import compose, initialize_config_module
-
     from fp8plan.integrations.verl.settings import refuse, settings_in
 
     words = verl_grpo.command("fp8plan", folder, told(tensor_parallel=2, gpus=2))
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=words)
+    config = configured(words)
     refuse(config)
     assert (settings_in(config).choice, settings_in(config).accept) == ("fp8_kv", "high")
     passes = config.actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.pass_config

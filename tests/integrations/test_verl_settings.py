@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from trl_runs import model
-from verl_parts import composed, config, planned, small
+from verl_config import composed
+from verl_parts import NAMED, config, planned, small
 from vllm_server import ROOT, entry_points
 
 import fp8plan
@@ -149,7 +150,7 @@ def settings(*overrides: str) -> Any:
 
 def test_hydra_composes_the_settings() -> None:
     overrides = (f"+{OURS}.plan=plan.json", f"+{OURS}.choice=fp8_kv", f"+{OURS}.limit_kl=0.1")
-    assert config(*overrides) == composed(*overrides)
+    assert config(*overrides) == composed([NAMED, *overrides])
     found = settings(*overrides)
     assert (found.plan, found.choice, found.limit_kl, found.accept) == ("plan.json", "fp8_kv", 0.1, None)
     assert settings().plan is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import sys
 import tempfile
 import threading
@@ -12,7 +11,6 @@ from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +20,7 @@ from frozen_imports import freeze_imports
 from plans import predicted
 from tiny_models import checkpoint, cpu_plan
 from trl_runs import model
+from verl_config import configured
 from vllm_server import ROOT, entry_points
 
 from fp8plan.model.plan.plan import Plan
@@ -30,27 +29,12 @@ from fp8plan.model.precision import PRESETS
 BUCKET_MB = 1  # of the transport: a tiny model takes several
 
 
-def composed(*overrides: str) -> Any:
-    """verl's real configuration, with fp8plan's rollouts, as Hydra composes it for a command line."""
-    from hydra import compose, initialize_config_module
-
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=["actor_rollout_ref.rollout.name=fp8plan", *overrides])
-
-
-@cache
-def _composed_once() -> bytes:
-    return pickle.dumps(composed())
+NAMED = "actor_rollout_ref.rollout.name=fp8plan"
 
 
 def config(*overrides: str) -> Any:
-    """The same. Hydra's last step alone is taken anew, which applies the overrides: composing takes 0.8 s."""
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    made = pickle.loads(_composed_once())
-    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides([*overrides]), made)
-    return made
+    """verl's real configuration, with fp8plan's rollouts."""
+    return configured([NAMED, *overrides])
 
 
 def small(*overrides: str) -> Any:

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from installed_vllm import VLLM, serve_parser
+from verl_config import composed, configured
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
@@ -197,21 +198,13 @@ def test_replicas_are_told_in_words_not_as_vllm_data_parallelism() -> None:
 # ---------------------------------------------------------------------------------------------------- verl
 
 
-def compose(overrides: list[str]) -> Any:
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_module
-
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return hydra_compose("ppo_trainer", overrides=overrides)
-
-
 @pytest.mark.verl
 @pytest.mark.parametrize("precision", PRESETS)
 def test_verl_composes_and_validates_the_overrides(precision: str) -> None:
     from verl.utils.config import omega_conf_to_dataclass
 
     plan = layout(2, 4, limits=LIMITS, thresholds={"token_tis": 2.0})
-    config = compose(plan.verl_overrides(plans.index(precision)))
+    config = composed(plan.verl_overrides(plans.index(precision)))
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     assert rollout.name == "fp8plan"
     assert rollout.custom["fp8plan"] == {"plan": "plan.json", "choice": precision}
@@ -230,7 +223,7 @@ def verl_keeps(thresholds: dict[str, Any], log_ratios: list[list[float]]) -> tup
     import torch
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
-    told = compose(plans.plan(thresholds=thresholds).verl_overrides()).algorithm.rollout_correction
+    told = configured(plans.plan(thresholds=thresholds).verl_overrides()).algorithm.rollout_correction
     keys = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
     ratios = torch.tensor(log_ratios)
     weights, mask, _ = compute_rollout_correction_and_rejection_mask(
@@ -284,7 +277,7 @@ def test_verl_can_weigh_tokens_and_drop_sequences_at_once() -> None:
     "path", ["/models/a b", "/m/x=1,2", "/m/it's", "null", "8", r"C:\m", r"C:\'m", "C:\\", "/m/[x]{y}", "/m/${x}"]
 )
 def test_a_strange_model_path_reaches_verl_unchanged(path: str) -> None:
-    assert compose(plans.plan(model=path).verl_overrides()).actor_rollout_ref.model.path == path
+    assert configured(plans.plan(model=path).verl_overrides()).actor_rollout_ref.model.path == path
 
 
 def pasted(settings: str, folder: Path, behind: str) -> list[list[str]]:
@@ -315,7 +308,7 @@ def test_the_verl_text_pastes_into_a_shell_and_reaches_verl(name: str, tmp_path:
     (tmp_path / "calls").unlink()
     (words,) = pasted(text, tmp_path, "python -m verl.trainer.main_ppo data.train_files=a.parquet \\")
     assert words == ["-m", "verl.trainer.main_ppo", "data.train_files=a.parquet", *plan.verl_overrides()]
-    config = compose(words[2:])
+    config = configured(words[2:])
     assert config.actor_rollout_ref.model.path == model
     assert config.actor_rollout_ref.rollout.custom.fp8plan.choice == "fp8_block+fp8_kv"
     comments = [line for line in text.splitlines() if line.startswith("# ")]
@@ -412,7 +405,7 @@ def test_vllm_still_begins_with_scales_of_one_and_has_no_setting_that_measures_t
 def test_verl_still_has_no_word_for_kv_scales() -> None:
     from omegaconf import OmegaConf
 
-    assert "kv_scale" not in OmegaConf.to_yaml(compose([]).actor_rollout_ref.rollout)
+    assert "kv_scale" not in OmegaConf.to_yaml(configured([]).actor_rollout_ref.rollout)
 
 
 @pytest.mark.trl
