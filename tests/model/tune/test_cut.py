@@ -84,7 +84,7 @@ def test_the_tokens_of_all_requests_add_up(seed: int, wanted: int, starved: bool
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n < 6 else pytest.mark.slow) for n in range(12)])
 def test_a_cut_is_where_vllms_scheduler_is_when_as_many_have_ended(seed: int, async_scheduling: bool) -> None:
     import vllm_oracle
 

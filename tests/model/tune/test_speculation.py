@@ -87,7 +87,7 @@ YIELDS = [(1, 1), (3, 3), (3, 1), (3, 0), (7, 3), (15, 7)]  # drafts, and those 
 @pytest.mark.vllm
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 @pytest.mark.parametrize(("tokens", "accepted"), YIELDS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_step_is_that_of_vllms_scheduler(seed: int, tokens: int, accepted: int, method: str) -> None:
     """In a step with prompts, a request may hold the blocks of its next step. Siblings share them, if prompts do."""
     batch, pool, limits = random_batch(seed, starved=False)

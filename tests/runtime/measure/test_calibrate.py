@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from runpy import run_module
 from typing import Any
 
 import pytest
@@ -194,17 +195,22 @@ def test_a_measurement_that_cannot_be_made_stops_it_all(
     assert [done for done, _ in started.started] == ORDER[: ORDER.index(name) + 1]
 
 
-def test_the_commands_that_are_started_know_their_arguments(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_commands_that_are_started_know_their_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The sweeps' own parsers: each lists the points that are left, which are of the kernels asked for."""
     for name in calibrate.KERNELS:
         words = ["--output", str(tmp_path), "--grid", "quick", "--gpu", "h200_sxm", "--compile"]
         only = calibrate._only(name, find_gpu("a100"), "quick")  # --only and names
-        command = [sys.executable, "-m", f"{calibrate.PACKAGE}.kernels.{name}", *words, *only, "--list"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        points = [json.loads(line) for line in done.stdout.splitlines()]
+        monkeypatch.setattr(sys, "argv", [name, *words, *only, "--list"])
+        with pytest.raises(SystemExit) as end:
+            run_module(f"{calibrate.PACKAGE}.kernels.{name}", run_name="__main__")
+        out, err = capsys.readouterr()
+        assert not end.value.code, err
+        points = [json.loads(line) for line in out.splitlines()]
         assert {point["kernel"] for point in points} <= set(only[1:])
-        assert f"{len(points)} points are left" in done.stderr
+        assert f"{len(points)} points are left" in err
         assert len(points) >= 10
         assert not list(tmp_path.iterdir())
 

@@ -154,7 +154,7 @@ def test_quantiles_of_the_size_of_the_log_ratio() -> None:
         assert value == pytest.approx(np.quantile(sizes, share, method="inverted_cdf"), rel=1 / 32)
 
 
-@pytest.mark.parametrize("tokens", [100, 500, 100_000])
+@pytest.mark.parametrize("tokens", [100, 500, 20_000])
 @pytest.mark.parametrize("outlier", [20.0, -20.0, 80.0])
 def test_one_outlier_does_not_move_the_robust_k3(tokens: int, outlier: float) -> None:
     log_ratio = 0.05 * np.random.default_rng(0).standard_normal(tokens)

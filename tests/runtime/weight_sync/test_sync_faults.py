@@ -456,7 +456,7 @@ def keeping(request: pytest.FixtureRequest) -> Iterator[Subject]:
 @pytest.mark.parametrize("fault", ["it raises", "a tensor less", "not finite", "not as scored"])
 def test_a_copy_that_is_kept_comes_back(keeping: Subject, fault: str) -> None:
     keeping.engine.sync_weights(weights(keeping.kind, "a"))
-    assert generate(keeping.engine) == keeping.references["a"]
+    assert keeping.serves("a")
     spoil, says = IN_STREAM[fault](keeping.kind) if fault in IN_STREAM else (poisoned(Q, math.nan), "not finite")
     scored = Scored([1, 2, 3], [-50.0, -50.0]) if fault == "not as scored" else None
     if scored:
@@ -466,7 +466,7 @@ def test_a_copy_that_is_kept_comes_back(keeping: Subject, fault: str) -> None:
     assert keeping.engine.serving
     assert generate(keeping.engine) == keeping.references["a"]
     keeping.engine.sync_weights(keeping.sends())
-    assert generate(keeping.engine) == keeping.references["b"]
+    assert keeping.serves("b")
 
 
 def test_a_copy_that_does_not_fit_leaves_the_old_weights(keeping: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
