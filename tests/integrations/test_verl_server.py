@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import warm_processes  # noqa: F401 -- it changes how vLLM starts processes
-from tiny_models import PROMPTS, started, weights
+from tiny_models import PROMPTS, TOKENS, started, weights
 from verl_parts import Served, serving
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -41,7 +41,7 @@ def test_a_sync_of_the_colocated_trainer_serves_with_measured_scales(served: Ser
     assert first["kv_scales"]["source"] == "random tokens, as no rollout has run yet"
     found = [served.answer(list(prompt), f"first {number}") for number, prompt in enumerate(PROMPTS)]
     assert {one.extra_fields["global_steps"] for one in found} == {1}
-    assert all(len(one.token_ids) == len(one.log_probs) == 5 for one in found)
+    assert all(len(one.token_ids) == len(one.log_probs) == TOKENS for one in found)
     served.step(weights("dense", "b").items(), 2)
     second = served.server._front.seen
     assert second["kv_scales"]["source"] == "the last sequences that were generated"
@@ -63,7 +63,7 @@ def test_a_sync_of_separate_engines_measures_them_in_the_pause(served: Served) -
     served.do(server.resume_kv_cache())
     assert (server._front.seen["weights"]["version"], server._front.seen["serving"]) == (3, True)
     served.do(server.resume_generation())
-    assert len(served.answer([1, 2, 3], "separate").token_ids) == 5
+    assert len(served.answer([1, 2, 3], "separate").token_ids) == TOKENS
 
 
 def test_a_rollout_is_timed_from_its_first_request_to_its_last(served: Served) -> None:
@@ -73,7 +73,7 @@ def test_a_rollout_is_timed_from_its_first_request_to_its_last(served: Served) -
         served.answer(list(PROMPTS[number % 2]), f"timed {number}")
     rollout = served.do(served.server.fp8plan_seen())["rollout"]
     assert rollout["prompt_lengths"] == [len(PROMPTS[0]), len(PROMPTS[1]), len(PROMPTS[0])]
-    assert rollout["response_lengths"] == [5, 5, 5]
+    assert rollout["response_lengths"] == [TOKENS] * 3
     assert rollout["prompt_ids"][0] == rollout["prompt_ids"][2] != rollout["prompt_ids"][1]
     assert rollout["sampling"] == Sampling(trainer_temperature=1.0)
     served.answer(list(PROMPTS[0]), "of a nucleus", top_p=0.9)
@@ -110,7 +110,7 @@ def test_a_request_gets_what_verls_own_server_gives(
     monkeypatch.setattr(VerlFront, "_outputs", Front._outputs)
     assert ours == answer("verl's")
     stops = {"stop", "stop_token_ids"} & settings.keys()
-    assert len(ours.token_ids) == (1 if stops else settings.get("max_tokens", 5))
+    assert len(ours.token_ids) == (1 if stops else settings.get("max_tokens", TOKENS))
     assert ours.stop_reason == "completed"
 
 
@@ -157,7 +157,7 @@ def test_a_request_whose_caller_is_gone_leaves_the_engine(served: Served) -> Non
     assert asked.cancel()
     _wait(lambda: not states)
     assert state.detokenizer.num_output_tokens() < 250
-    assert len(served.answer([5, 6], "after it").token_ids) == 5
+    assert len(served.answer([5, 6], "after it").token_ids) == TOKENS
 
 
 def test_a_request_that_fails_in_the_front_end_leaves_the_engine(served: Served) -> None:
@@ -170,7 +170,7 @@ def test_a_request_that_fails_in_the_front_end_leaves_the_engine(served: Served)
         asked.result(10)
     _wait(lambda: not states)
     assert state.detokenizer.num_output_tokens() < 250
-    assert len(served.answer([7, 8], "after that").token_ids) == 5
+    assert len(served.answer([7, 8], "after that").token_ids) == TOKENS
 
 
 async def _called(function: Callable[[], Any]) -> None:
@@ -196,4 +196,4 @@ def test_a_refused_sync_is_an_error_and_garbage_does_not_generate(served: Served
     with pytest.raises(SyncError, match="generates again after a complete update"):
         served.answer([1, 2, 3], "refused")
     served.step(weights("dense", "b").items(), 4)
-    assert len(served.answer([1, 2, 3], "again").token_ids) == 5
+    assert len(served.answer([1, 2, 3], "again").token_ids) == TOKENS

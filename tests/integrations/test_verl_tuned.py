@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import warm_processes  # noqa: F401 -- it changes how vLLM starts processes
+from tiny_models import TOKENS
 from trl_runs import model
 from verl_parts import serving
 
@@ -26,4 +27,4 @@ def test_the_limits_of_a_tuned_plan_reach_verls_engine() -> None:
         limits = served.do(served.server.fp8plan_seen())["facts"].limits
         assert [getattr(limits, name) for name in LIMITS] == [getattr(plan.limits, name) for name in LIMITS]
         assert limits.max_num_seqs == served.server.engine.vllm_config.scheduler_config.max_num_seqs == 600
-        assert len(served.answer([1, 2, 3], "tuned").token_ids) == 5
+        assert len(served.answer([1, 2, 3], "tuned").token_ids) == TOKENS

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from frozen_imports import freeze_imports
 from plans import predicted
-from tiny_models import checkpoint, cpu_plan
+from tiny_models import TOKENS, checkpoint, cpu_plan
 from trl_runs import model
 from verl_config import configured
 from vllm_server import ROOT, entry_points
@@ -169,7 +169,7 @@ class Served:
 
     def ask(self, prompt: list[int], name: str = "request", **settings: Any) -> Future[Any]:
         """Begin one request, sampled as tiny_models.answer samples."""
-        how = {"temperature": 1.0, "seed": 1, "max_tokens": 5, "ignore_eos": True, "logprobs": True} | settings
+        how = {"temperature": 1.0, "seed": 1, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": True} | settings
         return self.begin(self.server.generate(prompt, how, name))
 
     def answer(self, prompt: list[int], name: str = "request", **settings: Any) -> Any:

@@ -49,6 +49,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 BLOCK_SIZE = 128  # tokens of a KV block; the CPU's smallest prompt that can be cached
 KV_BLOCKS = 64
 PROMPTS = ([5, 9, 33, 17, 200, 801], list(range(11, 21)))
+TOKENS = 3  # of an answer: two steps of decoding after the prompt
 LONG_PROMPT = [(7 * n) % VOCABULARY for n in range(BLOCK_SIZE + 40)]
 CALIBRATION = [list(range(30)), list(range(500, 540))]
 
@@ -185,7 +186,7 @@ def answer(engine: RolloutEngine, prompt: Sequence[int]) -> tuple[list[int], lis
     """Tokens and log-probs of one request."""
     from vllm import SamplingParams
 
-    how = SamplingParams(temperature=1.0, seed=1, max_tokens=3, ignore_eos=True, logprobs=0)
+    how = SamplingParams(temperature=1.0, seed=1, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
     (request,) = engine.generate([{"prompt_token_ids": list(prompt)}], how)
     (found,) = request.outputs
     tokens = list(found.token_ids)

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import requests
-from tiny_models import BLOCK_SIZE, KV_BLOCKS
+from tiny_models import BLOCK_SIZE, KV_BLOCKS, TOKENS
 
 from fp8plan.runtime.vllm_versions import check_vllm_version
 
@@ -65,7 +65,7 @@ class Server:
 
     def completion(self, prompt: list[int], **more: Any) -> requests.Response:
         """The answer to one request, sampled as tiny_models.answer samples."""
-        how = {"temperature": 1.0, "seed": 1, "max_tokens": 5, "ignore_eos": True, "logprobs": 0}
+        how = {"temperature": 1.0, "seed": 1, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}
         more |= {"model": self.model, "prompt": prompt, "return_token_ids": True}
         return requests.post(f"{self.url}/v1/completions", json=how | more, timeout=60)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import planted
 import pytest
-from tiny_models import CALIBRATION, PROMPTS, checkpoint, cpu_plan, weights
+from tiny_models import CALIBRATION, PROMPTS, TOKENS, checkpoint, cpu_plan, weights
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.fleet.fleet import RolloutFleet
@@ -84,7 +84,7 @@ def said(fleet: RolloutFleet) -> list[Any]:
     """Tokens and log-probs that each replica samples, one request at a time: the same batches give the same bits."""
     from vllm import SamplingParams
 
-    how = SamplingParams(temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, logprobs=0)
+    how = SamplingParams(temperature=1.0, seed=1, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
     found: list[Any] = []
     for number in fleet.serves:
         words = []
