@@ -38,6 +38,7 @@ def register() -> None:
         _register_experts()
         _inspect_models_here()
         _replace_kernels_once()
+        _make_pools_small()
 
 
 def _replace_kernels_once() -> None:
@@ -57,6 +58,13 @@ def _replace_kernels_once() -> None:
 
         dispatcher.sys = _Vllm()
         dispatcher.register_kernels = register_kernels
+
+
+def _make_pools_small() -> None:
+    """Let VLLM_CPU_KVCACHE_SPACE count in 64 MiB: zeros for one GiB, the least of vLLM's own, take 2 s."""
+    from vllm.platforms import cpu
+
+    cpu.GiB_bytes = 64 << 20
 
 
 class _Vllm:
