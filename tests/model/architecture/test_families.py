@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -61,6 +63,12 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 IN_TEXT = re.compile(r"(model\.)?language_model\.|model\.(layers|embed_tokens|norm)\.|lm_head\.")
 
 
+@cache
+def as_imported(module: str) -> ModuleType:
+    """A module of transformers anew: an engine of OLMo changes its class for good."""
+    return importlib.reload(importlib.import_module(module))
+
+
 def elements_of(config: Any) -> int:
     """Elements of the checkpoint of the text model that transformers builds from a config, tied tensors once.
 
@@ -79,8 +87,7 @@ def elements_of(config: Any) -> int:
         made = getattr(transformers, f"{own}ForConditionalGeneration", None) or getattr(
             transformers, f"{own}ForCausalLM"
         )
-    # As it is imported: an engine of OLMo changes the class for good, which it runs by way of transformers.
-    own_class = getattr(importlib.reload(importlib.import_module(made.__module__)), made.__name__)
+    own_class = getattr(as_imported(made.__module__), made.__name__)
     with torch.device("meta"):
         model = own_class._from_config(built)
     tensors = {name: x for name, x in model.state_dict(keep_vars=True).items() if built is text or IN_TEXT.match(name)}

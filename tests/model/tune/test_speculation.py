@@ -106,7 +106,9 @@ def test_every_step_is_that_of_vllms_scheduler(seed: int, tokens: int, accepted:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(("tokens", "accepted"), YIELDS[:4])
+@pytest.mark.parametrize(
+    ("tokens", "accepted"), [*YIELDS[:2], *(pytest.param(*x, marks=pytest.mark.slow) for x in YIELDS[2:4])]
+)
 def test_a_starved_pool_preempts_about_as_often_as_vllms(tokens: int, accepted: int) -> None:
     drafts, plans, steps = steady(tokens, accepted), [], []
     for seed in range(4):

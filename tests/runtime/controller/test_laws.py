@@ -77,7 +77,7 @@ def with_kl(kl: float) -> Mismatch:
     return replace(SEEN[0.03], k3_robust=kl)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(tightening, pasts, reaches, kls, kls, st.sampled_from(KLS))
 def test_with_the_same_past_a_higher_kl_never_gives_a_wider_threshold(controller, past, reach, one, other, ratios):
     """For ratios whose limits are the same: only the KL is another."""
@@ -196,7 +196,7 @@ def test_hysteresis():
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(past=pasts, then=st.lists(st.floats(0.0, 5.0), min_size=1, max_size=8))
 def test_a_run_resumed_from_a_saved_state_goes_on_bit_for_bit(controller, past, then):
     state = controller.initial()
@@ -209,7 +209,7 @@ def test_a_run_resumed_from_a_saved_state_goes_on_bit_for_bit(controller, past, 
     assert after(controller, rest, restored) == after(controller, rest, state)
 
 
-@pytest.mark.parametrize("sigma", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("sigma", [0.0, pytest.param(0.1, marks=pytest.mark.slow), 0.4])
 def test_one_token_of_any_ratio_moves_nothing(sigma):
     plain, spoiled = with_outliers(sigma)
     for controller in SETTINGS:
