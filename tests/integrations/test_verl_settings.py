@@ -57,6 +57,7 @@ def test_the_entry_point_is_the_plugin() -> None:
     assert loaded.NAME == "fp8plan"
 
 
+@pytest.mark.slow
 def test_import_verl_registers_the_rollout_and_imports_nothing_more(tmp_path: Path) -> None:
     done = run(
         "import sys, verl\n"

@@ -107,7 +107,7 @@ def run(made: Case, longest_run: int = 2**62) -> Schedule:
 @pytest.mark.parametrize(
     ("family", "seed"),
     [
-        (family, seed)
+        pytest.param(family, seed, marks=() if seed < 2 else pytest.mark.slow)
         for family in FAMILIES
         for seed in range(SEEDS if family in ("window", "state", "checkpoint") else SEEDS // 4)
     ],
