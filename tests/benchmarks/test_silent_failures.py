@@ -53,7 +53,15 @@ def test_an_outcome_is_the_best_of_its_signs() -> None:
 
 
 @pytest.fixture(scope="module")
-def without_engine() -> Iterator[Lab]:
+def small_batches() -> Iterator[None]:
+    """Batches are half of those of the committed results."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab, "PROMPTS", lab.PROMPTS[: 2 * len(lab.LENGTHS)])
+        yield
+
+
+@pytest.fixture(scope="module")
+def without_engine(small_batches: None) -> Iterator[Lab]:
     with forward.lab() as calm:
         yield calm
 
@@ -69,12 +77,9 @@ def test_what_happens_between_engine_and_loss_is_caught_still(without_engine: La
 
 
 @pytest.fixture(scope="module")
-def with_engine() -> Iterator[Lab]:
-    """Batches are a quarter of those of the committed results."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lab, "PROMPTS", lab.PROMPTS[: len(lab.LENGTHS)])
-        with own_loop.lab() as calm:
-            yield calm
+def with_engine(small_batches: None) -> Iterator[Lab]:
+    with own_loop.lab() as calm:
+        yield calm
 
 
 @pytest.mark.vllm

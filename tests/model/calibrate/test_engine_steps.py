@@ -213,7 +213,9 @@ MIXED = steps(HOST_BOUND, GPU_BOUND, (0, 1, 700), (64, 1000, 4000))
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_block", "fp8_kv", "fp8_block+fp8_kv"])
-@pytest.mark.parametrize("options", [{}, {"async_scheduling": False}, {"enforce_eager": True}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"async_scheduling": False}, marks=pytest.mark.slow), {"enforce_eager": True}]
+)
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B"])
 def test_a_steps_cost_is_its_seconds_with_their_derivatives(model: str, options: dict[str, bool], name: str) -> None:
     shape, limits = ModelShape.from_hf(model), EngineLimits(**options)
