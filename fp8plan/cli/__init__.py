@@ -75,7 +75,7 @@ def _run(words: list[str]) -> Any:
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "fp8plan"
         return _failed(f"{_problem(error, words)}; for help, type: {command} --help", BAD_INPUT)
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):  # the second where the commands are not made yet
         code = INTERRUPTED
     return _failed("interrupted", code) if code == INTERRUPTED else code  # typer gives it for ctrl-c
 
