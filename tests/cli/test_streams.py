@@ -24,7 +24,10 @@ def shell(command: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("words", [PLAN, [*PLAN, "--json"], ["models"], ["profiles"], ["--help"]])
+LISTS = [pytest.param([name], marks=pytest.mark.slow) for name in ("models", "profiles")]
+
+
+@pytest.mark.parametrize("words", [PLAN, [*PLAN, "--json"], *LISTS, ["--help"]])
 @pytest.mark.parametrize(
     ("to", "why"),
     [("/dev/full", "No space left on device"), pytest.param("&-", "it is closed", marks=pytest.mark.slow)],
@@ -38,7 +41,7 @@ def test_a_result_that_cannot_be_written_is_one_error(words: list[str], to: str,
     ]
 
 
-@pytest.mark.parametrize("to", ["/dev/full", "&-"])
+@pytest.mark.parametrize("to", ["/dev/full", pytest.param("&-", marks=pytest.mark.slow)])
 def test_without_stderr_the_result_is_the_same_and_errors_keep_their_exit_code(to: str) -> None:
     words = " ".join([*PLAN, "--json"]).replace("h200", "b200")  # a profile that there is much to note of
     good, whole = shell(f"fp8plan {words} 2>{to}"), shell(f"fp8plan {words}")
@@ -75,7 +78,7 @@ def test_a_file_whose_name_is_no_text_can_be_named(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\udcff.jsonl: no step yet\n", "")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], PLAN, ["models"], ["profiles"]])
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], PLAN, *LISTS])
 @pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
 def test_a_terminal_of_few_characters_is_no_traceback(words: list[str], encoding: str) -> None:
     code, text = on_a_terminal(words, ASCII | {"PYTHONIOENCODING": encoding})

@@ -56,7 +56,7 @@ def found(llm: LLM) -> Diagnosis:
     from vllm import SamplingParams
 
     inputs: Any = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    llm.generate(inputs, SamplingParams(max_tokens=60, ignore_eos=True, detokenize=False), use_tqdm=False)
+    llm.generate(inputs, SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False), use_tqdm=False)
     return fp8plan.doctor(llm, prompts=PROMPTS, precision="fp8_block")
 
 
