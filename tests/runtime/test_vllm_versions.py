@@ -188,5 +188,6 @@ def test_nothing_of_vllm_is_replaced_for_good() -> None:
         for name in ("fp8plan_cpu_kernels", "fp8plan_cpu_attention")
     }
     names = {"dispatch_cpu_unquantized_gemm", "fp8plan_linear", "select_fp8_moe_backend", "sys"}
+    names |= {"register_kernels", "GiB_bytes"}
     assert of_tests["fp8plan_cpu_kernels"] == names
     assert "_get_attn_isa" in of_tests["fp8plan_cpu_attention"]
