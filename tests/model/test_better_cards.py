@@ -38,7 +38,7 @@ def test_the_pair_that_contradicted_itself_is_among_them() -> None:
     assert ("h100_nvl", "h100_pcie") in [(card.name, other.name) for card, other in PAIRS]
 
 
-@pytest.mark.parametrize("workload", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("workload", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"])
 def test_a_better_card_is_not_slower(model: str, workload: Workload) -> None:
     cards = {card.name: card for pair in PAIRS for card in pair}

@@ -127,6 +127,7 @@ def test_a_bundled_model_has_the_elements_of_transformers_model(name: str) -> No
     assert ModelShape.from_hf(name).num_parameters == elements_of(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), OPTIONS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_an_option_has_the_elements_that_it_adds(name: str, changes: dict[str, Any]) -> None:
     wrapped = name == "qwen3_vl_text"

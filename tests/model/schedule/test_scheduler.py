@@ -121,7 +121,7 @@ def test_every_step_equals_vllms_scheduler(seed: int, async_scheduling: bool) ->
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
     "seed",
-    [ENDED_PREEMPTED, *(pytest.param(n, marks=() if n < 40 else pytest.mark.slow) for n in range(TIGHT_SEEDS))],
+    [ENDED_PREEMPTED, *(pytest.param(n, marks=() if n < 20 else pytest.mark.slow) for n in range(TIGHT_SEEDS))],
 )
 def test_every_step_in_a_tight_pool_equals_vllms_scheduler(seed: int, async_scheduling: bool) -> None:
     assert_equals_vllm(*tight_case(seed, async_scheduling))
