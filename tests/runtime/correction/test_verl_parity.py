@@ -71,7 +71,9 @@ def _bound(name: str, rng: np.random.Generator) -> Any:
     return choices[rng.integers(len(choices))]
 
 
-@pytest.mark.parametrize("first", range(0, BATCHES, 50))
+@pytest.mark.parametrize(
+    "first", [pytest.param(n, marks=() if n < BATCHES // 2 else pytest.mark.slow) for n in range(0, BATCHES, 50)]
+)
 def test_the_same_as_verl(helper: Any, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if first % 100:  # half of the batches in many chunks
         monkeypatch.setattr(tokens_module, "CPU_CHUNK", 37)
