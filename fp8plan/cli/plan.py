@@ -28,6 +28,7 @@ from fp8plan.cli.console import (
     show,
 )
 from fp8plan.errors import ConfigError
+from fp8plan.version import DEFAULT_ON_CPU, DEFAULT_VERSION
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -136,7 +137,7 @@ def planned(
         ),
     ] = None,
     engine_version: Annotated[
-        str | None, option(ENGINE, "of vLLM", "the installed one, else 0.26.0, on a CPU 0.30.0")
+        str | None, option(ENGINE, "of vLLM", f"the installed one, else {DEFAULT_VERSION}, on a CPU {DEFAULT_ON_CPU}")
     ] = None,
     host_loop_us: Annotated[
         float | None,

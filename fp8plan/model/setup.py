@@ -21,7 +21,7 @@ from fp8plan.model.memory.plan import MemoryPlan, cudagraph_capture_sizes, memor
 from fp8plan.model.precision import Precision
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile
-from fp8plan.version import has, planned_version
+from fp8plan.version import planned_version
 
 
 def default_limits(gpu: Gpu, model: str | Path | ModelShape, **limits: Any) -> EngineLimits:
@@ -148,12 +148,9 @@ class EngineSetup:
         With full CUDA graphs vLLM needs a KV block of its own for each request that may run, if layers keep a recurrent
         state (CompilationConfig.resolve_cudagraph_mode_and_sizes). A max_num_seqs that nobody gave is lowered to that.
 
-        Raises as `memory` does, and CapacityError for a given max_num_seqs above the number of blocks, or for a
-        max_num_batched_tokens that vLLM 0.26 does not take.
+        Raises as `memory` does, and CapacityError for a given max_num_seqs above the number of blocks.
         """
         memory, seqs = self.memory(), self.limits.max_num_seqs
-        if memory.kv.keeps_states:
-            self._check_budget(memory.kv.block_size)
         if self.limits.enforce_eager or not memory.kv.keeps_states:
             return self, memory
         given = not isinstance(seqs, Derived | Lowerable)
@@ -176,18 +173,6 @@ class EngineSetup:
             "(predicted; a few are kept in reserve)"
         )
         return (sentence,)
-
-    def _check_budget(self, block_size: int) -> None:
-        """Raise CapacityError for a budget below one block of recurrent states, if vLLM asserts a larger one."""
-        limits, version = self.limits, self.engine_version
-        if has(version, "a block of states may exceed a step's tokens") or not limits.enable_prefix_caching:
-            return
-        if limits.max_num_batched_tokens < block_size:
-            raise CapacityError(
-                f"max_num_batched_tokens is {int(limits.max_num_batched_tokens)}, and vLLM {version} demands a "
-                f"block_size of recurrent states, {block_size} tokens of {self.shape.name}, if it caches prefixes; "
-                f"type --max-num-batched-tokens {block_size}, or --no-prefix-caching, or take vLLM 0.27.1 or newer"
-            )
 
     def _most_running(self) -> int:
         """The largest max_num_seqs below this one that surely does not exceed its blocks.

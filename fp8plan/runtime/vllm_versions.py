@@ -65,15 +65,13 @@ PATCHES: Final = (
         "sets",
         "set_current_vllm_config, getLogger",
         "worker/vllm_reload.py",
-        "during a reload: kernels of experts ask for the config (0.26's worker forgets it), and vLLM would warn of "
-        "every module that gets nothing",
+        "during a reload: kernels of experts ask for the config, and vLLM would warn of every module that gets nothing",
     ),
     Patch(
         "sets",
         "moe_kernel",
         "worker/vllm_reload.py",
         "None before a reload: BF16 experts are packed only while they have no kernel; the old ones would serve on",
-        versions=f"0.28 to {LAST}",
         platform="CPU",
     ),
     Patch(
@@ -132,7 +130,7 @@ PATCHES: Final = (
         "sets",
         "_k_scale, _{part}_scale, _{part}_scale_float, _{part}_scale_cpu",
         "weight_sync/kv_scales.py",
-        "calculate_kv_scales is deprecated, ignored by V2's runner and gone in 0.28; a reload and a wake-up reset them",
+        "vLLM measures no scales; a reload and a wake-up reset them",
     ),
     Patch(
         "wraps",
@@ -258,7 +256,6 @@ PATCHES: Final = (
         "_POSSIBLE_FP8_BLOCK_KERNELS, load_general_plugins",
         "engine/launch.py",
         "whether this CPU runs blockwise FP8 at all, before vLLM fails halfway into a start",
-        versions=f"0.27 to {LAST}",
         platform="CPU",
     ),
 )

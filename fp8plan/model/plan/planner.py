@@ -114,7 +114,7 @@ def predict(
     budget:         the highest mismatch risk that may be chosen
     kv_scales_calibrated: K and V scales of FP8 KV are measured after each sync. False: they stay at 1.0, as in engines
                     that keep the scales they started with (EngineSetup.why_fixed_kv_scales)
-    engine_version: version of vLLM; None: the installed one, else 0.26.0, on a CPU 0.30.0
+    engine_version: version of vLLM; None: that of `version.default_version`
     strict:         refuse a profile of another engine version
     profile:        used instead of the best known one
     host_loop_s:    speed of the engine's host, which `fp8plan doctor --host` measures there, in seconds as in

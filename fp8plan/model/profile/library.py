@@ -126,7 +126,9 @@ def load_profile(
     """
     gpu = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     if not re.match(r"\d+(\.\d+)*", engine_version):
-        raise ConfigError(f"engine_version is {engine_version!r}; allowed: a version of {ENGINE} such as 0.26.0")
+        raise ConfigError(
+            f"engine_version is {engine_version!r}; allowed: a version of {ENGINE} such as {DEFAULT_VERSION}"
+        )
     folders = _folders(profiles_dir)
     unused = [] if profiles_dir else unused_folder()
     for exact in (profile_path(folder, gpu.name, engine_version) for folder in folders):

@@ -250,10 +250,9 @@ class Front:
 
     async def _ask(self) -> dict[str, Any]:
         """Return the workers' status of their weights, the client's name of these, and whether a pause holds."""
-        name_of = getattr(self.engine, "get_weight_version", None)
         worker = (await self._drive(rpc("fp8plan_status")))[0]
-        name = await name_of() if name_of else None
-        return {"worker": worker, "named": name, "paused": await self.engine.is_paused()}
+        named = await self.engine.get_weight_version()
+        return {"worker": worker, "named": named, "paused": await self.engine.is_paused()}
 
     def _outputs(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         """Return the outputs of a request that may generate."""

@@ -190,8 +190,7 @@ class LifecycleFront(Front):
                             return None
                         report, refused = await self._write(self.follower.writing(self, fetched))
             self.failure, self.pulled = None, recorded(report, self.follower.version)
-            if set_name := getattr(self.engine, "update_weight_version", None):  # from 0.30 on
-                await set_name(str(self.follower.version))
+            await self.engine.update_weight_version(str(self.follower.version))
             return self.pulled
 
     @asynccontextmanager

@@ -140,7 +140,7 @@ def enough(sampling_params: Any) -> Any:
     params = sampling_params.clone()
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.detokenize = bool(params.stop)
-    params.flat_logprobs = params.prompt_logprobs is None  # vLLM 0.26 cannot slice flat ones of a prompt of one token
+    params.flat_logprobs = True
     return params
 
 

@@ -369,7 +369,7 @@ class TrainerTransfer:
             )
             wait(self._device)
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # 0.26 uses new streams every time, and keeps the buffers of the old ones
+                torch.cuda.empty_cache()  # gives the buffers back to the GPU
         agree(group, digest(manifest), next(iter(failures), None))
 
 

@@ -172,15 +172,13 @@ class Fp8PlanTransfer(PlainReceiver):
     def _receive(self, update_info: Any, part: Manifest, arriving: Arriving) -> None:
         """Take a part to its end. Raises SyncError if it does not come, or is more than data."""
         if self.device.type == "cpu":
-            # From 0.28 on the packing is announced when the group is made, before that with the tensors.
-            packed = getattr(update_info, "packed", self.packed)
-            size = getattr(update_info, "packed_buffer_size_bytes", self.packed_buffer_size_bytes)
-            receive(part, self.model_update_group, size if packed else None, arriving.load_weights)
+            size = self.packed_buffer_size_bytes if self.packed else None
+            receive(part, self.model_update_group, size, arriving.load_weights)
             return
         with self.loading(arriving), limited(self.model_update_group, self._limit_s) as arriving.renew:
             super().receive_weights(update_info)
             wait(self.device)
-        torch.cuda.empty_cache()  # 0.26 uses new streams every time, and keeps the buffers of the old ones
+        torch.cuda.empty_cache()  # gives the buffers back to the GPU
 
     def _left(self, error: Exception) -> str:
         """Let go of the trainer, whose next broadcast would be taken for another. Return the error's text."""

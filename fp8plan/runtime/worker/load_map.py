@@ -6,7 +6,7 @@ tensors with the trainer's names and shapes, and notes every copy that it makes.
 are not touched, so this is also the dry run that shows errors of a manifest before anything is sent.
 
 The parameters in checkpoint format are what vLLM itself records for its layerwise reload
-(vllm/model_executor/model_loader/reload: the same functions from 0.26 to 0.30).
+(vllm/model_executor/model_loader/reload: the same functions from 0.30 to 0.33).
 """
 
 from __future__ import annotations

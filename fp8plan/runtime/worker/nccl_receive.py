@@ -36,11 +36,11 @@ class PlainReceiver(NCCLWeightTransferEngine):
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Meet the trainer. Returns once it has come."""
-        if getattr(init_info, "nccl_unique_id_b64", None) is not None:  # from 0.30 on; it needs no store to meet at
+        if init_info.nccl_unique_id_b64 is not None:  # it needs no store to meet at
             super().init_transfer_engine(init_info)
             return
-        for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers"):  # announced here from 0.28 on
-            setattr(self, name, getattr(init_info, name, None))
+        for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers"):
+            setattr(self, name, getattr(init_info, name))
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         group = PlainGroup.met(init_info.master_address, init_info.master_port, rank, init_info.world_size)
@@ -128,7 +128,7 @@ class Receiver(PlainReceiver):
             self.receive_weights(_made(self.update_info_cls, contents | self._packing))
             wait(self.device)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # 0.26 uses new streams every time, and keeps the buffers of the old ones
+            torch.cuda.empty_cache()  # gives the buffers back to the GPU
         agree(self.model_update_group, digest(manifest), arriving.failure)
         return arriving.count
 

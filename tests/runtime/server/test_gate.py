@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from installed_vllm import VLLM, serve_parser
+from installed_vllm import serve_parser
 
 from fp8plan.runtime.plugin import API_KEY, PULL, ROLLOUT, STATUS, authorization
-from fp8plan.version import at_least
 
 pytestmark = pytest.mark.vllm
 
@@ -44,8 +43,6 @@ CHANGES = {
 @pytest.fixture(scope="module")
 def app() -> Any:
     """vLLM's app with all its routes, built as `vllm serve --api-key sesame` builds it; there is no engine."""
-    if not at_least(VLLM, (0, 30)):
-        pytest.skip("0.27 to 0.29 have other routes")
     from vllm.entrypoints.openai.api_server import build_app
 
     from fp8plan.runtime.server.routes import Routes, keys_of

@@ -1,4 +1,4 @@
-"""Time attention as vLLM 0.26 runs it on Hopper: FlashAttention 3 over a paged KV cache, one layer per call.
+"""Time attention as vLLM runs it on Hopper: FlashAttention 3 over a paged KV cache, one layer per call.
 
     python -m fp8plan.runtime.measure.kernels.attention --output FOLDER [--grid quick|full] [--seconds N] [--part i/n]
 
@@ -14,7 +14,7 @@ vLLM's own FlashAttentionImpl runs, so the kernel and its arguments are the engi
 ahead of time and, for FP8, quantised queries with descales. The schedule, made once per step for all layers, is not
 timed. Inputs are cold in L2; in the engine queries and new KV may still be warm.
 
-A point's shape holds the requests, tokens and heads that the cost model needs. `num_splits` is vLLM 0.26's bound for
+A point's shape holds the requests, tokens and heads that the cost model needs. `num_splits` is vLLM's bound for
 FlashAttention: 32 with CUDA graphs (up to 512 tokens), 0 (the kernel decides) beyond.
 """
 
@@ -276,17 +276,12 @@ class Bench:
 def cache_of(pool: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
     """View the first whole blocks of a pool as the KV cache of one layer, in the engine's shape and strides."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
     block = 2 * BLOCK_SIZE * kv_heads * head_dim  # elements
     blocks = len(pool) // block
-    if hasattr(FlashAttentionBackend, "get_kv_cache_shape"):  # as in 0.26; 0.30 has layouts
-        shape = FlashAttentionBackend.get_kv_cache_shape(blocks, BLOCK_SIZE, kv_heads, head_dim)
-        order = FlashAttentionBackend.get_kv_cache_stride_order()
-    else:
-        from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
-
-        shape = (blocks, kv_heads, BLOCK_SIZE, 2 * head_dim)
-        order = get_supported_kv_cache_layouts([FlashAttentionBackend])[0].layer_view_order
+    shape = (blocks, kv_heads, BLOCK_SIZE, 2 * head_dim)
+    order = get_supported_kv_cache_layouts([FlashAttentionBackend])[0].layer_view_order
     stored = pool[: blocks * block].view([shape[i] for i in order])
     return stored.permute([order.index(i) for i in range(len(order))])
 

@@ -1,4 +1,4 @@
-"""Time the small kernels of a step as vLLM 0.26 runs them: norm, activation, rotary embedding, sampling.
+"""Time the small kernels of a step as vLLM runs them: norm, activation, rotary embedding, sampling.
 
     python -m fp8plan.runtime.measure.kernels.elementwise --output FOLDER [--grid quick|full] [--seconds N]
 
@@ -46,7 +46,7 @@ ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 SAMPLED_ROWS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # at most MAX_SAMPLED_ROWS
 MAX_SAMPLED_ROWS = 1024
 VOCABULARIES = (32000, 128256, 151936)
-RUNNERS = ("v1", "v2")  # vLLM 0.26: v2 runs dense models, v1 the others
+RUNNERS = ("v1", "v2")  # of vLLM: v2 runs dense models, v1 the others
 MOST_ROWS = 16384  # Inductor tunes for the first size: in the engine, max_num_batched_tokens
 POSITIONS = 8192
 LOGPROBS_MODE = "processed_logprobs"  # as fp8plan's plans have it

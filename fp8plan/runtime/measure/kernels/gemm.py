@@ -1,4 +1,4 @@
-"""Time dense linear layers, y[m, n] = x[m, k] @ W[n, k]^T, as vLLM 0.26 runs those of real models on one GPU.
+"""Time dense linear layers, y[m, n] = x[m, k] @ W[n, k]^T, as vLLM runs those of real models on one GPU.
 
     python -m fp8plan.runtime.measure.kernels.gemm --output FOLDER [--grid quick|full] [--seconds N] [--compile [N]]
 

@@ -1,4 +1,4 @@
-"""Time routed experts as vLLM 0.26 runs them on one GPU: router logits in, reduced output out, one layer per call.
+"""Time routed experts as vLLM runs them on one GPU: router logits in, reduced output out, one layer per call.
 
     python -m fp8plan.runtime.measure.kernels.moe --output FOLDER [--grid quick|full] [--seconds N] [--part i/n]
 
