@@ -28,7 +28,7 @@ from fp8plan.cli.console import (
     show,
 )
 from fp8plan.errors import ConfigError
-from fp8plan.version import DEFAULT_ON_CPU, DEFAULT_VERSION
+from fp8plan.version import DEFAULT_ON_CPU, DEFAULT_VERSION, check_starts, planned_version
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -217,6 +217,8 @@ def planned(
 
     card = find_gpu(gpu)
     emissions = _emissions(emit or [])
+    if emissions:
+        check_starts(planned_version(engine_version, card.is_cpu))
     in_json = [("--json", as_json)] if as_json is not None else []
     outputs.check([*in_json, *((f"--emit {target}", file) for target, file in emissions), *_plot_file(plot)])
     if kv_scales not in (None, *KV_SCALES):

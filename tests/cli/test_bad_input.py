@@ -19,6 +19,7 @@ from typed import MODEL, PLAN, SMALL, replacing
 
 import fp8plan
 from fp8plan import cli
+from fp8plan.version import DEFAULT_VERSION
 
 RECORD: dict[str, Any] = command.RECORD | {
     "prompt_lengths": [16, 16],
@@ -181,11 +182,11 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     # versions and precisions
     "version in words": (
         [*PLAN, "--engine-version", "newest"],
-        ("engine_version is 'newest'", "allowed: a version of vllm", "0.26.0"),
+        ("engine_version is 'newest'", "allowed: a version of vllm", DEFAULT_VERSION),
     ),
     "empty version": (
         [*PLAN, "--engine-version", ""],
-        ("engine_version is ''", "allowed: a version of vllm", "0.26.0"),
+        ("engine_version is ''", "allowed: a version of vllm", DEFAULT_VERSION),
     ),
     "empty precision": (
         [*PLAN, "--precision", ""],

@@ -10,6 +10,7 @@ from command import Done, refused
 from typed import PLAN, SMALL
 
 from fp8plan.model.precision import PRESETS
+from fp8plan.version import DEFAULT_VERSION, LAST, RANGE
 
 # Bad input of `plan`: what is typed after PLAN, and what the one line must hold: what was given, and the way out.
 BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
@@ -68,10 +69,14 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "--gpus and TP": (["--gpus", "4", "--tensor-parallel-size", "2"], ("--gpus", "give ")),
     "--gpus and DP": (["--gpus", "4", "--data-parallel-size", "2"], ("--gpus", "give ")),
     "--gpus 0": (["--gpus", "0"], ("gpus is 0", "at least 1")),
-    "only the datasheet under --strict": (["--strict"], ("h200_sxm", "0.26.0", "leave --strict out")),
+    "only the datasheet under --strict": (["--strict"], ("h200_sxm", DEFAULT_VERSION, "leave --strict out")),
     "plot to svg": (["--plot", "picture.svg"], ("picture.svg", ".png or .html")),
     "plot to no folder": (["--plot", "absent/picture.png"], ("absent/picture.png", "no folder")),
     "emit for another engine": (["--emit", "sglang"], ("'sglang'", "vllm, verl, trl")),
+    "emit for a vLLM that is not started": (
+        ["--emit", "vllm", "--engine-version", "0.26"],
+        ("the plan is of vLLM 0.26.0", f"allowed: {RANGE}", f"--engine-version {LAST}"),
+    ),
     "emit what TRL cannot do": (
         ["--emit", "trl", "--precision", "fp8_block", "--tensor-parallel-size", "2", "--data-parallel-size", "2"],
         ("TRL", "no FP8 weights", "it is one replica"),

@@ -14,12 +14,15 @@ import pytest
 from command import RECORD, Done, first_choice, refused
 from synthetic import PRIOR, batch_fields, nature, write_folder
 from synthetic import SMALL as TINY
-from typed import MODEL, PLAN
+from typed import MODEL
+from typed import PLAN as OF_DEFAULT
 
 from fp8plan.model.profile import library
 from fp8plan.model.profile.profile import Profile, between
 from fp8plan.runtime.measure import calibrate, machine
 from fp8plan.runtime.measure.rollouts import jobs as cells
+
+PLAN = [*OF_DEFAULT, "--engine-version", "0.26.0"]  # of the engine that `synthetic` imitates
 
 
 def test_a_profile_of_another_version_is_used_with_a_note_and_refused_under_strict(
@@ -27,7 +30,7 @@ def test_a_profile_of_another_version_is_used_with_a_note_and_refused_under_stri
 ) -> None:
     from fp8plan.model.hardware import find_gpu
 
-    measured = replace(library.load_profile(find_gpu("h200"))[0], kind="calibrated", engine_version="0.26.0")
+    measured = replace(library.load_profile(find_gpu("h200"), "0.26.0")[0], kind="calibrated", engine_version="0.26.0")
     path = tmp_path / "profiles" / "h200_sxm" / "vllm-0.26.0" / "profile.json"
     path.parent.mkdir(parents=True)
     path.write_text(measured.to_json())
@@ -35,13 +38,13 @@ def test_a_profile_of_another_version_is_used_with_a_note_and_refused_under_stri
     assert exact.code == 0
     assert exact.err.startswith("note: Stay with bf16")  # the choice alone, as the plan is on stdout
     assert exact.err.count("\n") == 1
-    near = fp8plan(*PLAN, "--json", "--engine-version", "0.27.1")
+    near = fp8plan(*OF_DEFAULT, "--json", "--engine-version", "0.27.1")
     assert near.code == 0
     assert "0.27.1" in near.err
     assert "0.26.0" in near.err
     ratio = [first_choice(done)["makespan_high_s"] / first_choice(done)["makespan_s"] for done in (exact, near)]
     assert ratio[1] > ratio[0]
-    refused(fp8plan(*PLAN, "--engine-version", "0.27.1", "--strict"), "0.27.1", "0.26.0", "leave --strict out")
+    refused(fp8plan(*OF_DEFAULT, "--engine-version", "0.27.1", "--strict"), "0.27.1", "0.26.0", "leave --strict out")
 
 
 def own_profile(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> Path:
@@ -76,7 +79,7 @@ def test_a_corrupt_profile_is_refused_by_file_and_not_passed_over(
     fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, parts: tuple[str, ...]
 ) -> None:
     path = own_profile(monkeypatch, tmp_path / "own", text)
-    for words in (PLAN, [*PLAN, "--strict"], [*PLAN, "--engine-version", "0.27.0"], ["profiles"]):
+    for words in (PLAN, [*PLAN, "--strict"], OF_DEFAULT, ["profiles"]):
         refused(fp8plan(*words), str(path), *parts)
 
 

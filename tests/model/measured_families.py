@@ -10,7 +10,8 @@ from typing import Any
 from fp8plan.model.architecture import ModelShape
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = ROOT / "profiles/h200_sxm/vllm-0.26.0/families"
+VERSION = "0.26.0"
+FAMILIES = ROOT / f"profiles/h200_sxm/vllm-{VERSION}/families"
 # Its config is refused for its experts. The copy with BF16 ones has the same caches.
 NATIVE_MXFP4 = "openai/gpt-oss-20b"
 

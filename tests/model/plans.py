@@ -9,6 +9,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.plan.plan import PREDICTED, Plan
 from fp8plan.model.precision import PRESETS
+from fp8plan.version import DEFAULT_VERSION
 
 # What TRL's colocated engine always runs with, so that a plan can be kept there.
 TRL_LIMITS = EngineLimits(max_num_batched_tokens=4096)
@@ -27,7 +28,7 @@ def plan(**changes: Any) -> Plan:
     base = Plan(
         model="Qwen/Qwen3-8B",
         gpu="h200_sxm",
-        profile={"kind": "datasheet", "engine_version": "0.26.0", "source": "a test"},
+        profile={"kind": "datasheet", "engine_version": DEFAULT_VERSION, "source": "a test"},
         limits=EngineLimits(),
         workload=dict(WORKLOAD),
         seed=7,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -133,15 +132,3 @@ def test_the_search_stays_within_the_blocks_of_each_candidate() -> None:
     for candidate in candidates:
         assert candidate.setup.limits.max_num_seqs <= candidate.memory.num_gpu_blocks
     assert tuned.prediction.plan.vllm_kwargs()["max_num_seqs"] <= tuned.best.chosen.memory.num_gpu_blocks
-
-
-@pytest.mark.parametrize(
-    ("version", "caching", "refused"), [("0.26.0", True, True), ("0.26.0", False, False), ("0.27.0", True, False)]
-)
-def test_vllm_026_alone_demands_a_step_of_a_whole_block_of_states(version: str, caching: bool, refused: bool) -> None:
-    limits = EngineLimits(
-        max_num_batched_tokens=256, max_num_seqs=64, enable_prefix_caching=caching, max_model_len=4096
-    )
-    setup = EngineSetup("Qwen/Qwen3.5-9B", "h200_sxm", "bf16", limits, engine_version=version)
-    with pytest.raises(CapacityError, match="--max-num-batched-tokens 528") if refused else nullcontext():
-        setup.placed()

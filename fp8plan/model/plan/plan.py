@@ -152,6 +152,12 @@ class Plan:
             for size in ("tensor_parallel", "data_parallel"):
                 whole(f"choices[{number}].{size}", getattr(choice, size))
 
+    @property
+    def vllm_version(self) -> str:
+        """The version of vLLM that is planned, also of plans that were saved before schema 1.4."""
+        version: str = self.engine_version or self.profile["engine_version"]
+        return version
+
     def index(self, choice: int | str | None = None) -> int:
         """The index of the chosen Choice, or of the one that is named. Raises ConfigError if the plan has none."""
         if isinstance(choice, str):
@@ -248,7 +254,7 @@ class Plan:
             picked.preset,
             limits,
             self.inside,
-            self.engine_version or self.profile["engine_version"],
+            self.vllm_version,
         )
 
     def precisions_beside(self, choice: int | str | None = None) -> tuple[str, ...]:
@@ -319,7 +325,7 @@ class Plan:
         from fp8plan.model.emit import trl, verl
 
         check_target(target)
-        check_starts(self.engine_version)
+        check_starts(self.vllm_version)
         if choice is None:
             self._check_budget(target)
         scales = kv_scales if target == "vllm" else measured_scales(self.setup(choice), kv_scales)

@@ -29,7 +29,7 @@ from fp8plan.model.validate.validate import simulated
 H200, H100 = find_gpu("h200"), find_gpu("h100")
 FOLDER = profiles_path() / "h200_sxm" / "vllm-0.26.0"
 SHEET = datasheet_profile(H200)
-MEASURED, _ = load_profile(H200, profiles_dir=profiles_path())
+MEASURED, _ = load_profile(H200, "0.26.0", profiles_dir=profiles_path())
 IMPORTED = load_profile(H100, "0.24.0", profiles_dir=profiles_path())[0]
 SIBLING = IMPORTED.of_another_version().of_sibling(H200.name)
 

@@ -22,10 +22,12 @@ QWEN3_8B = ModelShape.from_hf("Qwen3-8B")
 QWEN3_30B = ModelShape.from_hf("Qwen3-30B-A3B")
 
 
-def test_only_moe_models_reserve_for_cuda_graphs() -> None:
-    # V2 model runner (dense) reserves nothing in 0.26; public V1 logs with these graphs say 0.5 to 0.8 GiB.
+def test_both_model_runners_reserve_for_cuda_graphs() -> None:
+    # Public logs of V1 (experts) with these graphs say 0.5 to 0.8 GiB. V2 (dense) reserved nothing in 0.26.
     limits = EngineLimits(max_num_seqs=256)
-    assert cudagraph_reserve_bytes(QWEN3_8B, BF16, H200, limits) == 0
+    assert cudagraph_reserve_bytes(QWEN3_8B, BF16, H200, limits, "0.26.0") == 0
+    assert cudagraph_reserve_bytes(QWEN3_8B, BF16, H200, limits) > 0.5 * GIB
+    assert cudagraph_reserve_bytes(QWEN3_8B, BF16, H200, replace(limits, enforce_eager=True)) == 0
     assert 0.5 < cudagraph_reserve_bytes(QWEN3_30B, BF16, H200, limits) / GIB < 0.8
     assert cudagraph_reserve_bytes(QWEN3_30B, BF16, H200, replace(limits, enforce_eager=True)) == 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from measured_families import NATIVE_MXFP4, engine_name, engines, shape_of
+from measured_families import NATIVE_MXFP4, VERSION, engine_name, engines, shape_of
 
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits, model_runner
@@ -42,13 +42,16 @@ def limits_of(record: dict[str, Any]) -> EngineLimits:
 
 
 def planned(record: dict[str, Any]) -> MemoryPlan:
-    return memory_plan(shape_of(record["model"]), PRESETS[record["precision"]], H200, limits_of(record))
+    return memory_plan(
+        shape_of(record["model"]), PRESETS[record["precision"]], H200, limits_of(record), engine_version=VERSION
+    )
 
 
 def kv_plan_of(record: dict[str, Any]) -> KvPlan:
     """The plan for the memory that the engine itself found available."""
     limits = limits_of(record)
-    found = model_caches(shape_of(record["model"]), PRESETS[record["precision"]], limits, limits.max_model_len or 0)
+    shape, precision = shape_of(record["model"]), PRESETS[record["precision"]]
+    found = model_caches(shape, precision, limits, limits.max_model_len or 0, vllm=VERSION)
     return plan_kv_cache(*found, available_bytes=record["memory"]["available_kv_cache_bytes"])
 
 

@@ -53,15 +53,16 @@ def test_rules_are_those_of_the_machine_and_of_the_engines_version() -> None:
     on_gpu, on_cpu = (model_caches(QWEN3, BF16, EngineLimits(), 4096, cpu).rules for cpu in (False, True))
     assert (on_gpu.kernel_block, on_cpu.kernel_block) == (16, 32)
     assert on_gpu.max_model_len == 4096
-    assert [EngineSetup("Qwen/Qwen3-8B", gpu).kv_plan(9).rules.vllm for gpu in ("h200", "cpu")] == ["0.26.0", "0.30.0"]
-    later = EngineSetup("Qwen/Qwen3-8B", "h200", engine_version="0.33.0")
-    assert later.kv_plan(9).rules.vllm == later.memory(512).kv.rules.vllm == "0.33.0"
+    assert [EngineSetup("Qwen/Qwen3-8B", gpu).kv_plan(9).rules.vllm for gpu in ("h200", "cpu")] == ["0.33.0", "0.30.0"]
+    older = EngineSetup("Qwen/Qwen3-8B", "h200", engine_version="0.31.0")
+    assert older.kv_plan(9).rules.vllm == older.memory(512).kv.rules.vllm == "0.31.0"
 
 
 def test_a_state_for_every_block_is_not_modelled() -> None:
     with pytest.raises(ConfigError, match=r"enable_prefix_caching is True.*'all'.*allowed: False"):
-        model_caches(NEMOTRON, BF16, EngineLimits(), 4096)
-    off = model_caches(NEMOTRON, BF16, EngineLimits(enable_prefix_caching=False), 4096)
+        model_caches(NEMOTRON, BF16, EngineLimits(), 4096, vllm="0.26.0")
+    assert model_caches(NEMOTRON, BF16, EngineLimits(), 4096).rules.kept_states == "align"
+    off = model_caches(NEMOTRON, BF16, EngineLimits(enable_prefix_caching=False), 4096, vllm="0.26.0")
     assert plan_kv_cache(*off, num_blocks=100).block_size == 1040
     assert model_caches(QWEN3_5, BF16, EngineLimits(), 4096).rules.kept_states == "align"
 

@@ -161,7 +161,7 @@ def test_gated_delta_nets_keep_checkpoints_where_flashinfer_fills_prompts(
 
 
 def test_0_26_keeps_a_state_for_every_block_of_some_families() -> None:
-    rules = KvRules(32768, 8192, state_chunk=128)
+    rules = KvRules(32768, 8192, state_chunk=128, vllm="0.26")
     every = plan_kv_cache(NEMOTRON, rules, 10 << 30)
     assert every.block_size == 1152  # whole chunks
     assert every.request_blocks == 7 * 29
@@ -171,7 +171,7 @@ def test_0_26_keeps_a_state_for_every_block_of_some_families() -> None:
 
 def test_0_30_takes_the_null_block_off_and_0_26_does_not() -> None:
     caches = [LayerCache("full", 4096)] * 36
-    rules = KvRules(16 * 100, 8192)
+    rules = KvRules(16 * 100, 8192, vllm="0.26")
     assert fits(plan_kv_cache(caches, rules, num_blocks=100))
     assert not fits(plan_kv_cache(caches, rules, num_blocks=99))
     assert not fits(plan_kv_cache(caches, replace(rules, vllm="0.30"), num_blocks=100))
@@ -181,14 +181,14 @@ def test_0_30_takes_the_null_block_off_and_0_26_does_not() -> None:
 
 def test_blocks_of_windows_alone_are_the_kernels_by_0_26() -> None:
     caches = [LayerCache("sliding", 4096, 4096)] * 32
-    rules = KvRules(32768, 8192, block_size=64)
+    rules = KvRules(32768, 8192, block_size=64, vllm="0.26")
     assert plan_kv_cache(caches, rules, 1 << 30).groups[0].block_size == 16
     assert plan_kv_cache(caches, replace(rules, vllm="0.30"), 1 << 30).groups[0].block_size == 64
 
 
 def test_latents_beside_states_come_in_blocks_of_128_by_0_30() -> None:
     caches = [LayerCache("state", state_bytes=2_170_880)] * 20 + [LayerCache("latent", 1152)] * 7
-    rules = KvRules(32768, 8192)
+    rules = KvRules(32768, 8192, vllm="0.26")
     assert plan_kv_cache(caches, rules, 1 << 30).block_size == 1888
     assert plan_kv_cache(caches, replace(rules, vllm="0.30"), 1 << 30).block_size == 1920
 

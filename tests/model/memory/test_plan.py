@@ -18,7 +18,8 @@ from fp8plan.model.memory.plan import MemoryPlan, check_pool, memory_plan
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS
 
 GIB = 1 << 30
-MEASURED = Path(__file__).parents[3] / "profiles/h200_sxm/vllm-0.26.0/first_look"
+VERSION = "0.26.0"
+MEASURED = Path(__file__).parents[3] / f"profiles/h200_sxm/vllm-{VERSION}/first_look"
 LIMITS = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
 H200 = find_gpu("h200")
 QWEN3_8B = ModelShape.from_hf("Qwen3-8B")
@@ -36,7 +37,8 @@ def measured_engines() -> list[dict[str, Any]]:
 
 def planned(record: dict[str, Any]) -> MemoryPlan:
     limits = EngineLimits(**{field: record[field] for field in LIMITS})
-    return memory_plan(ModelShape.from_hf(record["model"]), PRESETS[record["precision"]], H200, limits)
+    shape, precision = ModelShape.from_hf(record["model"]), PRESETS[record["precision"]]
+    return memory_plan(shape, precision, H200, limits, engine_version=VERSION)
 
 
 def engine_name(record: dict[str, Any]) -> str:

@@ -36,6 +36,7 @@ from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import Rollout, Simulated, Timeline, simulate
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Fixed, LogNormal, Trace, Workload
+from fp8plan.version import DEFAULT_VERSION
 
 SMALL = "Qwen/Qwen3-0.6B"
 DENSE = "Qwen/Qwen3-8B"
@@ -214,7 +215,7 @@ def test_a_plan_describes_what_it_is_for() -> None:
     work = Workload(3, 4, Trace((50, 10, 20), "prompts"), Trace((5, 9), "responses"), seed=11)
     answer = plan(SMALL, "h200", work)
     assert (answer.model, answer.gpu, answer.seed) == (SMALL, "h200_sxm", 11)
-    assert answer.profile["engine_version"] == "0.26.0"
+    assert answer.engine_version == answer.profile["engine_version"] == DEFAULT_VERSION
     assert (answer.workload["prompts"], answer.workload["samples"]) == (3, 4)
     assert (answer.workload["max_prompt_tokens"], answer.workload["max_response_tokens"]) == (50, 9)
     assert answer.workload["response_tokens"] == work.batch().responses.sum()

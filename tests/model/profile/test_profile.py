@@ -40,6 +40,7 @@ from fp8plan.model.profile.profile import (
     error_parts,
 )
 from fp8plan.model.workload import Fixed, Workload
+from fp8plan.version import DEFAULT_VERSION
 
 NAMES = ("gemm.bf16.launch_seconds", "gemm.bf16.bandwidth_efficiency", "overhead.step_seconds")
 
@@ -104,8 +105,11 @@ def test_covariance_follows_the_order_of_names_and_is_zero_elsewhere() -> None:
 
 def test_exact_profile_is_used_without_a_word(tmp_path: Path) -> None:
     write(tmp_path, calibrated())
-    assert load_profile(find_gpu("h200"), profiles_dir=tmp_path, strict=True) == (calibrated(), [])
-    assert load_profile("h200", profiles_dir=tmp_path, strict=True) == (calibrated(), [])
+    exact = calibrated(engine_version=DEFAULT_VERSION)
+    write(tmp_path, exact)
+    assert load_profile(find_gpu("h200"), profiles_dir=tmp_path, strict=True) == (exact, [])
+    assert load_profile("h200", profiles_dir=tmp_path, strict=True) == (exact, [])
+    assert load_profile("h200", "0.26.0", profiles_dir=tmp_path, strict=True) == (calibrated(), [])
 
 
 def test_nearest_version_is_used_with_a_warning_and_a_wider_interval(tmp_path: Path) -> None:

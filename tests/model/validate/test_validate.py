@@ -20,11 +20,12 @@ from fp8plan.model.workload import LogNormal, Workload
 MODEL = "Qwen/Qwen3-0.6B"
 WORK = Workload(10, 6, LogNormal(40, 0.5, 90), LogNormal(120, 0.9, 600), seed=5)
 BATCH = WORK.batch()
+VERSION = "0.26.0"
 RECORD: dict[str, Any] = {
     "model": MODEL,
     "gpu": "h200_sxm",
     "engine": "vllm",
-    "engine_version": "0.26.0",
+    "engine_version": VERSION,
     "precision": "bf16",
     "prompt_lengths": BATCH.prompts.tolist(),
     "prompt_ids": BATCH.prompt_ids.tolist(),
@@ -53,7 +54,10 @@ def test_a_record_predicts_what_the_planner_predicts(
 ) -> None:
     """The same rollout on either way: kv_cache_tokens counts vLLM's null block, num_gpu_blocks does not."""
     limits = EngineLimits(num_gpu_blocks=None if pool is None else pool // 16 - 1)
-    choice = predict(MODEL, "h200", WORK, limits=limits, precisions=[precision], host_loop_s=loop).plan.choices[0]
+    prediction = predict(
+        MODEL, "h200", WORK, limits=limits, precisions=[precision], host_loop_s=loop, engine_version=VERSION
+    )
+    choice = prediction.plan.choices[0]
     (row,) = validated(tmp_path, {"precision": precision, "kv_cache_tokens": pool, "host_loop_s": loop}).records
     assert row["predicted_s"] == pytest.approx(choice.makespan_s, rel=1e-12)
     assert row["predicted_low_s"] == pytest.approx(choice.makespan_low_s, rel=1e-12)
@@ -197,7 +201,7 @@ def test_speedups_are_in_points_against_the_median_bf16_record(tmp_path: Path) -
 
 def test_a_predicted_speedup_has_its_interval_which_is_the_planners(tmp_path: Path) -> None:
     rows = validated(tmp_path, {}, {"precision": "fp8_kv"}, {"precision": "fp8_block+fp8_kv"}, {})
-    plan = predict(MODEL, "h200", WORK).plan
+    plan = predict(MODEL, "h200", WORK, engine_version=VERSION).plan
     gains = rows.groups[0]["speedups"]
     assert [gain["precision"] for gain in gains] == ["fp8_kv", "fp8_block+fp8_kv"]
     for gain in gains:
