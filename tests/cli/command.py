@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from typed import MODEL
 
+from fp8plan.version import DEFAULT_VERSION
+
 RECORD: dict[str, Any] = {
     "model": MODEL,
     "gpu": "h200",
     "engine": "vllm",
-    "engine_version": "0.26.0",
+    "engine_version": DEFAULT_VERSION,
     "precision": "bf16",
     "prompt_lengths": [16, 16, 20],
     "response_lengths": [32, 40, 50],

@@ -14,15 +14,15 @@ import pytest
 from command import RECORD, Done, first_choice, refused
 from synthetic import PRIOR, batch_fields, nature, write_folder
 from synthetic import SMALL as TINY
-from typed import MODEL
-from typed import PLAN as OF_DEFAULT
+from typed import MODEL, PLAN
 
 from fp8plan.model.profile import library
 from fp8plan.model.profile.profile import Profile, between
 from fp8plan.runtime.measure import calibrate, machine
 from fp8plan.runtime.measure.rollouts import jobs as cells
+from fp8plan.version import DEFAULT_VERSION
 
-PLAN = [*OF_DEFAULT, "--engine-version", "0.26.0"]  # of the engine that `synthetic` imitates
+IMITATED = ("--engine-version", "0.26.0")  # by `synthetic`
 
 
 def test_a_profile_of_another_version_is_used_with_a_note_and_refused_under_strict(
@@ -30,27 +30,28 @@ def test_a_profile_of_another_version_is_used_with_a_note_and_refused_under_stri
 ) -> None:
     from fp8plan.model.hardware import find_gpu
 
-    measured = replace(library.load_profile(find_gpu("h200"), "0.26.0")[0], kind="calibrated", engine_version="0.26.0")
-    path = tmp_path / "profiles" / "h200_sxm" / "vllm-0.26.0" / "profile.json"
+    measured = replace(library.load_profile(find_gpu("h200"))[0], kind="calibrated", engine_version=DEFAULT_VERSION)
+    path = library.profile_path(tmp_path / "profiles", "h200_sxm", DEFAULT_VERSION)
     path.parent.mkdir(parents=True)
     path.write_text(measured.to_json())
     exact = fp8plan(*PLAN, "--json", "--strict")
     assert exact.code == 0
     assert exact.err.startswith("note: Stay with bf16")  # the choice alone, as the plan is on stdout
     assert exact.err.count("\n") == 1
-    near = fp8plan(*OF_DEFAULT, "--json", "--engine-version", "0.27.1")
+    near = fp8plan(*PLAN, "--json", "--engine-version", "0.31.0")
     assert near.code == 0
-    assert "0.27.1" in near.err
-    assert "0.26.0" in near.err
+    assert "0.31.0" in near.err
+    assert DEFAULT_VERSION in near.err
     ratio = [first_choice(done)["makespan_high_s"] / first_choice(done)["makespan_s"] for done in (exact, near)]
     assert ratio[1] > ratio[0]
-    refused(fp8plan(*OF_DEFAULT, "--engine-version", "0.27.1", "--strict"), "0.27.1", "0.26.0", "leave --strict out")
+    strict = fp8plan(*PLAN, "--engine-version", "0.31.0", "--strict")
+    refused(strict, "0.31.0", DEFAULT_VERSION, "leave --strict out")
 
 
 def own_profile(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> Path:
-    """The profile of an H200 and vLLM 0.26.0 that `fp8plan calibrate` left in the user's folder."""
+    """The profile of an H200 and the newest vLLM that `fp8plan calibrate` left in the user's folder."""
     monkeypatch.setenv("FP8PLAN_PROFILES", str(folder))
-    path = library.profile_path(folder, "h200_sxm", "0.26.0")
+    path = library.profile_path(folder, "h200_sxm", DEFAULT_VERSION)
     path.parent.mkdir(parents=True)
     path.write_text(text)
     return path
@@ -79,7 +80,7 @@ def test_a_corrupt_profile_is_refused_by_file_and_not_passed_over(
     fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, parts: tuple[str, ...]
 ) -> None:
     path = own_profile(monkeypatch, tmp_path / "own", text)
-    for words in (PLAN, [*PLAN, "--strict"], OF_DEFAULT, ["profiles"]):
+    for words in (PLAN, [*PLAN, "--strict"], [*PLAN, "--engine-version", "0.31.0"], ["profiles"]):
         refused(fp8plan(*words), str(path), *parts)
 
 
@@ -89,13 +90,14 @@ def test_outside_of_what_was_measured_is_said_and_marked(
     """Measured with 4 requests at most: 2 x 2 lie inside, 4 x 2 outside. --strict is about versions alone."""
     own_profile(monkeypatch, tmp_path / "own", MEASURED.to_json())
     inside, outside = (fp8plan(*PLAN, "--strict", "--json", "--prompts", prompts) for prompts in (2, 4))
+    outside_of = f"outside of what the profile h200_sxm/vllm-{DEFAULT_VERSION}"
     for done, extrapolated in ((inside, False), (outside, True)):
         answer = json.loads(done.out)
         assert {choice["extrapolated"] for choice in answer["choices"]} == {extrapolated}
-        assert any("outside of what the profile h200_sxm/vllm-0.26.0" in x for x in answer["reasons"]) is extrapolated
+        assert any(outside_of in x for x in answer["reasons"]) is extrapolated
         assert [line.partition(":")[2][:5] for line in done.err.splitlines()] == [" Stay"]  # the choice alone
     assert "outside of what the profile" in " ".join(fp8plan(*PLAN, "--prompts", 4).out.split())
-    Path("records.jsonl").write_text(json.dumps(RECORD) + "\n" + json.dumps(RECORD | batch_fields(0, model=MODEL)))
+    Path("records.jsonl").write_text(json.dumps(RECORD) + "\n" + json.dumps(RECORD | batch_fields(0, model=MODEL, engine_version=DEFAULT_VERSION)))
     rows = json.loads(fp8plan("validate", "records.jsonl", "--strict", "--json").out)["records"]
     assert [row["extrapolated"] for row in rows] == [False, True]
 
@@ -137,7 +139,7 @@ def test_a_calibration_prints_its_errors_and_plans_use_it(
     assert done.err.splitlines()[-1] == f"written: {folder / 'profile.json'}"
 
     def source() -> str:
-        answer = json.loads(fp8plan("plan", TINY, *PLAN[2:], "--json", "--strict").out)
+        answer = json.loads(fp8plan("plan", TINY, *PLAN[2:], *IMITATED, "--json", "--strict").out)
         return str(answer["profile"]["source"])
 
     assert source() == "shipped"
@@ -163,7 +165,7 @@ def test_a_calibration_goes_where_plans_look_for_it(
     assert asked == [("h200_sxm", "full")]
     written = library.profile_path(tmp_path / "own", "h200_sxm", "0.26.0")
     assert Profile.from_json(written.read_text()).kind == "calibrated"
-    assert fp8plan(*PLAN, "--strict").code == 0
+    assert fp8plan(*PLAN, *IMITATED, "--strict").code == 0
 
 
 def test_a_grid_of_two_engines_is_fitted_and_plans_say_what_it_rests_on(
@@ -179,7 +181,7 @@ def test_a_grid_of_two_engines_is_fitted_and_plans_say_what_it_rests_on(
     assert "h200_sxm/vllm-0.26.0 anchored" in said
     assert "beside 0 s of the engines' starts" in said
     monkeypatch.setenv("FP8PLAN_PROFILES", str(own))
-    done = fp8plan(*PLAN, "--json", "--strict")
+    done = fp8plan(*PLAN, *IMITATED, "--json", "--strict")
     assert json.loads(done.out)["profile"]["kind"] == "anchored"
     assert "rests on the rollouts of two engines" in done.err
     (folder / "profile.json").write_text(MEASURED.to_json())

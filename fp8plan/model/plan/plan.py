@@ -268,7 +268,8 @@ class Plan:
         kv_scales: as in `emit`. An engine made from these alone keeps K and V scales at 1.0; `RolloutEngine.from_plan`
                    measures them
 
-        Raises ConfigError if K and V scales of 1.0 are riskier than the plan accepts.
+        Raises ConfigError if K and V scales of 1.0 are riskier than the plan accepts, and for a vLLM before the
+        supported ones.
         """
         return vllm.vllm_kwargs(self._job("vllm", choice, kv_scales).setup)
 
@@ -325,7 +326,6 @@ class Plan:
         from fp8plan.model.emit import trl, verl
 
         check_target(target)
-        check_starts(self.vllm_version)
         if choice is None:
             self._check_budget(target)
         scales = kv_scales if target == "vllm" else measured_scales(self.setup(choice), kv_scales)
@@ -346,7 +346,11 @@ class Plan:
         )
 
     def _job(self, target: str, choice: int | str | None, kv_scales: str, plan_file: str | None = None) -> Job:
-        """The input of `target`'s settings for one choice. Raises ConfigError if its K and V scales are too risky."""
+        """The input of `target`'s settings for one choice.
+
+        Raises ConfigError if its K and V scales are too risky, or if the plan is of a vLLM that is not started.
+        """
+        check_starts(self.vllm_version)
         picked = self.select(choice)
         risk = cast("Level | None", picked.risk)
         at_one, scales, budget = picked.unit_kv_scales, self.kv_scales, self.budget

@@ -18,6 +18,7 @@ from fp8plan.model.profile.library import load_profile
 EXPERTS, HIDDEN = Experts(128, 8, 768), 2048  # of Qwen3-30B-A3B
 H200 = find_gpu("h200")
 PROFILE = replace(load_profile(H200)[0], layers={})  # laws of the coefficients; what was timed follows none
+OF_0_26 = replace(load_profile(H200, "0.26.0")[0], layers={})
 M = np.arange(1, 3000)
 
 
@@ -58,16 +59,16 @@ def test_untuned_bf16_experts_are_slower_with_thousands_of_tokens() -> None:
     """vLLM ships a configuration for 128 experts of 512 in BF16 on an H200, and none for 64 of 1,024."""
     m, name = np.array([8, 16384]), "moe.bf16.untuned_compute_efficiency"
     tuned, untuned = (
-        moe_cost(m, x, HIDDEN, BF16, 1, H200, PROFILE) for x in (Experts(128, 8, 512), Experts(64, 4, 1024))
+        moe_cost(m, x, HIDDEN, BF16, 1, H200, OF_0_26) for x in (Experts(128, 8, 512), Experts(64, 4, 1024))
     )
     assert name not in tuned.partials
     assert untuned.partials[name][1] < -0.5 * untuned.seconds[1]
     assert untuned.partials[name][0] > -0.05 * untuned.seconds[0]  # eight tokens wait for memory
-    kept = {key: x for key, x in PROFILE.coefficients.items() if key != name}
-    without = replace(PROFILE, coefficients=kept, log_covariance={})
+    kept = {key: x for key, x in OF_0_26.coefficients.items() if key != name}
+    without = replace(OF_0_26, coefficients=kept, log_covariance={})
     faster = moe_cost(m, Experts(64, 4, 1024), HIDDEN, BF16, 1, H200, without).seconds  # a profile of an earlier day
     assert 0.7 < faster[1] / untuned.seconds[1] < 0.95
-    elsewhere = moe_cost(m, Experts(64, 4, 1024), HIDDEN, BF16, 1, find_gpu("l40s"), PROFILE)
+    elsewhere = moe_cost(m, Experts(64, 4, 1024), HIDDEN, BF16, 1, find_gpu("l40s"), OF_0_26)
     assert name not in elsewhere.partials  # not known
 
 

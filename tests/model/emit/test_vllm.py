@@ -34,7 +34,7 @@ from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import TARGETS, refusals
 from fp8plan.model.workload import Workload
-from fp8plan.version import at_least
+from fp8plan.version import LAST, RANGE, at_least
 
 # No field at its default, so that one that gets lost shows.
 LIMITS = EngineLimits(
@@ -761,3 +761,18 @@ def test_a_workload_without_lengths_is_refused(target: str) -> None:
     plan = plans.plan(limits=plans.TRL_LIMITS, workload={"prompts": 4, "samples": 8})
     with pytest.raises(ConfigError, match=r"max_prompt_tokens|max_response_tokens"):
         plan.emit(target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_plan_of_an_older_vllm_has_no_settings(target: str) -> None:
+    """Its numbers stay, to be compared with what was measured."""
+    older = replace(planned("Qwen/Qwen3-0.6B", "h200", Workload(2, 2, 16, 32)), engine_version="0.26.0")
+    read = Plan.from_json(older.to_json())
+    before_1_4 = replace(older, engine_version=None, profile=older.profile | {"engine_version": "0.26.0"})
+    for plan in (older, read, before_1_4):
+        said = f"the plan is of vLLM 0.26.0, .*; allowed: {RANGE}; plan again with --engine-version {LAST}$"
+        with pytest.raises(ConfigError, match=said):
+            plan.emit(target)
+        for settings_of in (plan.vllm_kwargs, plan.verl_overrides, plan.trl_config):
+            with pytest.raises(ConfigError, match=said):
+                settings_of()

@@ -274,14 +274,14 @@ def test_the_answer_separates_what_changes_nothing(tuned: Tuned, found: dict[str
 
 def test_the_waterfall_goes_from_bf16_over_each_change_to_the_datasheet() -> None:
     work = Workload(64, 16, Fixed(16), Fixed(512))
-    tuned = search("Qwen/Qwen3-8B", "h200", work, host_loop_s=2.6e-4)
+    tuned = search("Qwen/Qwen3-8B", "h200", work, host_loop_s=2.6e-4, engine_version="0.26.0")
     fall = Answer.of(tuned).waterfall
     before, after = tuned.base.plan, tuned.best.plan
     assert (before.select().precision, after.select().precision) == ("fp8_block", "fp8_block+fp8_kv")
     bf16 = next(c for c in before.choices if c.precision == "bf16")
     assert fall.before == ("before: bf16", bf16.makespan_s, bf16.makespan_low_s, bf16.makespan_high_s)
     limits = replace(before.limits, max_cudagraph_capture_size=1024)
-    known = {"limits": limits, "precisions": ["fp8_block"], "host_loop_s": 2.6e-4}
+    known = {"limits": limits, "precisions": ["fp8_block"], "host_loop_s": 2.6e-4, "engine_version": "0.26.0"}
     graphs = predict("Qwen/Qwen3-8B", "h200", work, **known).chosen.timed.makespan_s
     end = after.select().makespan_s
     steps = {
