@@ -32,6 +32,7 @@ from fp8plan.model.plan.planner import predict
 from fp8plan.model.tune.search import search
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 
+VERSION = "0.26.0"
 RESULTS = Path(__file__).parent / "results" / "aic_search.jsonl"
 FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 CHECKPOINTS: dict[str, dict[str, Any]] = {"bf16": {}, "fp8_block": {"quantization_config": FP8_BLOCKS}}
@@ -54,9 +55,9 @@ class Case:
         return f"{self.model}, {self.gpus} x {self.gpu}, {lengths}"
 
     @property
-    def several(self) -> dict[str, int]:
-        """The argument of a plan for more than one GPU."""
-        return {"gpus": self.gpus} if self.gpus > 1 else {}
+    def known(self) -> dict[str, Any]:
+        """Arguments of a plan: the engine's version, and more than one GPU."""
+        return {"engine_version": VERSION} | ({"gpus": self.gpus} if self.gpus > 1 else {})
 
 
 LONG = LogNormal(6000, 0.9, 20480)
@@ -116,7 +117,8 @@ def recommended(case: Case, precision: str, targets: Mapping[str, float]) -> dic
 def simulated(case: Case, precision: str, **limits: Any) -> float:
     """fp8plan's seconds of the case's batch on engines with these limits."""
     asked = EngineLimits.for_gpu(find_gpu(case.gpu), **limits)
-    return predict(case.model, case.gpu, case.workload, limits=asked, precisions=[precision]).chosen.timed.makespan_s
+    known: dict[str, Any] = {"precisions": [precision], "engine_version": VERSION}
+    return predict(case.model, case.gpu, case.workload, limits=asked, **known).chosen.timed.makespan_s
 
 
 LIMITS = ("tensor_parallel_size", "data_parallel_size", "max_num_seqs", "max_num_batched_tokens")
@@ -141,7 +143,7 @@ def rows(case: Case) -> Iterator[dict[str, Any]]:
 
 def own_limits(case: Case) -> dict[str, Any]:
     """The row of vLLM's own limits."""
-    planned = predict(case.model, case.gpu, case.workload, precisions=["bf16"], **case.several).chosen
+    planned = predict(case.model, case.gpu, case.workload, precisions=["bf16"], **case.known).chosen
     return _row("vLLM's own limits, best layout", planned)
 
 
@@ -149,7 +151,7 @@ def tuned(case: Case) -> Iterator[dict[str, Any]]:
     """The rows of `fp8plan tune`."""
     for precisions in (["bf16"], ["bf16", "fp8_block"], None):
         start = time.perf_counter()
-        best = search(case.model, case.gpu, case.workload, precisions=precisions, **case.several).best.chosen
+        best = search(case.model, case.gpu, case.workload, precisions=precisions, **case.known).best.chosen
         words = "all precisions" if precisions is None else " or ".join(precisions)
         yield _row(f"fp8plan tune, {words}", best) | {"took_s": round(time.perf_counter() - start, 2)}
 

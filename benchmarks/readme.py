@@ -117,8 +117,8 @@ def tuned_table() -> str:
 def anchored_plan() -> str:
     """The sentences of a plan on what measured rollouts taught it. The workload is the command line's default."""
     work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
-    observed = read_records(ROOT / "profiles" / "h100_sxm" / "vllm-0.26.0" / "validation" / "anchored.jsonl")
-    made = plan("Qwen/Qwen3-14B", "h100_sxm", work, observed=observed)
+    observed = read_records(ROOT / "profiles" / "h100_sxm" / "vllm-0.33.0" / "validation" / "rollouts.jsonl")
+    made = plan("Qwen/Qwen3-8B", "h100_sxm", work, observed=observed)
     return "".join(f"> {reason}\n>\n" for reason in made.reasons[-3:]).removesuffix("\n>\n")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from benchmarks.tables.markdown import table
 from fp8plan.model.hardware import find_gpu
@@ -21,7 +22,8 @@ from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import by_group, validate
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 
-MEASURED = profiles_path() / "h100_sxm" / "vllm-0.26.0" / "reports" / "rollouts.jsonl"
+VERSION = "0.26.0"
+MEASURED = profiles_path() / "h100_sxm" / f"vllm-{VERSION}" / "reports" / "rollouts.jsonl"
 GIB = 1 << 30
 
 # vllm issue 21348: `vllm serve Qwen3-235B-A22B-FP8 --tensor-parallel-size 4` on H100s, July 2025.
@@ -38,6 +40,7 @@ SERVED = EngineSetup(
         max_num_seqs=1024,
         max_num_batched_tokens=8192,
     ),
+    engine_version=VERSION,
 )
 
 # verl's recipe low_precision/run_dapo_qwen3_moe_30b_megatron_fp8e2e.sh, with the batch of docs/low_precision/fp8.md.
@@ -79,7 +82,8 @@ def rollout(utilization: float, mean_tokens: int) -> dict[str, Choice]:
     """The second report's rollout, by precision."""
     work = Workload(96, 16, Fixed(300), LogNormal(mean_tokens, 0.9, 20_480))
     limits = replace(ROLLED_OUT, gpu_memory_utilization=utilization)
-    answer = plan("Qwen/Qwen3-30B-A3B", "h100", work, limits=limits, precisions=["bf16", "fp8_block"])
+    known: dict[str, Any] = {"precisions": ["bf16", "fp8_block"], "engine_version": VERSION}
+    answer = plan("Qwen/Qwen3-30B-A3B", "h100", work, limits=limits, **known)
     return {choice.precision: choice for choice in answer.choices}
 
 
@@ -91,7 +95,8 @@ def ampere(prompt: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
     def seconds(tokens: int) -> list[float]:
         work = Workload(8, 1, Fixed(prompt), Fixed(tokens))
-        choices = plan("Qwen/Qwen3-8B", card, work, limits=limits, precisions=["bf16", "fp8_kv"]).choices
+        known: dict[str, Any] = {"precisions": ["bf16", "fp8_kv"], "engine_version": VERSION}
+        choices = plan("Qwen/Qwen3-8B", card, work, limits=limits, **known).choices
         return [choice.makespan_s or 0.0 for choice in choices]
 
     first, whole = seconds(1), seconds(256)

@@ -83,7 +83,7 @@ def steps() -> str:
     batch = StepBatch(requests, requests * CONTEXT, none, none, none, none, requests)
     lines = []
     for name in PRESETS:
-        setup = EngineSetup(MODEL, H100, name)
+        setup = EngineSetup(MODEL, H100, name, engine_version=VERSION)
         new, old = (setup.step_model(each).seconds(batch) for each in (by_law, by_bandwidth))
         lines.append((name, *(f"{x:+.1%}" for x in old / new - 1)))
     return markdown((f"steps of {MODEL}", *(f"{x} requests" for x in REQUESTS)), lines)

@@ -52,7 +52,7 @@ RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {LAST}"
 
 
 def is_supported(version: str) -> bool:
-    """True if a version of vLLM, such as "0.26.0", is supported."""
+    """True if a version of vLLM, such as "0.33.0", is supported."""
     number = _minor(version)
     return number is not None and OLDEST <= number <= NEWEST
 
@@ -79,7 +79,7 @@ def default_version(on_cpu: bool) -> str:
 
 
 def planned_version(version: str | None, on_cpu: bool) -> str:
-    """The version of a plan, of three numbers: 0.26.0 for "0.26" and "v0.26.0". None: `default_version`."""
+    """The version of a plan, of three numbers: 0.33.0 for "0.33" and "v0.33.0". None: `default_version`."""
     if version is None:
         return default_version(on_cpu)
     numbers = re.fullmatch(r"v?(\d+\.\d+)(\.\d+)?", version)
@@ -116,7 +116,7 @@ def version_warnings(version: str) -> list[str]:
 
 
 def _minor(version: str) -> tuple[int, int] | None:
-    """The minor version of "0.26.0": (0, 26). None for any other text."""
+    """The minor version of "0.33.0": (0, 33). None for any other text."""
     try:
         major, minor = map(int, version.split(".")[:2])
     except ValueError:

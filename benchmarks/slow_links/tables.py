@@ -196,6 +196,7 @@ def fitted() -> tuple[float, float, float]:
     return byte, matrix, patch_byte
 
 
+MEASURED_WITH: Final = "0.26.0"
 FAST: Final = "9999Tb/s"  # a link that takes no time
 LINKS: Final = ("1Gb/s", "5Gb/s", "25Gb/s", "100Gb/s", "400Gb/s", "3.2Tb/s")
 
@@ -203,7 +204,7 @@ LINKS: Final = ("1Gb/s", "5Gb/s", "25Gb/s", "100Gb/s", "400Gb/s", "3.2Tb/s")
 def _planned(model: str, link: str, nbytes: float) -> dict[str, float]:
     """Return the planned seconds of each mode, at the learning rate whose patches have that size."""
     gpu = find_gpu("h200")
-    step = StepModel(ModelShape.from_hf(model), gpu, PRESETS["fp8_block"], EngineLimits(), load_profile(gpu)[0])
+    step = StepModel(ModelShape.from_hf(model), gpu, PRESETS["fp8_block"], EngineLimits(), load_profile(gpu, MEASURED_WITH)[0])
 
     def costs(rate: float) -> dict[str, SyncCost]:
         return {cost.mode: cost for cost in sync_costs(step, WeightSync(link, rate))}

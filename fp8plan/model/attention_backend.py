@@ -244,7 +244,7 @@ def why_not_indexed(capability: tuple[int, int], fp8_kv: bool) -> str | None:
 def why_fixed_kv_scales(gpu: Gpu, precision: Precision, shape: ModelShape | None) -> str | None:
     """The reason why an engine keeps the K and V scales that it starts with; None if it reads new ones.
 
-    FlashInfer takes both as numbers (`k_scale=layer._k_scale_float` in flashinfer.py, 0.26 to 0.32), which CUDA graphs
+    FlashInfer takes both as numbers (`k_scale=layer._k_scale_float` in flashinfer.py), which CUDA graphs
     of decode steps capture.
 
     shape: as in `vllms_kernels`

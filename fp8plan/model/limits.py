@@ -76,7 +76,7 @@ class Lowerable(int):
     """A limit that no user insists on, such as one of a search: a plan may lower it, as it may a Derived one."""
 
 
-# Defaults of an offline `LLM`: get_batch_defaults in vllm/engine/arg_utils.py, 0.26 to 0.30. Block sizes are from
+# Defaults of an offline `LLM`: get_batch_defaults in vllm/engine/arg_utils.py. Block sizes are from
 # vllm/config/cache.py and vllm/platforms/cpu.py. A GPU is large from 70 GiB on, unless its name has "a100" in it.
 LARGE_GPU: Final[dict[str, Any]] = {
     "max_num_seqs": Derived(1024),

@@ -6,8 +6,8 @@ to 0.32, and run against 0.30 by tests/model/test_shards.py):
 - Online quantisation of a linear pads the scales of outputs, but asserts that groups of 128 divide the inputs, in the
   first forward pass (per_token_group_quant_fp8). fp8plan leaves such a linear in BF16, by name (`Linear.quantised`,
   fp8plan.model.emit.vllm).
-- Online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes, from 0.26 on). The
-  model's width must not need padding in 0.30. Routers inside the experts' runner (Qwen3-MoE) get the padded tokens, and
+- Online quantisation of experts pads each rank's expert to whole blocks (maybe_roundup_sizes). The
+  model's width must not need padding. Routers inside the experts' runner (Qwen3-MoE) get the padded tokens, and
   gpt-oss's loader copies its 2,880 inputs to a parameter of 2,944.
 - For a checkpoint in FP8 blocks vLLM refuses a rank that begins or ends inside a block, experts included
   (validate_fp8_block_shape and its _moe), or finds no place for the scales of a fused layer. verl quantises whole

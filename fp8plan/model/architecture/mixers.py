@@ -162,7 +162,7 @@ class Attention(Part):
         heads = self.heads // tp
         outputs = row("o_proj", hidden, heads * self.value_dim)
         queries = heads * self.head_dim + (heads * self.value_dim if self.gated else 0)
-        if self.shares_kv:  # models/gemma4.py (0.30): q_proj alone; 0.26 still has a qkv_proj
+        if self.shares_kv:  # models/gemma4.py: q_proj alone
             return self.held(column("q_proj", queries, hidden), outputs)
         # With k_is_v vLLM loads the rows of the keys twice (gemma4.py), so the matrix keeps its size.
         kv_heads = kv_heads_of_rank(self.kv_heads, tp)
@@ -345,8 +345,8 @@ class DeltaNet(Part):
 class KimiDelta(Part):
     """Kimi delta attention: layers/mamba/gdn/kimi_gdn_linear_attn.py.
 
-    Each gate has two matrices with `head_dim` channels between. Every rank has all of the first one. vLLM 0.30 fuses
-    the first projections; 0.26 has q, k, v, f_a and b apart. The recurrent state is float32 (kda_state_dtype).
+    Each gate has two matrices with `head_dim` channels between. Every rank has all of the first one. vLLM fuses
+    the first projections. The recurrent state is float32 (kda_state_dtype).
     """
 
     heads: int

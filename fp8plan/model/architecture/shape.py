@@ -34,7 +34,7 @@ from fp8plan.model.configs.fields import Context
 from fp8plan.model.precision import BF16_BYTES, PRESETS, Precision, Stored, is_planned
 from fp8plan.version import DEFAULT_VERSION
 
-VOCAB_PADDING = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py (0.26): DEFAULT_VOCAB_PADDING_SIZE
+VOCAB_PADDING = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py: DEFAULT_VOCAB_PADDING_SIZE
 
 Kind = TypeVar("Kind")
 
@@ -105,7 +105,7 @@ class ModelShape:
         return tables + body + self._own_vectors(1, self.vocab_size)
 
     def linears(self, tensor_parallel_size: int = 1) -> tuple[Linear, ...]:
-        """The matrices of one rank as vLLM 0.26 fuses them, without the routed experts (see `expert_linears`).
+        """The matrices of one rank as vLLM fuses them, without the routed experts (see `expert_linears`).
 
         `lm_head` occurs once. KV heads are replicated when there are more ranks than KV heads. Mixers come first, then
         dense MLPs, then routers and shared experts.
@@ -189,7 +189,7 @@ class ModelShape:
         )
 
     def allowed_tensor_parallel(self, largest: int = 64, expert_parallel: bool = False) -> tuple[int, ...]:
-        """The values of tensor_parallel_size up to `largest` with which vLLM 0.26 starts this model."""
+        """The values of tensor_parallel_size up to `largest` with which vLLM starts this model."""
         return tuple(tp for tp in range(1, largest + 1) if self._tensor_parallel_fault(tp, expert_parallel) is None)
 
     def check_tensor_parallel(self, tensor_parallel_size: int, expert_parallel: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 Every value of a config passes a check here before use. Sources of the context length: _get_and_verify_max_len in
 vllm/config/model.py, and derive_max_model_len_and_key in vllm/transformers_utils/model_arch_config_convertor.py. The
-`model_max_length` of a tokenizer_config.json does not count. vLLM 0.26 to 0.30 read it only for pooling models with
+`model_max_length` of a tokenizer_config.json does not count. vLLM reads it only for pooling models with
 absolute positions (ModelConfig.get_and_verify_max_len).
 """
 

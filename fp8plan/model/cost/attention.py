@@ -95,7 +95,7 @@ def _pairs_below(kind: str, window: int, position: Array) -> Array:
 
 FLASH_ATTENTION_3 = "flash_attn_3"
 SHARE, KV_BLOCK = 1.1, 128  # FlashAttention 3 cuts a request's KV at this share of an SM's work, in blocks of tokens
-MOST_CUTS = 32  # flash_attn_max_num_splits_for_cuda_graph of vLLM 0.26
+MOST_CUTS = 32  # flash_attn_max_num_splits_for_cuda_graph (vllm/config/attention.py)
 TILE_ROWS = 128
 TAIL = 0.12  # share of the longest tile for which other SMs wait at the end: fitted to profiles/h200_sxm
 NARROW, WIDE = 128, 256  # most elements of a head in FlashAttention 3's common kernels, and in its widest

@@ -11,14 +11,14 @@ choice of a tile is a property of the kernel, so the profile's backend names it.
 The exponent is 4, because tiled kernels overlap loads and math almost fully. cuBLAS splits K of a grid smaller than the
 GPU and adds up the parts in another kernel. DeepGEMM on Hopper does not split, so few tiles leave SMs idle and each
 SM's own bandwidth decides (c, if a profile has sm_bandwidth).
-DeepGEMM compiles a kernel for the tile with the best estimate of cache traffic (deepseek-ai/DeepGEMM, which vLLM 0.26
+DeepGEMM compiles a kernel for the tile with the best estimate of cache traffic (deepseek-ai/DeepGEMM, which vLLM
 bundles: csrc/jit_kernels/heuristics/sm90.hpp). The rule has steps that no smooth formula has.
 tests/data/deep_gemm_kernels.txt lists the kernels that were compiled on an H200; the rule below gives the same.
 Two limits of the rule are left out. Up to a K of 241,664 shared memory holds the stages of every tile. An SM's share of
 L2, 64 bytes per cycle, takes no longer than L1, through which all of it goes twice at 128.
 
 Shared experts are an MLP for every token. Up to STREAM_TOKENS tokens vLLM runs it on its own stream beside the routed
-experts (VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD; fused_moe/runner/shared_experts.py, 0.26). Routed experts wait for
+experts (VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD; fused_moe/runner/shared_experts.py). Routed experts wait for
 memory and leave SMs free, so only the reading of the shared weights adds to the step. With more tokens, and in families
 without that stream (`Experts.shared_stream`), the MLP runs before them.
 Not modelled: L2 hits of weights (a layer's weights are evicted before its next use). `power` has the clock.

@@ -8,7 +8,7 @@ other. They count as `activation_passes` over these. Biases of experts are not m
 
 Tensor parallelism splits the intermediate size. With expert parallelism each of R ranks has E/R whole experts, and all
 wait for the busiest. All ranks have all tokens, as without it. So nothing else is exchanged (use_all2all_kernels of
-FusedMoEParallelConfig is false if data_parallel_size is 1, in 0.26 and 0.30). Its kernels are in no fit
+FusedMoEParallelConfig is false if data_parallel_size is 1). Its kernels are in no fit
 (benchmarks/expert_parallel.py compares them with AIConfigurator's timings).
 The load of a rank (rows, or experts hit) is a sum over its experts. All experts are alike, so any two of these sums
 have the same covariance. If they are nearly normal, the largest of R is expected at
@@ -119,7 +119,7 @@ def skips_other_rows(gpu: Gpu) -> bool:
 
     Triton's kernel writes zeros for other ranks' rows, and activates them too (write_zeros_to_output in fused_moe.py).
     On Hopper a plan asks for it (`moe_backend`). FlashInfer's kernels, which Blackwell has, skip these rows
-    (oracle/fp8.py and unquantized.py, 0.26 and 0.30).
+    (oracle/fp8.py and unquantized.py).
     """
     return gpu.is_blackwell_data_center
 

@@ -65,8 +65,7 @@ def _without_whole_blocks(shape: ModelShape, tp: int) -> Iterable[str]:
 
 
 # The scales of an FP8 KV cache: measured after each weight sync, as RolloutEngine does, or left at 1.0, as by vLLM.
-# (vLLM's `calculate_kv_scales` measured them on the first batch; it is deprecated in 0.26 and gone in 0.28, and each
-# reload of weights puts 1.0 back: vllm/model_executor/layers/attention.)
+# Each reload of weights puts 1.0 back (vllm/model_executor/layers/attention).
 KV_SCALES: Final = ("calibrated", "unit")
 UNWRITTEN: Final = "plan.json"  # in settings of a plan that has no file yet
 MEASURED: Final = "fp8plan measures the K and V scales after each weight sync"
@@ -198,7 +197,7 @@ def _online_quantisation(setup: EngineSetup) -> dict[str, Any]:
 def _expert_kernels(setup: EngineSetup) -> dict[str, Any]:
     """The argument of `vllm.LLM` that keeps Triton's kernels for FP8 experts, which were measured.
 
-    With expert parallelism on Hopper vLLM 0.26 and 0.30 prefer FlashInfer's CUTLASS kernels (fused_moe/oracle/fp8.py).
+    With expert parallelism on Hopper vLLM prefers FlashInfer's CUTLASS kernels (fused_moe/oracle/fp8.py).
     FlashInfer probably compiles them first: two H200s were not ready after seven minutes.
     """
     limits, capability = setup.limits, setup.gpu.compute_capability

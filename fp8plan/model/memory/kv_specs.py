@@ -1,7 +1,7 @@
 """The caches of a model's layers as vLLM specifies them, in bytes of a precision, and the settings they depend on.
 
 The functions here and in `kv_plan` follow vllm/v1/kv_cache_interface.py, vllm/v1/core/kv_cache_utils.py and
-vllm/platforms/interface.py (_align_hybrid_block_size), 0.26 and 0.30; comments name the differences. They hold for one
+vllm/platforms/interface.py (_align_hybrid_block_size); `SINCE` names the differences of versions. They hold for one
 pipeline stage, without context parallelism, speculative decoding and KV connectors. They assume layouts of the cache
 with layers outermost: vLLM's choice on Hopper and on a CPU for every family except DeepSeek-V4.
 
@@ -26,7 +26,7 @@ from fp8plan.model.precision import Precision
 from fp8plan.version import DEFAULT_VERSION, has
 
 # A token's latent in FP8 if an indexer picks tokens: 512 numbers, four scales, and 64 numbers of BF16 (fp8_ds_mla:
-# vllm/v1/attention/backends/mla/flashmla_sparse.py, 0.26 and 0.30). In BF16 it is the plain latent.
+# vllm/v1/attention/backends/mla/flashmla_sparse.py). In BF16 it is the plain latent.
 SPARSE_FP8_LATENT_BYTES: Final = 656
 INDEXER_SCALE_BLOCK: Final = 128  # a scale of four bytes for each (DeepseekV32IndexerCache in deepseek_v2.py)
 

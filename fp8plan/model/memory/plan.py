@@ -1,4 +1,4 @@
-"""GPU memory of one vLLM 0.26 rank: weights, activation peak, CUDA graphs, and the KV blocks that are left.
+"""GPU memory of one rank of vLLM: weights, activation peak, CUDA graphs, and the KV blocks that are left.
 
 The formula is the engine's own (determine_available_memory in vllm/v1/worker/gpu_worker.py, get_kv_cache_configs in
 vllm/v1/core/kv_cache_utils.py):

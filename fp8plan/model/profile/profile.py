@@ -70,7 +70,7 @@ class Profile:
     """Coefficients of the cost functions, their uncertainty, and the range of shapes that they hold for.
 
     gpu:             GPU name, as `Gpu.name`
-    engine, engine_version: the measured engine, e.g. "vllm", "0.26.0"
+    engine, engine_version: the measured engine, e.g. "vllm", "0.33.0"
     kind:            "datasheet" (generic efficiencies), "calibrated" (measured here), "imported" (others' tables) or
                      "anchored" (another profile, corrected by the rollouts of two engines here)
     source:          the origin of the numbers

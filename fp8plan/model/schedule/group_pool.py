@@ -1,10 +1,10 @@
 """Groups of layers that keep the same kind of cache, and a pool of blocks that several of them share.
 
 One block of a group is one page: `block_size` tokens of each of its layers, or one recurrent state of each.
-(vllm/v1/core/single_type_kv_cache_manager.py; the rules for windows and the admission cap are the same in 0.26 and
-0.30.)
+(vllm/v1/core/single_type_kv_cache_manager.py; the rules for windows and the admission cap are the same in all
+versions.)
 
-States follow vLLM's mamba_cache_mode (MambaModelConfig in vllm/model_executor/models/config.py, 0.26 and 0.30).
+States follow vLLM's mamba_cache_mode (MambaModelConfig in vllm/model_executor/models/config.py).
 Without prefix caching the mode is "none", and a request holds one block whatever it computes. With prefix caching it is
 "align", and prefill goes in whole blocks. A request then holds the block it writes, the one it read, and under
 asynchronous scheduling one more in flight. With checkpoint blocks (from 0.32) a prefill is not cut at its last whole

@@ -1,8 +1,8 @@
 """Facts about a started vLLM engine: from its log, and from its parts inside the worker.
 
-The log's patterns are those of vLLM 0.26 (vllm/v1/worker/gpu_worker.py, vllm/v1/core/kv_cache_utils.py,
+The log's patterns are vLLM's (vllm/v1/worker/gpu_worker.py, vllm/v1/core/kv_cache_utils.py,
 vllm/platforms/cuda.py, vllm/model_executor/kernels/linear/__init__.py). The parts (KV cache groups, classes of layers,
-weights) are attributes of vLLM 0.26 and 0.30 (v1/worker/gpu_model_runner.py, v1/worker/gpu/model_runner.py,
+weights) are vLLM's attributes (v1/worker/gpu_model_runner.py, v1/worker/gpu/model_runner.py,
 v1/kv_cache_interface.py). If a version lacks a fact, it is left out, None or empty.
 """
 

@@ -13,7 +13,7 @@ from fp8plan.runtime.measure.rollouts.engine_facts import engine_parts
 if TYPE_CHECKING:
     import torch
 
-# Names of parameters, as vLLM 0.26 and 0.30 have them in the models of fp8plan's families.
+# Names of parameters, as vLLM has them in the models of fp8plan's families.
 BIAS: Final = re.compile(r"bias$")
 NORM: Final = re.compile(r"norm\w*\.weight$")
 LONGEST_NAME = 200
