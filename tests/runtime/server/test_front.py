@@ -41,6 +41,7 @@ class Engine:
     def __init__(self, *responses: Any) -> None:
         self.go_on, self.calls, self.responses = asyncio.Event(), list[str](), list(responses)
         self.request_id = "0"
+        self.weight_version = "default"
 
     async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
         await self.go_on.wait()
@@ -48,6 +49,12 @@ class Engine:
 
     async def is_paused(self) -> bool:
         return False
+
+    async def get_weight_version(self) -> str:
+        return self.weight_version
+
+    async def update_weight_version(self, new_version: str) -> None:
+        self.weight_version = new_version
 
     async def start_weight_update(self) -> None:
         self.calls.append("start_weight_update")
