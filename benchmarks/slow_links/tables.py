@@ -204,7 +204,8 @@ LINKS: Final = ("1Gb/s", "5Gb/s", "25Gb/s", "100Gb/s", "400Gb/s", "3.2Tb/s")
 def _planned(model: str, link: str, nbytes: float) -> dict[str, float]:
     """Return the planned seconds of each mode, at the learning rate whose patches have that size."""
     gpu = find_gpu("h200")
-    step = StepModel(ModelShape.from_hf(model), gpu, PRESETS["fp8_block"], EngineLimits(), load_profile(gpu, MEASURED_WITH)[0])
+    profile = load_profile(gpu, MEASURED_WITH)[0]
+    step = StepModel(ModelShape.from_hf(model), gpu, PRESETS["fp8_block"], EngineLimits(), profile)
 
     def costs(rate: float) -> dict[str, SyncCost]:
         return {cost.mode: cost for cost in sync_costs(step, WeightSync(link, rate))}

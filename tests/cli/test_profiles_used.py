@@ -97,7 +97,8 @@ def test_outside_of_what_was_measured_is_said_and_marked(
         assert any(outside_of in x for x in answer["reasons"]) is extrapolated
         assert [line.partition(":")[2][:5] for line in done.err.splitlines()] == [" Stay"]  # the choice alone
     assert "outside of what the profile" in " ".join(fp8plan(*PLAN, "--prompts", 4).out.split())
-    Path("records.jsonl").write_text(json.dumps(RECORD) + "\n" + json.dumps(RECORD | batch_fields(0, model=MODEL, engine_version=DEFAULT_VERSION)))
+    larger = RECORD | batch_fields(0, model=MODEL, engine_version=DEFAULT_VERSION)
+    Path("records.jsonl").write_text(json.dumps(RECORD) + "\n" + json.dumps(larger))
     rows = json.loads(fp8plan("validate", "records.jsonl", "--strict", "--json").out)["records"]
     assert [row["extrapolated"] for row in rows] == [False, True]
 

@@ -34,7 +34,8 @@ LIVE_SCALES: Final = (
     "FlashAttentionDiffKVImpl",  # this and the next: heads whose values are shorter than their keys
     "TritonAttentionDiffKVImpl",
 )
-# Those that keep the scales of their start (`k_scale=layer._k_scale_float` in vllm/v1/attention/backends/flashinfer.py).
+# Those that keep the scales of their start: `k_scale=layer._k_scale_float` in
+# vllm/v1/attention/backends/flashinfer.py.
 FIXED_SCALES: Final = ("FlashInferImpl",)
 
 # The advice for engines without a kernel that reads new scales.
