@@ -463,6 +463,7 @@ def test_a_pull_does_not_begin_beside_a_call_that_switches_generation(switch: st
         await call
         front.state.asleep = frozenset()
         await front.pull()
+        assert engine.weight_version == str(front.version)  # vLLM's clients see it
 
     asyncio.run(asyncio.wait_for(meeting(), 30))
 
