@@ -31,7 +31,8 @@ def llm() -> Iterator[LLM]:
     cleanup_dist_env_and_memory()  # groups of a dense engine that died in this process have none for experts
     freeze_imports()
     torch.set_num_threads(1)
-    with experts_or_skip():
+    with pytest.MonkeyPatch.context() as patch, experts_or_skip():
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a RolloutEngine of other tests may have set it
         llm = LLM(
             str(checkpoint("moe", "a")),
             skip_tokenizer_init=True,
