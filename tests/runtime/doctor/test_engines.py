@@ -31,7 +31,7 @@ def sampling(**more: Any) -> Any:
 
 def roll(engine: RolloutEngine) -> None:
     """A rollout of prompts that are longer than a block of the KV cache."""
-    engine.generate([{"prompt_token_ids": prompt} for prompt in (*MANY[:2], LONG_PROMPT)], sampling())
+    engine.generate([{"prompt_token_ids": prompt} for prompt in (*MANY, LONG_PROMPT)], sampling())
 
 
 @pytest.fixture(scope="module")
