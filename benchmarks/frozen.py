@@ -5,8 +5,9 @@ A measurement is judged by what was frozen for its own host's loop, between the 
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,18 @@ def freeze(path: Path, measured: Path, rows: Iterable[Row]) -> None:
         raise ConfigError(f"{measured} is measured already: its predictions stay as they were frozen, in {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def command(
+    name: str, path: Path, measured: Path, predictions: Callable[[], Iterable[Row]], printed: Callable[[], str]
+) -> None:
+    """`python -m benchmarks.NAME` prints what is measured, and with --freeze writes the predictions."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
+    parser.add_argument("--freeze", action="store_true", help="predict everything, before anything is measured")
+    if parser.parse_args().freeze:
+        freeze(path, measured, predictions())
+    else:
+        print(printed())
 
 
 def seconds(host_loop_us: int | None) -> float | None:

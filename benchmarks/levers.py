@@ -9,7 +9,6 @@ known after the measurement.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -212,14 +211,5 @@ def committed() -> list[Judged]:
     return judged(jsonl.rows(PREDICTIONS), [run for run in jsonl.rows(MEASURED) if run["repeat"]])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.levers")
-    parser.add_argument("--freeze", action="store_true", help="predict every lever, before anything is measured")
-    if parser.parse_args().freeze:
-        frozen.freeze(PREDICTIONS, MEASURED, predictions())
-        return
-    print(table(committed()))
-
-
 if __name__ == "__main__":
-    main()
+    frozen.command("levers", PREDICTIONS, MEASURED, predictions, lambda: table(committed()))

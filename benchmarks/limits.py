@@ -8,7 +8,6 @@ The cells are those of benchmarks/results/limits_h100. `tune` names limits for e
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -204,15 +203,11 @@ def committed() -> list[Judged]:
     return judged(jsonl.rows(PREDICTIONS), jsonl.rows(MEASURED))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.limits")
-    parser.add_argument("--freeze", action="store_true", help="predict every cell, before anything is measured")
-    if parser.parse_args().freeze:
-        frozen.freeze(PREDICTIONS, MEASURED, predictions())
-        return
+def tables() -> str:
+    """Both tables in Markdown."""
     those = committed()
-    print(table(those), verdicts(those), sep="\n\n")
+    return f"{table(those)}\n\n{verdicts(those)}"
 
 
 if __name__ == "__main__":
-    main()
+    frozen.command("limits", PREDICTIONS, MEASURED, predictions, tables)

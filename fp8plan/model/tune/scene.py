@@ -62,7 +62,8 @@ class Lever:
         gain = {"gain": self.gain.ratio, "gain_low": self.gain.low, "gain_high": self.gain.high}
         times = {"before_s": self.before_s, "after_s": self.after_s, "saved_s": saved}
         named = {"lever": self.name, "setting": self.setting, "words": dict(self.words), "in_plan": self.in_plan}
-        of = {"of": "RL step" if self.step else "rollout", "ground": "measured" if self.measured else "modelled"}
+        ground = "measured" if self.measured else "modelled"
+        of = {"of": "RL step" if self.step else "rollout", "ground": ground}
         price = {"price": self.price, "mismatch": self.mismatch}
         return named | of | times | {"saved_low_s": low, "saved_high_s": high} | gain | price
 
