@@ -25,6 +25,10 @@ SINCE: Final = {
     "Blackwell captures up to 1024": (0, 28),
     "V2 reserves memory for CUDA graphs": (0, 29),  # v1/worker/gpu/model_runner.py; measured with 0.33
     "max_num_seqs is captured": (0, 31),
+    # The model runner (config/vllm.py, use_v2_model_runner) and its memory; 0.27 to 0.29 were not looked at
+    "V2 runs every model": (0, 30),
+    "V2 samples from FP32 logits": (0, 30),  # v1/worker/gpu/sample/sampler.py
+    "memory that stays is counted": (0, 30),  # total_consumed in utils/mem_utils.py
     # The KV cache (v1/core/kv_cache_utils.py and v1/kv_cache_interface.py; v1/core/kv_cache_planning.py from 0.33)
     "FP8 KV for heads above 256 on Hopper": (0, 30),
     "FP8 KV for heads of several sizes on Hopper": (0, 32),  # Gemma4Config; 0.30 has none, and 0.31 was not looked at

@@ -13,6 +13,7 @@ from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.hardware import Gpu
+from fp8plan.version import DEFAULT_VERSION, has
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,10 +282,14 @@ class EngineLimits:
 V2_WITH_EXPERTS: Final = ("deepseek_v2", "granitemoe", "qwen2_moe")
 
 
-def model_runner(shape: ModelShape, gpu: Gpu) -> Literal["v1", "v2"]:
-    """The model runner of vLLM 0.26 (VllmConfig._is_default_v2_model_runner_model).
+def model_runner(shape: ModelShape, gpu: Gpu, engine_version: str = DEFAULT_VERSION) -> Literal["v1", "v2"]:
+    """The model runner that vLLM takes by itself (VllmConfig.use_v2_model_runner): V2 on a GPU.
 
-    V2 runs on a GPU if the model has no recurrent layers, and is dense or one of `V2_WITH_EXPERTS`.
+    vLLM 0.26 takes V2 only for models without recurrent layers that are dense or one of `V2_WITH_EXPERTS`.
     """
+    if gpu.is_cpu:
+        return "v1"
+    if has(engine_version, "V2 runs every model"):
+        return "v2"
     sparse = bool(shape.parts_of(Experts)) and shape.model_type not in V2_WITH_EXPERTS
-    return "v1" if gpu.is_cpu or shape.recurrent or sparse else "v2"
+    return "v1" if shape.recurrent or sparse else "v2"

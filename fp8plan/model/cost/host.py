@@ -32,7 +32,6 @@ from fp8plan.model.cost.base import (
 )
 from fp8plan.model.cost.mixers import KERNELS, mixers_of
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.limits import model_runner
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import HOST_PACE, Profile
 
@@ -116,10 +115,13 @@ def runs_beside(experts: Experts, gpu: Gpu) -> bool:
     return experts.shared_stream and not gpu.is_cpu
 
 
-def sampling_cost(batch: StepBatch, shape: ModelShape, gpu: Gpu, profile: Profile) -> Cost:
-    """Seconds between the last layer and the next token: input preparation, log-softmax and sampling, (steps,)."""
+def sampling_cost(batch: StepBatch, shape: ModelShape, gpu: Gpu, runner: str, profile: Profile) -> Cost:
+    """Seconds between the last layer and the next token: input preparation, log-softmax and sampling, (steps,).
+
+    runner: vLLM's model runner, "v1" or "v2"
+    """
     step = "overhead.step_seconds"
-    sampled = sampler_cost(batch.sampled_requests, shape.vocab_size, model_runner(shape, gpu), gpu, profile)
+    sampled = sampler_cost(batch.sampled_requests, shape.vocab_size, runner, gpu, profile)
     return constant(*profile.named(step), sampled.seconds) + sampled
 
 

@@ -57,7 +57,7 @@ from fp8plan.model.cost.power import (
     with_sustained,
 )
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.limits import EngineLimits
+from fp8plan.model.limits import EngineLimits, model_runner
 from fp8plan.model.memory.plan import cudagraph_capture_sizes
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.library import rare_parts, with_kernels
@@ -231,7 +231,8 @@ class StepModel:
         rows, inverse = _distinct(whole(batch.sampled_requests))
         head = gemm_cost(rows, [self.head], self.precision, self.gpu, profile)
         parts.append(where_busy("lm_head", head, rows, inverse))
-        parts.append(Component("sampling", sampling_cost(batch, self.shape, self.gpu, profile), None))
+        runner = model_runner(self.shape, self.gpu, self.engine_version)
+        parts.append(Component("sampling", sampling_cost(batch, self.shape, self.gpu, runner, profile), None))
         parts = [part._replace(cost=with_sustained(part.cost, profile)) for part in parts]
         return [*parts, Component("draft", self._draft_cost(batch), None)] if self.drafts else parts
 

@@ -10,6 +10,7 @@ from fp8plan.model.architecture.parts import LatentAttention, LayerInput, Mlp, T
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits, model_runner
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, FP32_BYTES, Precision
+from fp8plan.version import DEFAULT_VERSION, has
 
 # PyTorch's cuBLAS workspace on Hopper (CUDA semantics, "cuBLAS workspaces": 32 MiB there, 8 MiB before).
 CUBLAS_WORKSPACE_BYTES: Final = 32 << 20
@@ -20,12 +21,15 @@ MOST_MLA_CONTEXT: Final = 64 * 1024  # tokens
 KEEPS_ROUTER_INPUTS: Final = ("glm4_moe", "glm4v_moe", "mimo_v2_flash")
 
 
-def activation_peak_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits) -> int:
+def activation_peak_bytes(
+    shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, engine_version: str = DEFAULT_VERSION
+) -> int:
     """Peak of PyTorch's allocations in profile_run: a forward pass of max_num_batched_tokens, then the sampler.
 
     The expert workspace persists (vllm/v1/worker/workspace.py). So it counts in both, from the first layer with experts
     on. cuBLAS's workspace counts from the first BF16 GEMM on: lm_head, if all other linears are FP8. Measured peaks
-    were 0 to 60 MiB (4%) higher, and 320 MiB (15%) for Gemma 3.
+    were 0 to 60 MiB (4%) higher with vLLM 0.26, and 320 MiB (15%) for Gemma 3. Since 0.30 vLLM also counts what it
+    allocates before profile_run. The counts of each request's tokens, for penalties, are most of that.
     """
     tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
     forward = max(_mixers_bytes(shape, tokens, tp), _latent_bytes(shape, limits))
@@ -33,11 +37,13 @@ def activation_peak_bytes(shape: ModelShape, precision: Precision, gpu: Gpu, lim
     dense = _mlps_bytes(shape, tokens, tp)
     if any(precision.weights == "bf16" or not w.quantised for w in shape.linears(tp) if w.name != "lm_head"):
         forward, dense = forward + CUBLAS_WORKSPACE_BYTES, dense + CUBLAS_WORKSPACE_BYTES
-    sampler = _sampler_bytes(shape, gpu, limits) + CUBLAS_WORKSPACE_BYTES
+    sampler = _sampler_bytes(shape, gpu, limits, engine_version) + CUBLAS_WORKSPACE_BYTES
     inputs = _layer_inputs_bytes(shape, tokens)
     forward, dense = forward + inputs, dense + inputs
     persists = _expert_workspace_bytes(shape, limits) + _router_inputs_bytes(shape, tokens)
-    return max(persists + max(forward, sampler), dense + (0 if _dense_layers_come_first(shape) else persists))
+    peak = max(persists + max(forward, sampler), dense + (0 if _dense_layers_come_first(shape) else persists))
+    counted = has(engine_version, "memory that stays is counted")
+    return peak + (_token_counts_bytes(shape, limits) if counted else 0)
 
 
 def _mixers_bytes(shape: ModelShape, tokens: int, tp: int) -> int:
@@ -147,19 +153,26 @@ def _expert_workspace_bytes(shape: ModelShape, limits: EngineLimits) -> int:
     return limits.max_num_batched_tokens * most * BF16_BYTES
 
 
-def _sampler_bytes(shape: ModelShape, gpu: Gpu, limits: EngineLimits) -> int:
+def _token_counts_bytes(shape: ModelShape, limits: EngineLimits) -> int:
+    """Bytes of V2's penalties (v1/worker/gpu/sample/penalties.py): an int32 and a bit for each request and token."""
+    return limits.max_num_seqs * shape.padded_vocab_size * 33 // 8
+
+
+def _sampler_bytes(shape: ModelShape, gpu: Gpu, limits: EngineLimits, engine_version: str) -> int:
     """Hidden states of all tokens and of the sampled rows, logits, and the sampler's buffers.
 
-    The sampler of vLLM's V2 model runner works on the BF16 logits in place (v1/worker/gpu/sample). V1's warm-up
-    holds BF16 logits, FP32 logits, log-probabilities (processed_logprobs), probabilities and noise at once
-    (v1/sample/ops/topk_topp_sampler.py), random hidden states for the sampled rows (_dummy_sampler_run), and the top-k
-    kernel's FP32 row per multiprocessor (topk_topp_triton.py).
+    The sampler of vLLM's V2 model runner works on the BF16 logits in place in 0.26, and on an FP32 copy later
+    (v1/worker/gpu/sample). V1's warm-up holds BF16 logits, FP32 logits, log-probabilities (processed_logprobs),
+    probabilities and noise at once (v1/sample/ops/topk_topp_sampler.py). It also holds random hidden states for the
+    sampled rows (_dummy_sampler_run), and the top-k kernel's FP32 row per multiprocessor (topk_topp_triton.py).
     """
     tokens, tp = limits.max_num_batched_tokens, limits.tensor_parallel_size
     rows, vocab = min(tokens, limits.max_num_seqs), shape.padded_vocab_size
     row = shape.hidden_size * BF16_BYTES
     before_gather = rows * vocab // tp * BF16_BYTES if tp > 1 else 0
     peak = (tokens + rows) * row + before_gather + rows * vocab * BF16_BYTES
-    if model_runner(shape, gpu) == "v1":
+    if model_runner(shape, gpu, engine_version) == "v1":
         peak += rows * row + 4 * rows * vocab * FP32_BYTES + min(gpu.sm_count, rows) * vocab * FP32_BYTES
+    elif has(engine_version, "V2 samples from FP32 logits"):
+        peak += rows * vocab * FP32_BYTES
     return peak

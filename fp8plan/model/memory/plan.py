@@ -9,8 +9,8 @@ vllm/v1/core/kv_cache_utils.py):
 The engine measures the terms on the GPU. Here they are modelled from the shapes:
 - weights: every tensor, with the allocator's rounding, and DeepGEMM's workspace;
 - activation peak: the buffers alive at the two peaks of profile_run, from the source;
-- non-torch and CUDA graphs: constants measured on one H200 with vLLM 0.26.0 (profiles/h200_sxm/vllm-0.26.0: first_look
-  and families), and from public logs for several ranks.
+- non-torch and CUDA graphs: constants measured on H200s with vLLM 0.26 (profiles/h200_sxm/vllm-0.26.0: first_look and
+  families) and 0.33 (the rollouts of profiles/h200_sxm/vllm-0.33.0), and from public logs for several ranks.
 The CUDA context, NCCL, and allocations after profiling (a dense model's graphs, block tables) are not counted. They use
 the share that gpu_memory_utilization leaves.
 """
@@ -35,15 +35,16 @@ from fp8plan.version import DEFAULT_VERSION, has
 
 MIB, GIB = 1 << 20, 1 << 30
 
-# vLLM's estimate of CUDA graph memory (profile_cudagraph_memory). It is the larger first capture, and for each kind its
-# second graph times the number of further ones. V1: the sizes agree with 51 + 51 graphs of Qwen3-30B-A3B (658 MiB in
-# BF16, 758 in FP8) and a public log of Qwen3-8B. Other families took 556 to 918 MiB. V2: 51 + 51 graphs of Qwen3-8B
-# took 960 and 1,060 MiB with vLLM 0.33 on an H100. They give only the sum of both kinds; the split is V1's. A guess:
-# FP8 adds to full graphs only.
-CUDAGRAPH_FIRST_BYTES = 58 * MIB
-CUDAGRAPH_BYTES = {"v1": (4 * MIB, 8 * MIB), "v2": (6 * MIB, 12 * MIB)}  # of a piecewise and of a full graph
+# vLLM's estimate of CUDA graph memory (profile_cudagraph_memory). V1: the larger first capture, and for each kind its
+# second graph times the number of further ones. The sizes agree with 51 + 51 graphs of Qwen3-30B-A3B (658 MiB in BF16,
+# 758 in FP8) and a public log of Qwen3-8B. Other families took 556 to 918 MiB.
+CUDAGRAPH_FIRST_BYTES, PIECEWISE_BYTES, FULL_BYTES = 58 * MIB, 4 * MIB, 8 * MIB
+# V2: bytes of a layer in a piecewise graph; a full graph has twice as many. That is how seven models of 8 to 48 layers
+# took 172 to 1,282 MiB with vLLM 0.33. Two were off by more than 60 MiB: Qwen3-1.7B (456 MiB, 590 here) and Qwen3-14B
+# (1,450 MiB, 1,066 here).
+LAYER_GRAPH_BYTES = 960 * MIB / (36 * 153)  # 51 + 51 graphs of Qwen3-8B
+CUDAGRAPH_FP8_BYTES = 2 * MIB  # that FP8 weights add to a full graph
 GRAPH_STEP = 16  # between the sizes of CUDA graphs above 256
-CUDAGRAPH_FP8_BYTES = 2 * MIB
 
 
 def cudagraph_capture_sizes(
@@ -86,14 +87,16 @@ def cudagraph_reserve_bytes(
     The V2 model runner reserves none before vLLM 0.29. Every size is captured piecewise, and sizes up to max_num_seqs
     also as full graphs.
     """
-    captured, runner = cudagraph_capture_sizes(shape, gpu, limits, engine_version), model_runner(shape, gpu)
+    captured = cudagraph_capture_sizes(shape, gpu, limits, engine_version)
+    runner = model_runner(shape, gpu, engine_version)
     sizes = [size for size in captured if size <= 512]  # the 83 graphs of gpt-oss took no more than 51 of others
     if not sizes or (runner == "v2" and not has(engine_version, "V2 reserves memory for CUDA graphs")):
         return 0
-    piecewise, full = CUDAGRAPH_BYTES[runner]
-    full += 0 if precision.weights == "bf16" else CUDAGRAPH_FP8_BYTES
-    more_full = sum(size <= limits.max_num_seqs for size in sizes) - 1
-    return CUDAGRAPH_FIRST_BYTES + (len(sizes) - 1) * piecewise + more_full * full
+    full = sum(size <= limits.max_num_seqs for size in sizes)
+    fp8 = 0 if precision.weights == "bf16" else CUDAGRAPH_FP8_BYTES
+    if runner == "v1":
+        return CUDAGRAPH_FIRST_BYTES + (len(sizes) - 1) * PIECEWISE_BYTES + (full - 1) * (FULL_BYTES + fp8)
+    return int(len(shape.layers) * (len(sizes) + 2 * full) * LAYER_GRAPH_BYTES) + full * fp8
 
 
 # With FP8 weights or KV, vLLM loads DeepGEMM with the model, whose cuBLASLt workspace (csrc/jit/device_runtime.hpp)
@@ -174,10 +177,12 @@ CPU_KV_CACHE_GIB = 4
 
 MOST_HOST_BYTES = 32 << 40  # no host has more memory
 
-# Growth of non-torch memory while profiling (kernel modules, handles): 230 MiB with the V2 model runner, 234 to 248
-# with V1. For two ranks public logs show 0.30 GiB (vllm issue 15815) against 0.16 with one (PR 12126).
-NON_TORCH_BYTES = 230 * MIB
-NON_TORCH_V1_BYTES = 247 * MIB
+# Growth of non-torch memory while profiling (kernel modules, handles) in 0.26: 230 MiB with the V2 model runner, 234 to
+# 248 with V1. Later versions count all that stays, less what `activation_peak_bytes` has twice, such as cuBLAS's
+# workspace: 78 to 138 MiB for dense models, 104 to 258 MiB for models with experts, with vLLM 0.33.
+# For two ranks public logs show 0.30 GiB (vllm issue 15815) against 0.16 with one (PR 12126).
+NON_TORCH_BYTES = {"v1": 247 * MIB, "v2": 230 * MIB}  # of 0.26, by model runner
+STAYING_BYTES = 100 * MIB
 NON_TORCH_PARALLEL_BYTES = 143 * MIB
 
 
@@ -340,11 +345,13 @@ def _gpu_terms(
     shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, engine_version: str
 ) -> dict[str, int]:
     tp = limits.tensor_parallel_size
-    alone = NON_TORCH_BYTES if model_runner(shape, gpu) == "v2" else NON_TORCH_V1_BYTES
+    alone = NON_TORCH_BYTES[model_runner(shape, gpu, engine_version)]
+    if has(engine_version, "memory that stays is counted"):
+        alone = STAYING_BYTES
     return {
         "requested_bytes": ceil(gpu.memory_bytes * limits.gpu_memory_utilization),
         "weights_bytes": loaded_weight_bytes(shape, precision, tp, limits.expert_ranks, not gpu.stores_fp8_only),
-        "activation_bytes": activation_peak_bytes(shape, precision, gpu, limits),
+        "activation_bytes": activation_peak_bytes(shape, precision, gpu, limits, engine_version),
         "non_torch_bytes": alone + (NON_TORCH_PARALLEL_BYTES if tp > 1 else 0),
         "cudagraph_bytes": cudagraph_reserve_bytes(shape, precision, gpu, limits, engine_version),
     }

@@ -89,15 +89,22 @@ def by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return _grouped(rows, itemgetter("group"))
 
 
+def baselines(row: Row, group: Iterable[Row]) -> list[Row]:
+    """The bf16 rows of the group that were measured on the row's card, or all of them if none was.
+
+    Cards have different hosts, whose speed must not count as the precision's.
+    """
+    bf16 = [other for other in group if other["precision"] == "bf16"]
+    return [other for other in bf16 if other.get("gpu_uuid") == row.get("gpu_uuid")] or bf16
+
+
 def speedups(group: Sequence[Row]) -> list[dict[str, Any]]:
-    """Measured and predicted speed-up of each row against the median bf16 row; empty without one."""
-    bf16 = [row for row in group if row["precision"] == "bf16"]
-    if not bf16:
-        return []
-    measured, predicted = (float(np.median([row[key] for row in bf16])) for key in ("seconds", "predicted_s"))
+    """Measured and predicted speed-up of each row against the median of its `baselines`; empty without a bf16 row."""
     gains = []
     for row in group:
-        if row["precision"] != "bf16":
+        base = baselines(row, group)
+        if base and row["precision"] != "bf16":
+            measured, predicted = (float(np.median([bf16[key] for bf16 in base])) for key in ("seconds", "predicted_s"))
             real, expected = measured / row["seconds"], predicted / row["predicted_s"]
             gain = {"precision": row["precision"], "measured_speedup": real, "predicted_speedup": expected}
             gains.append({"line": row.get("line")} | gain | {"error_points": 100 * (expected - real)})
@@ -260,20 +267,20 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> Compare
 
 
 def _group_result(group: Sequence[Compared]) -> dict[str, Any]:
-    """The speed-ups of one group against its median bf16 record, and its fastest precisions, predicted and measured.
+    """The speed-ups of one group against its bf16 records, and its fastest precisions, predicted and measured.
 
-    The interval of a predicted speed-up is against the bf16 record nearest to the median prediction.
+    The interval of a predicted speed-up is against the one of its `baselines` that is nearest to their median.
     """
     rows = [result.row for result in group]
+    results = {result.row["line"]: result for result in group}
     gains = speedups(rows)
-    if gains:
-        bf16 = [result for result in group if result.row["precision"] == "bf16"]
-        others = [result for result in group if result.row["precision"] != "bf16"]
-        middle = float(np.median([result.time.seconds for result in bf16]))
-        nearest = min(bf16, key=lambda result: abs(result.time.seconds - middle))
-        for gain, other in zip(gains, others, strict=True):
-            _, low, high = speed_up(nearest.time, other.time, other.profile)
-            gain |= {"predicted_speedup_low": low, "predicted_speedup_high": high}
+    for gain in gains:
+        other = results[gain["line"]]
+        base = [results[row["line"]].time for row in baselines(other.row, rows)]
+        middle = float(np.median([time.seconds for time in base]))
+        nearest = min(base, key=lambda time: abs(time.seconds - middle))
+        _, low, high = speed_up(nearest, other.time, other.profile)
+        gain |= {"predicted_speedup_low": low, "predicted_speedup_high": high}
     return {
         "group": rows[0]["group"],
         "records": len(rows),

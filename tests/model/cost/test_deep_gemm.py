@@ -178,22 +178,21 @@ def test_below_32_rows_a_kernel_with_swapped_operands_runs(n: int, waves: int) -
 @pytest.mark.parametrize(
     ("m", "n", "tile", "waves", "loads"),
     [
-        (32, 4096, (32, 32), 1, 32 + 32 + 64 + 32),  # a tensor core multiplies 64 rows
-        (33, 4096, (64, 32), 1, 192),
-        (65, 4096, (64, 64), 1, 1.2 * 256),  # 1 row in the last tile
-        (96, 4096, (64, 64), 1, 1.2 * 256),  # 32 rows
-        (97, 4096, (64, 64), 1, 256),
+        (32, 4096, (32, 32), 1, (1 + 0.55 * 32 / 64) * (32 + 32 + 64 + 32)),  # a tensor core multiplies 64 rows
+        (33, 4096, (64, 32), 1, (1 + 0.55 * 31 / 64) * 192),
+        (65, 4096, (64, 64), 1, (1 + 0.55 * 63 / 64) * 256),  # 1 row in the last tile
+        (96, 4096, (64, 64), 1, (1 + 0.55 * 32 / 64) * 256),
         (128, 4096, (64, 64), 1, 256),
         (512, 4096, (128, 128), 1, 512),
         (640, 4096, (128, 160), 1, 1.3 * 576),  # wider than 128
         (448, 4096, (64, 112), 2, 1.3 * 2 * 352),  # no multiple of 32 wide
-        (416, 4096, (64, 112), 2, 1.3 * (1 + 1.2) * 352),
+        (416, 4096, (64, 112), 2, 1.3 * (2 + 0.55 * 32 / 64) * 352),
         (192, 6144, (64, 144), 1, 1.3 * 416),
-        (896, 12288, (256, 128), 3, (2 + 1.2) * 768),
+        (896, 12288, (256, 128), 3, (3 + 0.55 * 128 / 256) * 768),
         (1024, 12288, (256, 128), 3, 3 * 768),
     ],
 )
-def test_loads_count_wide_tiles_and_half_empty_ones_for_more(
+def test_loads_count_wide_tiles_and_empty_rows_for_more(
     m: int, n: int, tile: tuple[int, int], waves: int, loads: float
 ) -> None:
     best = chosen(m, n, 4096, H200)

@@ -30,9 +30,15 @@ def test_activations_grow_with_the_budget_and_the_batch(shape, precision, tokens
 
 def test_activation_peak_is_the_widest_layer_or_the_sampler() -> None:
     # Measured at a budget of 16384, where the layers decide. A quarter of the batch changes nothing there.
-    wide = activation_peak_bytes(QWEN3_8B, BF16, H200, EngineLimits(max_num_seqs=256))
+    wide = activation_peak_bytes(QWEN3_8B, BF16, H200, EngineLimits(max_num_seqs=256), "0.26.0")
     assert wide == pytest.approx(1_707_098_624, rel=0.04)
     # At a small budget the logits of 1024 rows dominate; MoE models (V1 runner) copy them to FP32 four times.
     few = EngineLimits(max_num_batched_tokens=1024)
-    assert activation_peak_bytes(QWEN3_8B, BF16, H200, few) == pytest.approx(1024 * 151936 * 2, rel=0.2)
-    assert activation_peak_bytes(QWEN3_30B, BF16, H200, few) > 1024 * 151936 * 18
+    assert activation_peak_bytes(QWEN3_8B, BF16, H200, few, "0.26.0") == pytest.approx(1024 * 151936 * 2, rel=0.2)
+    assert activation_peak_bytes(QWEN3_30B, BF16, H200, few, "0.26.0") > 1024 * 151936 * 18
+
+
+def test_from_0_30_on_logits_are_copied_to_fp32_and_the_counts_of_tokens_are_counted() -> None:
+    few = EngineLimits(max_num_batched_tokens=1024)
+    logits_and_counts = 1024 * 151936 * (2 + 4 + 4 + 1 / 8)
+    assert activation_peak_bytes(QWEN3_8B, BF16, H200, few, "0.30.0") == pytest.approx(logits_and_counts, rel=0.05)

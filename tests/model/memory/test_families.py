@@ -112,4 +112,4 @@ def test_each_term_is_near_the_measured_one(record: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("record", engines(), ids=engine_name)
 def test_the_model_runner_is_the_engines(record: dict[str, Any]) -> None:
-    assert model_runner(shape_of(record["model"]), H200).upper() == record["model_runner"]
+    assert model_runner(shape_of(record["model"]), H200, VERSION).upper() == record["model_runner"]

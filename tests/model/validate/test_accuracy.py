@@ -68,6 +68,15 @@ def test_a_speedup_is_against_the_median_bf16_row() -> None:
     }  # fmt: skip
 
 
+def test_a_speedup_is_against_bf16_on_the_same_card_where_that_was_measured() -> None:
+    slow_host = [row("bf16", 10, 9, gpu_uuid="slow"), row("fp8_kv", 8, 7.5, gpu_uuid="slow")]
+    fast_host = [row("bf16", 6, 5, gpu_uuid="fast"), row("fp8_kv", 5, 4, gpu_uuid="fast")]
+    unpaired = row("fp8_kv", 4, 3.5, gpu_uuid="third")
+    gains = speedups([*slow_host, *fast_host, unpaired])
+    assert [gain["measured_speedup"] for gain in gains] == [1.25, 1.2, 2.0]
+    assert [gain["predicted_speedup"] for gain in gains] == [1.2, 1.25, 2.0]
+
+
 def test_repeats_of_a_cell_are_merged_to_their_median() -> None:
     runs = [row("bf16", seconds, 5, boot=seconds) for seconds in (9, 4, 5)]
     other_pool = row("bf16", 7, 5, kv_cache_tokens=4096)
