@@ -222,11 +222,9 @@ def tiling(backend: str, m: FloatArray, n: FloatArray, k: FloatArray, sm_count: 
 
 def _flashinfer_deep_gemm(m: IntArray, n: IntArray, k: IntArray, sm_count: int) -> Tiling:
     """The one tiling of DeepGEMM. Its loads go into shared memory, and from there to the tensor cores."""
-    every = np.arange(1, m.max() + 1)
-    if 2 * m.size > every.size:  # most numbers of rows, as in other batches: `choose` remembers all of them
-        chosen = Chosen(*(x[..., m - 1] for x in choose(every, n, k, sm_count)))
-    else:
-        chosen = choose(m, n, k, sm_count)
+    sixteens = -(-m // 16)  # every tile is a multiple of 16 rows high, so these decide
+    every = 16 * np.arange(1, sixteens.max() + 1)
+    chosen = Chosen(*(x[..., sixteens - 1] for x in choose(every, n, k, sm_count)))
     swapped = m < SWAPPED_ROWS
     few = np.maximum(-(-m // 8) * 8, 16)  # the tiles of the swapped kernel are 16, 24, ... rows high
     swapped_waves = np.ceil(np.ceil(n / 128) / sm_count)
