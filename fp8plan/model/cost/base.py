@@ -234,10 +234,19 @@ class Component(NamedTuple):
 
     def gradient(self, weights: Array) -> dict[str, float]:
         """Sum over steps of weights x partials, per coefficient."""
-        if self.inverse is not None:
-            weights = np.bincount(self.inverse, weights=weights, minlength=self.cost.seconds.size)
-        # Not weights @ values: BLAS would wake its threads, and wait for them on a busy machine.
-        return {name: float((weights * values).sum()) for name, values in self.cost.partials.items()}
+        collected = self.collected(weights)
+        return {name: weighted(values, collected) for name, values in self.cost.partials.items()}
+
+    def collected(self, weights: Array) -> Array:
+        """The `weights` of steps, added up at each of the distinct counts."""
+        if self.inverse is None:
+            return weights
+        return np.bincount(self.inverse, weights=weights, minlength=self.cost.seconds.size)
+
+
+def weighted(values: Array, weights: Array) -> float:
+    """The sum of weights x values. Not weights @ values: BLAS would wake its threads, and wait for them when busy."""
+    return float((weights * values).sum())
 
 
 def where_busy(name: str, cost: Cost, counts: Array, inverse: Array) -> Component:

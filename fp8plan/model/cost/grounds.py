@@ -43,7 +43,8 @@ class Profiled(Engine, Protocol):
 class Excess(NamedTuple):
     """A quantity that leaves the range which was measured for a kernel.
 
-    values: shape (steps,), or (linears,) for OF_LAYERS
+    values:  shape (steps,), or (linears,) for OF_LAYERS
+    outside: True for each value outside of the range
     """
 
     kernel: str
@@ -51,12 +52,7 @@ class Excess(NamedTuple):
     values: Array
     low: float
     high: float
-
-    @property
-    def outside(self) -> Array:
-        """True for each value outside of the range; 0 means none in this step, not a small amount."""
-        below = (self.values < self.low) & (self.quantity in OF_LAYERS)
-        return (self.values > 0) & ((self.values > self.high) | below)
+    outside: Array
 
     def concerns(self, component: str) -> bool:
         """True if the range is of this component's kernels."""
@@ -83,9 +79,11 @@ def excesses(model: Profiled, batch: StepBatch) -> Iterator[Excess]:
         if dtype and dtype != (precision.kv if kernel.startswith("attention") else precision.gemm_dtype):
             continue  # another precision's
         for quantity, (low, high) in ranges.items():
-            excess = Excess(kernel, quantity, quantities.get(quantity, np.zeros(0)), low, high)
-            if excess.outside.any():
-                yield excess
+            values = quantities.get(quantity, np.zeros(0))
+            below = (values < low) & (quantity in OF_LAYERS)
+            outside = (values > 0) & ((values > high) | below)  # 0 means none in this step, not a small amount
+            if outside.any():
+                yield Excess(kernel, quantity, values, low, high, outside)
 
 
 def rests_on(

@@ -32,7 +32,7 @@ import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention
-from fp8plan.model.cost.base import Array, Component, Cost, StepBatch, tokens_of
+from fp8plan.model.cost.base import Array, Component, Cost, StepBatch, tokens_of, weighted
 from fp8plan.model.cost.gemm import linear_dtype, peak_flops
 from fp8plan.model.cost.mixers import bytes_read, flops, mixers_of
 from fp8plan.model.cost.moe import distinct_experts, expert_flops
@@ -231,8 +231,9 @@ class PowerLimit(NamedTuple):
 
     def gradient(self, component: Component, kind: str, weights: Array) -> dict[str, float]:
         """d sum(weights * seconds) / d log(coefficient) of a component with the limit."""
-        launches, running = (component.gradient(weights * slope) for slope in (self.free, self.slope(kind)))
-        return {name: (launches if of_launches(name) else running)[name] for name in running}
+        slopes = {True: self.free, False: self.slope(kind)}
+        moved = {launches: component.collected(weights * slope) for launches, slope in slopes.items()}
+        return {name: weighted(x, moved[of_launches(name)]) for name, x in component.cost.partials.items()}
 
     def rows(self, rows: slice) -> PowerLimit:
         joules = {name: x[rows] for name, x in self.joules.items()}
