@@ -26,7 +26,7 @@ Not modelled: L2 hits of weights (a layer's weights are evicted before its next 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -164,6 +164,16 @@ class TilePolicy(NamedTuple):
     tiles: tuple[tuple[int, int], ...]
     split_k: int
     least_rows: int | None = None
+
+    def blocks(self, rows: FloatArray) -> FloatArray:
+        """The last of each block of row counts that fill the same tiles, whichever is chosen. Blocks end after `rows`.
+
+        They are as long as the lowest tile is high.
+        """
+        lowest = min(height for height, _ in self.tiles)
+        least = self.least_rows or lowest
+        few = np.arange(least, lowest, least)
+        return np.append(few, np.arange(lowest, rows.max(initial=0) + lowest, lowest)).astype(float)
 
 
 # nvjet: cuBLAS's kernels for Hopper, named after their tiles (nvjet_sm90_tst_176x128_...). From 96 rows on most tiles
@@ -313,8 +323,7 @@ def _same_dtype(
     if backend == FLASHINFER_DEEP_GEMM:
         tiles = tiling(backend, rows, n, k, gpu.sm_count)
     else:
-        parts = [cheapest(rows[start : start + AT_ONCE]) for start in range(0, max(rows.size, 1), AT_ONCE)]
-        tiles = Tiling(*(np.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True)))
+        tiles = _in_blocks(rows, TILE_POLICIES[backend].blocks(rows), cheapest)
     each = sum(added(tiles), norm4(*limits(rows, tiles)))
     factors = layers * np.array([profile.layer_factor(f"gemm.{dtype}", (x.n, x.k), rows) for x in linears])
 
@@ -322,6 +331,26 @@ def _same_dtype(
         return np.asarray((values[0] * factors).sum(axis=0))
 
     return Cost(of_all(each.seconds), {name: of_all(x) for name, x in each.partials.items()})
+
+
+def _in_blocks(rows: FloatArray, ends: FloatArray, cheapest: Callable[[FloatArray], Tiling]) -> Tiling:
+    """The tilings that are the cheapest for whole numbers of `rows`, from those at both ends of each block.
+
+    ends: the result of `TilePolicy.blocks`
+
+    Within a block only the bytes grow with the rows. As they grow, a tiling with more other work gains on one with
+    less, so their seconds cross at most once. A tiling that is the cheapest at both ends is so between them.
+    """
+    if rows.size <= 2 * ends.size:
+        return cheapest(rows)
+    at_first, at_last = cheapest(np.append(1, ends[:-1] + 1)), cheapest(ends)
+    block = np.searchsorted(ends, rows)
+    tiles = Tiling(*(values[..., block] for values in at_first))
+    differ = [low != high for low, high in zip(at_first, at_last, strict=True)]
+    unsure = np.any(differ, axis=(0, 1, 2))[block]
+    for values, own in zip(tiles, cheapest(rows[unsure]), strict=True):
+        values[..., unsure] = own
+    return tiles
 
 
 def _element_bytes(dtype: str) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError, ProfileError
@@ -84,6 +84,20 @@ def test_the_seconds_are_those_of_the_formula(
     twice = replace(PROFILE, layers={f"gemm.{dtype}": {layer_name((128, 128)): [[1.0, 9e3], [float(np.log(2.0))] * 2]}})
     doubled = [2 * plainly(m, some[0], dtype, element, activation) for m in rows]
     np.testing.assert_allclose(gemm_cost(np.array(rows), some[:1], precision, H200, twice).seconds, doubled, rtol=1e-12)
+
+
+@pytest.mark.parametrize("card", ["h200", "a100"])  # nvjet and cublas
+@given(some=st.lists(linears, min_size=1, max_size=3))
+@settings(max_examples=20)
+def test_a_number_of_rows_costs_the_same_alone_as_beside_thousands(card: str, some: list[Linear]) -> None:
+    """Of thousands the tiles are compared at the ends of blocks, of a few at each number."""
+    gpu, rows = find_gpu(card), np.arange(1, 8192)
+    profile = load_profile(gpu)[0]
+    beside = gemm_cost(rows, some, BF16, gpu, profile)
+    alone = [gemm_cost(part, some, BF16, gpu, profile) for part in np.array_split(rows, 50)]
+    np.testing.assert_array_equal(beside.seconds, np.concatenate([cost.seconds for cost in alone]))
+    for name, partial in beside.partials.items():
+        np.testing.assert_array_equal(partial, np.concatenate([cost.partials[name] for cost in alone]))
 
 
 def test_quantising_reads_bf16_and_writes_fp8_with_a_scale_for_128_inputs() -> None:
