@@ -46,6 +46,7 @@ BAD_INPUT, INTERRUPTED = 2, 130  # exit codes; 130 is 128 + SIGINT
 def main() -> None:
     """Entry point. Bad usage and errors raised on purpose are one line on stderr and exit code 2."""
     _keep_freed_memory()
+    gc.set_threshold(100_000)  # imports make many objects and hardly any garbage
     atexit.register(gc.freeze)  # at its end Python would search all objects for garbage, for a tenth of a second
     with standard_streams():
         raise SystemExit(_run(sys.argv[1:] or ["--help"]))

@@ -378,7 +378,7 @@ def between(table: Mapping[str, Mapping[str, float]], names: Collection[str]) ->
 def _covariance_problem(coefficients: Mapping[str, float], table: Mapping[str, Mapping[str, float]]) -> str | None:
     for a, row in table.items():
         for b, value in row.items():
-            if not is_number(value) or a not in coefficients or b not in coefficients:
+            if not math.isfinite(value) or a not in coefficients or b not in coefficients:
                 return f"log_covariance[{a!r}][{b!r}] is {value!r}; allowed: a number, between two coefficients"
             if table.get(b, {}).get(a) != value:
                 return f"log_covariance[{a!r}][{b!r}] is {value!r}, but not so for {b!r} and {a!r}"
