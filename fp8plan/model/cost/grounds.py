@@ -80,8 +80,8 @@ def excesses(model: Profiled, batch: StepBatch) -> Iterator[Excess]:
             continue  # another precision's
         for quantity, (low, high) in ranges.items():
             values = quantities.get(quantity, np.zeros(0))
-            below = (values < low) & (quantity in OF_LAYERS)
-            outside = (values > 0) & ((values > high) | below)  # 0 means none in this step, not a small amount
+            beyond = (values < low) | (values > high) if quantity in OF_LAYERS else values > high
+            outside = (values > 0) & beyond  # 0 means none in this step, not a small amount
             if outside.any():
                 yield Excess(kernel, quantity, values, low, high, outside)
 
