@@ -35,6 +35,8 @@ KERNELS = {
     "kv_write.bf16": "write to a BF16 cache",
     "kv_write.fp8": "write to an FP8 cache",
     "quantise": "quantise activations for FP8 weights",
+    "sampling.v1": "sampling by model runner V1",
+    "sampling.v2": "sampling by model runner V2",
     "linear.fp8_block": "a linear layer in FP8, with its quantisation",
     "moe.bf16": "experts in BF16",
     "moe.fp8_block": "experts in FP8",
