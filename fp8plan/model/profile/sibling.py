@@ -8,8 +8,8 @@ these, so slower memory does not slow them. A kernel that reaches the share e of
 on the sibling: the fourth root of the sum of the fourth powers of a time for the SMs and one for the memory. No number
 in it is fitted. `python -m benchmarks.siblings` compares it with single kernels that were timed on an H200 and an H100.
 
-**Sampling.** vLLM's sampler is a sequence of kernels that each pass over the logits. The passes that it cannot do without
-(`LEAST_SAMPLING`) count as bound by memory, and the rest of the measured time as bound by the SMs.
+**Sampling.** vLLM's sampler is a sequence of kernels that each pass over the logits. The passes that it cannot do
+without (`LEAST_SAMPLING`) count as bound by memory, and the rest of the measured time as bound by the SMs.
 
 **Experts.** A layer that was timed keeps its measured time. If vLLM has a tuned Triton configuration on only one of the
 two cards, these run different kernels. Then the sibling's layer has the time by the coefficients.
@@ -40,9 +40,9 @@ from fp8plan.model.hardware import Gpu
 Layers: TypeAlias = dict[str, dict[str, list[list[float]]]]  # as Profile.layers
 EXPERTS = "moe."
 
-# Least traffic of vLLM's samplers with temperature and one log-prob, in passes over FP32 logits. The logits are in BF16.
-# v1 (v1/sample/sampler.py): log-softmax 1.5, copy to FP32 1.5, temperature 2, softmax 2, noise 1, its quotient 3, argmax
-# and rank 2. v2 (v1/worker/gpu/sample): copy to FP32 1.5, argmax with noise 1, log-softmax 1, rank 0.5.
+# Least traffic of vLLM's samplers with temperature and one log-prob, in passes over FP32 logits. They get BF16 logits.
+# v1 (v1/sample/sampler.py): log-softmax 1.5, copy to FP32 1.5, temperature 2, softmax 2, noise 1, its quotient 3,
+# argmax 1 and rank 1. v2 (v1/worker/gpu/sample): copy to FP32 1.5, argmax with noise 1, log-softmax 1, rank 0.5.
 LEAST_SAMPLING = {"v1": 13.0, "v2": 4.0}
 
 SMALL = ("quantise.", "quantise_query.", "kv_write.", "overhead.")  # starts of their coefficients
@@ -85,8 +85,7 @@ def watts_of_sibling(coefficients: Mapping[str, float], measured: Gpu, sibling: 
     """The coefficients of a profile, with those of power changed for the sibling.
 
     An idle GPU draws what the measured one does for each SM. All other watts are of the time that the sibling's limit
-    takes. FLOPs and bytes have their joules at any rate of them, so their watts go with the peak and the bandwidth of an
-    SM.
+    takes. FLOPs and bytes have their joules at any rate of them, so their watts go with peak and bandwidth for each SM.
     """
     known = measured.power_limit_watts
     if known is None or IDLE not in coefficients:
