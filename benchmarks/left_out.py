@@ -9,9 +9,10 @@ other set. Each record's host has the loop that was timed there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +29,9 @@ SETS = {
     "vLLM 0.33": profiles_path() / "h100_sxm" / "vllm-0.33.0" / "validation" / "rollouts.jsonl",
     "engine limits, vLLM 0.26": Path(__file__).parent / "results" / "limits_h100" / "rollouts.jsonl",
 }
-MOST = 0.36  # of a factor's log
-TRIED = np.linspace(-MOST, MOST, 5)  # between them the log of a rollout's seconds is interpolated
-FINE = np.linspace(-MOST, MOST, 721)
+MOST = 0.7  # of a factor's log: from half to twice
+TRIED = np.linspace(-MOST, MOST, 9)  # between them the log of a rollout's seconds is interpolated
+FINE = np.linspace(-MOST, MOST, 1401)
 Errors = NDArray[np.float64]  # log(predicted / measured), shape (cells, factors)
 Chosen = Callable[[str], bool]  # of coefficients
 
@@ -62,31 +63,48 @@ def best(of_cells: Errors) -> int:
     return int(np.argmin((of_cells**2).sum(axis=0)))
 
 
-def mape(logs: Errors) -> str:
-    """The mean and the largest of errors that are given as logs."""
-    sizes = np.abs(np.expm1(logs))
-    return f"{sizes.mean():.1%}, worst {sizes.max():.1%}"
+class Judged(NamedTuple):
+    """A factor that one set of cells asks for. Errors are logs, of shape (cells of the set,).
+
+    left_out: each cell by the factor of the other cells; by_other: by the factor of the other set
+    """
+
+    of: str
+    cells: str
+    factor: float
+    without: Errors
+    fitted: Errors
+    left_out: Errors
+    by_other: Errors
 
 
-def row(factor: str, name: str, sets: Mapping[str, Errors]) -> tuple[str, ...]:
-    own = sets[name]
-    (others,) = (each for other, each in sets.items() if other != name)
-    every = range(len(own))
-    left_out = np.array([own[cell, best(np.delete(own, cell, axis=0))] for cell in every])
-    fitted, alone = best(own), int(np.argmin(np.abs(FINE)))
-    judged = (own[:, alone], own[:, fitted], left_out, own[:, best(others)])
-    return factor, f"{name}, {len(own)} cells", f"{np.exp(FINE[fitted]):.2f}", *map(mape, judged)
+def judged() -> Iterator[Judged]:
+    """Each factor for each set."""
+    records = {name: read_records(path) for name, path in SETS.items()}
+    for of, chosen in FACTORS.items():
+        sets = {name: np.array([errors(record, chosen) for record in own]) for name, own in records.items()}
+        for name, own in sets.items():
+            (other,) = (each for another, each in sets.items() if another != name)
+            left_out = [own[cell, best(np.delete(own, cell, axis=0))] for cell in range(len(own))]
+            without, fitted = own[:, int(np.argmin(np.abs(FINE)))], own[:, best(own)]
+            factor = float(np.exp(FINE[best(own)]))
+            yield Judged(of, name, factor, without, fitted, np.array(left_out), own[:, best(other)])
+
+
+def mape(logs: Errors) -> float:
+    """The mean size of errors that are given as logs."""
+    return float(np.abs(np.expm1(logs)).mean())
 
 
 def table() -> str:
     """The factors and what they are worth, in Markdown."""
-    records = {name: read_records(path) for name, path in SETS.items()}
     rows = []
-    for factor, chosen in FACTORS.items():
-        sets = {name: np.array([errors(record, chosen) for record in own]) for name, own in records.items()}
-        rows += [row(factor, name, sets) for name in sets]
-    judged = ("error without it", "of the fitted cells", "each cell left out", "by the other set's")
-    return markdown(("factor on", "cells", "fitted", *judged), rows)
+    for each in judged():
+        worst = (float(np.abs(np.expm1(logs)).max()) for logs in each[3:])
+        shown = [f"{mape(logs):.1%}, worst {most:.1%}" for logs, most in zip(each[3:], worst, strict=True)]
+        rows.append((each.of, f"{each.cells}, {len(each.without)} cells", f"{each.factor:.2f}", *shown))
+    columns = ("error without it", "of the fitted cells", "each cell left out", "by the other set's")
+    return markdown(("factor on", "cells", "fitted", *columns), rows)
 
 
 if __name__ == "__main__":
