@@ -4,8 +4,9 @@
 
 A host is a boot of a machine. SEEN_LOOP_S of fp8plan.model.profile is the median of the hosts' median loops, from all
 committed records. A rollout's pace is the factor on all seconds of the host at which its prediction is the measured
-time. Only rollouts count that a host of half the speed makes SLOWER longer, by the H200's profile. OTHER_HOST_SD is the
-spread of these paces around SEEN_LOOP_S, and KNOWN_HOST_SD rounds the spread that a rollout's own loop leaves.
+time. Only rollouts count that a host of half the speed makes SLOWER longer, by the H200's profile, and that took WAITED
+longer than on the fastest host that is looked for. OTHER_HOST_SD is the spread of these paces around SEEN_LOOP_S, and
+KNOWN_HOST_SD rounds the spread that a rollout's own loop leaves.
 
 Both constants of the prior are judged on rollouts of hosts that are left out of them.
 """
@@ -30,7 +31,7 @@ from fp8plan.model.rollout import Rollout, makespans
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
 
-SLOWER = 0.2
+SLOWER, WAITED = 0.2, 0.003
 FACTORS = 0.2, 4.0  # least and most that is looked for
 VERSION = "0.26.0"
 H200, H100 = (profiles_path() / f"{gpu}_sxm" / f"vllm-{VERSION}" for gpu in ("h200", "h100"))
@@ -109,7 +110,7 @@ def _paced(path: Path) -> Iterator[Paced]:
             return makespans([run.schedules], replace(run.model, profile=_times(there, factor)))[0]  # noqa: B023
 
         low, high = map(seconds, FACTORS)
-        if seconds(2.0) < (1 + SLOWER) * seconds(1.0) or not low < record.seconds < high:
+        if seconds(2.0) < (1 + SLOWER) * seconds(1.0) or not (1 + WAITED) * low < record.seconds < high:
             continue
         factor = brentq(lambda factor: seconds(factor) - record.seconds, *FACTORS, xtol=0.01)  # noqa: B023
         yield Paced(record.fields["boot"], loop_s, factor * loop_s)

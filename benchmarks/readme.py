@@ -29,6 +29,7 @@ import first_sight  # noqa: E402
 import host_loop  # noqa: E402
 import inside  # noqa: E402
 import kernel_errors  # noqa: E402
+import left_out  # noqa: E402
 import levers  # noqa: E402
 import limits  # noqa: E402
 import native_h100  # noqa: E402
@@ -43,6 +44,7 @@ import trl_outputs  # noqa: E402
 import two_engines  # noqa: E402
 import uncalibrated  # noqa: E402
 import verl_outputs  # noqa: E402
+import worst_cells  # noqa: E402
 from fault_drill.report import committed as fault_drill  # noqa: E402
 from gpu import fp8_linears  # noqa: E402
 from learning import changes  # noqa: E402
@@ -177,6 +179,8 @@ def predicted_again() -> dict[str, str]:
     made = {"inside": inside.table(), "above graphs": above_graphs.table()}
     made |= {"hosts": host_loop.hosts(), "host loop": host_loop.table(), "unknown hosts": host_loop.left_out()}
     made |= {"siblings": siblings.table(), "steps of siblings": siblings.steps()}
+    made |= {"kernels of a sibling": siblings.of_model(), "left out": left_out.table()}
+    made["worst cells"] = worst_cells.table()
     made |= {"single kernels": kernel_errors.table(), "native h100": native_h100.tables()}
     made["fp8 linears"] = fp8_linears.compare(ROOT / "benchmarks/results/fp8_linears_h100.jsonl", "h100")
     made |= {"sets of the h100": native_h100.sets(), "slow loops": native_h100.slow_loops()}

@@ -19,7 +19,9 @@ def test_the_expected_loop_is_that_of_the_committed_records() -> None:
 
 @pytest.mark.slow
 def test_the_spread_is_that_of_the_committed_rollouts() -> None:
-    assert round(host_loop.spread(), 2) == OTHER_HOST_SD
+    hosts = {each.boot for rollouts in host_loop.paced().values() for each in rollouts}
+    doubt = host_loop.spread() / (2 * len(hosts)) ** 0.5  # the standard error of a standard deviation
+    assert abs(host_loop.spread() - OTHER_HOST_SD) < 0.2 * doubt
 
 
 @pytest.mark.slow

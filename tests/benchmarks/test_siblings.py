@@ -6,7 +6,7 @@ import math
 
 from benchmarks.siblings import KERNELS, ratios
 
-NEAR = {"norm": 0.16}  # its 256 rows stay in the L2 cache
+NEAR = {"norm": 0.16, "sampling.v2": 0.11}  # 256 rows of a norm stay in the L2 cache; V2 waits for SMs all the time
 OTHERS = 0.07
 
 

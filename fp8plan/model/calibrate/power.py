@@ -29,10 +29,10 @@ from fp8plan.model.cost.gemm import peak_flops
 from fp8plan.model.cost.mixers import bytes_read, flops
 from fp8plan.model.cost.moe import expert_flops
 from fp8plan.model.cost.power import EXPERTS, MATH, RUNNING, running_seconds, uses
-from fp8plan.model.cost.power import MEMORY_WATTS as MEMORY
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.profile.sibling import IDLE
+from fp8plan.model.profile.sibling import MEMORY_WATTS as MEMORY
 
 LEAST_SECONDS, MOST_SECONDS = 0.9, 4.0  # a shorter rollout has too few samples; a longer one is no better
 LEAST_READINGS = 12

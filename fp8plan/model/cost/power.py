@@ -40,7 +40,7 @@ from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.profile.sibling import IDLE, LIMIT, LIMIT_SHARE
+from fp8plan.model.profile.sibling import IDLE, LIMIT, LIMIT_SHARE, MEMORY_WATTS
 
 
 class Engine(Protocol):
@@ -168,7 +168,6 @@ def _of_memory(name: str) -> int:
 # varies. If `least` is below the share NEAR of the seconds, the effect is less than a thousandth.
 NEAR = 0.7
 
-MEMORY_WATTS = "power.memory_watts"
 MATH = {"bf16": "power.bf16_watts", "fp8": "power.fp8_watts"}
 EXPERTS = {"bf16_experts": "power.bf16_expert_watts", "fp8_experts": "power.fp8_expert_watts"}
 RUNNING = {

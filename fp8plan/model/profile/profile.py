@@ -43,7 +43,7 @@ PRECISION, LAYOUT = "precision.", "layout."
 VERSION_SD = 0.03
 
 # sds of log step time that a profile gets when it is used for a sibling, a GPU of the same architecture: of what all
-# precisions share, and of each one's own. The H200's is off by 4.4% (root of the mean square) on 43 rollouts of H100s
+# precisions share, and of each one's own. The H200's is off by 4.5% (root of the mean square) on 43 rollouts of H100s
 # with timed hosts, and by as much on unseen ones of its own GPU. One pair of GPUs tells little, so neither is 0.
 SIBLING_SD, SIBLING_OWN_SD = 0.03, 0.015
 

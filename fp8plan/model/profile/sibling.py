@@ -1,4 +1,4 @@
-"""The coefficients of a GPU that has the profile of a sibling: its small kernels, its experts and its power.
+"""The coefficients of a GPU that has the profile of a sibling: its small kernels, sampling, experts and power.
 
 **Small kernels.** Their coefficients are shares of the memory's bandwidth, but many reach little of it. The SMs bound
 these, so slower memory does not slow them. A kernel that reaches the share e of the measured card's bandwidth takes
@@ -7,6 +7,9 @@ these, so slower memory does not slow them. A kernel that reaches the share e of
 
 on the sibling: the fourth root of the sum of the fourth powers of a time for the SMs and one for the memory. No number
 in it is fitted. `python -m benchmarks.siblings` compares it with single kernels that were timed on an H200 and an H100.
+
+**Sampling.** vLLM's sampler is a sequence of kernels that each pass over the logits. The passes that it cannot do
+without (`LEAST_SAMPLING`) count as bound by memory, and the rest of the measured time as bound by the SMs.
 
 **Experts.** A layer that was timed keeps its measured time. If vLLM has a tuned Triton configuration on only one of the
 two cards, these run different kernels. Then the sibling's layer has the time by the coefficients.
@@ -37,13 +40,18 @@ from fp8plan.model.hardware import Gpu
 Layers: TypeAlias = dict[str, dict[str, list[list[float]]]]  # as Profile.layers
 EXPERTS = "moe."
 
+# Least traffic of vLLM's samplers with temperature and one log-prob, in passes over FP32 logits. They get BF16 logits.
+# v1 (v1/sample/sampler.py): log-softmax 1.5, copy to FP32 1.5, temperature 2, softmax 2, noise 1, its quotient 3,
+# argmax 1 and rank 1. v2 (v1/worker/gpu/sample): copy to FP32 1.5, argmax with noise 1, log-softmax 1, rank 0.5.
+LEAST_SAMPLING = {"v1": 13.0, "v2": 4.0}
+
 SMALL = ("quantise.", "quantise_query.", "kv_write.", "overhead.")  # starts of their coefficients
 EFFICIENCY, PASSES = ".bandwidth_efficiency", ".activation_passes"
 # Least traffic of the rows around a grouped GEMM, in the passes that its cost function counts. Two GEMMs, activation,
 # sum and FP8's two quantisations read their input and write their output: 1.7 to 2.0 passes by the layer's widths.
 LEAST_PASSES = 1.75
 
-IDLE, LIMIT = "power.idle_watts", "power.limit_watts"
+IDLE, LIMIT, MEMORY_WATTS = "power.idle_watts", "power.limit_watts", "power.memory_watts"
 MATH = {"bf16": ("power.bf16_watts", "power.bf16_expert_watts"), "fp8": ("power.fp8_watts", "power.fp8_expert_watts")}
 LIMIT_SHARE = 0.99  # single kernels at the limit of 700 W read 690 to 699 W
 
@@ -77,7 +85,7 @@ def watts_of_sibling(coefficients: Mapping[str, float], measured: Gpu, sibling: 
     """The coefficients of a profile, with those of power changed for the sibling.
 
     An idle GPU draws what the measured one does for each SM. All other watts are of the time that the sibling's limit
-    takes. FLOPs have their joules at any rate of them, so their watts go with the peak of an SM.
+    takes. FLOPs and bytes have their joules at any rate of them, so their watts go with peak and bandwidth for each SM.
     """
     known = measured.power_limit_watts
     if known is None or IDLE not in coefficients:
@@ -97,6 +105,8 @@ def watts_of_sibling(coefficients: Mapping[str, float], measured: Gpu, sibling: 
         for name in MATH[dtype]:
             if name in changed:
                 changed[name] *= peaks / sms
+    if MEMORY_WATTS in changed:
+        changed[MEMORY_WATTS] *= sibling.memory_bandwidth / measured.memory_bandwidth / sms
     changed[IDLE] = idle
     return changed
 
@@ -110,7 +120,7 @@ def _peaks(measured: Gpu, sibling: Gpu) -> dict[str, float]:
 
 
 def rates_of_sibling(coefficients: Mapping[str, float], measured: Gpu, sibling: Gpu) -> dict[str, float]:
-    """The coefficients of a profile, with the sibling's shares of its own bandwidth for small kernels."""
+    """The coefficients of a profile, with the sibling's shares of its own bandwidth for small kernels and sampling."""
     changed = dict(coefficients)
     faster = sibling.memory_bandwidth / measured.memory_bandwidth
     for name, value in coefficients.items():
@@ -118,6 +128,22 @@ def rates_of_sibling(coefficients: Mapping[str, float], measured: Gpu, sibling: 
             changed[name] = value / (faster * longer(value, measured, sibling))
         elif name.endswith(PASSES):
             changed[name] = value * faster * longer(min(1.0, LEAST_PASSES / value), measured, sibling)
+    return changed | _sampling(coefficients, measured, sibling)
+
+
+def _sampling(coefficients: Mapping[str, float], measured: Gpu, sibling: Gpu) -> dict[str, float]:
+    """The coefficients of sampling that change. One row is on one SM, and takes as long on both cards."""
+    faster = sibling.memory_bandwidth / measured.memory_bandwidth
+    changed = {}
+    for runner, least in LEAST_SAMPLING.items():
+        passes, sm_bandwidth = f"sampling.{runner}.passes", f"sampling.{runner}.sm_bandwidth"
+        if passes not in coefficients:
+            continue
+        of_memory = min(least, coefficients[passes])
+        of_sms = coefficients[passes] - of_memory
+        changed[passes] = of_memory + of_sms * faster / (sibling.sm_count / measured.sm_count)
+        if sm_bandwidth in coefficients:
+            changed[sm_bandwidth] = coefficients[sm_bandwidth] * changed[passes] / coefficients[passes]
     return changed
 
 

@@ -21,7 +21,7 @@ from fp8plan.model.calibrate.two_engines import (
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile, load_profile, nearest_profile, profile_path, profiles_path
 from fp8plan.model.profile.profile import ANCHORED, ASSUMED, FITTED, SEEN, Profile
-from fp8plan.model.profile.sibling import rates_of_sibling
+from fp8plan.model.profile.sibling import rates_of_sibling, watts_of_sibling
 from fp8plan.model.rollout import Rollout
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
@@ -145,7 +145,8 @@ def test_the_nearest_profile_was_measured_here_then_on_a_sibling_then_imported(t
     sibling = nearest_profile(H100, "0.26.0", tmp_path)
     assert (sibling.gpu, sibling.kind) == ("h100_sxm", "imported")
     assert sibling.source.startswith("measurements of h200_sxm with vllm 0.26.0: ")
-    assert sibling.coefficients == rates_of_sibling(MEASURED.coefficients, H200, H100)
+    watts = watts_of_sibling(MEASURED.coefficients, H200, H100)
+    assert sibling.coefficients == rates_of_sibling(watts, H200, H100)
     assert sibling.shared_error > MEASURED.shared_error
     assert sibling.model_error > MEASURED.model_error
     later = nearest_profile(H100, "0.40.0", tmp_path)

@@ -12,7 +12,9 @@ from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.profile.sibling import (
     IDLE,
+    LEAST_SAMPLING,
     LIMIT,
+    MEMORY_WATTS,
     UNKNOWN_POWER_SD,
     clock_ratio,
     layers_of_sibling,
@@ -97,13 +99,37 @@ def test_a_kernel_is_as_much_slower_as_what_bounds_it() -> None:
     assert 1.0 <= shares[0] < 1.001 < 1.3 < shares[-1] < bandwidths
 
 
-def test_only_small_kernels_and_the_rows_around_experts_have_other_rates() -> None:
+def test_a_byte_has_its_joules_at_any_bandwidth() -> None:
+    coefficients = load_profile(H200, "0.26.0")[0].coefficients
+    slower = watts_of_sibling(coefficients, H200, H100)
+    ratio = H100.memory_bandwidth / H200.memory_bandwidth
+    assert slower[MEMORY_WATTS] == pytest.approx(coefficients[MEMORY_WATTS] * ratio)
+    half = replace(fewer_sms(H200, 0.5), power_limit_watts=H200.power_limit_watts / 2)  # the memory has its watts
+    assert watts_of_sibling(coefficients, H200, half)[MEMORY_WATTS] == pytest.approx(coefficients[MEMORY_WATTS])
+
+
+@pytest.mark.parametrize("runner", LEAST_SAMPLING)
+def test_memory_slows_the_least_passes_over_logits_and_no_others_nor_a_single_row(runner: str) -> None:
+    passes, sm_bandwidth, least = f"sampling.{runner}.passes", f"sampling.{runner}.sm_bandwidth", LEAST_SAMPLING[runner]
+    longer_by = H200.memory_bandwidth / H100.memory_bandwidth
+    for value in (least - 1, least, 3 * least):
+        there = rates_of_sibling({passes: value, sm_bandwidth: 1e11}, H200, H100)
+        seconds = there[passes] * longer_by / value  # over those on the H200
+        share = min(1.0, least / value)
+        assert seconds == pytest.approx(share * longer_by + 1 - share)
+        assert there[passes] / there[sm_bandwidth] == pytest.approx(value / 1e11)
+
+
+def test_only_small_kernels_sampling_and_the_rows_around_experts_have_other_rates() -> None:
     profile = load_profile(H200, "0.26.0")[0]
     assert rates_of_sibling(profile.coefficients, H200, H200) == pytest.approx(profile.coefficients)
     for card in gpus():
         rates = rates_of_sibling(profile.coefficients, H200, card)
         changed = {name for name, value in rates.items() if value != pytest.approx(profile.coefficients[name])}
-        assert {name.rsplit(".", 1)[1] for name in changed} <= {"bandwidth_efficiency", "activation_passes"}
+        of_sampling = {name for name in changed if name.startswith("sampling.")}
+        assert {name.rsplit(".", 1)[1] for name in of_sampling} <= {"passes", "sm_bandwidth"}
+        rest = changed - of_sampling
+        assert {name.rsplit(".", 1)[1] for name in rest} <= {"bandwidth_efficiency", "activation_passes"}
         assert not any(name.startswith(("gemm", "attention", "mla", "delta_net", "mamba2")) for name in changed)
         assert all(value <= 1 for name, value in rates.items() if name.endswith("_efficiency"))
 

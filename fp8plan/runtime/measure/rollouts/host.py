@@ -56,10 +56,14 @@ class Host:
 
     def loop_s(self) -> float | None:
         """The seconds of a loop on the slower of two cores, of front end and engine; None if either has ended."""
+        return max(self.loops_s(), default=None)
+
+    def loops_s(self) -> list[float]:
+        """The seconds of a loop on the core of each watched process, in their order; empty if one has ended."""
         try:
-            return max(self._probe(process.cpu_num(), SAMPLES) for process in self._watched)
+            return [self._probe(process.cpu_num(), SAMPLES) for process in self._watched]
         except psutil.NoSuchProcess:
-            return None
+            return []
 
     def _probe(self, core: int, loops: int) -> float:
         seconds = loop_seconds(core, loops)
@@ -113,7 +117,8 @@ def _user_seconds(process: psutil.Process) -> float:
 class Watch:
     """`with Watch(host) as watch: run()`, then `watch.facts`, sampled four times a second:
 
-    host_loop_s:     mean of Host.loop_s; None without a `host`
+    host_loop_s:     mean of the slower of Host.loops_s; None without a `host`
+    host_loops_s:    mean of each of Host.loops_s: of front end and engine
     host_slowdown:   the same as a multiple of the fastest loop on any core so far
     cpu_steal_share: share of all cores' time that the hypervisor gave to others; None if Linux does not know
     sm_mhz, power_w: median clock and mean power of the first visible GPU; None without a GPU
@@ -124,7 +129,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._ticks = cpu_ticks()
-        self._samples: list[tuple[Any, Any, Any]] = []
+        self._samples: list[tuple[int | None, float | None, list[float]]] = []
         self._over = Event()
         self._thread = Thread(target=self._sample, daemon=True)
         self._thread.start()
@@ -134,10 +139,13 @@ class Watch:
         self._over.set()
         self._thread.join()
         before, after = self._ticks, cpu_ticks()
-        columns = zip(*self._samples, strict=True)
-        clocks, powers, loops = ([value for value in column if value is not None] for column in columns)
+        clocks = [clock for clock, _, _ in self._samples if clock is not None]
+        powers = [power for _, power, _ in self._samples if power is not None]
+        of_processes = [loops for *_, loops in self._samples if loops]
+        loops = [max(each) for each in of_processes]
         self.facts: dict[str, Any] = {
             "host_loop_s": mean(loops) if loops else None,
+            "host_loops_s": [mean(own) for own in zip(*of_processes, strict=True)],
             "host_slowdown": mean(loops) / self._host.best_s if loops and self._host else None,
             "cpu_steal_share": (after[0] - before[0]) / max(after[1] - before[1], 1) if before and after else None,
             "sm_mhz": median(clocks) if clocks else None,
@@ -147,7 +155,7 @@ class Watch:
     def _sample(self) -> None:
         while True:
             over = self._over.wait(EVERY_S)
-            self._samples.append((sm_clock_mhz(), gpu_power_w(), self._host.loop_s() if self._host else None))
+            self._samples.append((sm_clock_mhz(), gpu_power_w(), self._host.loops_s() if self._host else []))
             if over:
                 return
 
