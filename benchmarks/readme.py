@@ -40,7 +40,6 @@ import siblings  # noqa: E402
 import speed  # noqa: E402
 import streams  # noqa: E402
 import trl_outputs  # noqa: E402
-import two_engines  # noqa: E402
 import uncalibrated  # noqa: E402
 import verl_outputs  # noqa: E402
 from fault_drill.report import committed as fault_drill  # noqa: E402
@@ -181,7 +180,6 @@ def predicted_again() -> dict[str, str]:
     made["fp8 linears"] = fp8_linears.compare(ROOT / "benchmarks/results/fp8_linears_h100.jsonl", "h100")
     made |= {"sets of the h100": native_h100.sets(), "slow loops": native_h100.slow_loops()}
     made["expert parallel"] = expert_parallel.table()
-    made |= {f"two engines of {gpu}": two_engines.committed_table(gpu) for gpu in ("h200", "h100")}
     validated = {name: validate(baselines.records(name)) for name in baselines.SETS}
     made["accuracy"] = accuracy.tables(validated["validation"])
     for name, validation in validated.items():

@@ -416,7 +416,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown grid": (
         ["calibrate", "--gpu", "h200", "--grid", "huge"],
         (
-            "Invalid value for '--grid': Value error, 'huge' is not one of 'quick', 'full', 'anchor' (given: 'huge')",
+            "Invalid value for '--grid': Value error, 'huge' is not one of 'quick', 'full' (given: 'huge')",
             "type: fp8plan calibrate --help",
         ),
     ),
