@@ -32,8 +32,6 @@ import kernel_errors  # noqa: E402
 import levers  # noqa: E402
 import limits  # noqa: E402
 import native_h100  # noqa: E402
-import odd_inputs  # noqa: E402
-import odd_measurements  # noqa: E402
 import public_figures  # noqa: E402
 import reports  # noqa: E402
 import siblings  # noqa: E402
@@ -47,7 +45,6 @@ from gpu import fp8_linears  # noqa: E402
 from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
 from peers.table import committed as peers  # noqa: E402
-from silent_failures import table as silent_failures  # noqa: E402
 from slow_links import tables as slow_links  # noqa: E402
 from starts.table import table as starts  # noqa: E402
 from tables import (  # noqa: E402
@@ -216,9 +213,6 @@ def others() -> dict[str, str]:
         "fleet on GPUs": fleet.committed(),
     }
     made["probe"] = probe.table()
-    made |= {"odd inputs": odd_inputs.table(), "odd measurements": odd_measurements.table()}
-    made["odd measurements in engines"] = odd_measurements.live_table()
-    made |= {"silent failures": silent_failures.table(), "silent failures by outcome": silent_failures.summary()}
     made["public figures"] = public_figures.page()
     made["starts"] = starts()
     made["kept sets"] = kept_sets()
