@@ -23,7 +23,6 @@ import above_graphs  # noqa: E402
 import aic_search  # noqa: E402
 import anchored  # noqa: E402
 import change_ratios  # noqa: E402
-import correction_speed  # noqa: E402
 import expert_parallel  # noqa: E402
 import first_sight  # noqa: E402
 import host_loop  # noqa: E402
@@ -36,16 +35,12 @@ import public_figures  # noqa: E402
 import reports  # noqa: E402
 import siblings  # noqa: E402
 import speed  # noqa: E402
-import streams  # noqa: E402
-import trl_outputs  # noqa: E402
 import uncalibrated  # noqa: E402
-import verl_outputs  # noqa: E402
 from fault_drill.report import committed as fault_drill  # noqa: E402
 from gpu import fp8_linears  # noqa: E402
 from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
 from peers.table import committed as peers  # noqa: E402
-from slow_links import tables as slow_links  # noqa: E402
 from starts.table import table as starts  # noqa: E402
 from tables import (  # noqa: E402
     accuracy,
@@ -55,6 +50,7 @@ from tables import (  # noqa: E402
     fleet,
     markdown,
     probe,
+    slow_links,
     trainers,
     weight_sync,
 )
@@ -202,10 +198,7 @@ def others() -> dict[str, str]:
     made["uncalibrated"] = uncalibrated.table()
     made["aic search"] = aic_search.table()
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
-    made["streams"] = streams.table()
-    made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu.table()
-    made |= {"verl outputs": verl_outputs.table(), "trl outputs": trl_outputs.table()}
     made |= {
         "verl on GPUs": trainers.verl(),
         "trl on GPUs": trainers.trl(),

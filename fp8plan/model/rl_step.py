@@ -45,7 +45,7 @@ MATRIX_SECONDS = 15e-6
 # 0.15 s in all on an H200 (benchmarks/results/slow_links_gpu.jsonl).
 SENT_FP8_SECONDS = 50e-6
 # Seconds of both sides in a sync of patches, beside the link's: for each BF16 byte of the trainer, each matrix and each
-# byte of patches. `python -m benchmarks.slow_links.tables` fits them to syncs of two models on an H200. They
+# byte of patches. `python -m benchmarks.tables.slow_links` fits them to syncs of two models on an H200. They
 # serve all GPUs, as launches take most of the time.
 COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 5.58e-12, 270e-6, 1.22e-9
 
