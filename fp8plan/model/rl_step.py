@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -79,11 +79,8 @@ class StepTimes:
     train_tokens_per_s: float | None = None
     logprob_tokens_per_s: float | None = None
     max_lag: int = 4  # as in TRL's AsyncGRPO
-    sync_bandwidth: InitVar[float | None] = None  # of old scripts
 
-    def __post_init__(self, sync_bandwidth: float | None) -> None:
-        if sync_bandwidth is not None:
-            raise ConfigError('sync_bandwidth is now an argument of plan; type: plan(..., link="50GB/s")')
+    def __post_init__(self) -> None:
         for name in ("train_s", "logprob_s"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and value >= 0):
