@@ -4,12 +4,12 @@
 #   make test                                                        lint, documentation, and all tests but the slow ones
 #   make test-all                                                    with the slow ones; before a release
 #   make test-engine VERSION=0.30.0                                  the tests that run vLLM, on an older one
-#   make fuzz | lint | docs | tables | wheel | bench | bench-aic | baselines | clean
+#   make fuzz | lint | docs | tables | wheel | bench | baselines | clean
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 MAKEFLAGS += --jobs=2
-.PHONY: plan demo test test-all test-engine fuzz lint docs tables wheel bench bench-aic baselines clean
+.PHONY: plan demo test test-all test-engine fuzz lint docs tables wheel bench baselines clean
 
 PYTHON ?= python3
 PIP_INSTALL := -m pip --disable-pip-version-check -qq install --no-warn-conflicts --no-compile
@@ -104,9 +104,6 @@ docs: $(DOCS_VENV)/.installed
 
 tables: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/readme.py
-
-bench-aic: $(AIC_VENV)/.installed
-	$(AIC_VENV)/bin/python benchmarks/aiconfigurator_time.py
 
 # SETS: the measured rollouts that AIConfigurator and the roofline are asked about; all in about 20 minutes.
 SETS ?=

@@ -21,7 +21,6 @@ from benchmarks.native_h100 import HEAD, row
 from benchmarks.tables.markdown import table as markdown
 from fp8plan import jsonl
 from fp8plan.model.calibrate.profile_of import calibrate
-from fp8plan.model.calibrate.two_engines import by_two_engines
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import of_another_version, profile_path, profiles_path
 from fp8plan.model.profile.profile import Profile
@@ -60,14 +59,7 @@ def profiles() -> Iterator[tuple[str, float, Profile]]:
         raise SystemExit(f"there is no other calibrated profile of {CARD.name}")
     engines = sum(spent[name] for name in FIRST)
     kernels = sum(spent[name] for name in (*KERNELS, "compiling"))
-    known = before.of_another_version()
-    yield f"none: the profile of vLLM {before.engine_version}", 0.0, known
-    records = [x for x in read_records(MEASURED / "steps" / "rollouts.jsonl") if _name(x.fields["model"]) in FIRST]
-    yield (
-        "two engines, which correct that profile",
-        (engines + spent["compiling"]) / 60,
-        by_two_engines(known, records, VERSION),
-    )
+    yield f"none: the profile of vLLM {before.engine_version}", 0.0, before.of_another_version()
     yield "kernels, and two engines", (kernels + engines) / 60, fitted(FIRST, before)
     yield "whole", (kernels + sum(spent[name] for name in EVERY)) / 60, fitted(EVERY, before)
 

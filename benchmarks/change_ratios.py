@@ -4,7 +4,7 @@
     python -m benchmarks.change_ratios --train                 # random models again: results/change_ratios.jsonl
     python -m benchmarks.change_ratios --sample POLICY=FOLDER  # a checkpoint's weights: results/change_weights.jsonl
 
-Logs: those of docs/evidence/change_ratios.md, and random Qwen3 models that learn by policy gradients to sample tokens
+Logs: those of docs/evidence/weight_sync.md, and random Qwen3 models that learn by policy gradients to sample tokens
 of the lower half of their vocabulary, with AdamW and Muon at four learning rates. A random model's weights are normal
 with a spread that is measured before each logged step, and begin in FP32. The other policies' are samples of the
 checkpoints that `python -m benchmarks.learning.policies POLICY FOLDER` writes; those of qk-norm and moe were not kept,

@@ -1,7 +1,7 @@
 """Profiles of the H100, judged on measured rollouts that no fit has seen.
 
     python -m benchmarks.native_h100             prints the tables of profiles/README.md and docs/evidence/accuracy.md
-    python -m benchmarks.native_h100 --update    fits the H100's own profiles again for them, in some minutes
+    python -m benchmarks.native_h100 --update    fits the H100's own profile again for them, in some minutes
 
 The second table has `validation` alone: the cells that were frozen for one GPU.
 
@@ -24,12 +24,10 @@ from benchmarks.anchored import VERSIONS
 from benchmarks.error_parts import FOLDERS, Cell, cells, gains, makespan, summary
 from benchmarks.tables.baselines import MOST_REQUESTS
 from benchmarks.tables.markdown import table as markdown
-from benchmarks.two_engines import import_of_the_h100
 from fp8plan import jsonl
 from fp8plan.model.calibrate.profile_of import calibrate
-from fp8plan.model.calibrate.two_engines import by_two_engines
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.profile.library import nearest_profile, profiles_path
+from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated, validate
@@ -40,23 +38,24 @@ SETS = profiles_path() / FOLDERS["h100"] / "validation"
 WORST, LOOPS_S = "Qwen/Qwen3-1.7B", (2e-4, 8e-4)  # the model of the worst cell; least and most that is looked for
 
 
+def plans_take() -> Profile:
+    """The profile of the H100 in plans."""
+    return load_profile(CARD, VERSIONS["h100"], profiles_dir=profiles_path())[0]
+
+
 def profiles() -> Iterator[tuple[str, Profile]]:
     """The profiles that are there, each with a name."""
-    yield "the H200's calibration, which plans take", nearest_profile(CARD, VERSIONS["h100"], profiles_path())
-    yield "the import", import_of_the_h100()
+    yield "the H200's calibration, which plans take", plans_take()
+    yield "the import", load_profile(CARD, "0.24.0", profiles_dir=profiles_path())[0].of_another_version()
 
 
-def own_profiles() -> Iterator[tuple[str, Profile]]:
-    """The profiles that the H100's own measurements make, each with a name."""
+def own_profile() -> tuple[str, Profile]:
+    """The profile that the H100's own measurements make, after its name."""
     version, folder = VERSIONS["h100"], profiles_path() / FOLDERS["h100"] / "calibrate"
     with TemporaryDirectory() as place:
         shutil.copytree(folder / "kernels", Path(place) / "kernels")
         shutil.copytree(folder / "anchor", Path(place) / "steps")
-        yield "`calibrate`'s own fit", calibrate(Path(place), CARD, version).profile
-    yield (
-        "the import, corrected by these rollouts",
-        by_two_engines(import_of_the_h100(), read_records(folder / "anchor" / "rollouts.jsonl"), version),
-    )
+        return "`calibrate`'s own fit", calibrate(Path(place), CARD, version).profile
 
 
 HEAD = ("rollouts", "makespans, MAPE", "worst", "90% interval, median", "holds", "speed-ups, points")  # of `row`
@@ -110,15 +109,14 @@ def slow_loops() -> str:
 def excess(loop_s: float | None, record: Record) -> float:
     """The predicted less the measured seconds of a rollout on a host with this loop."""
     told = replace(record, fields=record.fields | {"host_loop_s": loop_s})
-    return simulated(told, nearest_profile(CARD, VERSIONS["h100"], profiles_path())).rollout.makespan_s - record.seconds
+    return simulated(told, plans_take()).rollout.makespan_s - record.seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update", action="store_true", help="write the rows of the H100's own profiles")
+    parser.add_argument("--update", action="store_true", help="write the rows of the H100's own profile")
     if parser.parse_args().update:
-        judged = (rows(*each) for each in own_profiles())
-        RESULTS.write_text("".join(json.dumps(each) + "\n" for each in judged), encoding="utf-8")
+        RESULTS.write_text(json.dumps(rows(*own_profile())) + "\n", encoding="utf-8")
     print("\n\n".join((tables(), sets(), slow_loops())))
 
 

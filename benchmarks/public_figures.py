@@ -1,4 +1,4 @@
-"""fp8plan's side of figures that others published (docs/evidence/reports.md).
+"""fp8plan's side of figures that others published (docs/evidence/accuracy.md).
 
     python -m benchmarks.public_figures
 

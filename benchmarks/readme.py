@@ -23,7 +23,6 @@ import above_graphs  # noqa: E402
 import aic_search  # noqa: E402
 import anchored  # noqa: E402
 import change_ratios  # noqa: E402
-import correction_speed  # noqa: E402
 import expert_parallel  # noqa: E402
 import first_sight  # noqa: E402
 import host_loop  # noqa: E402
@@ -33,25 +32,17 @@ import left_out  # noqa: E402
 import levers  # noqa: E402
 import limits  # noqa: E402
 import native_h100  # noqa: E402
-import odd_inputs  # noqa: E402
-import odd_measurements  # noqa: E402
 import public_figures  # noqa: E402
 import reports  # noqa: E402
 import siblings  # noqa: E402
 import speed  # noqa: E402
-import streams  # noqa: E402
-import trl_outputs  # noqa: E402
-import two_engines  # noqa: E402
 import uncalibrated  # noqa: E402
-import verl_outputs  # noqa: E402
 import worst_cells  # noqa: E402
 from fault_drill.report import committed as fault_drill  # noqa: E402
 from gpu import fp8_linears  # noqa: E402
 from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
 from peers.table import committed as peers  # noqa: E402
-from silent_failures import table as silent_failures  # noqa: E402
-from slow_links import tables as slow_links  # noqa: E402
 from starts.table import table as starts  # noqa: E402
 from tables import (  # noqa: E402
     accuracy,
@@ -61,6 +52,7 @@ from tables import (  # noqa: E402
     fleet,
     markdown,
     probe,
+    slow_links,
     trainers,
     weight_sync,
 )
@@ -185,7 +177,6 @@ def predicted_again() -> dict[str, str]:
     made["fp8 linears"] = fp8_linears.compare(ROOT / "benchmarks/results/fp8_linears_h100.jsonl", "h100")
     made |= {"sets of the h100": native_h100.sets(), "slow loops": native_h100.slow_loops()}
     made["expert parallel"] = expert_parallel.table()
-    made |= {f"two engines of {gpu}": two_engines.committed_table(gpu) for gpu in ("h200", "h100")}
     validated = {name: validate(baselines.records(name)) for name in baselines.SETS}
     made["accuracy"] = accuracy.tables(validated["validation"])
     for name, validation in validated.items():
@@ -211,10 +202,7 @@ def others() -> dict[str, str]:
     made["uncalibrated"] = uncalibrated.table()
     made["aic search"] = aic_search.table()
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
-    made["streams"] = streams.table()
-    made["corrections"] = correction_speed.table()
     made["corrections on a GPU"] = correction_gpu.table()
-    made |= {"verl outputs": verl_outputs.table(), "trl outputs": trl_outputs.table()}
     made |= {
         "verl on GPUs": trainers.verl(),
         "trl on GPUs": trainers.trl(),
@@ -222,9 +210,6 @@ def others() -> dict[str, str]:
         "fleet on GPUs": fleet.committed(),
     }
     made["probe"] = probe.table()
-    made |= {"odd inputs": odd_inputs.table(), "odd measurements": odd_measurements.table()}
-    made["odd measurements in engines"] = odd_measurements.live_table()
-    made |= {"silent failures": silent_failures.table(), "silent failures by outcome": silent_failures.summary()}
     made["public figures"] = public_figures.page()
     made["starts"] = starts()
     made["kept sets"] = kept_sets()

@@ -1,4 +1,4 @@
-"""fp8plan's side of three public reports (docs/evidence/reports.md).
+"""fp8plan's side of three public reports (docs/evidence/accuracy.md).
 
     python -m benchmarks.reports
 
@@ -152,7 +152,7 @@ def measured_table() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Name of a block of docs/evidence/reports.md -> its text."""
+    """Name of a block of docs/evidence/accuracy.md -> its text."""
     return {
         "memory of a report": memory_table(),
         "rollout of a report": rollout_table(),

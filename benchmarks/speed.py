@@ -1,7 +1,7 @@
 """Time that fp8plan takes: import, the command, `plan()`, and the scheduler as the batch grows.
 
 `make bench` runs this and writes benchmarks/results/speed.jsonl, one row per measurement;
-`python benchmarks/speed.py --table` prints the rows, with those of aiconfigurator_time.py, as Markdown.
+`python benchmarks/speed.py --table` prints the rows, with those of AIConfigurator, as Markdown.
 `python benchmarks/speed.py --gate` measures the GATED commands, keeps their rows, and fails if one takes too long.
 """
 

@@ -117,24 +117,19 @@ class Verdict(msgspec.Struct, gc=False):
     """The guard's verdict on one rollout.
 
     as_fast:  null if a slow rollout was not judged, because measured rollouts had not yet corrected the prediction
-    within:   the name of as_fast until schema 1.1
     anchored: true if measured rollouts had corrected the prediction
     """
 
     action: str | None = None
     reason: str | None = None
     as_fast: bool | None = None
-    within: bool | None = None
     cold: bool | None = None
     anchored: bool | None = None
     causes: list[Cause] | None = None
 
 
 class GuardState(msgspec.Struct, gc=False):
-    """The guard's state on the ladder of precisions: the deepest rung that was advised, and the deepest that was taken.
-
-    taken: null: an older record, which does not tell them apart
-    """
+    """The guard's state on the ladder of precisions: the deepest rung that was advised, and the one that was taken."""
 
     rung: str | None = None
     taken: str | None = None

@@ -340,6 +340,50 @@ def test_the_example_of_trl_learns_and_its_run_can_be_read(tmp_path: Path) -> No
     assert len(validate(read_records(run_file)).records) == len(rows) - 1  # without the engine's first
 
 
+# What is said, by the table of the guide of the watch -> tests that show it, below tests/runtime.
+CAUGHT = {
+    "stale_weights": (
+        "doctor/test_engines.py::test_stale_weights",
+        "doctor/test_checks.py::test_stale_weights_on_one_rank",
+    ),
+    "SyncError": ("weight_sync/test_sync_faults.py::test_what_the_manifest_shows_leaves_the_old_weights_serving",),
+    "corrupted_layer": (
+        "doctor/test_engines.py::test_one_corrupted_layer",
+        "doctor/test_checks.py::test_one_corrupted_layer",
+    ),
+    "kv_scales_unit": ("doctor/test_engines.py::test_scales_of_1",),
+    "kv_scales_clip": ("doctor/test_engines.py::test_scales_that_clip",),
+    "prefix_cache_stale": ("doctor/test_engines.py::test_a_prefix_cache_that_was_not_emptied",),
+    "trainer_temperature": ("doctor/test_engines.py::test_a_trainer_that_forgets_the_temperature",),
+    "engine_temperature": ("doctor/test_checks.py::test_a_fault_is_named_alone",),
+    "sampling": (
+        "monitor/test_sampled_steps.py::test_identical_weights_with_top_p_are_named_in_reason_record_and_warning",
+        "mismatch/test_sampling.py::test_each_parameter_that_changes_the_distribution_is_a_bias_in_each_mode",
+    ),
+    "placeholders": ("monitor/test_untrue_input.py::test_log_probs_that_were_filled_in_are_named",),
+    "invalid": ("monitor/test_untrue_input.py::test_lost_tokens_count_the_invalid_ones_and_a_share_of_them_alarms",),
+    "no_data": ("monitor/test_untrue_input.py::test_without_a_valid_token_nothing_is_perfect",),
+    "ConfigError": (
+        "monitor/test_untrue_input.py::test_what_is_no_log_probability_is_refused",
+        "monitor/test_untrue_input.py::test_one_negated_row_is_refused",
+        "monitor/test_untrue_input.py::test_a_mask_of_other_numbers_is_refused",
+    ),
+    "units": ("monitor/test_untrue_input.py::test_base_10_is_named_and_natural_logarithms_are_not",),
+    "identical": ("monitor/test_untrue_input.py::test_the_same_tensor_on_both_sides_is_named",),
+    "lost": ("monitor/test_untrue_input.py::test_sequence_weights_that_lose_the_batch_alarm",),
+    "kl": ("monitor/test_untrue_input.py::test_log_probs_of_other_tokens_are_noticed",),
+}
+
+
+def test_each_failure_that_the_guide_calls_caught_has_its_test() -> None:
+    page = (ROOT / "docs" / "guides" / "watch.md").read_text()
+    table = re.findall(r"^\| .+ \| (.+) \|$", page.partition("## What it catches")[2].partition("\n## ")[0], re.M)[1:]
+    assert [re.search(r"`(\w+)`", said)[1] for said in table] == list(CAUGHT)  # type: ignore[index]
+    for file, _, test in (name.partition("::") for names in CAUGHT.values() for name in names):
+        tree = ast.parse((ROOT / "tests" / "runtime" / file).read_text())
+        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+
+
 def test_every_example_has_its_test() -> None:
     tested = {"choose_precision.py", "apply_to_vllm.py", "grpo_loop.py", "trl_grpo.py"}
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested

@@ -11,8 +11,8 @@ twice. Tensor parallelism runs without `fuse_allreduce_rms`, which wants NVLink 
 
 Rows, by "what":
     fleet    what runs, how long it took to start, and the plan's prediction for the batch, split statically
-    rollout  one rollout of a long-tailed batch (benchmarks.fleet_routing): tokens/s beside the prediction for what ran,
-             and its Routing. By "routing": "static" (all expected to be equal), "last" (the mean of the prompt's
+    rollout  one rollout of a long-tailed batch (see `lengths`): tokens/s beside the prediction for what ran, and its
+             Routing. By "routing": "static" (all expected to be equal), "last" (the mean of the prompt's
              responses in another rollout), "known" (the lengths that came)
     copy     bytes per second of torch's copies: trainer's GPU to host, and to another GPU. What a sync cannot beat
     sync     a sync, by "way": "object_store" or "nccl", with its SyncReport and the floor: bytes / copy speed
@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from benchmarks.fleet_routing import SAMPLES, SHARE, lengths, prompts_means
 from benchmarks.gpu.random_weights import checkpoint_entries, random_weights
 from benchmarks.gpu.source import source_hash
 from benchmarks.gpu.weight_sync import model_folder
@@ -61,7 +61,23 @@ PROMPT = 256  # tokens
 REPEATS = 4  # of what takes seconds; the first warms up
 ROLLOUTS = 2  # of each routing
 COPIED = 1 << 30  # bytes
+SAMPLES, SIGMA, SHARE = 16, 0.9, 0.7  # of a prompt; of the lengths' log; of its variance that is the prompt's
 MULTICAST = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
+
+
+def lengths(
+    prompts: int, rng: np.random.Generator, mean: float, longest: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Response lengths of two rollouts of the same prompts, lognormal as in that of DAPO (arXiv 2503.14476)."""
+    own = rng.normal(0, SIGMA * SHARE**0.5, prompts).repeat(SAMPLES)
+    logs = own + rng.normal(0, SIGMA * (1 - SHARE) ** 0.5, (2, prompts * SAMPLES))
+    both = np.clip(np.rint(mean * np.exp(logs - SIGMA**2 / 2)), 1, longest).astype(np.int64)
+    return both[0], both[1]
+
+
+def prompts_means(responses: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The mean length of each prompt's responses, once for each of them."""
+    return responses.reshape(-1, SAMPLES).mean(1).repeat(SAMPLES)
 
 
 def main(words: list[str] | None = None) -> None:
@@ -119,7 +135,7 @@ class Measurement:
         folder = Path(args.model).is_dir()
         self.config, self.folder = (find_config(args.model)[0], args.model) if folder else model_folder(args.model)
         rng = np.random.default_rng(0)
-        self.responses, self.before = lengths(args.prompts, SHARE, rng, args.mean, args.longest)
+        self.responses, self.before = lengths(args.prompts, rng, args.mean, args.longest)
         self.speed = {"object_store": 0.0, "nccl": 0.0}  # bytes per second, of copies
 
     def run(self) -> None:
@@ -141,7 +157,7 @@ class Measurement:
             max_num_seqs=256,
             max_num_batched_tokens=8192,
         )
-        came = Trace(tuple(self.responses.tolist()), "benchmarks.fleet_routing")
+        came = Trace(tuple(self.responses.tolist()), "benchmarks.gpu.fleet")
         workload = Workload(args.prompts, SAMPLES, PROMPT, came)
         if args.gpu == "cpu":
             limits = replace(limits, block_size=128, num_gpu_blocks=256, enforce_eager=True)

@@ -3,7 +3,7 @@
     .venv-test/bin/python -m benchmarks.peers --verl CHECKOUT --skyrl CHECKOUT --prime-rl CHECKOUT
 
 prints the verdict on each test and writes benchmarks/results/peers.jsonl, from which `make tables` fills
-docs/evidence/correction.md. Nothing is fetched: clone the peers yourself. A folder without git is given as
+docs/evidence/speed.md. Nothing is fetched: clone the peers yourself. A folder without git is given as
 FOLDER@COMMIT. An option may be given several times, for tests of several commits.
 
 pass:            the test passes with fp8plan's numbers in the place of the peer's

@@ -1,4 +1,4 @@
-"""The verdicts on peers' tests, as tables of docs/evidence/correction.md."""
+"""The verdicts on peers' tests, as tables of docs/evidence/speed.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def unexplained(rows: Rows) -> list[Mapping[str, Any]]:
 
 
 def committed() -> dict[str, str]:
-    """The blocks of docs/evidence/correction.md, from the committed file."""
+    """The blocks of docs/evidence/speed.md, from the committed file."""
     from fp8plan import jsonl
 
     rows = jsonl.rows(RESULTS)

@@ -87,8 +87,6 @@ class PlanCommand(GroupedCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if any(word.partition("=")[0] == "--sync-gb-per-s" for word in args):
-            raise ConfigError("--sync-gb-per-s is now --link, which has a unit; type: --link 50GB/s")
         words = [
             f"--json={STDOUT}" if word == "--json" and not (after == STDOUT or after.endswith(".json")) else word
             for word, after in pairwise([*args, ""])

@@ -27,7 +27,6 @@ from fp8plan.errors import ConfigError
 class Grid(StrEnum):
     quick = "quick"
     full = "full"
-    anchor = "anchor"
 
 
 @app.command("probe")
@@ -122,9 +121,7 @@ def calibrate_command(
     ] = None,
     grid: Annotated[
         Grid,
-        typer.Option(
-            help="quick: about 25 minutes; full: longer; anchor: two engines, about 7 minutes with their starts"
-        ),
+        typer.Option(help="quick: about 25 minutes; full: longer"),
     ] = Grid.quick,
     fit_only: Annotated[bool, typer.Option("--fit-only", help="fit the measurements that are there")] = False,
 ) -> None:
@@ -133,12 +130,11 @@ def calibrate_command(
     Through vLLM's own kernels and engine. Type it again to go on.
     """
     from fp8plan.model.calibrate.profile_of import calibrate, measured_version
-    from fp8plan.model.calibrate.two_engines import TWO_ENGINES, calibrate_by_two_engines, check_replaceable
     from fp8plan.model.hardware import find_gpu
     from fp8plan.model.profile.library import of_another_version, own_profiles_path, profile_path
     from fp8plan.views.report import calibration_report
 
-    card, by_two = find_gpu(gpu), grid is Grid.anchor
+    card = find_gpu(gpu)
     if not fit_only:
         from fp8plan.runtime.measure.calibrate import measure
         from fp8plan.runtime.measure.rollouts.jobs import engine_version
@@ -148,16 +144,11 @@ def calibrate_command(
     elif output is None:
         raise ConfigError("--fit-only needs --output, the folder of the measurements")
     else:
-        folder, version = output, measured_version(output, TWO_ENGINES if by_two else "steps")
-    if by_two:
-        check_replaceable(folder)
+        folder, version = output, measured_version(output)
     if not fit_only:
         measure(folder, card, grid.value)
     print(f"fitting what {folder} holds, some minutes", file=sys.stderr)
-    if by_two:
-        calibration = calibrate_by_two_engines(folder, card, version)
-    else:
-        calibration = calibrate(folder, card, version, of_another_version(card, version))
+    calibration = calibrate(folder, card, version, of_another_version(card, version))
     (folder / "profile.json").write_text(calibration.profile.to_json(), encoding="utf-8")
     show(calibration_report(calibration))
     print(f"written: {folder / 'profile.json'}", file=sys.stderr)

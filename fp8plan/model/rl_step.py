@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -45,7 +45,7 @@ MATRIX_SECONDS = 15e-6
 # 0.15 s in all on an H200 (benchmarks/results/slow_links_gpu.jsonl).
 SENT_FP8_SECONDS = 50e-6
 # Seconds of both sides in a sync of patches, beside the link's: for each BF16 byte of the trainer, each matrix and each
-# byte of patches. `python -m benchmarks.slow_links.tables` fits them to syncs of two models on an H200. They
+# byte of patches. `python -m benchmarks.tables.slow_links` fits them to syncs of two models on an H200. They
 # serve all GPUs, as launches take most of the time.
 COMPARED_SECONDS, PATCHED_SECONDS, PATCH_BYTE_SECONDS = 5.58e-12, 270e-6, 1.22e-9
 
@@ -79,11 +79,8 @@ class StepTimes:
     train_tokens_per_s: float | None = None
     logprob_tokens_per_s: float | None = None
     max_lag: int = 4  # as in TRL's AsyncGRPO
-    sync_bandwidth: InitVar[float | None] = None  # of old scripts
 
-    def __post_init__(self, sync_bandwidth: float | None) -> None:
-        if sync_bandwidth is not None:
-            raise ConfigError('sync_bandwidth is now an argument of plan; type: plan(..., link="50GB/s")')
+    def __post_init__(self) -> None:
         for name in ("train_s", "logprob_s"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and value >= 0):

@@ -211,7 +211,7 @@ def _speed(steps: Steps) -> Line:
     if now is not None and predicted:
         guard = steps.said[at].guard
         verdict = guard.verdict if guard else None
-        fine = runs.as_fast(verdict) if verdict else low is None or now >= low  # the guard allows for noise
+        fine = verdict.as_fast if verdict else low is None or now >= low  # the guard allows for noise
         style = GOOD if fine else "" if fine is None or steps.said[at].cold else BAD
         against = f"predicted {predicted:,.0f} ({_times(now / predicted)})"
         if style == BAD:
@@ -234,7 +234,7 @@ def _state(steps: Steps) -> list[RenderableType]:
     guard = runs.last_judged(steps)
     if guard and (verdict := guard.verdict):
         action, cold = verdict.action or "none", bool(verdict.cold)
-        as_fast = runs.as_fast(verdict)
+        as_fast = verdict.as_fast
         fine = action == "none" and (cold or as_fast is not False)
         advice = "" if action == "none" else f"{action}: "
         rows.append(("guard", f"{advice}{verdict.reason or ''}", BAD if not fine else GOOD if as_fast else ""))

@@ -23,7 +23,6 @@ from fp8plan.schemas import (
     PREDICTED_LOW,
     TOKENS_PER_S,
     Judged,
-    Verdict,
 )
 
 SPEED, SPEED_LOW, SPEED_HIGH = "achieved/predicted", "low/predicted", "high/predicted"  # in no record
@@ -79,11 +78,6 @@ def over_limit(steps: Steps) -> NDArray[np.bool_]:
     known = np.isfinite(limit) & ~np.isnan(k3)
     over: NDArray[np.bool_] = k3[known] > limit[known]
     return over
-
-
-def as_fast(verdict: Verdict) -> bool | None:
-    """True if a rollout was as fast as predicted, by the guard; None if it did not judge. Schema 1.1 has `within`."""
-    return verdict.within if verdict.as_fast is None else verdict.as_fast
 
 
 def last_judged(steps: Steps) -> Judged | None:

@@ -319,7 +319,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "emit from records": (
         ["emit", "other.jsonl", "verl"],
-        ("not a plan, or one written before", "KV scales; to make one, type: fp8plan plan MODEL"),
+        ("not a plan: it has no schema_version; to make one, type: fp8plan plan MODEL",),
     ),
     "emit from another file": (["emit", "other.json", "verl"], ("other.json", "fp8plan plan")),
     "emit from a binary file": (
@@ -416,7 +416,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown grid": (
         ["calibrate", "--gpu", "h200", "--grid", "huge"],
         (
-            "Invalid value for '--grid': Value error, 'huge' is not one of 'quick', 'full', 'anchor' (given: 'huge')",
+            "Invalid value for '--grid': Value error, 'huge' is not one of 'quick', 'full' (given: 'huge')",
             "type: fp8plan calibrate --help",
         ),
     ),

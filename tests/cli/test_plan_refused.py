@@ -111,8 +111,6 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "only a link": (["--link", "9GB/s"], ("link is '9GB/s'", "--learning-rate", "--train-s", "--logprob-s")),
     "a link without unit": (["--link", "9", "--learning-rate", "1e-6"], ("link is '9'", "type: 25Gb/s")),
     "a link in words": (["--link", "fast", "--learning-rate", "1e-6"], ("link is 'fast'", "GB/s")),
-    "the old bandwidth": (["--sync-gb-per-s", "9"], ("--sync-gb-per-s is now --link", "type: --link 50GB/s")),
-    "the old bandwidth with =": (["--sync-gb-per-s=9"], ("--sync-gb-per-s is now --link",)),
     "negative rate": (["--learning-rate", "-1"], ("learning_rate is -1", "at least 0")),
     "an unknown optimiser": (["--learning-rate", "1", "--optimizer", "sgd"], ("'sgd'", "adamw, muon")),
     "only top-k": (["--top-k", "20MB"], ("top_k is 20MB", "--learning-rate")),

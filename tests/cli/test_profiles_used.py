@@ -169,26 +169,6 @@ def test_a_calibration_goes_where_plans_look_for_it(
     assert fp8plan(*PLAN, *IMITATED, "--strict").code == 0
 
 
-def test_a_grid_of_two_engines_is_fitted_and_plans_say_what_it_rests_on(
-    fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    own = tmp_path / "own"
-    folder = calibrated_by_hand(library.profile_path(own, "h200_sxm", "0.26.0").parent)
-    (folder / "steps").rename(folder / "anchor")
-    done = fp8plan(*CALIBRATE, "--grid", "anchor", "--fit-only", "--output", folder)
-    assert done.code == 0
-    said = " ".join(done.out.split())
-    assert "fp8plan/dense-50m bf16 2 0" in said
-    assert "h200_sxm/vllm-0.26.0 anchored" in said
-    assert "beside 0 s of the engines' starts" in said
-    monkeypatch.setenv("FP8PLAN_PROFILES", str(own))
-    done = fp8plan(*PLAN, *IMITATED, "--json", "--strict")
-    assert json.loads(done.out)["profile"]["kind"] == "anchored"
-    assert "rests on the rollouts of two engines" in done.err
-    (folder / "profile.json").write_text(MEASURED.to_json())
-    refused(fp8plan(*CALIBRATE, "--grid", "anchor", "--fit-only", "--output", folder), "fuller calibration", "--output")
-
-
 def test_a_calibration_without_a_gpu_says_so(
     fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -98,7 +98,6 @@ COLD = {"guard": {"verdict": {"cold": True}}}
     ("rows", "kept", "told"),
     [
         ([{}, {}, {}], [2, 3], "step 1 is left out, the first rollout of an engine"),
-        ([{}, {}, {"step": 2}], [2], "step 1, step 2 are left out, the first rollouts"),  # back to a checkpoint
         ([{}, {}, {"precision": "fp8_block"}, {}], [2], "step 1, step 3, step 4 are"),  # a step down, and up again
         ([{}, {}, COLD, {}], [2, 4], "step 1, step 3 are"),
         ([{}, {}, {"first_rollout": True}, {}], [2, 4], "step 1, step 3 are"),

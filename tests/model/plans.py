@@ -31,6 +31,7 @@ def plan(**changes: Any) -> Plan:
         profile={"kind": "datasheet", "engine_version": DEFAULT_VERSION, "source": "a test"},
         limits=EngineLimits(),
         workload=dict(WORKLOAD),
+        engine_version=DEFAULT_VERSION,
         seed=7,
         choices=tuple(choice(name) for name in PRESETS),
         chosen=0,

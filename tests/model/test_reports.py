@@ -1,4 +1,4 @@
-"""Public reports beside fp8plan's figures, and the page that compares them (docs/evidence/reports.md)."""
+"""Public reports beside fp8plan's figures, and the page that compares them (docs/evidence/accuracy.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks import reports
 from benchmarks.tables.markdown import table
 
 ROOT = Path(reports.__file__).parents[1]
-PAGE = (ROOT / "docs/evidence/reports.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/evidence/accuracy.md").read_text(encoding="utf-8")
 MEASURED = ROOT / "profiles/h100_sxm/vllm-0.26.0/reports/rollouts.jsonl"
 
 

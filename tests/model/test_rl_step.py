@@ -223,11 +223,6 @@ def test_a_senseless_learning_rate_and_an_unknown_optimiser_are_refused() -> Non
         WeightSync(optimizer="lion")
 
 
-def test_the_old_bandwidth_says_what_to_type() -> None:
-    with pytest.raises(ConfigError, match=r"sync_bandwidth.*link="):
-        StepTimes(**FREE, sync_bandwidth=1e9)
-
-
 def costs(precision: str, link: str, rate: float, name: str = "Qwen/Qwen3-8B") -> dict[str, SyncCost]:
     return {cost.mode: cost for cost in sync_costs(model(precision, name), WeightSync(link, rate))}
 

@@ -103,11 +103,11 @@ class Setting(NamedTuple):
     measure: Callable[[], Measured]
 
 
-ON_GPUS: Final = "[25M parameters](learning.md#a-mismatch-that-lasts), two H100s"
+ON_GPUS: Final = "[25M parameters](#a-mismatch-that-lasts), two H100s"
 WITH_H200: Final = "these and two of an H200 that were broken off: reward in the last ten steps"
-ON_H200: Final = "[25M parameters](learning.md#on-an-h200), an H200"
-TINY: Final = "[tiny](learning_cpu.md), a CPU"
-TINY_SMALL: Final = "[tiny](learning_cpu.md#small-batches), a CPU"
+ON_H200: Final = "[25M parameters](#on-an-h200), an H200"
+TINY: Final = "[tiny](#learning-under-an-artificial-mismatch-on-a-cpu), a CPU"
+TINY_SMALL: Final = "[tiny](#small-batches), a CPU"
 BROKEN_OFF: Final = partial(of_runs, rewards_late, H200_BROKEN_OFF / "qk-norm", H100 / "qk-norm", unfinished=True)
 LARGE, SMALL = (partial(of_lines, path) for path in (LARGE_BATCHES, SMALL_BATCHES))
 SETTINGS: Final = (

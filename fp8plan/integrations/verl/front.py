@@ -3,7 +3,7 @@
 verl asks an AsyncLLM for cumulative outputs, one for each token, and needs two of them. The first tells it that the
 engine has the request: a pause waits for that, and then aborts the request. The last is the answer. The others (text,
 an object, a wake-up of a task) cost the server's one Python thread more than all else for a token:
-benchmarks/verl_outputs.py.
+docs/evidence/speed.md.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ def calibrate(folder: Path, card: Gpu, engine_version: str, other: Profile | Non
     rows, steps = kernel_rows(folder / "kernels"), step_windows(folder / "steps")
     powers = power_rows(folder / "kernels")
     if not steps:
-        raise no_rollouts(folder)
-    check_same([run.record for run in steps], card, engine_version)
+        raise _no_rollouts(folder)
+    _check_same([run.record for run in steps], card, engine_version)
     sheet, kept = datasheet_profile(card, engine_version), ~is_held_out(rows)
     rare = step_windows(folder / "families")
     prior = without_rare_parts(sheet, timed_rare_parts(rows[kept]), rare_parts(card))
@@ -229,14 +229,11 @@ def timed_rare_parts(rows: pd.DataFrame) -> set[str]:
     return {f"{WIDE_HEADS}{dtype}.{phase}_" for phase, dtype in kernels.itertuples(index=False)}
 
 
-def measured_version(folder: Path, steps: str = "steps") -> str:
-    """The engine version of the rollouts in `folder`. Raises ConfigError if there are none, or several versions.
-
-    steps: the subfolder with the rollouts
-    """
-    file = folder / steps / "rollouts.jsonl"
+def measured_version(folder: Path) -> str:
+    """The engine version of the rollouts in `folder`. Raises ConfigError if there are none, or several versions."""
+    file = folder / "steps" / "rollouts.jsonl"
     if not file.is_file():
-        raise no_rollouts(folder, steps)
+        raise _no_rollouts(folder)
     versions = sorted({str(record.fields["engine_version"]) for record in read_records(file)})
     if len(versions) > 1:
         raise ConfigError(
@@ -245,9 +242,8 @@ def measured_version(folder: Path, steps: str = "steps") -> str:
     return versions[0]
 
 
-def no_rollouts(folder: Path, steps: str = "steps") -> ConfigError:
-    grid = "" if steps == "steps" else f" --grid {steps}"
-    return ConfigError(f"{folder / steps} has no measured rollouts; type: fp8plan calibrate{grid} --output {folder}")
+def _no_rollouts(folder: Path) -> ConfigError:
+    return ConfigError(f"{folder / 'steps'} has no measured rollouts; type: fp8plan calibrate --output {folder}")
 
 
 def kernel_rows(folder: Path) -> pd.DataFrame:
@@ -262,7 +258,7 @@ def power_rows(folder: Path) -> pd.DataFrame:
     return rows[rows.power_w.notna()] if len(rows) else rows
 
 
-def check_same(records: Iterable[Record], card: Gpu, engine_version: str) -> None:
+def _check_same(records: Iterable[Record], card: Gpu, engine_version: str) -> None:
     """Raise ConfigError for rollouts of another GPU or engine version than the profile's."""
     for record in records:
         gpu, version = find_gpu(record.fields["gpu"]).name, record.fields["engine_version"]
@@ -351,11 +347,11 @@ def _source(rows: pd.DataFrame, powers: pd.DataFrame, steps: Sequence[Windows]) 
     engines = len({x.engine for x in steps})
     kernels = [f"{len(rows)} timings of {rows.kernel.nunique()} kernels"] if len(rows) else []
     kernels += [f"{len(powers)} readings of their power"] if len(powers) else []
-    rollouts = f"{len(steps)} rollouts of {engines} engines, measured on {cards_of([x.record for x in steps])}"
+    rollouts = f"{len(steps)} rollouts of {engines} engines, measured on {_cards_of([x.record for x in steps])}"
     return " and ".join(filter(None, [", ".join(kernels), rollouts]))
 
 
-def cards_of(records: Iterable[Record]) -> str:
+def _cards_of(records: Iterable[Record]) -> str:
     """The GPUs, or CPUs, on which these rollouts were measured."""
     fields = [record.fields for record in records]
     cards = {str(x.get("gpu_uuid") or f"{x.get('cpu_count')} cores of {x.get('cpu_model')}") for x in fields}

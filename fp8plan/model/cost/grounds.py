@@ -1,8 +1,7 @@
 """The grounds of a predicted time: the shares of it that are measured, imported, extrapolated, or theory.
 
 Each component of a step is split over its coefficients, in proportion to the derivatives by their logs. Coefficients
-with the datasheet's value are theory, by the profile's notes. The others are measured or imported, as the profile is,
-or as the notes of an anchored profile say.
+with the datasheet's value are theory, by the profile's notes. The others are measured or imported, as the profile is.
 They count as extrapolated in a step that has a quantity outside of the range that was measured for the component's
 kernels. Observed rollouts change paces and values, but not the grounds.
 """
@@ -18,7 +17,7 @@ import numpy as np
 from fp8plan.model.architecture import Linear
 from fp8plan.model.cost.base import QUANTITIES, Array, Component, Cost, StepBatch
 from fp8plan.model.cost.power import Engine
-from fp8plan.model.profile.profile import ANCHORED, FITTED, SEEN, Profile
+from fp8plan.model.profile.profile import FITTED, Profile
 
 UNSEEN = ("extrapolated", "theory")
 GROUNDS = ("measured", "imported", *UNSEEN)
@@ -98,16 +97,17 @@ def rests_on(
     front:   the result of `front_cost`, which was measured on other machines: imported
     """
     outside = list(excesses(model, batch))
+    imported_share = float(model.profile.kind == "imported")  # of what is known: a profile is imported as a whole
     spent: dict[str, dict[str, float]] = {}
     for part, taken in parts:
         theory = taken * part.gathered(_theory(part.cost, model))
         beyond = (taken - theory) * _outside(part.name, model, outside, taken.size)
         known = taken - theory - beyond
-        imported = known * part.gathered(_imported(part.cost, model))
+        imported = known * imported_share
         totals = [float(x.sum()) for x in (known - imported, imported, beyond, theory)]
         spent[part.name] = dict(zip(GROUNDS, totals, strict=True))
     theory = start.seconds * _theory(start, model)
-    imported = (start.seconds - theory) * _imported(start, model)
+    imported = (start.seconds - theory) * imported_share
     for ground, value in zip(
         ("measured", "imported", "theory"), (start.seconds - theory - imported, imported, theory), strict=True
     ):
@@ -136,24 +136,11 @@ def _theory(cost: Cost, model: Profiled) -> Array:
         return np.ones(())
     parts = {name: np.abs(partial) for name, partial in cost.partials.items() if not _is_factor(name)}
     notes = {name: model.profile.notes.get(name, FITTED) for name in parts}
-    lent = [name for name, note in notes.items() if not note.startswith((FITTED, SEEN))]
+    lent = [name for name, note in notes.items() if not note.startswith(FITTED)]
     if not lent:
         return np.zeros(())
     total = sum(parts.values(), np.zeros_like(cost.seconds))
     return np.asarray(sum(parts[name] for name in lent) / np.where(total > 0, total, 1.0))
-
-
-def _imported(cost: Cost, model: Profiled) -> Array:
-    """The share that is imported, of a cost less its theory, of the shape of its seconds or ()."""
-    if model.profile.kind != ANCHORED:
-        return np.full((), float(model.profile.kind == "imported"))
-    here, there = np.zeros_like(cost.seconds), np.zeros_like(cost.seconds)
-    for name, partial in cost.partials.items():
-        note = model.profile.notes.get(name, SEEN)
-        if not _is_factor(name) and note.startswith((FITTED, SEEN)):
-            where = there if note.startswith(FITTED) else here
-            where += np.abs(partial)
-    return np.asarray(there / np.where(here + there > 0, here + there, 1.0))
 
 
 def _is_factor(name: str) -> bool:

@@ -132,7 +132,7 @@ class Choice:
     makespan_s:           seconds from the first prompt to the last response, with its 90% interval
     output_tokens_per_s:  response tokens of all replicas / makespan_s
     speedup_over_best:    makespan of the plan's baseline / this makespan, with its 90% interval. The baseline is the
-                          best BF16 layout, or the one of observed rollouts. None: no BF16, or before schema 1.6
+                          best BF16 layout, or the one of observed rollouts. None: no BF16
     step_speedup_over_best: the same ratio for the RL step; None without trainer figures
     speedup:              makespan of BF16 on the same layout / this makespan, with its 90% interval
     rl_step_s:            seconds of a whole RL step; None without trainer figures
@@ -150,7 +150,7 @@ class Choice:
     refused_by:           target -> the reason why it cannot start this layout, though vLLM can
     expert_parallel:      the GPUs of a replica share out whole experts
     rests_on:             shares of makespan_s: {"shares": ground -> share, "kernels": component -> ground -> share}.
-                          Grounds: measured, imported, extrapolated, theory. {}: not known, as before schema 1.3
+                          Grounds: measured, imported, extrapolated, theory. {}: not known
     max_num_seqs:         its own limit, where its KV pool asks for another than the plan's; None: the plan's
     """
 
@@ -235,15 +235,15 @@ class Choice:
 
     @property
     def best_gain(self) -> SpeedUp | None:
-        """The rollout's speed-up over the plan's baseline; a plan before schema 1.6 has that on the same layout."""
+        """The rollout's speed-up over the plan's baseline."""
         ratio = self.speedup_over_best
-        return self.gain if ratio is None else SpeedUp(ratio, self.speedup_over_best_low, self.speedup_over_best_high)
+        return None if ratio is None else SpeedUp(ratio, self.speedup_over_best_low, self.speedup_over_best_high)
 
     @property
     def best_step_gain(self) -> SpeedUp | None:
         """The RL step's speed-up over the plan's baseline, likewise."""
         ratio, ends = self.step_speedup_over_best, (self.step_speedup_over_best_low, self.step_speedup_over_best_high)
-        return self.step_gain if ratio is None else SpeedUp(ratio, *ends)
+        return None if ratio is None else SpeedUp(ratio, *ends)
 
     @property
     def gain(self) -> SpeedUp | None:
@@ -252,7 +252,7 @@ class Choice:
 
     @property
     def step_gain(self) -> SpeedUp | None:
-        """The RL step's speed-up over bf16 on the same layout. A plan of schema 1.1 does not have its interval."""
+        """The RL step's speed-up over bf16 on the same layout."""
         ratio = self.step_speedup
         return None if ratio is None else SpeedUp(ratio, self.step_speedup_low, self.step_speedup_high)
 

@@ -35,12 +35,6 @@ PREDICTED: Final = (
     "kl_k3_low kl_k3_high ess_raw clip_fraction seq_reject_fraction risk extrapolated"
 ).split()
 
-# Fields that plans of schema 1.0 to 1.4 do not have. Their engines had the default, and their profiles no anchor.
-SINCE_1_0: Final = (
-    "limits.enable_expert_parallel", "limits.max_cudagraph_capture_size", "expert_parallel", "anchor", "inside",
-    "engine_version", "baseline", "anchor.host_loop_s",
-)  # fmt: skip
-
 
 class UnitScales(msgspec.Struct):
     """The figures that a Choice expects with K and V scales left at 1.0."""
@@ -53,7 +47,7 @@ class UnitScales(msgspec.Struct):
 
 def _read(data: Any) -> Plan:
     if isinstance(data, dict) and data.get("schema_version") is None:
-        raise ConfigError("not a plan, or one written before plans had a schema_version, a risk budget and KV scales")
+        raise ConfigError("not a plan: it has no schema_version")
     check_version(data, "plan", "the plan")
     plan = checked(data, Plan, "the plan")
     _check_complete(fields := asdict(plan), data, "")
@@ -65,7 +59,7 @@ def _read(data: Any) -> Plan:
 def _check_complete(written: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError for an absent field, even one with a default: the plan may have had another value."""
     for name, value in written.items():
-        if name not in data and f"{where}{name}" not in SINCE_1_0:
+        if name not in data:
             raise ConfigError(f"the plan: field {f'{where}{name}'!r} is missing")
         if isinstance(value, dict):
             _check_complete(value, data[name], f"{where}{name}.")
@@ -100,7 +94,7 @@ class Plan:
     seed:       random seed of the response lengths
     choices:    every precision and layout that was scored
     chosen:     index into `choices`
-    baseline:   index of the BF16 choice that `speedup_over_best` is over; None: BF16 cannot run, or before schema 1.6
+    baseline:   index of the BF16 choice that `speedup_over_best` is over; None: BF16 cannot run
     thresholds: correction to start with, by names of risk.expected.THRESHOLDS; empty: none needed
     reasons:    plain sentences
     warnings:   caveats about the profile and the workload, one line each
@@ -108,7 +102,7 @@ class Plan:
     kv_scales:  one of KV_SCALES: the scales of an FP8 KV cache that kl_k3 and risk assume
     anchor:     the correction of the profile by rollouts that the user measured; None without any
     inside:     the program that calls the engines, as in `plan`
-    engine_version: version of vLLM that is planned; None: the profile's, as before schema 1.4
+    engine_version: version of vLLM that is planned
     fp8plan_version: the version that made the plan
 
     A choice is named by its index or by its precision. A precision means the chosen choice, if it has that. Else bf16,
@@ -135,7 +129,7 @@ class Plan:
     kv_scales: str = "calibrated"
     anchor: Anchor | None = None
     inside: str = OWN
-    engine_version: str | None = None
+    engine_version: str = field(kw_only=True)
     fp8plan_version: str = __version__
 
     def __post_init__(self) -> None:
@@ -151,12 +145,6 @@ class Plan:
         for number, choice in enumerate(self.choices):
             for size in ("tensor_parallel", "data_parallel"):
                 whole(f"choices[{number}].{size}", getattr(choice, size))
-
-    @property
-    def vllm_version(self) -> str:
-        """The version of vLLM that is planned, also of plans that were saved before schema 1.4."""
-        version: str = self.engine_version or self.profile["engine_version"]
-        return version
 
     def index(self, choice: int | str | None = None) -> int:
         """The index of the chosen Choice, or of the one that is named. Raises ConfigError if the plan has none."""
@@ -254,7 +242,7 @@ class Plan:
             picked.preset,
             limits,
             self.inside,
-            self.vllm_version,
+            self.engine_version,
         )
 
     def precisions_beside(self, choice: int | str | None = None) -> tuple[str, ...]:
@@ -350,7 +338,7 @@ class Plan:
 
         Raises ConfigError if its K and V scales are too risky, or if the plan is of a vLLM that is not started.
         """
-        check_starts(self.vllm_version)
+        check_starts(self.engine_version)
         picked = self.select(choice)
         risk = cast("Level | None", picked.risk)
         at_one, scales, budget = picked.unit_kv_scales, self.kv_scales, self.budget

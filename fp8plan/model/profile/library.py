@@ -19,7 +19,7 @@ import msgspec
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
-from fp8plan.model.profile.profile import ANCHORED, ASSUMED, ENGINE, HOST_LOOP, Profile, between, parsed
+from fp8plan.model.profile.profile import ASSUMED, ENGINE, HOST_LOOP, Profile, between, parsed
 from fp8plan.version import DEFAULT_VERSION
 
 T = TypeVar("T")
@@ -118,8 +118,9 @@ def load_profile(
     """The best profile for `gpu`, a Gpu or its name, and an engine version, and its warnings.
 
     A profile of this very version comes first, the user's own (`own_profiles_path`) before a shipped one. `strict`
-    allows no other. Then come others with a wider interval, in the order of `nearest_profile`, and the datasheet's. It
-    holds for a host that nobody timed (`Profile.on_unknown_host`).
+    allows no other. Then come others with a wider interval: measured here, measured on a sibling, imported for this
+    GPU, imported for a sibling, each of the nearest engine version. The datasheet's is the last. The profile holds for
+    a host that nobody timed (`Profile.on_unknown_host`).
 
     Raises ProfileError if there is none or if its file is corrupt, and ConfigError if $FP8PLAN_PROFILES does not name a
     folder.
@@ -155,19 +156,6 @@ def load_profile(
     return profile, [*unused, warning, *([] if there else profile.remarks)]
 
 
-def nearest_profile(gpu: Gpu, engine_version: str, profiles_dir: Path | None = None) -> Profile:
-    """The best profile to start from before this GPU is measured, with the error of its use for it.
-
-    In this order: measured here, measured on a sibling, imported for this GPU, imported for a sibling, datasheet. A
-    sibling has the same kernels, and imported tables know no engine. The nearest engine version wins. Anchored profiles
-    are left out. A CPU has the datasheet alone: CPUs differ by several times.
-    """
-    entries = [entry for entry in _nearest(gpu, engine_version, profiles_dir) if entry.kind != ANCHORED]
-    if gpu.is_cpu or not entries:
-        return datasheet_profile(gpu, engine_version, profiles_dir).on_unknown_host()
-    return _for(entries[0].path, gpu, engine_version)
-
-
 def of_another_version(gpu: Gpu, engine_version: str, profiles_dir: Path | None = None) -> Profile | None:
     """The profile that was calibrated on this GPU with the nearest other engine version, as it is; None without one.
 
@@ -192,9 +180,10 @@ def _for(path: Path, gpu: Gpu, engine_version: str) -> Profile:
 
 
 def _nearest(gpu: Gpu, engine_version: str, profiles_dir: Path | None) -> list[ProfileEntry]:
-    """The profiles of a GPU and its siblings from the best down, without the siblings' anchored ones.
+    """The profiles of a GPU and its siblings from the best down.
 
-    Those that were measured come before imported tables, this GPU's before a sibling's, and the nearest version first.
+    Those that were measured come before imported tables, which know no engine. Then this GPU's come before a sibling's,
+    which has the same kernels, and the nearest version comes first.
     """
 
     def distance(entry: ProfileEntry) -> tuple[Any, ...]:
@@ -202,8 +191,7 @@ def _nearest(gpu: Gpu, engine_version: str, profiles_dir: Path | None) -> list[P
 
     names = [gpu.name, *(other.name for other in gpus() if other != gpu and _are_siblings(gpu, other))]
     files = (path for root in _folders(profiles_dir) for name in names for path in sorted(_files(root, name)))
-    entries = map(_entry, files)
-    return sorted((x for x in entries if x.gpu == gpu.name or x.kind != ANCHORED), key=distance)
+    return sorted(map(_entry, files), key=distance)
 
 
 def _are_siblings(gpu: Gpu, other: Gpu) -> bool:

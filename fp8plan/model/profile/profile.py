@@ -26,12 +26,10 @@ T = TypeVar("T")
 
 ENGINE = "vllm"
 CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
-ANCHORED = "anchored"
-KINDS = ("datasheet", "calibrated", "imported", ANCHORED)
+KINDS = ("datasheet", "calibrated", "imported")
 UNCALIBRATED = "uncalibrated"  # the word for a profile whose GPU was not measured
 ASSUMED = "not measured on this GPU: "  # start of the note on a coefficient that the datasheet profile lent
 FITTED = "fitted to "  # start of the note on a coefficient that was fitted to imported tables or on another GPU
-SEEN = "measured in "  # start of the note on a coefficient of an anchored profile that was measured on its GPU
 KEPT = "kept"  # the imported rows in `table_rows` that were not left out
 GPU_PACE, HOST_PACE = "gpu.pace", "host.pace"  # factors, 1.0, on all seconds of the GPU and on all of the host
 PACES = (GPU_PACE, HOST_PACE)
@@ -71,8 +69,7 @@ class Profile:
 
     gpu:             GPU name, as `Gpu.name`
     engine, engine_version: the measured engine, e.g. "vllm", "0.33.0"
-    kind:            "datasheet" (generic efficiencies), "calibrated" (measured here), "imported" (others' tables) or
-                     "anchored" (another profile, corrected by the rollouts of two engines here)
+    kind:            "datasheet" (generic efficiencies), "calibrated" (measured here) or "imported" (others' tables)
     source:          the origin of the numbers
     kernel_backends: kernel ("gemm.fp8_block", "attention.bf16", ...) -> implementation
     coefficients:    name -> value; positive; SI units; an "..._efficiency" is a fraction of a datasheet peak, at most 1
@@ -157,10 +154,6 @@ class Profile:
         """The warnings for every use of the profile."""
         if self.gpu == "cpu" and self.kind == "calibrated":
             return [f"CPUs differ by several times, and the interval knows one: {self.source}"]
-        if self.kind == ANCHORED:
-            return [
-                f"the profile of {self.gpu} rests on the rollouts of two engines, and on what `fp8plan profiles` says"
-            ]
         if self.kind != "imported":
             return []
         return [f"the profile of {self.gpu} is imported, not measured here; `fp8plan profiles` says how far off it is"]

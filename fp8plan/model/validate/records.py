@@ -223,7 +223,6 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
     records, without_rollout, torn = list[Record](), 0, None
     first, with_tools = list[tuple[int, Any]](), list[tuple[int, Any]]()
     before: dict[str, Any] | None = None  # the Monitor's record before
-    marked = False  # True if a record has `first_rollout`: each Monitor of the file marks its own
     for number, fields in lines(file, "record file"):
         if fields is TORN:
             torn = torn_note(number, file)
@@ -235,8 +234,7 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
             continue
         record = record_of(fields, number, where)
         first_of_writer = fields.get("first_rollout") is True
-        marked |= first_of_writer
-        begins = first_of_writer or (is_of_monitor(fields) and _begins(fields, before, marked))
+        begins = first_of_writer or (is_of_monitor(fields) and _begins(fields, before))
         if is_of_monitor(fields):
             before = {name: value for name, value in fields.items() if name not in LENGTHS}
         if begins and not include_first:
@@ -263,19 +261,16 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
     return Run(records, without_rollout, torn, first, with_tools)
 
 
-def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None, marked: bool) -> bool:
+def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
     """True if a Monitor's rollout was the first of an engine.
 
     It is the first of the file, its engine is another than before (as after a step down), or the guard calls it cold.
-    If first rollouts are not `marked`, a run that went back to a checkpoint also has a new engine.
     """
     if before is None or any(fields.get(name) != before.get(name) for name in OF_ENGINE):
         return True
-    steps = before.get("step"), fields.get("step")
-    back = all(isinstance(step, int) for step in steps) and steps[0] >= steps[1]  # type: ignore[operator]
     guard: Any = fields.get("guard")
     verdict = guard.get("verdict") if isinstance(guard, Mapping) else None
-    return (back and not marked) or (isinstance(verdict, Mapping) and verdict.get("cold") is True)
+    return isinstance(verdict, Mapping) and verdict.get("cold") is True
 
 
 def _without_rollout(fields: dict[str, Any]) -> bool:

@@ -80,9 +80,6 @@ class Decided:
 
 
 EXPECTED: Final = RiskBudget().low_kl  # nats per token, where nothing else is expected
-DELETED: Final = {"recent": "AdaptiveThresholds", "tail_tokens": "LeastErrorThresholds"}  # field of a state -> its law
-# Fields that saved states of before lack. `resume` takes the target of a new state.
-LATER: Final = {"recent_kl": (), "target_kl": EXPECTED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +112,9 @@ class ControllerState:
     def from_dict(saved: Mapping[str, Any]) -> ControllerState:
         """The state of any controller, from `to_dict`.
 
-        Raises ConfigError for unknown or missing keys, for values that no state has, and for the state of a law in
-        DELETED.
+        Raises ConfigError for unknown or missing keys, and for values that no state has.
         """
         instance("a saved ControllerState", saved, Mapping, "what to_dict returned")
-        for name in DELETED.keys() & saved.keys():
-            raise ConfigError(
-                f"the saved state is of {DELETED[name]}, a law that fp8plan no longer has; allowed: the state of "
-                "LevelThresholds or ConstantThresholds, or a new state: type Monitor(), and leave this one out of the "
-                "checkpoint"
-            )
-        saved = LATER | dict(saved)
         kinds = (LevelState, ControllerState)
         wrong, kind = min(((sorted(saved.keys() ^ _names(kind)), kind) for kind in kinds), key=lambda x: len(x[0]))
         if wrong:

@@ -19,19 +19,14 @@ from typing import Any
 from tqdm import tqdm
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.model.calibrate.two_engines import TWO_ENGINES
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import Precision, precision
 from fp8plan.model.setup import EngineSetup, default_limits
 
 PACKAGE = __spec__.parent
 KERNELS = ("gemm", "attention", "moe", "elementwise", "power")
-CELLS = {"quick": "quick.json", "full": "fit.json", TWO_ENGINES: "two_engines.json"}
-CPU_CELLS = {
-    "quick": "cpu.json",
-    "full": "cpu.json",
-    TWO_ENGINES: "cpu_two_engines.json",
-}  # kernels are for GPUs
+CELLS = {"quick": "quick.json", "full": "fit.json"}
+CPU_CELLS = "cpu.json"  # of each grid; kernels are for GPUs
 LONGEST_ENGINE_S = 900
 COMPILER_BYTES = 6e9  # of the GPU, for a process: a CUDA context, a pool of weights and one point. 13 fit on 80 GB
 
@@ -46,14 +41,14 @@ def measure(folder: Path, card: Gpu, grid: str) -> None:
 
     Raises ConfigError if a measurement cannot be made here at all. Single points that fail are noted and left out.
     """
-    for name in () if card.is_cpu or grid == TWO_ENGINES else KERNELS:
+    for name in () if card.is_cpu else KERNELS:
         words = "--output", str(folder / "kernels"), "--grid", grid, "--gpu", card.name
         _run(f"kernels.{name}", *words, "--compile", *_only(name, card, grid))
-    steps = folder / (TWO_ENGINES if grid == TWO_ENGINES else "steps")
+    steps = folder / "steps"
     steps.mkdir(parents=True, exist_ok=True)
-    cells = Path(__file__).parent / "cells" / (CPU_CELLS if card.is_cpu else CELLS)[grid]
+    cells = Path(__file__).parent / "cells" / (CPU_CELLS if card.is_cpu else CELLS[grid])
     shipped = json.loads(cells.read_text(encoding="utf-8"))
-    settings = two_engines(card, shipped) if grid == TWO_ENGINES else cells_for(card, shipped)
+    settings = cells_for(card, shipped)
     (steps / "cells.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     output = ("--output", str(steps / "rollouts.jsonl"), "--trace", "--timeout", str(LONGEST_ENGINE_S))
     _run("rollouts.run", "--cells", str(steps / "cells.json"), *output, *(() if card.is_cpu else ("--compile",)))
@@ -95,17 +90,6 @@ def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]
             f"none of the calibration's models fits {card.name}; measure your own: {PACKAGE}.rollouts.run"
         )
     return kept
-
-
-def two_engines(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The settings of the first two engines that fit `card`, in the order of the cells.
-
-    Raises ConfigError if none fits.
-    """
-    engines = [(each, name) for each in settings for name in each["precisions"] if _fits(card, each, precision(name))]
-    chosen = engines[:2]
-    kept = [each | {"precisions": [name for of, name in chosen if of is each]} for each in settings]
-    return cells_for(card, [each for each in kept if each["precisions"]])
 
 
 def _fits(card: Gpu, setting: dict[str, Any], preset: Precision) -> bool:

@@ -221,12 +221,6 @@ def test_a_plan_carries_its_anchor(measured: Any) -> None:
     assert alone.plan.anchor is None
 
 
-def test_a_plan_without_the_field_is_read(measured: Any) -> None:
-    data = plan(MODEL, GPU, WORKLOAD, profile=SHEET).to_dict()
-    del data["anchor"]
-    assert Plan.from_json(json.dumps(data | {"schema_version": "1.2"})).anchor is None
-
-
 def test_the_rollout_that_would_tell_most_is_of_the_other_precision(measured: Any) -> None:
     made = plan(MODEL, GPU, WORKLOAD, profile=SHEET, observed=measured(paced(1.2), fields()))
     (sentence,) = [reason for reason in made.reasons if "would tell most" in reason]

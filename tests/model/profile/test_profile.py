@@ -28,7 +28,6 @@ from fp8plan.model.profile.library import (
     profiles_path,
 )
 from fp8plan.model.profile.profile import (
-    ANCHORED,
     HOST_LOOP,
     HOST_PACE,
     KNOWN_HOST_SD,
@@ -340,15 +339,6 @@ def test_a_corrupt_profile_of_another_gpu_stops_nothing(tmp_path: Path) -> None:
         file = profile_path(tmp_path, name, "0.26.0")
         file.parent.mkdir(parents=True)
         file.write_text("{")
-    assert load_profile("h20", profiles_dir=tmp_path)[0].kind == "datasheet"
-
-
-def test_anchored_profiles_of_siblings_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "datasheet.json").write_text((profiles_path() / "datasheet.json").read_text())
-    file = profile_path(tmp_path, "h200_sxm", "0.26.0")
-    file.parent.mkdir(parents=True)
-    file.write_text(calibrated(kind=ANCHORED).to_json())
-    assert load_profile("h200", "0.30.0", profiles_dir=tmp_path)[0].kind == ANCHORED
     assert load_profile("h20", profiles_dir=tmp_path)[0].kind == "datasheet"
 
 

@@ -585,27 +585,3 @@ def test_a_state_of_another_law_goes_on_with_its_kl(old, new):
         band = replace(new, tis=None, band=(0.5, 5.0))
         with pytest.raises(ConfigError, match="of the same thresholds"):
             band.resume(saved, band.initial())
-
-
-# State.to_dict of before a state had `recent_kl`, and one of a law that is deleted.
-OLD = {"steps": 7, "tis": 1.5, "band": None, "kl": 0.02, "limit_kl": 0.03, "strained": 1}
-OF_LEVEL = OLD | {"start_tis": 2.0, "start_band": None, "target_kl": 0.01, "reach": 0.585}
-
-
-@pytest.mark.parametrize(("law", "saved"), [(LevelThresholds(), OF_LEVEL), (ConstantThresholds(1.5), OLD)])
-def test_states_that_were_saved_without_a_past_are_taken(law, saved):
-    fresh = law.initial(Planned(0.2))  # type: ignore[arg-type]
-    state = law.resume(ControllerState.from_dict(saved), fresh)
-    assert (state.steps, state.kl, state.strained, state.recent_kl) == (7, 0.02, 1, ())
-    assert (state.target_kl, state.limit_kl) == (0.2, 0.2)
-    assert law.update(state, SEEN[0.1])[2].baseline == 0.2
-
-
-@pytest.mark.parametrize(
-    ("more", "law"),
-    [({"recent": [0.01]}, "AdaptiveThresholds"), ({"tail_tokens": 2e3, "low": None}, "LeastErrorThresholds")],
-)
-def test_the_state_of_a_deleted_law_is_refused_by_name(more, law):
-    said = rf"of {law}, .*no longer has; allowed: the state of LevelThresholds .*: type Monitor\(\)"
-    with pytest.raises(ConfigError, match=said):
-        ControllerState.from_dict(OF_LEVEL | more)

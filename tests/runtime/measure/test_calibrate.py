@@ -16,7 +16,6 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.anchor import MOST
 from fp8plan.runtime.measure import calibrate
 from fp8plan.runtime.measure.rollouts import jobs as cells
 
@@ -145,35 +144,6 @@ def test_a_card_without_fp8_is_asked_for_bf16_alone(machine: Callable[..., Machi
     assert asked["elementwise"] == ["activation", "norm", "rotary", "sampling.v1", "sampling.v2"]
 
 
-MOE, DENSE = "fp8plan/moe-7b", "Qwen/Qwen3-1.7B"
-TWO = {
-    "h200": [(MOE, "bf16"), (MOE, "fp8_block+fp8_kv")],
-    "l40s": [(MOE, "bf16"), (MOE, "fp8_block+fp8_kv")],
-    "a100": [(MOE, "bf16"), (DENSE, "bf16")],
-    "cpu": [("fp8plan/dense-50m", "bf16"), ("fp8plan/dense-50m", "fp8_kv")],
-}
-
-
-@pytest.mark.parametrize(("gpu", "engines"), TWO.items())
-def test_the_grid_of_two_engines_times_no_kernels(
-    machine: Callable[..., Machine], tmp_path: Path, gpu: str, engines: list[tuple[str, str]]
-) -> None:
-    started, card = machine(), find_gpu(gpu)
-    calibrate.measure(tmp_path, card, calibrate.TWO_ENGINES)
-    ((name, words),) = started.started
-    assert (name, words[words.index("--output") + 1]) == ("rollouts", str(tmp_path / "anchor" / "rollouts.jsonl"))
-    asked = json.loads((tmp_path / "anchor" / "cells.json").read_text())
-    assert [(x["model"], precision) for x in asked for precision in x["precisions"]] == engines
-    assert {x["gpu"] for x in asked} == {card.name}
-    assert all(len(x["workloads"]) == (6 if card.is_cpu else MOST) for x in asked)  # an anchor takes no more
-
-
-def test_small_gpus_have_a_smaller_model() -> None:
-    small = find_gpu("datasheet:memory_gib=16,bandwidth_gb_s=500,bf16_tflops=100,sms=60,compute_capability=8.9")
-    shipped = json.loads((FOLDER / calibrate.CELLS[calibrate.TWO_ENGINES]).read_text())
-    assert [x["model"] for x in calibrate.two_engines(small, shipped)] == [DENSE]
-
-
 @pytest.mark.parametrize("name", ORDER)
 def test_points_that_fail_are_noted_and_the_rest_goes_on(
     machine: Callable[..., Machine], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
@@ -242,7 +212,7 @@ def test_shipped_cells_can_be_run_and_are_unique(file: Path, jobs: Callable[[Pat
 
 
 def test_what_validates_is_not_what_is_fitted(jobs: Callable[[Path], list[dict[str, Any]]]) -> None:
-    fitted = [FOLDER / name for name in (*calibrate.CELLS.values(), *calibrate.CPU_CELLS.values())]
+    fitted = [FOLDER / name for name in (*calibrate.CELLS.values(), calibrate.CPU_CELLS)]
     judges = [file for file in SHIPPED if "validation" in file.stem]
     assert len(judges) >= 2
 
@@ -260,7 +230,7 @@ def test_what_validates_is_not_what_is_fitted(jobs: Callable[[Path], list[dict[s
     assert not workloads(fitted) & workloads(judges)
 
 
-@pytest.mark.parametrize("name", sorted({*calibrate.CELLS.values(), *calibrate.CPU_CELLS.values()}))
+@pytest.mark.parametrize("name", sorted({*calibrate.CELLS.values(), calibrate.CPU_CELLS}))
 def test_the_calibrations_cells_all_fit_the_card_they_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = json.loads((FOLDER / name).read_text())
     (card,) = {x["gpu"] for x in settings}

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import correction_speed
 import numpy as np
 import pytest
 import torch
@@ -521,7 +520,7 @@ def test_an_engine_whose_rollout_cannot_be_seen_says_why() -> None:
     assert [x["guard"]["off"] for x in taken] == ["boom", "boom"]
 
 
-def test_a_checkpoint_of_other_thresholds_or_of_a_deleted_law_is_refused() -> None:
+def test_a_checkpoint_of_other_thresholds_or_of_no_law_is_refused() -> None:
     band = CorrectionSettings(mode="icepop", thresholds=Thresholds(None, (0.5, 5.0)))
     saved = Monitor().state_dict()
     with pytest.raises(ConfigError, match="of the same thresholds"):
@@ -530,7 +529,7 @@ def test_a_checkpoint_of_other_thresholds_or_of_a_deleted_law_is_refused() -> No
     for controller in LAWS:
         monitor = Monitor(controller=controller)
         before = monitor.state_dict()
-        with pytest.raises(ConfigError, match=r"is of AdaptiveThresholds.*allowed: .*LevelThresholds.*type Monitor\("):
+        with pytest.raises(ConfigError, match="not a saved ControllerState; unknown or missing: recent;"):
             monitor.load_state_dict(saved)
         assert monitor.state_dict() == before
 
@@ -795,15 +794,26 @@ def test_torchs_defaults_are_not_asked(dtype: torch.dtype, settings: CorrectionS
     assert torch.equal(torch.as_tensor(expected.weights)[mask], torch.as_tensor(step.weights))
 
 
-def test_a_step_of_eight_million_tokens_takes_at_most_a_second() -> None:
+def test_a_step_of_eight_million_tokens_takes_at_most_a_second(tmp_path: Path) -> None:
     """On one core, the best of five: threads that wait for each other would tell what else the machine does."""
     tokens, threads = 8_000_000, torch.get_num_threads()
+    shares = np.random.default_rng(0).lognormal(0, 0.9, 1536)
+    lengths = (shares / shares.sum() * tokens).astype(int)
+    lengths[0] += tokens - lengths.sum()
+    rollout = -3 * torch.rand(tokens)
+    train = rollout + 0.05 * torch.randn(tokens)
+    took = []
+    torch.set_num_threads(1)
     try:
-        seconds = correction_speed.monitor_step(tokens, sequences=1536)["seconds"]
+        with Monitor(sinks=[JsonLines(tmp_path / "run.jsonl")]) as monitor:
+            for _ in range(5):
+                start = time.perf_counter()
+                monitor.step(train, rollout, lengths=lengths)
+                took.append(time.perf_counter() - start)
     finally:
         torch.set_num_threads(threads)
-    print(f"Monitor.step of {tokens:,} tokens: {seconds:.2f} s")
-    assert seconds <= 1.0
+    print(f"Monitor.step of {tokens:,} tokens: {min(took):.2f} s")
+    assert min(took) <= 1.0
 
 
 RANK = """

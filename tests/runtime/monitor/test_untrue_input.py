@@ -228,6 +228,21 @@ def test_tokens_that_both_sides_are_sure_of_are_no_placeholders() -> None:
     assert stepped(train, rollout)[0].mismatch.placeholder_share == 0.0
 
 
+OTHER_TOKENS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "shifted by a token": lambda x: x.roll(1, dims=1),
+    "responses in another order": lambda x: x.roll(1, dims=0),
+    "another token from the middle on": lambda x: torch.cat([x[:, :50], x[:, 50:].roll(7, dims=1)], dim=1),
+}
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("change", OTHER_TOKENS)
+def test_log_probs_of_other_tokens_are_noticed(change: str, side: int) -> None:
+    sides = list(policies(length=100))
+    sides[side] = OTHER_TOKENS[change](sides[side])
+    assert {Alarm.KL, Alarm.RAW_ESS, Alarm.TAIL} <= set(stepped(*sides)[0].decided.alarms)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([0.5, -100, 2, 17, NAN, -1]),

@@ -1,4 +1,4 @@
-# On the policy whose rollouts took longer than predicted: docs/evidence/achieved_speed.md
+# On the policy whose rollouts took longer than predicted: docs/evidence/trainers.md
 . ~/lease.env
 modes() {
     python3 -m benchmarks.learning.policies qk-norm ~/modes/qk-norm --device cuda

@@ -1,4 +1,4 @@
-# For two GPUs: the FP8 gain of a model with experts at TP 2, of which a public report says over 35% (docs/evidence/reports.md).
+# For two GPUs: the FP8 gain of a model with experts at TP 2, of which a public report says over 35% (docs/evidence/accuracy.md).
 . ~/lease.env
 reports() {
     kernels Qwen/Qwen3-30B-A3B@2

@@ -4,7 +4,7 @@
 export VLLM_DEEP_GEMM_WARMUP=skip VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0
 small='{"kv_cache_memory_bytes": 2000000000, "compilation_config": {"cudagraph_capture_sizes": [1]}}'
 measure() { # NAME GPUS MODEL [OPTION...]
-    CUDA_VISIBLE_DEVICES=$2 python3 -m benchmarks.slow_links.gpu --model "$3" --output ~/res/slow_links_gpu."$1".jsonl \
+    CUDA_VISIBLE_DEVICES=$2 python3 -m benchmarks.gpu.slow_links --model "$3" --output ~/res/slow_links_gpu."$1".jsonl \
         --engine-args "$small" "${@:4}" > ~/res/slow_links_gpu."$1".log 2>&1
 }
 measure inprocess 0 Qwen/Qwen3-8B &

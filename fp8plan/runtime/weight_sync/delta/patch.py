@@ -1,6 +1,6 @@
 """The changes of tensors as bytes: where their values changed, and the new ones.
 
-A step of RL changes few values (docs/evidence/change_ratios.md). A patch holds the new values of one tensor themselves,
+A step of RL changes few values (docs/evidence/weight_sync.md). A patch holds the new values of one tensor themselves,
 so applying it twice does no harm. Its places take the shortest of four forms:
 
     GAPS_1, GAPS_2  the unchanged values before each changed one, in 1 or 2 bytes. The largest number of that size

@@ -1,6 +1,6 @@
 """Print the tables of docs/evidence/weight_sync.md on slow links, from the committed measurements.
 
-python -m benchmarks.slow_links.tables
+python -m benchmarks.tables.slow_links
 """
 
 from __future__ import annotations

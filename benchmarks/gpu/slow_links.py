@@ -1,6 +1,6 @@
 """Time patches of weights on GPUs: the kernels, and syncs of a live engine, dense and by patches.
 
-    python -m benchmarks.slow_links.gpu --model Qwen/Qwen3-8B --output OUT.jsonl [--trainer cuda:1 --mode multiprocess]
+    python -m benchmarks.gpu.slow_links --model Qwen/Qwen3-8B --output OUT.jsonl [--trainer cuda:1 --mode multiprocess]
 
 With --nccl tensors and patches go over NCCL between the trainer's GPU and the engine's, and no kernel is timed.
 
