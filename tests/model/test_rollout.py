@@ -211,7 +211,7 @@ def test_nine_of_ten_measured_speed_ups_lie_in_their_interval(
 ) -> None:
     base, other, apart, halfwidth = np.array(measured_speedups).T
     assert apart.size == 65
-    assert 0.88 <= np.mean(np.abs(apart) <= halfwidth) <= 0.98  # all but two at most
+    assert 0.88 <= np.mean(np.abs(apart) <= halfwidth) <= 0.985  # all but one at most
     assert np.median(halfwidth) < 0.05
     assert np.corrcoef(base, other)[0, 1] == pytest.approx(SHARED_VARIANCE, abs=0.12)  # its standard error
 

@@ -137,13 +137,13 @@ def test_small_kernels_and_the_sampler_cost_what_those_of_the_step_cost() -> Non
         for name, sizes in {
             "norm": {"hidden": SHAPE.hidden_size},
             "rotary": HEADS,
-            "sampling.v1": {"vocabulary": SHAPE.vocab_size},
+            "sampling.v2": {"vocabulary": SHAPE.vocab_size},
         }.items()
     }
     coefficient = PROFILE.coefficient
     layer = 2 * seconds["norm"] + seconds["rotary"] + coefficient("overhead.layer_seconds")
     assert step("bf16", "overhead", **work) == pytest.approx(layer * SHAPE.num_layers)
-    sampled = seconds["sampling.v1"] + coefficient("overhead.step_seconds")  # MoE models run the V1 model runner
+    sampled = seconds["sampling.v2"] + coefficient("overhead.step_seconds")
     assert step("bf16", "sampling", **work) == pytest.approx(sampled)
     written = one("kv_write.fp8", tokens=[m], **HEADS), one("quantise_query.fp8", tokens=[m], **HEADS)
     both = sum(x.predict(PROFILE).seconds.item() for x in written)

@@ -241,7 +241,7 @@ def test_the_cheap_risk_budget_stays_with_bf16_where_the_default_does_not() -> N
 def test_a_starved_pool_preempts_in_bf16_and_less_with_an_fp8_cache() -> None:
     rows = by_precision(plan(DENSE, "h200", WORK, limits=STARVED))
     pools = {name: row.kv_cache_tokens for name, row in rows.items()}
-    assert pools["fp8_kv"] == pytest.approx(2 * pools["bf16"], rel=0.02)  # type: ignore[operator]
+    assert pools["fp8_kv"] == pytest.approx(2 * pools["bf16"], rel=0.03)  # type: ignore[operator]  # less DeepGEMM's 32 MiB
     assert rows["bf16"].preemptions > 50  # type: ignore[operator]
     assert rows["fp8_kv"].preemptions < rows["bf16"].preemptions / 2  # type: ignore[operator]
     roomy = by_precision(plan(DENSE, "h200", WORK))
