@@ -32,6 +32,7 @@ from fp8plan.model.validate.validate import (
 # Rollouts by which no constant of an interval was chosen.
 OUTSIDE = {
     "vLLM 0.33, H200": "h200_sxm/vllm-0.33.0/validation/rollouts.jsonl",
+    "vLLM 0.33, H200, later": "h200_sxm/vllm-0.33.0/validation/later_rollouts.jsonl",
     "vLLM 0.33, H100": "h100_sxm/vllm-0.33.0/validation/rollouts.jsonl",
 }
 
@@ -43,11 +44,11 @@ def outside() -> dict[str, Validation]:
 
 def newer_line() -> str:
     """README's sentences on rollouts of vLLM 0.33."""
-    h200, h100 = (
+    h200, later, h100 = (
         f"{len(x.records)} rollouts are off by {x.makespan_mape:.1%} (worst {x.makespan_worst:.1%})"
         for x in outside().values()
     )
-    return f"With vLLM 0.33 on an H200, {h200}. On an H100, {h100}."
+    return f"With vLLM 0.33 on an H200, {h200}. Another {later}, most of them with experts. On an H100, {h100}."
 
 
 Cell = Mapping[str, Any]

@@ -16,8 +16,19 @@ from fp8plan.model.workload import Batch
 
 NOTHING: Final = "nothing"
 UNKNOWN: Final = "unknown"  # no run of fp8plan has measured it
-# Beginnings of names of levers that were timed with and without, beside their predictions: docs/evidence/accuracy.md.
-MEASURED: Final = ("max_num_seqs", "max_cudagraph_capture_size", "FP8 weights", "FP8 KV cache")
+# Beginnings of names of levers that were timed with and without, beside their predictions: docs/evidence/accuracy.md
+# and docs/evidence/levers.md.
+MEASURED: Final = (
+    "max_num_seqs",
+    "max_cudagraph_capture_size",
+    "FP8 weights",
+    "FP8 KV cache",
+    "stop the tail",
+    "order: long prompts first",
+    "order: samples of a prompt apart",
+    "speculative decoding by ngram",
+    "speculative decoding by eagle3",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,7 @@ def test_a_starved_pool_preempts_in_bf16_and_less_with_an_fp8_cache() -> None:
     pools = {name: row.kv_cache_tokens for name, row in rows.items()}
     assert pools["fp8_kv"] == pytest.approx(2 * pools["bf16"], rel=0.03)  # type: ignore[operator]  # less DeepGEMM's 32 MiB
     assert rows["bf16"].preemptions > 50  # type: ignore[operator]
-    assert rows["fp8_kv"].preemptions < rows["bf16"].preemptions / 2  # type: ignore[operator]
+    assert rows["fp8_kv"].preemptions < 0.6 * rows["bf16"].preemptions  # type: ignore[operator]
     roomy = by_precision(plan(DENSE, "h200", WORK))
     assert roomy["bf16"].preemptions == 0
     # What vanishing preemption adds to the speed-up is more than fewer bytes alone.

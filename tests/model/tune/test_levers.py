@@ -253,6 +253,7 @@ def test_savings_and_their_interval(found: dict[str, Lever]) -> None:
         told = json.loads(json.dumps(lever.to_dict()))
         assert told["ground"] == ("measured" if lever.measured else "modelled")
     assert found["FP8 KV cache"].measured
+    assert all(lever.measured for name, lever in found.items() if name.startswith("stop the tail"))
     assert not found["one step off-policy"].measured
     saves = [lever.saved_s[0] for lever in found.values()]
     assert saves == sorted(saves, reverse=True)
