@@ -95,7 +95,7 @@ def test_a_given_number_above_the_blocks_is_refused_and_a_wish_is_lowered() -> N
     lowered, memory = setup.placed()
     most = lowered.limits.max_num_seqs
     given = replace(setup, limits=replace(setup.limits, max_num_seqs=256))
-    with pytest.raises(CapacityError, match=rf"max_num_seqs is 256.*173 blocks.*type --max-num-seqs {most} "):
+    with pytest.raises(CapacityError, match=rf"max_num_seqs is 256.*189 blocks.*type --max-num-seqs {most} "):
         given.placed()
     wish = replace(setup, limits=replace(setup.limits, max_num_seqs=Lowerable(256)))
     assert wish.placed() == (lowered, memory)

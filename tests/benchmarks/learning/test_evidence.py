@@ -137,7 +137,7 @@ def test_speed_ups_are_of_the_same_step_of_both_arms(tmp_path: Path, monkeypatch
 def test_rollouts_are_predicted_again_from_their_own_lengths() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in speed.again("wide").splitlines()[2:]]
     assert [row[:3] for row in rows] == [["wide", "bf16", "2"], ["wide", "fp8", "4"]]  # without the first
-    assert all(abs(float(row[3].rstrip("%"))) < 10 for row in rows)
+    assert all(abs(float(row[3].rstrip("%"))) < 11 for row in rows)
 
 
 def test_the_drill_is_kept_and_shown(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def row(precision: str, seconds: float, risk: str = "low", **known: Any) -> Choi
     for name in ("speedup", "step_speedup"):
         if ratio := (facts | known).get(name):
             doubt = 1.0 if precision == "bf16" else 1.1
-            facts |= {f"{name}_low": ratio / doubt, f"{name}_high": ratio * doubt}
+            for kind in (name, f"{name}_over_best"):  # over one layout the two are the same
+                facts |= {kind: ratio, f"{kind}_low": ratio / doubt, f"{kind}_high": ratio * doubt}
     return plans.choice(precision, **(facts | known))
 
 
