@@ -31,12 +31,11 @@ from fp8plan.model.cost.moe import expert_flops
 from fp8plan.model.cost.power import EXPERTS, MATH, RUNNING, running_seconds, uses
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.profile.sibling import IDLE
-from fp8plan.model.profile.sibling import MEMORY_WATTS as MEMORY
+from fp8plan.model.profile.sibling import IDLE, MEMORY_WATTS
 
 LEAST_SECONDS, MOST_SECONDS = 0.9, 4.0  # a shorter rollout has too few samples; a longer one is no better
 LEAST_READINGS = 12
-NAMES = (IDLE, MEMORY, *MATH.values(), *EXPERTS.values(), *RUNNING.values())
+NAMES = (IDLE, MEMORY_WATTS, *MATH.values(), *EXPERTS.values(), *RUNNING.values())
 # Weights, in watts. A kernel's reading counts about as much as a long rollout's, because little else runs at the limit.
 ROLLOUT_SD, KERNEL_SD = 30.0, 25.0
 LEAST_WATTS = 0.1  # instead of 0: another coefficient would stand in for a missing one
@@ -102,7 +101,7 @@ def kernel_uses(kernel: str, rows: pd.DataFrame, card: Gpu, profile: Profile) ->
     name, _, dtype = kernel.partition(".")
     running, read, math = _KINDS.get(name, _small)(dtype, rows)
     seconds = {RUNNING[running]: running_seconds(cost_alone(kernel, rows, card, profile))}
-    seconds[MEMORY] = read / card.memory_bandwidth
+    seconds[MEMORY_WATTS] = read / card.memory_bandwidth
     return seconds | {coefficient: work / peak_flops(card, dtype) for coefficient, work in math.items()}
 
 

@@ -345,9 +345,10 @@ def _gpu_terms(
     shape: ModelShape, precision: Precision, gpu: Gpu, limits: EngineLimits, engine_version: str
 ) -> dict[str, int]:
     tp = limits.tensor_parallel_size
-    alone = NON_TORCH_BYTES[model_runner(shape, gpu, engine_version)]
     if has(engine_version, "memory that stays is counted"):
         alone = STAYING_BYTES
+    else:
+        alone = NON_TORCH_BYTES[model_runner(shape, gpu, engine_version)]
     return {
         "requested_bytes": ceil(gpu.memory_bytes * limits.gpu_memory_utilization),
         "weights_bytes": loaded_weight_bytes(shape, precision, tp, limits.expert_ranks, not gpu.stores_fp8_only),

@@ -89,22 +89,30 @@ def by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return _grouped(rows, itemgetter("group"))
 
 
-def baselines(row: Row, group: Iterable[Row]) -> list[Row]:
-    """The bf16 rows of the group that were measured on the row's card, or all of them if none was.
+def on_same_card(row: Row, bf16: Sequence[Row]) -> Sequence[Row]:
+    """The bf16 rows that were measured on the row's card, or all of them if none was.
 
     Cards have different hosts, whose speed must not count as the precision's.
     """
-    bf16 = [other for other in group if other["precision"] == "bf16"]
     return [other for other in bf16 if other.get("gpu_uuid") == row.get("gpu_uuid")] or bf16
 
 
+def bf16_rows(group: Iterable[Row]) -> list[Row]:
+    return [row for row in group if row["precision"] == "bf16"]
+
+
 def speedups(group: Sequence[Row]) -> list[dict[str, Any]]:
-    """Measured and predicted speed-up of each row against the median of its `baselines`; empty without a bf16 row."""
+    """Measured and predicted speed-up of each row against the median bf16 row of its card.
+
+    Empty without a bf16 row.
+    """
+    bf16 = bf16_rows(group)
     gains = []
     for row in group:
-        base = baselines(row, group)
-        if base and row["precision"] != "bf16":
-            measured, predicted = (float(np.median([bf16[key] for bf16 in base])) for key in ("seconds", "predicted_s"))
+        if bf16 and row["precision"] != "bf16":
+            base = on_same_card(row, bf16)
+            measured = float(np.median([other["seconds"] for other in base]))
+            predicted = float(np.median([other["predicted_s"] for other in base]))
             real, expected = measured / row["seconds"], predicted / row["predicted_s"]
             gain = {"precision": row["precision"], "measured_speedup": real, "predicted_speedup": expected}
             gains.append({"line": row.get("line")} | gain | {"error_points": 100 * (expected - real)})
@@ -269,14 +277,14 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> Compare
 def _group_result(group: Sequence[Compared]) -> dict[str, Any]:
     """The speed-ups of one group against its bf16 records, and its fastest precisions, predicted and measured.
 
-    The interval of a predicted speed-up is against the one of its `baselines` that is nearest to their median.
+    The interval of a predicted speed-up is against one bf16 row `on_same_card`: the nearest to their median.
     """
     rows = [result.row for result in group]
     results = {result.row["line"]: result for result in group}
     gains = speedups(rows)
     for gain in gains:
         other = results[gain["line"]]
-        base = [results[row["line"]].time for row in baselines(other.row, rows)]
+        base = [results[row["line"]].time for row in on_same_card(other.row, bf16_rows(rows))]
         middle = float(np.median([time.seconds for time in base]))
         nearest = min(base, key=lambda time: abs(time.seconds - middle))
         _, low, high = speed_up(nearest, other.time, other.profile)

@@ -13,8 +13,7 @@ from fp8plan.model.architecture.parts import Experts
 from fp8plan.model.calibrate.fit import Windows
 from fp8plan.model.calibrate.power import LEAST_READINGS, LEAST_WATTS, NAMES, kernel_uses, power_coefficients
 from fp8plan.model.calibrate.profile_of import power_rows, step_windows
-from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, RUNNING, uses
-from fp8plan.model.cost.power import MEMORY_WATTS as MEMORY
+from fp8plan.model.cost.power import EXPERTS, IDLE, MATH, MEMORY_WATTS, RUNNING, uses
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import load_profile
 
@@ -75,10 +74,10 @@ def test_of_dense_models_alone_nothing_is_known_about_experts(measured: list[Win
 
 
 def test_what_draws_nothing_is_not_another_coefficient(measured: list[Windows], kernels: pd.DataFrame) -> None:
-    watts = PLANTED | {MEMORY: -60.0}  # as noise might have it
+    watts = PLANTED | {MEMORY_WATTS: -60.0}  # as noise might have it
     found = power_coefficients([planted(x, watts) for x in measured], PROFILE, planted_kernels(kernels, watts))
     assert found.keys() == PLANTED.keys()
-    assert found[MEMORY] == LEAST_WATTS
+    assert found[MEMORY_WATTS] == LEAST_WATTS
 
 
 def test_an_h200_draws_near_its_limit_whatever_runs(measured: list[Windows], kernels: pd.DataFrame) -> None:

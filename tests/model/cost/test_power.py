@@ -17,6 +17,7 @@ from fp8plan.model.cost.power import (
     INSTEAD,
     LIMIT_SHARE,
     MATH,
+    MEMORY_WATTS,
     NEAR,
     RUNNING,
     Load,
@@ -28,7 +29,6 @@ from fp8plan.model.cost.power import (
     power_limit,
     uses,
 )
-from fp8plan.model.cost.power import MEMORY_WATTS as MEMORY
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -39,7 +39,7 @@ from fp8plan.model.validate.records import read_records
 
 H200 = find_gpu("h200")
 PROFILE = load_profile(H200, "0.26.0")[0]
-WATTS = (IDLE, MEMORY, *MATH.values(), *EXPERTS.values(), *RUNNING.values())
+WATTS = (IDLE, MEMORY_WATTS, *MATH.values(), *EXPERTS.values(), *RUNNING.values())
 
 
 def step_model(precision: str = "bf16", watts: float | None = 700.0, name: str = "Qwen/Qwen3-8B") -> StepModel:
@@ -156,8 +156,8 @@ def test_what_launches_draws_nothing_beside_an_idle_gpu() -> None:
     load = model.load(batch)
     assert 0 < sum(load.running.values()).item() < load.seconds.item()
     used = uses(model, batch, load)
-    assert set(used) == {MEMORY, *MATH.values(), *EXPERTS.values(), RUNNING["kernels"], RUNNING["attention_bf16"]}
-    assert (used[MEMORY] == bytes_bound(model, batch)).all()
+    assert set(used) == {MEMORY_WATTS, *MATH.values(), *EXPERTS.values(), RUNNING["kernels"], RUNNING["attention_bf16"]}
+    assert (used[MEMORY_WATTS] == bytes_bound(model, batch)).all()
     assert (used[MATH["bf16"]] == flops_by_kind(model, batch)["bf16"]).all()
 
 
