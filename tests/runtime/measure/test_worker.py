@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fp8plan.runtime.measure.rollouts.worker import StepKernels, decodes, fills, spread_routers  # noqa: E402
+from fp8plan.runtime.measure.rollouts.worker import StepKernels, decodes, fills, route_evenly  # noqa: E402
 
 
 def parameters(**shapes: tuple[int, ...]) -> list[tuple[str, Any]]:
@@ -18,7 +18,7 @@ def parameters(**shapes: tuple[int, ...]) -> list[tuple[str, Any]]:
     return [(name, torch.nn.Parameter(x.to(torch.bfloat16))) for name, x in made.items()]
 
 
-def test_routers_spread_their_tokens() -> None:
+def test_tokens_go_to_all_experts() -> None:
     layer = "model__layers__0__"
     named = parameters(
         **{
@@ -38,7 +38,7 @@ def test_routers_spread_their_tokens() -> None:
         return len(scores.detach().topk(4, dim=1).indices.unique())
 
     few = chosen()
-    assert spread_routers(named) == 1
+    assert route_evenly(named) == 1
     assert few < chosen() == 64
     after = dict(named)
     names = list(before)
@@ -49,12 +49,32 @@ def test_routers_spread_their_tokens() -> None:
     assert torch.equal(after[names[4]], before[names[4]])
 
 
+@pytest.mark.parametrize("embedding", ["embed_tokens", "embedding"])
+def test_an_embedding_outweighs_what_layers_add(embedding: str) -> None:
+    """So that a token decides its route by itself, and not the prompt that it shares with other samples."""
+    name = f"model__{embedding}__weight"
+    named = parameters(
+        **{name: (512, 256), "model__layers__0__mlp__gate__weight": (8, 256), "lm_head__weight": (512, 256)}
+    )
+    head = named[2][1].detach().clone()
+    assert route_evenly(named) == 1
+    assert named[0][1].detach().float().std() == pytest.approx(1.0, rel=0.02)
+    assert torch.equal(named[2][1], head)
+
+
+def test_an_embedding_that_is_the_head_too_keeps_its_weights() -> None:
+    named = parameters(model__embed_tokens__weight=(512, 256), model__layers__0__mlp__gate__weight=(8, 256))
+    before = named[0][1].detach().clone()
+    assert route_evenly(named) == 1
+    assert torch.equal(named[0][1], before)
+
+
 def test_a_dense_model_is_left_alone() -> None:
     named = parameters(
         model__norm__weight=(8,), model__layers__0__mlp__gate_up_proj__weight=(16, 8), lm_head__bias=(4,)
     )
     before = [value.detach().clone() for _, value in named]
-    assert spread_routers(named) == 0
+    assert route_evenly(named) == 0
     assert all(torch.equal(old, value) for old, (_, value) in zip(before, named, strict=True))
 
 

@@ -152,7 +152,7 @@ def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> N
     freeze_garbage()
     facts = {"schema_version": VERSIONS["record"]} | job["fields"] | engine_facts(llm, job) | machine_facts()
     facts["engine_start_s"] = start_s
-    facts["spread_routers"] = llm.collective_rpc("fp8plan_spread_routers")[0]
+    facts["even_routers"] = llm.collective_rpc("fp8plan_route_evenly")[0]
     parts = {"parts": llm.collective_rpc("fp8plan_engine_parts")[0], "log": telling_lines(log_of(job))}
     write(job["engines"], facts | parts)
     memory = facts["measured_kv_cache_tokens"]

@@ -208,7 +208,7 @@ def _same_in_all_runs(
         "kv_cache_tokens": setting.get("kv_cache_tokens"),
         "logprobs": 0,
         "weights": "random",
-        **({"routers": "spread"} if routed else {}),  # MeasuredWorker.fp8plan_spread_routers
+        **({"routers": "even"} if routed else {}),  # MeasuredWorker.fp8plan_route_evenly
         "env": options.env,
         **dict(sorted(kept.items())),
         **({"engine_args": setting["engine_args"]} if "engine_args" in setting else {}),

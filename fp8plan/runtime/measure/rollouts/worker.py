@@ -1,4 +1,4 @@
-"""The measuring side inside vLLM's worker: memory, parts, spread routers, and the kernels of a few steps."""
+"""The measuring side inside vLLM's worker: memory, parts, even routing, and the kernels of a few steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Names of parameters, as vLLM has them in the models of fp8plan's families.
 BIAS: Final = re.compile(r"bias$")
 NORM: Final = re.compile(r"norm\w*\.weight$")
+EMBEDDING: Final = re.compile(r"embed\w*\.weight$")
 LONGEST_NAME = 200
 ANNOTATIONS: Final = ("execute_", "gpu_", "ProfilerStep", "forward", "Command Buffer")  # spans, no kernels
 
@@ -42,9 +43,9 @@ class MeasuredWorker:
         """KV cache groups, modules and parameters."""
         return engine_parts(getattr(self, "model_runner", None))
 
-    def fp8plan_spread_routers(self) -> int:
-        """Make the routers' scores differ, as a trained model's do. Return the number of routers."""
-        return spread_routers(self.model_runner.get_model().named_parameters())  # type: ignore[attr-defined]
+    def fp8plan_route_evenly(self) -> int:
+        """Make tokens go to all experts alike, as in a trained model. Return the number of routers."""
+        return route_evenly(self.model_runner.get_model().named_parameters())  # type: ignore[attr-defined]
 
     def fp8plan_kernels_begin(self, steps: int, requests: int = 0, tokens: int = 0) -> None:
         """Record the kernels of the next `steps` steps that decode exactly `requests` requests, or fill at least
@@ -133,13 +134,19 @@ class StepKernels:
         return Recorded(sorted(rows, key=lambda row: -row[2]), self.tokens / steps, round(span / steps, 2))
 
 
-def spread_routers(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
-    """Give routers weights of standard deviation 1 / sqrt(hidden), norms the weight 1, and all biases 0.
+def route_evenly(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
+    """Give routers and embeddings weights by which tokens go to all experts alike. Return the number of routers.
 
-    vLLM's dummy weights are within 0.001 of zero. A router's scores then differ by less than BF16 resolves, or by less
-    than a learned bias, and every token goes to the same experts. The biases of linears are as large as the embeddings,
-    and decide the routing after some layers. Weights are changed in place, as captured CUDA graphs use them. Without
-    routers nothing is changed. Return the number of routers.
+    Routers get a standard deviation of 1 / sqrt(hidden), embeddings one of 1, norms the weight 1, all biases 0. vLLM's
+    dummy weights are within 0.001 of zero, for three reasons unlike a trained model's:
+
+    - A router's scores differ by less than BF16 resolves, or by less than a learned bias.
+    - The biases of linears are as large as the embeddings, and decide the routing after some layers.
+    - Attention outgrows such embeddings within some layers. It averages over the sequence, so that all samples of a
+      prompt then go to the same experts.
+
+    An embedding that is the output head too keeps its weights: a larger one would repeat the last token. Weights are
+    changed in place, as captured CUDA graphs use them. A model without routers is left alone.
     """
     import torch
 
@@ -148,15 +155,21 @@ def spread_routers(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
     routers = [value for name, value in weights if is_router(name) and value.dim() == 2 and value.shape[0] > 1]
     if not routers:
         return 0
+    has_own_head = any(name.endswith("lm_head.weight") for name, _ in parameters)
     device = routers[0].device  # a worker has one
     source = torch.Generator(device=device).manual_seed(0)
+
+    def drawn(value: torch.Tensor, deviation: float) -> torch.Tensor:
+        return torch.randn(value.shape, generator=source, device=device).mul_(deviation).to(value.dtype)
+
     with torch.no_grad():
         for value in routers:
-            new = torch.randn(value.shape, generator=source, device=device) / value.shape[1] ** 0.5
-            value.copy_(new.to(value.dtype))
+            value.copy_(drawn(value, value.shape[1] ** -0.5))
         for name, value in parameters:
             if BIAS.search(name):
                 value.zero_()
             elif NORM.search(name):
                 value.fill_(1.0)
+            elif EMBEDDING.search(name) and has_own_head:
+                value.copy_(drawn(value, 1.0))
     return len(routers)
