@@ -19,16 +19,12 @@ os.environ["FP8PLAN_IGNORE_VLLM"] = "1"  # the tables say the same wherever they
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import above_graphs  # noqa: E402
-import aic_search  # noqa: E402
 import anchored  # noqa: E402
 import change_ratios  # noqa: E402
-import expert_parallel  # noqa: E402
 import first_sight  # noqa: E402
 import host_loop  # noqa: E402
 import inside  # noqa: E402
 import kernel_errors  # noqa: E402
-import left_out  # noqa: E402
 import levers  # noqa: E402
 import limits  # noqa: E402
 import native_h100  # noqa: E402
@@ -37,10 +33,8 @@ import reports  # noqa: E402
 import siblings  # noqa: E402
 import speed  # noqa: E402
 import uncalibrated  # noqa: E402
-import worst_cells  # noqa: E402
 from fault_drill.report import committed as fault_drill  # noqa: E402
 from gpu import fp8_linears  # noqa: E402
-from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
 from peers.table import committed as peers  # noqa: E402
 from starts.table import table as starts  # noqa: E402
@@ -168,19 +162,16 @@ def accuracy_line(told: Validation, families: Validation) -> str:
 
 def predicted_again() -> dict[str, str]:
     """Name of a marked block -> its text, of those that predict or fit measured runs again: minutes of one core."""
-    made = {"inside": inside.table(), "above graphs": above_graphs.table()}
+    made = {"inside": inside.table()}
     made |= {"hosts": host_loop.hosts(), "host loop": host_loop.table(), "unknown hosts": host_loop.left_out()}
-    made |= {"siblings": siblings.table(), "steps of siblings": siblings.steps()}
-    made |= {"kernels of a sibling": siblings.of_model(), "left out": left_out.table()}
-    made["worst cells"] = worst_cells.table()
+    made |= {"siblings": siblings.table()}
     made |= {"single kernels": kernel_errors.table(), "native h100": native_h100.tables()}
     made["fp8 linears"] = fp8_linears.compare(ROOT / "benchmarks/results/fp8_linears_h100.jsonl", "h100")
-    made |= {"sets of the h100": native_h100.sets(), "slow loops": native_h100.slow_loops()}
-    made["expert parallel"] = expert_parallel.table()
+    made["sets of the h100"] = native_h100.sets()
     validated = {name: validate(baselines.records(name)) for name in baselines.SETS}
     made["accuracy"] = accuracy.tables(validated["validation"])
-    for name, validation in validated.items():
-        made[f"baselines of {name}"] = baselines.table(validation.records, jsonl.rows(baselines.results(name)))
+    answers = jsonl.rows(baselines.results("validation"))
+    made["baselines of validation"] = baselines.table(validated["validation"].records, answers)
     made |= {name: accuracy.families(validated[name]) for name in ("families", "held_out")}
     made["accuracy line"] = accuracy_line(validated["validation"], validated["held_out"])
     made["first sight"] = first_sight.table(validated["held_out"].records)
@@ -196,11 +187,10 @@ def others() -> dict[str, str]:
     made["tuned"] = tuned_table()
     made["anchored plan"] = anchored_plan()
     measured = limits.committed()
-    made |= {"limits of the h200": limits.table(measured), "verdicts on tune": limits.verdicts(measured)}
+    made["verdicts on tune"] = limits.verdicts(measured)
     made["levers measured"] = levers.table(levers.committed())
     made["anchored"] = anchored.table()
     made["uncalibrated"] = uncalibrated.table()
-    made["aic search"] = aic_search.table()
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
     made["corrections on a GPU"] = correction_gpu.table()
     made |= {
@@ -213,7 +203,6 @@ def others() -> dict[str, str]:
     made["public figures"] = public_figures.page()
     made["starts"] = starts()
     made["kept sets"] = kept_sets()
-    made["change ratios"] = changes.committed()
     made["predicted change ratios"] = change_ratios.committed()
     made["small models"] = probe.small_models()
     made |= {"fixed scales": probe.fixed_scales(), "attention kernels": attention_kernels.table()}
