@@ -151,13 +151,14 @@ def kept_sets() -> str:
     return markdown.table(("sampled with", "scored on", "k1", "k3", "mean ratio", "alarms"), cells)
 
 
-def accuracy_line(told: Validation, families: Validation) -> str:
-    """README's sentences on accuracy. told, families: the validations of the sets validation and held_out"""
+def accuracy_in_short(told: Validation, families: Validation) -> str:
+    """README's table of the accuracy. told, families: the validations of the sets validation and held_out"""
     runs = baselines.records("validation")
     untold = [replace(run, fields=run.fields | {"host_loop_s": None}) for run in runs]
     replaced = read_records(profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation" / "again.jsonl")
     at_first = first_sight.at_first_sight(families.records)
-    return accuracy.line(told, validate(untold), validate([*runs, *replaced]), families, at_first)
+    every = validate([*runs, *replaced])
+    return accuracy.summary(told, validate(untold), every, families, at_first, accuracy.outside())
 
 
 def predicted_again() -> dict[str, str]:
@@ -173,7 +174,7 @@ def predicted_again() -> dict[str, str]:
     answers = jsonl.rows(baselines.results("validation"))
     made["baselines of validation"] = baselines.table(validated["validation"].records, answers)
     made |= {name: accuracy.families(validated[name]) for name in ("families", "held_out")}
-    made["accuracy line"] = accuracy_line(validated["validation"], validated["held_out"])
+    made["accuracy in short"] = accuracy_in_short(validated["validation"], validated["held_out"])
     made["first sight"] = first_sight.table(validated["held_out"].records)
     made["coverage"] = accuracy.coverage(accuracy.outside())
     made["standing"] = baselines.standing({name: validation.records for name, validation in validated.items()})
