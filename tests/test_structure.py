@@ -18,7 +18,7 @@ from tools import size, words
 
 ROOT = Path(fp8plan.__file__).parent
 MOST_LINES = 450  # of a module
-SPARE = 0.02  # of a budget may be left over, before it is lowered
+SPARE = 0.02  # of a budget, beside the rounding to hundreds, may be left over before it is lowered
 MOST = {  # hops between files on a walk of benchmarks/walks.py, and lines of the files that it enters
     "plan": {"hops": 191, "lines": 15_904},
     "tensor": {"hops": 43, "lines": 5428},
@@ -187,6 +187,6 @@ def test_growth_has_a_row_in_the_budget() -> None:
         allowed = sum(int(row[column].replace(",", "") or 0) for row in budget)
         if counted[name] > allowed:
             wrong.append(f"{name}: {counted[name]:,}, budget {allowed:,}; add a row that says for what")
-        if counted[name] < allowed * (1 - SPARE):
+        if counted[name] < allowed * (1 - SPARE) - 100:
             wrong.append(f"{name}: {counted[name]:,}, budget {allowed:,}; lower its first row to what is there now")
     assert wrong == []
