@@ -65,6 +65,11 @@ from fp8plan.model.validate.validate import Validation, validate  # noqa: E402
 from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
 from fp8plan.views.report import power  # noqa: E402
 
+# The pages show these of the tables that `python -m benchmarks.learning.evidence` prints.
+LEARNING = (
+    *("laws", "verdict of laws", "rewards of masks", "gained", "drill"),
+    *("learnt", "learnt qk-norm on H100s", "learnt smollm2", "learnt gemma", "learnt moe on H100s"),
+)
 COMMANDS = (
     *("plan", "tune", "emit", "validate", "models", "profiles", "profiles import-aic"),
     *("calibrate", "probe", "monitor", "report", "import", "doctor"),
@@ -209,10 +214,11 @@ def others() -> dict[str, str]:
     made |= {"fixed scales": probe.fixed_scales(), "attention kernels": attention_kernels.table()}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
+    learning = learning_tables()
     return (
         made
         | reports.tables()
-        | learning_tables()
+        | {name: learning[name] for name in LEARNING}
         | weight_sync.tables()
         | slow_links.tables()
         | peers()
