@@ -161,7 +161,7 @@ def _totals(cells: Sequence[Cell], noise: float, largest: float) -> str:
     kv = max(abs(x["predicted_kv_cache_tokens"] / x["measured_kv_cache_tokens"] - 1) for x in cells)
     starved = [x for x in cells if x["preemptions"]]
     counts = "; ".join(f"{x['preemptions']} / {x['predicted_preemptions']}" for x in starved)
-    others_named = f"most FP8 is so in {_most_fp8(cells, 0.0)} and {_most_fp8(cells, noise)}"
+    others_named = f"most FP8 wins in {_most_fp8(cells, 0.0)} and {_most_fp8(cells, noise)}"
     rows = [
         (
             "makespan",
