@@ -1,6 +1,6 @@
 """Rollouts of more requests than vLLM's largest CUDA graph has, measured on H100s, beside their predictions.
 
-    python -m benchmarks.above_graphs        prints the table of docs/evidence/accuracy.md
+    python -m benchmarks.above_graphs        prints them
 
 Each was predicted by the H200's profile, which knows neither these GPUs nor these hosts: for a host that is not known,
 with the host's loop (RolloutRecord.host_loop_s), and "anchored" on the model's other rollouts with the same limits.

@@ -133,15 +133,15 @@ def _us(seconds: float) -> str:
 
 
 def hosts() -> str:
-    """The hosts in Markdown, and the prior."""
-    rows = [
-        (boot[:8], str(len(loops)), *map(_us, (min(loops), median(loops), max(loops))))
-        for boot, loops in sorted(seen().items(), key=lambda item: median(item[1]))
-    ]
-    prior = (
-        f"An unknown host is expected at {_us(expected_s())} µs. The log of its pace has a spread of {spread():.2f}."
+    """The range of the hosts, and the prior, in sentences."""
+    medians = [median(loops) for loops in seen().values()]
+    records = sum(map(len, seen().values()))
+    return (
+        f"{len(medians)} hosts were seen, in {records} records. Their median loops take {_us(min(medians))} to "
+        f"{_us(max(medians))} µs, and single ones {_us(min(map(min, seen().values())))} to "
+        f"{_us(max(map(max, seen().values())))} µs. An unknown host is expected at {_us(expected_s())} µs. The log of "
+        f"its pace has a spread of {spread():.2f}."
     )
-    return f"{markdown(('host', 'records', 'least (µs)', 'median (µs)', 'most (µs)'), rows)}\n\n{prior}"
 
 
 def table() -> str:

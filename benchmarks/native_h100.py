@@ -14,11 +14,8 @@ import argparse
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-from scipy.optimize import brentq
 
 from benchmarks.anchored import VERSIONS
 from benchmarks.error_parts import FOLDERS, Cell, cells, gains, makespan, summary
@@ -29,13 +26,12 @@ from fp8plan.model.calibrate.profile_of import calibrate
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.validate.records import Record, read_records
-from fp8plan.model.validate.validate import simulated, validate
+from fp8plan.model.validate.records import read_records
+from fp8plan.model.validate.validate import validate
 
 CARD = find_gpu("h100")
 RESULTS = Path(__file__).parent / "results" / "native_h100.jsonl"
 SETS = profiles_path() / FOLDERS["h100"] / "validation"
-WORST, LOOPS_S = "Qwen/Qwen3-1.7B", (2e-4, 8e-4)  # the model of the worst cell; least and most that is looked for
 
 
 def plans_take() -> Profile:
@@ -94,30 +90,12 @@ def sets() -> str:
     )
 
 
-def slow_loops() -> str:
-    """The rollouts of the worst cell's engine, in Markdown: the loop that was timed, and the one that would fit."""
-    lines = []
-    for record in (x for x in read_records(SETS / "anchored.jsonl") if x.fields["model"] == WORST):
-        timed, fitting = record.fields["host_loop_s"], brentq(excess, *LOOPS_S, args=(record,), xtol=1e-6)
-        errors = (f"{excess(loop_s, record) / record.seconds:+.1%}" for loop_s in (timed, fitting, None))
-        loops = (f"{1e6 * loop_s:.0f}" for loop_s in (timed, fitting))
-        lines.append((record.fields["workload"], f"{record.seconds:.2f}", *loops, *errors))
-    errors_of = ("error with the timed loop", "with the fitting one", "with none")
-    return markdown((WORST, "measured (s)", "loop, timed (us)", "loop that fits (us)", *errors_of), lines)
-
-
-def excess(loop_s: float | None, record: Record) -> float:
-    """The predicted less the measured seconds of a rollout on a host with this loop."""
-    told = replace(record, fields=record.fields | {"host_loop_s": loop_s})
-    return simulated(told, plans_take()).rollout.makespan_s - record.seconds
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help="write the rows of the H100's own profile")
     if parser.parse_args().update:
         RESULTS.write_text(json.dumps(rows(*own_profile())) + "\n", encoding="utf-8")
-    print("\n\n".join((tables(), sets(), slow_loops())))
+    print(f"{tables()}\n\n{sets()}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.public_figures
 
-It prints the table that `make tables` writes to that page. The figures, their sources and the configs of models that
-fp8plan does not bundle are in public_figures.json.
+It prints the table of all figures. `make tables` writes those that disagree to that page. The figures, their sources
+and the configs of models that fp8plan does not bundle are in public_figures.json.
 
 A figure has one of four verdicts. It is right if the prediction agrees within the tolerance of its kind, and refused if
 fp8plan refuses an engine that vLLM refused. Else `why` says how much is missing and what causes it: it is explained, or
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -274,14 +274,18 @@ def row(figure: Figure) -> tuple[str, ...]:
     return name, _set_up(figure), kind.what, public, _shown(figure), figure.verdict, figure.where, remark
 
 
-def page() -> str:
-    """The number of figures by verdict, and their table."""
-    every = figures()
-    numbers = Counter(figure.verdict for figure in every)
+def shown(rows: Iterable[Figure]) -> str:
     heads = ("model", "set-up", "figure", "public", "fp8plan", "verdict", "source", "remark")
+    return table(heads, map(row, rows))
+
+
+def page() -> str:
+    """The number of figures by verdict, and the table of those that disagree."""
+    numbers = Counter(figure.verdict for figure in figures())
     summary = ", ".join(f"{numbers[name]} {name}" for name in get_args(Verdict))
-    return f"{len(every)} figures: {summary}.\n\n{table(heads, map(row, every))}"
+    misses = (figure for figure in figures() if not figure.agrees)
+    return f"{len(figures())} figures: {summary}. Those that disagree:\n\n{shown(misses)}"
 
 
 if __name__ == "__main__":
-    print(page())
+    print(shown(figures()))

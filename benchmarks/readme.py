@@ -19,16 +19,12 @@ os.environ["FP8PLAN_IGNORE_VLLM"] = "1"  # the tables say the same wherever they
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import above_graphs  # noqa: E402
-import aic_search  # noqa: E402
 import anchored  # noqa: E402
 import change_ratios  # noqa: E402
-import expert_parallel  # noqa: E402
 import first_sight  # noqa: E402
 import host_loop  # noqa: E402
 import inside  # noqa: E402
 import kernel_errors  # noqa: E402
-import left_out  # noqa: E402
 import levers  # noqa: E402
 import limits  # noqa: E402
 import native_h100  # noqa: E402
@@ -37,10 +33,8 @@ import reports  # noqa: E402
 import siblings  # noqa: E402
 import speed  # noqa: E402
 import uncalibrated  # noqa: E402
-import worst_cells  # noqa: E402
 from fault_drill.report import committed as fault_drill  # noqa: E402
 from gpu import fp8_linears  # noqa: E402
-from learning import changes  # noqa: E402
 from learning.evidence.tables import tables as learning_tables  # noqa: E402
 from peers.table import committed as peers  # noqa: E402
 from starts.table import table as starts  # noqa: E402
@@ -71,6 +65,11 @@ from fp8plan.model.validate.validate import Validation, validate  # noqa: E402
 from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
 from fp8plan.views.report import power  # noqa: E402
 
+# The pages show these of the tables that `python -m benchmarks.learning.evidence` prints.
+LEARNING = (
+    *("laws", "verdict of laws", "rewards of masks", "gained", "drill"),
+    *("learnt", "learnt qk-norm on H100s", "learnt smollm2", "learnt gemma", "learnt moe on H100s"),
+)
 COMMANDS = (
     *("plan", "tune", "emit", "validate", "models", "profiles", "profiles import-aic"),
     *("calibrate", "probe", "monitor", "report", "import", "doctor"),
@@ -157,32 +156,30 @@ def kept_sets() -> str:
     return markdown.table(("sampled with", "scored on", "k1", "k3", "mean ratio", "alarms"), cells)
 
 
-def accuracy_line(told: Validation, families: Validation) -> str:
-    """README's sentences on accuracy. told, families: the validations of the sets validation and held_out"""
+def accuracy_in_short(told: Validation, families: Validation) -> str:
+    """README's table of the accuracy. told, families: the validations of the sets validation and held_out"""
     runs = baselines.records("validation")
     untold = [replace(run, fields=run.fields | {"host_loop_s": None}) for run in runs]
     replaced = read_records(profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation" / "again.jsonl")
     at_first = first_sight.at_first_sight(families.records)
-    return accuracy.line(told, validate(untold), validate([*runs, *replaced]), families, at_first)
+    every = validate([*runs, *replaced])
+    return accuracy.summary(told, validate(untold), every, families, at_first, accuracy.outside())
 
 
 def predicted_again() -> dict[str, str]:
     """Name of a marked block -> its text, of those that predict or fit measured runs again: minutes of one core."""
-    made = {"inside": inside.table(), "above graphs": above_graphs.table()}
+    made = {"inside": inside.table()}
     made |= {"hosts": host_loop.hosts(), "host loop": host_loop.table(), "unknown hosts": host_loop.left_out()}
-    made |= {"siblings": siblings.table(), "steps of siblings": siblings.steps()}
-    made |= {"kernels of a sibling": siblings.of_model(), "left out": left_out.table()}
-    made["worst cells"] = worst_cells.table()
+    made |= {"siblings": siblings.table()}
     made |= {"single kernels": kernel_errors.table(), "native h100": native_h100.tables()}
     made["fp8 linears"] = fp8_linears.compare(ROOT / "benchmarks/results/fp8_linears_h100.jsonl", "h100")
-    made |= {"sets of the h100": native_h100.sets(), "slow loops": native_h100.slow_loops()}
-    made["expert parallel"] = expert_parallel.table()
-    validated = {name: validate(baselines.records(name)) for name in baselines.SETS}
+    made["sets of the h100"] = native_h100.sets()
+    validated = {name: validate(baselines.records(name)) for name in baselines.HELD_OUT}
     made["accuracy"] = accuracy.tables(validated["validation"])
-    for name, validation in validated.items():
-        made[f"baselines of {name}"] = baselines.table(validation.records, jsonl.rows(baselines.results(name)))
-    made |= {name: accuracy.families(validated[name]) for name in ("families", "held_out")}
-    made["accuracy line"] = accuracy_line(validated["validation"], validated["held_out"])
+    answers = jsonl.rows(baselines.results("validation"))
+    made["baselines of validation"] = baselines.table(validated["validation"].records, answers)
+    made["held_out"] = accuracy.families(validated["held_out"])
+    made["accuracy in short"] = accuracy_in_short(validated["validation"], validated["held_out"])
     made["first sight"] = first_sight.table(validated["held_out"].records)
     made["coverage"] = accuracy.coverage(accuracy.outside())
     made["standing"] = baselines.standing({name: validation.records for name, validation in validated.items()})
@@ -196,11 +193,10 @@ def others() -> dict[str, str]:
     made["tuned"] = tuned_table()
     made["anchored plan"] = anchored_plan()
     measured = limits.committed()
-    made |= {"limits of the h200": limits.table(measured), "verdicts on tune": limits.verdicts(measured)}
+    made["verdicts on tune"] = limits.verdicts(measured)
     made["levers measured"] = levers.table(levers.committed())
     made["anchored"] = anchored.table()
     made["uncalibrated"] = uncalibrated.table()
-    made["aic search"] = aic_search.table()
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
     made["corrections on a GPU"] = correction_gpu.table()
     made |= {
@@ -213,16 +209,16 @@ def others() -> dict[str, str]:
     made["public figures"] = public_figures.page()
     made["starts"] = starts()
     made["kept sets"] = kept_sets()
-    made["change ratios"] = changes.committed()
     made["predicted change ratios"] = change_ratios.committed()
     made["small models"] = probe.small_models()
     made |= {"fixed scales": probe.fixed_scales(), "attention kernels": attention_kernels.table()}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
+    learning = learning_tables()
     return (
         made
         | reports.tables()
-        | learning_tables()
+        | {name: learning[name] for name in LEARNING}
         | weight_sync.tables()
         | slow_links.tables()
         | peers()

@@ -1,6 +1,6 @@
 """Single kernels that were timed on an H200 and an H100, beside the law for GPUs that share a profile.
 
-    python -m benchmarks.siblings        prints the tables of docs/evidence/accuracy.md
+    python -m benchmarks.siblings        prints the table of docs/evidence/accuracy.md, and kernels of one model
 
 A row is a kernel, over the sizes of at least MANY rows that were timed on both. The figures are medians of its seconds
 on the H100 over those on the H200. "By bandwidth" takes the H200's share of the datasheet's bandwidth for the H100's.
@@ -17,17 +17,14 @@ import pandas as pd
 
 from benchmarks.tables.markdown import table as markdown
 from fp8plan.model.calibrate.kernel_rows import QUANTITIES, cost_alone, read_all
-from fp8plan.model.cost.base import StepBatch
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile, profiles_path
-from fp8plan.model.setup import EngineSetup
 
 VERSION, MANY = "0.26.0", 256
 H200, H100 = find_gpu("h200"), find_gpu("h100")
 FOLDERS = {"h200": "h200_sxm/vllm-0.26.0/kernels", "h100": "h100_sxm/vllm-0.26.0/calibrate/kernels"}
 FILES = ("attention", "elementwise", "gemm", "moe")
-OF_MODEL = {  # kernels of MODEL's sizes
+OF_MODEL = {  # kernels of Qwen3-30B-A3B's sizes
     "experts in BF16": ("moe.bf16", "experts == 128 and hidden == 2048 and inner == 768 and skew == 'even'"),
     "experts in FP8": ("moe.fp8_block", "experts == 128 and hidden == 2048 and inner == 768 and skew == 'even'"),
     "decode attention over a BF16 cache": ("attention_decode.bf16", "kv_heads == 4"),
@@ -36,7 +33,6 @@ OF_MODEL = {  # kernels of MODEL's sizes
     "sampling by model runner V2": ("sampling.v2", "vocabulary == 151936"),
 }
 RANGES = {"1 to 32 requests": (1, 32), "64 to 192": (64, 192), "256 to 512": (256, 512), "1,024 and more": (1024, 8192)}
-MODEL, REQUESTS, CONTEXT = "Qwen/Qwen3-30B-A3B", (64, 128, 256, 384, 512), 1000
 KERNELS = {
     "norm": "norm",
     "activation": "activation",
@@ -86,7 +82,7 @@ def table() -> str:
 
 
 def of_model() -> str:
-    """The predicted over the timed seconds of kernels of MODEL's sizes on the H100, in Markdown: medians of ranges."""
+    """The predicted over the timed seconds of OF_MODEL's kernels on the H100, in Markdown: medians of ranges."""
     profile, timed, lines = load_profile(H100, VERSION)[0], timings("h100"), []
     for name, (kernel, sizes) in OF_MODEL.items():
         rows = timed[timed.kernel == kernel].query(sizes).reset_index(drop=True)
@@ -97,20 +93,5 @@ def of_model() -> str:
     return markdown(("kernel", *RANGES), lines)
 
 
-def steps() -> str:
-    """How much longer decode steps on an H100 were, by bandwidth and with the H200's layers, in Markdown."""
-    profile = load_profile(H200, VERSION)[0]
-    by_law, by_bandwidth = profile.of_sibling(H100.name), replace(profile, gpu=H100.name)
-    requests = np.array(REQUESTS, dtype=float)
-    none = np.zeros_like(requests)
-    batch = StepBatch(requests, requests * CONTEXT, none, none, none, none, requests)
-    lines = []
-    for name in PRESETS:
-        setup = EngineSetup(MODEL, H100, name, engine_version=VERSION)
-        new, old = (setup.step_model(each).seconds(batch) for each in (by_law, by_bandwidth))
-        lines.append((name, *(f"{x:+.1%}" for x in old / new - 1)))
-    return markdown((f"steps of {MODEL}", *(f"{x} requests" for x in REQUESTS)), lines)
-
-
 if __name__ == "__main__":
-    print(f"{table()}\n\n{of_model()}\n\n{steps()}")
+    print(f"{table()}\n\n{of_model()}")

@@ -245,22 +245,17 @@ def cpu() -> str:
 
 
 def table(paths: list[Path]) -> str:
+    """The rows in Markdown, without those of single schedules."""
     lines = []
     for path in paths:
-        for row in jsonl.rows(path):
-            facts = [f"{row[key]:,} {key.replace('_', ' ')}" for key in ("response_tokens", "events") if key in row]
-            lost = row.get("preemptions")
-            facts += [f"preemptions {lost}"] if isinstance(lost, dict) else []
-            facts += [f"{lost:,} preemptions"] if isinstance(lost, int) else []
-            if "us_per_event_log2_event" in row:
-                facts.append(f"{row['us_per_event_log2_event']:.2f} us per event x log2(events)")
+        for row in (row for row in jsonl.rows(path) if "events" not in row):
+            facts = [f"{row['response_tokens']:,} response tokens"] if "response_tokens" in row else []
             facts += [row["command"]] if "command" in row else []
             facts += [f"at most {row['most_s']:.1f} s, measured {row['measured_s']:.2f} s"] if "most_s" in row else []
             facts += ["no C compiler"] if row.get("compiled") is False else []
             facts += [f"at most {row['max_rss_mb']:,} MB of memory"] if "max_rss_mb" in row else []
-            times = (f"{row[key] * 1e3:,.1f} ms" if key in row else "" for key in ("median_s", "min_s", "max_s"))
-            lines.append((row["what"], *times, "; ".join(facts)))
-    return markdown.table(("what", "median", "min", "max", "details"), lines)
+            lines.append((row["what"], f"{row['median_s'] * 1e3:,.0f} ms", "; ".join(facts)))
+    return markdown.table(("what", "median", "details"), lines)
 
 
 def main() -> None:

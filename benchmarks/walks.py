@@ -1,12 +1,12 @@
-"""Count the files of the package that three walks enter, and the hops from one file to another.
+"""Count the files of the package that three walks enter, their lines, and the hops from one file to another.
 
 The walks: a plan from the command line, a BF16 tensor into the live FP8 layer, and a log-prob to weights, thresholds
 and record.
 
     python -m benchmarks.walks            # or, of another tree: PYTHONPATH=TREE python benchmarks/walks.py
 
-files: files of the package in which a function runs; hops: pairs of a file and another one that it calls.
-Importing does not count. docs/architecture.md follows the walks.
+files: files of the package in which a function runs; hops: pairs of a file and another one that it calls; lines: all
+lines of these files. Importing does not count. docs/architecture.md follows the walks.
 """
 
 from __future__ import annotations
@@ -53,8 +53,12 @@ class Walk:
         if caller is not None and caller != here:
             self.hops[caller, here] = None
 
+    def lines(self) -> int:
+        """The lines of all entered files, as a reader of whole files meets them."""
+        return sum(len(Path(file).read_text(encoding="utf-8").splitlines()) for file in self.files)
+
     def __str__(self) -> str:
-        return f"{len(self.files)} files, {len(self.hops)} hops"
+        return f"{len(self.files)} files, {len(self.hops)} hops, {self.lines()} lines"
 
 
 @contextlib.contextmanager

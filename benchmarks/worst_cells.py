@@ -1,6 +1,6 @@
 """The steps of the rollouts of H100s that are predicted worst: what they wait for, and how far off they are.
 
-    python -m benchmarks.worst_cells     prints the table of docs/evidence/accuracy.md
+    python -m benchmarks.worst_cells     prints a row for each
 
 A step waits for the GPU if the host is predicted to need less than HOST_SHARE of the GPU's seconds. All others may wait
 for the host. Steps that fill prompts are left out, and all before them. Figures are medians of windows of WINDOW steps,

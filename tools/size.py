@@ -14,21 +14,28 @@ from statistics import mean, median
 REPOSITORY = Path(__file__).parent.parent
 
 
-def lines(folder: Path) -> dict[Path, int]:
-    """Lines of each Python file below a folder."""
-    return {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sorted(folder.rglob("*.py"))}
+def lines(folder: Path, suffix: str = ".py") -> dict[Path, int]:
+    """Lines of each file below a folder whose name ends so."""
+    return {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sorted(folder.rglob(f"*{suffix}"))}
+
+
+def counts(tree: Path) -> dict[str, int]:
+    """Lines of the package's Python and C, of tests and of benchmarks, as the budget in CONTRIBUTING.md names them."""
+    python = {name: sum(lines(tree / name).values()) for name in ("fp8plan", "tests", "benchmarks")}
+    in_c = sum(lines(tree / "fp8plan", ".c").values())
+    return {"package": python["fp8plan"], "C": in_c, "tests": python["tests"], "benchmarks": python["benchmarks"]}
 
 
 def main() -> None:
     tree = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY
     package = lines(tree / "fp8plan")
-    counts = [count for count in package.values() if count > 1]  # without empty __init__.py files, and docstrings alone
+    filled = [count for count in package.values() if count > 1]  # without empty __init__.py files, and docstrings alone
     longest = max(package, key=lambda path: package[path])
-    print(f"modules            {len(package)}, {len(counts)} of more than one line")
+    print(f"modules            {len(package)}, {len(filled)} of more than one line")
     print(f"folders            {len({path.parent for path in package})}")
-    print(f"lines of a module  mean {mean(counts):.0f}, median {median(counts):.0f}, {longest.name} {package[longest]}")
-    for name in ("fp8plan", "tests", "benchmarks"):
-        print(f"lines of {name:9} {sum(lines(tree / name).values()):,}")
+    print(f"lines of a module  mean {mean(filled):.0f}, median {median(filled):.0f}, {longest.name} {package[longest]}")
+    for name, count in counts(tree).items():
+        print(f"lines of {name:10} {count:,}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The drill's results: a line of JSON for each fault and place, and the tables of docs/evidence/weight_sync.md."""
+"""The drill's results: a line of JSON for each fault and place, and the table of docs/evidence/weight_sync.md."""
 
 from __future__ import annotations
 
@@ -96,18 +96,6 @@ def summary(rows: Rows) -> str:
     return f"{table(heads, cells)}\n\n{ran}, {took}."
 
 
-def by_kind(rows: Rows) -> str:
-    """Outcomes by kind of fault, with the faults' names."""
-    cells = []
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        own = [row for row in rows if row["kind"] == kind]
-        counts = Counter(row["outcome"] for row in own)
-        names = ", ".join(f"`{name}`" for name in dict.fromkeys(row["fault"] for row in own))
-        cells.append((kind, names, *(str(counts[outcome]) for outcome in (OLD, NEW, REFUSES))))
-    return table(("kind", "faults", OLD, NEW, REFUSES), cells)
-
-
 def committed() -> dict[str, str]:
-    """The blocks of docs/evidence/weight_sync.md."""
-    rows = jsonl.rows(RESULTS)
-    return {"fault drill": summary(rows), "fault drill by kind": by_kind(rows)}
+    """The block of docs/evidence/weight_sync.md."""
+    return {"fault drill": summary(jsonl.rows(RESULTS))}

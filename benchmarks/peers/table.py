@@ -1,4 +1,4 @@
-"""The verdicts on peers' tests, as tables of docs/evidence/speed.md."""
+"""The verdicts on peers' tests. Their summary is a table of docs/evidence/speed.md."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def unexplained(rows: Rows) -> list[Mapping[str, Any]]:
 
 
 def committed() -> dict[str, str]:
-    """The blocks of docs/evidence/speed.md, from the committed file."""
+    """The block of docs/evidence/speed.md, from the committed file."""
     from fp8plan import jsonl
 
     rows = jsonl.rows(RESULTS)
     dated = f"On {rows[0]['date']}."
-    return {"peers": f"{summary(rows)}\n\n{dated}", "peers that do not pass": reasons(rows)}
+    return {"peers": f"{summary(rows)}\n\n{dated}"}

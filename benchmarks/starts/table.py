@@ -41,14 +41,23 @@ def why(row: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """A row for each kind of model and precision, and a column for GPUs that agree in all rows; reasons below."""
+    """A row for each precision and the kinds of models that agree, and a column for GPUs that agree in all rows.
+
+    The reasons of refusals stand below.
+    """
     known = {(row["kind"], row["precision"], row["gpu"]): row for row in rows()}
     lines = list(dict.fromkeys((kind, precision) for kind, precision, _ in known))
     groups = alike({gpu: [cell(known[*line, gpu]) for line in lines] for gpu in GPUS})
-    models = {kind.name: kind.model.partition("/")[2] for kind in KINDS}
+    models = {kind.name: f"{kind.name} ({kind.model.partition('/')[2]})" for kind in KINDS}
+    kinds: dict[tuple[str, ...], list[str]] = {}  # a precision, and whether and how each GPU runs it -> kinds
+    for kind, precision in lines:
+        answers = (known[kind, precision, gpu] for gpu in GPUS)
+        told = (f"{cell(row)} {why(row) if cell(row) == 'refused' else ''}" for row in answers)
+        kinds.setdefault((precision, *told), []).append(kind)
     reasons: list[str] = []
     body = []
-    for kind, precision in lines:
+    for (precision, *_), alike_kinds in kinds.items():
+        kind = alike_kinds[0]
         cells = []
         for group in groups:
             row = known[kind, precision, group[0]]
@@ -58,7 +67,7 @@ def table() -> str:
                     reasons.append(why(row))
                 text = f"refused ({reasons.index(why(row)) + 1})"
             cells.append(text)
-        body.append((f"{kind} ({models[kind]})", precision, *cells))
+        body.append((", ".join(models[each] for each in alike_kinds), precision, *cells))
     numbered = "\n".join(f"{number}. {reason}." for number, reason in enumerate(reasons, 1))
     heads = ("model kind", "precision", *map(heading, groups))
     return f"{markdown.table(heads, body)}\n\nReasons of refusals, for the first GPU of a column:\n\n{numbered}"

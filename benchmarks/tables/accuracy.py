@@ -42,15 +42,6 @@ def outside() -> dict[str, Validation]:
     return {words: validate(read_records(profiles_path() / path)) for words, path in OUTSIDE.items()}
 
 
-def newer_line() -> str:
-    """README's sentences on rollouts of vLLM 0.33."""
-    h200, later, h100 = (
-        f"{len(x.records)} rollouts are off by {x.makespan_mape:.1%} (worst {x.makespan_worst:.1%})"
-        for x in outside().values()
-    )
-    return f"With vLLM 0.33 on an H200, {h200}. Another {later}, most of them with experts. On an H100, {h100}."
-
-
 Cell = Mapping[str, Any]
 
 
@@ -77,35 +68,55 @@ def families(result: Validation) -> str:
     return f"{_by('model', cells, _engine, names)}\n\nKV cache tokens are within {kv:.2%}. {halves}"
 
 
-def line(
-    told: Validation, untold: Validation, every: Validation, families: Validation, at_first: Sequence[Cell]
+def summary(
+    told: Validation,
+    untold: Validation,
+    every: Validation,
+    families: Validation,
+    at_first: Sequence[Cell],
+    newer: Mapping[str, Validation],
 ) -> str:
-    """The accuracy in a few sentences.
+    """README's table of the accuracy, in Markdown.
 
     told, untold: rollouts that no fit has seen, with the speed of their hosts where it was timed, and without
     every:        the same with the runs that later ones replaced
     families:     rollouts of model families that no fit has seen; at_first: as they were predicted at first sight
+    newer:        words of OUTSIDE -> the validation of its rollouts
     """
-    found, unknown, replaced, others = (_judged(x.records) for x in (told, untold, every, families))
-    first = _judged(at_first)
     noise = noise_floor(told.records) or 0.0
     timed = sum(row.get("host_loop_s") is not None for row in told.records)
-    cells = len(merged(told.records))
+    replaced = len(every.records) - len(told.records)
+    named = f"{_named(told.records, 0.0)}; within {noise:.1%} of it {_named(told.records, noise)}"
+    rows = [
+        (f"vLLM 0.26, H200; host timed in {timed} of {len(told.records)} runs", *_off(told.records), named),
+        ("the same, no host timed", *_off(untold.records), ""),
+        (f"the same, with {replaced} runs that later ones replaced", *_off(every.records), ""),
+        ("model families", *_off(families.records), _named(families.records, 0.0)),
+        ("the same, before the model was changed for them", *_off(at_first), ""),
+        *((words, *_runs_off(validation), "") for words, validation in newer.items()),
+    ]
+    heads = ("rollouts that no fit has seen", "number", "makespan off by", "worst", "speed-up off by, points")
     single = max(abs(row["error"]) for row in every.records)
+    shown = table((*heads, "fastest precision named"), rows)
     return (
-        f"Makespans of real vLLM 0.26 rollouts on H200s are off by {_mean_and_worst(found)} in {cells} cells that no "
-        f"fit has seen. That is with the host's speed told where it was timed ({timed} of {len(told.records)} runs). "
-        f"With no host told it is {_mean_and_worst(unknown)}. With {len(every.records) - len(told.records)} runs that "
-        f"later ones replaced it is {_mean_and_worst(replaced)}. A cell is the median of its runs; single runs are up "
-        f"to {single:.0%} off. In {len(merged(families.records))} cells of model families in no fit it is "
-        f"{_mean_and_worst(others)}. At first sight, before the model was changed for them, it was "
-        f"{_mean_and_worst(first)}. Speed-ups are off by {found.speedup_mae_points:.1f} points, those of the families "
-        f"by {others.speedup_mae_points:.1f}, and by {first.speedup_mae_points:.1f} at first sight. The fastest "
-        f"precision is named in {_named(told.records, 0.0)} groups. One within {noise:.1%} of it, the spread of "
-        f"repeats, is named in {_named(told.records, noise)}. With no prediction, FP8 weights and KV are the fastest "
-        f"in {_most_fp8(told.records, 0.0)}, and within {noise:.1%} in {_most_fp8(told.records, noise)}. Among the "
-        f"families the fastest is named in {_named(families.records, 0.0)}."
+        f"{shown}\n\nA cell is the median of its runs; single runs are up to "
+        f"{single:.0%} off. Without a prediction, FP8 weights with an FP8 cache are the fastest in "
+        f"{_most_fp8(told.records, 0.0)} groups, and within {noise:.1%} of it in {_most_fp8(told.records, noise)}. "
+        f"{noise:.1%} is the spread of repeats."
     )
+
+
+def _off(rows: Sequence[Cell]) -> tuple[str, ...]:
+    """The number of cells, and how far off they are."""
+    judged = _judged(rows)
+    points = "" if judged.speedup_mae_points is None else f"{judged.speedup_mae_points:.1f}"
+    return f"{len(merged(rows))} cells", f"{judged.makespan_mape:.1%}", f"{judged.makespan_worst:.1%}", points
+
+
+def _runs_off(validation: Validation) -> tuple[str, ...]:
+    """The number of runs, and how far off they are."""
+    runs = f"{len(validation.records)} runs"
+    return runs, f"{validation.makespan_mape:.1%}", f"{validation.makespan_worst:.1%}", ""
 
 
 def coverage(sets: Mapping[str, Validation]) -> str:
@@ -125,10 +136,6 @@ def coverage(sets: Mapping[str, Validation]) -> str:
 
 def _judged(rows: Sequence[Cell]) -> Accuracy:
     return accuracy(merged(rows))
-
-
-def _mean_and_worst(found: Accuracy) -> str:
-    return f"{found.makespan_mape:.1%} on average (worst {found.makespan_worst:.1%})"
 
 
 def _named(rows: Sequence[Cell], noise: float) -> str:
@@ -154,7 +161,7 @@ def _totals(cells: Sequence[Cell], noise: float, largest: float) -> str:
     kv = max(abs(x["predicted_kv_cache_tokens"] / x["measured_kv_cache_tokens"] - 1) for x in cells)
     starved = [x for x in cells if x["preemptions"]]
     counts = "; ".join(f"{x['preemptions']} / {x['predicted_preemptions']}" for x in starved)
-    others_named = f"most FP8 is so in {_most_fp8(cells, 0.0)} and {_most_fp8(cells, noise)}"
+    others_named = f"most FP8 wins in {_most_fp8(cells, 0.0)} and {_most_fp8(cells, noise)}"
     rows = [
         (
             "makespan",

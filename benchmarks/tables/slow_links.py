@@ -1,4 +1,4 @@
-"""Print the tables of docs/evidence/weight_sync.md on slow links, from the committed measurements.
+"""Print the tables on slow links, from the committed measurements. Two of them stand in docs/evidence/weight_sync.md.
 
 python -m benchmarks.tables.slow_links
 """
@@ -255,20 +255,19 @@ def link_modes() -> str:
 
 
 def tables() -> dict[str, str]:
-    """The tables by the name of their block."""
-    return {
+    """The tables of the page, by the name of their block."""
+    return {"bytes of a step": steps(), "modes over links": link_modes()}
+
+
+def main() -> None:
+    others = {
         "bits after fifty steps": bits(),
-        "bytes of a step": steps(),
         "sparse syncs": top_k(),
         "shaped links": links(),
         "kernels of a delta": kernels(),
         "syncs on GPUs": on_gpus(),
-        "modes over links": link_modes(),
     }
-
-
-def main() -> None:
-    print("\n\n".join(f"{name}\n\n{text}" for name, text in tables().items()))
+    print("\n\n".join(f"{name}\n\n{text}" for name, text in (tables() | others).items()))
     byte, matrix, patch_byte = fitted()
     print(f"\nfitted: {byte:.3g} s for a BF16 byte, {matrix:.3g} for a matrix, {patch_byte:.3g} for a patch's byte")
 

@@ -51,7 +51,7 @@ def test_totals_by_hand() -> None:
         "|---|---|",
         f"| makespan | MAPE {mape:.1%}, worst 25.0%, bias {bias:+.1%} |",
         f"| speed-up over BF16 | mean error {(points + 50) / 2:.1f} points, worst 50.0 |",
-        "| fastest precision | named in 2 of 2 groups, within 2.0% in 2 of 2; most FP8 is so in 2 of 2 and 2 of 2 |",
+        "| fastest precision | named in 2 of 2 groups, within 2.0% in 2 of 2; most FP8 wins in 2 of 2 and 2 of 2 |",
         "| KV cache tokens | within 0.40% |",
         "| preemptions, measured / predicted | 7 / 9; 0 / 0 in all other cells |",
         "| noise: spread of a repeated cell on one card | median 2.0%, largest 2.0% |",
@@ -95,21 +95,21 @@ def test_preemptions_that_did_not_come_are_not_hidden() -> None:
 
 def test_a_wrong_favourite_is_named_right_only_within_the_noise_and_beside_it_stands_most_fp8() -> None:
     slower = [row("bf16", 10.0, 9.0, "c"), row("fp8_kv", 9.9, 9.5, "c")]
-    assert "named in 0 of 1 groups, within 0.0% in 0 of 1; most FP8 is so in 1 of 1 and 1 of 1" in tables(slower)
+    assert "named in 0 of 1 groups, within 0.0% in 0 of 1; most FP8 wins in 1 of 1 and 1 of 1" in tables(slower)
     repeated = [*slower, row("bf16", 10.4, 9.0, "c"), row("bf16", 9.8, 9.0, "c")]  # median 10.0, spread 6%
-    assert "named in 0 of 1 groups, within 6.0% in 1 of 1; most FP8 is so in 1 of 1 and 1 of 1" in tables(repeated)
+    assert "named in 0 of 1 groups, within 6.0% in 1 of 1; most FP8 wins in 1 of 1 and 1 of 1" in tables(repeated)
     other = [row("bf16", 9.0, 9.0, "d"), row("fp8_block", 9.9, 9.5, "d")]
-    assert "named in 1 of 1 groups, within 0.0% in 1 of 1; most FP8 is so in 0 of 1 and 0 of 1" in tables(other)
+    assert "named in 1 of 1 groups, within 0.0% in 1 of 1; most FP8 wins in 0 of 1 and 0 of 1" in tables(other)
 
 
-def test_the_line_has_first_sight_replaced_runs_and_the_host_that_was_told() -> None:
+def test_the_short_table_has_first_sight_replaced_runs_and_the_host_that_was_told() -> None:
     every = validation([*ROWS, row("bf16", 20.0, 11.0)])
     first = [{**x, "predicted_s": 2 * x["seconds"]} for x in ROWS]
-    text = accuracy.line(validation(ROWS), validation(ROWS[:3]), every, validation(ROWS[3:]), first)
-    assert (
-        "in 4 cells that no fit has seen. That is with the host's speed told where it was timed (0 of 5 runs)" in text
-    )
-    assert "With no host told it is 4.5% on average (worst 8.9%)." in text
-    assert "With 1 runs that later ones replaced" in text
+    newer = {"a newer one": validation(ROWS[:2])}
+    text = accuracy.summary(validation(ROWS), validation(ROWS[:3]), every, validation(ROWS[3:]), first, newer)
+    assert "| vLLM 0.26, H200; host timed in 0 of 5 runs | 4 cells |" in text
+    assert "| the same, no host timed | 2 cells | 4.5% | 8.9% |" in text
+    assert "| the same, with 1 runs that later ones replaced | 4 cells |" in text
+    assert "| the same, before the model was changed for them | 4 cells | 100.0% | 100.0% |" in text
+    assert "| a newer one | 2 runs |" in text
     assert "single runs are up to 45% off" in text
-    assert "before the model was changed for them, it was 100.0% on average (worst 100.0%)." in text
