@@ -106,7 +106,6 @@ class GroupPool:
         self.lowest = num_blocks  # the fewest free blocks while `serve` went from request to request
         self.changes = 0  # counted, so that no look-up is repeated without one
         self.hit_freed_blocks = False
-        self.evictions = 0  # number of evicted blocks that could still have been hit
         self.shared_prefix = 0  # tokens of one group's longer hit in the last look-up; 0: none
         self._queue = FreeQueue(num_blocks)
         rows = [list(equal) for _, equal in groupby(groups)]
@@ -137,6 +136,11 @@ class GroupPool:
         self._regular_from = [[0] * requests for _ in rows]  # the first block that may be freed in the rhythm
         self._calendar: dict[int, list[int]] = {}  # step -> steady requests; outdated where _event differs
         self._event = [-1] * requests
+
+    @property
+    def missed_evicted(self) -> bool:
+        """True once a look-up came upon an evicted block."""
+        return self._queue.missed_evicted
 
     def begin_step(self, step: int) -> None:
         """Forget what was computed in the step before."""
@@ -329,7 +333,6 @@ class GroupPool:
                 queue.clean = 0
         queue.add_drops(step, drops, hashed[queued], hashed[i])
         queue.evict(evicted)
-        self.evictions += evicted
         return short
 
     def _add_states(self, request: int, step: int) -> int:
@@ -340,7 +343,7 @@ class GroupPool:
         if blocks:
             self.free -= blocks
             self.changes += 1
-            self.evictions += self._queue.take(blocks)
+            self._queue.take(blocks)
 
     def _free(self, step: int, drops: Drops, first: int, end: int) -> None:
         """Free the blocks that the requests from the first to before the end-th one of `drops` free in the rhythm."""

@@ -1,10 +1,9 @@
-"""The scheduler's state between two steps where several KV-cache groups share the pool.
+"""The scheduler's state between two steps, where one KV-cache group or several share the pool.
 
-It differs from `SchedulerState` in two ways. Blocks also come free while requests decode, when they leave a window. So
-a calendar has the requests whose blocks change in a step, and a run of steps goes from one such step to the next. And
-several requests may be partly prefilled. With prefix caching, a model with states is prefilled in whole blocks
-(`_mamba_block_aligned_split` in vllm/v1/core/sched/scheduler.py), which may leave some budget to the next request. Then
-even a decoding request may get no token in a step.
+Blocks also come free while requests decode, when they leave a window. Several requests may be partly prefilled. With
+prefix caching, a model with states is prefilled in whole blocks (`_mamba_block_aligned_split` in
+vllm/v1/core/sched/scheduler.py), which may leave some budget to the next request. Then even a decoding request may get
+no token in a step.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from fp8plan.model.schedule.windows import WindowMeter, pairs_read, tokens_read
 
 
 class GroupState(State):
-    """State between two steps where several groups share the pool.
+    """State between two steps.
 
-    `running` is in order of admission, which is the order of arrival. A decoding request is steady if it got its last
-    token in the step before. Then a step changes none of its fields. Else `computed` counts its computed tokens, and
-    `target` those that it can reach.
+    A decoding request is steady if it got its last token in the step before. Then a step changes none of its fields.
+    Else `computed` counts its computed tokens, and `target` those that it can reach.
     """
 
     def __init__(
@@ -42,11 +40,11 @@ class GroupState(State):
         # States are prefilled in whole blocks if the prefix cache is to keep them.
         caching = limits.enable_prefix_caching
         self.aligned = groups[0].block_size if caching and any(g.kind == "state" for g in groups) else 0
+        self.keeps_all = all(group.keeps_all for group in groups)
         self.leaves_one = int(rules.leaves_one)
         self.checkpoints = self.aligned > 0 and all(g.checkpoints for g in groups if g.kind == "state")
         self.retain_all = rules.retain_all
         self.queue = list(range(requests - 1, -1, -1))  # the waiting requests; the head is the last entry
-        self.running: list[int] = []  # includes `leaving`
         self.length = list(prompts)  # tokens to prefill: prompt + generated ones at admission
         self.target = list(prompts)  # tokens that can be computed: `length`, and one more in each step after
         self.computed = [0] * requests
@@ -57,15 +55,12 @@ class GroupState(State):
         self.steady = [False] * requests
         self.steady_from = [0] * requests
         self.unsteady = 0  # running requests that are not steady
-        self.refused = False  # true once a request had to wait for blocks
+        self.refused = False  # true once a waiting request found too few blocks
         self.refused_at = (-1, 0)  # the pool's changes and the decoding requests when the head last had to wait
         self.alone = 0  # preemptions in a row that left nobody running
         windows = {(group.kind, group.window): group for group in groups if group.window}
         self.meters = [WindowMeter(group, requests) for group in windows.values()]
         self.window_rows: list[int] = []  # (decode KV tokens, prefill KV tokens, prefill pairs) of each meter
-
-    def unfinished(self) -> bool:
-        return bool(self.queue or self.running)
 
     def window_columns(self) -> list[tuple[Spec, IntArray]]:
         """For each window: an int64 array of shape (3, rows), as in `window_rows`."""
@@ -88,6 +83,9 @@ class GroupState(State):
         Without such a step, run one in which anything may happen.
         """
         pool = self.pool
+        if self.keeps_all and self._may_admit():  # decoding frees no block: a row of its own, admitted or not
+            self._step()
+            return
         wanted = min(longest, self._steps_to_finish())
         steps = 0
         looked_at = -1
@@ -95,11 +93,11 @@ class GroupState(State):
             pool.begin_step(self.now + steps)
             free = pool.free
             left = free - pool.takes(self.now + steps)  # if no block comes free in the step
+            if left < self.least_free:
+                self.least_free = left
             if left < 0:
                 break
             pool.serve(self.now + steps)
-            if left < self.least_free:
-                self.least_free = left
             if pool.changes != looked_at:
                 looked_at = pool.changes
                 if self._may_admit():
@@ -423,7 +421,7 @@ class GroupState(State):
         served = bool(decoding or chunks or again)
         if served:
             kv_tokens = context + decoding + sum([after for _, _, after in again])
-            self._record(steps, decoding + len(again), kv_tokens, len(self.running), free)
+            self._record(steps, decoding + len(again), kv_tokens, free)
         for meter in self.meters:
             reads = meter.advance(steps)
             if chunks or again:

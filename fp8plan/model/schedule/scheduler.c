@@ -1,8 +1,8 @@
-/* `SchedulerState` of state.py on the pools of kv_pool.py, in C. The comments there say why each line is as it is.
+/* vLLM's scheduler for one group of full attention: the rules of `GroupState` in group_state.py, in C.
 
-   Names are those of the Python code, and every number is the same. Two structures differ. Finish steps are in a heap
-   that a preempted request leaves at once. Spans are numbered, and linked to their neighbours in the queue.
-   tests/model/schedule/test_scheduler.py compares the two.
+   Every number is the same as the reference's; tests/model/schedule/test_scheduler.py compares the two. A span is
+   consecutive hashed blocks [start, end) that are held and freed together. Eviction lowers `end`: a request frees its
+   last block before its first. Finish steps are in a heap that a preempted request leaves at once.
 */
 #include <setjmp.h>
 #include <stdint.h>

@@ -14,8 +14,8 @@ Not modelled are priorities and LoRA. Nor is the one step more that asynchronous
 with an end-of-sequence token, because the end is seen a step late. Speculation is a change of units
 (fp8plan.model.tune.speculation).
 
-One group of full attention is simulated in C, in scheduler.c, forty times as fast as in Python. The first plan has a C
-compiler build it, in less than a quarter of a second. Without a compiler `SchedulerState` simulates the same.
+`GroupState` in group_state.py is the reference, in Python. One group of full attention is simulated in C, in
+scheduler.c, which the first plan has a C compiler build. Without a compiler the reference simulates it, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,8 +40,7 @@ from fp8plan.model.cost.base import FloatArray, IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
 from fp8plan.model.schedule.group_pool import GroupPool, admission_cap, check_groups
-from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for, shared_layout
-from fp8plan.model.schedule.state import PREFILL, ROW, SchedulerState
+from fp8plan.model.schedule.state import PREFILL, ROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,33 +156,45 @@ def schedule(
     """
     groups = groups or (Spec("full", limits.block_size),)
     check_groups(groups, limits)
-    if len(groups) > 1 or not groups[0].keeps_all:
-        return schedule_groups(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, rules)
-    block_size = groups[0].block_size
-    _check_fits(prompts, responses, num_blocks, block_size)
-    work = prompts, responses, prompt_ids, num_blocks, block_size, limits, longest_run
-    columns, ended, least_free, hit_freed_blocks = run_compiled(*work) or run_in_python(*work)
-    # A smaller pool may have lost freed blocks that were hit. A larger one may admit a head earlier that had to wait.
-    pool_mattered = hit_freed_blocks or least_free < 0 or bool(columns["preemptions"].any())
-    wanted = None if pool_mattered else num_blocks - least_free
+    least_pool = _check_fits(prompts, responses, num_blocks, limits, groups)
+    made = None
+    if len(groups) == 1 and groups[0].keeps_all:
+        made = run_compiled(prompts, responses, prompt_ids, num_blocks, groups[0].block_size, limits, longest_run)
+    if made is None:
+        made = run_reference(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, rules)
     return Schedule(
-        **columns,
+        **made.columns,
         prompt_tokens=int(prompts.sum()),
         requests=len(prompts),
         num_blocks=num_blocks,
         groups=groups,
-        blocks_wanted=wanted,
-        windows=(),
+        blocks_wanted=None if made.pool_mattered else max(num_blocks - made.least_free, least_pool),
+        windows=made.windows,
         sampled=None,
-        ended=ended,
+        ended=made.ended,
         gained=1.0,
         queries=1,
     )
 
 
 Numbers = ctypes.POINTER(ctypes.c_int64)
-# columns by name, the row that ended each request, least_free and hit_freed_blocks
-Run: TypeAlias = tuple[dict[str, IntArray], IntArray, int, bool]
+
+
+class Run(NamedTuple):
+    """A simulated batch.
+
+    columns:       int64 arrays of shape (rows,), one for each name of state.ROW and PREFILL
+    windows:       as in Schedule
+    ended:         the row that ended each request, shape (requests,)
+    least_free:    fewest free blocks, also of those that an admission needed
+    pool_mattered: a larger pool may have another schedule
+    """
+
+    columns: dict[str, IntArray]
+    windows: tuple[WindowWork, ...]
+    ended: IntArray
+    least_free: int
+    pool_mattered: bool
 
 
 def run_compiled(
@@ -229,7 +240,10 @@ def run_compiled(
     names = (*ROW, *PREFILL)
     columns = np.empty((len(names), made), dtype=np.int64)
     library.fp8plan_columns(rows, made, columns.ctypes.data_as(Numbers))
-    return dict(zip(names, columns, strict=True)), ended, results[0], bool(results[1])
+    least_free, hit_freed_blocks = results
+    # A smaller pool may have lost freed blocks that were hit. A larger one may admit a head earlier that had to wait.
+    mattered = bool(hit_freed_blocks) or least_free < 0 or bool(columns[names.index("preemptions")].any())
+    return Run(dict(zip(names, columns, strict=True)), (), ended, least_free, mattered)
 
 
 @cache
@@ -262,42 +276,21 @@ def compiled() -> ctypes.CDLL | None:
     return loaded
 
 
-def run_in_python(
+def run_reference(
     prompts: IntArray,
     responses: IntArray,
     prompt_ids: IntArray,
     num_blocks: int,
-    block_size: int,
     limits: EngineLimits,
     longest: int,
-) -> Run:
-    """Simulate one group of full attention with `SchedulerState`. block_size: as in `run_compiled`"""
-    pool: Pool
-    if limits.enable_prefix_caching:
-        pool = CachingPool(num_blocks, block_size, prompts, prompt_ids)
-    else:
-        pool = Pool(num_blocks)
-    state = SchedulerState(prompts.tolist(), responses.tolist(), pool, block_size, limits)
-    columns = state.run(longest)
-    return columns, np.array(state.ended, dtype=np.int64), state.least_free, state.hit_freed_blocks
-
-
-def schedule_groups(
-    prompts: IntArray,
-    responses: IntArray,
-    prompt_ids: IntArray,
-    num_blocks: int,
-    limits: EngineLimits,
-    longest_run: int,
     groups: tuple[Spec, ...],
     rules: CacheRules,
-) -> Schedule:
-    """Simulate as `schedule` does, for several groups, or for a group that does not keep all tokens."""
+) -> Run:
+    """Simulate with `GroupState`. longest: most steps in one row"""
     from fp8plan.model.schedule.group_cache import CachingGroupPool
     from fp8plan.model.schedule.group_holders import HoldersWaitPool
     from fp8plan.model.schedule.group_state import GroupState
 
-    _check_groups_fit(prompts, responses, num_blocks, limits, groups)
     pool: GroupPool
     if limits.enable_prefix_caching:
         caching = HoldersWaitPool if rules.holders_wait else CachingGroupPool
@@ -305,53 +298,47 @@ def schedule_groups(
     else:
         pool = GroupPool(num_blocks, groups, limits, len(prompts))
     state = GroupState(prompts.tolist(), responses.tolist(), pool, groups, limits, rules)
-    columns = state.run(longest_run)
-    # After an eviction, a smaller or larger pool would find other blocks in the prefix cache.
-    pool_mattered = pool.hit_freed_blocks or pool.evictions or state.refused or bool(columns["preemptions"].any())
-    return Schedule(
-        **columns,
-        prompt_tokens=int(prompts.sum()),
-        requests=len(prompts),
-        num_blocks=num_blocks,
-        groups=groups,
-        blocks_wanted=None if pool_mattered else num_blocks - state.least_free,
-        windows=tuple(WindowWork(group.kind, group.window, *work) for group, work in state.window_columns()),
-        sampled=None,
-        ended=np.array(state.ended, dtype=np.int64),
-        gained=1.0,
-        queries=1,
-    )
+    columns = state.run(longest)
+    # A smaller pool may have lost freed blocks that were hit. A larger one may still have those that were missed, or
+    # admit a head earlier that had to wait, or cut other runs of steps.
+    short = state.refused or state.least_free < 0 or bool(columns["preemptions"].any())
+    mattered = short or pool.hit_freed_blocks or pool.missed_evicted
+    windows = tuple(WindowWork(group.kind, group.window, *work) for group, work in state.window_columns())
+    return Run(columns, windows, np.array(state.ended, dtype=np.int64), state.least_free, mattered)
 
 
-def _check_groups_fit(
+def _check_fits(
     prompts: IntArray, responses: IntArray, num_blocks: int, limits: EngineLimits, groups: tuple[Spec, ...]
-) -> None:
-    """Raise CapacityError if a request does not fit a pool that vLLM would start with (`max_memory_usage_bytes`)."""
+) -> int:
+    """The blocks of the smallest pool that vLLM would start with (`max_memory_usage_bytes`).
+
+    Raises CapacityError if the pool has fewer.
+    """
     if not len(prompts):
-        return
+        return 0
     longest = int((prompts + responses).max()) - 1  # the last token is never read back
     needed = 0
     for group in groups:
-        cap, blocks = admission_cap(group, limits), blocks_for(longest, group.block_size)
+        cap, blocks = admission_cap(group, limits), -(-longest // group.block_size)
         if group.kind == "state":
             cap, blocks = -1, 2 + group.checkpoints if limits.enable_prefix_caching else 1
         needed += min(cap, blocks) if cap >= 0 else blocks
     if needed > num_blocks:
+        kind, has = f"in {len(groups)} groups", f"{num_blocks}"
+        if len(groups) == 1:
+            size = groups[0].block_size
+            kind, has = f"of {size} tokens", f"{num_blocks} ({num_blocks * size} tokens)"
         raise CapacityError(
-            f"a request of {longest + 1} tokens (prompt + response) needs {needed} KV blocks in {len(groups)} groups, "
-            f"but the pool has {num_blocks}; shorten the response, raise gpu_memory_utilization or "
-            "tensor_parallel_size, or use an FP8 precision"
+            f"a request of {longest + 1} tokens (prompt + response) needs {needed} KV blocks {kind}, but the pool has "
+            f"{has}; shorten the response, raise gpu_memory_utilization or tensor_parallel_size, or use an FP8 "
+            "precision"
         )
+    return needed
 
 
-def _check_fits(prompts: IntArray, responses: IntArray, num_blocks: int, block_size: int) -> None:
-    if not len(prompts):
-        return
-    longest = int((prompts + responses).max()) - 1  # the last token is never read back
-    needed = blocks_for(longest, block_size)
-    if needed > num_blocks:
-        raise CapacityError(
-            f"a request of {longest + 1} tokens (prompt + response) needs {needed} KV blocks of {block_size} tokens, "
-            f"but the pool has {num_blocks} ({num_blocks * block_size} tokens); shorten the response, raise "
-            "gpu_memory_utilization or tensor_parallel_size, or use an FP8 precision"
-        )
+def shared_layout(prompts: IntArray, prompt_ids: IntArray, block_size: int) -> tuple[list[int], list[bool]]:
+    """The number of leading blocks that siblings share, by request, and true if each has its copy of the next."""
+    has_siblings = np.bincount(prompt_ids)[prompt_ids] > 1 if len(prompt_ids) else np.zeros(0, bool)
+    shared = np.where(has_siblings, (prompts - 1) // block_size, 0)
+    copies = has_siblings & (prompts % block_size == 0)
+    return shared.tolist(), copies.tolist()

@@ -1,6 +1,6 @@
 """The simulator against vLLM's own Scheduler, step by step, and what must hold without it.
 
-A schedule is made in C where a compiler is. The Python code must give the very same.
+A schedule is made in C where a compiler is. The reference in Python must give the very same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from runs_of_steps import assert_runs_add_up, total
 from fp8plan.errors import CapacityError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.schedule.scheduler import compiled, run_compiled, run_in_python, schedule
+from fp8plan.model.memory.kv_specs import CacheRules, Spec
+from fp8plan.model.schedule.scheduler import compiled, run_compiled, run_reference, schedule
 from fp8plan.model.workload import Batch
 
 BLOCK = 16
@@ -141,18 +142,18 @@ def test_a_first_chunk_fits_once_the_blocks_it_would_have_hit_are_evicted() -> N
 @pytest.mark.parametrize("longest_run", [1, 2**62], ids=["steps", "runs"])
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("case", [random_case, tight_case])
-def test_c_and_python_give_the_same_schedule(case: Any, async_scheduling: bool, longest_run: int) -> None:
+def test_c_and_the_reference_give_the_same_schedule(case: Any, async_scheduling: bool, longest_run: int) -> None:
     for seed in (*range(TIGHT_SEEDS), IDLE_PREEMPTION, ENDED_PREEMPTED):
         batch, pool, limits = case(seed, async_scheduling)
         in_c = run_compiled(*batch, pool, BLOCK, limits, longest_run)
-        columns, ended, *facts = run_in_python(*batch, pool, BLOCK, limits, longest_run)
+        reference = run_reference(*batch, pool, limits, longest_run, (Spec("full", BLOCK),), CacheRules())
         assert in_c is not None
-        assert [*in_c[2:]] == facts
-        np.testing.assert_array_equal(in_c[1], ended)
-        np.testing.assert_array_equal(np.bincount(ended, minlength=len(columns["steps"])), columns["finished"])
-        assert in_c[0].keys() == columns.keys()
+        np.testing.assert_array_equal(in_c.ended, reference.ended)
+        columns = reference.columns
+        np.testing.assert_array_equal(np.bincount(in_c.ended, minlength=len(columns["steps"])), columns["finished"])
+        assert in_c.columns.keys() == columns.keys()
         for name, column in columns.items():
-            np.testing.assert_array_equal(in_c[0][name], column)
+            np.testing.assert_array_equal(in_c.columns[name], column)
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_the_c_code_is_compiled_once(cache_folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("compiler", ["", "false", "no-such-compiler"])
-def test_without_a_compiler_python_makes_the_schedule(
+def test_without_a_compiler_the_reference_makes_the_schedule(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
     batch, pool, limits = random_case(100, async_scheduling=True)
