@@ -8,11 +8,10 @@ no token in a step.
 
 from __future__ import annotations
 
-from fp8plan.errors import CapacityError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.group_pool import GroupPool
+from fp8plan.model.schedule.group_pool import GroupPool, too_few_blocks
 from fp8plan.model.schedule.state import Chunk, State, table_of
 from fp8plan.model.schedule.windows import WindowMeter, pairs_read, tokens_read
 
@@ -128,7 +127,7 @@ class GroupState(State):
         if not preemptions:
             cached = self._admit(budget, chunks)
         if idle and not chunks:
-            self._stop_for_blocks()
+            raise too_few_blocks(self.num_blocks)
         self.preemptions += preemptions
         self._end(1, pool.free, chunks, again, cached)
 
@@ -188,12 +187,11 @@ class GroupState(State):
     def _serve_steady(self) -> int:
         """Give all steady requests the blocks that they need in this step; returns the number of preemptions."""
         pool, preemptions = self.pool, 0
+        self.least_free = min(self.least_free, pool.free - pool.takes(self.now))
         short = pool.serve(self.now)
         while short >= 0:
-            self.least_free = min(self.least_free, pool.lowest)
             preemptions += self._make_room_and_take(short)
             short = pool.serve(self.now, short + 1)
-        self.least_free = min(self.least_free, pool.lowest)
         return preemptions
 
     def _serve_due(self, request: int) -> int:
@@ -219,12 +217,6 @@ class GroupState(State):
             if victim == request:
                 break
         return preemptions
-
-    def _stop_for_blocks(self) -> None:
-        raise CapacityError(
-            f"the pool has {self.num_blocks} KV blocks, and a request that has it to itself does not find the ones it "
-            "needs; raise gpu_memory_utilization or tensor_parallel_size, or use an FP8 precision"
-        )
 
     def _computed(self, request: int, after: int) -> None:
         """Note that a request, which is not steady, was computed up to `after` tokens."""
@@ -370,7 +362,7 @@ class GroupState(State):
         self.pool.release(request, hashed)
         self.alone = 0 if self.running else self.alone + 1
         if self.alone > 1000:  # over and over, before it gets any further
-            self._stop_for_blocks()
+            raise too_few_blocks(self.num_blocks)
 
     def _hashed_tokens(self, request: int) -> int:
         """The number of tokens whose full blocks have a hash by now."""

@@ -14,8 +14,8 @@ Not modelled are priorities and LoRA. Nor is the one step more that asynchronous
 with an end-of-sequence token, because the end is seen a step late. Speculation is a change of units
 (fp8plan.model.tune.speculation).
 
-`GroupState` in group_state.py is the reference, in Python. One group of full attention is simulated in C, in
-scheduler.c, which the first plan has a C compiler build. Without a compiler the reference simulates it, too.
+The simulation is written twice. scheduler.c is used: the first plan has a C compiler build it, in less than half a
+second. `GroupState` in group_state.py is the reference, and is used where there is no compiler, hundreds of times slower.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.cost.base import FloatArray, IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.group_pool import GroupPool, admission_cap, check_groups
+from fp8plan.model.schedule.group_pool import GroupPool, admission_cap, check_groups, too_few_blocks
 from fp8plan.model.schedule.state import PREFILL, ROW
 
 
@@ -157,11 +157,8 @@ def schedule(
     groups = groups or (Spec("full", limits.block_size),)
     check_groups(groups, limits)
     least_pool = _check_fits(prompts, responses, num_blocks, limits, groups)
-    made = None
-    if len(groups) == 1 and groups[0].keeps_all:
-        made = run_compiled(prompts, responses, prompt_ids, num_blocks, groups[0].block_size, limits, longest_run)
-    if made is None:
-        made = run_reference(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, rules)
+    work = prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, rules
+    made = run_compiled(*work) or run_reference(*work)
     return Schedule(
         **made.columns,
         prompt_tokens=int(prompts.sum()),
@@ -178,6 +175,8 @@ def schedule(
 
 
 Numbers = ctypes.POINTER(ctypes.c_int64)
+KINDS = {"full": 0, "latent": 0, "sliding": 1, "chunked": 2, "state": 3}  # the numbers of kinds in scheduler.c
+TOO_FEW_BLOCKS = -2
 
 
 class Run(NamedTuple):
@@ -187,14 +186,23 @@ class Run(NamedTuple):
     windows:       as in Schedule
     ended:         the row that ended each request, shape (requests,)
     least_free:    fewest free blocks, also of those that an admission needed
-    pool_mattered: a larger pool may have another schedule
+    hits_mattered: a waiting request found too few blocks, or freed ones, or missed evicted ones
     """
 
     columns: dict[str, IntArray]
     windows: tuple[WindowWork, ...]
     ended: IntArray
     least_free: int
-    pool_mattered: bool
+    hits_mattered: bool
+
+    @property
+    def pool_mattered(self) -> bool:
+        """True if another pool may have another schedule.
+
+        A smaller one may have lost freed blocks that were hit. A larger one may still have those that were missed, or
+        admit a head earlier that had to wait, or preempt fewer requests, or cut other runs of steps.
+        """
+        return self.hits_mattered or self.least_free < 0 or bool(self.columns["preemptions"].any())
 
 
 def run_compiled(
@@ -202,48 +210,59 @@ def run_compiled(
     responses: IntArray,
     prompt_ids: IntArray,
     num_blocks: int,
-    block_size: int,
     limits: EngineLimits,
     longest: int,
+    groups: tuple[Spec, ...],
+    rules: CacheRules,
 ) -> Run | None:
-    """Simulate one group of full attention in scheduler.c. None where it is not compiled, or finds no memory.
-
-    block_size: of the group; that of `limits` is not used
-    """
+    """Simulate in scheduler.c. None where it is not compiled, or finds no memory. longest: most steps in one row"""
     library = compiled()
     if library is None:
         return None
-    layout = shared_layout(prompts, prompt_ids, block_size)
-    batch = [np.ascontiguousarray(each, dtype=np.int64) for each in (prompts, responses, prompt_ids, *layout)]
+    windows = list(dict.fromkeys((group.kind, group.window) for group in groups if group.window))
+    specs = [
+        (
+            KINDS[group.kind],
+            group.block_size,
+            group.window,
+            group.checkpoints,
+            admission_cap(group, limits),
+            groups.index(group),
+        )
+        for group in groups
+    ]
     settings = (
         num_blocks,
-        block_size,
         limits.enable_prefix_caching,
         limits.max_num_batched_tokens,
         limits.max_num_seqs,
         limits.scheduler_reserve_full_isl,
         limits.async_scheduling,
         longest,
+        rules.retain_all,
+        rules.leaves_one,
+        rules.holders_wait,
     )
-    results, ended, rows = (ctypes.c_int64 * 2)(), np.zeros(len(prompts), dtype=np.int64), Numbers()
+    counts = len(prompts), int(prompt_ids.max(initial=-1)) + 1, len(groups), len(windows)
+    kinds = [(KINDS[kind], window) for kind, window in windows]
+    tables = (counts, prompts, responses, prompt_ids, settings, specs, kinds)
+    given = [np.ascontiguousarray(table, dtype=np.int64) for table in tables]
+    facts, ended, rows = np.zeros(4, dtype=np.int64), np.zeros(len(prompts), dtype=np.int64), Numbers()
     made = library.fp8plan_schedule(
-        len(prompts),
-        int(prompt_ids.max(initial=-1)) + 1,
-        *(each.ctypes.data_as(Numbers) for each in batch),
-        (ctypes.c_int64 * len(settings))(*settings),
-        results,
-        ended.ctypes.data_as(Numbers),
-        ctypes.byref(rows),
+        *(table.ctypes.data_as(Numbers) for table in (*given, facts, ended)), ctypes.byref(rows)
     )
+    if made == TOO_FEW_BLOCKS:
+        raise too_few_blocks(num_blocks)
     if made < 0:
         return None
     names = (*ROW, *PREFILL)
-    columns = np.empty((len(names), made), dtype=np.int64)
-    library.fp8plan_columns(rows, made, columns.ctypes.data_as(Numbers))
-    least_free, hit_freed_blocks = results
-    # A smaller pool may have lost freed blocks that were hit. A larger one may admit a head earlier that had to wait.
-    mattered = bool(hit_freed_blocks) or least_free < 0 or bool(columns[names.index("preemptions")].any())
-    return Run(dict(zip(names, columns, strict=True)), (), ended, least_free, mattered)
+    table = np.empty((len(names) + 3 * len(windows), made), dtype=np.int64)
+    library.fp8plan_columns(rows, made, len(table), table.ctypes.data_as(Numbers))
+    columns = dict(zip(names, table, strict=False))
+    reads = [table[at : at + 3] for at in range(len(names), len(table), 3)]
+    work = tuple(WindowWork(*window, *read) for window, read in zip(windows, reads, strict=True))
+    least_free, *facts_of_pool = facts.tolist()
+    return Run(columns, work, ended, least_free, any(facts_of_pool))
 
 
 @cache
@@ -271,8 +290,8 @@ def compiled() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: no home folder
         return None
     loaded.fp8plan_schedule.restype = ctypes.c_int64
-    loaded.fp8plan_schedule.argtypes = [*[ctypes.c_int64] * 2, *[Numbers] * 8, ctypes.POINTER(Numbers)]
-    loaded.fp8plan_columns.argtypes = [Numbers, ctypes.c_int64, Numbers]
+    loaded.fp8plan_schedule.argtypes = [*[Numbers] * 9, ctypes.POINTER(Numbers)]
+    loaded.fp8plan_columns.argtypes = [Numbers, ctypes.c_int64, ctypes.c_int64, Numbers]
     return loaded
 
 
@@ -299,10 +318,7 @@ def run_reference(
         pool = GroupPool(num_blocks, groups, limits, len(prompts))
     state = GroupState(prompts.tolist(), responses.tolist(), pool, groups, limits, rules)
     columns = state.run(longest)
-    # A smaller pool may have lost freed blocks that were hit. A larger one may still have those that were missed, or
-    # admit a head earlier that had to wait, or cut other runs of steps.
-    short = state.refused or state.least_free < 0 or bool(columns["preemptions"].any())
-    mattered = short or pool.hit_freed_blocks or pool.missed_evicted
+    mattered = state.refused or pool.hit_freed_blocks or pool.missed_evicted
     windows = tuple(WindowWork(group.kind, group.window, *work) for group, work in state.window_columns())
     return Run(columns, windows, np.array(state.ended, dtype=np.int64), state.least_free, mattered)
 
@@ -334,11 +350,3 @@ def _check_fits(
             "precision"
         )
     return needed
-
-
-def shared_layout(prompts: IntArray, prompt_ids: IntArray, block_size: int) -> tuple[list[int], list[bool]]:
-    """The number of leading blocks that siblings share, by request, and true if each has its copy of the next."""
-    has_siblings = np.bincount(prompt_ids)[prompt_ids] > 1 if len(prompt_ids) else np.zeros(0, bool)
-    shared = np.where(has_siblings, (prompts - 1) // block_size, 0)
-    copies = has_siblings & (prompts % block_size == 0)
-    return shared.tolist(), copies.tolist()
