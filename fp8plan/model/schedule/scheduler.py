@@ -15,7 +15,7 @@ with an end-of-sequence token, because the end is seen a step late. Speculation 
 (fp8plan.model.tune.speculation).
 
 The simulation is written twice. scheduler.c is used: the first plan has a C compiler build it, in less than half a
-second. `GroupState` in group_state.py is the reference, and is used where there is no compiler, hundreds of times slower.
+second. `GroupState` in group_state.py is the reference, and hundreds of times slower. It is used without a compiler.
 """
 
 from __future__ import annotations
