@@ -80,8 +80,9 @@ fuzz: $(TEST_VENV)/.installed wheel
 	FP8PLAN_TIGHT_SEEDS=2000 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_scheduler.py -k tight_pool
 	FP8PLAN_GROUP_SEEDS=40 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_groups.py
 	FP8PLAN_COMPILED_SEEDS=5000 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_compiled.py
-	XDG_CACHE_HOME=build/sanitized CC="cc -g -fsanitize=address,undefined -fno-sanitize-recover" LD_PRELOAD="$$(cc -print-file-name=libasan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_compiled.py
+	CC="cc -g -fsanitize=address,undefined -fno-sanitize-recover" ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$(cc -print-file-name=libasan.so)" \
+		$(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_compiled.py
 	$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps --target build/compiled --upgrade dist/*.whl
 	CC= FP8PLAN_TIGHT_SEEDS=2000 PYTHONPATH=build/compiled PYTHONSAFEPATH=1 \
 		$(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_scheduler.py -k tight_pool

@@ -14,8 +14,9 @@ Not modelled are priorities and LoRA. Nor is the one step more that asynchronous
 with an end-of-sequence token, because the end is seen a step late. Speculation is a change of units
 (fp8plan.model.tune.speculation).
 
-The simulation is written twice. scheduler.c is used: the first plan has a C compiler build it, in less than half a
-second. `GroupState` in group_state.py is the reference, and hundreds of times slower. It is used without a compiler.
+The simulation is written twice. The one in c/scheduler.c is used: the first plan has a C compiler build it, in less than
+half a second. `GroupState` in group_state.py is the reference. It is hundreds of times slower, and is used where there
+is no compiler.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def schedule(
 
 
 Numbers = ctypes.POINTER(ctypes.c_int64)
-KINDS = {"full": 0, "latent": 0, "sliding": 1, "chunked": 2, "state": 3}  # the numbers of kinds in scheduler.c
+KINDS = {"full": 0, "latent": 0, "sliding": 1, "chunked": 2, "state": 3}  # numbers of kinds in c/state.h
 TOO_FEW_BLOCKS = -2
 
 
@@ -215,7 +216,7 @@ def run_compiled(
     groups: tuple[Spec, ...],
     rules: CacheRules,
 ) -> Run | None:
-    """Simulate in scheduler.c. None where it is not compiled, or finds no memory. longest: most steps in one row"""
+    """Simulate in C. None where it is not compiled, or finds no memory. longest: most steps in one row"""
     library = compiled()
     if library is None:
         return None
@@ -267,15 +268,16 @@ def run_compiled(
 
 @cache
 def compiled() -> ctypes.CDLL | None:
-    """The library that this machine's C compiler made of scheduler.c, in the user's cache folder; None without one.
+    """The library that this machine's C compiler made of c/scheduler.c, in the user's cache folder; None without one.
 
     The environment variable CC names another compiler, or, if it is empty, none.
     """
-    source = Path(__file__).with_name("scheduler.c")
+    source = Path(__file__).with_name("c") / "scheduler.c"
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler:
         return None
-    made_from = f"{platform.platform()}\n{source.read_text(encoding='utf-8')}"
+    texts = [path.read_text(encoding="utf-8") for path in sorted(source.parent.iterdir())]
+    made_from = "\n".join([platform.platform(), *compiler, *texts])
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8plan"
         library = folder / f"scheduler-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.so"

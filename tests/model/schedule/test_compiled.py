@@ -127,7 +127,7 @@ def test_no_request_gives_no_row() -> None:
 
 
 def test_the_c_code_has_no_warning() -> None:
-    source = Path(scheduler.__file__).with_name("scheduler.c")
+    source = Path(scheduler.__file__).with_name("c") / "scheduler.c"
     command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert not done.returncode, done.stderr
