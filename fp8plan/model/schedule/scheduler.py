@@ -14,8 +14,8 @@ Not modelled are priorities and LoRA. Nor is the one step more that asynchronous
 with an end-of-sequence token, because the end is seen a step late. Speculation is a change of units
 (fp8plan.model.tune.speculation).
 
-The simulation is written twice. The one in c/scheduler.c is used: the first plan has a C compiler build it, in less than
-half a second. `GroupState` in group_state.py is the reference. It is hundreds of times slower, and is used where there
+The simulation is written twice. The one in c/scheduler.c is used. The first plan has a C compiler build it, in less
+than half a second. `GroupState` in group_state.py is the reference. It is hundreds of times slower, and used where there
 is no compiler.
 """
 
