@@ -73,11 +73,16 @@ build/pycache/.filled: $(TEST_VENV)/.installed
 	@mkdir -p $(@D) && touch $@
 
 # Properties with new examples each time, of what needs no engine; and the simulated scheduler against vLLM's, with
-# thousands of small pools: in C, and then, with no C compiler, as the wheel's compiled Python.
+# thousands of small pools: in C, which is held against its reference, and then, with no C compiler, as the wheel's
+# compiled reference.
 fuzz: $(TEST_VENV)/.installed wheel
 	HYPOTHESIS_PROFILE=fuzz $(TEST_VENV)/bin/python -m pytest -n 2 -m "not vllm" $$(grep -rl "from hypothesis" tests)
 	FP8PLAN_TIGHT_SEEDS=2000 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_scheduler.py -k tight_pool
 	FP8PLAN_GROUP_SEEDS=40 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_groups.py
+	FP8PLAN_COMPILED_SEEDS=5000 $(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_compiled.py
+	CC="cc -g -fsanitize=address,undefined -fno-sanitize-recover" ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$(cc -print-file-name=libasan.so)" \
+		$(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_compiled.py
 	$(TEST_VENV)/bin/python $(PIP_INSTALL) --no-deps --target build/compiled --upgrade dist/*.whl
 	CC= FP8PLAN_TIGHT_SEEDS=2000 PYTHONPATH=build/compiled PYTHONSAFEPATH=1 \
 		$(TEST_VENV)/bin/python -m pytest -n 2 tests/model/schedule/test_scheduler.py -k tight_pool

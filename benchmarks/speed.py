@@ -2,6 +2,8 @@
 
 `make bench` runs this and writes benchmarks/results/speed.jsonl, one row per measurement;
 `python benchmarks/speed.py --table` prints the rows, with those of AIConfigurator, as Markdown.
+`python benchmarks/speed.py --schedules` measures the schedule of 100,000 responses for models with one group of layers
+that cache alike, and with several.
 `python benchmarks/speed.py --gate` measures the GATED commands, keeps their rows, and fails if one takes too long.
 """
 
@@ -28,7 +30,9 @@ import fp8plan
 from fp8plan import jsonl
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import plan
+from fp8plan.model.rollout import schedule_with
 from fp8plan.model.schedule.scheduler import compiled, schedule
+from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,6 +49,13 @@ LARGE = (
     ("1,000,000 responses of 4,096 tokens", "Qwen/Qwen3-8B --gpu h200 --prompts 62500 --response-lengths fixed:4096"),
     ("1,000,000 responses, windows", "fp8plan/gpt-oss-20b-bf16 --gpu h200 --prompts 62500"),
     ("10,000,000 responses, KV-starved", "Qwen/Qwen3-8B --gpu h200 --prompts 625000"),
+)
+# The scheduler simulates all their responses, although a plan takes a sample of so many.
+SCHEDULED = (
+    ("Qwen/Qwen3-8B", "bf16"),
+    ("fp8plan/gpt-oss-20b-bf16", "bf16"),
+    ("google/gemma-3-12b-it", "bf16"),
+    ("Qwen/Qwen3-Next-80B-A3B-Instruct", "fp8_block"),
 )
 
 
@@ -238,6 +249,25 @@ def growth() -> list[dict[str, object]]:
     return found
 
 
+def schedules(runs: int = 3, prompts: int = 6250) -> list[dict[str, object]]:
+    """CPU time of the schedule of one replica on an H200, with the KV cache that vLLM would give each model."""
+    batch = Workload(prompts, 16, Fixed(1024), LONG_TAILED).batch()
+    rows: list[dict[str, object]] = []
+    for model, precision in SCHEDULED:
+        setup = EngineSetup(model, "h200", precision)
+        kv, seconds = setup.memory(batch.longest).kv, []
+        for _ in range(runs):
+            start = time.process_time()
+            made = schedule_with(batch, kv, setup.limits)
+            seconds.append(round(time.process_time() - start, 2))
+        row = {"what": f"schedule, {len(batch.prompts):,} responses, {model} in {precision}, CPU time", "runs": runs}
+        row |= {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
+        row |= {"events": len(made.steps), "preemptions": made.num_preemptions, "groups": len(kv.specs)}
+        rows.append(row)
+        print(row, file=sys.stderr)
+    return rows
+
+
 def cpu() -> str:
     """The CPU's name, as Linux tells it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -252,6 +282,7 @@ def table(paths: list[Path]) -> str:
             facts = [f"{row['response_tokens']:,} response tokens"] if "response_tokens" in row else []
             facts += [row["command"]] if "command" in row else []
             facts += [f"at most {row['most_s']:.1f} s, measured {row['measured_s']:.2f} s"] if "most_s" in row else []
+            facts += [f"groups of layers: {row['groups']}"] if "groups" in row else []
             facts += ["no C compiler"] if row.get("compiled") is False else []
             facts += [f"at most {row['max_rss_mb']:,} MB of memory"] if "max_rss_mb" in row else []
             lines.append((row["what"], f"{row['median_s'] * 1e3:,.0f} ms", "; ".join(facts)))
@@ -263,6 +294,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the committed results as Markdown, measure nothing")
     parser.add_argument("--gate", action="store_true", help="measure the gated commands alone, and keep the other rows")
     parser.add_argument("--large", action="store_true", help="measure the large batches alone, and keep the other rows")
+    parser.add_argument("--schedules", action="store_true", help="measure the schedules alone, and keep the other rows")
     parser.add_argument("--output", type=Path, default=RESULTS / "speed.jsonl")
     arguments = parser.parse_args()
     if not arguments.table:
@@ -270,16 +302,21 @@ def main() -> None:
         machine["compiled"] = compiled() is not None
         machine["cpu"] = cpu()
         before = list(jsonl.rows(arguments.output))
-        rows = [row for row in before if "max_rss_mb" not in row and "most_s" not in row]
-        large_rows = [row for row in before if "max_rss_mb" in row]
-        if not (arguments.large or arguments.gate):
+        alone = arguments.large or arguments.gate or arguments.schedules
+        kinds: dict[str, tuple[bool, Callable[[], list[dict[str, object]]]]] = {  # by the field that only its rows have
+            "max_rss_mb": (arguments.large, large),
+            "groups": (arguments.schedules, schedules),
+            "most_s": (arguments.gate, gated),
+        }
+        rows = [row for row in before if not kinds.keys() & row.keys()]
+        if not alone:
             rows = [row | machine for row in (*processes(), *plans(), *growth())]
-        if not arguments.gate:
-            large_rows = [row | machine for row in large()]
-        limited = [row for row in before if "most_s" in row]
-        if not arguments.large:
-            limited = [row | machine for row in gated()]
-        rows += large_rows + limited
+        for field, (wanted, measured) in kinds.items():
+            if wanted or not alone:
+                rows += [row | machine for row in measured()]
+            else:
+                rows += [row for row in before if field in row]
+        limited = [row for row in rows if "most_s" in row]
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
         if problems := faults(limited):

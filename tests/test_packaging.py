@@ -53,7 +53,7 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
 
 
 def test_the_wheel_has_the_source_that_the_first_plan_compiles(wheel: zipfile.ZipFile) -> None:
-    assert "fp8plan/model/schedule/scheduler.c" in wheel.namelist()
+    assert "fp8plan/model/schedule/c/scheduler.c" in wheel.namelist()
 
 
 def test_the_wheel_has_no_benchmark_and_no_test(wheel: zipfile.ZipFile) -> None:

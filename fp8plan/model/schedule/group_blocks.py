@@ -182,6 +182,7 @@ class FreeQueue:
     def __init__(self, blocks: int) -> None:
         self.clean = blocks
         self.head = 0
+        self.missed_evicted = False  # true once a look-up came upon an evicted block
         self._end = 0  # the place of the block that is freed next
         self._gaps: list[tuple[int, int]] = []  # heap of the places [start, end) that hits have taken out
         # By step: the (place of the first, the first, the end of those queued together) of its drops.
@@ -215,15 +216,12 @@ class FreeQueue:
                 self.pick(pieces, last, end)
                 return
 
-    def take(self, blocks: int) -> int:
-        """Hand out blocks, and return the number that had to be evicted."""
+    def take(self, blocks: int) -> None:
+        """Hand out blocks, and evict where those without a hash do not suffice."""
         self.clean -= blocks
-        if self.clean >= 0:
-            return 0
-        evicted = -self.clean
-        self.clean = 0
-        self.evict(evicted)
-        return evicted
+        if self.clean < 0:
+            self.evict(-self.clean)
+            self.clean = 0
 
     def evict(self, blocks: int) -> None:
         """Evict the blocks that were freed first."""
@@ -239,6 +237,7 @@ class FreeQueue:
             block = copies[0]
             if block.holders or block.place >= self.head:
                 return True
+            self.missed_evicted = True
             if block.last >= self.head:
                 return any(block.holders or block.place >= self.head for block in copies)
             del copies[0]

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from itertools import groupby
 from math import lcm
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import Spec, blocks_of_window
 from fp8plan.model.schedule.group_blocks import Drops, FreeQueue, Phase
@@ -51,6 +51,14 @@ def check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
             "prefix caching of a model without attention is not modelled (vLLM leaves it off); "
             "set enable_prefix_caching=False"
         )
+
+
+def too_few_blocks(num_blocks: int) -> CapacityError:
+    """The error of a request that does not find the blocks that it needs in a pool that it has to itself."""
+    return CapacityError(
+        f"the pool has {num_blocks} KV blocks, and a request that has it to itself does not find the ones it needs; "
+        "raise gpu_memory_utilization or tensor_parallel_size, or use an FP8 precision"
+    )
 
 
 def skipped_tokens(group: Spec, processed: int) -> int:
@@ -103,10 +111,8 @@ class GroupPool:
 
     def __init__(self, num_blocks: int, groups: tuple[Spec, ...], limits: EngineLimits, requests: int) -> None:
         self.free = num_blocks
-        self.lowest = num_blocks  # the fewest free blocks while `serve` went from request to request
         self.changes = 0  # counted, so that no look-up is repeated without one
         self.hit_freed_blocks = False
-        self.evictions = 0  # number of evicted blocks that could still have been hit
         self.shared_prefix = 0  # tokens of one group's longer hit in the last look-up; 0: none
         self._queue = FreeQueue(num_blocks)
         rows = [list(equal) for _, equal in groupby(groups)]
@@ -137,6 +143,11 @@ class GroupPool:
         self._regular_from = [[0] * requests for _ in rows]  # the first block that may be freed in the rhythm
         self._calendar: dict[int, list[int]] = {}  # step -> steady requests; outdated where _event differs
         self._event = [-1] * requests
+
+    @property
+    def missed_evicted(self) -> bool:
+        """True once a look-up came upon an evicted block."""
+        return self._queue.missed_evicted
 
     def begin_step(self, step: int) -> None:
         """Forget what was computed in the step before."""
@@ -298,7 +309,6 @@ class GroupPool:
         requests, clean, hashed = drops.requests, drops.clean, drops.hashed
         queued = i = bisect_left(requests, first)
         self.changes += 1
-        self.lowest = self.free
         short = -1
         for request in sorted({*takes, *requests, *followed}):
             if request < first:
@@ -322,14 +332,12 @@ class GroupPool:
             if blocks and self._states:
                 blocks += self._add_states(request, step) - self._states_taken
             self.free -= blocks
-            self.lowest = min(self.lowest, self.free)
             queue.clean -= blocks
             if queue.clean < 0:
                 evicted -= queue.clean
                 queue.clean = 0
         queue.add_drops(step, drops, hashed[queued], hashed[i])
         queue.evict(evicted)
-        self.evictions += evicted
         return short
 
     def _add_states(self, request: int, step: int) -> int:
@@ -340,7 +348,7 @@ class GroupPool:
         if blocks:
             self.free -= blocks
             self.changes += 1
-            self.evictions += self._queue.take(blocks)
+            self._queue.take(blocks)
 
     def _free(self, step: int, drops: Drops, first: int, end: int) -> None:
         """Free the blocks that the requests from the first to before the end-th one of `drops` free in the rhythm."""

@@ -1,29 +1,26 @@
-"""The scheduler's state between two steps where several KV-cache groups share the pool.
+"""The scheduler's state between two steps, where one KV-cache group or several share the pool.
 
-It differs from `SchedulerState` in two ways. Blocks also come free while requests decode, when they leave a window. So
-a calendar has the requests whose blocks change in a step, and a run of steps goes from one such step to the next. And
-several requests may be partly prefilled. With prefix caching, a model with states is prefilled in whole blocks
-(`_mamba_block_aligned_split` in vllm/v1/core/sched/scheduler.py), which may leave some budget to the next request. Then
-even a decoding request may get no token in a step.
+Blocks also come free while requests decode, when they leave a window. Several requests may be partly prefilled. With
+prefix caching, a model with states is prefilled in whole blocks (`_mamba_block_aligned_split` in
+vllm/v1/core/sched/scheduler.py), which may leave some budget to the next request. Then even a decoding request may get
+no token in a step.
 """
 
 from __future__ import annotations
 
-from fp8plan.errors import CapacityError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.group_pool import GroupPool
+from fp8plan.model.schedule.group_pool import GroupPool, too_few_blocks
 from fp8plan.model.schedule.state import Chunk, State, table_of
 from fp8plan.model.schedule.windows import WindowMeter, pairs_read, tokens_read
 
 
 class GroupState(State):
-    """State between two steps where several groups share the pool.
+    """State between two steps.
 
-    `running` is in order of admission, which is the order of arrival. A decoding request is steady if it got its last
-    token in the step before. Then a step changes none of its fields. Else `computed` counts its computed tokens, and
-    `target` those that it can reach.
+    A decoding request is steady if it got its last token in the step before. Then a step changes none of its fields.
+    Else `computed` counts its computed tokens, and `target` those that it can reach.
     """
 
     def __init__(
@@ -42,11 +39,11 @@ class GroupState(State):
         # States are prefilled in whole blocks if the prefix cache is to keep them.
         caching = limits.enable_prefix_caching
         self.aligned = groups[0].block_size if caching and any(g.kind == "state" for g in groups) else 0
+        self.keeps_all = all(group.keeps_all for group in groups)
         self.leaves_one = int(rules.leaves_one)
         self.checkpoints = self.aligned > 0 and all(g.checkpoints for g in groups if g.kind == "state")
         self.retain_all = rules.retain_all
         self.queue = list(range(requests - 1, -1, -1))  # the waiting requests; the head is the last entry
-        self.running: list[int] = []  # includes `leaving`
         self.length = list(prompts)  # tokens to prefill: prompt + generated ones at admission
         self.target = list(prompts)  # tokens that can be computed: `length`, and one more in each step after
         self.computed = [0] * requests
@@ -57,15 +54,12 @@ class GroupState(State):
         self.steady = [False] * requests
         self.steady_from = [0] * requests
         self.unsteady = 0  # running requests that are not steady
-        self.refused = False  # true once a request had to wait for blocks
+        self.refused = False  # true once a waiting request found too few blocks
         self.refused_at = (-1, 0)  # the pool's changes and the decoding requests when the head last had to wait
         self.alone = 0  # preemptions in a row that left nobody running
         windows = {(group.kind, group.window): group for group in groups if group.window}
         self.meters = [WindowMeter(group, requests) for group in windows.values()]
         self.window_rows: list[int] = []  # (decode KV tokens, prefill KV tokens, prefill pairs) of each meter
-
-    def unfinished(self) -> bool:
-        return bool(self.queue or self.running)
 
     def window_columns(self) -> list[tuple[Spec, IntArray]]:
         """For each window: an int64 array of shape (3, rows), as in `window_rows`."""
@@ -88,6 +82,9 @@ class GroupState(State):
         Without such a step, run one in which anything may happen.
         """
         pool = self.pool
+        if self.keeps_all and self._may_admit():  # decoding frees no block: a row of its own, admitted or not
+            self._step()
+            return
         wanted = min(longest, self._steps_to_finish())
         steps = 0
         looked_at = -1
@@ -95,11 +92,11 @@ class GroupState(State):
             pool.begin_step(self.now + steps)
             free = pool.free
             left = free - pool.takes(self.now + steps)  # if no block comes free in the step
+            if left < self.least_free:
+                self.least_free = left
             if left < 0:
                 break
             pool.serve(self.now + steps)
-            if left < self.least_free:
-                self.least_free = left
             if pool.changes != looked_at:
                 looked_at = pool.changes
                 if self._may_admit():
@@ -130,7 +127,7 @@ class GroupState(State):
         if not preemptions:
             cached = self._admit(budget, chunks)
         if idle and not chunks:
-            self._stop_for_blocks()
+            raise too_few_blocks(self.num_blocks)
         self.preemptions += preemptions
         self._end(1, pool.free, chunks, again, cached)
 
@@ -190,12 +187,11 @@ class GroupState(State):
     def _serve_steady(self) -> int:
         """Give all steady requests the blocks that they need in this step; returns the number of preemptions."""
         pool, preemptions = self.pool, 0
+        self.least_free = min(self.least_free, pool.free - pool.takes(self.now))
         short = pool.serve(self.now)
         while short >= 0:
-            self.least_free = min(self.least_free, pool.lowest)
             preemptions += self._make_room_and_take(short)
             short = pool.serve(self.now, short + 1)
-        self.least_free = min(self.least_free, pool.lowest)
         return preemptions
 
     def _serve_due(self, request: int) -> int:
@@ -221,12 +217,6 @@ class GroupState(State):
             if victim == request:
                 break
         return preemptions
-
-    def _stop_for_blocks(self) -> None:
-        raise CapacityError(
-            f"the pool has {self.num_blocks} KV blocks, and a request that has it to itself does not find the ones it "
-            "needs; raise gpu_memory_utilization or tensor_parallel_size, or use an FP8 precision"
-        )
 
     def _computed(self, request: int, after: int) -> None:
         """Note that a request, which is not steady, was computed up to `after` tokens."""
@@ -372,7 +362,7 @@ class GroupState(State):
         self.pool.release(request, hashed)
         self.alone = 0 if self.running else self.alone + 1
         if self.alone > 1000:  # over and over, before it gets any further
-            self._stop_for_blocks()
+            raise too_few_blocks(self.num_blocks)
 
     def _hashed_tokens(self, request: int) -> int:
         """The number of tokens whose full blocks have a hash by now."""
@@ -423,7 +413,7 @@ class GroupState(State):
         served = bool(decoding or chunks or again)
         if served:
             kv_tokens = context + decoding + sum([after for _, _, after in again])
-            self._record(steps, decoding + len(again), kv_tokens, len(self.running), free)
+            self._record(steps, decoding + len(again), kv_tokens, free)
         for meter in self.meters:
             reads = meter.advance(steps)
             if chunks or again:

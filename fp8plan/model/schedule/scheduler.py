@@ -14,8 +14,9 @@ Not modelled are priorities and LoRA. Nor is the one step more that asynchronous
 with an end-of-sequence token, because the end is seen a step late. Speculation is a change of units
 (fp8plan.model.tune.speculation).
 
-One group of full attention is simulated in C, in scheduler.c, forty times as fast as in Python. The first plan has a C
-compiler build it, in less than a quarter of a second. Without a compiler `SchedulerState` simulates the same.
+The simulation is written twice. The one in c/scheduler.c is used. The first plan has a C compiler build it, in less
+than half a second. `GroupState` in group_state.py is the reference. It is hundreds of times slower, and used where there
+is no compiler.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,9 +40,8 @@ from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.cost.base import FloatArray, IntArray
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.group_pool import GroupPool, admission_cap, check_groups
-from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for, shared_layout
-from fp8plan.model.schedule.state import PREFILL, ROW, SchedulerState
+from fp8plan.model.schedule.group_pool import GroupPool, admission_cap, check_groups, too_few_blocks
+from fp8plan.model.schedule.state import PREFILL, ROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,33 +157,53 @@ def schedule(
     """
     groups = groups or (Spec("full", limits.block_size),)
     check_groups(groups, limits)
-    if len(groups) > 1 or not groups[0].keeps_all:
-        return schedule_groups(prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, rules)
-    block_size = groups[0].block_size
-    _check_fits(prompts, responses, num_blocks, block_size)
-    work = prompts, responses, prompt_ids, num_blocks, block_size, limits, longest_run
-    columns, ended, least_free, hit_freed_blocks = run_compiled(*work) or run_in_python(*work)
-    # A smaller pool may have lost freed blocks that were hit. A larger one may admit a head earlier that had to wait.
-    pool_mattered = hit_freed_blocks or least_free < 0 or bool(columns["preemptions"].any())
-    wanted = None if pool_mattered else num_blocks - least_free
+    least_pool = _check_fits(prompts, responses, num_blocks, limits, groups)
+    work = prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, rules
+    made = run_compiled(*work) or run_reference(*work)
     return Schedule(
-        **columns,
+        **made.columns,
         prompt_tokens=int(prompts.sum()),
         requests=len(prompts),
         num_blocks=num_blocks,
         groups=groups,
-        blocks_wanted=wanted,
-        windows=(),
+        blocks_wanted=None if made.pool_mattered else max(num_blocks - made.least_free, least_pool),
+        windows=made.windows,
         sampled=None,
-        ended=ended,
+        ended=made.ended,
         gained=1.0,
         queries=1,
     )
 
 
 Numbers = ctypes.POINTER(ctypes.c_int64)
-# columns by name, the row that ended each request, least_free and hit_freed_blocks
-Run: TypeAlias = tuple[dict[str, IntArray], IntArray, int, bool]
+KINDS = {"full": 0, "latent": 0, "sliding": 1, "chunked": 2, "state": 3}  # numbers of kinds in c/state.h
+TOO_FEW_BLOCKS = -2
+
+
+class Run(NamedTuple):
+    """A simulated batch.
+
+    columns:       int64 arrays of shape (rows,), one for each name of state.ROW and PREFILL
+    windows:       as in Schedule
+    ended:         the row that ended each request, shape (requests,)
+    least_free:    fewest free blocks, also of those that an admission needed
+    hits_mattered: a waiting request found too few blocks, or freed ones, or missed evicted ones
+    """
+
+    columns: dict[str, IntArray]
+    windows: tuple[WindowWork, ...]
+    ended: IntArray
+    least_free: int
+    hits_mattered: bool
+
+    @property
+    def pool_mattered(self) -> bool:
+        """True if another pool may have another schedule.
+
+        A smaller one may have lost freed blocks that were hit. A larger one may still have those that were missed, or
+        admit a head earlier that had to wait, or preempt fewer requests, or cut other runs of steps.
+        """
+        return self.hits_mattered or self.least_free < 0 or bool(self.columns["preemptions"].any())
 
 
 def run_compiled(
@@ -191,58 +211,73 @@ def run_compiled(
     responses: IntArray,
     prompt_ids: IntArray,
     num_blocks: int,
-    block_size: int,
     limits: EngineLimits,
     longest: int,
+    groups: tuple[Spec, ...],
+    rules: CacheRules,
 ) -> Run | None:
-    """Simulate one group of full attention in scheduler.c. None where it is not compiled, or finds no memory.
-
-    block_size: of the group; that of `limits` is not used
-    """
+    """Simulate in C. None where it is not compiled, or finds no memory. longest: most steps in one row"""
     library = compiled()
     if library is None:
         return None
-    layout = shared_layout(prompts, prompt_ids, block_size)
-    batch = [np.ascontiguousarray(each, dtype=np.int64) for each in (prompts, responses, prompt_ids, *layout)]
+    windows = list(dict.fromkeys((group.kind, group.window) for group in groups if group.window))
+    specs = [
+        (
+            KINDS[group.kind],
+            group.block_size,
+            group.window,
+            group.checkpoints,
+            admission_cap(group, limits),
+            groups.index(group),
+        )
+        for group in groups
+    ]
     settings = (
         num_blocks,
-        block_size,
         limits.enable_prefix_caching,
         limits.max_num_batched_tokens,
         limits.max_num_seqs,
         limits.scheduler_reserve_full_isl,
         limits.async_scheduling,
         longest,
+        rules.retain_all,
+        rules.leaves_one,
+        rules.holders_wait,
     )
-    results, ended, rows = (ctypes.c_int64 * 2)(), np.zeros(len(prompts), dtype=np.int64), Numbers()
+    counts = len(prompts), int(prompt_ids.max(initial=-1)) + 1, len(groups), len(windows)
+    kinds = [(KINDS[kind], window) for kind, window in windows]
+    tables = (counts, prompts, responses, prompt_ids, settings, specs, kinds)
+    given = [np.ascontiguousarray(table, dtype=np.int64) for table in tables]
+    facts, ended, rows = np.zeros(4, dtype=np.int64), np.zeros(len(prompts), dtype=np.int64), Numbers()
     made = library.fp8plan_schedule(
-        len(prompts),
-        int(prompt_ids.max(initial=-1)) + 1,
-        *(each.ctypes.data_as(Numbers) for each in batch),
-        (ctypes.c_int64 * len(settings))(*settings),
-        results,
-        ended.ctypes.data_as(Numbers),
-        ctypes.byref(rows),
+        *(table.ctypes.data_as(Numbers) for table in (*given, facts, ended)), ctypes.byref(rows)
     )
+    if made == TOO_FEW_BLOCKS:
+        raise too_few_blocks(num_blocks)
     if made < 0:
         return None
     names = (*ROW, *PREFILL)
-    columns = np.empty((len(names), made), dtype=np.int64)
-    library.fp8plan_columns(rows, made, columns.ctypes.data_as(Numbers))
-    return dict(zip(names, columns, strict=True)), ended, results[0], bool(results[1])
+    table = np.empty((len(names) + 3 * len(windows), made), dtype=np.int64)
+    library.fp8plan_columns(rows, made, len(table), table.ctypes.data_as(Numbers))
+    columns = dict(zip(names, table, strict=False))
+    reads = [table[at : at + 3] for at in range(len(names), len(table), 3)]
+    work = tuple(WindowWork(*window, *read) for window, read in zip(windows, reads, strict=True))
+    least_free, *facts_of_pool = facts.tolist()
+    return Run(columns, work, ended, least_free, any(facts_of_pool))
 
 
 @cache
 def compiled() -> ctypes.CDLL | None:
-    """The library that this machine's C compiler made of scheduler.c, in the user's cache folder; None without one.
+    """The library that this machine's C compiler made of c/scheduler.c, in the user's cache folder; None without one.
 
     The environment variable CC names another compiler, or, if it is empty, none.
     """
-    source = Path(__file__).with_name("scheduler.c")
+    source = Path(__file__).with_name("c") / "scheduler.c"
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler:
         return None
-    made_from = f"{platform.platform()}\n{source.read_text(encoding='utf-8')}"
+    texts = [path.read_text(encoding="utf-8") for path in sorted(source.parent.iterdir())]
+    made_from = "\n".join([platform.platform(), *compiler, *texts])
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8plan"
         library = folder / f"scheduler-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.so"
@@ -257,47 +292,26 @@ def compiled() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: no home folder
         return None
     loaded.fp8plan_schedule.restype = ctypes.c_int64
-    loaded.fp8plan_schedule.argtypes = [*[ctypes.c_int64] * 2, *[Numbers] * 8, ctypes.POINTER(Numbers)]
-    loaded.fp8plan_columns.argtypes = [Numbers, ctypes.c_int64, Numbers]
+    loaded.fp8plan_schedule.argtypes = [*[Numbers] * 9, ctypes.POINTER(Numbers)]
+    loaded.fp8plan_columns.argtypes = [Numbers, ctypes.c_int64, ctypes.c_int64, Numbers]
     return loaded
 
 
-def run_in_python(
+def run_reference(
     prompts: IntArray,
     responses: IntArray,
     prompt_ids: IntArray,
     num_blocks: int,
-    block_size: int,
     limits: EngineLimits,
     longest: int,
-) -> Run:
-    """Simulate one group of full attention with `SchedulerState`. block_size: as in `run_compiled`"""
-    pool: Pool
-    if limits.enable_prefix_caching:
-        pool = CachingPool(num_blocks, block_size, prompts, prompt_ids)
-    else:
-        pool = Pool(num_blocks)
-    state = SchedulerState(prompts.tolist(), responses.tolist(), pool, block_size, limits)
-    columns = state.run(longest)
-    return columns, np.array(state.ended, dtype=np.int64), state.least_free, state.hit_freed_blocks
-
-
-def schedule_groups(
-    prompts: IntArray,
-    responses: IntArray,
-    prompt_ids: IntArray,
-    num_blocks: int,
-    limits: EngineLimits,
-    longest_run: int,
     groups: tuple[Spec, ...],
     rules: CacheRules,
-) -> Schedule:
-    """Simulate as `schedule` does, for several groups, or for a group that does not keep all tokens."""
+) -> Run:
+    """Simulate with `GroupState`. longest: most steps in one row"""
     from fp8plan.model.schedule.group_cache import CachingGroupPool
     from fp8plan.model.schedule.group_holders import HoldersWaitPool
     from fp8plan.model.schedule.group_state import GroupState
 
-    _check_groups_fit(prompts, responses, num_blocks, limits, groups)
     pool: GroupPool
     if limits.enable_prefix_caching:
         caching = HoldersWaitPool if rules.holders_wait else CachingGroupPool
@@ -305,53 +319,36 @@ def schedule_groups(
     else:
         pool = GroupPool(num_blocks, groups, limits, len(prompts))
     state = GroupState(prompts.tolist(), responses.tolist(), pool, groups, limits, rules)
-    columns = state.run(longest_run)
-    # After an eviction, a smaller or larger pool would find other blocks in the prefix cache.
-    pool_mattered = pool.hit_freed_blocks or pool.evictions or state.refused or bool(columns["preemptions"].any())
-    return Schedule(
-        **columns,
-        prompt_tokens=int(prompts.sum()),
-        requests=len(prompts),
-        num_blocks=num_blocks,
-        groups=groups,
-        blocks_wanted=None if pool_mattered else num_blocks - state.least_free,
-        windows=tuple(WindowWork(group.kind, group.window, *work) for group, work in state.window_columns()),
-        sampled=None,
-        ended=np.array(state.ended, dtype=np.int64),
-        gained=1.0,
-        queries=1,
-    )
+    columns = state.run(longest)
+    mattered = state.refused or pool.hit_freed_blocks or pool.missed_evicted
+    windows = tuple(WindowWork(group.kind, group.window, *work) for group, work in state.window_columns())
+    return Run(columns, windows, np.array(state.ended, dtype=np.int64), state.least_free, mattered)
 
 
-def _check_groups_fit(
+def _check_fits(
     prompts: IntArray, responses: IntArray, num_blocks: int, limits: EngineLimits, groups: tuple[Spec, ...]
-) -> None:
-    """Raise CapacityError if a request does not fit a pool that vLLM would start with (`max_memory_usage_bytes`)."""
+) -> int:
+    """The blocks of the smallest pool that vLLM would start with (`max_memory_usage_bytes`).
+
+    Raises CapacityError if the pool has fewer.
+    """
     if not len(prompts):
-        return
+        return 0
     longest = int((prompts + responses).max()) - 1  # the last token is never read back
     needed = 0
     for group in groups:
-        cap, blocks = admission_cap(group, limits), blocks_for(longest, group.block_size)
+        cap, blocks = admission_cap(group, limits), -(-longest // group.block_size)
         if group.kind == "state":
             cap, blocks = -1, 2 + group.checkpoints if limits.enable_prefix_caching else 1
         needed += min(cap, blocks) if cap >= 0 else blocks
     if needed > num_blocks:
+        kind, has = f"in {len(groups)} groups", f"{num_blocks}"
+        if len(groups) == 1:
+            size = groups[0].block_size
+            kind, has = f"of {size} tokens", f"{num_blocks} ({num_blocks * size} tokens)"
         raise CapacityError(
-            f"a request of {longest + 1} tokens (prompt + response) needs {needed} KV blocks in {len(groups)} groups, "
-            f"but the pool has {num_blocks}; shorten the response, raise gpu_memory_utilization or "
-            "tensor_parallel_size, or use an FP8 precision"
+            f"a request of {longest + 1} tokens (prompt + response) needs {needed} KV blocks {kind}, but the pool has "
+            f"{has}; shorten the response, raise gpu_memory_utilization or tensor_parallel_size, or use an FP8 "
+            "precision"
         )
-
-
-def _check_fits(prompts: IntArray, responses: IntArray, num_blocks: int, block_size: int) -> None:
-    if not len(prompts):
-        return
-    longest = int((prompts + responses).max()) - 1  # the last token is never read back
-    needed = blocks_for(longest, block_size)
-    if needed > num_blocks:
-        raise CapacityError(
-            f"a request of {longest + 1} tokens (prompt + response) needs {needed} KV blocks of {block_size} tokens, "
-            f"but the pool has {num_blocks} ({num_blocks * block_size} tokens); shorten the response, raise "
-            "gpu_memory_utilization or tensor_parallel_size, or use an FP8 precision"
-        )
+    return needed

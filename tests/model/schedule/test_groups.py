@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,85 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from installed_vllm import VLLM
 from runs_of_steps import assert_runs_add_up, total
+from scheduled_batches import FAMILIES, Case, blocks_needed, case
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.group_pool import admission_cap, next_drop
-from fp8plan.model.schedule.scheduler import Schedule, schedule, schedule_groups
+from fp8plan.model.schedule.group_pool import next_drop
+from fp8plan.model.schedule.scheduler import Schedule, schedule
 from fp8plan.model.schedule.windows import WindowMeter, pairs_read, tokens_read
-from fp8plan.model.workload import Batch
 from fp8plan.version import has
 
 COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
 SEEDS = int(os.environ.get("FP8PLAN_GROUP_SEEDS", "4"))
-FAMILIES: dict[str, tuple[CacheKind, ...]] = {
-    "window": ("full", "sliding"),
-    "state": ("full", "state"),
-    "chunk": ("full", "chunked"),
-    "windows": ("full", "sliding", "sliding", "sliding"),  # Gemma 3
-    "states": ("full", "state", "state", "state"),  # Qwen3-Next
-    "latent": ("latent", "state"),  # Kimi Linear
-    "all": ("full", "sliding", "state"),
-    "checkpoint": ("full", "state"),  # Nemotron-H from 0.32
-    "checkpoints": ("full", "state", "state", "state"),  # Qwen3-Next from 0.33
-    "alone": ("sliding",),
-    "chunk alone": ("chunked",),
-}
-
-
-class Case(NamedTuple):
-    batch: Batch
-    pool: int
-    limits: EngineLimits
-    groups: tuple[Spec, ...]
-    retain_all: bool
-
-
-def blocks_needed(batch: Batch, group: Spec, limits: EngineLimits) -> int:
-    """Blocks that the longest request of a batch must find in a group."""
-    if group.kind == "state":
-        return 3 + group.checkpoints
-    blocks = -(-int((batch.prompts + batch.responses).max()) // group.block_size)
-    cap = admission_cap(group, limits)
-    # vLLM's cap leaves out that a chunk of attention may not begin with a block.
-    return blocks if cap < 0 else min(blocks, cap + (group.kind == "chunked"))
-
-
-def case(seed: int, family: str, async_scheduling: bool) -> Case:
-    """A pool of at most a few requests; seven of ten have prefix caching, a third no more budget than slots."""
-    kinds = FAMILIES[family]
-    rng = np.random.default_rng([seed, len(kinds), async_scheduling])
-    size = int(rng.choice([16, 32, 48, 128])) if "state" in kinds else 16
-    prompts, samples = int(rng.integers(1, 13)), int(rng.integers(1, 5))
-    lengths = rng.integers(1, rng.choice([40, 150, 320]), prompts)
-    if rng.random() < 0.3:
-        lengths = -(-lengths // size) * size
-    ids = np.repeat(np.arange(prompts), samples)
-    responses = rng.integers(1, rng.choice([30, 100, 220]), len(ids))
-    if rng.random() < 0.15:
-        responses[:] = responses[0]
-    batch = Batch(lengths[ids], responses, ids)
-    slots, caching = int(rng.integers(1, 17)), bool(rng.random() < 0.7)
-    limits = EngineLimits(
-        max_num_seqs=slots,
-        max_num_batched_tokens=slots + int(rng.choice([0, 1, 16, 64, 200, 400]) * rng.random()),
-        enable_prefix_caching=caching,
-        async_scheduling=async_scheduling,
-        scheduler_reserve_full_isl=bool(rng.random() < 0.6),
-    )
-    window = int(rng.choice([1, 2, 17, 33, 64, 100, 200]))
-    groups = []
-    for kind in kinds:
-        if kind in ("sliding", "chunked"):
-            own_size = size if caching or rng.random() < 0.5 else 2 * size
-            groups.append(Spec(kind, own_size, window))
-            window += int(rng.choice([0, 0, 16]))  # equal groups are looked up together
-        else:
-            groups.append(Spec(kind, size, checkpoints=int(kind == "state" and family.startswith("checkpoint"))))
-    pool = sum(blocks_needed(batch, group, limits) for group in groups) * rng.uniform(1, 2.5)
-    return Case(batch, int(pool) + int(rng.integers(0, 4)), limits, tuple(groups), bool(rng.random() < 0.4))
 
 
 def rules(made: Case) -> CacheRules:
@@ -187,28 +120,9 @@ def test_blocks_wanted_is_a_pool_with_the_same_schedule(made: Case, more: int, r
     if plan.blocks_wanted is None:
         return
     assert plan.blocks_wanted <= made.pool
-    try:
-        other = run(made._replace(pool=plan.blocks_wanted + more % (2 * made.pool)))
-    except CapacityError:  # a short request never holds all the states that vLLM wants room for at its start
-        assert any(group.kind == "state" for group in made.groups)
-        return
+    other = run(made._replace(pool=plan.blocks_wanted + more % (2 * made.pool)))
     for column in ("steps", "prefill_tokens", "decode_requests", "used_blocks"):
         np.testing.assert_array_equal(getattr(plan, column), getattr(other, column))
-
-
-@settings(max_examples=60, deadline=None)
-@given(cases())
-def test_one_group_that_keeps_all_tokens_gives_todays_schedule(made: Case) -> None:
-    """By the way of several groups, too."""
-    size = 16
-    pool = max(made.pool, blocks_needed(made.batch, Spec("full", size), made.limits))
-    group = Spec("latent", size)
-    many = schedule_groups(*made.batch, pool, made.limits, 1, (group,), rules(made))
-    today = schedule(*made.batch, pool, made.limits, longest_run=1)
-    for field in fields(Schedule):
-        if field.name not in ("groups", "windows", "blocks_wanted"):
-            np.testing.assert_array_equal(getattr(many, field.name), getattr(today, field.name), field.name)
-    assert schedule(*made.batch, pool, made.limits, 1, groups=(Spec("full", size),)).windows == ()
 
 
 @settings(max_examples=40, deadline=None)

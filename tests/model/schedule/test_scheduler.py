@@ -1,6 +1,6 @@
 """The simulator against vLLM's own Scheduler, step by step, and what must hold without it.
 
-A schedule is made in C where a compiler is. The Python code must give the very same.
+A schedule is made in C where a compiler is; test_compiled.py holds C against the reference in Python.
 """
 
 from __future__ import annotations
@@ -11,82 +11,22 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from runs_of_steps import assert_runs_add_up, total
+from scheduled_batches import BLOCK, ENDED_PREEMPTED, IDLE_PREEMPTION, blocks_for, random_case, tight_case
 
 from fp8plan.errors import CapacityError
-from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.schedule.scheduler import compiled, run_compiled, run_in_python, schedule
+from fp8plan.model.schedule.scheduler import compiled, schedule
 from fp8plan.model.workload import Batch
 
-BLOCK = 16
 COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
 QUICK = (1, 2, 3, 5, 8, 9, 15)  # seeds of `make test`: others take seconds, or repeat these
-IDLE_PREEMPTION = 4594  # a seed: under asynchronous scheduling a request is preempted in a step that serves nobody
-# A tight seed: a response of one token ends with its prompt, all of whose blocks have a hash, and is then preempted.
-ENDED_PREEMPTED = 20110
 TIGHT_SEEDS = int(os.environ.get("FP8PLAN_TIGHT_SEEDS", "80"))  # `make fuzz` runs 2,000
-
-
-def blocks_for(tokens: IntArray) -> IntArray:
-    return -(-tokens // BLOCK)
-
-
-def random_case(seed: int, async_scheduling: bool) -> tuple[Batch, int, EngineLimits]:
-    """A workload that is usually starved of KV: odd and even seeds differ in prefix caching, every third has prompts
-    that fill their last block, every fifth ends all responses at once, every seventh admits on the first chunk."""
-    rng = np.random.default_rng(seed)
-    prompts, samples = int(rng.integers(1, 24)), int(rng.integers(1, 9))
-    if seed % 12 == 0:
-        prompts, samples = 64, 8  # 512 requests
-    prompt_lengths = rng.integers(1, 400, prompts)
-    if seed % 3 == 0:
-        prompt_lengths = blocks_for(prompt_lengths) * BLOCK
-    prompt_ids = np.repeat(np.arange(prompts), samples)
-    responses = rng.integers(1, 300 if seed % 12 == 0 else 600, len(prompt_ids))
-    if seed % 5 == 0:
-        responses[:] = rng.integers(1, 300)
-    batch = Batch(prompt_lengths[prompt_ids], responses, prompt_ids)
-    needed = blocks_for(batch.prompts + batch.responses - 1)
-    pool = int(max(needed.max(), needed.sum() * rng.uniform(0.05, 0.9)))
-    limits = EngineLimits(
-        max_num_seqs=int(rng.integers(1, 200)),
-        max_num_batched_tokens=int(rng.integers(200, 2048)),
-        enable_prefix_caching=bool(seed % 2),
-        async_scheduling=async_scheduling,
-        scheduler_reserve_full_isl=seed % 7 != 1,
-    )
-    return batch, pool, limits
-
-
-def tight_case(seed: int, async_scheduling: bool) -> tuple[Batch, int, EngineLimits]:
-    """A pool of at most a few requests, and a budget of hardly more tokens than slots."""
-    rng = np.random.default_rng(seed)
-    prompts, samples = int(rng.integers(1, 13)), int(rng.integers(1, 5))
-    prompt_lengths = rng.integers(1, rng.choice([40, 150, 320]), prompts)
-    if rng.random() < 0.3:
-        prompt_lengths = blocks_for(prompt_lengths) * BLOCK
-    prompt_ids = np.repeat(np.arange(prompts), samples)
-    responses = rng.integers(1, rng.choice([30, 100, 220]), len(prompt_ids))
-    if rng.random() < 0.15:
-        responses[:] = responses[0]
-    batch = Batch(prompt_lengths[prompt_ids], responses, prompt_ids)
-    longest = int(blocks_for(batch.prompts + batch.responses - 1).max())
-    slots = int(rng.integers(1, 17))
-    limits = EngineLimits(
-        max_num_seqs=slots,
-        max_num_batched_tokens=slots + int(rng.choice([0, 1, 8, 16, 64, 200]) * rng.random()),
-        enable_prefix_caching=bool(rng.random() < 0.7),
-        async_scheduling=async_scheduling,
-        scheduler_reserve_full_isl=bool(rng.random() < 0.4),
-    )
-    return batch, int(longest * rng.uniform(1, 2.5)) + int(rng.integers(0, 4)), limits
 
 
 def evicted_hits_case() -> tuple[Batch, int, EngineLimits]:
@@ -137,24 +77,6 @@ def test_a_first_chunk_fits_once_the_blocks_it_would_have_hit_are_evicted() -> N
     assert schedule(*batch, pool, limits).num_preemptions == 94  # as in vLLM; 92 if the head had to wait for more
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-@pytest.mark.parametrize("longest_run", [1, 2**62], ids=["steps", "runs"])
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("case", [random_case, tight_case])
-def test_c_and_python_give_the_same_schedule(case: Any, async_scheduling: bool, longest_run: int) -> None:
-    for seed in (*range(TIGHT_SEEDS), IDLE_PREEMPTION, ENDED_PREEMPTED):
-        batch, pool, limits = case(seed, async_scheduling)
-        in_c = run_compiled(*batch, pool, BLOCK, limits, longest_run)
-        columns, ended, *facts = run_in_python(*batch, pool, BLOCK, limits, longest_run)
-        assert in_c is not None
-        assert [*in_c[2:]] == facts
-        np.testing.assert_array_equal(in_c[1], ended)
-        np.testing.assert_array_equal(np.bincount(ended, minlength=len(columns["steps"])), columns["finished"])
-        assert in_c[0].keys() == columns.keys()
-        for name, column in columns.items():
-            np.testing.assert_array_equal(in_c[0][name], column)
-
-
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache folder, for a process that has compiled nothing."""
@@ -175,7 +97,7 @@ def test_the_c_code_is_compiled_once(cache_folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("compiler", ["", "false", "no-such-compiler"])
-def test_without_a_compiler_python_makes_the_schedule(
+def test_without_a_compiler_the_reference_makes_the_schedule(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
     batch, pool, limits = random_case(100, async_scheduling=True)

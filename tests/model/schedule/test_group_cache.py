@@ -1,4 +1,4 @@
-"""The counted pool: what is shared, what survives a release, what eviction takes first.
+"""The prefix cache of one group: what is shared, what survives a release, what eviction takes first.
 Its agreement with vLLM's block pool under load is tested through the scheduler."""
 
 from __future__ import annotations
@@ -8,26 +8,41 @@ from itertools import takewhile
 import numpy as np
 import pytest
 
-from fp8plan.model.schedule.kv_pool import CachingPool, Pool, blocks_for
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import CacheRules, Spec
+from fp8plan.model.schedule.group_cache import CachingGroupPool
 
 BLOCK = 16
+LIMITS = EngineLimits(async_scheduling=False)
 
 
-def pool_of(blocks: int, prompts: list[int], prompt_ids: list[int]) -> CachingPool:
-    return CachingPool(blocks, BLOCK, np.array(prompts), np.array(prompt_ids))
+def blocks_for(tokens: int) -> int:
+    return -(-tokens // BLOCK)
 
 
-def start(pool: CachingPool, request: int, tokens: int) -> int:
+def pool_of(blocks: int, prompts: list[int], prompt_ids: list[int]) -> CachingGroupPool:
+    groups = (Spec("full", BLOCK),)
+    return CachingGroupPool(blocks, groups, LIMITS, np.array(prompts), np.array(prompt_ids), CacheRules())
+
+
+def found(pool: CachingGroupPool, request: int, tokens: int) -> tuple[int, int]:
+    """The blocks that a request of that many tokens finds, and those of them that are free."""
+    hit = pool.lookup(request, tokens)
+    hits = hit // BLOCK
+    return hits, pool.admission_needs(request, hit, hit, False, False)
+
+
+def start(pool: CachingGroupPool, request: int, tokens: int) -> int:
     """Admit and compute a request of that many tokens; returns the blocks it hit."""
-    hit, _ = pool.lookup(request, tokens)
-    pool.admit(request, hit)
-    pool.take(blocks_for(tokens, BLOCK) - hit)
-    pool.computed(request, tokens)
-    return hit
+    hits, _ = found(pool, request, tokens)
+    pool.admit(request, hits * BLOCK)
+    compute(pool, request, tokens)
+    return hits
 
 
-def stop(pool: CachingPool, request: int, tokens: int) -> None:
-    pool.release(request, blocks_for(tokens, BLOCK), tokens)
+def compute(pool: CachingGroupPool, request: int, tokens: int) -> None:
+    pool.take(request, tokens, False)
+    pool.cache(request, tokens)
 
 
 class ListedPool:
@@ -65,7 +80,7 @@ class ListedPool:
         for block in self.held[request]:
             self.queue.pop(block, None)
             self.holders[block] += 1
-        self.take(request, blocks_for(tokens, BLOCK) - len(self.held[request]))
+        self.take(request, blocks_for(tokens) - len(self.held[request]))
         self.compute(request, tokens)
 
     def compute(self, request: int, tokens: int) -> None:
@@ -94,36 +109,27 @@ def test_counting_the_blocks_is_listing_them(seed: int) -> None:
     for _ in range(300):
         request = int(rng.integers(len(prompts)))
         if request not in running:
-            hit, in_queue = pool.lookup(request, tokens[request])
-            if blocks_for(tokens[request], BLOCK) - hit + in_queue <= pool.free:
+            hit, in_queue = found(pool, request, tokens[request])
+            if blocks_for(tokens[request]) - hit + in_queue <= pool.free:
                 start(pool, request, tokens[request])
                 listed.start(request, tokens[request])
                 running.add(request)
         elif rng.random() < 0.5:
             running.remove(request)
-            stop(pool, request, tokens[request])
+            pool.release(request, tokens[request])
             listed.stop(request, tokens[request])
             tokens[request] += 1  # the last one was sampled and not computed
         else:
             longer = tokens[request] + int(rng.integers(1, 30))
-            more = blocks_for(longer, BLOCK) - blocks_for(tokens[request], BLOCK)
+            more = blocks_for(longer) - blocks_for(tokens[request])
             if more <= pool.free:
-                pool.take(more)
+                pool.take(request, longer, False)
                 listed.take(request, more)
                 tokens[request] = longer
         assert pool.free == len(listed.queue)
         for waiting in set(range(len(prompts))) - running:
             seen = tokens[waiting] + int(rng.integers(2))
-            assert pool.lookup(waiting, seen) == listed.lookup(waiting, seen)
-
-
-def test_a_pool_without_caching_counts_what_is_free() -> None:
-    pool = Pool(10)
-    pool.take(4)
-    assert pool.lookup(0, 100) == (0, 0)
-    assert pool.free == 6
-    pool.release(0, 3, 48)
-    assert pool.free == 9
+            assert found(pool, waiting, seen) == listed.lookup(waiting, seen)
 
 
 def test_a_running_prompt_is_held_once_for_all_siblings() -> None:
@@ -131,7 +137,7 @@ def test_a_running_prompt_is_held_once_for_all_siblings() -> None:
     assert [start(pool, request, 40) for request in range(3)] == [0, 2, 2]
     assert pool.free == 100 - 2 - 3 * 1  # two full blocks together, one part-filled each
     for request in range(3):
-        stop(pool, request, 40)
+        pool.release(request, 40)
     assert pool.free == 100
 
 
@@ -141,73 +147,74 @@ def test_a_hit_leaves_one_token_to_compute() -> None:
     assert pool.free == 100 - 1 - 2
     pool = pool_of(100, [64, 64], [0, 0])
     start(pool, 0, 64)
-    assert [pool.lookup(1, tokens) for tokens in (32, 33, 64)] == [(1, 0), (2, 0), (3, 0)]
+    assert [found(pool, 1, tokens) for tokens in (32, 33, 64)] == [(1, 0), (2, 0), (3, 0)]
 
 
 def test_siblings_find_the_blocks_that_a_prefill_in_chunks_has_filled_so_far() -> None:
     pool = pool_of(100, [48, 48], [0, 0])
-    pool.admit(0, 0)
-    pool.take(3)
-    found = []
+    hits = []
+    start(pool, 0, 15)
     for tokens in (15, 16, 31, 32, 47, 48):
-        pool.computed(0, tokens)
-        found.append(pool.lookup(1, 49))
-    assert found == [(0, 0), (1, 0), (1, 0), (2, 0), (2, 0), (3, 0)]
+        compute(pool, 0, tokens)
+        hits.append(found(pool, 1, 49))
+    assert hits == [(0, 0), (1, 0), (1, 0), (2, 0), (2, 0), (3, 0)]
 
 
 def test_a_resumed_sibling_finds_the_oldest_copy_of_its_last_prompt_block() -> None:
     pool = pool_of(100, [32, 32], [0, 0])
     start(pool, 0, 32)
     start(pool, 1, 32)
-    stop(pool, 1, 48)  # it had generated a block's worth
-    hit, in_queue = pool.lookup(1, 49)
+    compute(pool, 1, 48)  # it has generated a block's worth
+    pool.release(1, 48)
+    hit, in_queue = found(pool, 1, 49)
     assert hit == 3
     assert in_queue == 1  # only its own response block: the copy found is the one that request 0 holds
 
 
 def test_a_released_request_can_be_resumed_until_it_is_evicted_tail_first() -> None:
-    pool = pool_of(20, [64, 64], [0, 1])
+    pool = pool_of(20, [64, 200], [0, 1])
     start(pool, 0, 64)
-    pool.take(6)  # it decodes to 160 tokens
-    stop(pool, 0, 160)
-    assert pool.lookup(0, 161) == (10, 10)
-    pool.take(10 + 4)  # all clean blocks and four cached ones
-    assert pool.lookup(0, 161) == (6, 6)
+    pool.take(0, 160, False)
+    pool.release(0, 160)
+    assert found(pool, 0, 161) == (10, 10)
+    start(pool, 1, 160)  # all clean blocks
+    pool.take(1, 224, False)  # and four cached ones
+    assert found(pool, 0, 161) == (6, 6)
 
 
 def test_blocks_that_are_not_full_are_reused_first() -> None:
-    pool = pool_of(10, [20, 150], [0, 1])
+    pool = pool_of(10, [20, 160], [0, 1])
     start(pool, 0, 20)
-    stop(pool, 0, 20)  # one hashed block, one part-filled
-    pool.take(9)
-    assert pool.lookup(0, 21) == (1, 1)
-    pool.take(1)
-    assert pool.lookup(0, 21) == (0, 0)
+    pool.release(0, 20)  # one hashed block, one part-filled
+    start(pool, 1, 144)
+    assert found(pool, 0, 21) == (1, 1)
+    pool.take(1, 160, False)
+    assert found(pool, 0, 21) == (0, 0)
 
 
 def test_the_least_recently_freed_request_goes_first() -> None:
-    pool = pool_of(12, [60, 60, 60], [0, 1, 2])
+    pool = pool_of(12, [64, 64, 64], [0, 1, 2])
     for request in range(3):
         start(pool, request, 64)
-    stop(pool, 1, 64)
-    stop(pool, 0, 64)
-    pool.take(3)
-    assert [pool.lookup(request, 65)[0] for request in (0, 1)] == [4, 1]
+    for request in (1, 0):
+        pool.release(request, 64)
+    pool.take(2, 64 + 3 * BLOCK, False)
+    assert [found(pool, request, 65)[0] for request in (0, 1)] == [4, 1]
 
 
 def test_free_blocks_come_back_whatever_the_order() -> None:
     rng = np.random.default_rng(0)
-    prompts = rng.integers(1, 200, 12)[np.repeat(np.arange(12), 4)]
-    pool = CachingPool(2000, BLOCK, prompts, np.repeat(np.arange(12), 4))
+    prompts = rng.integers(1, 200, 12)[np.repeat(np.arange(12), 4)].tolist()
+    pool = pool_of(2000, prompts, np.repeat(np.arange(12), 4).tolist())
     running: dict[int, int] = {}
     for _ in range(3000):
         request = int(rng.integers(48))
         if request in running:
-            stop(pool, request, running.pop(request))
+            pool.release(request, running.pop(request))
         else:
-            running[request] = int(prompts[request])
+            running[request] = prompts[request]
             start(pool, request, running[request])
         assert 0 <= pool.free <= 2000
     for request, tokens in running.items():
-        stop(pool, request, tokens)
+        pool.release(request, tokens)
     assert pool.free == 2000

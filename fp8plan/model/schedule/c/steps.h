@@ -1,0 +1,246 @@
+/* The scheduler's steps, and the rows that record them (group_state.GroupState; vllm/v1/core/sched/scheduler.py). */
+#ifndef FP8PLAN_STEPS_H
+#define FP8PLAN_STEPS_H
+
+#include "requests.h"
+
+/* ---- the end of a row ---- */
+
+static void record_prefill(const State *s, number *row) {
+    for (number i = 0; i < s->chunks.size; i++) {
+        Chunk chunk = s->chunks.items[i];
+        row[PREFILL_TOKENS] += chunk.after - chunk.before;
+        row[PREFILL_KV_TOKENS] += chunk.after;
+        row[PREFILL_PAIRS] += (chunk.after - chunk.before) * (chunk.after + chunk.before + 1) / 2;
+        row[SAMPLED_REQUESTS] += chunk.after == s->target[chunk.request];
+    }
+    row[PREFILL_REQUESTS] = s->chunks.size;
+}
+
+static void record_window(const State *s, Meter *meter, number steps, number *columns) {
+    const Window *window = &meter->window;
+    columns[WINDOW_DECODE] = advance(s, meter, steps);
+    for (number i = 0; i < s->again_chunks.size; i++)
+        columns[WINDOW_DECODE] += read_by(window, s->again_chunks.items[i].before);
+    for (number i = 0; i < s->chunks.size; i++) {
+        Chunk chunk = s->chunks.items[i];
+        columns[WINDOW_PREFILL] += tokens_read(window, chunk.before, chunk.after);
+        columns[WINDOW_PAIRS] += pairs_below(window, chunk.after) - pairs_below(window, chunk.before);
+    }
+}
+
+/* Record a row. free: the blocks that are free while its last step runs */
+static void record(State *s, number steps, number free, number cached) {
+    if (s->num_rows == s->rows_room) {
+        s->rows_room = 2 * s->rows_room + 1024;
+        s->rows = grown(s, s->rows, s->rows_room * s->columns, sizeof(number));
+    }
+    number *row = s->rows + s->columns * s->num_rows++;
+    memset(row, 0, (size_t)s->columns * sizeof(number));
+    row[STEPS] = steps;
+    row[DECODE_REQUESTS] = row[SAMPLED_REQUESTS] = s->decoding + s->again_chunks.size;
+    row[DECODE_KV_TOKENS] = s->context + s->decoding;
+    for (number i = 0; i < s->again_chunks.size; i++) row[DECODE_KV_TOKENS] += s->again_chunks.items[i].after;
+    row[RECOMPUTED_TOKENS] = s->lost;
+    row[RUNNING] = s->running;
+    row[WAITING] = s->waiting;
+    row[USED_BLOCKS] = s->settings.num_blocks - free;
+    row[PREEMPTIONS] = s->preempted;
+    row[CACHED_TOKENS] = cached;
+    s->preempted = s->lost = 0;
+    record_prefill(s, row);
+    for (number i = 0; i < s->num_meters; i++)
+        record_window(s, s->meters + i, steps, row + COLUMNS + WINDOW_COLUMNS * i);
+}
+
+static void start_all(State *s, Chunks *chunks) {
+    for (number i = 0; i < chunks->size; i++) {
+        Chunk chunk = chunks->items[i];
+        if (chunk.after == s->target[chunk.request]) start_decoding(s, chunk.request, chunk.after);
+    }
+    chunks->size = 0;
+}
+
+/* End the decoding of requests that have all their tokens. */
+static void pass_finishes(State *s) {
+    s->num_finished = 0;
+    while (comes_before(s, &s->finishes, s->now)) {
+        number request = s->finishes.items[0];
+        if (s->now > s->steady_from[request]) {
+            s->hashed[request] = s->final[request] - s->settings.lag;
+            s->last_step[request] = s->now - 1;
+        }
+        s->computed[request] = stop_decoding(s, request);
+        s->ended[request] = s->num_rows - 1;
+        s->finished[s->num_finished++] = request;
+    }
+    if (s->num_finished) s->rows[s->columns * (s->num_rows - 1) + FINISHED] = s->num_finished;
+}
+
+/* Release finished requests. Under asynchronous scheduling the scheduler knows of them a step later. */
+static void release_finished(State *s) {
+    if (s->settings.lag) {
+        number *gone = s->leaving, num_gone = s->num_leaving;
+        s->leaving = s->finished, s->num_leaving = s->num_finished;
+        s->finished = gone, s->num_finished = num_gone;
+        for (number i = 0; i < s->num_leaving; i++) s->is_leaving[s->leaving[i]] = 1;
+    }
+    for (number i = 0; i < s->num_finished; i++) {
+        number request = s->finished[i];
+        s->is_leaving[request] = 0;
+        remove_from_ring(s, request);
+        release(s, request, s->final[request]);
+    }
+}
+
+/* Record a row, advance, start decoding after a whole prefill, and release finished requests. */
+static void end_row(State *s, number steps, number free, number cached) {
+    if (s->decoding || s->chunks.size || s->again_chunks.size) record(s, steps, free, cached);
+    s->now += steps;
+    s->context += steps * s->decoding;
+    start_all(s, &s->chunks);
+    start_all(s, &s->again_chunks);
+    pass_finishes(s);
+    release_finished(s);
+}
+
+/* ---- one step in which anything may happen ---- */
+
+static void serve_steady(State *s) {
+    note_free(s, s->free - taken_in(s, s->now));
+    for (number request = 0; (request = serve(s, s->now, request)) != NONE; request++) {
+        number blocks = takes_due(s, request, s->now);
+        if (make_room(s, request, blocks)) take_due(s, request, s->now, blocks);
+    }
+}
+
+/* Serve a steady request among others that are not. */
+static void serve_due(State *s, number request) {
+    drop_due(s, request, s->now);
+    number blocks = takes_due(s, request, s->now);
+    if (!make_room(s, request, blocks)) return;
+    take_due(s, request, s->now, blocks);
+    note_free(s, s->free);
+}
+
+/* Serve a request that is not steady, with at most `budget` tokens; returns their number. */
+static number serve_unsteady(State *s, number request, number budget) {
+    number before = s->computed[request];
+    number tokens = whole_blocks(s, request, before, least(s->target[request] - before, budget));
+    if (!tokens) return 0;
+    number after = before + tokens;
+    int served_before = s->settings.lag && s->last_step[request] == s->now - 1;
+    drop(s, request, most(0, before - (served_before ? s->last_tokens[request] : 0)));
+    int checkpoint = has_checkpoint(s, request, before, after);
+    if (!make_room(s, request, needs(s, request, after, checkpoint))) return 0;
+    take(s, request, after, checkpoint);
+    note_free(s, s->free);
+    add_chunk(s->target[request] > s->length[request] ? &s->again_chunks : &s->chunks, request, before, after);
+    note_computed(s, request, after);
+    return tokens;
+}
+
+/* The running request after the last steady one; NONE if one that is not steady has its turn before. */
+static number after_steady(const State *s) {
+    number left = s->decoding, request = s->after[s->requests];
+    if (!left) return NONE;
+    while (left && (s->steady[request] || s->is_leaving[request])) {
+        left -= s->steady[request];
+        request = s->after[request];
+    }
+    return left ? NONE : request;
+}
+
+/* Serve the running requests in turn; returns the budget left. */
+static number serve_running(State *s) {
+    number budget = s->settings.max_num_batched_tokens, request = after_steady(s);
+    number left = s->free - taken_in(s, s->now);
+    if (request != NONE && left >= 0 && s->decoding <= budget) {
+        serve(s, s->now, 0);
+        note_free(s, left);
+        budget -= s->decoding;
+    } else {
+        request = s->after[s->requests];
+    }
+    for (; request != s->head && budget; request = s->after[request]) {
+        if (s->steady[request]) {
+            budget--;
+            if (is_due(s, request, s->now)) serve_due(s, request);
+        } else if (!s->is_leaving[request]) {
+            budget -= serve_unsteady(s, request, budget);
+        }
+        if (request == s->head) break; /* it preempted itself */
+    }
+    for (; !budget && request != s->head; request = s->after[request])
+        if (s->steady[request]) stall(s, request);
+    return budget;
+}
+
+static void step(State *s) {
+    number preempted = s->preempted, cached = 0, budget;
+    int idle = !s->running; /* then a step that admits nobody would repeat for ever */
+    begin_step(s, s->now);
+    if (s->unsteady) {
+        budget = serve_running(s);
+    } else {
+        serve_steady(s);
+        budget = s->settings.max_num_batched_tokens - s->decoding;
+    }
+    if (s->preempted == preempted) cached = admit_waiting(s, budget);
+    if (idle && !s->chunks.size) fail(s, TOO_FEW_BLOCKS);
+    end_row(s, 1, s->free, cached);
+}
+
+/* ---- a run of steps in which requests only decode ---- */
+
+/* Steps up to and including the next finish of a request; 1 if a finished one still holds blocks. */
+static number steps_to_finish(const State *s) {
+    return s->num_leaving ? 1 : first_step(s, &s->finishes) - s->now + 1;
+}
+
+/* Run at most `wanted` steps in which all find their blocks, and none comes free; returns their number.
+
+   The head that had to wait waits on: for each block that is handed out it needs at most one less. */
+static number run_takes(State *s, number wanted) {
+    number cycles = wanted / s->cycle;
+    if (s->taken_in_cycle) cycles = least(cycles, s->free / s->taken_in_cycle);
+    number steps = cycles * s->cycle, blocks = cycles * s->taken_in_cycle, at = s->now % s->cycle;
+    while (steps < wanted && blocks + s->phases[at].taken <= s->free) {
+        blocks += s->phases[at].taken;
+        steps++;
+        at = at + 1 == s->cycle ? 0 : at + 1;
+    }
+    hand_out(s, blocks);
+    note_free(s, steps < wanted ? NONE : s->free);
+    return steps;
+}
+
+/* Run steps until a request finishes or is admitted, while every decoding request is sure to find its blocks. */
+static void run(State *s) {
+    number wanted = least(s->settings.longest, steps_to_finish(s)), steps = 0, looked_at = NONE;
+    if (s->keeps_all && may_admit(s)) { /* decoding frees no block: a row of its own, admitted or not */
+        step(s);
+        return;
+    }
+    if (s->keeps_all && s->settings.reserve_full_prompt) {
+        steps = run_takes(s, wanted);
+        wanted = steps;
+    }
+    for (; steps < wanted; steps++) {
+        number free = s->free, left = free - taken_in(s, s->now + steps); /* if no block comes free in the step */
+        begin_step(s, s->now + steps);
+        note_free(s, left);
+        if (left < 0) break;
+        serve(s, s->now + steps, 0);
+        if (s->changes == looked_at) continue;
+        looked_at = s->changes;
+        if (!may_admit(s)) continue;
+        if (steps) end_row(s, steps, free, 0);
+        end_row(s, 1, s->free, admit_waiting(s, s->settings.max_num_batched_tokens - s->decoding));
+        return;
+    }
+    if (steps) end_row(s, steps, s->free, 0);
+    else step(s);
+}
+
+#endif

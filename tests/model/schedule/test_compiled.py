@@ -1,0 +1,133 @@
+"""The scheduler in C against the reference in Python: every output of a schedule is the same, to the bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from scheduled_batches import (
+    ENDED_PREEMPTED,
+    FAMILIES,
+    IDLE_PREEMPTION,
+    blocks_needed,
+    case,
+    random_case,
+    tight_case,
+)
+
+from fp8plan.errors import CapacityError
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import CacheRules, Spec
+from fp8plan.model.schedule import scheduler
+from fp8plan.model.schedule.scheduler import Run, run_compiled, run_reference
+from fp8plan.model.workload import Batch
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+SEEDS = int(os.environ.get("FP8PLAN_COMPILED_SEEDS", "300"))  # `make fuzz` runs 5,000
+QUICK = 40  # seeds of `make test`
+RULES = [CacheRules.of(version) for version in ("0.26.0", "0.30.0", "0.32.0", "0.33.0")]
+ENDLESS = 2**62
+FULL = (Spec("full", 16),)
+
+
+class Work(NamedTuple):
+    batch: Batch
+    pool: int
+    limits: EngineLimits
+    groups: tuple[Spec, ...]
+    rules: CacheRules
+
+
+def work_of(seed: int) -> Work:
+    """Families of groups take turns. A third of the pools are roomy, and every tenth batch is large."""
+    rng = np.random.default_rng([seed, 63])
+    family, asynchronous = sorted(FAMILIES)[seed % len(FAMILIES)], bool(rng.random() < 0.5)
+    made, rules = case(seed, family, asynchronous), RULES[int(rng.integers(len(RULES)))]
+    batch, pool, limits = made.batch, made.pool, made.limits
+    if seed % 10 == 9:
+        batch, _, limits = random_case(int(rng.integers(10**6)), asynchronous)
+        groups = tuple(group._replace(block_size=16) for group in made.groups)
+        pool = int(sum(blocks_needed(batch, group, limits) for group in groups) * rng.uniform(1, 12))
+        return Work(batch, pool, limits, groups, rules)
+    if rng.random() < 1 / 3:
+        pool = int(pool * rng.uniform(1, 12))
+    return Work(batch, pool, limits, made.groups, rules)
+
+
+def outcome(run: Any, work: Work, longest: int) -> Run | str:
+    """A simulated batch, or the error."""
+    try:
+        made: Run = run(*work.batch, work.pool, work.limits, longest, work.groups, work.rules)
+        return made
+    except CapacityError as error:
+        return str(error)
+
+
+def assert_same(work: Work) -> None:
+    for longest in (1, ENDLESS):
+        in_c, reference = outcome(run_compiled, work, longest), outcome(run_reference, work, longest)
+        if isinstance(in_c, str) or isinstance(reference, str):
+            assert in_c == reference
+            continue
+        assert in_c is not None
+        assert in_c.columns.keys() == reference.columns.keys()
+        for name, column in reference.columns.items():
+            np.testing.assert_array_equal(in_c.columns[name], column, name)
+        np.testing.assert_array_equal(in_c.ended, reference.ended)
+        assert in_c.pool_mattered == reference.pool_mattered
+        assert in_c.pool_mattered or in_c.least_free == reference.least_free
+        for one, other in zip(in_c.windows, reference.windows, strict=True):
+            assert (one.kind, one.window) == (other.kind, other.window)
+            np.testing.assert_array_equal(one.decode_kv_tokens, other.decode_kv_tokens)
+            np.testing.assert_array_equal(one.prefill_kv_tokens, other.prefill_kv_tokens)
+            np.testing.assert_array_equal(one.prefill_pairs, other.prefill_pairs)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < QUICK else pytest.mark.slow) for seed in range(SEEDS)]
+)
+def test_c_gives_the_references_schedule_of_groups(seed: int) -> None:
+    assert_same(work_of(seed))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("make", [random_case, tight_case])
+def test_c_gives_the_references_schedule_of_one_group(make: Any, asynchronous: bool) -> None:
+    for seed in (*range(QUICK), IDLE_PREEMPTION, ENDED_PREEMPTED):
+        assert_same(Work(*make(seed, asynchronous), FULL, RULES[seed % len(RULES)]))
+
+
+def test_the_row_that_ended_a_request_counts_it() -> None:
+    work = Work(*random_case(1, True), FULL, RULES[-1])
+    made = run_compiled(*work.batch, work.pool, work.limits, ENDLESS, *work[3:])
+    assert made is not None
+    ended = np.bincount(made.ended, minlength=len(made.columns["steps"]))
+    np.testing.assert_array_equal(ended, made.columns["finished"])
+
+
+def test_a_request_that_does_not_find_its_blocks_is_the_same_error() -> None:
+    """vLLM's cap leaves out that a chunk of attention may not begin with a block, so it would preempt for ever."""
+    limits = EngineLimits(max_num_seqs=1, max_num_batched_tokens=7, enable_prefix_caching=False, async_scheduling=False)
+    batch = Batch(np.array([100]), np.array([9]), np.array([0]))
+    work = Work(batch, 2, limits, (Spec("chunked", 16, 24),), RULES[-1])
+    with pytest.raises(CapacityError, match=r"the pool has 2 KV blocks, and a request that has it to itself") as error:
+        run_reference(*work.batch, work.pool, work.limits, 1, *work[3:])
+    assert outcome(run_compiled, work, 1) == str(error.value)
+
+
+def test_no_request_gives_no_row() -> None:
+    nothing = np.zeros(0, dtype=np.int64)
+    assert_same(Work(Batch(nothing, nothing, nothing), 10, EngineLimits(), FULL, RULES[-1]))
+
+
+def test_the_c_code_has_no_warning() -> None:
+    source = Path(scheduler.__file__).with_name("c") / "scheduler.c"
+    command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
