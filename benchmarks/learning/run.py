@@ -63,7 +63,12 @@ def main(words: Sequence[str] | None = None) -> int:
         # In a process of its own, which leaves nothing on the GPU.
         made = [given.policy, str(folder / "model"), "--device", given.device, "--seed", str(given.seed)]
         subprocess.run([sys.executable, "-m", f"{__package__}.policies", *made], check=True)
-        kept = {(row["arm"], row["seed"]) for path in given.kept for row in jsonl.rows(path)}
+        kept = {
+            (row["arm"], row["seed"])
+            for path in given.kept
+            for row in jsonl.rows(path)
+            if row["policy"] == given.policy
+        }
         runs = [run for arms in given.arms for run in jobs(arms, given.seeds) if run not in kept]
         failed = side_by_side(given, list(dict.fromkeys(runs)))
         if failed:
@@ -85,7 +90,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         help=f"{', '.join([*GROUPS, *ARMS])}; given twice: the second after all seeds of the first; default: main",
     )  # fmt: skip
     parser.add_argument(
-        "--kept", type=Path, nargs="+", default=[], help="files of benchmarks.learning.keep: runs in them are done"
+        "--kept", type=Path, nargs="+", default=[], help="tables of benchmarks.learning.keep: runs in them are done"
     )
     parser.add_argument("--seeds", type=int, help="of every arm; default: as the table of arms says")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
@@ -104,7 +109,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     given.words = list(sys.argv[1:] if words is None else words)
     for path in given.kept:
         if not path.is_file():
-            raise ConfigError(f"{path} does not exist; allowed: files that benchmarks.learning.keep wrote")
+            raise ConfigError(f"{path} does not exist; allowed: tables that benchmarks.learning.keep wrote")
     if given.at_once < 1:
         raise ConfigError(f"--at-once is {given.at_once}; allowed: 1 and more")
     if given.device is None:
@@ -190,7 +195,7 @@ def found_runs(folder: Path) -> dict[tuple[str, int], RunFolder]:
         for arm in LOGGED:
             for path in sorted((folder / arm).glob("[0-9]*"), key=lambda x: int(x.name)):
                 run = RunFolder(path)
-                if (path / "predicted.json").is_file() and run.has("steps.jsonl"):
+                if (path / "predicted.json").is_file() and (path / "steps.jsonl").is_file():
                     yield (arm, int(path.name)), run
 
     return dict(known())

@@ -152,7 +152,9 @@ def test_later_arms_come_after_all_seeds_of_those_before(tmp_path: Path, monkeyp
     first = [("fp8", 0), ("bf16", 0), ("fp8", 1), ("bf16", 1)]
     assert seen == [*first, ("fp8-tis", 0), ("fp8-tis", 1)]
     seen.clear()
-    (tmp_path / "kept.jsonl").write_text('{"arm": "bf16", "seed": 0}\n')
+    (tmp_path / "kept.jsonl").write_text(
+        '{"policy": "tiny-qk-norm", "arm": "bf16", "seed": 0}\n{"policy": "qk-norm", "arm": "fp8", "seed": 0}\n'
+    )
     assert run.main([str(tmp_path), *words, "--kept", str(tmp_path / "kept.jsonl")]) == 0
     assert seen == [first[0], *first[2:], ("fp8-tis", 0), ("fp8-tis", 1)]
     with pytest.raises(ConfigError, match="does not exist"):
