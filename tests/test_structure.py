@@ -18,7 +18,7 @@ from benchmarks import walks
 ROOT = Path(fp8plan.__file__).parent
 MOST_LINES = 450  # of a module
 LEAST_MEAN_LINES = 160  # of the modules, empty __init__.py aside
-MOST_FILES = {"plan": 52, "log-prob": 17, "tensor": 20}  # that a walk of benchmarks/walks.py enters
+MOST_FILES = {"plan": 52, "log-prob": 16, "tensor": 20}  # that a walk of benchmarks/walks.py enters
 
 # What may import what: a part imports its own and what stands above it.
 PARTS = tuple(
@@ -32,6 +32,11 @@ MODEL = (
     ("rollout",),
     ("risk", "plan", "validate", "calibrate"),
 )
+
+
+# Folders of the runtime that watch a run, and the folders that need an engine or vLLM.
+WATCH = ("mismatch", "correction", "controller", "guard", "monitor")
+APPLY = ("engine", "fleet", "probe", "server", "worker")
 
 
 def name_of(path: Path) -> str:
@@ -110,6 +115,46 @@ def test_folders_of_the_runtime_form_no_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_what_watches_names_neither_an_engine_nor_vllm() -> None:
+    """Lazy and type-only imports count, too."""
+    watch = {name for name in MODULES for folder in WATCH if below(name, f"fp8plan.runtime.{folder}")}
+    assert len(watch) > 15
+    parts = [f"fp8plan.runtime.{folder}" for folder in APPLY]
+    wrong = [
+        f"{name} imports {other}"
+        for name in watch
+        for other in named(MODULES[name])
+        if below(other, "vllm") or any(below(other, part) for part in parts)
+    ]
+    assert not wrong
+
+
+def named(path: Path) -> Iterator[str]:
+    """Every module that this one imports anywhere in its text, and names in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def test_what_watches_runs_without_an_engine_and_vllm() -> None:
+    """Their modules are imported, and a Monitor takes a step."""
+    names = [name for name in MODULES for folder in WATCH if below(name, f"fp8plan.runtime.{folder}")]
+    code = f"""
+import importlib, sys, torch
+for name in {names!r}:
+    importlib.import_module(name)
+import fp8plan
+fp8plan.Monitor().step(-torch.rand(2, 8), -torch.rand(2, 8))
+parts = ["vllm", *(f"fp8plan.runtime.{{part}}" for part in {APPLY!r})]
+print([name for name in sys.modules if any(name == part or name.startswith(f"{{part}}.") for part in parts)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_module_is_read_in_one_sitting() -> None:

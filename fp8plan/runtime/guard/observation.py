@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -27,9 +27,6 @@ from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.weight_sync.kv_scales import keeps_scales
-
-if TYPE_CHECKING:
-    from vllm import RequestOutput
 
 # A profile's name of a kernel -> pattern of vLLM's names, in its log (FLASH_ATTN) or of its class (FlashAttentionImpl).
 # vLLM does not name its BF16 GEMM.
@@ -236,10 +233,10 @@ class Observation:
         return Batch(*(np.asarray(column, dtype=np.int64) for column in columns))
 
 
-def observation_of(outputs: Sequence[RequestOutput], seconds: float, **more: Any) -> Observation:
+def observation_of(outputs: Sequence[Any], seconds: float, **more: Any) -> Observation:
     """Make the Observation of one `generate()` from its outputs. Each sample of a prompt counts as a response.
 
-    outputs: finished RequestOutputs, in the order of their requests
+    outputs: finished RequestOutputs of vLLM, in the order of their requests
     seconds: wall time of the call
     more:    the other fields of Observation
 
