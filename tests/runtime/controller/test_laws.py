@@ -593,6 +593,7 @@ def test_a_plan_gives_the_start_and_the_expected_kl():
         {"tis": None, "band": (0.5, float("inf"))},
         {"slew": (1.0, 1.05)},
         {"dead_band": 0.9},
+        {"dead_band": float("inf")},
         {"min_kept": 1.0},
         {"max_clipped": 0.0},
         {"patience": 0},
