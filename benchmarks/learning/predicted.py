@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.learning.arms import LOGGED, baseline
+from benchmarks.learning.arms import BASELINE, LOGGED
 from benchmarks.learning.policies.tasks import Task
 from benchmarks.learning.state import RunFolder
 from benchmarks.tables import markdown
@@ -117,7 +117,7 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
     lines = []
     seen = {key: observed(folder) for key, folder in runs.items()}
     for (arm, seed), folder in runs.items():
-        said, now, base = read_json(folder / "predicted.json"), seen[arm, seed], runs.get((baseline(arm), seed))
+        said, now, base = read_json(folder / "predicted.json"), seen[arm, seed], runs.get((BASELINE, seed))
         base = base if said.get("at_once", 1) == 1 else None  # the seconds of runs that share a device say nothing
         low, high = said["kl_k3_low"], said["kl_k3_high"]
         band = UNSEEN if low is None else f"{_short(said['kl_k3'])} ({_short(low)} to {_short(high)})"

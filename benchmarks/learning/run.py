@@ -40,6 +40,8 @@ OWN: Final[dict[str, dict[str, Any]]] = {
     "wide": {"learning_rate": 1.25e-5, "micro_tokens": 8192, "save_every": 0},
 }
 
+SEEDS: Final = 3  # of an arm
+
 # Environment of each run, unless it is set: no hub; no compiler for vLLM's sampler. On a CPU one thread: those of a
 # trainer and an engine that share two cores wait for each other.
 ENV: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -92,7 +94,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--kept", type=Path, nargs="+", default=[], help="tables of benchmarks.learning.keep: runs in them are done"
     )
-    parser.add_argument("--seeds", type=int, help="of every arm; default: as the table of arms says")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"of every arm; default: {SEEDS}")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--seed", type=int, default=0, help="of the policy's own training")
     parser.add_argument("--at-once", type=int, default=1, help="runs that share a GPU: their seconds say nothing then")
@@ -117,10 +119,9 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def jobs(arms: Sequence[str], seeds: int | None) -> list[tuple[str, int]]:
+def jobs(arms: Sequence[str], seeds: int) -> list[tuple[str, int]]:
     """(arm, seed) of every run: the first seed of every arm first, so that a short lease compares arms."""
-    most = {arm: seeds or arm_named(arm).seeds for arm in arms}
-    return [(arm, seed) for seed, arm in product(range(max(most.values(), default=0)), arms) if seed < most[arm]]
+    return [(arm, seed) for seed, arm in product(range(seeds), arms)]
 
 
 def gpus() -> list[str]:

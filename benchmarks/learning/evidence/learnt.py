@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.learning.arms import LOGGED, baseline, uncorrected
+from benchmarks.learning.arms import BASELINE, LOGGED, uncorrected
 from benchmarks.learning.evidence.kept import Runs, figure, kept_runs
 from benchmarks.learning.evidence.seeds import apart, spread
 from benchmarks.learning.predicted import UNSEEN, read_json
@@ -30,7 +30,7 @@ def _learnt(arms: Mapping[str, Runs]) -> Iterator[list[str]]:
         before, after = list(figure(runs, "reward_before").values()), rewards[arm]
         gained = [end - start for start, end in zip(before, after.values(), strict=True)]
         cells = [arm, str(len(runs)), *(spread(x, ".2f") for x in (before, list(after.values()), gained))]
-        cells += [apart(after, rewards.get(other, {})) for other in (baseline(arm), uncorrected(arm))]
+        cells += [apart(after, rewards.get(other, {})) for other in (BASELINE, uncorrected(arm))]
         for name, kind in (("kl_k3", ".1e"), ("ess_raw", ".3f"), ("clip_fraction", ".2g")):
             cells.append(spread(list(figure(runs, name).values()), kind))
         bounds = [x for x in figure(runs, "tis_least").values() if x and LOGGED[arm].correction != "none"]

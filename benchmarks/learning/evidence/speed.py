@@ -8,7 +8,7 @@ from statistics import median
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
-from benchmarks.learning.arms import baseline
+from benchmarks.learning.arms import BASELINE
 from benchmarks.learning.evidence.kept import Run, kept_runs
 from benchmarks.learning.evidence.places import ALONE, SHAPES
 from benchmarks.learning.evidence.seeds import spread
@@ -91,7 +91,7 @@ def gained(*policies: str) -> str:
 def _gained(found: Sequence[Alone]) -> Iterator[list[str]]:
     runs = {(one.policy, one.arm, one.seed): one for one in found}
     for (policy, arm, seed), one in runs.items():
-        base = runs.get((policy, baseline(arm), seed))
+        base = runs.get((policy, BASELINE, seed))
         if base is None or base is one:
             continue
         said, kl = one.kept["predicted"], one.kept["kl_k3"]
