@@ -26,7 +26,6 @@ from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch
 from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.weight_sync.kv_scales import keeps_scales
 
 # A profile's name of a kernel -> pattern of vLLM's names, in its log (FLASH_ATTN) or of its class (FlashAttentionImpl).
 # vLLM does not name its BF16 GEMM.
@@ -130,30 +129,6 @@ class EngineFacts:
     def eager(self) -> bool:
         """True if the engine runs without any CUDA graphs."""
         return self.limits.enforce_eager or self.cudagraph_mode == "NONE"
-
-
-def facts_of(setup: EngineSetup, facts: Mapping[str, Any], not_predicted: Sequence[str] = ()) -> EngineFacts:
-    """The guard's facts about an engine.
-
-    setup: the planned engine with the running one's limits
-    facts: those of a worker (runtime.worker.facts)
-    not_predicted: as in EngineFacts
-    """
-    preset = setup.precision
-    return EngineFacts(
-        model=setup.model if isinstance(setup.model, str) else setup.path,
-        gpu=setup.gpu.name,
-        engine_version=facts["vllm_version"].partition("+")[0],
-        precision=preset.name,
-        limits=setup.limits.settled(),
-        kernel_backends=kernel_names(facts, preset),
-        e8m0=facts["e8m0"],
-        cudagraph_mode=facts["cudagraph_mode"],
-        not_predicted=not_predicted,
-        inside=setup.inside,
-        kv_fixed=preset.kv == "fp8" and keeps_scales(facts["attention"]),
-        host_loop_s=facts.get("host_loop_s"),
-    )
 
 
 @dataclass(frozen=True, slots=True)
