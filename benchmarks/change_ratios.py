@@ -1,6 +1,6 @@
 """Compare predicted shares of changed values (fp8plan.model.weight_changes) with measured ones.
 
-    python -m benchmarks.change_ratios                         # the committed logs, per kind of layer
+    python -m benchmarks.change_ratios                         # the committed counts, per kind of layer
     python -m benchmarks.change_ratios --train                 # random models again: results/change_ratios.jsonl
     python -m benchmarks.change_ratios --sample POLICY=FOLDER  # a checkpoint's weights: results/change_weights.jsonl
 
@@ -71,11 +71,9 @@ class Compared(NamedTuple):
 
 def compared() -> list[Compared]:
     """Predicted beside measured shares of all logs."""
-    here = Path(changes.__file__).parent
-    logged = [row for pattern in changes.COMMITTED for path in sorted(here.glob(pattern)) for row in read(path)]
     samples = {(row["policy"], row["kind"]): _weights(row) for row in read(SAMPLES)}
     groups = defaultdict[tuple[Any, ...], list[dict[str, Any]]](list)
-    for row in [*logged, *read(RESULTS)]:
+    for row in [*read(changes.COMMITTED), *read(RESULTS)]:
         if row["kind"] != "norm":  # some values of a whole model
             groups[row["policy"], row["learning_rate"], row["kind"]].append(row)
     made = []
@@ -124,7 +122,7 @@ def summary(rows: Iterable[Compared]) -> str:
 
 
 def committed() -> str:
-    """The summary of the committed logs."""
+    """The summary of the committed counts."""
     return summary(compared())
 
 

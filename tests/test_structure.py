@@ -39,6 +39,11 @@ MODEL = (
 )
 
 
+# Folders of the runtime that watch a run. They need no other one: neither an engine nor vLLM.
+WATCH = ("mismatch", "correction", "controller", "guard", "monitor")
+TOKENS = "fp8plan.runtime.tokens"  # checks of token ids, which both sides use
+
+
 def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
 
@@ -115,6 +120,52 @@ def test_folders_of_the_runtime_form_no_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_what_watches_names_neither_an_engine_nor_vllm() -> None:
+    """Lazy and type-only imports count, too."""
+    watch = {name for name in MODULES if watches(name)}
+    assert len(watch) > 15
+    others = {name for name in MODULES if below(name, "fp8plan.runtime")} - {"fp8plan.runtime", TOKENS} - watch
+    assert len(others) > 50
+    wrong = [
+        f"{name} imports {other}"
+        for name in watch
+        for other in named(MODULES[name])
+        if below(other, "vllm") or other in others
+    ]
+    assert not wrong
+
+
+def watches(name: str) -> bool:
+    return any(below(name, f"fp8plan.runtime.{folder}") for folder in WATCH)
+
+
+def named(path: Path) -> Iterator[str]:
+    """Every module that this one imports anywhere in its text, and names in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def test_what_watches_runs_without_an_engine_and_vllm() -> None:
+    """Their modules are imported, and a Monitor takes a step."""
+    code = f"""
+import importlib, sys, torch
+for name in {list(filter(watches, MODULES))!r}:
+    importlib.import_module(name)
+import fp8plan
+fp8plan.Monitor().step(-torch.rand(2, 8), -torch.rand(2, 8))
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT.parent)
+    loaded = done.stdout.split()
+    assert "vllm" not in loaded
+    of_runtime = {name for name in loaded if name.startswith("fp8plan.runtime.")}
+    assert {name for name in of_runtime if not watches(name)} == {TOKENS}
 
 
 def test_a_module_is_read_in_one_sitting() -> None:

@@ -107,20 +107,12 @@ class Arm:
     correction:     a name in CORRECTIONS, or in DELETED
     kv_scales:      "measured" after each sync, or "unit": 1.0, as vLLM leaves them
     mismatch:       a scenario of `strength`, `stale` or `broken`
-    updates:        optimiser steps on each rollout
-    sync_every:     steps between two syncs: above 1, rollouts are stale
-    rate:           times the policy's learning rate
-    seeds:          of the arm; 3 for those that are compared with a spread
     """
 
     precision: str = "fp8"
     correction: str = "tis"
     kv_scales: str = "measured"
     mismatch: str = "benign"
-    updates: int = 1
-    sync_every: int = 1
-    rate: float = 1.0
-    seeds: int = 3
 
     def preset(self, device: str) -> str:
         """The name of the precision on a device, "cpu" or "cuda"."""
@@ -128,10 +120,11 @@ class Arm:
 
     def stale(self, step: int, steps: int) -> bool:
         """True if no sync follows this step (0, 1, ...) of a run."""
-        every = 2 ** (QUARTERS * step // steps) if self.mismatch == "staler" else self.sync_every
-        return (step + 1) % every != 0
+        every = 2 ** (QUARTERS * step // steps)
+        return self.mismatch == "staler" and (step + 1) % every != 0
 
 
+BASELINE: Final = "bf16"  # the arm that all are held against
 MAIN: Final = {
     "bf16": Arm("bf16", "none"),
     "bf16-tis": Arm("bf16", "tis"),
@@ -157,18 +150,7 @@ CONTROL: Final = _under(("growing", *LASTING, "spiking", "staler", "broken"), (*
 JUDGED: Final = ("lasting", "growing", "spiking", "staler", "broken")
 MASKED: Final = ("lasting", "growing", "staler", "broken")
 NEWS: Final = _under((*JUDGED, "benign"), ("none", "tis", "tis_1.4", "adaptive")) | _under(MASKED, MASKS)
-# Where plain FP8 may begin to do harm, each with the BF16 that it is held against.
-HARDER: Final = {"high-rate": {"rate": 4.0}, "4-updates": {"updates": 4}, "stale": {"sync_every": 4}}
-MAP: Final = {
-    f"{name}-{what}": Arm(precision, correction, seeds=1, **changes)  # type: ignore[arg-type]
-    for name, changes in HARDER.items()
-    for what, precision, correction in (
-        ("bf16", "bf16", "none"),
-        ("fp8", "fp8", "none"),
-        ("fp8-adaptive", "fp8", "adaptive"),
-    )
-}
-LOGGED: Final = MAIN | CONTROL | NEWS | MAP  # the arms of logs, in the order of tables
+LOGGED: Final = MAIN | CONTROL | NEWS  # the arms of logs, in the order of tables
 
 
 def _running(arms: dict[str, Arm]) -> dict[str, Arm]:
@@ -176,10 +158,7 @@ def _running(arms: dict[str, Arm]) -> dict[str, Arm]:
 
 
 ARMS: Final = _running(LOGGED)
-GROUPS: Final = {
-    name: _running(group) for name, group in (("main", MAIN), ("control", CONTROL), ("map", MAP), ("news", NEWS))
-}
-BASELINES: Final = {f"{name}-{what}": f"{name}-bf16" for name in HARDER for what in ("bf16", "fp8", "fp8-adaptive")}
+GROUPS: Final = {name: _running(group) for name, group in (("main", MAIN), ("control", CONTROL), ("news", NEWS))}
 
 
 def arm_named(name: str) -> Arm:
@@ -197,12 +176,7 @@ def chosen(words: list[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def baseline(name: str) -> str:
-    """The BF16 arm that an arm is held against."""
-    return BASELINES.get(name, "bf16")
-
-
 def uncorrected(name: str) -> str | None:
     """The arm that differs from an arm in having no correction, alone; None if there is no such arm."""
     wanted = replace(LOGGED[name], correction="none")
-    return next((other for other, arm in ARMS.items() if replace(arm, seeds=wanted.seeds) == wanted), None)
+    return next((other for other, arm in ARMS.items() if arm == wanted), None)

@@ -1,6 +1,7 @@
 """Change ratios: the share of a layer's values that one update changed, in BF16 and as the engine's E4M3.
 
-    python -m benchmarks.learning.changes [RAW.jsonl ...]      the table, from raw logs; without any, the committed ones
+    python -m benchmarks.learning.changes [RAW.jsonl ...]                 the table, from raw logs or the committed file
+    python -m benchmarks.learning.changes RAW.jsonl ... --output FILE     the raw logs' counts, added up over runs
 
 A sparse weight sync is to be designed from these. BF16 is what a trainer sends; E4M3 are the codes of blockwise
 quantisation (128 x 128 of each checkpoint tensor, FP32 scales), which change less often than the values they stand for,
@@ -18,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.tables import markdown
+from fp8plan.jsonl import line
 from fp8plan.jsonl import rows as read
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Row = dict[str, Any]
-COMMITTED: Final = ("cpu/*.jsonl", "h[12]00/shared/*/*/*/changes.jsonl.gz")  # beside this file
+COMMITTED: Final = Path(__file__).with_name("changes.jsonl")
 
 # Kind of layer -> what the name of its tensors holds. The first that fits counts.
 KINDS: Final = {
@@ -40,7 +42,7 @@ KINDS: Final = {
     "down": r"down_proj",
 }
 QUANTISED: Final = ("experts, gate and up", "experts, down", "q, k, v", "o", "gate and up", "down")
-COUNTS: Final = ("values", "bf16", "e4m3", "blocks", "scales", "e4m3_where_scale_kept")
+COUNTS: Final = ("runs", "values", "bf16", "e4m3", "blocks", "scales", "e4m3_where_scale_kept")
 
 
 def kind_of(name: str) -> str:
@@ -55,7 +57,7 @@ def changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[s
     whose scale changed; e4m3_where_scale_kept: codes that changed in the other blocks. Where blockwise FP8 is not used
     the last four are 0.
     """
-    found = defaultdict[str, dict[str, int]](lambda: dict.fromkeys(COUNTS, 0))
+    found = defaultdict[str, dict[str, int]](lambda: dict.fromkeys(COUNTS[1:], 0))
     for name, old in before.items():
         counts, kind = found[kind_of(name)], kind_of(name)
         counts["values"] += old.numel()
@@ -84,15 +86,27 @@ def _codes(before: Tensor, after: Tensor) -> dict[str, int]:
 
 def log_rows(counts: Mapping[str, Mapping[str, int]], **setting: Any) -> list[Row]:
     """The lines of a step for the raw log. setting: what the table is by: policy, learning_rate, step"""
-    return [setting | {"kind": kind} | dict(found) for kind, found in counts.items()]
+    return [setting | {"kind": kind, "runs": 1} | dict(found) for kind, found in counts.items()]
+
+
+def added(rows: Iterable[Row]) -> list[Row]:
+    """The counts of all runs at each step, added up: a row for each policy, learning rate, step and kind of layer."""
+    sums = dict[tuple[Any, ...], Row]()
+    for row in rows:
+        key = (row["policy"], row["learning_rate"], row["step"], row["kind"])
+        if key not in sums:
+            setting = dict(zip(("policy", "learning_rate", "step", "kind"), key, strict=True))
+            sums[key] = setting | dict.fromkeys(COUNTS, 0)
+        for name in COUNTS:
+            sums[key][name] += row[name]
+    return [sums[key] for key in sorted(sums)]
 
 
 def table(rows: Iterable[Row]) -> str:
     """Mean change ratio by policy, learning rate and kind of layer, over steps and runs, in Markdown."""
-    sums = defaultdict[tuple[Any, ...], dict[str, int]](lambda: dict.fromkeys(("steps", *COUNTS), 0))
+    sums = defaultdict[tuple[Any, ...], dict[str, int]](lambda: dict.fromkeys(COUNTS, 0))
     for row in rows:
         total = sums[row["policy"], row["learning_rate"], row["kind"]]
-        total["steps"] += 1
         for name in COUNTS:
             total[name] += row[name]
     heads = ("policy", "learning rate", "layers", "steps", "BF16", "E4M3", "E4M3 where the scale stays", "scales")
@@ -101,15 +115,13 @@ def table(rows: Iterable[Row]) -> str:
     for (policy, rate, kind), total in sorted(sums.items(), key=lambda x: (x[0][0], x[0][1], order.index(x[0][2]))):
         fp8 = [_share(total[name], total["values"]) for name in ("e4m3", "e4m3_where_scale_kept")]
         fp8 = [*fp8, _share(total["scales"], total["blocks"])] if total["blocks"] else ["-"] * 3
-        lines.append([policy, f"{rate:.0e}", kind, str(total["steps"]), _share(total["bf16"], total["values"]), *fp8])
+        lines.append([policy, f"{rate:.0e}", kind, str(total["runs"]), _share(total["bf16"], total["values"]), *fp8])
     return markdown.table(heads, lines)
 
 
 def committed() -> str:
-    """The table of the committed raw logs: of SmolLM2 on a CPU, and larger policies on an H200. Tiny ones have none."""
-    here = Path(__file__).parent
-    rows = (row for pattern in COMMITTED for path in sorted(here.glob(pattern)) for row in read(path))
-    return table(row for row in rows if not row["policy"].startswith("tiny-"))
+    """The table of the committed counts: of SmolLM2 on a CPU, and larger policies on GPUs. Tiny ones have none."""
+    return table(row for row in read(COMMITTED) if not row["policy"].startswith("tiny-"))
 
 
 def _share(part: int, whole: int) -> str:
@@ -119,9 +131,13 @@ def _share(part: int, whole: int) -> str:
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.changes")
-    parser.add_argument("raw", nargs="*", type=Path, help="changes.jsonl of runs; default: those that are committed")
+    parser.add_argument("raw", nargs="*", type=Path, help="changes.jsonl of runs; default: the committed file")
+    parser.add_argument("--output", type=Path, help="where to write the raw logs' counts, added up over runs")
     given = parser.parse_args(words)
-    print(table(row for path in given.raw for row in read(path)) if given.raw else committed())
+    rows = [row for path in given.raw or [COMMITTED] for row in read(path)]
+    if given.output:
+        given.output.write_bytes(b"".join(map(line, added(rows))))
+    print(table(rows) if given.raw else committed())
 
 
 if __name__ == "__main__":

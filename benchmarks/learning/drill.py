@@ -177,7 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     checkpoint = given.folder / given.policy / "model"
     folder = RunFolder(given.folder / given.policy / DRILL)
-    if folder.has("steps.jsonl"):
+    if (folder / "steps.jsonl").is_file():
         raise ConfigError(
             f"{folder.path} has a drill already; allowed: a new folder. Remove it, or give another FOLDER"
         )

@@ -45,7 +45,7 @@ class Settings:
 
     policy, checkpoint: its name, and the folder of its weights
     prompts, samples:   of a rollout
-    learning_rate:      of AdamW, constant, times the arm's
+    learning_rate:      of AdamW, constant
     micro_tokens:       padded tokens of a micro-batch
     save_every, changes_every: steps; 0: never
     memory:             share of the GPU's memory for the engines, whose trainers are on the same GPU
@@ -83,10 +83,9 @@ class Loop:
         torch.manual_seed(seed)
         saved = folder.load(settings.device)
         self.step = 0 if saved is None else int(saved["step"])
-        self.rate = settings.learning_rate * arm.rate
         self.trainer = Trainer(
-            settings.checkpoint, settings.device, self.rate, settings.temperature, settings.clip, settings.max_norm,
-            settings.micro_tokens, policy_named(settings.policy).frozen_layers,
+            settings.checkpoint, settings.device, settings.learning_rate, settings.temperature, settings.clip,
+            settings.max_norm, settings.micro_tokens, policy_named(settings.policy).frozen_layers,
         )  # fmt: skip
         self.first = self.trainer.tensors() if arm.mismatch == "broken" else {}
         self.gpu = find_gpu("cpu" if settings.device == "cpu" else "auto")
@@ -147,8 +146,7 @@ class Loop:
         if self.step % ERROR_EVERY == 0:
             error = self.trainer.error(batch, old, found.mask, found.weights)
         begun += self.trainer.clock() - paused  # no part of a step
-        for _ in range(self.arm.updates):
-            self.trainer.update(batch, old, found.mask, found.weights)
+        self.trainer.update(batch, old, found.mask, found.weights)
         self.step += 1
         if before:
             self._log_changes(before)
@@ -244,7 +242,7 @@ class Loop:
         return every > 0 and (self.step + 1) % every == 0
 
     def _log_changes(self, before: dict[str, torch.Tensor]) -> None:
-        setting = {"policy": self.settings.policy, "learning_rate": self.rate, "step": self.step}
+        setting = {"policy": self.settings.policy, "learning_rate": self.settings.learning_rate, "step": self.step}
         for row in changes.log_rows(changes.changed(before, self.trainer.tensors()), **setting):
             self.folder.log("changes.jsonl", row)
 
@@ -254,7 +252,7 @@ class Loop:
         batch = batch_of(samples, rewards, self.settings.samples).to(self.settings.device)
         times = [self.trainer.timed(batch) for _ in range(2)][-1]
         lengths = [(len(one.problem.prompt), len(one.tokens)) for one in samples]
-        steps = StepTimes(train_s=times[1] * self.arm.updates, logprob_s=times[0])
+        steps = StepTimes(train_s=times[1], logprob_s=times[0])
         try:
             found: Any = predicted.plan_of_pilot(
                 self.settings.checkpoint, self.gpu.name, shape, lengths, self.limits, steps

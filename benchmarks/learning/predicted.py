@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.learning.arms import LOGGED, baseline
+from benchmarks.learning.arms import BASELINE, LOGGED
 from benchmarks.learning.policies.tasks import Task
 from benchmarks.learning.state import RunFolder
 from benchmarks.tables import markdown
@@ -25,6 +25,8 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.workload import Trace, Workload
+
+Steps = Sequence[Mapping[str, Any]]  # rows of steps.jsonl
 
 # What the plan says of a choice, under its own names.
 FORESEEN: Final = (
@@ -92,14 +94,14 @@ def last_tenth(steps: Sequence[Any]) -> Sequence[Any]:
     return steps[-max(1, len(steps) // 10) :]
 
 
-def speedups(base: RunFolder, run: RunFolder, part: str, left_out: Collection[int] = ()) -> list[float]:
+def speedups(base: Steps, run: Steps, part: str, left_out: Collection[int] = ()) -> list[float]:
     """The observed speed-ups of a run over the BF16 run of the same seed, one for each step that is in both.
 
-    part: "rollout" or "step"; left_out: steps that do not count, beside the first
+    base, run: rows of steps.jsonl; part: "rollout" or "step"; left_out: steps that do not count, beside the first
     """
     seconds = []
-    for folder in (base, run):
-        rows = [row for row in folder.rows("steps.jsonl")[1:] if row["step"] not in left_out]
+    for steps in (base, run):
+        rows = [row for row in steps[1:] if row["step"] not in left_out]
         seconds.append({row["step"]: row[f"{part}_s"] / row["response_tokens"] for row in rows})
     return [seconds[0][step] / seconds[1][step] for step in sorted(seconds[0].keys() & seconds[1].keys())]
 
@@ -115,7 +117,7 @@ def table(runs: Mapping[tuple[str, int], RunFolder]) -> str:
     lines = []
     seen = {key: observed(folder) for key, folder in runs.items()}
     for (arm, seed), folder in runs.items():
-        said, now, base = read_json(folder / "predicted.json"), seen[arm, seed], runs.get((baseline(arm), seed))
+        said, now, base = read_json(folder / "predicted.json"), seen[arm, seed], runs.get((BASELINE, seed))
         base = base if said.get("at_once", 1) == 1 else None  # the seconds of runs that share a device say nothing
         low, high = said["kl_k3_low"], said["kl_k3_high"]
         band = UNSEEN if low is None else f"{_short(said['kl_k3'])} ({_short(low)} to {_short(high)})"
@@ -142,7 +144,9 @@ def read_json(path: Path) -> Any:
 
 
 def _observed_speedup(base: RunFolder | None, folder: RunFolder, part: str) -> str:
-    return UNSEEN if base is None else _short(_median(speedups(base, folder, part)))
+    if base is None:
+        return UNSEEN
+    return _short(_median(speedups(base.rows("steps.jsonl"), folder.rows("steps.jsonl"), part)))
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -40,6 +40,8 @@ OWN: Final[dict[str, dict[str, Any]]] = {
     "wide": {"learning_rate": 1.25e-5, "micro_tokens": 8192, "save_every": 0},
 }
 
+SEEDS: Final = 3  # of an arm
+
 # Environment of each run, unless it is set: no hub; no compiler for vLLM's sampler. On a CPU one thread: those of a
 # trainer and an engine that share two cores wait for each other.
 ENV: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -63,7 +65,12 @@ def main(words: Sequence[str] | None = None) -> int:
         # In a process of its own, which leaves nothing on the GPU.
         made = [given.policy, str(folder / "model"), "--device", given.device, "--seed", str(given.seed)]
         subprocess.run([sys.executable, "-m", f"{__package__}.policies", *made], check=True)
-        kept = {(row["arm"], row["seed"]) for path in given.kept for row in jsonl.rows(path)}
+        kept = {
+            (row["arm"], row["seed"])
+            for path in given.kept
+            for row in jsonl.rows(path)
+            if row["policy"] == given.policy
+        }
         runs = [run for arms in given.arms for run in jobs(arms, given.seeds) if run not in kept]
         failed = side_by_side(given, list(dict.fromkeys(runs)))
         if failed:
@@ -85,9 +92,9 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         help=f"{', '.join([*GROUPS, *ARMS])}; given twice: the second after all seeds of the first; default: main",
     )  # fmt: skip
     parser.add_argument(
-        "--kept", type=Path, nargs="+", default=[], help="files of benchmarks.learning.keep: runs in them are done"
+        "--kept", type=Path, nargs="+", default=[], help="tables of benchmarks.learning.keep: runs in them are done"
     )
-    parser.add_argument("--seeds", type=int, help="of every arm; default: as the table of arms says")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"of every arm; default: {SEEDS}")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--seed", type=int, default=0, help="of the policy's own training")
     parser.add_argument("--at-once", type=int, default=1, help="runs that share a GPU: their seconds say nothing then")
@@ -104,7 +111,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     given.words = list(sys.argv[1:] if words is None else words)
     for path in given.kept:
         if not path.is_file():
-            raise ConfigError(f"{path} does not exist; allowed: files that benchmarks.learning.keep wrote")
+            raise ConfigError(f"{path} does not exist; allowed: tables that benchmarks.learning.keep wrote")
     if given.at_once < 1:
         raise ConfigError(f"--at-once is {given.at_once}; allowed: 1 and more")
     if given.device is None:
@@ -112,10 +119,9 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def jobs(arms: Sequence[str], seeds: int | None) -> list[tuple[str, int]]:
+def jobs(arms: Sequence[str], seeds: int) -> list[tuple[str, int]]:
     """(arm, seed) of every run: the first seed of every arm first, so that a short lease compares arms."""
-    most = {arm: seeds or arm_named(arm).seeds for arm in arms}
-    return [(arm, seed) for seed, arm in product(range(max(most.values(), default=0)), arms) if seed < most[arm]]
+    return [(arm, seed) for seed, arm in product(range(seeds), arms)]
 
 
 def gpus() -> list[str]:
@@ -190,7 +196,7 @@ def found_runs(folder: Path) -> dict[tuple[str, int], RunFolder]:
         for arm in LOGGED:
             for path in sorted((folder / arm).glob("[0-9]*"), key=lambda x: int(x.name)):
                 run = RunFolder(path)
-                if (path / "predicted.json").is_file() and run.has("steps.jsonl"):
+                if (path / "predicted.json").is_file() and (path / "steps.jsonl").is_file():
                     yield (arm, int(path.name)), run
 
     return dict(known())

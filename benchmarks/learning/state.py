@@ -58,13 +58,9 @@ class RunFolder:
         """Append a line."""
         jsonl.append(self / name, jsonl.line(row))
 
-    def has(self, name: str) -> bool:
-        """True if there is this log, or what benchmarks.learning.keep has made of it."""
-        return (self / name).is_file() or (self / f"{name}.gz").is_file()
-
     def rows(self, name: str) -> list[Any]:
-        """The rows of a log, kept or not; [] if there is none."""
-        return jsonl.rows(self / name) or jsonl.rows(self / f"{name}.gz")
+        """The rows of a log; [] if there is none."""
+        return jsonl.rows(self / name)
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write the checkpoint, whole or not at all."""

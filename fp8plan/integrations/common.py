@@ -21,12 +21,12 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as make_plan
 from fp8plan.model.risk.expected import THRESHOLDS, rejections_in, weights_in
 from fp8plan.model.workload import Fixed, Lengths, LogNormal, Workload
+from fp8plan.runtime.controller.fit import constant
 from fp8plan.runtime.controller.laws import Controller, LevelThresholds
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.guard.fallback import DEPTH, Action, stepped_down
 from fp8plan.runtime.monitor.sinks import JsonLines
-from fp8plan.runtime.monitor.witness import constant
 from fp8plan.runtime.this_host import TIMED, said
 from fp8plan.runtime.vllm_versions import check_vllm_version
 from fp8plan.runtime.weight_sync.kv_scales import PARTS

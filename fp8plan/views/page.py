@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.views.run_plots import BLUE, RED
+
+DPI: Final = 130  # of a .png
 
 
 def document(name: str, title: str, body: str) -> str:
@@ -25,8 +28,10 @@ def check_suffix(target: Path) -> None:
         raise ConfigError(f"cannot plot to {target}; allowed: a name that ends in .png or .html")
 
 
-def write_plot(target: Path, write_png: Callable[[], None], page: Callable[[], str]) -> None:
+def write_plot(target: Path, picture: Callable[[], Any], page: Callable[[], str]) -> None:
     """Write a picture or a page, by the name's suffix.
+
+    picture: makes a figure of matplotlib
 
     Raises OSError for a file that cannot be written: an error should not name a draft. Raises ConfigError for another
     suffix, and for a plotting package that is not installed.
@@ -34,7 +39,7 @@ def write_plot(target: Path, write_png: Callable[[], None], page: Callable[[], s
     check_suffix(target)
     try:
         if target.suffix == ".png":
-            write_png()
+            picture().savefig(target, dpi=DPI)
         else:
             text = page()
             target.write_text(text, encoding="utf-8", errors="backslashreplace")  # a folder's name may be no text
@@ -42,11 +47,15 @@ def write_plot(target: Path, write_png: Callable[[], None], page: Callable[[], s
         raise ConfigError(f"plotting needs {error.name}; type: pip install 'fp8plan[report]'") from None
 
 
-def figures(made: Iterable[Any], program: bool = True) -> str:
-    """Plotly's figures as HTML. program: with its program before the first, once for a page"""
-    options = {"full_html": False, "config": {"displaylogo": False}}
-    parts = (figure.to_html(include_plotlyjs=program and not number, **options) for number, figure in enumerate(made))
-    return "".join(parts)
+def as_svg(figure: Any) -> str:
+    """A figure of matplotlib as the SVG element of a page. Its text stays text, and the same figure gives the same."""
+    from matplotlib import rc_context
+
+    written = StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fp8plan"}):
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    text = written.getvalue()
+    return text[text.index("<svg") :]
 
 
 def paragraphs(lines: Iterable[str], style: str = "") -> str:
@@ -75,6 +84,7 @@ STYLE: Final = (
     "table{border-collapse:collapse;margin:8px 0}th,td{text-align:right;padding:4px 16px 4px 0;vertical-align:top}"
     ".l{text-align:left}th{border-bottom:1px solid #999;vertical-align:bottom}td{border-bottom:1px solid #eee}"
     ".bold td{font-weight:600;background:#f4f8fb}details{margin:6px 0}summary{cursor:pointer}"
+    "svg{max-width:100%;height:auto}"
     "pre{background:#f6f6f6;border-radius:6px;padding:12px;overflow-x:auto;font-size:12.5px;line-height:1.4}"
     f".alarm{{color:{RED}}}.guard{{color:#B77900}}.decision{{color:{BLUE}}}"
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -202,23 +201,19 @@ def label(point: Point, several: bool) -> str:
     return ", ".join([name, *gain, *(["chosen"] if point.chosen else [])])
 
 
-def write_png(prediction: Prediction, path: Path) -> None:
-    """Panels over time, and speed against KL below. Raises ImportError without matplotlib, OSError as writing does."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def picture(prediction: Prediction) -> Any:
+    """Panels over time, and speed against KL below, as a figure of matplotlib. Raises ImportError without it."""
+    from matplotlib.figure import Figure
 
     lines = curves(prediction)
     shown = panels(lines)
-    figure = pyplot.figure(figsize=(WIDTH, PANEL * len(shown) + TRADEOFF), layout="constrained")
+    figure: Any = Figure(figsize=(WIDTH, PANEL * len(shown) + TRADEOFF), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[PANEL * len(shown), TRADEOFF])
     heading = [part for line in title(prediction.plan) for part in textwrap.wrap(line, 115)]
-    above.suptitle("\n".join(heading), x=0.01, ha="left", fontsize=10)
+    above.suptitle("\n".join(heading), x=0.01, ha="left", fontsize=10, parse_math=False)
     _over_time(above.subplots(len(shown), 1, sharex=True), lines, shown)
     _tradeoff(below.subplots(), prediction.plan)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    return figure
 
 
 def _over_time(axes: Sequence[Any], lines: Sequence[Curve], shown: Sequence[tuple[str, str]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from fp8plan.runtime.monitor.record import RunReader
 from fp8plan.runtime.monitor.steps import Steps
 from fp8plan.views import run_columns as runs
 from fp8plan.views.axes import MOST, SPANS
-from fp8plan.views.page import document, figures, paragraphs
+from fp8plan.views.page import document, paragraphs
 from fp8plan.views.run_columns import Event
 from fp8plan.views.run_plots import MARKED, by_position, figure
 from fp8plan.views.text import duration, percent
@@ -46,11 +46,17 @@ def write_report(source: Path, target: Path) -> None:
 def page(reader: RunReader) -> str:
     """The whole page."""
     steps, events = reader.steps, runs.events(reader.steps)
-    plots = figures([figure(steps, events), *filter(None, [by_position(steps)])])
+    plots = _html([figure(steps, events), *filter(None, [by_position(steps)])])
     tiles = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in summary(steps))
     head = f'<p class="dim">{escape(_span(reader))}</p><div class="tiles">{tiles}</div>'
     legend = f'<p class="dim">{" ".join(_legend(len(steps), events))}</p>'
     return document(reader.path.name, runs.title(steps), f"{head}{_advice(steps)}{legend}{plots}{_table(events)}")
+
+
+def _html(figures: Sequence[Any]) -> str:
+    """Plotly's figures, with its program in the first."""
+    options = {"full_html": False, "config": {"displaylogo": False}}
+    return "".join(made.to_html(include_plotlyjs=not number, **options) for number, made in enumerate(figures))
 
 
 def _advice(steps: Steps) -> str:

@@ -1,6 +1,6 @@
 """The file of `fp8plan tune ... --plot FILE`: a waterfall from before the search to the physical limit.
 
-A .png has the waterfall by matplotlib. A .html has it by plotly with the levers, before the page of the plan.
+A .png has the waterfall. A .html has it with the levers, before the page of the plan.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.model.emit.vllm import check_kv_scales
 from fp8plan.model.plan.explain import seconds
-from fp8plan.views.page import figures, paragraphs, write_plot
+from fp8plan.views.page import as_svg, paragraphs, write_plot
 from fp8plan.views.plan_page import as_table, page
 from fp8plan.views.plan_pictures import title
 from fp8plan.views.run_plots import BLUE, GREEN, RED
 from fp8plan.views.tuned import LEGEND, choice, columns, words
 
 if TYPE_CHECKING:
-    from fp8plan.model.plan.plan import Plan
     from fp8plan.model.plan.planner import Prediction
     from fp8plan.model.tune.answer import Answer, Level, Waterfall
 
 GREY: Final = "#999999"
 TIME_LABEL: Final = "seconds of the rollout, predicted; lines on blue bars: 90% intervals"
 WIDTH, ROW, ROOM = 9.0, 0.42, 1.5  # inches
-PIXELS: Final = 34  # of a row of the page
 MARGIN: Final = 1.2  # end of the axis / the longest bar, for the text beside it
 
 
@@ -63,45 +61,13 @@ def alone_label(fall: Waterfall) -> str:
     return f"longest response alone: {seconds(fall.longest_alone_s)} s"
 
 
-def waterfall(fall: Waterfall) -> Any:
-    """The waterfall as a plotly figure."""
-    from plotly.graph_objects import Figure
-
-    figure, drawn = Figure(), bars(fall)
-    names, rest = [bar.name for bar in drawn], {"showlegend": False, "hoverinfo": "skip"}
-    figure.add_bar(
-        orientation="h",
-        y=names,
-        base=[bar.begin for bar in drawn],
-        x=[bar.end - bar.begin for bar in drawn],
-        marker={"color": [bar.colour for bar in drawn]},
-        customdata=[bar.text for bar in drawn],
-        hovertemplate="%{y}<br>%{customdata}<extra></extra>",
-        showlegend=False,
-    )
-    for bar in drawn:
-        if bar.doubt is not None:
-            line = {"color": "black", "width": 1.5}
-            figure.add_scatter(x=bar.doubt, y=[bar.name] * 2, mode="lines", line=line, **rest)
-    ends, texts = [_right(bar) for bar in drawn], [f"  {bar.text}" for bar in drawn]
-    figure.add_scatter(x=ends, y=names, text=texts, mode="text", textposition="middle right", **rest)
-    alone = {"text": alone_label(fall), "yanchor": "bottom"}
-    figure.add_vline(x=fall.longest_alone_s, line={"color": "black", "dash": "dot"}, annotation=alone)
-    figure.update_yaxes(autorange="reversed", type="category", automargin=True)
-    figure.update_xaxes(title_text=TIME_LABEL, range=[0, MARGIN * max(ends)], tickformat=",")
-    figure.update_layout(template="plotly_white", height=PIXELS * len(drawn) + 130, margin={"t": 50, "r": 20})
-    return figure
-
-
-def write_png(prediction: Prediction, fall: Waterfall, path: Path) -> None:
-    """The waterfall by matplotlib. Raises ImportError without it, OSError as writing does."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def picture(prediction: Prediction, fall: Waterfall) -> Any:
+    """The waterfall as a figure of matplotlib. Raises ImportError without it."""
+    from matplotlib.figure import Figure
 
     drawn = bars(fall)
-    figure, axis = pyplot.subplots(figsize=(WIDTH, ROW * len(drawn) + ROOM), layout="constrained")
+    figure: Any = Figure(figsize=(WIDTH, ROW * len(drawn) + ROOM), layout="constrained")
+    axis = figure.subplots()
     rows = range(len(drawn))
     axis.barh(
         rows,
@@ -126,9 +92,8 @@ def write_png(prediction: Prediction, fall: Waterfall, path: Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25, axis="x")
     axis.set_axisbelow(True)
-    figure.suptitle("\n".join(_title(prediction)), x=0.01, ha="left", fontsize=10)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    figure.suptitle("\n".join(_title(prediction)), x=0.01, ha="left", fontsize=10, parse_math=False)
+    return figure
 
 
 def _right(bar: Bar) -> float:
@@ -144,20 +109,20 @@ def _title(prediction: Prediction) -> list[str]:
 def draw(prediction: Prediction, target: Path, kv_scales: str = "unit", *, answer: Answer) -> None:
     """Write the picture or the page. Raises as `write_plot` does."""
     check_kv_scales(kv_scales)
-    fall = answer.waterfall
     write_plot(
         target,
-        lambda: write_png(prediction, fall, target),
-        lambda: page(prediction, kv_scales, before=_section(prediction.plan, answer)),
+        lambda: picture(prediction, answer.waterfall),
+        lambda: page(prediction, kv_scales, before=_section(prediction, answer)),
     )
 
 
-def _section(plan: Plan, answer: Answer) -> str:
+def _section(prediction: Prediction, answer: Answer) -> str:
     """The part of the page on the levers."""
     levers = answer.levers
     settings = [line for setting, programs in words(levers).items() for line in (setting, *programs)]
     return (
-        f"{paragraphs(choice(plan, answer))}<h2>Levers</h2>{as_table(columns(levers))}{paragraphs([LEGEND], 'dim')}"
+        f"{paragraphs(choice(prediction.plan, answer))}"
+        f"<h2>Levers</h2>{as_table(columns(levers))}{paragraphs([LEGEND], 'dim')}"
         f"{paragraphs(answer.sentences)}{paragraphs(settings, 'dim')}"
-        f"<h2>To the physical limit</h2>{figures([waterfall(answer.waterfall)])}"
+        f"<h2>To the physical limit</h2>{as_svg(picture(prediction, answer.waterfall))}"
     )

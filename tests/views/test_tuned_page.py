@@ -12,7 +12,7 @@ from fp8plan.model.tune.answer import Answer, Level, Waterfall
 from fp8plan.model.tune.search import search
 from fp8plan.model.workload import Fixed, Workload
 from fp8plan.views.run_plots import BLUE, GREEN, RED
-from fp8plan.views.tuned_page import GREY, bars, draw, waterfall
+from fp8plan.views.tuned_page import GREY, bars, draw
 
 FALL = Waterfall(
     before=Level("before: bf16", 20.0, 18.0, 23.0),
@@ -36,16 +36,6 @@ def test_bars_join_and_have_the_colour_of_what_they_do() -> None:
         (0.0, 5.0, GREY, "5 s"),
     ]
     assert [bar.doubt for bar in bars(FALL) if bar.doubt] == [(18.0, 23.0), (14.0, 16.0)]
-
-
-def test_plotly_has_the_same_bars() -> None:
-    figure = waterfall(FALL)
-    drawn = figure.data[0]
-    assert drawn.y == tuple(bar.name for bar in bars(FALL))
-    assert list(np.add(drawn.base, drawn.x)) == [bar.end for bar in bars(FALL)]
-    assert figure.layout.shapes[0].x0 == 3.0
-    assert figure.layout.annotations[0].text == "longest response alone: 3 s"
-    assert figure.layout.xaxis.range[1] > 23.0
 
 
 def test_a_png_has_every_kind_of_bar_and_another_suffix_is_refused(tmp_path: Path) -> None:

@@ -5,21 +5,18 @@ One table has every correction of a file of runs; another has every setting, wit
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from benchmarks.learning.arms import CORRECTIONS, DELETED, LOGGED
-from benchmarks.learning.evidence.learnt import LATE, Runs, by_arm, rewards_after, rewards_late
+from benchmarks.learning.evidence.kept import Runs, figure, kept_runs
 from benchmarks.learning.evidence.places import H100, H200, H200_BROKEN_OFF, LARGE_BATCHES, SMALL_BATCHES
 from benchmarks.learning.evidence.seeds import apart, mean
-from benchmarks.learning.predicted import UNSEEN, last_tenth
+from benchmarks.learning.predicted import UNSEEN
 from benchmarks.tables.markdown import table
-from fp8plan import jsonl, schemas
-from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.laws import ConstantThresholds
 
 USUAL: Final = "tis"  # the correction that others are held against: token TIS at C = 2
@@ -38,60 +35,45 @@ def corrected(path: Path) -> str:
     return table((*heads, "KL k3, at last", "C, at last"), _corrected(kept_runs(path)))
 
 
-def kept_runs(path: Path) -> dict[str, dict[Hashable, dict[str, Any]]]:
-    """Arm -> seed -> the line of a run that `benchmarks.learning.keep` wrote."""
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; type: python -m benchmarks.learning.keep FOLDER/POLICY {path}")
-    runs = defaultdict[str, dict[Hashable, dict[str, Any]]](dict)
-    for row in jsonl.rows(path):
-        runs[row["arm"]][row["seed"]] = row
-    return runs
-
-
-def _corrected(runs: Mapping[str, Mapping[Hashable, dict[str, Any]]]) -> Iterator[list[str]]:
-    after = _after(runs)
-    for arm in (name for name in LOGGED if name in runs):
-        scenario, correction, rows = LOGGED[arm].mismatch, LOGGED[arm].correction, runs[arm].values()
-        kls, bounds = ([x for row in rows for x in last_tenth(row[name])] for name in ("kl_k3", "tis"))
-        cells = [scenario, _name(correction), str(len(rows)), mean([row["reward_before"] for row in rows])]
+def _corrected(arms: Mapping[str, Runs]) -> Iterator[list[str]]:
+    after = _after(arms)
+    for arm, runs in arms.items():
+        scenario, correction = LOGGED[arm].mismatch, LOGGED[arm].correction
+        bounds = [row["tis_end"] for row in runs.values()]
+        cells = [scenario, _name(correction), str(len(runs)), mean(list(figure(runs, "reward_before").values()))]
         cells += [mean(list(after[arm].values())), apart(after[arm], after.get(_arm(scenario, USUAL), {}))]
         yield [
             *cells,
-            f"{fmean(kls):.2g}",
+            f"{fmean(figure(runs, 'kl_end').values()):.2g}",
             UNSEEN if None in bounds or correction == "none" else f"{fmean(bounds):.2f}",
         ]
 
 
-def _after(runs: Mapping[str, Mapping[Hashable, dict[str, Any]]]) -> dict[str, dict[Hashable, float]]:
-    return {arm: {seed: row["reward_after"] for seed, row in rows.items()} for arm, rows in runs.items()}
+def _after(arms: Mapping[str, Runs]) -> dict[str, dict[Hashable, float]]:
+    return {arm: dict(figure(runs, "reward_after")) for arm, runs in arms.items()}
 
 
 class Measured(NamedTuple):
-    """Runs by arm, then by seed: their rewards, and their mean k3 over the last ten steps."""
+    """Runs by arm, then by table and seed: their rewards, and their mean k3 over the last ten steps."""
 
     rewards: dict[str, dict[Hashable, float]]
     kls: dict[str, dict[Hashable, float]]
 
 
-def of_lines(path: Path) -> Measured:
-    """The measurements in a file that keeps a line for each run."""
-    runs = kept_runs(path)
-    kls = {arm: {seed: fmean(row["kl_k3"][LATE]) for seed, row in rows.items()} for arm, rows in runs.items()}
-    return Measured(_after(runs), kls)
+def whole_runs(*tables: Path, policy: str | None = None) -> Measured:
+    """The measurements of runs that are over: rewards after them."""
+    arms = kept_runs(*tables, policy=policy)
+    return Measured(_after(arms), _late_kls(arms))
 
 
-def of_runs(reward: Callable[[Runs], dict[Hashable, float]], *policies: Path, unfinished: bool = False) -> Measured:
-    """The measurements of the runs in the folders of policies.
-
-    reward: which of the runs' rewards to take
-    """
-    found = by_arm(*policies, unfinished=unfinished)
-    kls = {arm: {key: _late_kl(run.rows("run.jsonl")) for key, run in runs.items()} for arm, runs in found.items()}
-    return Measured({arm: reward(runs) for arm, runs in found.items()}, kls)
+def runs_in_training(*tables: Path, policy: str | None = None) -> Measured:
+    """The measurements of all runs: the mean rewards of the last ten steps, of what the engine sampled."""
+    arms = kept_runs(*tables, policy=policy, unfinished=True)
+    return Measured({arm: dict(figure(runs, "reward_late")) for arm, runs in arms.items()}, _late_kls(arms))
 
 
-def _late_kl(rows: list[dict[str, Any]]) -> float:
-    return fmean(row["metrics"][schemas.K3] for row in rows[LATE])
+def _late_kls(arms: Mapping[str, Runs]) -> dict[str, dict[Hashable, float]]:
+    return {arm: dict(figure(runs, "kl_late")) for arm, runs in arms.items()}
 
 
 class Setting(NamedTuple):
@@ -108,12 +90,12 @@ WITH_H200: Final = "these and two of an H200 that were broken off: reward in the
 ON_H200: Final = "[25M parameters](#on-an-h200), an H200"
 TINY: Final = "[tiny](#learning-under-an-artificial-mismatch-on-a-cpu), a CPU"
 TINY_SMALL: Final = "[tiny](#small-batches), a CPU"
-BROKEN_OFF: Final = partial(of_runs, rewards_late, H200_BROKEN_OFF / "qk-norm", H100 / "qk-norm", unfinished=True)
-LARGE, SMALL = (partial(of_lines, path) for path in (LARGE_BATCHES, SMALL_BATCHES))
+BROKEN_OFF: Final = partial(runs_in_training, H200_BROKEN_OFF, H100, policy="qk-norm")
+LARGE, SMALL = (partial(whole_runs, path) for path in (LARGE_BATCHES, SMALL_BATCHES))
 SETTINGS: Final = (
-    Setting(ON_GPUS, 256, "lasting", partial(of_runs, rewards_after, H100 / "qk-norm")),
+    Setting(ON_GPUS, 256, "lasting", partial(whole_runs, H100, policy="qk-norm")),
     Setting(WITH_H200, 256, "lasting", BROKEN_OFF),
-    Setting(ON_H200, 256, "growing", partial(of_runs, rewards_after, H200 / "qk-norm")),
+    Setting(ON_H200, 256, "growing", partial(whole_runs, H200, policy="qk-norm")),
     *(Setting(TINY, 512, name, LARGE) for name in ("lasting", "growing", "spiking", "moderate")),
     *(Setting(TINY_SMALL, 32, name, SMALL) for name in ("lasting", "moderate")),
 )

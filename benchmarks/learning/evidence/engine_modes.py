@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.gpu.engine_modes import SAMPLES, requests, setup_of
+from benchmarks.learning.evidence.places import SHAPES
 from benchmarks.learning.predicted import UNSEEN
 from benchmarks.own_host import own_loop_s
 from benchmarks.tables.markdown import table
@@ -24,7 +25,6 @@ from fp8plan.model.rollout import Rollout, simulate
 from fp8plan.model.workload import Batch
 
 RESULTS: Final = Path(__file__).parents[2] / "results" / "engine_modes_h200.jsonl"
-POLICIES: Final = Path(__file__).parents[1] / "h200" / "shared"
 STEPS: Final = Path(__file__).parents[3] / "profiles" / "h200_sxm" / "vllm-0.26.0" / "steps"
 SAME_LAYERS: Final = "fp8plan/dense-50m"  # as the policy; the profile was fitted to its steps
 OWN: Final = "its own"
@@ -66,7 +66,7 @@ def ways(path: Path = RESULTS) -> str:
 
 def _predicted(row: dict[str, Any]) -> Rollout:
     """The script's rollout as today's model predicts it, on the host that the profile was calibrated on."""
-    gpu, policy = find_gpu(row["gpu_product"]), POLICIES / Path(row["model"]).name
+    gpu, policy = find_gpu(row["gpu_product"]), SHAPES / Path(row["model"]).name
     setup, _ = setup_of(policy, gpu, row["precision"], row["memory"])
     asked = requests()
     prompts, responses = np.array([(len(one.prompt), len(one.key)) for one in asked]).T

@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from benchmarks.learning.arms import BANDS, JUDGED, MASKED
-from benchmarks.learning.evidence.corrections import kept_runs, of_lines
+from benchmarks.learning.evidence.corrections import whole_runs
+from benchmarks.learning.evidence.kept import Run, kept_runs
 from benchmarks.learning.evidence.places import NEWS
 from benchmarks.learning.evidence.seeds import mean
 from benchmarks.learning.predicted import UNSEEN
@@ -176,20 +177,25 @@ def costs(path: Path, arms: Sequence[str] = (), mismatches: Sequence[str] = JUDG
     return table(heads, ((_name(arm), *_costs(of)) for arm, of in rows.items()))
 
 
-def _costs(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _costs(rows: Sequence[Run]) -> Iterator[str]:
     yield str(len(rows))
     for column in ("clipped_mass", "lost_tokens", "ess"):
-        values = [x for row in rows for x in row[column] if x is not None]
+        values = [row[column] for row in rows if row[column] is not None]
         yield f"{fmean(values):.1%}" if values else UNSEEN
     yield from _errors(rows)
-    precisions = [precision for row in rows for precision in row["precision"]]
-    yield f"{precisions.count('bf16') / len(precisions):.0%}"
+    yield f"{_in_bf16(rows):.0%}"
 
 
-def _errors(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
+def _in_bf16(rows: Iterable[Run]) -> float:
+    """The share of the steps of runs that ran in BF16."""
+    steps = [(row["bf16_steps"], row["steps"]) for row in rows]
+    return sum(bf16 for bf16, _ in steps) / sum(every for _, every in steps)
+
+
+def _errors(rows: Sequence[Run]) -> tuple[str, str]:
     """The squared error of the gradient and its bias, relative to the exact gradient, as cells."""
     steps = sorted(
-        ((GradientError(**step), row["seed"]) for row in rows for step in row.get("gradient_error", ())),
+        ((GradientError(*step), row["seed"]) for row in rows for step in row["gradient_error"]),
         key=lambda step: abs(step[0].norm2),
     )
     sums = defaultdict[Hashable, list[GradientError]](list)
@@ -214,14 +220,13 @@ def stepped_down(path: Path, law: str) -> str:
     runs = kept_runs(path)
     shares = []
     for mismatch in JUDGED:
-        steps = [precision for row in runs[f"{mismatch}-{law}"].values() for precision in row["precision"]]
-        shares.append(f"{steps.count('bf16') / len(steps):.0%} under `{mismatch}`")
+        shares.append(f"{_in_bf16(runs[f'{mismatch}-{law}'].values()):.0%} under `{mismatch}`")
     return f"Steps of `{law}` in BF16: {', '.join(shares)}."
 
 
 def tables() -> dict[str, str]:
     """The blocks of docs/evidence/thresholds.md."""
-    rewards = of_lines(NEWS).rewards
+    rewards = whole_runs(NEWS).rewards
     return {
         "rewards of laws": rewarded(rewards, (*OTHERS, *LAWS), MISMATCHES),
         "verdict of laws": f"{judged(rewards)}\n\n{verdict(rewards, LAWS)}",
@@ -237,7 +242,7 @@ def tables() -> dict[str, str]:
 def main(words: Sequence[str] | None = None) -> None:
     paths = list(sys.argv[1:] if words is None else words)
     path = Path(paths[0]) if paths else NEWS
-    rewards = of_lines(path).rewards
+    rewards = whole_runs(path).rewards
     print(f"{rewarded(rewards, (*OTHERS, *LAWS), MISMATCHES)}\n\n{judged(rewards)}\n")
     for plan, tries in TRIES.items():
         print(f"{plan}\n\n{verdict(rewards, tries)}\n")

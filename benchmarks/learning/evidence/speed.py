@@ -8,12 +8,11 @@ from statistics import median
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
-from benchmarks.learning.arms import baseline
-from benchmarks.learning.evidence.places import ALONE
+from benchmarks.learning.arms import BASELINE
+from benchmarks.learning.evidence.kept import Run, kept_runs
+from benchmarks.learning.evidence.places import ALONE, SHAPES
 from benchmarks.learning.evidence.seeds import spread
-from benchmarks.learning.predicted import UNSEEN, observed, read_json, speedups
-from benchmarks.learning.run import found_runs
-from benchmarks.learning.state import RunFolder
+from benchmarks.learning.predicted import UNSEEN, speedups
 from benchmarks.tables.markdown import table
 from fp8plan import jsonl
 from fp8plan.model.validate.records import read_records
@@ -23,27 +22,28 @@ from fp8plan.model.validate.validate import validate
 class Alone(NamedTuple):
     """A run that had the GPU for itself.
 
-    disturbed: steps in which another run was on the GPU after all, as machine.json says
+    kept: its line, with `predicted`, `seconds` and `rollouts`
+    disturbed: steps in which another run was on the GPU after all
     """
 
     policy: str
     arm: str
     seed: int
-    run: RunFolder
+    kept: Run
     disturbed: set[int]
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a log that count: not the first step's, nor those of disturbed ones."""
-        return [row for row in self.run.rows(name)[1:] if row["step"] not in self.disturbed]
+        """The rows of `seconds` or `rollouts` that count: not the first step's, nor those of disturbed ones."""
+        return [row for row in self.kept[name][1:] if row["step"] not in self.disturbed]
 
 
 def alone(policies: Sequence[str]) -> list[Alone]:
     """The runs of these policies that had the GPU for themselves, in the order of the table of arms."""
-    disturbed = read_json(ALONE.with_name("machine.json")).get("disturbed_steps", {})
     return [
-        Alone(policy, arm, seed, run, set(disturbed.get(f"{policy}/{arm}/{seed}", ())))
+        Alone(policy, arm, seed, row, set(row.get("disturbed", ())))
         for policy in policies
-        for (arm, seed), run in found_runs(ALONE / policy).items()
+        for arm, runs in kept_runs(ALONE, policy=policy, unfinished=True).items()
+        for (_, seed), row in runs.items()
     ]
 
 
@@ -67,7 +67,7 @@ def timed(*policies: str) -> str:
 
 
 def _timed(one: Alone) -> list[str]:
-    said, steps = read_json(one.run / "predicted.json"), one.rows("steps.jsonl")
+    said, steps = one.kept["predicted"], one.rows("seconds")
     rollout, *others = (
         f"{median(row[f'{part}_s'] for row in steps):.2f} s" for part in ("rollout", "train", "sync", "step")
     )
@@ -91,12 +91,12 @@ def gained(*policies: str) -> str:
 def _gained(found: Sequence[Alone]) -> Iterator[list[str]]:
     runs = {(one.policy, one.arm, one.seed): one for one in found}
     for (policy, arm, seed), one in runs.items():
-        base = runs.get((policy, baseline(arm), seed))
+        base = runs.get((policy, BASELINE, seed))
         if base is None or base is one:
             continue
-        said, kl = read_json(one.run / "predicted.json"), observed(one.run)["kl_k3"]
+        said, kl = one.kept["predicted"], one.kept["kl_k3"]
         but = base.disturbed | one.disturbed
-        rollout, step = (speedups(base.run, one.run, part, but) for part in ("rollout", "step"))
+        rollout, step = (speedups(base.kept["seconds"], one.kept["seconds"], part, but) for part in ("rollout", "step"))
         band = f"{said['speedup']:.2f} ({said['speedup_low']:.2f} to {said['speedup_high']:.2f})"
         k3 = f"{said['kl_k3']:.1e} ({said['kl_k3_low']:.1e} to {said['kl_k3_high']:.1e})"
         name = f"{policy} *" if said["extrapolated"] else policy
@@ -116,7 +116,7 @@ def again(*policies: str) -> str:
 
 
 def _again(one: Alone) -> list[str]:
-    rows = [row | {"model": str(ALONE / one.policy)} for row in one.rows("run.jsonl")]
+    rows = [row | {"model": str(SHAPES / one.policy)} for row in one.rows("rollouts")]
     with NamedTemporaryFile(suffix=".jsonl") as file:
         Path(file.name).write_bytes(b"".join(map(jsonl.line, rows)))
         errors = [row["error"] for row in validate(read_records(file.name)).records]

@@ -21,11 +21,11 @@ from fp8plan.model.limits import LIMITS, EngineLimits, fields_of
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.judge import Judge, RolloutLog
-from fp8plan.runtime.engine.launch import Launch
+from fp8plan.runtime.engine.launch import Launch, facts_of
 from fp8plan.runtime.engine.options import not_predicted, options_of, remarks
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.guard import Guard, Verdict
-from fp8plan.runtime.guard.observation import EngineFacts, Observation, facts_of
+from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.plugin import STATUS
 from fp8plan.runtime.weight_sync.manifest import Manifest
 

@@ -15,8 +15,7 @@ from fp8plan.integrations.verl.front import VerlFront
 from fp8plan.integrations.verl.settings import REPLICA, SERVER, check_verl, handed_on, scored
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.engine.judge import RolloutLog
-from fp8plan.runtime.engine.launch import launch
-from fp8plan.runtime.guard.observation import facts_of
+from fp8plan.runtime.engine.launch import facts_of, launch
 
 WORKER: Final = "fp8plan.integrations.verl.worker.PlannedWorker"
 UPDATE: Final = "update_weights_from_ipc"

@@ -63,7 +63,7 @@ STATE_SPACE_SD: Final = log(4.0)
 SMALL_LANGUAGE_FACTOR: Final = 4.64
 
 # Extra standard deviations for small models. For those that are no language models: the RMS of three mean log errors
-# before the factor is 1.8 (profiles/.../probe, qk-norm in benchmarks/learning/h200 and SmolLM2), and the fit has 0.5.
+# before the factor is 1.8 (profiles/.../probe, qk-norm in benchmarks/learning/gpus and SmolLM2), and the fit has 0.5.
 SMALL_SD: Final = {SMALL: log(5.5), SMALL_LANGUAGE: UNMEASURED_SD}
 
 

@@ -3,6 +3,7 @@
     controller = ConstantThresholds()                             frozen settings
     state = controller.initial(plan)                              explicit state, saved with the checkpoint
     thresholds, state, decided = controller.update(state, mismatch)           pure; thresholds for this very batch
+    decided = after_correction(decided, controller.limits, correction, ...)   alarms of the batch that they corrected
     state = controller.resume(ControllerState.from_dict(saved), controller.initial(plan))        from state.to_dict()
 
 Two laws share this protocol. docs/evidence/thresholds.md compares them, and deleted ones, in training runs.
@@ -13,7 +14,7 @@ LevelThresholds     tighter as the KL rises above a fixed target, for as long as
 C does not change this step's mismatch, which comes from outside: there is no loop to close, and no law integrates.
 Figures that are not numbers move nothing. Alarms go into the log beside every decision. Beyond the thresholds' means, a
 decision escalates: first to a recalibration of the KV scales, then to the guard's step down
-(`engine.apply(step.verdict, step.decided.escalate)`).
+(`engine.apply(step.verdict, step.decided.escalate)`), as far as the engine `can`.
 
 Under both laws a decision says how much news the batch is:
 
@@ -56,6 +57,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.alarms import Alarm
 from fp8plan.runtime.controller.state import (
     AlarmLimits,
+    Can,
     ControllerState,
     Decided,
     Decision,
@@ -63,12 +65,14 @@ from fp8plan.runtime.controller.state import (
     LevelState,
     Update,
     alarms,
+    any_action,
     beginning,
     beside,
     escalation,
     expected_kl,
     no_data,
     observed,
+    of_correction,
     predicted_kl,
     resumed,
     strain,
@@ -78,11 +82,15 @@ from fp8plan.runtime.correction.settings import Thresholds
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
+    from fp8plan.runtime.correction.correct import Correction
     from fp8plan.runtime.mismatch.metrics import Mismatch, Ratios
+    from fp8plan.runtime.mismatch.sampling import Sampling
 
 PATIENCE: Final = 3  # batches that an escalation of ConstantThresholds has to help, before the next one
 LEVELS: Final = ("token", "sequence", "geometric")
 STEPS: Final = 33  # values of reach, from the narrowest to 1, of which the limits choose one: coarser than one token
+# Missing mass looks like base 10, and a kept set of one token has the log-prob 0.0.
+GUESSES: Final = (Alarm.UNITS, Alarm.PLACEHOLDERS)
 OUTLIERS: Final = 2  # tokens, or sequences, by which tightening stays away from the limits: one of them moves nothing
 LIMIT: Final[dict[str, Range]] = {
     "limit_kl": (lambda x: x > 0, "nats per token, above 0, such as 0.03; inf for no limit"),
@@ -172,8 +180,11 @@ class LevelThresholds:
         reach = saved.reach if isinstance(saved, LevelState) else 1.0
         return _at_reach(resumed(saved, fresh), min(max(reach, self.narrowest), 1.0))
 
-    def update(self, state: LevelState, mismatch: Mismatch) -> Update:
-        """Thresholds for this very batch, the next state, and the decision with its reason."""
+    def update(self, state: LevelState, mismatch: Mismatch, can: Can = any_action) -> Update:
+        """Thresholds for this very batch, the next state, and the decision with its reason.
+
+        can: the actions that the engine has
+        """
         if not usable(mismatch):
             return Thresholds(state.tis, state.band), state, no_data(mismatch, self.limits)
         seen, news = observed(state, mismatch)
@@ -192,8 +203,9 @@ class LevelThresholds:
         limit = passed or (why if new.reach > self._slewed(now, wanted) else "")
         bound = self._bound(new, self._law(news.kl, target), limit)
         strained = strain(seen.strained, bool(bound), Alarm.BROKEN in sounding, self.patience)
-        due = escalation(strained, self.patience)
-        decided = Decided(*_said(seen, new, beside(kl, target, "target"), bound), sounding, due, *figures)
+        decision, reason = _said(seen, new, beside(kl, target, "target"), bound)
+        due, advice = escalation(strained, self.patience, can)
+        decided = Decided(decision, reason + advice, sounding, due, *figures)
         return Thresholds(new.tis, new.band), replace(new, strained=strained), decided
 
     def _law(self, kl: float, target: float) -> float:
@@ -273,16 +285,19 @@ class ConstantThresholds:
         """A saved state with the thresholds and the limit of `fresh`, a new state of `initial`."""
         return resumed(replace(saved, tis=fresh.tis, band=fresh.band), fresh)
 
-    def update(self, state: ControllerState, mismatch: Mismatch) -> Update:
-        """Thresholds for this very batch, the next state, and the decision with its reason."""
+    def update(self, state: ControllerState, mismatch: Mismatch, can: Can = any_action) -> Update:
+        """Thresholds for this very batch, the next state, and the decision with its reason.
+
+        can: the actions that the engine has
+        """
         thresholds = Thresholds(state.tis, state.band)
         if not usable(mismatch):
             return thresholds, state, no_data(mismatch, self.limits)
         seen, news = observed(state, mismatch)
         sounding = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
         strained = strain(state.strained, False, Alarm.BROKEN in sounding, PATIENCE)
-        reason = f"constant thresholds; {beside(*news, 'baseline')}"
-        due = escalation(strained, PATIENCE)
+        due, advice = escalation(strained, PATIENCE, can)
+        reason = f"constant thresholds; {beside(*news, 'baseline')}{advice}"
         decided = Decided(Decision.HOLD, reason, sounding, due, news.baseline, news.ratio)
         return thresholds, replace(seen, strained=strained), decided
 
@@ -330,6 +345,28 @@ def _check(law: LevelThresholds | ConstantThresholds, ranges: Mapping[str, Range
 
 
 Controller = LevelThresholds | ConstantThresholds
+
+
+def after_correction(
+    decided: Decided, limits: AlarmLimits, correction: Correction, kv_clipped: bool, sampling: Sampling | None
+) -> Decided:
+    """The decision with the alarms that the thresholds did not wait for, and with the bias of the sampling as a reason.
+
+    With the alarm UNIT_MEAN, a sampling that may bias the ratios counts, too. A known bias replaces the alarms in
+    GUESSES.
+
+    correction: the batch's, with the sums of all ranks
+    kv_clipped: the rollout's engine clipped K or V
+    """
+    sounding, reason = {*decided.alarms, *of_correction(correction, limits)}, decided.reason
+    if kv_clipped:
+        sounding.add(Alarm.KV_CLIP)
+    if sampling is not None and (sampling.biased or Alarm.UNIT_MEAN in sounding):
+        reason = "; ".join((reason, *sampling.remarks()))
+        if sampling.biased:
+            sounding.difference_update(GUESSES)
+    return replace(decided, reason=reason, alarms=tuple(alarm for alarm in Alarm if alarm in sounding))
+
 
 __all__ = [
     "Alarm",

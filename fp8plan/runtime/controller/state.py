@@ -5,7 +5,7 @@ Alarms of the mismatch sound before the thresholds are decided, those of the cor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from math import inf, isfinite, isnan, sqrt
@@ -50,14 +50,31 @@ def strain(before: int, over: bool, broken: bool, patience: int) -> int:
     return before + 1 if over else 0
 
 
-def escalation(strained: int, patience: int) -> Escalation | None:
-    """The action due after `strained` steps in a row at a bound.
+Can = Callable[[Escalation], bool]  # False for an action that the engine does not have
+ADVICE: Final = {
+    Escalation.RECALIBRATE_KV: "recalibrate the scales of an FP8 KV cache",
+    Escalation.STEP_DOWN: "step down to a safer precision",
+    None: "there is no safer precision left to step down to; fp8plan.doctor(engine) looks for other causes, such as "
+    "old weights and sampling settings",
+}
 
-    Every `patience` steps ask for one action, which then has as many steps to help.
+
+def any_action(_: Escalation) -> bool:
+    """An engine that has every action, as nothing else is known."""
+    return True
+
+
+def escalation(strained: int, patience: int, can: Can) -> tuple[Escalation | None, str]:
+    """The action due after `strained` steps in a row at a bound, and the end of the reason, which names it.
+
+    Every `patience` steps ask for one action, which then has as many steps to help. An engine without scales to
+    recalibrate steps down at once. Without a safer precision no action is due.
     """
     if not strained or strained % patience:
-        return None
-    return Escalation.RECALIBRATE_KV if strained == patience else Escalation.STEP_DOWN
+        return None, ""
+    asked = Escalation.RECALIBRATE_KV if strained == patience else Escalation.STEP_DOWN
+    due = next(filter(can, (asked, Escalation.STEP_DOWN)), None)
+    return due, f"; {strained} steps in a row beyond what thresholds can do: {ADVICE[due]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +82,8 @@ class Decided:
     """A decision and its reason.
 
     reason:   a sentence for the log
-    escalate: the action that is due in this step, because thresholds can do no more; None: none. For an engine,
-              `engine.apply(step.verdict, step.decided.escalate)` does it
+    escalate: the action that is due in this step, because thresholds can do no more; None: none, or none that the
+              engine has. For an engine, `engine.apply(step.verdict, step.decided.escalate)` does it
     baseline: k3 per token that this step's is compared with; None without data
     news:     this step's k3 over the baseline
     """

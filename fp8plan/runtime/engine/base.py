@@ -20,10 +20,10 @@ from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.access import alone, refuse_asleep, refuse_dead, refuse_shut_down, warm_up_batches
 from fp8plan.runtime.engine.judge import How
-from fp8plan.runtime.engine.launch import Launch, has_fixed_scales
+from fp8plan.runtime.engine.launch import Launch, facts_of, has_fixed_scales
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict, answer
-from fp8plan.runtime.guard.observation import EngineFacts, facts_of
+from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.tokens import is_text
 from fp8plan.runtime.weight_sync.delta.base import Chain
 from fp8plan.runtime.weight_sync.kv_calibration import (

@@ -14,39 +14,22 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.engine.access import compiled_files
+from fp8plan.runtime.guard.guard import Judged, judged
 from fp8plan.runtime.guard.observation import Observation, joined
 from fp8plan.runtime.mismatch.sampling import PROCESSED, Sampling
 
 if TYPE_CHECKING:
-    from fp8plan.runtime.guard.guard import Guard, Verdict
+    from fp8plan.runtime.guard.guard import Verdict
     from fp8plan.runtime.weight_sync.state import SyncState
 
 PREEMPTIONS: Final = "vllm:num_preemptions_total"  # vLLM's counter, in Prometheus's default registry
 MOST: Final = 64  # rollouts that are kept for a step that does not come
 How = Literal["open", "beside", "alone"]  # what a call is to the rollouts of its engine
 Row = tuple[Sequence[int], int]  # a prompt's token ids, and the tokens of one response to it
-
-
-class Judged(NamedTuple):
-    """A rollout's observation, and the verdict on it. off: why one of the two is missing."""
-
-    observation: Observation | None = None
-    verdict: Verdict | None = None
-    off: str | None = None
-
-
-def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Judged:
-    """Let the guard judge an observation. An error goes into `off`, as it must not cost the rollout."""
-    observation = None
-    try:
-        observation = observe()
-        return Judged(observation, None if guard is None or observation is None else guard.after_rollout(observation))
-    except Exception as error:
-        return Judged(observation, None, f"the last rollout cannot be compared: {error}")
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from fp8plan.model.limits import Derived, EngineLimits, Lowerable
 from fp8plan.model.precision import precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.engine.options import not_predicted, refuse_unknown, remarks
+from fp8plan.runtime.guard.observation import EngineFacts, kernel_names
 from fp8plan.runtime.vllm_versions import check_vllm_version, untested
 from fp8plan.runtime.weight_sync.kv_scales import FIXED_SCALES, INSTEAD, LIVE_SCALES, keeps_scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, local_manifest
@@ -163,6 +164,30 @@ def has_fixed_scales(facts: Mapping[str, Any]) -> bool:
             "FULL_AND_PIECEWISE, vLLM's default, or any other"
         )
     return keeps_scales(facts["attention"])
+
+
+def facts_of(setup: EngineSetup, facts: Mapping[str, Any], unknown: Sequence[str]) -> EngineFacts:
+    """The guard's facts about an engine.
+
+    setup: the planned engine with the running one's limits
+    facts: those of a worker (runtime.worker.facts)
+    unknown: options of the engine that the cost model does not know
+    """
+    preset = setup.precision
+    return EngineFacts(
+        model=setup.model if isinstance(setup.model, str) else setup.path,
+        gpu=setup.gpu.name,
+        engine_version=facts["vllm_version"].partition("+")[0],
+        precision=preset.name,
+        limits=setup.limits.settled(),
+        kernel_backends=kernel_names(facts, preset),
+        e8m0=facts["e8m0"],
+        cudagraph_mode=facts["cudagraph_mode"],
+        not_predicted=unknown,
+        inside=setup.inside,
+        kv_fixed=preset.kv == "fp8" and keeps_scales(facts["attention"]),
+        host_loop_s=facts.get("host_loop_s"),
+    )
 
 
 def launch(

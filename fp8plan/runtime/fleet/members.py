@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 from fp8plan.errors import LostEngineError, NotServingError, warn
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.engine.judge import How, Judged
+from fp8plan.runtime.engine.judge import How
 from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.fleet.placement import await_places, place, placed, ray
 from fp8plan.runtime.fleet.sync import STREAMED, Packed, addressed, merged, packed, unpacked
 from fp8plan.runtime.guard.fallback import DEPTH, Action, GuardSettings, GuardState
-from fp8plan.runtime.guard.guard import in_effect
+from fp8plan.runtime.guard.guard import Judged, in_effect
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings
 from fp8plan.runtime.weight_sync.stream import Channel
 

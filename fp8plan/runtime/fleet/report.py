@@ -18,7 +18,7 @@ from fp8plan.runtime.guard.observation import EngineFacts, Observation, joined, 
 from fp8plan.runtime.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
-    from fp8plan.runtime.engine.judge import Judged
+    from fp8plan.runtime.guard.guard import Judged
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ rung once, also from a saved state. It only advises: the owner of the engine act
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError, Fp8PlanError, warn
 from fp8plan.model.cost.host import front_kernels
@@ -224,6 +224,24 @@ class Guard:
             same = {"model": self.facts.model}  # the folder may have moved
             self._correct([row | same for row in rows if row.get("gpu") == self.facts.gpu])
         self.state = in_effect(state, self.facts.precision)
+
+
+class Judged(NamedTuple):
+    """A rollout's observation, and the verdict on it. off: why one of the two is missing."""
+
+    observation: Observation | None = None
+    verdict: Verdict | None = None
+    off: str | None = None
+
+
+def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Judged:
+    """Let the guard judge an observation. An error goes into `off`, as it must not cost the rollout."""
+    observation = None
+    try:
+        observation = observe()
+        return Judged(observation, None if guard is None or observation is None else guard.after_rollout(observation))
+    except Exception as error:
+        return Judged(observation, None, f"the last rollout cannot be compared: {error}")
 
 
 def teaches(observation: Observation, verdict: Verdict) -> bool:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,10 +26,6 @@ from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch
 from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.weight_sync.kv_scales import keeps_scales
-
-if TYPE_CHECKING:
-    from vllm import RequestOutput
 
 # A profile's name of a kernel -> pattern of vLLM's names, in its log (FLASH_ATTN) or of its class (FlashAttentionImpl).
 # vLLM does not name its BF16 GEMM.
@@ -135,30 +131,6 @@ class EngineFacts:
         return self.limits.enforce_eager or self.cudagraph_mode == "NONE"
 
 
-def facts_of(setup: EngineSetup, facts: Mapping[str, Any], not_predicted: Sequence[str] = ()) -> EngineFacts:
-    """The guard's facts about an engine.
-
-    setup: the planned engine with the running one's limits
-    facts: those of a worker (runtime.worker.facts)
-    not_predicted: as in EngineFacts
-    """
-    preset = setup.precision
-    return EngineFacts(
-        model=setup.model if isinstance(setup.model, str) else setup.path,
-        gpu=setup.gpu.name,
-        engine_version=facts["vllm_version"].partition("+")[0],
-        precision=preset.name,
-        limits=setup.limits.settled(),
-        kernel_backends=kernel_names(facts, preset),
-        e8m0=facts["e8m0"],
-        cudagraph_mode=facts["cudagraph_mode"],
-        not_predicted=not_predicted,
-        inside=setup.inside,
-        kv_fixed=preset.kv == "fp8" and keeps_scales(facts["attention"]),
-        host_loop_s=facts.get("host_loop_s"),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Observation:
     """Measurements of one rollout: all calls of `generate()` that belong to one batch.
@@ -236,10 +208,10 @@ class Observation:
         return Batch(*(np.asarray(column, dtype=np.int64) for column in columns))
 
 
-def observation_of(outputs: Sequence[RequestOutput], seconds: float, **more: Any) -> Observation:
+def observation_of(outputs: Sequence[Any], seconds: float, **more: Any) -> Observation:
     """Make the Observation of one `generate()` from its outputs. Each sample of a prompt counts as a response.
 
-    outputs: finished RequestOutputs, in the order of their requests
+    outputs: finished RequestOutputs of vLLM, in the order of their requests
     seconds: wall time of the call
     more:    the other fields of Observation
 

@@ -24,10 +24,10 @@ rest       the remainder
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, log
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.mismatch.metrics import ERRORS
@@ -42,6 +42,27 @@ if TYPE_CHECKING:
 STALENESS, SAMPLING, PRECISION, ROUTING, REST = "staleness", "sampling", "precision", "routing", "rest"
 APART: Final = 0.2  # largest uncertainty of a part, as a share of it, with which it still stands alone
 SHOWN: Final = 0.02  # smallest share of the KL that a sentence names
+
+
+class Probed(Protocol):
+    """The mismatch of a precision, as `fp8plan.probe` measured it."""
+
+    @property
+    def error(self) -> str | None:
+        """The reason of a failure."""
+
+    @property
+    def kl_k3(self) -> tuple[float, float, float]:
+        """k3 in nats per token, and the ends of its 90% interval."""
+
+
+@runtime_checkable
+class Probe(Protocol):
+    """The result of `fp8plan.probe`."""
+
+    @property
+    def precisions(self) -> Mapping[str, Probed]:
+        """Preset -> what was measured."""
 
 
 class Expected(NamedTuple):

@@ -25,14 +25,14 @@ from fp8plan.checks import check_torch, instance, whole
 from fp8plan.errors import ConfigError, warn
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.controller.alarms import MEANINGS, Alarm
-from fp8plan.runtime.controller.laws import Controller, ControllerState
-from fp8plan.runtime.controller.state import Update, expecting, of_correction
+from fp8plan.runtime.controller.alarms import MEANINGS
+from fp8plan.runtime.controller.fit import suited
+from fp8plan.runtime.controller.laws import Controller, ControllerState, after_correction
+from fp8plan.runtime.controller.state import Update, expecting
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Thresholds, correct
-from fp8plan.runtime.engine.judge import Judged
-from fp8plan.runtime.guard.guard import Guard
+from fp8plan.runtime.guard.guard import Guard, Judged
 from fp8plan.runtime.guard.observation import EngineFacts
-from fp8plan.runtime.mismatch.attribution import Expected, attributed, expected_by
+from fp8plan.runtime.mismatch.attribution import Expected, Probe, attributed, expected_by
 from fp8plan.runtime.mismatch.measure import measure, pack
 from fp8plan.runtime.mismatch.metrics import MismatchSums
 from fp8plan.runtime.mismatch.pieces import check_group
@@ -41,12 +41,9 @@ from fp8plan.runtime.mismatch.sums import gathered, rank
 from fp8plan.runtime.monitor import record as run_record
 from fp8plan.runtime.monitor.record import Step
 from fp8plan.runtime.monitor.sinks import Sink, Sinks
-from fp8plan.runtime.monitor.witness import Witness, explained, feasible, sounding, suited
-from fp8plan.runtime.probe.results import Probe
+from fp8plan.runtime.monitor.witness import Engine, Witness
 
 if TYPE_CHECKING:
-    from fp8plan.runtime.engine.engine import RolloutEngine
-    from fp8plan.runtime.fleet.fleet import RolloutFleet
     from fp8plan.runtime.mismatch.measure import Array
     from fp8plan.runtime.mismatch.metrics import Mismatch
     from fp8plan.runtime.monitor.record import Rollout
@@ -115,7 +112,7 @@ class Monitor:
         sinks: Sequence[Sink] = (),
         *,
         plan: Plan | None = None,
-        engine: RolloutEngine | RolloutFleet | None = None,
+        engine: Engine | None = None,
         guard: Guard | None = None,
         facts: EngineFacts | None = None,
         probe: Probe | None = None,
@@ -251,8 +248,7 @@ class Monitor:
         ConfigError, on all ranks, if they correct in different ways.
         """
         self._follow_precision()
-        thresholds, state, decided = self.controller.update(self.state, mismatch)
-        own = thresholds, state, feasible(decided, state.strained, self._witness.can)
+        own = self.controller.update(self.state, mismatch, self._witness.can)
         shared = {name: value for name, value in asdict(self.settings).items() if name != "thresholds"}
         update: Update = gathered(own, shared | ways, self.group)[0]
         return update
@@ -262,14 +258,12 @@ class Monitor:
         _, state, decided = update
         thresholds = correction.settings.thresholds
         whole_batch = correction.reduced(self.group)
-        decided = sounding(decided, of_correction(whole_batch, self.controller.limits))
         # From here on nothing may raise: the other ranks have gone on.
         self.state, self.steps = state, context.number
         judged = self._witness.judged(context.rollout, mismatch, context.tokens)
-        if judged.observation is not None and judged.observation.kv_clipped:
-            decided = sounding(decided, [Alarm.KV_CLIP])
+        kv_clipped = judged.observation is not None and bool(judged.observation.kv_clipped)
         sampling = self._witness.sampling(context.rollout) if context.sampling is None else context.sampling
-        decided = explained(decided, sampling)
+        decided = after_correction(decided, self.controller.limits, whole_batch, kv_clipped, sampling)
         if sampling is not None and sampling.biased and not rank(self.group):
             self._witness.warn_once("sampling", f"the ratios are biased: {'; '.join(sampling.remarks())}")
         metrics = {

@@ -1,32 +1,61 @@
-"""The engine or guard behind a Monitor, and the fit of its controller and decisions to settings and engine."""
+"""The engine or guard behind a Monitor: what it saw of a rollout, its verdict, and the actions that it has."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Protocol
 
 from fp8plan.checks import instance
 from fp8plan.errors import ConfigError, warn
 from fp8plan.model.precision import PRESETS
-from fp8plan.runtime.controller.alarms import Alarm
-from fp8plan.runtime.controller.laws import ConstantThresholds, Controller
-from fp8plan.runtime.controller.state import Decided, Escalation, beginning
-from fp8plan.runtime.correction.settings import CorrectionSettings
-from fp8plan.runtime.engine.judge import Judged, judged
+from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.guard.fallback import Action
-from fp8plan.runtime.guard.guard import Guard, answer
+from fp8plan.runtime.guard.guard import Guard, Judged, Verdict, answer, judged
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.mismatch.metrics import Mismatch
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.monitor import record as run_record
 
-if TYPE_CHECKING:
-    from fp8plan.model.plan.plan import Plan
-    from fp8plan.runtime.engine.engine import RolloutEngine
-    from fp8plan.runtime.fleet.fleet import RolloutFleet
+
+class Launched(Protocol):
+    """How an engine was started."""
+
+    @property
+    def precision(self) -> str:
+        """Name of its preset."""
+
+
+class Engine(Protocol):
+    """An engine that judges its own rollouts, such as RolloutEngine, AsyncRolloutEngine and RolloutFleet."""
+
+    @property
+    def guard(self) -> Guard | None:
+        """The guard that judges the rollouts."""
+
+    @property
+    def guard_off(self) -> str | None:
+        """Why there is no verdict."""
+
+    @property
+    def launch(self) -> Launched:
+        """Its start."""
+
+    @property
+    def observation(self) -> Observation | None:
+        """The rollouts since the last step."""
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict on them."""
+
+    def report_kl(self, kl_k3: float) -> None:
+        """Take the mean k3 of the last rollout, in nats per token."""
+
+    def engine_facts(self) -> EngineFacts:
+        """Facts about what runs now."""
 
 
 class Witness:
@@ -35,9 +64,7 @@ class Witness:
     Raises ConfigError for an engine that does not judge its rollouts, or that comes with a guard or facts.
     """
 
-    def __init__(
-        self, engine: RolloutEngine | RolloutFleet | None, guard: Guard | None, facts: EngineFacts | None
-    ) -> None:
+    def __init__(self, engine: Engine | None, guard: Guard | None, facts: EngineFacts | None) -> None:
         if guard is not None:
             instance("guard", guard, Guard, "Guard(facts)")
         if engine is not None and (guard is not None or facts is not None):
@@ -85,7 +112,7 @@ class Witness:
             self.warn_once("guard", by_guard.off)
         return by_guard
 
-    def _by_engine(self, engine: RolloutEngine | RolloutFleet, mismatch: Mismatch) -> Judged:
+    def _by_engine(self, engine: Engine, mismatch: Mismatch) -> Judged:
         """The engine's verdict on the rollouts since the last step, once for all steps that train on them.
 
         An engine that does not answer, perhaps because it has died, must not cost the step.
@@ -121,7 +148,9 @@ class Witness:
     def sampling(self, rollout: Observation | Mapping[str, Any] | None) -> Sampling | None:
         """The sampling of a step's rollout, or else of the engine's last; None: not known."""
         params = rollout.get("sampling") if isinstance(rollout, Mapping) else getattr(rollout, "sampling", None)
-        return Sampling.of(params) if params is not None or self._rollout is None else self._rollout.sampling
+        if params is not None:
+            return Sampling.of(params)
+        return None if self._rollout is None else self._rollout.sampling
 
     def running(self) -> EngineFacts | None:
         """Facts about the engine that runs now; None, with a warning, if it does not answer."""
@@ -145,77 +174,3 @@ class Witness:
         if subject not in self._warned:
             self._warned.add(subject)
             warn(text)
-
-
-GUESSES: Final = (Alarm.UNITS, Alarm.PLACEHOLDERS)
-ADVICE: Final = {
-    Escalation.RECALIBRATE_KV: "recalibrate the scales of an FP8 KV cache",
-    Escalation.STEP_DOWN: "step down to a safer precision",
-    None: "there is no safer precision left to step down to; fp8plan.doctor(engine) looks for other causes, such as "
-    "old weights and sampling settings",
-}
-
-
-def feasible(decided: Decided, strained: int, can: Callable[[Escalation], bool]) -> Decided:
-    """The decision with an escalation that the engine can follow, and its reason in words.
-
-    Without scales to recalibrate it steps down at once; without a precision to step down to it does not escalate.
-
-    strained: steps in a row at a bound
-    can:      True for an escalation that the engine can follow
-    """
-    if decided.escalate is None:
-        return decided
-    escalate = next(filter(can, (decided.escalate, Escalation.STEP_DOWN)), None)
-    reason = f"{decided.reason}; {strained} steps in a row beyond what thresholds can do: {ADVICE[escalate]}"
-    return replace(decided, escalate=escalate, reason=reason)
-
-
-def sounding(decided: Decided, alarms: Collection[Alarm]) -> Decided:
-    """The decision with more alarms, each once and in the order of Alarm."""
-    return replace(decided, alarms=tuple(alarm for alarm in Alarm if alarm in {*decided.alarms, *alarms}))
-
-
-def explained(decided: Decided, sampling: Sampling | None) -> Decided:
-    """The decision with its rollout's sampling in the reason, if that biases the ratios.
-
-    With the alarm UNIT_MEAN, a sampling that may bias them counts, too. A known bias replaces the alarms in GUESSES:
-    missing mass looks like base 10, and a kept set of one token has the log-prob 0.0.
-    """
-    if sampling is None or not (sampling.biased or Alarm.UNIT_MEAN in decided.alarms):
-        return decided
-    alarms = tuple(alarm for alarm in decided.alarms if not (sampling.biased and alarm in GUESSES))
-    return replace(decided, alarms=alarms, reason="; ".join((decided.reason, *sampling.remarks())))
-
-
-def suited(settings: CorrectionSettings, controller: Controller | None, plan: Plan | None = None) -> Controller:
-    """The controller (None: `constant`) for the threshold that the mode uses, at the settings' level.
-
-    Raises ConfigError for a controller that does not fit the settings.
-    """
-    if controller is None:
-        return constant(settings, plan)
-    used, other = _used(settings)
-    if not isinstance(controller, Controller):
-        raise ConfigError(f"controller is {controller!r}; allowed: ConstantThresholds(), or another controller")
-    name = type(controller).__name__
-    if settings.level is not None and getattr(controller, used) is None:
-        raise ConfigError(f"mode={settings.mode!r} with {name}({used}=None); allowed: a controller that gives {used}")
-    alone: dict[str, Any] = {other: None}
-    if isinstance(controller, ConstantThresholds):
-        return replace(controller, **alone)
-    if settings.level is None:
-        raise ConfigError(f"{name} with level=None, which has no weights; allowed: a level, or ConstantThresholds()")
-    return replace(controller, level=settings.level, **alone)
-
-
-def constant(settings: CorrectionSettings, plan: Plan | None, **kl: Any) -> ConstantThresholds:
-    """The thresholds of the plan, or else of the settings, as constants. kl: limit_kl, unless it is the default"""
-    start = replace(settings.thresholds, **{_used(settings)[1]: None})
-    planned = None if settings.level is None else plan
-    return ConstantThresholds(*beginning(planned, settings.level or "token", start.tis, start.band), **kl)
-
-
-def _used(settings: CorrectionSettings) -> tuple[str, str]:
-    """The name of the threshold that the mode uses, and that of the other."""
-    return ("tis", "band") if settings.mode == "tis" else ("band", "tis")

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.learning.changes import KINDS, changed, kind_of, log_rows, main, table
+from benchmarks.learning.changes import KINDS, added, changed, kind_of, log_rows, main, table
 from fp8plan.jsonl import append, line
+from fp8plan.jsonl import rows as read
 
 UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
 
@@ -93,3 +94,23 @@ def test_the_table_adds_up_steps_and_runs(tmp_path: Path, capsys: pytest.Capture
         append(tmp_path / f"{number % 2}.jsonl", line(row))
     main([str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl")])
     assert capsys.readouterr().out == f"{text}\n"
+    output = tmp_path / "added.jsonl"
+    main([str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl"), "--output", str(output)])
+    assert capsys.readouterr().out == f"{text}\n"
+    assert table(read(output)) == text
+
+
+def test_runs_are_added_up_step_by_step() -> None:
+    def counts(bf16: int) -> dict[str, int]:
+        return {"values": 1000, "bf16": bf16, "e4m3": 5, "blocks": 4, "scales": 1, "e4m3_where_scale_kept": 2}
+
+    rows = [
+        row
+        for step, bf16 in ((25, 100), (25, 300), (50, 7))
+        for row in log_rows({"down": counts(bf16)}, policy="p", learning_rate=1e-5, step=step)
+    ]
+    assert [(row["step"], row["runs"], row["values"], row["bf16"]) for row in added(rows)] == [
+        (25, 2, 2000, 400),
+        (50, 1, 1000, 7),
+    ]
+    assert table(added(rows)) == table(rows)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
 
 from benchmarks.learning import predicted
 from benchmarks.learning.evidence import corrections, learnt, speed
+from benchmarks.learning.keep import DOUBT
 from benchmarks.learning.keep import main as keep
-from benchmarks.learning.run import found_runs
 from benchmarks.learning.state import RunFolder
-from fp8plan import schemas
+from fp8plan import jsonl, schemas
 
-ROW = {"step": 21, "response_tokens": 1, "reward": 0.5}
+ROW = {"step": 21, "response_tokens": 1, "reward": 0.5, "precision": "fp8_kv"}
 
 
 def a_run(folder: Path, at_once: int, after: float, slower: float = 1.0) -> RunFolder:
@@ -27,73 +29,114 @@ def a_run(folder: Path, at_once: int, after: float, slower: float = 1.0) -> RunF
         row["precision"] = "fp8_kv"
         run.log("steps.jsonl", row | {"sync_s": 0.5, "step_s": 3.0 * slower + 1.5})
         metrics = {schemas.K3: 0.1 / step, schemas.ESS_RAW: 0.9, schemas.CLIP_FRACTION: 0.01, schemas.TIS: 1.5}
-        metrics[learnt.DOUBT] = 2.0 / step
+        metrics[DOUBT] = 2.0 / step
         run.log("run.jsonl", {"step": step, "prompt_lengths": [1] * 4, "guard": {}, "metrics": metrics})
     run.write("done.json", {"reward_after": after, "date": "2026-11-24"})
     (folder / "checkpoint.pt").write_bytes(b"large")
     return run
 
 
+def kept_in(table: Path, runs: Path, *options: str) -> Path:
+    """The table, with the runs of a policy's folder."""
+    keep([str(runs), str(table), *options])
+    return table
+
+
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(tmp_path: Path) -> Path:
+    """The folder of a policy: two runs that shared a GPU, and one that had it for itself."""
+    folder = tmp_path / "qk-norm"
     for seed, after in enumerate((0.6, 0.8)):
-        a_run(tmp_path / "runs" / "fp8-tis" / str(seed), 8, after)
-    a_run(tmp_path / "runs" / "bf16" / "0", 1, 0.7)
-    target = tmp_path / "kept" / "shared" / "qk-norm"
-    keep([str(tmp_path / "runs"), str(target)])
-    (target.parents[1] / "machine.json").write_text("{}")
-    monkeypatch.setattr(speed, "ALONE", target.parent)
-    return target
+        a_run(folder / "fp8-tis" / str(seed), 8, after)
+    a_run(folder / "bf16" / "0", 1, 0.7)
+    return folder
 
 
-def test_runs_are_kept_whole_but_for_what_is_large_or_says_nothing(kept: Path) -> None:
-    runs = found_runs(kept)
-    assert list(runs) == [("bf16", 0), ("fp8-tis", 0), ("fp8-tis", 1)]
-    shared, alone = runs["fp8-tis", 0].rows("run.jsonl"), runs["bf16", 0].rows("run.jsonl")
-    assert [row["step"] for row in shared] == list(range(1, 21))
-    assert set(alone[0]) - set(shared[0]) == {"prompt_lengths", "guard"}
-    assert not list(kept.rglob("checkpoint.pt"))
-    before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
-    keep([str(kept.parents[2] / "runs"), str(kept)])  # a second time changes nothing
-    assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
+def test_a_run_is_a_line_and_lines_of_other_runs_stay(tmp_path: Path, runs: Path) -> None:
+    table = kept_in(tmp_path / "kept.jsonl", runs)
+    before = jsonl.rows(table)
+    assert [(row["policy"], row["arm"], row["seed"]) for row in before] == [
+        ("qk-norm", "bf16", 0),
+        ("qk-norm", "fp8-tis", 0),
+        ("qk-norm", "fp8-tis", 1),
+    ]
+    a_run(tmp_path / "moe" / "bf16" / "0", 8, 0.9)
+    kept_in(table, tmp_path / "moe")
+    assert jsonl.rows(table)[:3] == before
+    again = table.read_bytes()
+    kept_in(table, runs)  # a second time changes nothing
+    assert table.read_bytes() == again
 
 
-def test_an_arm_is_a_line_with_its_spread_over_seeds(kept: Path) -> None:
-    lines = learnt.learnt(kept).splitlines()
+def test_a_line_has_the_figures_of_the_steps(tmp_path: Path, runs: Path) -> None:
+    row = jsonl.rows(kept_in(tmp_path / "kept.jsonl", runs))[1]
+    k3 = [0.1 / step for step in range(1, 21)]
+    assert row["steps"] == 20
+    assert (row["reward_before"], row["reward_after"]) == (1.0, 0.6)
+    assert row["kl_first"] == pytest.approx(k3[0])
+    assert row["kl_k3"] == pytest.approx(median(k3[1:]), rel=1e-5)
+    assert row["kl_begin"] == pytest.approx(fmean(k3[:10]), rel=1e-5)
+    assert row["kl_late"] == pytest.approx(fmean(k3[-10:]), rel=1e-5)
+    assert row["kl_end"] == pytest.approx(fmean(k3[-2:]), rel=1e-5)
+    assert row["reward_middle"] is None  # no step 21
+    assert row["clipped_mass"] is None  # no step has it
+    assert row["gradient_error"] == []
+
+
+def test_the_steps_of_speed_are_kept_with_their_lengths(tmp_path: Path, runs: Path) -> None:
+    table = kept_in(tmp_path / "alone.jsonl.gz", runs, "--speed")
+    row = jsonl.rows(table)[0]
+    assert [step["rollout_s"] for step in row["seconds"]] == [3.0] * 20
+    assert row["rollouts"][4]["prompt_lengths"] == [1] * 4
+    assert row["rollouts"][4]["metrics"] == {schemas.K3: 0.1 / 5}
+    assert "guard" not in row["rollouts"][4]
+    assert row["predicted"]["at_once"] == 1
+
+
+def test_an_arm_is_a_line_with_its_spread_over_seeds(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = learnt.learnt("qk-norm", kept_in(tmp_path / "kept.jsonl", runs)).splitlines()
     assert lines[2].startswith("| bf16 | 1 | 1.00 | 0.70 | -0.30 | - | - |")
     # Less BF16's: of the one seed that both have. No run is uncorrected.
     cells = ["1.00 (1.00 to 1.00)", "0.70 (0.60 to 0.80)", "-0.30 (-0.40 to -0.20)", "-0.10", "-"]
     assert lines[3].startswith(f"| fp8-tis | 2 | {' | '.join(cells)} |")
     assert lines[3].endswith("| 1.50 |")
+    monkeypatch.setattr(speed, "ALONE", kept_in(tmp_path / "alone.jsonl.gz", runs, "--speed"))
     cells = ["1.00 s (1.00 to 1.00)", "3.00 s", "2727 µs (1500 to 15000)", "1.00 s", "0.50 s", "4.50 s"]
     assert speed.timed("qk-norm").splitlines()[2] == f"| qk-norm | bf16 | 19 | {' | '.join(cells)} |"
 
 
-def test_the_same_seed_on_another_machine_is_another_run(kept: Path, tmp_path: Path) -> None:
-    a_run(tmp_path / "elsewhere" / "fp8-tis" / "0", 8, 1.0)
-    a_run(tmp_path / "elsewhere" / "bf16" / "0", 8, 0.9)
-    line = learnt.learnt(kept, tmp_path / "elsewhere").splitlines()[3]
+def test_the_same_seed_on_another_machine_is_another_run(tmp_path: Path, runs: Path) -> None:
+    a_run(tmp_path / "elsewhere" / "qk-norm" / "fp8-tis" / "0", 8, 1.0)
+    a_run(tmp_path / "elsewhere" / "qk-norm" / "bf16" / "0", 8, 0.9)
+    tables = (kept_in(tmp_path / "a.jsonl", runs), kept_in(tmp_path / "b.jsonl", tmp_path / "elsewhere" / "qk-norm"))
+    line = learnt.learnt("qk-norm", *tables).splitlines()[3]
     assert line.startswith("| fp8-tis | 3 | 1.00 (1.00 to 1.00) | 0.80 (0.60 to 1.00) |")
     assert "| +0.00 ± 0.10 |" in line  # -0.1 here, +0.1 there
 
 
-def test_the_kl_stands_beside_the_policys_doubt(kept: Path) -> None:
-    cells = learnt.doubt(kept).splitlines()[2].split(" | ")
+def test_the_kl_stands_beside_the_policys_doubt(tmp_path: Path, runs: Path) -> None:
+    table = kept_in(tmp_path / "kept.jsonl", runs)
+    cells = learnt.doubt([("qk-norm", table)]).splitlines()[2].split(" | ")
     assert cells[:2] == ["| qk-norm", "bf16"]
     assert float(cells[2]) == pytest.approx(2 * 0.29290, rel=0.02)  # mean of 1 / step over steps 1 to 10
     assert cells[6:] == ["5.0e-02", "5.0e-02 |"]
 
 
 def test_a_run_that_goes_on_is_no_result_yet(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "bf16" / "0", 8, 0.7)
+    run = a_run(tmp_path / "runs" / "bf16" / "0", 8, 0.7)
     (run / "done.json").unlink()
-    assert len(learnt.learnt(tmp_path).splitlines()) == 2
+    assert jsonl.rows(kept_in(tmp_path / "kept.jsonl", tmp_path / "runs")) == []
+    table = kept_in(tmp_path / "kept.jsonl", tmp_path / "runs", "--unfinished")
+    assert jsonl.rows(table)[0]["reward_after"] is None
+    assert len(learnt.learnt("runs", table).splitlines()) == 2
 
 
 def test_runs_that_were_broken_off_show_their_rewards_in_training(tmp_path: Path) -> None:
     for arm, better in (("lasting-tis", 0.0), ("lasting-none", 0.25), ("bf16", 0.0)):
         for seed, reward in enumerate((0.25, 0.75)):
-            run = a_run(tmp_path / arm / str(seed), 8, 0.7)
+            run = a_run(tmp_path / "runs" / arm / str(seed), 8, 0.7)
             (run / "done.json").unlink()
             run.log("steps.jsonl", ROW | {"reward": reward + better})
     kl = sum(0.1 / step for step in range(11, 21)) / 10
@@ -108,25 +151,29 @@ def test_runs_that_were_broken_off_show_their_rewards_in_training(tmp_path: Path
         ]
         for x, late in ((0.0, ("0.50 (0.47 to 0.53)", "-")), (0.25, ("0.53 (0.50 to 0.55)", "+0.03 ± 0.00")))
     )
+    table = kept_in(tmp_path / "kept.jsonl", tmp_path / "runs", "--unfinished")
     # Without bf16, which has another mismatch.
-    assert learnt.in_training(tmp_path, against="lasting-tis").splitlines()[2:] == [
+    assert learnt.in_training("runs", table, against="lasting-tis").splitlines()[2:] == [
         f"| {' | '.join(['lasting-none', *none, '-'])} |",
         f"| {' | '.join(['lasting-tis', *tis, '1.50 (1.50 to 1.50)'])} |",
     ]
 
 
 def test_speed_ups_are_of_the_same_step_of_both_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = a_run(tmp_path / "alone" / "wide" / "bf16" / "0", 1, 0.7, slower=1.5)
-    fast = a_run(tmp_path / "alone" / "wide" / "fp8" / "0", 1, 0.7)
+    base = a_run(tmp_path / "wide" / "bf16" / "0", 1, 0.7, slower=1.5)
+    fast = a_run(tmp_path / "wide" / "fp8" / "0", 1, 0.7)
     for run, seconds in ((base, 99.0), (fast, 1.0)):  # a step that was disturbed
         run.log("steps.jsonl", dict.fromkeys(("rollout_s", "train_s", "sync_s", "step_s"), seconds) | ROW)
     base.log("steps.jsonl", ROW | {"step": 22, "rollout_s": 99.0, "step_s": 99.0})  # in the BF16 arm alone
-    assert predicted.speedups(base, fast, "rollout", [21, 22]) == pytest.approx([1.5] * 19)
-    assert predicted.speedups(base, fast, "step", [21, 22]) == pytest.approx([6.0 / 4.5] * 19)
-    assert max(predicted.speedups(base, fast, "rollout")) == pytest.approx(99.0)
-    assert predicted.speedups(base, fast, "step", range(30)) == []
-    monkeypatch.setattr(speed, "ALONE", tmp_path / "alone")
-    (tmp_path / "machine.json").write_text('{"disturbed_steps": {"wide/bf16/0": [21, 22]}}')
+    steps = base.rows("steps.jsonl"), fast.rows("steps.jsonl")
+    assert predicted.speedups(*steps, "rollout", [21, 22]) == pytest.approx([1.5] * 19)
+    assert predicted.speedups(*steps, "step", [21, 22]) == pytest.approx([6.0 / 4.5] * 19)
+    assert max(predicted.speedups(*steps, "rollout")) == pytest.approx(99.0)
+    assert predicted.speedups(*steps, "step", range(30)) == []
+    table = kept_in(tmp_path / "alone.jsonl.gz", tmp_path / "wide", "--speed")
+    rows = [row | {"disturbed": [21, 22]} if row["arm"] == "bf16" else row for row in jsonl.rows(table)]
+    table.write_bytes(gzip.compress(b"".join(map(jsonl.line, rows))))
+    monkeypatch.setattr(speed, "ALONE", table)
     (line,) = speed.gained("wide").splitlines()[2:]
     assert line.startswith(
         "| wide * | fp8 | 19 | 1.00 (1.00 to 1.00) | 1.50 (1.50 to 1.50) | 1.00 | 1.33 (1.33 to 1.33) |"
@@ -140,11 +187,10 @@ def test_rollouts_are_predicted_again_from_their_own_lengths() -> None:
     assert all(abs(float(row[3].rstrip("%"))) < 11 for row in rows)
 
 
-def test_the_drill_is_kept_and_shown(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "runs" / "drill", 1, 0.7)
+def test_the_report_of_a_drill_is_shown(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
     run.write("drill.json", {"scars": [{"fault": "engine killed", "step": 16, "change": -0.0304, "error": 0.02}]})
-    keep([str(tmp_path / "runs"), str(tmp_path / "shared" / "qk-norm")])
-    assert learnt.drill(tmp_path / "shared" / "qk-norm").splitlines()[2:] == ["| engine killed | 16 | -0.030 | 0.020 |"]
+    assert learnt.drill(run / "drill.json").splitlines()[2:] == ["| engine killed | 16 | -0.030 | 0.020 |"]
 
 
 def test_corrections_stand_beside_a_constant_over_the_seeds_that_both_have(tmp_path: Path) -> None:
@@ -153,8 +199,7 @@ def test_corrections_stand_beside_a_constant_over_the_seeds_that_both_have(tmp_p
             a_run(tmp_path / "runs" / arm / str(seed), 2, after)
     going = a_run(tmp_path / "runs" / "lasting-none" / "0", 2, 0.1)
     (going / "done.json").unlink()
-    target = tmp_path / "control.jsonl"
-    keep([str(tmp_path / "runs"), str(target)])
+    target = kept_in(tmp_path / "control.jsonl", tmp_path / "runs")
     lines = corrections.corrected(target).splitlines()[2:]
     # The error of 0.1 and 0.2 is half of their difference.
     assert lines == [
@@ -174,7 +219,7 @@ def test_the_committed_runs_have_every_setting_of_the_laws() -> None:
     }
 
 
-def test_laws_stand_beside_c_of_2_in_runs_and_in_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_laws_stand_beside_c_of_2_after_runs_and_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = {"lasting-tis": (0.5, 0.7), "lasting-adaptive": (0.6, 0.9), "lasting-none": (0.1, 0.4)}
     for arm, after in rewards.items():
         for seed, reward in enumerate(after):
@@ -183,12 +228,11 @@ def test_laws_stand_beside_c_of_2_in_runs_and_in_lines(tmp_path: Path, monkeypat
     broken_off.log("steps.jsonl", ROW | {"reward": 1.5})  # the mean of the last ten steps is 0.1 above the others'
     (broken_off / "done.json").unlink()
     a_run(tmp_path / "more" / "lasting-tis" / "0", 2, 0.0)
-    keep([str(tmp_path / "runs"), str(tmp_path / "lines.jsonl")])
-    whole, both = (tmp_path / "runs",), (tmp_path / "runs", tmp_path / "more")
+    whole = kept_in(tmp_path / "whole.jsonl", tmp_path / "runs")
+    more = kept_in(tmp_path / "more.jsonl", tmp_path / "more", "--unfinished")
     settings = {
-        "whole": partial(corrections.of_runs, learnt.rewards_after, *whole),
-        "late": partial(corrections.of_runs, learnt.rewards_late, *both, unfinished=True),
-        "lines": partial(corrections.of_lines, tmp_path / "lines.jsonl"),
+        "whole": partial(corrections.whole_runs, whole, policy="runs"),
+        "late": partial(corrections.runs_in_training, whole, more),
     }
     rows = tuple(corrections.Setting(name, 8, "lasting", measure) for name, measure in settings.items())
     monkeypatch.setattr(corrections, "SETTINGS", rows)
@@ -196,5 +240,4 @@ def test_laws_stand_beside_c_of_2_in_runs_and_in_lines(tmp_path: Path, monkeypat
     assert corrections.laws().splitlines()[2:] == [
         f"| whole | 8 | lasting | 2 | {kl} | -0.35 ± 0.05 | +0.15 ± 0.05 | - |",
         f"| late | 8 | lasting | 3 | {kl} | +0.00 ± 0.00 | +0.03 ± 0.03 | - |",
-        f"| lines | 8 | lasting | 2 | {kl} | -0.35 ± 0.05 | +0.15 ± 0.05 | - |",
     ]

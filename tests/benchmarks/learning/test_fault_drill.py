@@ -26,13 +26,13 @@ from benchmarks.learning.drill import (
     Scar,
     noticed,
 )  # fmt: skip
-from benchmarks.learning.evidence.places import H200
+from benchmarks.learning.evidence.places import DRILL as REPORT
 from benchmarks.learning.loop import Settings
 from benchmarks.learning.policies.table import TINY
 from benchmarks.learning.policies.tasks import Problem
 from benchmarks.learning.policies.teach import new_model
 from benchmarks.learning.predicted import read_json
-from benchmarks.learning.state import DRILL, RunFolder
+from benchmarks.learning.state import RunFolder
 from fp8plan import schemas
 from fp8plan.model.validate.records import read_run
 
@@ -116,15 +116,20 @@ def test_the_reward_curve_shows_no_scar(drill: Drill) -> None:
     assert np.mean(rewards[-4:]) > 0.62
 
 
-def test_on_an_h200_each_fault_was_noticed_and_left_no_scar(tmp_path: Path) -> None:
-    folder = RunFolder(H200 / "qk-norm" / DRILL)
-    assert noticed(folder)
-    scars = read_json(folder / "drill.json")["scars"]
-    assert [x["step"] for x in scars] == list(NAMES)
-    assert all(Scar(x["change"], x["error"]).healed for x in scars)
-    calm = RunFolder(tmp_path)  # the same run, had the engine not been killed
-    for name in ("run.jsonl", "events.jsonl"):
-        for row in folder.rows(name):
-            if row.get("what") != EVENTS[KILLED]:
-                calm.log(name, row)
-    assert not noticed(calm)
+def test_on_an_h200_each_fault_was_noticed_and_left_no_scar() -> None:
+    report = read_json(REPORT)
+    assert report["noticed"]
+    assert [x["step"] for x in report["scars"]] == list(NAMES)
+    assert all(Scar(x["change"], x["error"]).healed for x in report["scars"])
+
+
+@pytest.mark.parametrize("missing", [None, *EVENTS, SPIKE])
+def test_a_fault_that_the_logs_do_not_tell_is_not_noticed(tmp_path: Path, missing: int | None) -> None:
+    folder = RunFolder(tmp_path)
+    for step, what in EVENTS.items():
+        if step != missing:
+            folder.log("events.jsonl", {"step": step, "what": what})
+    for step in range(1, STEPS + 1):
+        spiked = step == SPIKE + 1 and missing != SPIKE
+        folder.log("run.jsonl", {"step": step, "metrics": {schemas.K3: 1.1 * SPIKED if spiked else 1.0}})
+    assert noticed(folder) == (missing is None)

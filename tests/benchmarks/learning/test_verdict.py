@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import stdev
+from typing import Any
 
 import pytest
 
 from benchmarks.learning.arms import BANDS, MASKED
 from benchmarks.learning.evidence import news
-from benchmarks.learning.evidence.corrections import of_lines
+from benchmarks.learning.evidence.corrections import whole_runs
 from benchmarks.learning.evidence.news import (
     BEST,
     JUDGED,
@@ -82,7 +83,7 @@ def test_missing_seeds_do_not_mend_a_condition_that_is_broken_with_all_seeds(lac
 
 def test_the_committed_runs_break_the_rule_for_all_laws() -> None:
     """No run is missing. Under growth, spikes and staler rollouts none is ahead of C = 2, and three are also below."""
-    runs = of_lines(NEWS).rewards
+    runs = whole_runs(NEWS).rewards
     for law in LAWS:
         assert list(missing(runs, law)) == []
         failed = list(failures(runs, law))
@@ -93,7 +94,7 @@ def test_the_committed_runs_break_the_rule_for_all_laws() -> None:
 
 
 def test_masks_are_below_token_tis_in_the_committed_runs_and_tightening_one_does_not_help() -> None:
-    runs = of_lines(NEWS).rewards
+    runs = whole_runs(NEWS).rewards
     for mask in BANDS:
         below, tightened = (pooled(runs, *pair, MASKED) for pair in ((mask, "tis"), (f"{mask}-news", mask)))
         assert below is not None
@@ -119,12 +120,12 @@ def test_a_pooled_margin_is_of_means_of_seeds() -> None:
 
 
 def test_a_few_steps_with_large_gradients_do_not_decide_the_error() -> None:
-    ordinary = {"bias2": 1.0, "variance": 3.0, "norm2": 16.0}
-    rows = [{"seed": seed, "gradient_error": [ordinary] * 10} for seed in range(6)]
-    rows[2]["gradient_error"] = [*[ordinary] * 9, {"bias2": -50.0, "variance": 0.0, "norm2": -900.0}]
+    ordinary = [1.0, 3.0, 16.0]  # bias2, variance, norm2
+    rows: list[dict[str, Any]] = [{"seed": seed, "gradient_error": [ordinary] * 10} for seed in range(6)]
+    rows[2]["gradient_error"] = [*[ordinary] * 9, [-50.0, 0.0, -900.0]]
     assert news._errors(rows) == ("0.25 ± 0.00", "0.06 ± 0.00")
     assert news._errors(rows[:1]) == ("-", "-")
-    assert news._errors([{"seed": seed} for seed in range(6)]) == ("-", "-")
+    assert news._errors([{"seed": seed, "gradient_error": []} for seed in range(6)]) == ("-", "-")
 
 
 def test_margins_are_over_the_seeds_that_both_have() -> None:
@@ -142,13 +143,15 @@ def test_the_command_prints_the_table_and_the_verdict(tmp_path: Path, capsys) ->
         {
             "arm": arm,
             "seed": seed,
+            "policy": "tiny-qk-norm",
             "reward_after": after,
-            "kl_k3": [0.1] * 12,
-            "clipped_mass": [0.2, None],
-            "lost_tokens": [None],
-            "ess": [0.5],
-            "precision": ["fp8_kv", "fp8_kv", "fp8_kv", "bf16"],
-            "gradient_error": [{"bias2": 1.0, "variance": 3.0, "norm2": 16.0}],
+            "kl_late": 0.1,
+            "clipped_mass": 0.2,
+            "lost_tokens": None,
+            "ess": 0.5,
+            "steps": 4,
+            "bf16_steps": 1,
+            "gradient_error": [[1.0, 3.0, 16.0]],
         }
         for arm, rows in rewards(LEVEL, 2).items()
         for seed, after in rows.items()

@@ -14,7 +14,7 @@ from family_configs import config_of, shape_of
 from uniform_models import uniform
 
 from benchmarks.tables import probe
-from fp8plan import jsonl, schemas
+from fp8plan import jsonl
 from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.architecture.parts import Attention, LatentAttention
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS
@@ -168,8 +168,8 @@ def test_the_published_runs_with_state_space_layers_are_within_their_range() -> 
 
 MEASURED = [  # config, record of the KL at the start of a run
     *(("structured", name, f"profiles/h200_sxm/vllm-0.26.0/probe/{name}.json") for name in PRESETS),
-    ("qk_norm", "bf16", "benchmarks/learning/h200/shared/qk-norm/bf16/0/run.jsonl.gz"),
-    ("qk_norm", "fp8_block+fp8_kv", "benchmarks/learning/h200/shared/qk-norm/fp8/0/run.jsonl.gz"),
+    ("qk_norm", "bf16", "benchmarks/learning/gpus/h200.jsonl"),
+    ("qk_norm", "fp8_block+fp8_kv", "benchmarks/learning/gpus/h200.jsonl"),
     ("smollm2", "bf16", "benchmarks/learning/cpu/smollm2_probe.json"),
     *(("smollm2", name, f"profiles/h200_sxm/vllm-0.26.0/probe/smollm2/{name}.json") for name in PRESETS),
     *(("gemma", name, f"profiles/h200_sxm/vllm-0.26.0/probe/gemma/{name}.json") for name in PRESETS),
@@ -207,8 +207,12 @@ def small_shape(model: str) -> ModelShape:
 def test_what_was_measured_of_small_models_is_within_their_range(model: str, precision: str, record: str) -> None:
     """Their spread was taken from these records, except for language models in FP8: the range holds them."""
     path = ROOT / record
-    first = jsonl.rows(path)[0] if path.suffix == ".gz" else json.loads(path.read_text())["precisions"][0]
-    seen = first["metrics"][schemas.K3] if "metrics" in first else first["figures"]["kl_k3"]["value"]
+    if path.suffix == ".jsonl":
+        arm = "bf16" if precision == "bf16" else "fp8"
+        run = next(row for row in jsonl.rows(path) if (row["policy"], row["arm"], row["seed"]) == ("qk-norm", arm, 0))
+        seen = run["kl_first"]
+    else:
+        seen = json.loads(path.read_text())["precisions"][0]["figures"]["kl_k3"]["value"]
     shape = small_shape(model)
     assert shape.num_parameters < SMALLEST_FITTED
     risk = mismatch_risk(shape, PRESETS[precision], LENGTHS, e8m0=False)

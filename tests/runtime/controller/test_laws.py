@@ -18,15 +18,19 @@ from mismatch_batches import after, gaussian, mismatch_of, with_outliers
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.controller.laws import (
     Alarm,
+    AlarmLimits,
     ConstantThresholds,
     ControllerState,
+    Decided,
     Decision,
     Escalation,
     LevelThresholds,
+    after_correction,
     shown,
 )
 from fp8plan.runtime.controller.state import LevelState
 from fp8plan.runtime.mismatch.metrics import Mismatch
+from fp8plan.runtime.mismatch.sampling import Sampling
 
 SETTINGS = (
     LevelThresholds(),
@@ -369,9 +373,8 @@ def test_the_reason_names_the_limit_that_one_step_tighter_would_pass(monkeypatch
     least = int(np.argmax(1 - reaches <= 0.5 - 2 / 4096))
     _, new, decided = law.update(state_of(law, 1.0, 3.0), seen)
     assert new.reach == reaches[least]
-    assert decided.reason.endswith(
-        f"no tighter: {1 - reaches[least - 1]:.1%} of the weight would be cut away, above 50.0%"
-    )
+    limit = f"no tighter: {1 - reaches[least - 1]:.1%} of the weight would be cut away, above 50.0%; 3 steps in a row"
+    assert limit in decided.reason
     _, new, decided = law.update(state_of(law, 1.0, 0.1), SEEN[0.1])  # here the law itself stops before
     assert (new.reach, decided.decision) == (pytest.approx((0.01 / new.kl) ** 0.2), Decision.TIGHTEN)
 
@@ -436,6 +439,83 @@ def test_a_kl_beyond_repair_escalates_at_once(controller):
     first = [broken for broken, _ in said].index(True)
     steps = (True, None), (True, None)
     assert said[first : first + 4] == [(True, Escalation.RECALIBRATE_KV), *steps, (True, Escalation.STEP_DOWN)]
+
+
+@pytest.mark.parametrize("controller", LAWS)
+@pytest.mark.parametrize(
+    ("has", "due", "said"),
+    [
+        (tuple(Escalation), [Escalation.RECALIBRATE_KV, Escalation.STEP_DOWN], ["recalibrate the scales", "step down"]),
+        ((Escalation.STEP_DOWN,), [Escalation.STEP_DOWN] * 2, ["step down to a safer precision"] * 2),
+        ((Escalation.RECALIBRATE_KV,), [Escalation.RECALIBRATE_KV, None], ["recalibrate the scales", "no safer"]),
+        ((), [None, None], ["there is no safer precision left"] * 2),
+    ],
+)
+def test_only_an_action_that_the_engine_has_is_due(controller, has, due, said):
+    asked, state, found = [], controller.initial(), []
+
+    def can(action: Escalation) -> bool:
+        asked.append(action)
+        return action in has
+
+    for _ in range(9):
+        _, state, decided = controller.update(state, mismatch_of(gaussian(1.0) - 3.0), can)
+        if " steps in a row beyond what thresholds can do: " in decided.reason:
+            found.append((decided.escalate, decided.reason, state.strained))
+        else:
+            assert decided.escalate is None
+    assert [action for action, _, _ in found][:2] == due
+    assert all(words in reason for (_, reason, _), words in zip(found, said, strict=False))
+    assert all(f"; {strained} steps in a row" in reason for _, reason, strained in found)
+    assert len(asked) < 9  # an engine is asked only when an action is due
+
+
+def corrected(lost: float, level: str = "token", mean: float | None = None) -> Any:
+    """A Correction with these figures. mean: of 64 raw weights of sequences, whose spread is 0.1"""
+    sums = {} if mean is None else {"raw_sequences": SimpleNamespace(count=64, mean=mean, std=lambda _: 0.1)}
+    return SimpleNamespace(settings=SimpleNamespace(level=level), sums=sums, lost_weight=lost)
+
+
+CALM = Decided(Decision.HOLD, "calm")
+TOP_P = Sampling(top_p=0.9)
+GREEDY_TRAINER = Sampling(temperature=0.7)  # which may be the trainer's, too
+
+
+@pytest.mark.parametrize(
+    ("correction", "clipped", "alarms"),
+    [
+        (corrected(0.5), False, ()),
+        (corrected(0.51), False, (Alarm.LOST,)),
+        (corrected(0.1), True, (Alarm.KV_CLIP,)),
+        (corrected(0.6), True, (Alarm.LOST, Alarm.KV_CLIP)),
+        (corrected(0.1, "sequence", 1.2), False, (Alarm.UNIT_MEAN,)),
+        (corrected(0.1, "token", 1.2), False, ()),
+        (corrected(0.1, "sequence", 1.1), False, ()),  # within 0.05 and five standard errors
+    ],
+)
+def test_the_corrected_batch_and_its_rollout_add_alarms_in_order(correction, clipped, alarms):
+    assert after_correction(CALM, AlarmLimits(), correction, clipped, None) == replace(CALM, alarms=alarms)
+    both = replace(CALM, alarms=(Alarm.KL, Alarm.INVALID, *alarms))
+    found = after_correction(both, AlarmLimits(), correction, clipped, None).alarms
+    assert found == tuple(alarm for alarm in Alarm if alarm in both.alarms)
+
+
+def test_a_biased_sampling_is_a_reason_and_no_guess_stands_beside_it():
+    guessed = replace(CALM, alarms=(Alarm.KL, Alarm.UNITS, Alarm.PLACEHOLDERS))
+    found = after_correction(guessed, AlarmLimits(), corrected(0.1), False, TOP_P)
+    assert found.alarms == (Alarm.KL,)
+    assert found.reason == "; ".join(("calm", *TOP_P.remarks()))
+    assert after_correction(guessed, AlarmLimits(), corrected(0.1), False, Sampling()) == guessed
+
+
+def test_a_sampling_that_may_bias_is_a_reason_with_the_alarm_of_the_mean_alone():
+    assert not GREEDY_TRAINER.biased
+    assert GREEDY_TRAINER.remarks()
+    assert after_correction(CALM, AlarmLimits(), corrected(0.1), False, GREEDY_TRAINER) == CALM
+    off = after_correction(CALM, AlarmLimits(), corrected(0.1, "sequence", 1.2), False, GREEDY_TRAINER)
+    assert off.reason == "; ".join(("calm", *GREEDY_TRAINER.remarks()))
+    guessed = replace(CALM, alarms=(Alarm.UNIT_MEAN, Alarm.PLACEHOLDERS))
+    assert after_correction(guessed, AlarmLimits(), corrected(0.1), False, GREEDY_TRAINER).alarms == guessed.alarms
 
 
 def test_alarms_tell_what_kl_does_not():
@@ -513,6 +593,7 @@ def test_a_plan_gives_the_start_and_the_expected_kl():
         {"tis": None, "band": (0.5, float("inf"))},
         {"slew": (1.0, 1.05)},
         {"dead_band": 0.9},
+        {"dead_band": float("inf")},
         {"min_kept": 1.0},
         {"max_clipped": 0.0},
         {"patience": 0},

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mismatch_batches import packed, ragged
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.correction import correct as correct_module
 from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Rejection, Thresholds, correct
 from fp8plan.runtime.correction.settings import REJECTIONS
 from fp8plan.runtime.correction.verl import _FIELDS, from_verl
@@ -212,6 +213,31 @@ def test_a_ratio_that_is_exactly_at_both_bounds_is_inside(level: Any) -> None:
     found = corrected(CorrectionSettings(level, "icepop", Thresholds(None, (1.0, 1.0))), (1.0, 1.0, 1.0), (1, 0, 2))
     assert found.weights.tolist() == [1.0] * 3
     assert [found.metrics[f"rollout_corr/rollout_is_ratio_fraction_{end}"] for end in ("high", "low")] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_mean_is_over_all_ranks_and_a_rank_that_counts_no_sequence_adds_nothing(
+    monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """Another rank has 3 tokens that weigh 9 together."""
+    told, checked = [], []
+
+    def with_another_rank(own: Any, group: Any) -> Any:
+        told.append((own.tolist(), group))
+        return own + np.array([9.0, 3.0])
+
+    monkeypatch.setattr(correct_module, "all_reduced", with_another_rank)
+    monkeypatch.setattr(correct_module, "check_group", lambda *groups: checked.append(groups))
+    monkeypatch.setattr(tokens_module.Tokens, "counted", counted)
+    log_ratio = torch.log(torch.tensor(RATIOS, dtype=torch.float64))
+    tokens = pack(log_ratio, torch.zeros_like(log_ratio), lengths=LENGTHS)
+    tokens = replace(tokens, sequence_group="pieces", own=torch.arange(5))
+    some = CorrectionSettings(thresholds=Thresholds(None), batch_normalize=True)
+    weights = correct(tokens, some, "all").weights
+    total, count = (16.75, 8.0) if counted else (9.0, 3.0)
+    assert weights.tolist() == pytest.approx([ratio * count / total for ratio in RATIOS])
+    assert told == [([7.75, 5.0] if counted else [0.0, 0.0], "all")]
+    assert checked == [("pieces", "all")]
 
 
 def test_weights_of_mean_nothing_are_not_normalised_and_the_factor_is_told() -> None:

@@ -28,10 +28,10 @@ from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.engine.judge import Judge, Judged
+from fp8plan.runtime.engine.judge import Judge
 from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState
-from fp8plan.runtime.guard.guard import Guard, Verdict
+from fp8plan.runtime.guard.guard import Guard, Judged, Verdict
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Callback
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from fleet_fakes import FakeLaunch, FakeReplica, made
 
-from fp8plan.runtime.engine.judge import How, Judge, Judged
+from fp8plan.runtime.engine.judge import How, Judge
 from fp8plan.runtime.fleet.members import Replica
 from fp8plan.runtime.fleet.report import Finished
+from fp8plan.runtime.guard.guard import Judged
 from fp8plan.runtime.guard.observation import Observation
 from fp8plan.runtime.weight_sync.state import SyncSettings
 

@@ -16,10 +16,10 @@ from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.profile.profile import PACES
 from fp8plan.runtime.controller.state import Escalation
 from fp8plan.runtime.engine.base import EngineBase
-from fp8plan.runtime.engine.judge import Judged
 from fp8plan.runtime.fleet.fleet import RolloutFleet
 from fp8plan.runtime.fleet.report import Finished
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
+from fp8plan.runtime.guard.guard import Judged
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.weight_sync.nccl import RemoteSource, Rendezvous
 from fp8plan.runtime.weight_sync.state import SyncSettings

@@ -14,9 +14,9 @@ from fp8plan.model.profile.library import load_profile
 from fp8plan.model.profile.profile import PACES
 from fp8plan.model.rollout import simulate
 from fp8plan.model.setup import EngineSetup
-from fp8plan.runtime.engine.judge import Judged
 from fp8plan.runtime.fleet.report import Finished, makespans
 from fp8plan.runtime.fleet.routing import consecutive
+from fp8plan.runtime.guard.guard import Judged
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.mismatch.sampling import Sampling
 

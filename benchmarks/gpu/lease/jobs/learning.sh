@@ -8,7 +8,7 @@ export OMP_NUM_THREADS=1
 CUDA_VISIBLE_DEVICES=0 teach qk-norm &
 CUDA_VISIBLE_DEVICES=1 teach moe &
 CUDA_VISIBLE_DEVICES=1 teach plain &
-kernels benchmarks/learning/h200/shared/{qk-norm,smollm2} # folders with a config.json; the others have qk-norm's layers
+kernels benchmarks/learning/gpus/shapes/{qk-norm,smollm2} # folders with a config.json; the others have qk-norm's layers
 wait
 
 learn() { # POLICY AT_ONCE MEMORY SEEDS ARM...: memory: the share of a GPU for all engines of these at once
