@@ -13,6 +13,7 @@ from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.hardware import Gpu
+from fp8plan.options import ENGINE, PREFIX_CACHING, Group, Option
 from fp8plan.version import DEFAULT_VERSION, has
 
 
@@ -24,12 +25,14 @@ class Limit:
     part:   the part of a VllmConfig with the limit, under vLLM's argument
     record: field of a rollout record; "" if records lack it
     verl:   word in verl's actor_rollout_ref.rollout; "" if verl has none with the same values
+    option: of a command that plans; None: it has none
     """
 
     field: str
     part: str
     record: str = ""
     verl: str = ""
+    option: Option | None = None
 
     @property
     def argument(self) -> str:
@@ -38,21 +41,55 @@ class Limit:
 
 
 # Records and emitted settings list the limits in this order.
+VLLMS: Final = "vLLM's for this GPU"  # a default, in help
 LIMITS: Final = (
-    Limit("tensor_parallel_size", "parallel_config", "tensor_parallel", "tensor_model_parallel_size"),
-    Limit("data_parallel_size", "parallel_config", "data_parallel"),
-    Limit("enable_expert_parallel", "parallel_config", "expert_parallel"),
-    Limit("gpu_memory_utilization", "cache_config", "gpu_memory_utilization", "gpu_memory_utilization"),
-    Limit("max_model_len", "model_config", "max_model_len", "max_model_len"),
-    Limit("max_num_seqs", "scheduler_config", "max_num_seqs", "max_num_seqs"),
-    Limit("max_num_batched_tokens", "scheduler_config", "max_num_batched_tokens", "max_num_batched_tokens"),
-    Limit("block_size", "cache_config", "block_size"),
-    Limit("enable_prefix_caching", "cache_config", "enable_prefix_caching", "enable_prefix_caching"),
-    Limit("async_scheduling", "scheduler_config", "async_scheduling"),
-    Limit("enforce_eager", "model_config", "enforce_eager", "enforce_eager"),
+    Limit("tensor_parallel_size", "parallel_config", "tensor_parallel", "tensor_model_parallel_size", Option(ENGINE)),
+    Limit("data_parallel_size", "parallel_config", "data_parallel", option=Option(ENGINE, "replicas")),
+    Limit(
+        "enable_expert_parallel",
+        "parallel_config",
+        "expert_parallel",
+        option=Option(ENGINE, "expert parallelism: each GPU holds whole experts", name="--expert-parallel"),
+    ),
+    Limit(
+        "gpu_memory_utilization",
+        "cache_config",
+        "gpu_memory_utilization",
+        "gpu_memory_utilization",
+        Option(ENGINE, default=VLLMS),
+    ),
+    Limit(
+        "max_model_len",
+        "model_config",
+        "max_model_len",
+        "max_model_len",
+        Option(ENGINE, default="the longest prompt + response"),
+    ),
+    Limit("max_num_seqs", "scheduler_config", "max_num_seqs", "max_num_seqs", Option(ENGINE, default=VLLMS)),
+    Limit(
+        "max_num_batched_tokens",
+        "scheduler_config",
+        "max_num_batched_tokens",
+        "max_num_batched_tokens",
+        Option(ENGINE, default=VLLMS),
+    ),
+    Limit("block_size", "cache_config", "block_size", option=Option(ENGINE, default=VLLMS)),
+    Limit(
+        "enable_prefix_caching",
+        "cache_config",
+        "enable_prefix_caching",
+        "enable_prefix_caching",
+        Option(ENGINE, default="on, off for recurrent layers", name=PREFIX_CACHING),
+    ),
+    Limit("async_scheduling", "scheduler_config", "async_scheduling", option=Option(ENGINE)),
+    Limit("enforce_eager", "model_config", "enforce_eager", "enforce_eager", Option(ENGINE, name="--enforce-eager")),
     Limit("scheduler_reserve_full_isl", "scheduler_config"),
-    Limit("num_gpu_blocks", "cache_config"),
-    Limit("max_cudagraph_capture_size", "compilation_config"),
+    Limit("num_gpu_blocks", "cache_config", option=Option(ENGINE, "impose the KV pool", "what the memory holds")),
+    Limit(
+        "max_cudagraph_capture_size",
+        "compilation_config",
+        option=Option(ENGINE, "tokens of the largest step with a CUDA graph", VLLMS),
+    ),
 )
 RECORDED: Final = {limit.record: limit.field for limit in LIMITS if limit.record}
 VERLS: Final = {limit.verl: limit.field for limit in LIMITS if limit.verl}
@@ -277,6 +314,8 @@ class EngineLimits:
             raise ConfigError(f"block_size is {limits.block_size}; allowed on a CPU: a multiple of 32; vLLM takes 128")
         return replace(limits, async_scheduling=False, enforce_eager=True)
 
+
+LIMIT_OPTIONS: Final = Group(EngineLimits, {limit.field: limit.option for limit in LIMITS if limit.option})
 
 # Those of DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES (vllm/config/vllm.py, 0.26) that fp8plan reads, by their model_type.
 V2_WITH_EXPERTS: Final = ("deepseek_v2", "granitemoe", "qwen2_moe")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -15,10 +15,14 @@ from numpy.typing import NDArray
 from fp8plan.checks import is_number, nearest, number_hint, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import read
+from fp8plan.options import OPTION, WORKLOAD, Option
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
 LIKE = 0.85  # similarity from which a column's name counts as a typo of these
 DEFAULT_PROMPTS = "fixed:1024"
+# The rollout of DAPO (arXiv 2503.14476) on one GPU, for a command that is told nothing else.
+PROMPTS, SAMPLES, SEED = 32, 16, 0
+RESPONSES = "lognormal:mean=6000,sigma=0.9,max=20480"
 LENGTHS_SYNTAX = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS, or a .jsonl or .parquet file of lengths"
 
 # Far above any context or rollout, and low enough for int64 sums over a batch.
@@ -187,11 +191,23 @@ class Workload:
     turns:                            tool output of a recorded rollout, which is not in response_lengths
     """
 
-    prompts: int
-    samples_per_prompt: int
-    prompt_lengths: Lengths
-    response_lengths: Lengths
-    seed: int
+    prompts: int = field(metadata={OPTION: Option(WORKLOAD, default=f"{PROMPTS}")})
+    samples_per_prompt: int = field(
+        metadata={OPTION: Option(WORKLOAD, "responses per prompt", f"{SAMPLES}", "--samples")}
+    )
+    prompt_lengths: Lengths = field(
+        metadata={
+            OPTION: Option(
+                WORKLOAD,
+                "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet "
+                "trace",
+                f"those of the responses' trace, else {DEFAULT_PROMPTS}",
+                kind=str,
+            )
+        }
+    )
+    response_lengths: Lengths = field(metadata={OPTION: Option(WORKLOAD, "the same", RESPONSES, kind=str)})
+    seed: int = field(metadata={OPTION: Option(WORKLOAD, "of lengths that are drawn", f"{SEED}")})
     turns: Turns
 
     def __init__(

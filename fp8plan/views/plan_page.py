@@ -16,7 +16,7 @@ import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.cost.base import FloatArray
-from fp8plan.model.emit.vllm import check_kv_scales
+from fp8plan.model.setup import check_kv_scales
 from fp8plan.model.shards import TARGETS
 from fp8plan.views import plan_pictures as plots
 from fp8plan.views.axes import number_axis, share_axis

@@ -8,6 +8,7 @@ from typing import cast
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
+from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import Choice, several_layouts
 from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, over_another_layout, where
 from fp8plan.model.precision import Stored
@@ -116,6 +117,17 @@ def seconds(value: float | None) -> str:
     """A number of seconds with at least three digits, such as 1,234 or 98.7 or 0.0123."""
     assert value is not None
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def limits_matter(chosen: Candidate) -> tuple[str, ...]:
+    """A sentence that names `fp8plan tune`, if the limits cost the chosen candidate LEAST_GAIN of its time or more."""
+    setup, rollout, costs = chosen.setup, chosen.timed, list[str]()
+    largest, most = max(setup.cudagraph_sizes, default=0), rollout.timeline.decode_requests.max(initial=0)
+    if 0 < largest < most and rollout.parts.get("host", 0.0) >= LEAST_GAIN:
+        costs.append(f"the GPU waits for the host in steps of more than {largest:,} requests, which have no CUDA graph")
+    if rollout.recomputed_tokens >= LEAST_GAIN * rollout.output_tokens:
+        costs.append(f"{rollout.preemptions:,} preemptions lose {rollout.recomputed_tokens:,} tokens of work")
+    return (f"Other limits may be faster: {', and '.join(costs)}. fp8plan tune searches them.",) if costs else ()
 
 
 def explain(

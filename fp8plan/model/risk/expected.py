@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from math import exp, sqrt
 from typing import Any, Final, Literal, NamedTuple
@@ -28,6 +28,7 @@ from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk import theory
 from fp8plan.model.risk.fit import FIT, Z90, MismatchFit, coefficient_variance, from_dict, log_gradient, predicted_kl
 from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
+from fp8plan.options import OPTION, Option
 
 Level = Literal["low", "moderate", "high"]
 LEVELS: Final[tuple[Level, ...]] = ("low", "moderate", "high")
@@ -54,7 +55,9 @@ class RiskBudget:
     moderate_clip: float = 1e-2
     moderate_ess: float = 0.5
     max_sequence_rejection: float = 0.2
-    accept: Level = "moderate"
+    accept: Level = field(
+        default="moderate", metadata={OPTION: Option(help="highest risk to choose: low, moderate, high", kind=str)}
+    )
 
     def __post_init__(self) -> None:
         if self.accept not in LEVELS:

@@ -47,10 +47,10 @@ def levers(tuned: Tuned, scene: Scene) -> list[Lever]:
 
 def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
     """The limits that the search changed, each alone set back."""
-    cut, profile = scene.choice.setup.limits.cut, scene.problem.profile
+    cut, profile = scene.choice.setup.limits.cut, scene.profile
     for name, (old, new) in tuned.changes.items():
         try:
-            without = timed(scene.run(scene.problem.batch, **{name: old}), cut)
+            without = timed(scene.run(scene.request.batch, **{name: old}), cut)
         except (CapacityError, ConfigError):  # the other changes do not fit without this one
             continue
         flag = name.replace("_", "-")
@@ -80,7 +80,7 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         levels = with_it.expected.level, without.expected.level
         price = f"risk {levels[0]}" + f", {levels[1]} without" * (levels[0] != levels[1])
         kl = f"KL k3 {with_it.expected.kl_k3:.1e} instead of {without.expected.kl_k3:.1e}"
-        gain = speed_up(before, after, scene.problem.profile)
+        gain = speed_up(before, after, scene.profile)
         setting = f"the plan's {with_it.setup.precision.name}"
         yield Lever(name, setting, words, before.seconds, after.seconds, gain, price, kl, in_plan)
 
@@ -92,10 +92,10 @@ def asked_for_more(batch: Batch, share: float) -> Batch:
 
 def _stopped(scene: Scene) -> Iterator[Lever]:
     """More responses are asked for than are needed; the rest is aborted when enough have ended."""
-    batch, setup = scene.problem.batch, scene.choice.setup
+    batch, setup = scene.request.batch, scene.choice.setup
     for share in MORE:
         more = asked_for_more(batch, share)
-        planned = simulate(setup, more, scene.problem.profile, memory=scene.base.memory).schedules
+        planned = simulate(setup, more, scene.profile, memory=scene.base.memory).schedules
         if any(plan.sampled for plan in planned):
             return
         batches = more.split(setup.limits.data_parallel_size)
@@ -113,10 +113,10 @@ def _stopped(scene: Scene) -> Iterator[Lever]:
 def _partial(scene: Scene) -> Iterator[Lever]:
     """The same, but the responses that have not ended go on in the next step."""
     setup, share = scene.choice.setup, MORE[0]
-    in_flight = math.ceil((1 + share) * len(scene.problem.batch.prompts) / setup.limits.data_parallel_size)
+    in_flight = math.ceil((1 + share) * len(scene.request.batch.prompts) / setup.limits.data_parallel_size)
     if in_flight > WHOLE:  # its schedule would be a sample
         return
-    steps = partial_rollouts(scene.problem.batch, share, setup, scene.base.memory.kv, scene.base.model)
+    steps = partial_rollouts(scene.request.batch, share, setup, scene.base.memory.kv, scene.base.model)
     after = timed(steps.rollout, setup.limits.cut)._replace(seconds=steps.seconds, rollout_s=steps.seconds)
     price = f"{steps.old_share:.0%} of the tokens are older, by {steps.age:.1f} steps, at most {steps.most_age}"
     words = {"verl": "verl.experimental.fully_async_policy: async_training.partial_rollout=True"}
@@ -126,7 +126,7 @@ def _partial(scene: Scene) -> Iterator[Lever]:
 
 def _off_policy(scene: Scene) -> Iterator[Lever]:
     """Training on one batch while the next is rolled out, in whole steps or as responses end."""
-    times, batch = scene.problem.times, scene.problem.batch
+    times, batch = scene.request.trainer, scene.request.batch
     if times is None or scene.choice.step_s is None:
         return
     trainer = times.seconds(int((batch.prompts + batch.responses).sum()))
@@ -182,7 +182,7 @@ def _beside(scene: Scene, share: float, replicas: int, max_lag: int) -> Partial:
     """Steps beside the trainer, with this share of responses in flight beyond a batch."""
     setup = replace(scene.choice.setup, limits=replace(scene.choice.setup.limits, data_parallel_size=replicas))
     kv, warm_up = scene.base.memory.kv, max(WARM_UP, max_lag - 1)  # a lag beyond `max_lag` is seen
-    return partial_rollouts(scene.problem.batch, share, setup, kv, scene.base.model, warm_up)
+    return partial_rollouts(scene.request.batch, share, setup, kv, scene.base.model, warm_up)
 
 
 def _fastest_beside(scene: Scene, max_lag: int) -> tuple[float, Partial] | None:
@@ -192,7 +192,7 @@ def _fastest_beside(scene: Scene, max_lag: int) -> tuple[float, Partial] | None:
     """
     best, replicas = None, _replicas(scene)
     for share in IN_FLIGHT:
-        in_flight = math.ceil((1 + share) * len(scene.problem.batch.prompts) / replicas)
+        in_flight = math.ceil((1 + share) * len(scene.request.batch.prompts) / replicas)
         if not scene.whole or in_flight > WHOLE:  # its schedule would be a sample
             break
         steps = _beside(scene, share, replicas, max_lag)
@@ -210,7 +210,7 @@ def _balance(scene: Scene, seconds: Callable[[int], float], trainer: float, step
     """
     if scene.longest_alone_s > steps * trainer:
         return f"the longest response alone takes longer than training{f' {steps} times' * (steps > 1)}"
-    own, most = _replicas(scene), len(scene.problem.batch.prompts)
+    own, most = _replicas(scene), len(scene.request.batch.prompts)
     too_few, enough = 0, min(most, max(1, math.floor(own * seconds(own) / trainer)))  # replicas seldom help more
     while seconds(enough) > trainer and enough < most:
         too_few, enough = enough, min(most, math.ceil(enough * min(2.0, seconds(enough) / trainer)))
@@ -225,7 +225,7 @@ def _balance(scene: Scene, seconds: Callable[[int], float], trainer: float, step
 
 def _order(scene: Scene) -> Iterator[Lever]:
     """The same requests in another order."""
-    batch, limits = scene.problem.batch, scene.choice.setup.limits
+    batch, limits = scene.request.batch, scene.choice.setup.limits
     for setting, rows in orders(batch, limits.data_parallel_size).items():
         if np.array_equal(rows, np.arange(len(rows))):
             continue
@@ -255,7 +255,7 @@ def _dealt(pieces: Sequence[IntArray], replicas: int) -> IntArray:
 
 
 def _cap(scene: Scene) -> Iterator[Lever]:
-    batch = scene.problem.batch
+    batch = scene.request.batch
     cap = int(np.quantile(batch.responses, CAP))
     cut = batch.responses > cap
     if not cut.any():
@@ -271,7 +271,7 @@ def _cap(scene: Scene) -> Iterator[Lever]:
 
 def _samples(scene: Scene) -> Iterator[Lever]:
     """Half and twice as many samples of each prompt, with the same responses."""
-    batch, cut = scene.problem.batch, scene.choice.setup.limits.cut
+    batch, cut = scene.request.batch, scene.choice.setup.limits.cut
     _, firsts, counts = np.unique(batch.prompt_ids, return_index=True, return_counts=True)
     samples, prompts = int(counts[0]), len(counts)
     if (counts != samples).any():
@@ -293,9 +293,9 @@ def _samples(scene: Scene) -> Iterator[Lever]:
 def _more_gpus(scene: Scene) -> Iterator[Lever]:
     limits = scene.choice.setup.limits
     replicas = 2 * limits.data_parallel_size
-    if replicas > len(scene.problem.batch.prompts) or scene.choice.setup.gpu.is_cpu:
+    if replicas > len(scene.request.batch.prompts) or scene.choice.setup.gpu.is_cpu:
         return
-    rollout = scene.run(scene.problem.batch, data_parallel_size=replicas)
+    rollout = scene.run(scene.request.batch, data_parallel_size=replicas)
     gpus = replicas * limits.tensor_parallel_size
     price = f"{2 * rollout.makespan_s / scene.before.seconds:.2f} times the GPU seconds"
     words = {"verl": f"trainer.nnodes * trainer.n_gpus_per_node={gpus}", "trl": f"{gpus} training processes"}
@@ -305,11 +305,11 @@ def _more_gpus(scene: Scene) -> Iterator[Lever]:
 
 def _speculative(scene: Scene) -> Iterator[Lever]:
     """Drafts that the model verifies. Rejection sampling keeps its distribution, and log-probs are its own."""
-    drafts, setup = scene.speculation, scene.choice.setup
+    drafts, setup = scene.request.speculation, scene.choice.setup
     if drafts is None:
         return
     try:
-        rollout = speculated(setup, scene.problem.batch, scene.problem.profile, drafts)
+        rollout = speculated(setup, scene.request.batch, scene.profile, drafts)
     except CapacityError:  # there is no room for a draft head
         return
     price = "the distribution stays; derived from the costs of GEMMs and attention"

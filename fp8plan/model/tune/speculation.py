@@ -22,7 +22,7 @@ that ends under asynchronous scheduling, and acceptance that differs between res
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -39,6 +39,7 @@ from fp8plan.model.rollout import Rollout, rollout, schedules
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Batch
+from fp8plan.options import DRAFTS, OPTION, Option
 from fp8plan.version import has
 
 
@@ -56,12 +57,16 @@ class Method(NamedTuple):
 
 NGRAM_ON_GPU: Final = "ngram drafts on the GPU"  # of version.SINCE
 NONE: Final = Method(head=False, asynchronous=True)
+NGRAM: Final = "ngram"
 METHODS: Final = {
-    "ngram": Method(head=False, asynchronous=False),
+    NGRAM: Method(head=False, asynchronous=False),
     "ngram_gpu": Method(head=False, asynchronous=True),
     "mtp": Method(head=True, asynchronous=True),
     "eagle3": Method(head=True, asynchronous=True),
 }
+
+
+TOKENS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +80,21 @@ class Speculation:
     Raises ConfigError for other values.
     """
 
-    acceptance: float
-    tokens: int = 3
-    method: str = "ngram"
+    acceptance: float = field(
+        metadata={
+            OPTION: Option(DRAFTS, "share of drafts accepted after accepted ones, from 0 to 1; weighs this lever")
+        }
+    )
+    tokens: int = field(
+        default=TOKENS,
+        metadata={OPTION: Option(DRAFTS, "drafts of a request in a step", f"{TOKENS}", "--num-speculative-tokens")},
+    )
+    method: str = field(
+        default=NGRAM,
+        metadata={
+            OPTION: Option(DRAFTS, "ngram, ngram_gpu, mtp, eagle3", NGRAM, "--speculative-method", metavar="NAME")
+        },
+    )
 
     def __post_init__(self) -> None:
         if not (is_number(self.acceptance) and 0 <= self.acceptance <= 1):
@@ -137,21 +154,19 @@ class Speculation:
         )
 
 
-def speculation_of(shape: ModelShape, acceptance: float | None, **drafts: Any) -> Speculation | None:
+def speculation_of(acceptance: float | None = None, **drafts: Any) -> Speculation | None:
     """The speculation that a user asks for; None without an acceptance.
 
-    drafts: other fields of Speculation. Raises ConfigError for drafts without an acceptance, and as `check` does.
+    drafts: other fields of Speculation. Raises ConfigError for drafts without an acceptance.
     """
-    if acceptance is None:
-        if drafts:
-            raise ConfigError(
-                "drafts are given without an acceptance; give --acceptance 0.6, the share of drafts that are accepted "
-                "after accepted ones (vLLM logs it as its per-position acceptance rate)"
-            )
-        return None
-    speculation = Speculation(acceptance, **drafts)
-    speculation.check(shape)
-    return speculation
+    if acceptance is not None:
+        return Speculation(acceptance, **drafts)
+    if drafts:
+        raise ConfigError(
+            "drafts are given without an acceptance; give --acceptance 0.6, the share of drafts that are accepted "
+            "after accepted ones (vLLM logs it as its per-position acceptance rate)"
+        )
+    return None
 
 
 def speculated(setup: EngineSetup, batch: Batch, profile: Profile, speculation: Speculation) -> Rollout:
