@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.choice import Choice, SpeedUp, speed_up, timed
+from fp8plan.model.plan.choice import Choice, SpeedUp, speed_up
 from fp8plan.model.precision import PRESETS, STORED_PRESETS
 from fp8plan.model.profile.library import with_kernels
 from fp8plan.model.profile.profile import (
@@ -147,7 +147,7 @@ class Anchor:
         other = "bf16" if picked.precision != "bf16" else next(iter(fp8), "")
         if other not in runs:
             return tuple(sentences)
-        base, own = (timed(runs[name], cut) for name in (other, picked.precision))
+        base, own = runs[other], runs[picked.precision]
         before, now = (_half_width(speed_up(base, own, profile)) for profile in (alone, corrected))
         names = (*slopes, *base.log_gradient)
         apart = {name: slopes.get(name, 0.0) - base.log_gradient.get(name, 0.0) for name in names}

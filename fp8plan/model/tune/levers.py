@@ -19,7 +19,7 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.emit.vllm import precision_words
 from fp8plan.model.limits import VERLS
-from fp8plan.model.plan.choice import SpeedUp, speed_up, timed
+from fp8plan.model.plan.choice import SpeedUp, speed_up
 from fp8plan.model.rollout import WHOLE, simulate
 from fp8plan.model.tune.cut import WARM_UP, Partial, beside, bias, cut_after, drawn, partial_rollouts
 from fp8plan.model.tune.scene import NOTHING, UNKNOWN, Lever, Scene
@@ -47,19 +47,20 @@ def levers(tuned: Tuned, scene: Scene) -> list[Lever]:
 
 def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
     """The limits that the search changed, each alone set back."""
-    cut, profile = scene.choice.setup.limits.cut, scene.profile
     for name, (old, new) in tuned.changes.items():
         try:
-            without = timed(scene.run(scene.request.batch, **{name: old}), cut)
+            without = scene.run(scene.request.batch, **{name: old})
         except (CapacityError, ConfigError):  # the other changes do not fit without this one
             continue
         flag = name.replace("_", "-")
         words = {"vllm": f"--{flag} {new}" if not isinstance(new, bool) else f"--{'' if new else 'no-'}{flag}"}
         if word := next((word for word, limit in VERLS.items() if limit == name), None):
             words["verl"] = f"{VERL}.{word}={str(new).lower()}"
-        gain = speed_up(without, scene.before, profile)
+        gain = speed_up(without, scene.before, scene.profile)
         setting = f"instead of {in_words(old)}"
-        yield Lever(f"{name} {new}", setting, words, without.seconds, scene.before.seconds, gain, NOTHING, in_plan=True)
+        yield Lever(
+            f"{name} {new}", setting, words, without.makespan_s, scene.before.makespan_s, gain, NOTHING, in_plan=True
+        )
 
 
 FP8_PARTS: Final = {"weights": "FP8 weights", "kv": "FP8 KV cache"}  # part of a precision -> its name
@@ -67,14 +68,14 @@ FP8_PARTS: Final = {"weights": "FP8 weights", "kv": "FP8 KV cache"}  # part of a
 
 def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
     """FP8 weights and an FP8 KV cache, each alone, against the same engine without."""
-    own, cut = scene.choice.setup, scene.choice.setup.limits.cut
+    own = scene.choice.setup
     for other in tuned.best.tried:
         differing = [x for x in FP8_PARTS if getattr(other.setup.precision, x) != getattr(own.precision, x)]
         if other.rollout is None or other.setup.limits.layout != own.limits.layout or len(differing) != 1:
             continue
         in_plan = getattr(own.precision, differing[0]) != "bf16"
         without, with_it = (other, scene.choice) if in_plan else (scene.choice, other)
-        before, after = (timed(c.timed, cut) for c in (without, with_it))
+        before, after = without.timed, with_it.timed
         name, vllms = FP8_PARTS[differing[0]], precision_words(with_it.setup, without.setup.precision)
         words = ({"vllm": vllms} if vllms else {}) | dict.fromkeys(("verl", "trl"), "by fp8plan's engine")
         levels = with_it.expected.level, without.expected.level
@@ -82,7 +83,7 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         kl = f"KL k3 {with_it.expected.kl_k3:.1e} instead of {without.expected.kl_k3:.1e}"
         gain = speed_up(before, after, scene.profile)
         setting = f"the plan's {with_it.setup.precision.name}"
-        yield Lever(name, setting, words, before.seconds, after.seconds, gain, price, kl, in_plan)
+        yield Lever(name, setting, words, before.makespan_s, after.makespan_s, gain, price, kl, in_plan)
 
 
 def asked_for_more(batch: Batch, share: float) -> Batch:
@@ -105,9 +106,8 @@ def _stopped(scene: Scene) -> Iterator[Lever]:
             f"bias to short answers: mean length {lost.mean_shift:+.0%}, {lost.long_lost:.0%} of the longest tenth lost"
         )
         words = {"vllm": "AsyncLLM.abort(request_id)"}
-        after = timed(cut.rollout, setup.limits.cut)
         setting = f"ask for {share:.0%} more responses, and abort the rest when enough have ended"
-        yield scene.lever(f"stop the tail, {share:.0%} more", setting, words, after, price)
+        yield scene.lever(f"stop the tail, {share:.0%} more", setting, words, cut.rollout, price)
 
 
 def _partial(scene: Scene) -> Iterator[Lever]:
@@ -117,7 +117,7 @@ def _partial(scene: Scene) -> Iterator[Lever]:
     if in_flight > WHOLE:  # its schedule would be a sample
         return
     steps = partial_rollouts(scene.request.batch, share, setup, scene.base.memory.kv, scene.base.model)
-    after = timed(steps.rollout, setup.limits.cut)._replace(seconds=steps.seconds, rollout_s=steps.seconds)
+    after = replace(steps.rollout, makespan_s=steps.seconds)
     price = f"{steps.old_share:.0%} of the tokens are older, by {steps.age:.1f} steps, at most {steps.most_age}"
     words = {"verl": "verl.experimental.fully_async_policy: async_training.partial_rollout=True"}
     setting = f"{share:.0%} more in flight, and what has not ended goes on in the next step"
@@ -233,7 +233,7 @@ def _order(scene: Scene) -> Iterator[Lever]:
         price = f"the prefix cache serves {run.cached_tokens:,} tokens instead of {scene.base.rollout.cached_tokens:,}"
         if setting == "long responses first":
             price += "; needs the lengths in advance: no forecast gains more"
-        yield scene.lever(f"order: {setting}", "the order of requests", words, timed(run, limits.cut), price)
+        yield scene.lever(f"order: {setting}", "the order of requests", words, run, price)
 
 
 def orders(batch: Batch, replicas: int = 1) -> dict[str, IntArray]:
@@ -265,13 +265,13 @@ def _cap(scene: Scene) -> Iterator[Lever]:
     price = f"{cut.mean():.0%} of the responses have no end, {lost:.0%} of the tokens are lost"
     settings = {"vllm": "max_tokens", "verl": "data.max_response_length", "trl": "max_completion_length"}
     words = {program: f"{word}={cap}" for program, word in settings.items()}
-    after = timed(scene.run(shorter), scene.choice.setup.limits.cut)
+    after = scene.run(shorter)
     yield scene.lever(f"cap at {cap:,} tokens", f"the {CAP:.0%} quantile of the lengths", words, after, price)
 
 
 def _samples(scene: Scene) -> Iterator[Lever]:
     """Half and twice as many samples of each prompt, with the same responses."""
-    batch, cut = scene.request.batch, scene.choice.setup.limits.cut
+    batch = scene.request.batch
     _, firsts, counts = np.unique(batch.prompt_ids, return_index=True, return_counts=True)
     samples, prompts = int(counts[0]), len(counts)
     if (counts != samples).any():
@@ -286,7 +286,7 @@ def _samples(scene: Scene) -> Iterator[Lever]:
         each, number = int(samples * factor), int(prompts / factor)
         price = f"{number:,} prompts a step instead of {prompts:,}: the effect on learning is unknown"
         words = {"verl": f"{VERL}.n={each} data.train_batch_size={number}", "trl": f"num_generations={each}"}
-        after = timed(scene.run(other), cut)
+        after = scene.run(other)
         yield scene.lever(f"{each} samples per prompt", f"instead of {samples}", words, after, price)
 
 
@@ -297,10 +297,10 @@ def _more_gpus(scene: Scene) -> Iterator[Lever]:
         return
     rollout = scene.run(scene.request.batch, data_parallel_size=replicas)
     gpus = replicas * limits.tensor_parallel_size
-    price = f"{2 * rollout.makespan_s / scene.before.seconds:.2f} times the GPU seconds"
+    price = f"{2 * rollout.makespan_s / scene.before.makespan_s:.2f} times the GPU seconds"
     words = {"verl": f"trainer.nnodes * trainer.n_gpus_per_node={gpus}", "trl": f"{gpus} training processes"}
     setting = f"as replicas, instead of {gpus // 2}"
-    yield scene.lever(f"{gpus} GPUs", setting, words, timed(rollout, limits.cut), price)
+    yield scene.lever(f"{gpus} GPUs", setting, words, rollout, price)
 
 
 def _speculative(scene: Scene) -> Iterator[Lever]:
@@ -331,6 +331,5 @@ def _speculative(scene: Scene) -> Iterator[Lever]:
         mtp = {"enable": True, "enable_rollout": True, "num_speculative_tokens": drafts.tokens}
         words["verl"] = " ".join(f"actor_rollout_ref.model.mtp.{name}={value}" for name, value in mtp.items())
     setting = f"{drafts.gained:.2f} tokens a step at an acceptance of {drafts.acceptance:g}"
-    after = timed(rollout, setup.limits.cut)
     name = f"speculative decoding by {drafts.method}, {drafts.tokens} drafts"
-    yield scene.lever(name, setting, words, after, price)
+    yield scene.lever(name, setting, words, rollout, price)

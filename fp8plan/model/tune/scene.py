@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from fp8plan.model.plan.candidates import Candidate
-from fp8plan.model.plan.choice import SpeedUp, Timed, speed_up, timed
+from fp8plan.model.plan.choice import SpeedUp, speed_up
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Rollout, Simulated, simulate
 from fp8plan.model.tune.request import TuneRequest
@@ -97,9 +97,9 @@ class Scene:
         return cls(choice, tuned.request, profile, base)
 
     @property
-    def before(self) -> Timed:
+    def before(self) -> Rollout:
         """The rollout of the choice."""
-        return timed(self.base.rollout, self.choice.setup.limits.cut)
+        return self.base.rollout
 
     @property
     def whole(self) -> bool:
@@ -118,8 +118,8 @@ class Scene:
         return simulate(setup, batch, self.profile).rollout
 
     def lever(
-        self, name: str, setting: str, words: Mapping[str, str], after: Timed, price: str, **others: Any
+        self, name: str, setting: str, words: Mapping[str, str], after: Rollout, price: str, **others: Any
     ) -> Lever:
         """A lever on top of the plan, which takes the rollout to `after`."""
         gain = speed_up(self.before, after, self.profile)
-        return Lever(name, setting, words, self.before.seconds, after.seconds, gain, price, **others)
+        return Lever(name, setting, words, self.before.makespan_s, after.makespan_s, gain, price, **others)

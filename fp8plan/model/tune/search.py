@@ -19,7 +19,7 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.limits import Derived, EngineLimits, Lowerable
 from fp8plan.model.memory.plan import capture_size_for
 from fp8plan.model.plan.candidates import Candidate, in_a_step, risk_key, risks_of
-from fp8plan.model.plan.choice import SpeedUp, choose, speed_up, timed
+from fp8plan.model.plan.choice import SpeedUp, choose, speed_up
 from fp8plan.model.plan.explain import limits_matter
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import Prediction, predict
@@ -134,8 +134,10 @@ class Tuned:
 
     def gain(self) -> SpeedUp:
         """The speed of the best plan's choice over that of the choice under the limits before."""
-        before, after = (timed(c.timed, c.setup.limits.cut, c.step_s) for c in (self.base.chosen, self.best.chosen))
-        return speed_up(before, after, self.best.profile)
+        before, after, steps_s = self.base.chosen, self.best.chosen, None
+        if before.step_s is not None and after.step_s is not None:
+            steps_s = before.step_s, after.step_s
+        return speed_up(before.timed, after.timed, self.best.profile, steps_s)
 
     @property
     def prediction(self) -> Prediction:
