@@ -40,12 +40,22 @@ class Option(NamedTuple):
     required: bool = False
     argument: bool = False
 
+    @property
+    def metadata(self) -> dict[str, Option]:
+        """The metadata of the field."""
+        return {OPTION: self}
+
 
 class Group(NamedTuple):
     """A dataclass with options: the options by the names of its fields."""
 
     kind: type
     options: Mapping[str, Option]
+
+    @property
+    def metadata(self) -> dict[str, Group]:
+        """The metadata of a field with such a value."""
+        return {GROUP: self}
 
 
 def group_of(kind: type) -> Group:

@@ -29,7 +29,7 @@ from fp8plan.model.setup import KV_SCALES
 from fp8plan.model.shards import check_target, strictest
 from fp8plan.model.validate.records import Record, read_run, recorded_workload
 from fp8plan.model.workload import PROMPTS, RESPONSES, SAMPLES, SEED, Workload, parse_both_lengths
-from fp8plan.options import OPTION, OUTPUT, Option, group_of
+from fp8plan.options import OUTPUT, Option, group_of
 from fp8plan.version import check_starts, planned_version
 
 if TYPE_CHECKING:
@@ -49,25 +49,23 @@ class PlanOutputs:
 
     as_json: str | None = field(
         default=None,
-        metadata={
-            OPTION: Option(OUTPUT, "the plan, to a file or, alone, to stdout", name="--json", metavar="[FILE.json]")
-        },
+        metadata=Option(
+            OUTPUT, "the plan, to a file or, alone, to stdout", name="--json", metavar="[FILE.json]"
+        ).metadata,
     )
     emit: list[str] | None = field(
         default=None,
-        metadata={
-            OPTION: Option(
-                OUTPUT,
-                "settings for vllm, verl or trl (Python; JSON in a FILE.json), to a file or stdout; repeat",
-                metavar="TARGET[=FILE]",
-            )
-        },
+        metadata=Option(
+            OUTPUT,
+            "settings for vllm, verl or trl (Python; JSON in a FILE.json), to a file or stdout; repeat",
+            metavar="TARGET[=FILE]",
+        ).metadata,
     )
     every: bool = field(
-        default=False, metadata={OPTION: Option(OUTPUT, "every row of the table, not ten", name="--all")}
+        default=False, metadata=Option(OUTPUT, "every row of the table, not ten", name="--all").metadata
     )
     plot: Path | None = field(
-        default=None, metadata={OPTION: Option(OUTPUT, "a picture: FILE.png or FILE.html", metavar="FILE")}
+        default=None, metadata=Option(OUTPUT, "a picture: FILE.png or FILE.html", metavar="FILE").metadata
     )
     kv_scales: str | None = None
 

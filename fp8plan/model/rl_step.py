@@ -37,7 +37,7 @@ from fp8plan.model.weight_changes import (
     one_step,
 )
 from fp8plan.model.weights import EMBEDDING, LAYERS, LM_HEAD, Weights, normal
-from fp8plan.options import OPTION, TRAINER, Option
+from fp8plan.options import TRAINER, Option
 
 if TYPE_CHECKING:
     from fp8plan.model.setup import EngineSetup
@@ -83,19 +83,15 @@ class StepTimes:
     max_lag: versions of the policy that a token may be behind the trainer, if training is asynchronous (`tune`)
     """
 
-    train_s: float | None = field(default=None, metadata={OPTION: Option(TRAINER, "training, seconds a step")})
-    logprob_s: float | None = field(default=None, metadata={OPTION: Option(TRAINER, "log-probs, seconds a step")})
-    train_tokens_per_s: float | None = field(default=None, metadata={OPTION: Option(TRAINER)})
-    logprob_tokens_per_s: float | None = field(default=None, metadata={OPTION: Option(TRAINER)})
+    train_s: float | None = field(default=None, metadata=Option(TRAINER, "training, seconds a step").metadata)
+    logprob_s: float | None = field(default=None, metadata=Option(TRAINER, "log-probs, seconds a step").metadata)
+    train_tokens_per_s: float | None = field(default=None, metadata=Option(TRAINER).metadata)
+    logprob_tokens_per_s: float | None = field(default=None, metadata=Option(TRAINER).metadata)
     max_lag: int = field(
         default=MAX_LAG,
-        metadata={
-            OPTION: Option(
-                TRAINER,
-                "policy versions that a token may be behind, in asynchronous training",
-                f"{MAX_LAG}",
-            )
-        },
+        metadata=Option(
+            TRAINER, "policy versions that a token may be behind, in asynchronous training", f"{MAX_LAG}"
+        ).metadata,
     )
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fp8plan.checks import is_number, nearest, number_hint, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import read
-from fp8plan.options import OPTION, WORKLOAD, Option
+from fp8plan.options import WORKLOAD, Option
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
 LIKE = 0.85  # similarity from which a column's name counts as a typo of these
@@ -191,23 +191,20 @@ class Workload:
     turns:                            tool output of a recorded rollout, which is not in response_lengths
     """
 
-    prompts: int = field(metadata={OPTION: Option(WORKLOAD, default=f"{PROMPTS}")})
+    prompts: int = field(metadata=Option(WORKLOAD, default=f"{PROMPTS}").metadata)
     samples_per_prompt: int = field(
-        metadata={OPTION: Option(WORKLOAD, "responses per prompt", f"{SAMPLES}", "--samples")}
+        metadata=Option(WORKLOAD, "responses per prompt", f"{SAMPLES}", "--samples").metadata
     )
     prompt_lengths: Lengths = field(
-        metadata={
-            OPTION: Option(
-                WORKLOAD,
-                "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet "
-                "trace",
-                f"those of the responses' trace, else {DEFAULT_PROMPTS}",
-                kind=str,
-            )
-        }
+        metadata=Option(
+            WORKLOAD,
+            "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace",
+            f"those of the responses' trace, else {DEFAULT_PROMPTS}",
+            kind=str,
+        ).metadata
     )
-    response_lengths: Lengths = field(metadata={OPTION: Option(WORKLOAD, "the same", RESPONSES, kind=str)})
-    seed: int = field(metadata={OPTION: Option(WORKLOAD, "of lengths that are drawn", f"{SEED}")})
+    response_lengths: Lengths = field(metadata=Option(WORKLOAD, "the same", RESPONSES, kind=str).metadata)
+    seed: int = field(metadata=Option(WORKLOAD, "of lengths that are drawn", f"{SEED}").metadata)
     turns: Turns
 
     def __init__(

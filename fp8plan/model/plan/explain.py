@@ -11,9 +11,11 @@ from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import Choice, several_layouts
 from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, over_another_layout, where
+from fp8plan.model.plan.syncs import sync_sentences
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import UNCALIBRATED, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget, ThresholdAdvice
+from fp8plan.model.rl_step import WeightSync
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
 from fp8plan.model.shards import left_in_bf16
 
@@ -142,6 +144,8 @@ def explain(
     shape: ModelShape | None = None,
     baseline: int | None = None,
     observed: bool = False,
+    tried: Sequence[Candidate] = (),
+    sync: WeightSync | None = None,
 ) -> tuple[str, ...]:
     """The sentences of a plan: the choice and its gain, the others, where the time goes, the risk, the caveats.
 
@@ -151,6 +155,8 @@ def explain(
     risk, advice: those of the chosen choice
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
     baseline, observed: as in Answer
+    tried: the candidates behind the choices; empty: no sentence on other limits
+    sync: the weight sync that they were timed with; None: no sentence on it
     shape: the model's; None: no sentence on linears that stay in BF16, or on parts that are not modelled
     """
     answer = Answer(choices, chosen, rollouts, profile, baseline, observed)
@@ -173,6 +179,8 @@ def explain(
         *_caveats(choices, answer.rollout(picked), profile),
         *_estimated(choices, profile),
         *_network(picked, gpus_per_node),
+        *(limits_matter(tried[chosen]) if tried else ()),
+        *(sync_sentences(tried, tried[chosen], sync) if sync else ()),
     )
 
 

@@ -14,10 +14,9 @@ from fp8plan.model.memory.plan import check_share
 from fp8plan.model.plan.anchor import anchored, host_of
 from fp8plan.model.plan.candidates import Candidate, candidates, evaluated
 from fp8plan.model.plan.choice import as_choices, baseline_of, choose
-from fp8plan.model.plan.explain import explain, limits_matter
+from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.request import PlanRequest, of_fields
-from fp8plan.model.plan.syncs import sync_sentences
 from fp8plan.model.precision import FP8_KV
 from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import HOST_LOOP, Profile
@@ -72,7 +71,7 @@ def plan(request: PlanRequest) -> Plan:
 def predict(request: PlanRequest) -> Prediction:
     """The Plan of a request, with the rollouts behind it. Raises as `plan` does."""
     shape, card, limits, budget = request.shape, request.card, request.engine, request.risk_budget
-    risky, sync = check_share(card, limits), request.sync
+    risky = check_share(card, limits)
     alone, warnings = _profile(request)
     anchor = anchored(alone, shape, request.vllm, request.observed) if request.observed else None
     used = anchor.applied(alone) if anchor else alone
@@ -99,6 +98,8 @@ def predict(request: PlanRequest) -> Prediction:
         shape=shape,
         baseline=baseline,
         observed=bool(seen),
+        tried=tried,
+        sync=request.sync,
     )
     answer = Plan(
         model=best.setup.path,
@@ -114,8 +115,6 @@ def predict(request: PlanRequest) -> Prediction:
         reasons=(
             *request.workload.turns.sentence(),
             *reasons,
-            *limits_matter(best),
-            *(sync_sentences(tried, best, sync) if sync else ()),
             *(anchor.sentences(alone, used, choices, chosen, rollouts) if anchor else ()),
         ),
         warnings=(

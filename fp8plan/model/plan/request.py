@@ -29,7 +29,7 @@ from fp8plan.model.validate.records import Record
 from fp8plan.model.weight_changes import DEFAULT_OPTIMIZER, TopK
 from fp8plan.model.weights import sampled
 from fp8plan.model.workload import Batch, Workload
-from fp8plan.options import ENGINE, GROUP, OPTION, TRAINER, WORKLOAD, Option, group_of
+from fp8plan.options import ENGINE, TRAINER, WORKLOAD, Option, group_of
 from fp8plan.version import DEFAULT_ON_CPU, DEFAULT_VERSION, planned_version
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -84,137 +84,118 @@ class PlanRequest:
     """
 
     model: ModelShape | str | Path = field(
-        metadata={
-            OPTION: Option(
-                help="hub id (Qwen/Qwen3-8B) or a folder with config.json", kind=str, argument=True, required=True
-            )
-        }
+        metadata=Option(
+            help="hub id (Qwen/Qwen3-8B) or a folder with config.json", kind=str, argument=True, required=True
+        ).metadata
     )
     gpu: Gpu | str = field(
-        metadata={
-            OPTION: Option(
-                help="h200, a100-80gb, rtx4090, ...; auto asks the driver; datasheet:NUMBERS, any other card",
-                kind=str,
-                required=True,
-            )
-        }
+        metadata=Option(
+            help="h200, a100-80gb, rtx4090, ...; auto asks the driver; datasheet:NUMBERS, any other card",
+            kind=str,
+            required=True,
+        ).metadata
     )
     workload: Workload = field(
-        metadata={
-            OPTION: Option(
-                WORKLOAD,
-                "the last rollout in a file of rollout records (`import`, a Monitor's run file); goes alone",
-                metavar="FILE.jsonl",
-                kind=Path,
-            ),
-            GROUP: group_of(Workload),
-        }
+        metadata=Option(
+            WORKLOAD,
+            "the last rollout in a file of rollout records (`import`, a Monitor's run file); goes alone",
+            metavar="FILE.jsonl",
+            kind=Path,
+        ).metadata
+        | group_of(Workload).metadata
     )
     _: KW_ONLY
     observed: Sequence[Record] = field(
         default=(),
-        metadata={
-            OPTION: Option(
-                WORKLOAD,
-                "measured rollouts of this machine, in any precision, which correct the prediction (the same files)",
-                metavar="FILE.jsonl",
-                kind=Path,
-            )
-        },
+        metadata=Option(
+            WORKLOAD,
+            "measured rollouts of this machine, in any precision, which correct the prediction (the same files)",
+            metavar="FILE.jsonl",
+            kind=Path,
+        ).metadata,
     )
     gpus: int | None = field(
-        default=None,
-        metadata={OPTION: Option(ENGINE, "try every layout of so many GPUs: TP x DP, and with experts EP")},
+        default=None, metadata=Option(ENGINE, "try every layout of so many GPUs: TP x DP, and with experts EP").metadata
     )
     gpus_per_node: int | None = field(
         default=None,
-        metadata={OPTION: Option(ENGINE, "that reach each other without the network", "8, or the NVLink domain")},
+        metadata=Option(ENGINE, "that reach each other without the network", "8, or the NVLink domain").metadata,
     )
-    limits: EngineLimits | None = field(default=None, metadata={GROUP: LIMIT_OPTIONS})
+    limits: EngineLimits | None = field(default=None, metadata=LIMIT_OPTIONS.metadata)
     inside: str | None = field(
         default=None,
-        metadata={
-            OPTION: Option(
-                ENGINE,
-                "its caller: own, verl, trl (colocated), server (of TRL); without fp8plan: verl-stock, trl-stock, "
-                "server-stock",
-                "that of --emit, else own",
-                metavar="NAME",
-            )
-        },
+        metadata=Option(
+            ENGINE,
+            "its caller: own, verl, trl (colocated), server (of TRL); without fp8plan: verl-stock, trl-stock, "
+            "server-stock",
+            "that of --emit, else own",
+            metavar="NAME",
+        ).metadata,
     )
     engine_version: str | None = field(
         default=None,
-        metadata={
-            OPTION: Option(ENGINE, "of vLLM", f"the installed one, else {DEFAULT_VERSION}, on a CPU {DEFAULT_ON_CPU}")
-        },
+        metadata=Option(
+            ENGINE, "of vLLM", f"the installed one, else {DEFAULT_VERSION}, on a CPU {DEFAULT_ON_CPU}"
+        ).metadata,
     )
     host_loop_s: float | None = field(
         default=None,
-        metadata={
-            OPTION: Option(
-                ENGINE,
-                "speed of its host: type there `fp8plan doctor --host`",
-                "measured here if this machine has the GPU, else as seen on others",
-                "--host-loop-us",
-                read=_host_loop_s,
-            )
-        },
+        metadata=Option(
+            ENGINE,
+            "speed of its host: type there `fp8plan doctor --host`",
+            "measured here if this machine has the GPU, else as seen on others",
+            "--host-loop-us",
+            read=_host_loop_s,
+        ).metadata,
     )
     strict: bool = field(
-        default=False, metadata={OPTION: Option(ENGINE, "only a profile of this very version", name="--strict")}
+        default=False, metadata=Option(ENGINE, "only a profile of this very version", name="--strict").metadata
     )
     precisions: Sequence[str] | None = field(
         default=None,
-        metadata={
-            OPTION: Option(
-                None,
-                "bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat",
-                "all",
-                "--precision",
-                metavar="NAME",
-                kind=list[str],
-            )
-        },
+        metadata=Option(
+            None,
+            "bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat",
+            "all",
+            "--precision",
+            metavar="NAME",
+            kind=list[str],
+        ).metadata,
     )
-    budget: RiskBudget | None = field(default=None, metadata={GROUP: group_of(RiskBudget)})
+    budget: RiskBudget | None = field(default=None, metadata=group_of(RiskBudget).metadata)
     kv_scales_calibrated: bool = field(
         default=True,
-        metadata={
-            OPTION: Option(
-                None,
-                "of FP8 KV: calibrated after each weight sync, as fp8plan does, or unit: 1.0, as vLLM leaves them",
-                "unit with --emit vllm, else calibrated",
-                "--kv-scales",
-                kind=str,
-            )
-        },
+        metadata=Option(
+            None,
+            "of FP8 KV: calibrated after each weight sync, as fp8plan does, or unit: 1.0, as vLLM leaves them",
+            "unit with --emit vllm, else calibrated",
+            "--kv-scales",
+            kind=str,
+        ).metadata,
     )
-    trainer: StepTimes | None = field(default=None, metadata={GROUP: group_of(StepTimes)})
+    trainer: StepTimes | None = field(default=None, metadata=group_of(StepTimes).metadata)
     link: str | None = field(
         default=None,
-        metadata={
-            OPTION: Option(TRAINER, "bandwidth of new weights to an engine GPU: 25Gb/s (bits), 3GB/s", DEFAULT_LINK)
-        },
+        metadata=Option(
+            TRAINER, "bandwidth of new weights to an engine GPU: 25Gb/s (bits), 3GB/s", DEFAULT_LINK
+        ).metadata,
     )
     learning_rate: float | None = field(
         default=None,
-        metadata={OPTION: Option(TRAINER, "finds the fastest mode of a weight sync", "none: all of BF16 is sent")},
+        metadata=Option(TRAINER, "finds the fastest mode of a weight sync", "none: all of BF16 is sent").metadata,
     )
     optimizer: str | None = field(
-        default=None, metadata={OPTION: Option(TRAINER, "adamw or muon", DEFAULT_OPTIMIZER, metavar="NAME")}
+        default=None, metadata=Option(TRAINER, "adamw or muon", DEFAULT_OPTIMIZER, metavar="NAME").metadata
     )
     top_k: TopK | None = field(
         default=None,
-        metadata={
-            OPTION: Option(
-                TRAINER,
-                "with a learning rate, also top-k: 1e-4 (of the values), 20MB, or residual=1e-3 (of the weights)",
-                "none: syncs are lossless",
-                kind=str,
-                read=TopK.parse,
-            )
-        },
+        metadata=Option(
+            TRAINER,
+            "with a learning rate, also top-k: 1e-4 (of the values), 20MB, or residual=1e-3 (of the weights)",
+            "none: syncs are lossless",
+            kind=str,
+            read=TopK.parse,
+        ).metadata,
     )
     target: str = "vllm"
     profile: Profile | None = None

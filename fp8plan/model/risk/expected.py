@@ -28,7 +28,7 @@ from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk import theory
 from fp8plan.model.risk.fit import FIT, Z90, MismatchFit, coefficient_variance, from_dict, log_gradient, predicted_kl
 from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
-from fp8plan.options import OPTION, Option
+from fp8plan.options import Option
 
 Level = Literal["low", "moderate", "high"]
 LEVELS: Final[tuple[Level, ...]] = ("low", "moderate", "high")
@@ -56,7 +56,7 @@ class RiskBudget:
     moderate_ess: float = 0.5
     max_sequence_rejection: float = 0.2
     accept: Level = field(
-        default="moderate", metadata={OPTION: Option(help="highest risk to choose: low, moderate, high", kind=str)}
+        default="moderate", metadata=Option(help="highest risk to choose: low, moderate, high", kind=str).metadata
     )
 
     def __post_init__(self) -> None:

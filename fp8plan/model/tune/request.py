@@ -9,7 +9,7 @@ from typing import Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.tune.speculation import Speculation
-from fp8plan.options import GROUP, group_of
+from fp8plan.options import group_of
 
 SEARCHED: Final = ("max_num_seqs", "max_cudagraph_capture_size", "max_num_batched_tokens", "enable_prefix_caching")
 
@@ -27,7 +27,7 @@ class TuneRequest(PlanRequest):
 
     _: KW_ONLY
     keep: Collection[str] = ()
-    speculation: Speculation | None = field(default=None, metadata={GROUP: group_of(Speculation)})
+    speculation: Speculation | None = field(default=None, metadata=group_of(Speculation).metadata)
 
     def __post_init__(self) -> None:
         PlanRequest.__post_init__(self)

@@ -39,7 +39,7 @@ from fp8plan.model.rollout import Rollout, rollout, schedules
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Batch
-from fp8plan.options import DRAFTS, OPTION, Option
+from fp8plan.options import DRAFTS, Option
 from fp8plan.version import has
 
 
@@ -81,19 +81,17 @@ class Speculation:
     """
 
     acceptance: float = field(
-        metadata={
-            OPTION: Option(DRAFTS, "share of drafts accepted after accepted ones, from 0 to 1; weighs this lever")
-        }
+        metadata=Option(DRAFTS, "share of drafts accepted after accepted ones, from 0 to 1; weighs this lever").metadata
     )
     tokens: int = field(
         default=TOKENS,
-        metadata={OPTION: Option(DRAFTS, "drafts of a request in a step", f"{TOKENS}", "--num-speculative-tokens")},
+        metadata=Option(DRAFTS, "drafts of a request in a step", f"{TOKENS}", "--num-speculative-tokens").metadata,
     )
     method: str = field(
         default=NGRAM,
-        metadata={
-            OPTION: Option(DRAFTS, "ngram, ngram_gpu, mtp, eagle3", NGRAM, "--speculative-method", metavar="NAME")
-        },
+        metadata=Option(
+            DRAFTS, "ngram, ngram_gpu, mtp, eagle3", NGRAM, "--speculative-method", metavar="NAME"
+        ).metadata,
     )
 
     def __post_init__(self) -> None:
