@@ -1,18 +1,14 @@
-"""Options of the command line, declared at the fields of a dataclass. fp8plan.cli.program makes commands of them."""
+"""Options of the command line, in the annotations of dataclasses. fp8plan.cli.program makes commands of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_type_hints
 
 # Groups of options in the help.
 WORKLOAD, ENGINE, TRAINER = "Workload", "Engine (vLLM's names)", "RL step"
 DRAFTS, OUTPUT = "Speculative decoding", "Output"
 PREFIX_CACHING: Final = "--prefix-caching/--no-prefix-caching"
-
-OPTION: Final = "option"  # key in the metadata of a field: its Option
-GROUP: Final = "group"  # likewise: the Group of the dataclass that is its value
 
 
 class Option(NamedTuple):
@@ -40,34 +36,24 @@ class Option(NamedTuple):
     required: bool = False
     argument: bool = False
 
-    @property
-    def metadata(self) -> dict[str, Option]:
-        """The metadata of the field."""
-        return {OPTION: self}
-
 
 class Group(NamedTuple):
-    """A dataclass with options: the options by the names of its fields."""
+    """The options of a dataclass by the names of its fields, in the annotation of a field that has it as its value."""
 
     kind: type
     options: Mapping[str, Option]
 
-    @property
-    def metadata(self) -> dict[str, Group]:
-        """The metadata of a field with such a value."""
-        return {GROUP: self}
-
 
 def group_of(kind: type) -> Group:
-    """The options that the fields of a dataclass declare, those of fields that are such dataclasses left out."""
-    return Group(kind, {field.name: field.metadata[OPTION] for field in fields(kind) if OPTION in field.metadata})
+    """The options in the annotations of a dataclass, those of its groups left out."""
+    return Group(kind, {name: option for owner, name, option in declared(kind) if owner is kind})
 
 
 def declared(kind: type) -> Iterator[tuple[type, str, Option]]:
     """Yield each option of a dataclass and its groups, in order: the dataclass that has it, its field, the option."""
-    for field in fields(kind):
-        if OPTION in field.metadata:
-            yield kind, field.name, field.metadata[OPTION]
-        if GROUP in field.metadata:
-            owner, those = field.metadata[GROUP]
-            yield from ((owner, name, option) for name, option in those.items())
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        for beside in getattr(hint, "__metadata__", ()):
+            if isinstance(beside, Option):
+                yield kind, name, beside
+            elif isinstance(beside, Group):
+                yield from ((beside.kind, inner, option) for inner, option in beside.options.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
@@ -47,26 +47,19 @@ class PlanOutputs:
     Raises ConfigError for outputs that cannot all be written, and for unknown scales.
     """
 
-    as_json: str | None = field(
-        default=None,
-        metadata=Option(
-            OUTPUT, "the plan, to a file or, alone, to stdout", name="--json", metavar="[FILE.json]"
-        ).metadata,
-    )
-    emit: list[str] | None = field(
-        default=None,
-        metadata=Option(
+    as_json: Annotated[
+        str | None, Option(OUTPUT, "the plan, to a file or, alone, to stdout", name="--json", metavar="[FILE.json]")
+    ] = None
+    emit: Annotated[
+        list[str] | None,
+        Option(
             OUTPUT,
             "settings for vllm, verl or trl (Python; JSON in a FILE.json), to a file or stdout; repeat",
             metavar="TARGET[=FILE]",
-        ).metadata,
-    )
-    every: bool = field(
-        default=False, metadata=Option(OUTPUT, "every row of the table, not ten", name="--all").metadata
-    )
-    plot: Path | None = field(
-        default=None, metadata=Option(OUTPUT, "a picture: FILE.png or FILE.html", metavar="FILE").metadata
-    )
+        ),
+    ] = None
+    every: Annotated[bool, Option(OUTPUT, "every row of the table, not ten", name="--all")] = False
+    plot: Annotated[Path | None, Option(OUTPUT, "a picture: FILE.png or FILE.html", metavar="FILE")] = None
     kv_scales: str | None = None
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import numpy as np
 
@@ -83,16 +83,13 @@ class StepTimes:
     max_lag: versions of the policy that a token may be behind the trainer, if training is asynchronous (`tune`)
     """
 
-    train_s: float | None = field(default=None, metadata=Option(TRAINER, "training, seconds a step").metadata)
-    logprob_s: float | None = field(default=None, metadata=Option(TRAINER, "log-probs, seconds a step").metadata)
-    train_tokens_per_s: float | None = field(default=None, metadata=Option(TRAINER).metadata)
-    logprob_tokens_per_s: float | None = field(default=None, metadata=Option(TRAINER).metadata)
-    max_lag: int = field(
-        default=MAX_LAG,
-        metadata=Option(
-            TRAINER, "policy versions that a token may be behind, in asynchronous training", f"{MAX_LAG}"
-        ).metadata,
-    )
+    train_s: Annotated[float | None, Option(TRAINER, "training, seconds a step")] = None
+    logprob_s: Annotated[float | None, Option(TRAINER, "log-probs, seconds a step")] = None
+    train_tokens_per_s: Annotated[float | None, Option(TRAINER)] = None
+    logprob_tokens_per_s: Annotated[float | None, Option(TRAINER)] = None
+    max_lag: Annotated[
+        int, Option(TRAINER, "policy versions that a token may be behind, in asynchronous training", f"{MAX_LAG}")
+    ] = MAX_LAG
 
     def __post_init__(self) -> None:
         for name in ("train_s", "logprob_s"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,20 +191,19 @@ class Workload:
     turns:                            tool output of a recorded rollout, which is not in response_lengths
     """
 
-    prompts: int = field(metadata=Option(WORKLOAD, default=f"{PROMPTS}").metadata)
-    samples_per_prompt: int = field(
-        metadata=Option(WORKLOAD, "responses per prompt", f"{SAMPLES}", "--samples").metadata
-    )
-    prompt_lengths: Lengths = field(
-        metadata=Option(
+    prompts: Annotated[int, Option(WORKLOAD, default=f"{PROMPTS}")]
+    samples_per_prompt: Annotated[int, Option(WORKLOAD, "responses per prompt", f"{SAMPLES}", "--samples")]
+    prompt_lengths: Annotated[
+        Lengths,
+        Option(
             WORKLOAD,
             "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace",
             f"those of the responses' trace, else {DEFAULT_PROMPTS}",
             kind=str,
-        ).metadata
-    )
-    response_lengths: Lengths = field(metadata=Option(WORKLOAD, "the same", RESPONSES, kind=str).metadata)
-    seed: int = field(metadata=Option(WORKLOAD, "of lengths that are drawn", f"{SEED}").metadata)
+        ),
+    ]
+    response_lengths: Annotated[Lengths, Option(WORKLOAD, "the same", RESPONSES, kind=str)]
+    seed: Annotated[int, Option(WORKLOAD, "of lengths that are drawn", f"{SEED}")]
     turns: Turns
 
     def __init__(

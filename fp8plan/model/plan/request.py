@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, update_wrapper
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from fp8plan.checks import kinds
 from fp8plan.errors import ConfigError
@@ -83,120 +83,107 @@ class PlanRequest:
     Raises ConfigError for a value of the wrong type, and for a part of a weight sync that changes nothing.
     """
 
-    model: ModelShape | str | Path = field(
-        metadata=Option(
-            help="hub id (Qwen/Qwen3-8B) or a folder with config.json", kind=str, argument=True, required=True
-        ).metadata
-    )
-    gpu: Gpu | str = field(
-        metadata=Option(
+    model: Annotated[
+        ModelShape | str | Path,
+        Option(help="hub id (Qwen/Qwen3-8B) or a folder with config.json", kind=str, argument=True, required=True),
+    ]
+    gpu: Annotated[
+        Gpu | str,
+        Option(
             help="h200, a100-80gb, rtx4090, ...; auto asks the driver; datasheet:NUMBERS, any other card",
             kind=str,
             required=True,
-        ).metadata
-    )
-    workload: Workload = field(
-        metadata=Option(
+        ),
+    ]
+    workload: Annotated[
+        Workload,
+        Option(
             WORKLOAD,
             "the last rollout in a file of rollout records (`import`, a Monitor's run file); goes alone",
             metavar="FILE.jsonl",
             kind=Path,
-        ).metadata
-        | group_of(Workload).metadata
-    )
+        ),
+        group_of(Workload),
+    ]
     _: KW_ONLY
-    observed: Sequence[Record] = field(
-        default=(),
-        metadata=Option(
+    observed: Annotated[
+        Sequence[Record],
+        Option(
             WORKLOAD,
             "measured rollouts of this machine, in any precision, which correct the prediction (the same files)",
             metavar="FILE.jsonl",
             kind=Path,
-        ).metadata,
-    )
-    gpus: int | None = field(
-        default=None, metadata=Option(ENGINE, "try every layout of so many GPUs: TP x DP, and with experts EP").metadata
-    )
-    gpus_per_node: int | None = field(
-        default=None,
-        metadata=Option(ENGINE, "that reach each other without the network", "8, or the NVLink domain").metadata,
-    )
-    limits: EngineLimits | None = field(default=None, metadata=LIMIT_OPTIONS.metadata)
-    inside: str | None = field(
-        default=None,
-        metadata=Option(
+        ),
+    ] = ()
+    gpus: Annotated[int | None, Option(ENGINE, "try every layout of so many GPUs: TP x DP, and with experts EP")] = None
+    gpus_per_node: Annotated[
+        int | None, Option(ENGINE, "that reach each other without the network", "8, or the NVLink domain")
+    ] = None
+    limits: Annotated[EngineLimits | None, LIMIT_OPTIONS] = None
+    inside: Annotated[
+        str | None,
+        Option(
             ENGINE,
             "its caller: own, verl, trl (colocated), server (of TRL); without fp8plan: verl-stock, trl-stock, "
             "server-stock",
             "that of --emit, else own",
             metavar="NAME",
-        ).metadata,
-    )
-    engine_version: str | None = field(
-        default=None,
-        metadata=Option(
-            ENGINE, "of vLLM", f"the installed one, else {DEFAULT_VERSION}, on a CPU {DEFAULT_ON_CPU}"
-        ).metadata,
-    )
-    host_loop_s: float | None = field(
-        default=None,
-        metadata=Option(
+        ),
+    ] = None
+    engine_version: Annotated[
+        str | None, Option(ENGINE, "of vLLM", f"the installed one, else {DEFAULT_VERSION}, on a CPU {DEFAULT_ON_CPU}")
+    ] = None
+    host_loop_s: Annotated[
+        float | None,
+        Option(
             ENGINE,
             "speed of its host: type there `fp8plan doctor --host`",
             "measured here if this machine has the GPU, else as seen on others",
             "--host-loop-us",
             read=_host_loop_s,
-        ).metadata,
-    )
-    strict: bool = field(
-        default=False, metadata=Option(ENGINE, "only a profile of this very version", name="--strict").metadata
-    )
-    precisions: Sequence[str] | None = field(
-        default=None,
-        metadata=Option(
+        ),
+    ] = None
+    strict: Annotated[bool, Option(ENGINE, "only a profile of this very version", name="--strict")] = False
+    precisions: Annotated[
+        Sequence[str] | None,
+        Option(
             None,
             "bf16, fp8_block, fp8_kv, fp8_block+fp8_kv; repeat",
             "all",
             "--precision",
             metavar="NAME",
             kind=list[str],
-        ).metadata,
-    )
-    budget: RiskBudget | None = field(default=None, metadata=group_of(RiskBudget).metadata)
-    kv_scales_calibrated: bool = field(
-        default=True,
-        metadata=Option(
+        ),
+    ] = None
+    budget: Annotated[RiskBudget | None, group_of(RiskBudget)] = None
+    kv_scales_calibrated: Annotated[
+        bool,
+        Option(
             None,
             "of FP8 KV: calibrated after each weight sync, as fp8plan does, or unit: 1.0, as vLLM leaves them",
             "unit with --emit vllm, else calibrated",
             "--kv-scales",
             kind=str,
-        ).metadata,
-    )
-    trainer: StepTimes | None = field(default=None, metadata=group_of(StepTimes).metadata)
-    link: str | None = field(
-        default=None,
-        metadata=Option(
-            TRAINER, "bandwidth of new weights to an engine GPU: 25Gb/s (bits), 3GB/s", DEFAULT_LINK
-        ).metadata,
-    )
-    learning_rate: float | None = field(
-        default=None,
-        metadata=Option(TRAINER, "finds the fastest mode of a weight sync", "none: all of BF16 is sent").metadata,
-    )
-    optimizer: str | None = field(
-        default=None, metadata=Option(TRAINER, "adamw or muon", DEFAULT_OPTIMIZER, metavar="NAME").metadata
-    )
-    top_k: TopK | None = field(
-        default=None,
-        metadata=Option(
+        ),
+    ] = True
+    trainer: Annotated[StepTimes | None, group_of(StepTimes)] = None
+    link: Annotated[
+        str | None, Option(TRAINER, "bandwidth of new weights to an engine GPU: 25Gb/s (bits), 3GB/s", DEFAULT_LINK)
+    ] = None
+    learning_rate: Annotated[
+        float | None, Option(TRAINER, "finds the fastest mode of a weight sync", "none: all of BF16 is sent")
+    ] = None
+    optimizer: Annotated[str | None, Option(TRAINER, "adamw or muon", DEFAULT_OPTIMIZER, metavar="NAME")] = None
+    top_k: Annotated[
+        TopK | None,
+        Option(
             TRAINER,
             "with a learning rate, also top-k: 1e-4 (of the values), 20MB, or residual=1e-3 (of the weights)",
             "none: syncs are lossless",
             kind=str,
             read=TopK.parse,
-        ).metadata,
-    )
+        ),
+    ] = None
     target: str = "vllm"
     profile: Profile | None = None
     progress: Progress = iter

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import exp, sqrt
-from typing import Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -55,9 +55,7 @@ class RiskBudget:
     moderate_clip: float = 1e-2
     moderate_ess: float = 0.5
     max_sequence_rejection: float = 0.2
-    accept: Level = field(
-        default="moderate", metadata=Option(help="highest risk to choose: low, moderate, high", kind=str).metadata
-    )
+    accept: Annotated[Level, Option(help="highest risk to choose: low, moderate, high", kind=str)] = "moderate"
 
     def __post_init__(self) -> None:
         if self.accept not in LEVELS:

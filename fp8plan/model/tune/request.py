@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Final
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.request import PlanRequest
@@ -27,7 +27,7 @@ class TuneRequest(PlanRequest):
 
     _: KW_ONLY
     keep: Collection[str] = ()
-    speculation: Speculation | None = field(default=None, metadata=group_of(Speculation).metadata)
+    speculation: Annotated[Speculation | None, group_of(Speculation)] = None
 
     def __post_init__(self) -> None:
         PlanRequest.__post_init__(self)

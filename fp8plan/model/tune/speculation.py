@@ -22,8 +22,8 @@ that ends under asynchronous scheduling, and acceptance that differs between res
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -80,19 +80,15 @@ class Speculation:
     Raises ConfigError for other values.
     """
 
-    acceptance: float = field(
-        metadata=Option(DRAFTS, "share of drafts accepted after accepted ones, from 0 to 1; weighs this lever").metadata
+    acceptance: Annotated[
+        float, Option(DRAFTS, "share of drafts accepted after accepted ones, from 0 to 1; weighs this lever")
+    ]
+    tokens: Annotated[int, Option(DRAFTS, "drafts of a request in a step", f"{TOKENS}", "--num-speculative-tokens")] = (
+        TOKENS
     )
-    tokens: int = field(
-        default=TOKENS,
-        metadata=Option(DRAFTS, "drafts of a request in a step", f"{TOKENS}", "--num-speculative-tokens").metadata,
-    )
-    method: str = field(
-        default=NGRAM,
-        metadata=Option(
-            DRAFTS, "ngram, ngram_gpu, mtp, eagle3", NGRAM, "--speculative-method", metavar="NAME"
-        ).metadata,
-    )
+    method: Annotated[
+        str, Option(DRAFTS, "ngram, ngram_gpu, mtp, eagle3", NGRAM, "--speculative-method", metavar="NAME")
+    ] = NGRAM
 
     def __post_init__(self) -> None:
         if not (is_number(self.acceptance) and 0 <= self.acceptance <= 1):
