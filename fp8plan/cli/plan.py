@@ -28,8 +28,8 @@ from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.setup import KV_SCALES
 from fp8plan.model.shards import check_target, strictest
 from fp8plan.model.validate.records import Record, read_run, recorded_workload
-from fp8plan.model.workload import PROMPTS, RESPONSES, SAMPLES, SEED, Workload, parse_both_lengths
-from fp8plan.options import OUTPUT, Option, group_of
+from fp8plan.model.workload import PROMPTS, RESPONSES, SAMPLES, SEED, WORKLOAD_OPTIONS, Workload, parse_both_lengths
+from fp8plan.options import OUTPUT, Option
 from fp8plan.version import check_starts, planned_version
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _workload(recorded: Path | None, typed: Mapping[str, Any]) -> tuple[Workload
     """
     if recorded is not None:
         if typed:
-            options = group_of(Workload).options
+            options = WORKLOAD_OPTIONS.options
             names = ", ".join(options[name].name or f"--{name.replace('_', '-')}" for name in typed)
             raise ConfigError(f"both --workload and {names} are given; --workload {recorded} says all of them")
         return recorded_workload(recorded)

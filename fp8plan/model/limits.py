@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.hardware import Gpu
-from fp8plan.options import ENGINE, PREFIX_CACHING, Group, Option
+from fp8plan.options import ENGINE, PREFIX_CACHING, Group, Option, group_of
 from fp8plan.version import DEFAULT_VERSION, has
 
 
@@ -25,14 +25,12 @@ class Limit:
     part:   the part of a VllmConfig with the limit, under vLLM's argument
     record: field of a rollout record; "" if records lack it
     verl:   word in verl's actor_rollout_ref.rollout; "" if verl has none with the same values
-    option: of a command that plans; None: it has none
     """
 
     field: str
     part: str
     record: str = ""
     verl: str = ""
-    option: Option | None = None
 
     @property
     def argument(self) -> str:
@@ -41,55 +39,21 @@ class Limit:
 
 
 # Records and emitted settings list the limits in this order.
-VLLMS: Final = "vLLM's for this GPU"  # a default, in help
 LIMITS: Final = (
-    Limit("tensor_parallel_size", "parallel_config", "tensor_parallel", "tensor_model_parallel_size", Option(ENGINE)),
-    Limit("data_parallel_size", "parallel_config", "data_parallel", option=Option(ENGINE, "replicas")),
-    Limit(
-        "enable_expert_parallel",
-        "parallel_config",
-        "expert_parallel",
-        option=Option(ENGINE, "expert parallelism: each GPU holds whole experts", name="--expert-parallel"),
-    ),
-    Limit(
-        "gpu_memory_utilization",
-        "cache_config",
-        "gpu_memory_utilization",
-        "gpu_memory_utilization",
-        Option(ENGINE, default=VLLMS),
-    ),
-    Limit(
-        "max_model_len",
-        "model_config",
-        "max_model_len",
-        "max_model_len",
-        Option(ENGINE, default="the longest prompt + response"),
-    ),
-    Limit("max_num_seqs", "scheduler_config", "max_num_seqs", "max_num_seqs", Option(ENGINE, default=VLLMS)),
-    Limit(
-        "max_num_batched_tokens",
-        "scheduler_config",
-        "max_num_batched_tokens",
-        "max_num_batched_tokens",
-        Option(ENGINE, default=VLLMS),
-    ),
-    Limit("block_size", "cache_config", "block_size", option=Option(ENGINE, default=VLLMS)),
-    Limit(
-        "enable_prefix_caching",
-        "cache_config",
-        "enable_prefix_caching",
-        "enable_prefix_caching",
-        Option(ENGINE, default="on, off for recurrent layers", name=PREFIX_CACHING),
-    ),
-    Limit("async_scheduling", "scheduler_config", "async_scheduling", option=Option(ENGINE)),
-    Limit("enforce_eager", "model_config", "enforce_eager", "enforce_eager", Option(ENGINE, name="--enforce-eager")),
+    Limit("tensor_parallel_size", "parallel_config", "tensor_parallel", "tensor_model_parallel_size"),
+    Limit("data_parallel_size", "parallel_config", "data_parallel"),
+    Limit("enable_expert_parallel", "parallel_config", "expert_parallel"),
+    Limit("gpu_memory_utilization", "cache_config", "gpu_memory_utilization", "gpu_memory_utilization"),
+    Limit("max_model_len", "model_config", "max_model_len", "max_model_len"),
+    Limit("max_num_seqs", "scheduler_config", "max_num_seqs", "max_num_seqs"),
+    Limit("max_num_batched_tokens", "scheduler_config", "max_num_batched_tokens", "max_num_batched_tokens"),
+    Limit("block_size", "cache_config", "block_size"),
+    Limit("enable_prefix_caching", "cache_config", "enable_prefix_caching", "enable_prefix_caching"),
+    Limit("async_scheduling", "scheduler_config", "async_scheduling"),
+    Limit("enforce_eager", "model_config", "enforce_eager", "enforce_eager"),
     Limit("scheduler_reserve_full_isl", "scheduler_config"),
-    Limit("num_gpu_blocks", "cache_config", option=Option(ENGINE, "impose the KV pool", "what the memory holds")),
-    Limit(
-        "max_cudagraph_capture_size",
-        "compilation_config",
-        option=Option(ENGINE, "tokens of the largest step with a CUDA graph", VLLMS),
-    ),
+    Limit("num_gpu_blocks", "cache_config"),
+    Limit("max_cudagraph_capture_size", "compilation_config"),
 )
 RECORDED: Final = {limit.record: limit.field for limit in LIMITS if limit.record}
 VERLS: Final = {limit.verl: limit.field for limit in LIMITS if limit.verl}
@@ -125,6 +89,9 @@ SMALL_GPU: Final = LARGE_GPU | {"max_num_seqs": Derived(256), "max_num_batched_t
 ANY_CPU: Final = SMALL_GPU | {"max_num_batched_tokens": Derived(4096), "block_size": Derived(128)}
 
 
+VLLMS: Final = "vLLM's for this GPU"  # a default, in help
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """The limits that one vLLM engine (one data-parallel replica) is started with.
@@ -154,20 +121,26 @@ class EngineLimits:
                             center Blackwell since vLLM 0.28 and for gpt-oss, 1,024
     """
 
-    gpu_memory_utilization: float = 0.92
-    max_model_len: int | None = None
-    max_num_seqs: int = LARGE_GPU["max_num_seqs"]
-    max_num_batched_tokens: int = LARGE_GPU["max_num_batched_tokens"]
-    block_size: int = LARGE_GPU["block_size"]
-    enable_prefix_caching: bool = True
-    tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
-    async_scheduling: bool = True
-    enforce_eager: bool = False
+    gpu_memory_utilization: Annotated[float, Option(ENGINE, default=VLLMS)] = 0.92
+    max_model_len: Annotated[int | None, Option(ENGINE, default="the longest prompt + response")] = None
+    max_num_seqs: Annotated[int, Option(ENGINE, default=VLLMS)] = LARGE_GPU["max_num_seqs"]
+    max_num_batched_tokens: Annotated[int, Option(ENGINE, default=VLLMS)] = LARGE_GPU["max_num_batched_tokens"]
+    block_size: Annotated[int, Option(ENGINE, default=VLLMS)] = LARGE_GPU["block_size"]
+    enable_prefix_caching: Annotated[
+        bool, Option(ENGINE, default="on, off for recurrent layers", name=PREFIX_CACHING)
+    ] = True
+    tensor_parallel_size: Annotated[int, Option(ENGINE)] = 1
+    data_parallel_size: Annotated[int, Option(ENGINE, "replicas")] = 1
+    async_scheduling: Annotated[bool, Option(ENGINE)] = True
+    enforce_eager: Annotated[bool, Option(ENGINE, name="--enforce-eager")] = False
     scheduler_reserve_full_isl: bool = True
-    num_gpu_blocks: int | None = None
-    enable_expert_parallel: bool = False
-    max_cudagraph_capture_size: int | None = None
+    num_gpu_blocks: Annotated[int | None, Option(ENGINE, "impose the KV pool", "what the memory holds")] = None
+    enable_expert_parallel: Annotated[
+        bool, Option(ENGINE, "expert parallelism: each GPU holds whole experts", name="--expert-parallel")
+    ] = False
+    max_cudagraph_capture_size: Annotated[
+        int | None, Option(ENGINE, "tokens of the largest step with a CUDA graph", VLLMS)
+    ] = None
 
     @classmethod
     def for_gpu(cls, gpu: Gpu, recurrent: bool = False, **limits: Any) -> EngineLimits:
@@ -234,7 +207,7 @@ class EngineLimits:
             if getattr(self, name) is not None:
                 otherwise = f", or leave it out: {left_out}"
                 object.__setattr__(self, name, whole(name, getattr(self, name), otherwise=otherwise))
-        for name in (f.name for f in fields(self) if f.type == "bool"):
+        for name in (f.name for f in fields(self) if isinstance(f.default, bool)):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
         if self.block_size % 16:
@@ -315,7 +288,8 @@ class EngineLimits:
         return replace(limits, async_scheduling=False, enforce_eager=True)
 
 
-LIMIT_OPTIONS: Final = Group(EngineLimits, {limit.field: limit.option for limit in LIMITS if limit.option})
+_OPTIONS: Final = group_of(EngineLimits).options
+LIMIT_OPTIONS: Final = Group(EngineLimits, {x.field: _OPTIONS[x.field] for x in LIMITS if x.field in _OPTIONS})
 
 # Those of DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES (vllm/config/vllm.py, 0.26) that fp8plan reads, by their model_type.
 V2_WITH_EXPERTS: Final = ("deepseek_v2", "granitemoe", "qwen2_moe")

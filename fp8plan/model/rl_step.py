@@ -37,7 +37,7 @@ from fp8plan.model.weight_changes import (
     one_step,
 )
 from fp8plan.model.weights import EMBEDDING, LAYERS, LM_HEAD, Weights, normal
-from fp8plan.options import TRAINER, Option
+from fp8plan.options import TRAINER, Option, group_of
 
 if TYPE_CHECKING:
     from fp8plan.model.setup import EngineSetup
@@ -120,6 +120,9 @@ class StepTimes:
         """Seconds of log-prob recomputation and training. tokens: prompt + response tokens of the batch"""
         parts = ((self.train_s, self.train_tokens_per_s), (self.logprob_s, self.logprob_tokens_per_s))
         return sum(tokens / rate if rate is not None else seconds or 0.0 for seconds, rate in parts)
+
+
+STEP_OPTIONS: Final = group_of(StepTimes)
 
 
 class Mode(StrEnum):

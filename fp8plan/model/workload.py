@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fp8plan.checks import is_number, nearest, number_hint, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import read
-from fp8plan.options import WORKLOAD, Option
+from fp8plan.options import WORKLOAD, Option, group_of
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
 LIKE = 0.85  # similarity from which a column's name counts as a typo of these
@@ -252,6 +252,9 @@ class Workload:
         else:
             prompts = self.prompt_lengths.draw(self.prompts, rng)
         return Batch(prompts[prompt_ids], self.response_lengths.draw(len(prompt_ids), rng), prompt_ids)
+
+
+WORKLOAD_OPTIONS: Final = group_of(Workload)
 
 
 def _lengths(name: str, value: Any) -> Lengths:

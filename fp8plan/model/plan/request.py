@@ -21,15 +21,15 @@ from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import LIMIT_OPTIONS, EngineLimits
 from fp8plan.model.precision import FP8_KV, PRESETS
 from fp8plan.model.profile.profile import LOOPS_S, Profile
-from fp8plan.model.risk.expected import RiskBudget
-from fp8plan.model.rl_step import DEFAULT_LINK, SENDERS, StepTimes, WeightSync, changes_of
+from fp8plan.model.risk.expected import BUDGET_OPTIONS, RiskBudget
+from fp8plan.model.rl_step import DEFAULT_LINK, SENDERS, STEP_OPTIONS, StepTimes, WeightSync, changes_of
 from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
 from fp8plan.model.validate.records import Record
 from fp8plan.model.weight_changes import DEFAULT_OPTIMIZER, TopK
 from fp8plan.model.weights import sampled
-from fp8plan.model.workload import Batch, Workload
-from fp8plan.options import ENGINE, TRAINER, WORKLOAD, Option, group_of
+from fp8plan.model.workload import WORKLOAD_OPTIONS, Batch, Workload
+from fp8plan.options import ENGINE, TRAINER, WORKLOAD, Option
 from fp8plan.version import DEFAULT_ON_CPU, DEFAULT_VERSION, planned_version
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -103,7 +103,7 @@ class PlanRequest:
             metavar="FILE.jsonl",
             kind=Path,
         ),
-        group_of(Workload),
+        WORKLOAD_OPTIONS,
     ]
     _: KW_ONLY
     observed: Annotated[
@@ -155,7 +155,7 @@ class PlanRequest:
             kind=list[str],
         ),
     ] = None
-    budget: Annotated[RiskBudget | None, group_of(RiskBudget)] = None
+    budget: Annotated[RiskBudget | None, BUDGET_OPTIONS] = None
     kv_scales_calibrated: Annotated[
         bool,
         Option(
@@ -166,7 +166,7 @@ class PlanRequest:
             kind=str,
         ),
     ] = True
-    trainer: Annotated[StepTimes | None, group_of(StepTimes)] = None
+    trainer: Annotated[StepTimes | None, STEP_OPTIONS] = None
     link: Annotated[
         str | None, Option(TRAINER, "bandwidth of new weights to an engine GPU: 25Gb/s (bits), 3GB/s", DEFAULT_LINK)
     ] = None

@@ -28,7 +28,7 @@ from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk import theory
 from fp8plan.model.risk.fit import FIT, Z90, MismatchFit, coefficient_variance, from_dict, log_gradient, predicted_kl
 from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
-from fp8plan.options import Option
+from fp8plan.options import Option, group_of
 
 Level = Literal["low", "moderate", "high"]
 LEVELS: Final[tuple[Level, ...]] = ("low", "moderate", "high")
@@ -74,6 +74,9 @@ class RiskBudget:
             return "low"
         within = kl_high <= self.moderate_kl and clip_high <= self.moderate_clip and ess_low >= self.moderate_ess
         return "moderate" if within else "high"
+
+
+BUDGET_OPTIONS: Final = group_of(RiskBudget)
 
 
 Dropped = Literal["seq_sum", "seq_mean"]

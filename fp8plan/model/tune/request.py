@@ -8,8 +8,7 @@ from typing import Annotated, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.request import PlanRequest
-from fp8plan.model.tune.speculation import Speculation
-from fp8plan.options import group_of
+from fp8plan.model.tune.speculation import DRAFT_OPTIONS, Speculation
 
 SEARCHED: Final = ("max_num_seqs", "max_cudagraph_capture_size", "max_num_batched_tokens", "enable_prefix_caching")
 
@@ -27,7 +26,7 @@ class TuneRequest(PlanRequest):
 
     _: KW_ONLY
     keep: Collection[str] = ()
-    speculation: Annotated[Speculation | None, group_of(Speculation)] = None
+    speculation: Annotated[Speculation | None, DRAFT_OPTIONS] = None
 
     def __post_init__(self) -> None:
         PlanRequest.__post_init__(self)

@@ -39,7 +39,7 @@ from fp8plan.model.rollout import Rollout, rollout, schedules
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Batch
-from fp8plan.options import DRAFTS, Option
+from fp8plan.options import DRAFTS, Option, group_of
 from fp8plan.version import has
 
 
@@ -146,6 +146,9 @@ class Speculation:
             max_cudagraph_capture_size=largest and min(self.queries * largest, budget),
             async_scheduling=limits.async_scheduling and self._asynchronous(setup),
         )
+
+
+DRAFT_OPTIONS: Final = group_of(Speculation)
 
 
 def speculation_of(acceptance: float | None = None, **drafts: Any) -> Speculation | None:
