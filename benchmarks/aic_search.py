@@ -29,6 +29,8 @@ from fp8plan.model.configs import find_config
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import predict
+from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.search import search
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 
@@ -118,7 +120,7 @@ def simulated(case: Case, precision: str, **limits: Any) -> float:
     """fp8plan's seconds of the case's batch on engines with these limits."""
     asked = EngineLimits.for_gpu(find_gpu(case.gpu), **limits)
     known: dict[str, Any] = {"precisions": [precision], "engine_version": VERSION}
-    return predict(case.model, case.gpu, case.workload, limits=asked, **known).chosen.timed.makespan_s
+    return predict(PlanRequest(case.model, case.gpu, case.workload, limits=asked, **known)).chosen.timed.makespan_s
 
 
 LIMITS = ("tensor_parallel_size", "data_parallel_size", "max_num_seqs", "max_num_batched_tokens")
@@ -143,7 +145,7 @@ def rows(case: Case) -> Iterator[dict[str, Any]]:
 
 def own_limits(case: Case) -> dict[str, Any]:
     """The row of vLLM's own limits."""
-    planned = predict(case.model, case.gpu, case.workload, precisions=["bf16"], **case.known).chosen
+    planned = predict(PlanRequest(case.model, case.gpu, case.workload, precisions=["bf16"], **case.known)).chosen
     return _row("vLLM's own limits, best layout", planned)
 
 
@@ -151,7 +153,7 @@ def tuned(case: Case) -> Iterator[dict[str, Any]]:
     """The rows of `fp8plan tune`."""
     for precisions in (["bf16"], ["bf16", "fp8_block"], None):
         start = time.perf_counter()
-        best = search(case.model, case.gpu, case.workload, precisions=precisions, **case.known).best.chosen
+        best = search(TuneRequest(case.model, case.gpu, case.workload, precisions=precisions, **case.known)).best.chosen
         words = "all precisions" if precisions is None else " or ".join(precisions)
         yield _row(f"fp8plan tune, {words}", best) | {"took_s": round(time.perf_counter() - start, 2)}
 

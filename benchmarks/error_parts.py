@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.choice import speed_up, timed
+from fp8plan.model.plan.choice import speed_up
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Rollout, Simulated
@@ -147,7 +147,7 @@ def gains(target: Sequence[Cell], made: Sequence[Rollout], profile: Profile) -> 
     pairs, ratios = list(zip(target, made, strict=True)), []
     for slow, baseline in [pair for pair in pairs if pair[0].precision == "bf16"][:1]:
         for fast, other in (pair for pair in pairs if pair[0].precision != "bf16"):
-            gain = speed_up(*(timed(x, slow.record.limits.cut) for x in (baseline, other)), profile)
+            gain = speed_up(baseline, other, profile)
             measured = slow.seconds / fast.seconds
             ends = [float(np.log((end or 0.0) / gain.ratio)) for end in (measured, gain.low, gain.high)]
             ratios.append(Ratio(*ends, 100 * abs(measured - gain.ratio)))

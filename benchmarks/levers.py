@@ -10,7 +10,7 @@ known after the measurement.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import mean, median
@@ -23,8 +23,9 @@ from benchmarks.tables.markdown import table as markdown
 from fp8plan import jsonl
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.tune.levers import MORE, asked_for_more, levers, orders
+from fp8plan.model.tune.request import SEARCHED, TuneRequest
 from fp8plan.model.tune.scene import Lever, Scene
-from fp8plan.model.tune.search import SEARCHED, Tuned, search
+from fp8plan.model.tune.search import Tuned, search
 from fp8plan.model.tune.speculation import Speculation
 from fp8plan.model.workload import Batch, Fixed, LogNormal, Trace, Workload
 
@@ -124,11 +125,12 @@ def predictions() -> Iterator[frozen.Row]:
 @cache
 def _tuned(workload: Workload, loop_us: int | None) -> Tuned:
     known: dict[str, Any] = {"limits": LIMITS, "precisions": [PRECISION], "engine_version": VERSION}
-    return search(MODEL, GPU, workload, keep=SEARCHED, host_loop_s=frozen.seconds(loop_us), **known)
+    return search(TuneRequest(MODEL, GPU, workload, keep=SEARCHED, host_loop_s=frozen.seconds(loop_us), **known))
 
 
 def _with_drafts(tuned: Tuned, drafts: Speculation) -> Lever:
-    every = levers(tuned, Scene.of(tuned, drafts))
+    with_drafts = replace(tuned, request=replace(tuned.request, speculation=drafts))
+    every = levers(with_drafts, Scene.of(with_drafts))
     return next(lever for lever in every if lever.name.startswith("speculative decoding"))
 
 

@@ -19,8 +19,10 @@ from benchmarks.tables.markdown import table as markdown
 from fp8plan import jsonl
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.candidates import Candidate
-from fp8plan.model.plan.choice import Timed, speed_up, timed
+from fp8plan.model.plan.choice import speed_up
 from fp8plan.model.plan.planner import predict
+from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.search import search
 from fp8plan.model.workload import Workload, parse_lengths
 
@@ -69,13 +71,13 @@ def predictions() -> Iterator[frozen.Row]:
         for cell in cells():
             known: dict[str, Any] = {"precisions": [cell.precision], "engine_version": VERSION}
             known["host_loop_s"] = frozen.seconds(loop_us)
-            prediction = predict(cell.model, GPU, cell.workload, limits=cell.limits, **known)
+            prediction = predict(PlanRequest(cell.model, GPU, cell.workload, limits=cell.limits, **known))
             key = cell.model, cell.precision, cell.name, loop_us
             if key not in named:
                 asked = replace(EngineLimits(), max_model_len=cell.limits.max_model_len, gpu_memory_utilization=0.85)
-                named[key] = search(cell.model, GPU, cell.workload, limits=asked, **known).best.chosen
+                named[key] = search(TuneRequest(cell.model, GPU, cell.workload, limits=asked, **known)).best.chosen
             own, best = prediction.chosen, named[key]
-            gain = speed_up(_timed(own), _timed(best), prediction.problem.profile)
+            gain = speed_up(own.timed, best.timed, prediction.profile)
             rollout = own.timed
             times = rollout.makespan_s, rollout.makespan_low_s, rollout.makespan_high_s
             yield {
@@ -86,10 +88,6 @@ def predictions() -> Iterator[frozen.Row]:
                 "named": setting_of(best),
                 **{name: round(value or 1.0, 4) for name, value in zip(GAINS, gain, strict=True)},
             }
-
-
-def _timed(candidate: Candidate) -> Timed:
-    return timed(candidate.timed, candidate.setup.limits.cut)
 
 
 def setting_of(candidate: Candidate) -> dict[str, Any]:

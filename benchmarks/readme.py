@@ -11,9 +11,10 @@ import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
-from inspect import unwrap
+from inspect import isclass, unwrap
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 os.environ["FP8PLAN_IGNORE_VLLM"] = "1"  # the tables say the same wherever they are made
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,12 +54,13 @@ from tables import (  # noqa: E402
 
 import fp8plan  # noqa: E402
 from fp8plan import jsonl  # noqa: E402
-from fp8plan.cli.console import app  # noqa: E402
+from fp8plan.cli.program import app  # noqa: E402
 from fp8plan.model.plan.plan import Plan  # noqa: E402
 from fp8plan.model.plan.planner import plan  # noqa: E402
 from fp8plan.model.profile.library import profiles_path  # noqa: E402
 from fp8plan.model.rl_step import StepTimes  # noqa: E402
 from fp8plan.model.tune.answer import Answer  # noqa: E402
+from fp8plan.model.tune.request import TuneRequest  # noqa: E402
 from fp8plan.model.tune.search import search  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
 from fp8plan.model.validate.validate import Validation, validate  # noqa: E402
@@ -94,7 +96,7 @@ def tuned_table() -> str:
     """The levers of `fp8plan tune` on that plan, with an RL step of 150 s beside the rollout."""
     work = Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))
     times = StepTimes(train_s=120, logprob_s=30)
-    answer = Answer.of(search("Qwen/Qwen3-8B", "h200_sxm", work, trainer=times))
+    answer = Answer.of(search(TuneRequest("Qwen/Qwen3-8B", "h200_sxm", work, trainer=times)))
     rows = []
     for lever in answer.levers:
         saved, low, high = (f"{x:,.0f}" for x in lever.saved_s)
@@ -134,13 +136,25 @@ def help_text(command: str) -> str:
 
 
 def public_names() -> str:
-    """A directive of mkdocstrings for each public name, at the place where it, or the function it wraps, is defined."""
-    things = {name: unwrap(getattr(fp8plan, name)) for name in fp8plan.__all__}
-    names = {f"{thing.__module__}.{thing.__qualname__}": name for name, thing in things.items()}
-    return "\n\n".join(
-        f"::: {home}\n    options:\n      heading: fp8plan.{names[home]}\n      toc_label: {names[home]}"
-        for home in sorted(names, key=lambda home: names[home].lower())
-    )
+    """A directive of mkdocstrings for each public name, at the place where it, or the function it wraps, is defined.
+
+    A function of a request is followed by the request, whose fields are its arguments.
+    """
+    directives = []
+    for name in sorted(fp8plan.__all__, key=str.lower):
+        thing = getattr(fp8plan, name)
+        behind = unwrap(thing)
+        if isclass(behind) and behind is not thing:
+            directives += [_directive(thing, f"fp8plan.{name}"), _directive(behind, f"arguments of fp8plan.{name}")]
+        else:
+            directives.append(_directive(behind, f"fp8plan.{name}"))
+    return "\n\n".join(directives)
+
+
+def _directive(thing: Any, heading: str) -> str:
+    home = f"{thing.__module__}.{thing.__qualname__}"
+    label = heading.removeprefix("fp8plan.")
+    return f"::: {home}\n    options:\n      heading: {heading}\n      toc_label: {label}"
 
 
 def kept_sets() -> str:

@@ -7,10 +7,12 @@ import operator
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any, Final
+from types import NoneType, UnionType
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from fp8plan.errors import ConfigError
 
@@ -83,6 +85,32 @@ def instance(name: str, value: Any, kind: type[Any], example: str) -> None:
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise ConfigError(f"{name} is {value!r}; allowed: {article} {kind.__name__}, such as {example}")
+
+
+def kinds(owner: Any) -> None:
+    """Raise ConfigError for a field of a dataclass whose value is not of a kind in its annotation.
+
+    A whole number is at least 1. The ranges of other numbers are their readers' to check.
+    """
+    kind: Any = type(owner)
+    for name, allowed in _kinds(kind).items():
+        value = getattr(owner, name)
+        if float in allowed or (value is None and NoneType in allowed):
+            continue
+        if int in allowed:
+            whole(name, value, otherwise=", or leave it out" if NoneType in allowed else "")
+        elif not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            words = " or ".join("None" if kind is NoneType else kind.__name__ for kind in allowed)
+            raise ConfigError(f"{name} is {value!r}; allowed: {words}")
+
+
+@cache
+def _kinds(owner: type) -> dict[str, tuple[type, ...]]:
+    """The classes that each field of a dataclass may have."""
+    hints = get_type_hints(owner)
+    unions = {field.name: hints[field.name] for field in fields(owner)}
+    each = {name: get_args(hint) if get_origin(hint) is UnionType else (hint,) for name, hint in unions.items()}
+    return {name: tuple(get_origin(kind) or kind for kind in those) for name, those in each.items()}
 
 
 def refuse_names(where: str, names: Iterable[str], allowed: Collection[str], beside: Collection[str] = ()) -> None:

@@ -85,18 +85,17 @@ def test_a_users_script_type_checks_and_its_slips_are_found(tmp_path: Path) -> N
         'note: Revealed type is "fp8plan.runtime.correction.correct.Correction"',
         'note: Revealed type is "float | None"',
         'note: Revealed type is "float | None"',
-        'error: Argument "gpus" has incompatible type "str"; expected "int | None"  [arg-type]',
+        'error: Argument "gpus" to "plan" has incompatible type "str"; expected "int | None"  [arg-type]',
         'error: Module has no attribute "plam"  [attr-defined]',
     ], checked.stdout  # and the summary
 
 
-def test_plan_shows_its_options_and_they_are_those_of_predict() -> None:
-    from fp8plan.model.plan.planner import predict
-
-    shown = inspect.signature(fp8plan.plan).parameters
+@pytest.mark.parametrize("name", ["plan", "tune"])
+def test_a_function_of_a_request_shows_its_fields(name: str) -> None:
+    shown = inspect.signature(getattr(fp8plan, name)).parameters
     assert {"limits", "gpus", "precisions", "budget", "engine_version"} <= shown.keys()
     assert all(option.kind is not inspect.Parameter.VAR_KEYWORD for option in shown.values())
-    assert list(shown.values()) == list(inspect.signature(predict).parameters.values())
+    assert ("keep" in shown) is (name == "tune")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

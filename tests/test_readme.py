@@ -33,7 +33,7 @@ import readme  # noqa: E402
 import fp8plan  # noqa: E402
 from benchmarks import prose  # noqa: E402
 from fp8plan import cli  # noqa: E402
-from fp8plan.cli.console import app  # noqa: E402
+from fp8plan.cli.program import app  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
 from fp8plan.model.validate.validate import validate  # noqa: E402
 from fp8plan.runtime.controller.laws import Decision, LevelThresholds  # noqa: E402

@@ -15,13 +15,13 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.configs import find_config
 from fp8plan.model.emit.vllm import vllm_env, vllm_kwargs
-from fp8plan.model.hardware import find_gpu
-from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import MemoryPlan
 from fp8plan.model.plan.candidates import candidates
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.precision import FP8_KV, PRESETS
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import why_not_shardable
+from fp8plan.model.workload import Workload
 
 # One for each compute capability that vLLM treats differently.
 GPUS = ("a100_sxm", "a10", "l40s", "h200_sxm", "b200", "b300", "rtx_5090")
@@ -132,11 +132,9 @@ def cases_of(kind: str, folder: Path, version: str, gpus: tuple[str, ...] = GPUS
 
 
 def _case(kind: str, shape: ModelShape, gpu: str, precision: str, version: str) -> Case:
-    card = find_gpu(gpu)
-    limits = EngineLimits.for_gpu(card, shape.recurrent).holding(LONGEST)
-    layout: dict[str, Any] = {"gpus": None, "requests": REQUESTS, "target": "vllm", "engine_version": version}
+    work = Workload(REQUESTS, 1, LONGEST // 2, LONGEST // 2)
     try:
-        (candidate,) = candidates(shape, card, limits, precisions=[precision], **layout)
+        (candidate,) = candidates(PlanRequest(shape, gpu, work, precisions=[precision], engine_version=version))
     except (CapacityError, ConfigError) as error:
         return Case(kind, gpu, precision, refused=str(error))
     return Case(kind, gpu, precision, candidate.setup, candidate.memory)

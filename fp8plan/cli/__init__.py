@@ -7,6 +7,7 @@ import gc
 import re
 import sys
 from contextlib import suppress
+from copy import copy
 from ctypes import CDLL
 from functools import cache
 from itertools import pairwise
@@ -16,7 +17,8 @@ import typer
 
 from fp8plan.checks import number_hint
 from fp8plan.cli import measure, plan, run, tune  # noqa: F401  (they add their commands to the app)
-from fp8plan.cli.console import UsageError, app, standard_streams
+from fp8plan.cli.console import standard_streams
+from fp8plan.cli.program import UsageError, app
 from fp8plan.errors import Fp8PlanError
 
 # Options of vLLM and of trainers -> what to type here.
@@ -64,15 +66,21 @@ def _keep_freed_memory() -> None:
 
 
 @cache
-def _program() -> Any:
-    """The program with its commands. typer would make them anew at each call, in 60 ms."""
-    return typer.main.get_command(app)
+def _program(word: str) -> Any:
+    """The program. If `word` is a command, it has no other one: typer takes a millisecond to make each.
+
+    typer would make them anew at each call.
+    """
+    program = copy(app)
+    if mine := [command for command in app.registered_commands if command.name == word]:
+        program.registered_commands, program.registered_groups = mine, []
+    return typer.main.get_command(program)
 
 
 def _run(words: list[str]) -> Any:
     """Run the command and return its exit code."""
     try:
-        code = _program()(words, prog_name="fp8plan", standalone_mode=False)
+        code = _program(words[0])(words, prog_name="fp8plan", standalone_mode=False)
         sys.stdout.flush()  # a full disk shows here at the latest
     except Fp8PlanError as error:
         return _failed(str(error), BAD_INPUT)

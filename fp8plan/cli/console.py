@@ -1,7 +1,6 @@
-"""The program, the options and help of its commands, and their output.
+"""Output of the commands. One prints at most one result to stdout; other results go to files, all of them or none.
 
-A command prints at most one result to stdout. Other results go to files, all of them or none. stdout and stderr may be
-full, closed, ASCII only, or a pipe whose reader left.
+stdout and stderr may be full, closed, ASCII only, or a pipe whose reader left.
 """
 
 from __future__ import annotations
@@ -10,178 +9,25 @@ import codecs
 import errno
 import io
 import os
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
-from inspect import Signature, signature
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar, get_args
+from typing import Any, Final, TypeVar
 
-import typer
 from rich.console import Console, RenderableType
-from typer.core import TyperCommand
 
 from fp8plan.errors import ConfigError
 
 T = TypeVar("T")
 
-# typer's errors of usage. They come from click, or in other versions from a copy inside typer.
-UsageError: Any = typer.BadParameter.__mro__[1]
-
-WORKLOAD, ENGINE, TRAINER, OUTPUT = "Workload", "Engine (vLLM's names)", "RL step", "Output"
 STDOUT: Final = "-"
 READER_GONE: Final = 141  # exit code: 128 + SIGPIPE, as any program has whose reader left
 # ASCII for the other characters that fp8plan writes, for a stream that cannot take them. A bar stays one character.
 PLAIN: Final = dict(zip("▁▂▃▄▅▆▇█×–—−µ", "._-=+*%#x---u", strict=True)) | {
     "≤": "<=", "≥": ">=", "±": "+-", "…": "...", "→": "->",
 }  # fmt: skip
-
-
-class GroupedCommand(TyperCommand):
-    """A command whose help lists its options in groups, by `rich_help_panel`. It refuses an option with one
-    value that is given twice.
-    """
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            if (record := parameter.get_help_record(ctx)) is not None:
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or plain, []).append(record)
-        for name, records in groups.items():
-            with formatter.section(name):
-                formatter.write_dl(records)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        self._refuse_repeated(ctx, args)
-        return super().parse_args(ctx, args)
-
-    def _refuse_repeated(self, ctx: Any, args: list[str]) -> None:
-        """Raise ConfigError for an option with one value that is given several times. The parser would take the last.
-
-        Options that are meant to repeat have `multiple`. A flag counts only if it has an opposite, such as --no-NAME.
-        """
-        parser, single = self.make_parser(ctx), []
-        for parameter in self.get_params(ctx):
-            if parameter.param_type_name == "option" and not parameter.multiple and _has_value(parameter):
-                collecting = copy(parameter)
-                collecting.multiple = True
-                collecting.add_to_parser(parser, ctx)
-                single.append(collecting)
-        typed = parser.parse_args(list(args))[0]
-        for parameter in single:
-            if len(values := typed.get(parameter.name, [])) > 1:
-                words = " and ".join(_as_typed(parameter, value) for value in values)
-                name = _longest(parameter.opts)
-                raise ConfigError(f"{words} are given; allowed: one of them, as {name} has one value")
-
-
-class PlanCommand(GroupedCommand):
-    """A command whose `--json` prints if it stands alone. typer knows options with a value, or without one.
-
-    The next word is its file only if it ends in .json; else it may be the model.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = [
-            f"--json={STDOUT}" if word == "--json" and not (after == STDOUT or after.endswith(".json")) else word
-            for word, after in pairwise([*args, ""])
-        ]
-        try:
-            return super().parse_args(ctx, words)
-        except UsageError as error:
-            behind = [after for word, after in pairwise(args) if word == "--json" and not after.startswith("-")]
-            if behind and "unexpected extra argument" in error.format_message():
-                allowed = "a name that ends in .json, or none, which prints"
-                raise ConfigError(f"--json is {behind[0]!r}; allowed: {allowed}; type: --json plan.json") from None
-            raise
-
-
-def _has_value(parameter: Any) -> bool:
-    return not parameter.is_flag or bool(parameter.secondary_opts)
-
-
-def _as_typed(parameter: Any, value: Any) -> str:
-    """An option as it is typed for a value."""
-    if parameter.is_flag:
-        return _longest(parameter.opts if value else parameter.secondary_opts)
-    return f"{_longest(parameter.opts)} {shlex.quote(str(value))}"
-
-
-def _longest(names: Sequence[str]) -> str:
-    return max(names, key=len)
-
-
-class Program(typer.Typer):
-    """A program, or a part of one, whose commands are GroupedCommands."""
-
-    def command(  # type: ignore[override]
-        self, name: str, cls: type[TyperCommand] = GroupedCommand
-    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Return a decorator that adds a function as a command."""
-        return super().command(name, cls=cls)
-
-
-# Help is plain text: rich's boxes break long option names at 80 columns, and rich takes [aic] for markup.
-app = Program(
-    name="fp8plan",
-    help="Predict what each rollout precision (BF16, blockwise FP8, FP8 KV cache, both) gains and risks in LLM RL.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-
-
-def option(
-    panel: str | None, text: str | None = None, default: str | None = None, flag: str = "", metavar: str | None = None
-) -> Any:
-    """An option of a command.
-
-    panel:   its group in the help
-    text:    its help
-    default: the words for its default in the help; None: the value itself
-    flag:    its name, if that is not its parameter's
-    """
-    names = (flag,) if flag else ()
-    return typer.Option(*names, help=text, show_default=default or True, metavar=metavar, rich_help_panel=panel)
-
-
-def options_of(
-    other: Callable[..., Any], without: Sequence[str] = (), defaults: Mapping[str, str] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that gives a command the options of another function, before its own.
-
-    without:  parameters of that function that are left out
-    defaults: parameter -> the words for its default in the help of this command
-    """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        shared = [p for p in signature(other, eval_str=True).parameters.values() if p.name not in without]
-        own = [p for p in signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        for number, parameter in enumerate(shared):
-            if words := (defaults or {}).get(parameter.name):
-                kind, info = get_args(parameter.annotation)
-                option = copy(info)
-                option.show_default = words
-                shared[number] = parameter.replace(annotation=Annotated[kind, option])
-        command.__signature__ = Signature([*shared, *own])  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in (*shared, *own)}
-        return command
-
-    return decorate
-
-
-EXPERTS: Final = "expert parallelism: each GPU holds whole experts"  # help
-PREFIX_CACHING: Final = "--prefix-caching/--no-prefix-caching"
-
-
-def not_none(**options: Any) -> dict[str, Any]:
-    """The options that were set on the command line."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def print_notes(notes: Iterable[str]) -> None:

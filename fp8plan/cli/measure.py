@@ -10,18 +10,10 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from fp8plan.cli.console import (
-    ENGINE,
-    OUTPUT,
-    Program,
-    app,
-    option,
-    print_notes,
-    progress,
-    show,
-    starting_engines,
-)
+from fp8plan.cli.console import print_notes, progress, show, starting_engines
+from fp8plan.cli.program import Program, app, option
 from fp8plan.errors import ConfigError
+from fp8plan.options import ENGINE, OUTPUT
 
 
 class Grid(StrEnum):

@@ -11,22 +11,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fp8plan.cli import console as outputs
-from fp8plan.cli.console import (
-    ENGINE,
-    OUTPUT,
-    PREFIX_CACHING,
-    STDOUT,
-    app,
-    byte_progress,
-    not_none,
-    option,
-    print_notes,
-    progress,
-    show,
-    starting_engines,
-)
+from fp8plan.cli import console
+from fp8plan.cli.console import STDOUT, byte_progress, print_notes, progress, show, starting_engines
+from fp8plan.cli.program import app, not_none, option
 from fp8plan.errors import ConfigError
+from fp8plan.options import ENGINE, OUTPUT, PREFIX_CACHING
 
 
 @app.command("monitor")
@@ -153,7 +142,7 @@ def import_command(
     from fp8plan import jsonl
     from fp8plan.importers.records import RolloutStream
 
-    outputs.check([("the records", output)])
+    console.check([("the records", output)])
     engine = not_none(
         model=model,
         gpu=gpu,
@@ -182,8 +171,8 @@ def import_command(
             with Path(held, "records.jsonl").open(encoding="utf-8") as file:
                 sys.stdout.writelines(file)
     else:
-        outputs.write({output: write})
-        outputs.print_written([output])
+        console.write({output: write})
+        console.print_written([output])
     print_notes(stream.notes)
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.hardware import Gpu
+from fp8plan.options import ENGINE, PREFIX_CACHING, Group, Option, group_of
 from fp8plan.version import DEFAULT_VERSION, has
 
 
@@ -88,6 +89,9 @@ SMALL_GPU: Final = LARGE_GPU | {"max_num_seqs": Derived(256), "max_num_batched_t
 ANY_CPU: Final = SMALL_GPU | {"max_num_batched_tokens": Derived(4096), "block_size": Derived(128)}
 
 
+VLLMS: Final = "vLLM's for this GPU"  # a default, in help
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """The limits that one vLLM engine (one data-parallel replica) is started with.
@@ -117,20 +121,26 @@ class EngineLimits:
                             center Blackwell since vLLM 0.28 and for gpt-oss, 1,024
     """
 
-    gpu_memory_utilization: float = 0.92
-    max_model_len: int | None = None
-    max_num_seqs: int = LARGE_GPU["max_num_seqs"]
-    max_num_batched_tokens: int = LARGE_GPU["max_num_batched_tokens"]
-    block_size: int = LARGE_GPU["block_size"]
-    enable_prefix_caching: bool = True
-    tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
-    async_scheduling: bool = True
-    enforce_eager: bool = False
+    gpu_memory_utilization: Annotated[float, Option(ENGINE, default=VLLMS)] = 0.92
+    max_model_len: Annotated[int | None, Option(ENGINE, default="the longest prompt + response")] = None
+    max_num_seqs: Annotated[int, Option(ENGINE, default=VLLMS)] = LARGE_GPU["max_num_seqs"]
+    max_num_batched_tokens: Annotated[int, Option(ENGINE, default=VLLMS)] = LARGE_GPU["max_num_batched_tokens"]
+    block_size: Annotated[int, Option(ENGINE, default=VLLMS)] = LARGE_GPU["block_size"]
+    enable_prefix_caching: Annotated[
+        bool, Option(ENGINE, default="on, off for recurrent layers", name=PREFIX_CACHING)
+    ] = True
+    tensor_parallel_size: Annotated[int, Option(ENGINE)] = 1
+    data_parallel_size: Annotated[int, Option(ENGINE, "replicas")] = 1
+    async_scheduling: Annotated[bool, Option(ENGINE)] = True
+    enforce_eager: Annotated[bool, Option(ENGINE, name="--enforce-eager")] = False
     scheduler_reserve_full_isl: bool = True
-    num_gpu_blocks: int | None = None
-    enable_expert_parallel: bool = False
-    max_cudagraph_capture_size: int | None = None
+    num_gpu_blocks: Annotated[int | None, Option(ENGINE, "impose the KV pool", "what the memory holds")] = None
+    enable_expert_parallel: Annotated[
+        bool, Option(ENGINE, "expert parallelism: each GPU holds whole experts", name="--expert-parallel")
+    ] = False
+    max_cudagraph_capture_size: Annotated[
+        int | None, Option(ENGINE, "tokens of the largest step with a CUDA graph", VLLMS)
+    ] = None
 
     @classmethod
     def for_gpu(cls, gpu: Gpu, recurrent: bool = False, **limits: Any) -> EngineLimits:
@@ -197,7 +207,7 @@ class EngineLimits:
             if getattr(self, name) is not None:
                 otherwise = f", or leave it out: {left_out}"
                 object.__setattr__(self, name, whole(name, getattr(self, name), otherwise=otherwise))
-        for name in (f.name for f in fields(self) if f.type == "bool"):
+        for name in (f.name for f in fields(self) if isinstance(f.default, bool)):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
         if self.block_size % 16:
@@ -277,6 +287,9 @@ class EngineLimits:
             raise ConfigError(f"block_size is {limits.block_size}; allowed on a CPU: a multiple of 32; vLLM takes 128")
         return replace(limits, async_scheduling=False, enforce_eager=True)
 
+
+_OPTIONS: Final = group_of(EngineLimits).options
+LIMIT_OPTIONS: Final = Group(EngineLimits, {x.field: _OPTIONS[x.field] for x in LIMITS if x.field in _OPTIONS})
 
 # Those of DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES (vllm/config/vllm.py, 0.26) that fp8plan reads, by their model_type.
 V2_WITH_EXPERTS: Final = ("deepseek_v2", "granitemoe", "qwen2_moe")

@@ -6,11 +6,12 @@ differs.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from fp8plan.model.memory.kv_specs import Spec
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES, Precision
 from fp8plan.model.schedule.windows import pairs_read
 from fp8plan.model.weight_changes import (
+    DEFAULT_OPTIMIZER,
     Changed,
     TopK,
     bf16_patch_bytes,
@@ -35,6 +37,11 @@ from fp8plan.model.weight_changes import (
     one_step,
 )
 from fp8plan.model.weights import EMBEDDING, LAYERS, LM_HEAD, Weights, normal
+from fp8plan.options import TRAINER, Option, group_of
+
+if TYPE_CHECKING:
+    from fp8plan.model.setup import EngineSetup
+    from fp8plan.model.validate.records import Record
 
 # Quantisation reads a BF16 matrix twice (amax, then scale and round) and writes FP8 once: modelled.
 QUANTISE_READS = 2
@@ -59,6 +66,8 @@ SENDERS: Final = {
     **dict.fromkeys(("verl", "verl-stock"), "verl"),
     **dict.fromkeys(("trl", "trl-stock", "server", "server-stock"), "TRL"),
 }
+MAX_LAG: Final = 4  # as in TRL's AsyncGRPO
+MOST_LOG: Final = math.log(1000)  # most that measured syncs correct, as a log
 DEFAULT_LINK: Final = "400Gb/s"  # a network port of that speed; PCIe 5.0 x16 less its overhead is as fast
 
 
@@ -74,11 +83,13 @@ class StepTimes:
     max_lag: versions of the policy that a token may be behind the trainer, if training is asynchronous (`tune`)
     """
 
-    train_s: float | None = None
-    logprob_s: float | None = None
-    train_tokens_per_s: float | None = None
-    logprob_tokens_per_s: float | None = None
-    max_lag: int = 4  # as in TRL's AsyncGRPO
+    train_s: Annotated[float | None, Option(TRAINER, "training, seconds a step")] = None
+    logprob_s: Annotated[float | None, Option(TRAINER, "log-probs, seconds a step")] = None
+    train_tokens_per_s: Annotated[float | None, Option(TRAINER)] = None
+    logprob_tokens_per_s: Annotated[float | None, Option(TRAINER)] = None
+    max_lag: Annotated[
+        int, Option(TRAINER, "policy versions that a token may be behind, in asynchronous training", f"{MAX_LAG}")
+    ] = MAX_LAG
 
     def __post_init__(self) -> None:
         for name in ("train_s", "logprob_s"):
@@ -109,6 +120,9 @@ class StepTimes:
         """Seconds of log-prob recomputation and training. tokens: prompt + response tokens of the batch"""
         parts = ((self.train_s, self.train_tokens_per_s), (self.logprob_s, self.logprob_tokens_per_s))
         return sum(tokens / rate if rate is not None else seconds or 0.0 for seconds, rate in parts)
+
+
+STEP_OPTIONS: Final = group_of(StepTimes)
 
 
 class Mode(StrEnum):
@@ -145,7 +159,7 @@ class WeightSync:
 
     link: str = DEFAULT_LINK
     learning_rate: float | None = None
-    optimizer: str = "adamw"
+    optimizer: str = DEFAULT_OPTIMIZER
     weights: Mapping[str, Weights] = field(default_factory=dict)
     measured: float = 1.0
     sender: str | None = None
@@ -275,6 +289,30 @@ def delta_bytes(
         own = e4m3_patch_bytes(n, k, share, precision.weight_block) if in_fp8 else bf16_patch_bytes(n, k, share)
         total += number * own
     return total
+
+
+def changes_of(records: Sequence[Record], shape: ModelShape, sync: WeightSync) -> float:
+    """The measured shares of changed values over those of `sync`, from the syncs before a model's rollouts.
+
+    It is the median over records with `delta_bytes`, whose learning rate and optimiser are taken to be those of `sync`.
+    1.0 without such a record.
+    """
+    if not any(record.fields.get("delta_bytes") for record in records):
+        return 1.0
+    from scipy.optimize import brentq
+
+    def missed(log: float, setup: EngineSetup, measured: float) -> float:
+        own = replace(sync, measured=math.exp(log))
+        return delta_bytes(setup.shape, setup.precision, EngineLimits(), own) - measured
+
+    logs = []
+    for record in records:
+        measured, setup = record.fields.get("delta_bytes"), record.setup
+        if measured and setup.shape.is_like(shape):
+            low, high = (missed(end, setup, measured) for end in (-MOST_LOG, MOST_LOG))
+            inside = low < 0 < high
+            logs.append(brentq(missed, -MOST_LOG, MOST_LOG, (setup, measured)) if inside else np.sign(-low) * MOST_LOG)
+    return math.exp(float(np.median(logs))) if logs else 1.0
 
 
 def _in_shares(top_k: TopK, shape: ModelShape, precision: Precision) -> TopK:

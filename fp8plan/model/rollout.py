@@ -60,6 +60,7 @@ class Rollout:
                          that could run together run
     parts, tail_parts:   component of the cost model -> its share of the makespan, and of the tail
     extrapolated:        reasons why the rollout is outside of the profile's measurements; empty if it is inside
+    cut:                 of the engine, as in EngineLimits
     rests_on:            of the slowest replica, as in fp8plan.model.cost.grounds
     log_gradient:        d log(makespan_s) / d log(coefficient of the profile)
     simulated:           share of the responses that were simulated; the others are assumed to go at their pace
@@ -82,6 +83,7 @@ class Rollout:
     log_gradient: dict[str, float] = field(default_factory=dict)
     simulated: float = 1.0
     sampling_sd: float = 0.0
+    cut: tuple[int, bool] = (1, False)
     rests_on: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -214,6 +216,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         log_gradient={name: value / makespan for name, value in gradient.items()},
         simulated=plan.sampled.requests / sum(p.requests for p in replicas) if plan.sampled else 1.0,
         sampling_sd=sampling,
+        cut=model.limits.cut,
         rests_on=steps.rests_on(batch, once, starting, front.scaled(1 / pace)),
     )
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import ModelShape
@@ -23,6 +23,10 @@ from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.version import planned_version
 
+# The scales of an FP8 KV cache: measured after each weight sync, as RolloutEngine does, or left at 1.0, as by vLLM.
+# Each reload of weights puts 1.0 back (vllm/model_executor/layers/attention).
+KV_SCALES: Final = ("calibrated", "unit")
+
 
 def default_limits(gpu: Gpu, model: str | Path | ModelShape, **limits: Any) -> EngineLimits:
     """These limits, and vLLM's defaults for this GPU and model for the rest.
@@ -34,6 +38,12 @@ def default_limits(gpu: Gpu, model: str | Path | ModelShape, **limits: Any) -> E
     except ConfigError:
         recurrent = False
     return EngineLimits.for_gpu(gpu, recurrent, **limits)
+
+
+def check_kv_scales(kv_scales: str) -> None:
+    """Raise ConfigError unless the value is one of KV_SCALES."""
+    if kv_scales not in KV_SCALES:
+        raise ConfigError(f"kv_scales is {kv_scales!r}; allowed: {', '.join(KV_SCALES)}")
 
 
 def check_inside(inside: str) -> str:

@@ -40,7 +40,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.precision import BF16_BYTES, E4M3_MANTISSA_BITS, E4M3_MAX, FP8_BYTES
 from fp8plan.model.weights import Weights
 
-OPTIMIZERS: Final = ("adamw", "muon")
+DEFAULT_OPTIMIZER: Final = "adamw"
+OPTIMIZERS: Final = (DEFAULT_OPTIMIZER, "muon")
 BETA_1: Final = 0.9
 SIGNAL: Final = 0.1  # least squares of the log ratios in benchmarks/change_ratios.py, at rates to 1e-4
 MUON_RMS: Final = 0.2

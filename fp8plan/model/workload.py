@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,14 @@ from numpy.typing import NDArray
 from fp8plan.checks import is_number, nearest, number_hint, whole
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import read
+from fp8plan.options import WORKLOAD, Option, group_of
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
 LIKE = 0.85  # similarity from which a column's name counts as a typo of these
 DEFAULT_PROMPTS = "fixed:1024"
+# The rollout of DAPO (arXiv 2503.14476) on one GPU, for a command that is told nothing else.
+PROMPTS, SAMPLES, SEED = 32, 16, 0
+RESPONSES = "lognormal:mean=6000,sigma=0.9,max=20480"
 LENGTHS_SYNTAX = "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS, or a .jsonl or .parquet file of lengths"
 
 # Far above any context or rollout, and low enough for int64 sums over a batch.
@@ -187,11 +191,19 @@ class Workload:
     turns:                            tool output of a recorded rollout, which is not in response_lengths
     """
 
-    prompts: int
-    samples_per_prompt: int
-    prompt_lengths: Lengths
-    response_lengths: Lengths
-    seed: int
+    prompts: Annotated[int, Option(WORKLOAD, default=f"{PROMPTS}")]
+    samples_per_prompt: Annotated[int, Option(WORKLOAD, "responses per prompt", f"{SAMPLES}", "--samples")]
+    prompt_lengths: Annotated[
+        Lengths,
+        Option(
+            WORKLOAD,
+            "fixed:TOKENS, lognormal:mean=TOKENS,sigma=S,max=TOKENS (mean before clipping), or a .jsonl/.parquet trace",
+            f"those of the responses' trace, else {DEFAULT_PROMPTS}",
+            kind=str,
+        ),
+    ]
+    response_lengths: Annotated[Lengths, Option(WORKLOAD, "the same", RESPONSES, kind=str)]
+    seed: Annotated[int, Option(WORKLOAD, "of lengths that are drawn", f"{SEED}")]
     turns: Turns
 
     def __init__(
@@ -240,6 +252,9 @@ class Workload:
         else:
             prompts = self.prompt_lengths.draw(self.prompts, rng)
         return Batch(prompts[prompt_ids], self.response_lengths.draw(len(prompt_ids), rng), prompt_ids)
+
+
+WORKLOAD_OPTIONS: Final = group_of(Workload)
 
 
 def _lengths(name: str, value: Any) -> Lengths:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.model.emit.vllm import check_kv_scales
+from fp8plan.model.setup import check_kv_scales
 from fp8plan.model.shards import TARGETS
 from fp8plan.views.page import as_svg, document, paragraphs, table, write_plot
 from fp8plan.views.plan_pictures import picture

@@ -499,7 +499,7 @@ def planned() -> Any:
 CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "plan(None)": (
         lambda: fp8plan.plan(None, "h200", WORKLOAD),
-        ("unknown model 'None'", "all bundled: fp8plan models; otherwise"),
+        ("model is None", "allowed: ModelShape or str or Path"),
     ),  # type: ignore[arg-type]
     "GPU of 5": (lambda: fp8plan.plan(MODEL, 5, WORKLOAD), ("gpu is 5", "allowed: Gpu or str")),  # type: ignore[arg-type]
     "a workload of text": (

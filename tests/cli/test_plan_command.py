@@ -19,7 +19,7 @@ import pytest
 from command import RECORD, Done, first_choice, refused
 from typed import MODEL, PLAN, SMALL
 
-from fp8plan.cli import console as outputs
+from fp8plan.cli import console
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
@@ -334,31 +334,31 @@ def test_what_has_been_replaced_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, "replace", replace_one)
     with pytest.raises(ConfigError, match=f"cannot write {second}: Input/output error; already written: {first}$"):
-        outputs.write({first: outputs.text("1"), second: outputs.text("2")})
+        console.write({first: console.text("1"), second: console.text("2")})
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
     with pytest.raises(ConfigError, match="nothing was written"):
-        outputs.write({second: outputs.text("2")})
+        console.write({second: console.text("2")})
 
 
 def test_what_cannot_be_written_is_found_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dangling = tmp_path / "dangling.json"
     dangling.symlink_to(tmp_path / "absent" / "plan.json")
     with pytest.raises(ConfigError, match=rf"cannot write {dangling}: there is no folder {tmp_path / 'absent'}$"):
-        outputs.check([("--json", str(dangling))])
+        console.check([("--json", str(dangling))])
     with pytest.raises(ConfigError, match="File name too long"):
-        outputs.check([("--json", str(tmp_path / ("n" * 256)))])
+        console.check([("--json", str(tmp_path / ("n" * 256)))])
     (tmp_path / "old").write_text("")
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
     with pytest.raises(ConfigError, match=f"permission denied in {tmp_path}; give a file"):
-        outputs.check([("--json", str(tmp_path / "old"))])
+        console.check([("--json", str(tmp_path / "old"))])
 
 
 @pytest.mark.parametrize("name", ["n" * 250, "n" * 245 + ".json", "a." + "n" * 250, "n" * 250 + ".html"])
 def test_a_long_name_and_a_link_to_come_are_written(tmp_path: Path, name: str) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / name)
-    outputs.check([("--json", str(link))])
-    outputs.write({str(link): outputs.text("content")})
+    console.check([("--json", str(link))])
+    console.write({str(link): console.text("content")})
     assert link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["link", name])
     assert (tmp_path / name).read_text() == "content\n"

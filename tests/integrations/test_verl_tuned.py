@@ -10,6 +10,7 @@ from verl_parts import serving
 
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.search import search
 from fp8plan.model.workload import Fixed, Workload
 
@@ -20,7 +21,9 @@ LIMITS = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
 @pytest.mark.slow
 def test_the_limits_of_a_tuned_plan_reach_verls_engine() -> None:
     eager = EngineLimits.for_gpu(find_gpu("cpu"), enforce_eager=True)
-    tuned = search(model(), "cpu", Workload(75, 8, Fixed(32), Fixed(64)), limits=eager, precisions=["bf16"])
+    tuned = search(
+        TuneRequest(model(), "cpu", Workload(75, 8, Fixed(32), Fixed(64)), limits=eager, precisions=["bf16"])
+    )
     assert tuned.changes == {"max_num_seqs": (256, 600)}
     plan = tuned.prediction.plan
     with serving(plan) as served:

@@ -16,6 +16,7 @@ from fp8plan.model.hardware import find_gpu, gpus
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import memory_plan
 from fp8plan.model.plan.planner import predict
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.precision import BF16, precision
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
 from fp8plan.model.validate.records import Record, read_records
@@ -58,7 +59,7 @@ def test_a_plan_for_a_cpu_is_calibrated_and_says_what_the_cpu_has_not(made: Plan
 
 
 def test_everyone_is_told_which_cpu_was_measured() -> None:
-    (warning,) = predict("dense-50m", "cpu", WORK, engine_version=VERSION).plan.warnings
+    (warning,) = predict(PlanRequest("dense-50m", "cpu", WORK, engine_version=VERSION)).plan.warnings
     assert "CPUs differ by several times" in warning
     assert "EPYC" in warning
 

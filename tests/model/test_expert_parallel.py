@@ -22,6 +22,7 @@ from fp8plan.model.memory.plan import loaded_weight_bytes
 from fp8plan.model.plan.explain import Answer, whole_or_sliced
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan, predict
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.precision import BF16, FP8_BLOCK
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rl_step import full_prefill
@@ -40,7 +41,7 @@ WHOLE = replace(SLICED, enable_expert_parallel=True)
 
 @pytest.fixture(scope="module")
 def both() -> Any:
-    return predict(MOE, H200, WORK, gpus=2, precisions=["bf16", "fp8_block"])
+    return predict(PlanRequest(MOE, H200, WORK, gpus=2, precisions=["bf16", "fp8_block"]))
 
 
 def test_one_gpu_shares_nothing_out() -> None:
@@ -145,7 +146,7 @@ def test_the_search_makes_no_schedule_of_its_own_for_whole_experts(monkeypatch: 
     made: list[Any] = []
     schedule = rollout.schedule_with
     monkeypatch.setattr(rollout, "schedule_with", lambda *x, **y: made.append(x) or schedule(*x, **y))
-    found = predict(MOE, H200, WORK, gpus=2, precisions=["bf16"])
+    found = predict(PlanRequest(MOE, H200, WORK, gpus=2, precisions=["bf16"]))
     assert len([c for c in found.plan.choices if c.available]) == 3
     assert len(made) == 3  # of two replicas, and of one
 

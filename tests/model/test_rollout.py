@@ -19,7 +19,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import KvRules, LayerCache
 from fp8plan.model.memory.plan import memory_plan
-from fp8plan.model.plan.choice import SpeedUp, speed_up, timed
+from fp8plan.model.plan.choice import SpeedUp, speed_up
 from fp8plan.model.precision import PRESETS, precision
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import SHARED_VARIANCE, Profile
@@ -161,7 +161,7 @@ def test_the_gradient_of_the_makespan_is_that_of_finite_differences(limits: Engi
 def interval(baseline: Rollout, other: Rollout, profile: Profile, tensor_parallel: int) -> tuple[Any, Any]:
     """The interval of a speed-up on one layout."""
     cut = (tensor_parallel, False)
-    gain: SpeedUp = speed_up(timed(baseline, cut), timed(other, cut), profile)
+    gain: SpeedUp = speed_up(*(replace(run, cut=cut) for run in (baseline, other)), profile)
     return gain.low, gain.high
 
 

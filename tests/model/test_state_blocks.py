@@ -16,6 +16,7 @@ from fp8plan.model.memory.plan import MemoryPlan
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.setup import EngineSetup
+from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.search import search
 from fp8plan.model.workload import Workload
 
@@ -126,7 +127,9 @@ def test_every_choice_of_a_plan_is_emitted_with_its_own_number() -> None:
 
 
 def test_the_search_stays_within_the_blocks_of_each_candidate() -> None:
-    tuned = search(*TIGHT, Workload(128, 8, 256, 200), engine_version="0.32.0", precisions=["bf16", "fp8_block"])
+    tuned = search(
+        TuneRequest(*TIGHT, Workload(128, 8, 256, 200), engine_version="0.32.0", precisions=["bf16", "fp8_block"])
+    )
     candidates = [c for c in tuned.best.tried if c.memory]
     assert len(candidates) == 2
     for candidate in candidates:

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.vllm import KV_SCALES
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import Prediction, predict
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.precision import PRESETS, STORED_PRESETS
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.rollout import Timeline
+from fp8plan.model.setup import KV_SCALES
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 from fp8plan.views import plan_pictures as plots
 from fp8plan.views.plan_page import plot
@@ -46,7 +47,9 @@ SMALL = Workload(8, 4, Fixed(64), LogNormal(200, 0.8, 1000))
 
 @pytest.fixture(scope="module")
 def prediction() -> Prediction:
-    return predict("Qwen/Qwen3-8B", "h200", SMALL, limits=EngineLimits(num_gpu_blocks=180))  # starved of KV
+    return predict(
+        PlanRequest("Qwen/Qwen3-8B", "h200", SMALL, limits=EngineLimits(num_gpu_blocks=180))
+    )  # starved of KV
 
 
 def test_there_is_one_colour_per_precision() -> None:
@@ -113,10 +116,10 @@ def test_a_plotting_package_that_is_not_installed_is_named(
 
 
 def test_curves_are_the_chosen_choice_and_the_fastest_of_each_other_precision() -> None:
-    one_card = predict("Qwen/Qwen3-0.6B", "a100", SMALL, precisions=["bf16"])
+    one_card = predict(PlanRequest("Qwen/Qwen3-0.6B", "a100", SMALL, precisions=["bf16"]))
     assert [c.precision for c in curves(one_card)] == ["bf16"]
     assert [c.name.endswith(", chosen") for c in curves(one_card)] == [True]
-    two_cards = predict("Qwen/Qwen3-0.6B", "h200", SMALL, gpus=2)
+    two_cards = predict(PlanRequest("Qwen/Qwen3-0.6B", "h200", SMALL, gpus=2))
     assert len(two_cards.plan.choices) == 2 * len(PRESETS)
     plan = two_cards.plan
     slow = next(i for i, c in enumerate(plan.choices) if c.makespan_s == max(c.makespan_s or 0 for c in plan.choices))
@@ -140,7 +143,9 @@ def test_the_title_says_what_is_rolled_out_and_which_replica_is_drawn(prediction
         assert part in first
     assert "calibrated" in second
     assert "replica" not in second
-    split = predict("Qwen/Qwen3-0.6B", "h200", SMALL, limits=EngineLimits(data_parallel_size=4, tensor_parallel_size=2))
+    split = predict(
+        PlanRequest("Qwen/Qwen3-0.6B", "h200", SMALL, limits=EngineLimits(data_parallel_size=4, tensor_parallel_size=2))
+    )
     assert "slowest of 4 replicas, TP 2" in title(split.plan)[1]
 
 
@@ -179,7 +184,7 @@ def test_the_front_is_what_nothing_beats(prediction: Prediction) -> None:
 
 
 def test_every_layout_is_a_point_and_one_of_each_precision_is_drawn_over_time() -> None:
-    plan = predict("Qwen/Qwen3-0.6B", "h200", SMALL, gpus=4).plan
+    plan = predict(PlanRequest("Qwen/Qwen3-0.6B", "h200", SMALL, gpus=4)).plan
     found = points(plan)
     assert len(found) == 3 * len(PRESETS)
     assert sorted({x.layout for x in found}) == ["1x4", "2x2", "4x1"]

@@ -13,6 +13,7 @@ from rich.console import Console
 from fp8plan.errors import CapacityError, Fp8PlanError
 from fp8plan.model.hardware import gpus
 from fp8plan.model.plan.planner import Prediction, predict
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.shards import TARGETS
@@ -52,7 +53,9 @@ def made(name: str) -> Prediction | None:
     accept = options.get("accept")
     more = {key: x for key, x in options.items() if key != "accept"}
     try:
-        return predict(model, card, work, **more | ({"budget": RiskBudget(accept=accept)} if accept else {}))
+        return predict(
+            PlanRequest(model, card, work, **more | ({"budget": RiskBudget(accept=accept)} if accept else {}))
+        )
     except CapacityError:
         return None
 

@@ -9,6 +9,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.tune.answer import Answer, Level, Waterfall
+from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.search import search
 from fp8plan.model.workload import Fixed, Workload
 from fp8plan.views.run_plots import BLUE, GREEN, RED
@@ -42,7 +43,7 @@ def test_a_png_has_every_kind_of_bar_and_another_suffix_is_refused(tmp_path: Pat
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 
-    tuned = search("Qwen/Qwen3-0.6B", "h200", Workload(75, 8, Fixed(64), Fixed(48)))
+    tuned = search(TuneRequest("Qwen/Qwen3-0.6B", "h200", Workload(75, 8, Fixed(64), Fixed(48))))
     answer, path = Answer.of(tuned), tmp_path / "tuned.png"
     draw(tuned.prediction, path, answer=answer)
     image = imread(path)[..., :3]

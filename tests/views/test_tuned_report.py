@@ -14,6 +14,7 @@ from fp8plan.cli import console
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.tune.answer import Answer
+from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.search import search
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 from fp8plan.views.tuned import columns, tune_report
@@ -24,7 +25,9 @@ WORK = Workload(20, 16, Fixed(64), LogNormal(200, 0.9, 1500))
 @pytest.fixture(scope="module")
 def tuned() -> tuple[Plan, Answer]:
     times = StepTimes(train_s=3.0, logprob_s=0.5)
-    found = search("Qwen/Qwen3-0.6B", "h200", WORK, trainer=times, host_loop_s=2.6e-4)  # fast enough for FP8 to gain
+    found = search(
+        TuneRequest("Qwen/Qwen3-0.6B", "h200", WORK, trainer=times, host_loop_s=2.6e-4)
+    )  # fast enough for FP8 to gain
     return found.best.plan, Answer.of(found)
 
 

@@ -86,6 +86,10 @@ class ModelShape:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def is_like(self, other: ModelShape | None) -> bool:
+        """True for another checkpoint of the same architecture and size."""
+        return other is not None and (self.hidden_size, self.layers) == (other.hidden_size, other.layers)
+
     @cached_property
     def counted(self) -> list[tuple[Mixer | TokenPart, int]]:
         """The distinct parts and their numbers: mixers first, then inputs of layers, dense MLPs and experts."""

@@ -26,7 +26,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk.expected import Level, RiskBudget
-from fp8plan.model.setup import EngineSetup
+from fp8plan.model.setup import EngineSetup, check_kv_scales
 from fp8plan.model.shards import left_in_bf16
 
 # A quantised router picks other experts, so it stays in BF16. vLLM quantises any linear that gets the quantisation
@@ -64,9 +64,6 @@ def _without_whole_blocks(shape: ModelShape, tp: int) -> Iterable[str]:
         yield rf"re:.*\.{where}{MODULES.get(name, name)}$"
 
 
-# The scales of an FP8 KV cache: measured after each weight sync, as RolloutEngine does, or left at 1.0, as by vLLM.
-# Each reload of weights puts 1.0 back (vllm/model_executor/layers/attention).
-KV_SCALES: Final = ("calibrated", "unit")
 UNWRITTEN: Final = "plan.json"  # in settings of a plan that has no file yet
 MEASURED: Final = "fp8plan measures the K and V scales after each weight sync"
 FIXED: Final = "K and V scales stay at 1.0; after each weight sync fp8plan warns of layers that they clip"
@@ -124,12 +121,6 @@ class Job:
     def tokens(self, key: str) -> int:
         """One of the workload's counts. Raises ConfigError if the workload does not have it."""
         return workload_tokens(self.workload, key)
-
-
-def check_kv_scales(kv_scales: str) -> None:
-    """Raise ConfigError unless the value is one of KV_SCALES."""
-    if kv_scales not in KV_SCALES:
-        raise ConfigError(f"kv_scales is {kv_scales!r}; allowed: {', '.join(KV_SCALES)}")
 
 
 def workload_tokens(workload: Mapping[str, Any], key: str) -> int:

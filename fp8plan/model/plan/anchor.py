@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.choice import Choice, SpeedUp, speed_up, timed
+from fp8plan.model.plan.choice import Choice, SpeedUp, speed_up
 from fp8plan.model.precision import PRESETS, STORED_PRESETS
 from fp8plan.model.profile.library import with_kernels
 from fp8plan.model.profile.profile import (
@@ -44,9 +43,7 @@ from fp8plan.model.profile.profile import (
     layout_pace,
     precision_pace,
 )
-from fp8plan.model.rl_step import WeightSync, delta_bytes
 from fp8plan.model.rollout import Z90, Rollout, Simulated, rollout
-from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import OF_ENGINE, Record
 from fp8plan.schemas import QUIET_HOST
 
@@ -63,7 +60,6 @@ SETTLED = 1e-4  # move of the log times at which no further linearisation is mad
 REWEIGHTINGS = 500  # most of them for each linearisation
 LEAST = 1e-6  # least number that an anchor keeps
 MOST = 8  # last rollouts of one engine that are used
-MOST_LOG = math.log(1000)  # most that measured syncs correct, as a log
 ODD = 0.3  # weight below which a rollout is named as an outlier
 NAMED = 0.005  # least change of a part that is named
 PARTS = {
@@ -151,7 +147,7 @@ class Anchor:
         other = "bf16" if picked.precision != "bf16" else next(iter(fp8), "")
         if other not in runs:
             return tuple(sentences)
-        base, own = (timed(runs[name], cut) for name in (other, picked.precision))
+        base, own = runs[other], runs[picked.precision]
         before, now = (_half_width(speed_up(base, own, profile)) for profile in (alone, corrected))
         names = (*slopes, *base.log_gradient)
         apart = {name: slopes.get(name, 0.0) - base.log_gradient.get(name, 0.0) for name in names}
@@ -306,30 +302,6 @@ def host_of(records: Sequence[Record], gpu: str) -> float | None:
     return float(np.median(loops)) if loops else None
 
 
-def changes_of(records: Sequence[Record], shape: ModelShape, sync: WeightSync) -> float:
-    """The measured shares of changed values over those of `sync`, from the syncs before a model's rollouts.
-
-    It is the median over records with `delta_bytes`, whose learning rate and optimiser are taken to be those of `sync`.
-    1.0 without such a record.
-    """
-    if not any(record.fields.get("delta_bytes") for record in records):
-        return 1.0
-    from scipy.optimize import brentq
-
-    def missed(log: float, setup: EngineSetup, measured: float) -> float:
-        own = replace(sync, measured=math.exp(log))
-        return delta_bytes(setup.shape, setup.precision, EngineLimits(), own) - measured
-
-    logs = []
-    for record in records:
-        measured, setup = record.fields.get("delta_bytes"), record.setup
-        if measured and alike(setup.shape, shape):
-            low, high = (missed(end, setup, measured) for end in (-MOST_LOG, MOST_LOG))
-            inside = low < 0 < high
-            logs.append(brentq(missed, -MOST_LOG, MOST_LOG, (setup, measured)) if inside else np.sign(-low) * MOST_LOG)
-    return math.exp(float(np.median(logs))) if logs else 1.0
-
-
 def _noise(rollout: Rollout) -> float:
     """The variance of a rollout's log time that no other rollout teaches."""
     front = FRONT_SD * rollout.parts.get("front", 0.0)
@@ -374,18 +346,13 @@ class _Common:
     def with_coefficients(self, model: ModelShape | None, slopes: Matrix) -> Matrix:
         """The covariance of each rollout with the coefficients for a model, shape (rollouts, names)."""
         pairs = zip(self._models, slopes, strict=True)
-        return np.asarray([self._covariances[alike(other, model)] @ slope for other, slope in pairs])
+        return np.asarray([self._covariances[other.is_like(model)] @ slope for other, slope in pairs])
 
     def spread(self, slopes: Matrix) -> Matrix:
         """The covariance of the rollouts with each other, shape (rollouts, rollouts)."""
         pairs = zip(self._models, slopes, strict=True)
         rows = [self.with_coefficients(model, slopes) @ slope for model, slope in pairs]
         return np.asarray(self._versions + np.array(rows))
-
-
-def alike(one: ModelShape, other: ModelShape | None) -> bool:
-    """True for two checkpoints of one architecture and size."""
-    return other is not None and (one.hidden_size, one.layers) == (other.hidden_size, other.layers)
 
 
 def _simulated(record: Record, profile: Profile) -> Simulated:

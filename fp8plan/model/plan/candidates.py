@@ -6,34 +6,32 @@ Large batches are predicted in several processes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
-from typing import Any
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts, Linear, ModelShape
-from fp8plan.model.cost.host import OWN, wait_seconds
+from fp8plan.model.cost.host import wait_seconds
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import why_not_kept
 from fp8plan.model.memory.plan import MemoryPlan, check_pool
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.precision import PRESETS, Precision, presets_of
 from fp8plan.model.precision import precision as find_precision
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.risk.expected import MismatchRisk, RiskBudget, mismatch_risk
-from fp8plan.model.rl_step import StepTimes, SyncCost, WeightSync, sync_costs
+from fp8plan.model.risk.expected import MismatchRisk, mismatch_risk
+from fp8plan.model.rl_step import SyncCost, sync_costs
 from fp8plan.model.rollout import Rollout, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import why_not_shardable
 from fp8plan.model.workers import mapper
 from fp8plan.model.workload import Batch
-
-Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
 # The fewest responses, over all candidates, for which more processes pay off: half a second of work.
 WORTH_PROCESSES = 40_000
@@ -86,37 +84,27 @@ class Candidate:
         return self.seconds + math.expm1(self.layout_doubt) * (self.makespan_s or 0.0)
 
 
-def candidates(
-    shape: ModelShape,
-    gpu: Gpu,
-    limits: EngineLimits,
-    *,
-    gpus: int | None,
-    precisions: Sequence[str] | None,
-    requests: int,
-    target: str,
-    inside: str = OWN,
-    engine_version: str | None = None,
-) -> list[Candidate]:
-    """Every layout of `gpus` in every precision, each with its memory or the reason why it cannot run.
+def candidates(request: PlanRequest) -> list[Candidate]:
+    """Every layout of the request's GPUs in every precision, each with its memory or the reason why it cannot run.
 
     A replica stays in a node, unless the model fits no node. Those of verl always do.
 
-    Raises ConfigError if a precision in `precisions` is not possible on this GPU. If no candidate can run, raises
+    Raises ConfigError if a precision of the request is not possible on this GPU. If no candidate can run, raises
     CapacityError with the reason of the largest replica with the smallest weights, else ConfigError with the first.
     """
-    facts = inside, engine_version
+    shape, card, limits, gpus = request.shape, request.card, request.engine, request.gpus
 
     def placed(layouts: Iterable[EngineLimits]) -> list[Candidate]:
         return [
-            _placed(EngineSetup(shape, gpu, preset, layout, *facts), requests, target, explicit=precisions is not None)
+            _placed(EngineSetup(shape, card, preset, layout, request.caller, request.vllm), request)
             for layout in layouts
-            for preset in _precisions(precisions, shape)
+            for preset in _precisions(request.precisions, shape)
         ]
 
-    tried = placed(_layouts(shape, limits, gpus, gpu))
-    if not any(c.memory for c in tried) and any(c.unfit for c in tried) and gpus is not None and target != "verl":
-        tried += placed(_over_nodes(shape, limits, gpus, gpu))
+    tried = placed(_layouts(shape, limits, gpus, card))
+    none_fits = not any(c.memory for c in tried) and any(c.unfit for c in tried)
+    if none_fits and gpus is not None and request.target != "verl":
+        tried += placed(_over_nodes(shape, limits, gpus, card))
     if any(c.memory for c in tried):
         return tried
     reasons = [c for c in tried if shape.why_not(c.setup.precision) is None] or tried
@@ -169,8 +157,9 @@ def _precisions(names: Sequence[str] | None, shape: ModelShape) -> list[Precisio
     return presets
 
 
-def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> Candidate:
+def _placed(setup: EngineSetup, request: PlanRequest) -> Candidate:
     """The candidate with its memory, or with the reason why it cannot run."""
+    explicit = request.precisions is not None
     if reason := setup.shape.why_not(setup.precision):
         if explicit:
             raise ConfigError(f"{setup.precision.name} was asked for: {reason}")
@@ -182,8 +171,8 @@ def _placed(setup: EngineSetup, requests: int, target: str, explicit: bool) -> C
             raise ConfigError(f"{setup.precision.name} was asked for: {reason}; {instead}, or another GPU")
         return Candidate(setup, reason if stored is None else f"{reason}; {instead}, or another GPU")
     size, whole_experts = setup.limits.cut
-    shardable = why_not_shardable(setup.shape, setup.precision, size, target, whole_experts)
-    if reason := _idle(setup.limits, requests) or _not_kept(setup) or shardable:
+    shardable = why_not_shardable(setup.shape, setup.precision, size, request.target, whole_experts)
+    if reason := _idle(setup.limits, len(request.batch.prompts)) or _not_kept(setup) or shardable:
         return Candidate(setup, reason)
     try:
         started, memory = setup.placed()
@@ -218,40 +207,27 @@ def _idle(limits: EngineLimits, requests: int) -> str | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """The inputs that all candidates share."""
-
-    batch: Batch
-    profile: Profile
-    times: StepTimes | None
-    sync: WeightSync | None  # None: nothing depends on it
-    budget: RiskBudget
-    kv_scales_calibrated: bool
-
-
-def evaluated(candidates: Sequence[Candidate], problem: Problem, progress: Progress, workers: int) -> list[Candidate]:
+def evaluated(candidates: Sequence[Candidate], request: PlanRequest, profile: Profile) -> list[Candidate]:
     """The candidates. Those that can run have their rollout, RL step and risk filled in.
 
     Candidates with the same number of replicas share their schedules, unless their KV pools starve. Such groups go to
-    `workers` processes if there is enough work for them. The group with the most replicas is the most work, and starts
-    first.
+    the request's `workers` if there is enough work for them. The group with the most replicas is the most work, and
+    starts first.
     """
     done = list(candidates)
     order = sorted(
         (-c.setup.limits.data_parallel_size, -c.memory.usable_blocks, i) for i, c in enumerate(candidates) if c.memory
     )
     groups = [[candidates[i] for *_, i in group] for _, group in groupby(order, key=lambda key: key[0])]
-    if len(order) * len(problem.batch.prompts) < WORTH_PROCESSES:
-        workers = 1
+    workers = request.workers if len(order) * len(request.batch.prompts) >= WORTH_PROCESSES else 1
     if workers > 1:
-        groups = [part for group in groups for part in _apart(group, problem.batch)]
-    risks = risks_of([candidates[i].setup for *_, i in order], problem)
+        groups = [part for group in groups for part in _apart(group, request.batch)]
+    risks = risks_of([candidates[i].setup for *_, i in order], request)
     workers = min(workers, len(groups))
     timed_group = _timed_group if workers < 2 else _timed_list
     with nullcontext(map) if workers < 2 else mapper(workers) as map_groups:
-        timed = chain.from_iterable(map_groups(partial(timed_group, problem=problem), groups))
-        for (*_, i), candidate in zip(progress(order), timed, strict=True):
+        timed = chain.from_iterable(map_groups(partial(timed_group, request=request, profile=profile), groups))
+        for (*_, i), candidate in zip(request.progress(order), timed, strict=True):
             risk, unit_risk = risks[risk_key(candidate.setup)]
             done[i] = replace(candidate, risk=risk, unit_risk=unit_risk)
     return done
@@ -274,34 +250,34 @@ def _apart(group: list[Candidate], batch: Batch) -> list[list[Candidate]]:
     return [part for part in (group[:ample], *([candidate] for candidate in group[ample:])) if part]
 
 
-def _timed_list(candidates: Sequence[Candidate], problem: Problem) -> list[Candidate]:
+def _timed_list(candidates: Sequence[Candidate], request: PlanRequest, profile: Profile) -> list[Candidate]:
     """The candidates of `_timed_group` as a list, which another process can hand back."""
-    return list(_timed_group(candidates, problem))
+    return list(_timed_group(candidates, request, profile))
 
 
-def _timed_group(candidates: Sequence[Candidate], problem: Problem) -> Iterator[Candidate]:
+def _timed_group(candidates: Sequence[Candidate], request: PlanRequest, profile: Profile) -> Iterator[Candidate]:
     """Time candidates with the same number of replicas, from the largest KV pool down. A schedule is reused if it holds
     for the next pool, and as many requests run there.
     """
     known: dict[int, Sequence[Schedule]] = {}  # by the number of requests that run at once
     for candidate in candidates:
-        running = min(candidate.setup.limits.max_num_seqs, len(problem.batch.prompts))
+        running = min(candidate.setup.limits.max_num_seqs, len(request.batch.prompts))
         setup, again = candidate.setup, known.get(running)
-        timed = simulate(setup, problem.batch, problem.profile, memory=candidate.memory, known=again)
+        timed = simulate(setup, request.batch, profile, memory=candidate.memory, known=again)
         known[running] = timed.schedules
         candidate = replace(candidate, rollout=timed.rollout, extrapolated=timed.extrapolated)
-        yield in_a_step(candidate, timed.model, problem)
+        yield in_a_step(candidate, timed.model, request)
 
 
-def in_a_step(candidate: Candidate, model: StepModel, problem: Problem) -> Candidate:
+def in_a_step(candidate: Candidate, model: StepModel, request: PlanRequest) -> Candidate:
     """A timed candidate with the seconds of the RL step around its rollout, and the doubt of its layout."""
-    step_s, sync = None, problem.sync
-    syncs = [] if sync is None else sync_costs(model, sync, problem.kv_scales_calibrated)
-    if problem.times is not None:
-        tokens = int((problem.batch.prompts + problem.batch.responses).sum())
-        wait = wait_seconds(candidate.setup.inside, model.profile)
-        step_s = (candidate.makespan_s or 0.0) + problem.times.seconds(tokens) + syncs[0].seconds + wait
-    doubt = problem.profile.layout_error(*candidate.setup.limits.cut)
+    step_s, sync, profile = None, request.sync, model.profile
+    syncs = [] if sync is None else sync_costs(model, sync, request.measures_scales)
+    if request.trainer is not None:
+        tokens = int((request.batch.prompts + request.batch.responses).sum())
+        wait = wait_seconds(candidate.setup.inside, profile)
+        step_s = (candidate.makespan_s or 0.0) + request.trainer.seconds(tokens) + syncs[0].seconds + wait
+    doubt = profile.layout_error(*candidate.setup.limits.cut)
     return replace(candidate, step_s=step_s, syncs=tuple(syncs), layout_doubt=doubt)
 
 
@@ -309,10 +285,10 @@ RiskKey = tuple[Precision, tuple[Linear, ...]]
 
 
 def risks_of(
-    setups: Iterable[EngineSetup], problem: Problem
+    setups: Iterable[EngineSetup], request: PlanRequest
 ) -> dict[RiskKey, tuple[MismatchRisk, MismatchRisk | None]]:
     """The values of a Candidate's `risk` and `unit_risk`, by the `risk_key` of its engine."""
-    return {key: _risks(setup, problem) for key, setup in {risk_key(setup): setup for setup in setups}.items()}
+    return {key: _risks(setup, request) for key, setup in {risk_key(setup): setup for setup in setups}.items()}
 
 
 def risk_key(setup: EngineSetup) -> RiskKey:
@@ -321,22 +297,22 @@ def risk_key(setup: EngineSetup) -> RiskKey:
     return setup.precision, kept
 
 
-def _risks(setup: EngineSetup, problem: Problem) -> tuple[MismatchRisk, MismatchRisk | None]:
+def _risks(setup: EngineSetup, request: PlanRequest) -> tuple[MismatchRisk, MismatchRisk | None]:
     """The values of a Candidate's `risk` and `unit_risk`."""
 
     def at(calibrated: bool) -> MismatchRisk:
         return mismatch_risk(
             setup.shape,
             setup.precision,
-            problem.batch.responses,
+            request.batch.responses,
             e8m0=setup.gpu.e8m0_scales,
             kv_scales_calibrated=calibrated,
             tensor_parallel_size=setup.limits.tensor_parallel_size,
-            budget=problem.budget,
+            budget=request.risk_budget,
         )
 
     held = setup.shape.stored is not None and setup.shape.stored.kv_fp8  # the checkpoint has the scales
-    risk = at(problem.kv_scales_calibrated or held)
+    risk = at(request.measures_scales or held)
     if setup.precision.kv != "fp8" or held:
         return risk, None
-    return risk, at(False) if problem.kv_scales_calibrated else risk
+    return risk, at(False) if request.measures_scales else risk

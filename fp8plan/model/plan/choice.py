@@ -23,34 +23,6 @@ from fp8plan.model.rollout import Z90, Rollout
 from fp8plan.model.shards import refusals
 
 
-class Timed(NamedTuple):
-    """The predicted time of one choice, and the parts of its error.
-
-    seconds:      time of the rollout, or of the whole RL step
-    rollout_s:    seconds of the rollout in it; the rest of a step counts as known
-    log_gradient: the rollout's, as in Rollout
-    cut:          as in EngineLimits
-    sampling_sd:  the rollout's, as in Rollout
-    """
-
-    seconds: float
-    rollout_s: float
-    log_gradient: dict[str, float]
-    cut: tuple[int, bool] = (1, False)
-    sampling_sd: float = 0.0
-
-    @property
-    def share(self) -> float:
-        """The rollout's share of the time, and so of its relative error."""
-        return self.rollout_s / self.seconds
-
-
-def timed(rollout: Rollout, cut: tuple[int, bool], step_s: float | None = None) -> Timed:
-    """The Timed of a rollout, or of an RL step of `step_s` seconds around it."""
-    seconds = rollout.makespan_s if step_s is None else step_s
-    return Timed(seconds, rollout.makespan_s, rollout.log_gradient, cut, rollout.sampling_sd)
-
-
 class SpeedUp(NamedTuple):
     """A ratio of speeds, with the ends of its 90% interval; None where they are not known."""
 
@@ -97,25 +69,34 @@ def _percent(ratio: float) -> str:
     return f"{part:{'.1%' if part < 0.0995 else '.0%'}} {'slower' if ratio < 1 else 'faster'}"
 
 
-def speed_up(baseline: Timed, other: Timed, profile: Profile) -> SpeedUp:
+def speed_up(
+    baseline: Rollout, other: Rollout, profile: Profile, steps_s: tuple[float, float] | None = None
+) -> SpeedUp:
     """The ratio of the speed of `other` to that of `baseline`, by the same profile.
+
+    steps_s: seconds of the RL steps around both, which are compared instead; the rest of a step counts as known
 
     Coefficients that both use move both, so only the difference of their gradients counts: the paces of GPU and host
     cancel as far as both rollouts depend on them alike. The model errors are independent. The error of a layout that
     both have cancels. In an RL step a rollout's error counts by its share. The errors of sampling a large batch are
     taken as independent.
     """
-    ratio = baseline.seconds / other.seconds
+    both = (baseline, other)
+    seconds = steps_s or (baseline.makespan_s, other.makespan_s)
+    ratio = seconds[0] / seconds[1]
     if other.log_gradient is baseline.log_gradient and ratio == 1:
         return SpeedUp(1.0, 1.0, 1.0)
     names = list(dict.fromkeys((*baseline.log_gradient, *other.log_gradient)))
-    both = (baseline, other)
-    gradients = [np.array([time.share * time.log_gradient.get(name, 0.0) for name in names]) for time in both]
+    shares = [run.makespan_s / whole for run, whole in zip(both, seconds, strict=True)]
+    gradients = [
+        np.array([share * run.log_gradient.get(name, 0.0) for name in names])
+        for run, share in zip(both, shares, strict=True)
+    ]
     apart = gradients[0] - gradients[1]
     variance = float(apart @ profile.covariance(names) @ apart)
-    for time in both:
-        variance += time.share**2 * (profile.model_error**2 + time.sampling_sd**2)
-    layouts = [time.share * profile.layout_error(*time.cut) for time in both]
+    for run, share in zip(both, shares, strict=True):
+        variance += share**2 * (profile.model_error**2 + run.sampling_sd**2)
+    layouts = [share * profile.layout_error(*run.cut) for run, share in zip(both, shares, strict=True)]
     variance += (layouts[0] - layouts[1]) ** 2 if baseline.cut == other.cut else sum(sd**2 for sd in layouts)
     factor = float(np.exp(Z90 * np.sqrt(variance)))
     return SpeedUp(ratio, ratio / factor, ratio * factor)
@@ -383,10 +364,11 @@ def _named(record: Any, names: Sequence[str]) -> dict[str, Any]:
 
 def _speedups(bf16: Candidate, candidate: Candidate, profile: Profile, end: str) -> dict[str, float | None]:
     """The fields of a Choice on its speed-up over a BF16 candidate: of the rollout, and of a known RL step."""
-    pairs = {"speedup": (None, None)} | ({"step_speedup": (bf16.step_s, candidate.step_s)} if candidate.step_s else {})
-    cuts, made = (bf16.setup.limits.cut, candidate.setup.limits.cut), dict[str, float | None]()
-    for stem, (theirs, own) in pairs.items():
-        name = f"{stem}{end}"
-        gain = speed_up(timed(bf16.timed, cuts[0], theirs), timed(candidate.timed, cuts[1], own), profile)
-        made |= {name: gain.ratio, f"{name}_low": gain.low, f"{name}_high": gain.high}
+    gains = {"speedup": speed_up(bf16.timed, candidate.timed, profile)}
+    if bf16.step_s is not None and candidate.step_s is not None:
+        steps_s = bf16.step_s, candidate.step_s
+        gains["step_speedup"] = speed_up(bf16.timed, candidate.timed, profile, steps_s)
+    made = dict[str, float | None]()
+    for stem, gain in gains.items():
+        made |= {f"{stem}{end}": gain.ratio, f"{stem}{end}_low": gain.low, f"{stem}{end}_high": gain.high}
     return made

@@ -8,11 +8,14 @@ from typing import cast
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
+from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import Choice, several_layouts
 from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, over_another_layout, where
+from fp8plan.model.plan.syncs import sync_sentences
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import UNCALIBRATED, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget, ThresholdAdvice
+from fp8plan.model.rl_step import WeightSync
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
 from fp8plan.model.shards import left_in_bf16
 
@@ -118,6 +121,17 @@ def seconds(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
+def limits_matter(chosen: Candidate) -> tuple[str, ...]:
+    """A sentence that names `fp8plan tune`, if the limits cost the chosen candidate LEAST_GAIN of its time or more."""
+    setup, rollout, costs = chosen.setup, chosen.timed, list[str]()
+    largest, most = max(setup.cudagraph_sizes, default=0), rollout.timeline.decode_requests.max(initial=0)
+    if 0 < largest < most and rollout.parts.get("host", 0.0) >= LEAST_GAIN:
+        costs.append(f"the GPU waits for the host in steps of more than {largest:,} requests, which have no CUDA graph")
+    if rollout.recomputed_tokens >= LEAST_GAIN * rollout.output_tokens:
+        costs.append(f"{rollout.preemptions:,} preemptions lose {rollout.recomputed_tokens:,} tokens of work")
+    return (f"Other limits may be faster: {', and '.join(costs)}. fp8plan tune searches them.",) if costs else ()
+
+
 def explain(
     choices: Sequence[Choice],
     chosen: int,
@@ -130,6 +144,8 @@ def explain(
     shape: ModelShape | None = None,
     baseline: int | None = None,
     observed: bool = False,
+    tried: Sequence[Candidate] = (),
+    sync: WeightSync | None = None,
 ) -> tuple[str, ...]:
     """The sentences of a plan: the choice and its gain, the others, where the time goes, the risk, the caveats.
 
@@ -139,6 +155,8 @@ def explain(
     risk, advice: those of the chosen choice
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
     baseline, observed: as in Answer
+    tried: the candidates behind the choices; empty: no sentence on other limits
+    sync: the weight sync that they were timed with; None: no sentence on it
     shape: the model's; None: no sentence on linears that stay in BF16, or on parts that are not modelled
     """
     answer = Answer(choices, chosen, rollouts, profile, baseline, observed)
@@ -161,6 +179,8 @@ def explain(
         *_caveats(choices, answer.rollout(picked), profile),
         *_estimated(choices, profile),
         *_network(picked, gpus_per_node),
+        *(limits_matter(tried[chosen]) if tried else ()),
+        *(sync_sentences(tried, tried[chosen], sync) if sync else ()),
     )
 
 

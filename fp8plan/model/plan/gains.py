@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fp8plan.model.plan.choice import Choice, SpeedUp, several_layouts, speed_up, timed
+from fp8plan.model.plan.choice import Choice, SpeedUp, several_layouts, speed_up
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Rollout
@@ -43,8 +43,10 @@ class Answer:
 
     def gain(self, choice: Choice, than: Choice) -> SpeedUp:
         """The ratio of a choice's speed to that of `than`. Both can run."""
-        other, own = (timed(self.rollout(c), c.cut, c.rl_step_s) for c in (than, choice))
-        return speed_up(other, own, self.profile)
+        steps_s = None
+        if than.rl_step_s is not None and choice.rl_step_s is not None:
+            steps_s = than.rl_step_s, choice.rl_step_s
+        return speed_up(self.rollout(than), self.rollout(choice), self.profile, steps_s)
 
 
 def gains(answer: Answer, stored: Stored | None) -> list[str]:

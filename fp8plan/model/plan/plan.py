@@ -17,12 +17,12 @@ from fp8plan.errors import ConfigError
 from fp8plan.jsonl import parse
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.emit import vllm
-from fp8plan.model.emit.vllm import Expected, Job, check_kv_scales, measured_scales
+from fp8plan.model.emit.vllm import Expected, Job, measured_scales
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
 from fp8plan.model.risk.expected import LEVELS, Level, RiskBudget, check_thresholds
-from fp8plan.model.setup import EngineSetup, check_inside
+from fp8plan.model.setup import EngineSetup, check_inside, check_kv_scales
 from fp8plan.model.shards import check_target
 from fp8plan.schemas import VERSIONS, check_version, checked
 from fp8plan.version import __version__, check_starts

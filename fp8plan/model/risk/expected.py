@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import exp, sqrt
-from typing import Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,6 +28,7 @@ from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk import theory
 from fp8plan.model.risk.fit import FIT, Z90, MismatchFit, coefficient_variance, from_dict, log_gradient, predicted_kl
 from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
+from fp8plan.options import Option, group_of
 
 Level = Literal["low", "moderate", "high"]
 LEVELS: Final[tuple[Level, ...]] = ("low", "moderate", "high")
@@ -54,7 +55,7 @@ class RiskBudget:
     moderate_clip: float = 1e-2
     moderate_ess: float = 0.5
     max_sequence_rejection: float = 0.2
-    accept: Level = "moderate"
+    accept: Annotated[Level, Option(help="highest risk to choose: low, moderate, high", kind=str)] = "moderate"
 
     def __post_init__(self) -> None:
         if self.accept not in LEVELS:
@@ -73,6 +74,9 @@ class RiskBudget:
             return "low"
         within = kl_high <= self.moderate_kl and clip_high <= self.moderate_clip and ess_low >= self.moderate_ess
         return "moderate" if within else "high"
+
+
+BUDGET_OPTIONS: Final = group_of(RiskBudget)
 
 
 Dropped = Literal["seq_sum", "seq_mean"]

@@ -17,7 +17,6 @@ from fp8plan.model.rollout import TAIL_SHARE, least_seconds, simulate, step_batc
 from fp8plan.model.tune.levers import levers
 from fp8plan.model.tune.scene import Lever, Scene
 from fp8plan.model.tune.search import WORTH_A_CHANGE, Tuned, in_words
-from fp8plan.model.tune.speculation import Speculation
 
 MUCH: Final = 0.25  # share of the time from which waiting for the host counts as the limit
 NOT_MODELLED: Final = "Not modelled: other engines, and a trainer that overlaps with the sync."
@@ -96,7 +95,7 @@ def _engine(candidate: Candidate) -> str:
 
 def _changes(first: Candidate, tuned: Tuned) -> Iterator[Level]:
     """Yield the level after each change. A limit that cannot stand without the next change shares its level."""
-    before, after, problem = tuned.base.chosen, tuned.best.chosen, tuned.base.problem
+    before, after, base = tuned.base.chosen, tuned.best.chosen, tuned.base
     done, together = dict[str, Any](), list[str]()
     if _engine(first) != _engine(before):
         yield Level(_engine(before), before.timed.makespan_s)
@@ -105,7 +104,7 @@ def _changes(first: Candidate, tuned: Tuned) -> Iterator[Level]:
         together.append(f"{name} {in_words(new)}")
         try:
             changed = replace(before.setup, limits=replace(before.setup.limits, **done))
-            run = simulate(changed, problem.batch, problem.profile).rollout
+            run = simulate(changed, base.request.batch, base.profile).rollout
         except (CapacityError, ConfigError):
             continue
         yield Level(", ".join(together), run.makespan_s)
@@ -133,24 +132,23 @@ class Answer:
     limited_by: str
     floor: str
     waterfall: Waterfall
-    speculation: Speculation | None = None
 
     @classmethod
-    def of(cls, tuned: Tuned, speculation: Speculation | None = None) -> Answer:
-        """Simulate every lever on top of a tuned plan. speculation: drafts to weigh; None: not known"""
-        scene = Scene.of(tuned, speculation)
+    def of(cls, tuned: Tuned) -> Answer:
+        """Simulate every lever on top of a tuned plan."""
+        scene = Scene.of(tuned)
         every = levers(tuned, scene)
         working = [lever for lever in every if abs(lever.gain.ratio - 1) >= WORTH_A_CHANGE]
         idle = dict.fromkeys(lever.name for lever in every if lever not in working)
         ways = _limited_by(scene), _floor(scene), Waterfall.of(tuned, scene)
-        return cls(tuned, tuple(working), tuple(idle), *ways, speculation)
+        return cls(tuned, tuple(working), tuple(idle), *ways)
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """The sentences below the table."""
         idle = [f"Changes nothing here: {'; '.join(self.idle)}."] if self.idle else []
-        drafts = [] if self.speculation else [NO_DRAFTS]
-        choice, sync = self.tuned.best.chosen, self.tuned.best.problem.sync
+        drafts = [] if self.tuned.request.speculation else [NO_DRAFTS]
+        choice, sync = self.tuned.best.chosen, self.tuned.request.sync
         in_the_step = [] if sync is None else sync_in_the_step(choice, sync)
         return (self.limited_by, self.floor, *in_the_step, *idle, *drafts, NOT_MODELLED)
 
@@ -201,7 +199,7 @@ def _at_the_datasheet(scene: Scene) -> float:
 
 
 def _floor(scene: Scene) -> str:
-    longest = int(scene.problem.batch.responses.max())
+    longest = int(scene.request.batch.responses.max())
     return (
         f"No lever but a cap or drafts shortens the longest response: its {longest:,} tokens take "
         f"{seconds(scene.longest_alone_s)} s even alone. The steps of this plan read and compute for "

@@ -19,7 +19,7 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.emit.vllm import precision_words
 from fp8plan.model.limits import VERLS
-from fp8plan.model.plan.choice import SpeedUp, speed_up, timed
+from fp8plan.model.plan.choice import SpeedUp, speed_up
 from fp8plan.model.rollout import WHOLE, simulate
 from fp8plan.model.tune.cut import WARM_UP, Partial, beside, bias, cut_after, drawn, partial_rollouts
 from fp8plan.model.tune.scene import NOTHING, UNKNOWN, Lever, Scene
@@ -47,19 +47,20 @@ def levers(tuned: Tuned, scene: Scene) -> list[Lever]:
 
 def _in_plan(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
     """The limits that the search changed, each alone set back."""
-    cut, profile = scene.choice.setup.limits.cut, scene.problem.profile
     for name, (old, new) in tuned.changes.items():
         try:
-            without = timed(scene.run(scene.problem.batch, **{name: old}), cut)
+            without = scene.run(scene.request.batch, **{name: old})
         except (CapacityError, ConfigError):  # the other changes do not fit without this one
             continue
         flag = name.replace("_", "-")
         words = {"vllm": f"--{flag} {new}" if not isinstance(new, bool) else f"--{'' if new else 'no-'}{flag}"}
         if word := next((word for word, limit in VERLS.items() if limit == name), None):
             words["verl"] = f"{VERL}.{word}={str(new).lower()}"
-        gain = speed_up(without, scene.before, profile)
+        gain = speed_up(without, scene.before, scene.profile)
         setting = f"instead of {in_words(old)}"
-        yield Lever(f"{name} {new}", setting, words, without.seconds, scene.before.seconds, gain, NOTHING, in_plan=True)
+        yield Lever(
+            f"{name} {new}", setting, words, without.makespan_s, scene.before.makespan_s, gain, NOTHING, in_plan=True
+        )
 
 
 FP8_PARTS: Final = {"weights": "FP8 weights", "kv": "FP8 KV cache"}  # part of a precision -> its name
@@ -67,22 +68,22 @@ FP8_PARTS: Final = {"weights": "FP8 weights", "kv": "FP8 KV cache"}  # part of a
 
 def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
     """FP8 weights and an FP8 KV cache, each alone, against the same engine without."""
-    own, cut = scene.choice.setup, scene.choice.setup.limits.cut
+    own = scene.choice.setup
     for other in tuned.best.tried:
         differing = [x for x in FP8_PARTS if getattr(other.setup.precision, x) != getattr(own.precision, x)]
         if other.rollout is None or other.setup.limits.layout != own.limits.layout or len(differing) != 1:
             continue
         in_plan = getattr(own.precision, differing[0]) != "bf16"
         without, with_it = (other, scene.choice) if in_plan else (scene.choice, other)
-        before, after = (timed(c.timed, cut) for c in (without, with_it))
+        before, after = without.timed, with_it.timed
         name, vllms = FP8_PARTS[differing[0]], precision_words(with_it.setup, without.setup.precision)
         words = ({"vllm": vllms} if vllms else {}) | dict.fromkeys(("verl", "trl"), "by fp8plan's engine")
         levels = with_it.expected.level, without.expected.level
         price = f"risk {levels[0]}" + f", {levels[1]} without" * (levels[0] != levels[1])
         kl = f"KL k3 {with_it.expected.kl_k3:.1e} instead of {without.expected.kl_k3:.1e}"
-        gain = speed_up(before, after, scene.problem.profile)
+        gain = speed_up(before, after, scene.profile)
         setting = f"the plan's {with_it.setup.precision.name}"
-        yield Lever(name, setting, words, before.seconds, after.seconds, gain, price, kl, in_plan)
+        yield Lever(name, setting, words, before.makespan_s, after.makespan_s, gain, price, kl, in_plan)
 
 
 def asked_for_more(batch: Batch, share: float) -> Batch:
@@ -92,10 +93,10 @@ def asked_for_more(batch: Batch, share: float) -> Batch:
 
 def _stopped(scene: Scene) -> Iterator[Lever]:
     """More responses are asked for than are needed; the rest is aborted when enough have ended."""
-    batch, setup = scene.problem.batch, scene.choice.setup
+    batch, setup = scene.request.batch, scene.choice.setup
     for share in MORE:
         more = asked_for_more(batch, share)
-        planned = simulate(setup, more, scene.problem.profile, memory=scene.base.memory).schedules
+        planned = simulate(setup, more, scene.profile, memory=scene.base.memory).schedules
         if any(plan.sampled for plan in planned):
             return
         batches = more.split(setup.limits.data_parallel_size)
@@ -105,19 +106,18 @@ def _stopped(scene: Scene) -> Iterator[Lever]:
             f"bias to short answers: mean length {lost.mean_shift:+.0%}, {lost.long_lost:.0%} of the longest tenth lost"
         )
         words = {"vllm": "AsyncLLM.abort(request_id)"}
-        after = timed(cut.rollout, setup.limits.cut)
         setting = f"ask for {share:.0%} more responses, and abort the rest when enough have ended"
-        yield scene.lever(f"stop the tail, {share:.0%} more", setting, words, after, price)
+        yield scene.lever(f"stop the tail, {share:.0%} more", setting, words, cut.rollout, price)
 
 
 def _partial(scene: Scene) -> Iterator[Lever]:
     """The same, but the responses that have not ended go on in the next step."""
     setup, share = scene.choice.setup, MORE[0]
-    in_flight = math.ceil((1 + share) * len(scene.problem.batch.prompts) / setup.limits.data_parallel_size)
+    in_flight = math.ceil((1 + share) * len(scene.request.batch.prompts) / setup.limits.data_parallel_size)
     if in_flight > WHOLE:  # its schedule would be a sample
         return
-    steps = partial_rollouts(scene.problem.batch, share, setup, scene.base.memory.kv, scene.base.model)
-    after = timed(steps.rollout, setup.limits.cut)._replace(seconds=steps.seconds, rollout_s=steps.seconds)
+    steps = partial_rollouts(scene.request.batch, share, setup, scene.base.memory.kv, scene.base.model)
+    after = replace(steps.rollout, makespan_s=steps.seconds)
     price = f"{steps.old_share:.0%} of the tokens are older, by {steps.age:.1f} steps, at most {steps.most_age}"
     words = {"verl": "verl.experimental.fully_async_policy: async_training.partial_rollout=True"}
     setting = f"{share:.0%} more in flight, and what has not ended goes on in the next step"
@@ -126,7 +126,7 @@ def _partial(scene: Scene) -> Iterator[Lever]:
 
 def _off_policy(scene: Scene) -> Iterator[Lever]:
     """Training on one batch while the next is rolled out, in whole steps or as responses end."""
-    times, batch = scene.problem.times, scene.problem.batch
+    times, batch = scene.request.trainer, scene.request.batch
     if times is None or scene.choice.step_s is None:
         return
     trainer = times.seconds(int((batch.prompts + batch.responses).sum()))
@@ -182,7 +182,7 @@ def _beside(scene: Scene, share: float, replicas: int, max_lag: int) -> Partial:
     """Steps beside the trainer, with this share of responses in flight beyond a batch."""
     setup = replace(scene.choice.setup, limits=replace(scene.choice.setup.limits, data_parallel_size=replicas))
     kv, warm_up = scene.base.memory.kv, max(WARM_UP, max_lag - 1)  # a lag beyond `max_lag` is seen
-    return partial_rollouts(scene.problem.batch, share, setup, kv, scene.base.model, warm_up)
+    return partial_rollouts(scene.request.batch, share, setup, kv, scene.base.model, warm_up)
 
 
 def _fastest_beside(scene: Scene, max_lag: int) -> tuple[float, Partial] | None:
@@ -192,7 +192,7 @@ def _fastest_beside(scene: Scene, max_lag: int) -> tuple[float, Partial] | None:
     """
     best, replicas = None, _replicas(scene)
     for share in IN_FLIGHT:
-        in_flight = math.ceil((1 + share) * len(scene.problem.batch.prompts) / replicas)
+        in_flight = math.ceil((1 + share) * len(scene.request.batch.prompts) / replicas)
         if not scene.whole or in_flight > WHOLE:  # its schedule would be a sample
             break
         steps = _beside(scene, share, replicas, max_lag)
@@ -210,7 +210,7 @@ def _balance(scene: Scene, seconds: Callable[[int], float], trainer: float, step
     """
     if scene.longest_alone_s > steps * trainer:
         return f"the longest response alone takes longer than training{f' {steps} times' * (steps > 1)}"
-    own, most = _replicas(scene), len(scene.problem.batch.prompts)
+    own, most = _replicas(scene), len(scene.request.batch.prompts)
     too_few, enough = 0, min(most, max(1, math.floor(own * seconds(own) / trainer)))  # replicas seldom help more
     while seconds(enough) > trainer and enough < most:
         too_few, enough = enough, min(most, math.ceil(enough * min(2.0, seconds(enough) / trainer)))
@@ -225,7 +225,7 @@ def _balance(scene: Scene, seconds: Callable[[int], float], trainer: float, step
 
 def _order(scene: Scene) -> Iterator[Lever]:
     """The same requests in another order."""
-    batch, limits = scene.problem.batch, scene.choice.setup.limits
+    batch, limits = scene.request.batch, scene.choice.setup.limits
     for setting, rows in orders(batch, limits.data_parallel_size).items():
         if np.array_equal(rows, np.arange(len(rows))):
             continue
@@ -233,7 +233,7 @@ def _order(scene: Scene) -> Iterator[Lever]:
         price = f"the prefix cache serves {run.cached_tokens:,} tokens instead of {scene.base.rollout.cached_tokens:,}"
         if setting == "long responses first":
             price += "; needs the lengths in advance: no forecast gains more"
-        yield scene.lever(f"order: {setting}", "the order of requests", words, timed(run, limits.cut), price)
+        yield scene.lever(f"order: {setting}", "the order of requests", words, run, price)
 
 
 def orders(batch: Batch, replicas: int = 1) -> dict[str, IntArray]:
@@ -255,7 +255,7 @@ def _dealt(pieces: Sequence[IntArray], replicas: int) -> IntArray:
 
 
 def _cap(scene: Scene) -> Iterator[Lever]:
-    batch = scene.problem.batch
+    batch = scene.request.batch
     cap = int(np.quantile(batch.responses, CAP))
     cut = batch.responses > cap
     if not cut.any():
@@ -265,13 +265,13 @@ def _cap(scene: Scene) -> Iterator[Lever]:
     price = f"{cut.mean():.0%} of the responses have no end, {lost:.0%} of the tokens are lost"
     settings = {"vllm": "max_tokens", "verl": "data.max_response_length", "trl": "max_completion_length"}
     words = {program: f"{word}={cap}" for program, word in settings.items()}
-    after = timed(scene.run(shorter), scene.choice.setup.limits.cut)
+    after = scene.run(shorter)
     yield scene.lever(f"cap at {cap:,} tokens", f"the {CAP:.0%} quantile of the lengths", words, after, price)
 
 
 def _samples(scene: Scene) -> Iterator[Lever]:
     """Half and twice as many samples of each prompt, with the same responses."""
-    batch, cut = scene.problem.batch, scene.choice.setup.limits.cut
+    batch = scene.request.batch
     _, firsts, counts = np.unique(batch.prompt_ids, return_index=True, return_counts=True)
     samples, prompts = int(counts[0]), len(counts)
     if (counts != samples).any():
@@ -286,30 +286,30 @@ def _samples(scene: Scene) -> Iterator[Lever]:
         each, number = int(samples * factor), int(prompts / factor)
         price = f"{number:,} prompts a step instead of {prompts:,}: the effect on learning is unknown"
         words = {"verl": f"{VERL}.n={each} data.train_batch_size={number}", "trl": f"num_generations={each}"}
-        after = timed(scene.run(other), cut)
+        after = scene.run(other)
         yield scene.lever(f"{each} samples per prompt", f"instead of {samples}", words, after, price)
 
 
 def _more_gpus(scene: Scene) -> Iterator[Lever]:
     limits = scene.choice.setup.limits
     replicas = 2 * limits.data_parallel_size
-    if replicas > len(scene.problem.batch.prompts) or scene.choice.setup.gpu.is_cpu:
+    if replicas > len(scene.request.batch.prompts) or scene.choice.setup.gpu.is_cpu:
         return
-    rollout = scene.run(scene.problem.batch, data_parallel_size=replicas)
+    rollout = scene.run(scene.request.batch, data_parallel_size=replicas)
     gpus = replicas * limits.tensor_parallel_size
-    price = f"{2 * rollout.makespan_s / scene.before.seconds:.2f} times the GPU seconds"
+    price = f"{2 * rollout.makespan_s / scene.before.makespan_s:.2f} times the GPU seconds"
     words = {"verl": f"trainer.nnodes * trainer.n_gpus_per_node={gpus}", "trl": f"{gpus} training processes"}
     setting = f"as replicas, instead of {gpus // 2}"
-    yield scene.lever(f"{gpus} GPUs", setting, words, timed(rollout, limits.cut), price)
+    yield scene.lever(f"{gpus} GPUs", setting, words, rollout, price)
 
 
 def _speculative(scene: Scene) -> Iterator[Lever]:
     """Drafts that the model verifies. Rejection sampling keeps its distribution, and log-probs are its own."""
-    drafts, setup = scene.speculation, scene.choice.setup
+    drafts, setup = scene.request.speculation, scene.choice.setup
     if drafts is None:
         return
     try:
-        rollout = speculated(setup, scene.problem.batch, scene.problem.profile, drafts)
+        rollout = speculated(setup, scene.request.batch, scene.profile, drafts)
     except CapacityError:  # there is no room for a draft head
         return
     price = "the distribution stays; derived from the costs of GEMMs and attention"
@@ -331,6 +331,5 @@ def _speculative(scene: Scene) -> Iterator[Lever]:
         mtp = {"enable": True, "enable_rollout": True, "num_speculative_tokens": drafts.tokens}
         words["verl"] = " ".join(f"actor_rollout_ref.model.mtp.{name}={value}" for name, value in mtp.items())
     setting = f"{drafts.gained:.2f} tokens a step at an acceptance of {drafts.acceptance:g}"
-    after = timed(rollout, setup.limits.cut)
     name = f"speculative decoding by {drafts.method}, {drafts.tokens} drafts"
-    yield scene.lever(name, setting, words, after, price)
+    yield scene.lever(name, setting, words, rollout, price)

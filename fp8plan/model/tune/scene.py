@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
-from fp8plan.model.plan.candidates import Candidate, Problem
-from fp8plan.model.plan.choice import SpeedUp, Timed, speed_up, timed
+from fp8plan.model.plan.candidates import Candidate
+from fp8plan.model.plan.choice import SpeedUp, speed_up
+from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Rollout, Simulated, simulate
+from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.search import Tuned
-from fp8plan.model.tune.speculation import Speculation
 from fp8plan.model.workload import Batch
 
 NOTHING: Final = "nothing"
@@ -81,24 +82,24 @@ class Lever:
 
 @dataclass(frozen=True)
 class Scene:
-    """The choice of a plan, simulated, and what all levers share. speculation: drafts to weigh, or None"""
+    """The choice of a plan, simulated, and what all levers share."""
 
     choice: Candidate
-    problem: Problem
+    request: TuneRequest
+    profile: Profile
     base: Simulated
-    speculation: Speculation | None = None
 
     @classmethod
-    def of(cls, tuned: Tuned, speculation: Speculation | None = None) -> Scene:
+    def of(cls, tuned: Tuned) -> Scene:
         """The scene of a tuned plan's choice."""
-        choice, problem = tuned.best.chosen, tuned.best.problem
-        base = simulate(choice.setup, problem.batch, problem.profile, memory=choice.memory)
-        return cls(choice, problem, base, speculation)
+        choice, profile = tuned.best.chosen, tuned.best.profile
+        base = simulate(choice.setup, tuned.request.batch, profile, memory=choice.memory)
+        return cls(choice, tuned.request, profile, base)
 
     @property
-    def before(self) -> Timed:
+    def before(self) -> Rollout:
         """The rollout of the choice."""
-        return timed(self.base.rollout, self.choice.setup.limits.cut)
+        return self.base.rollout
 
     @property
     def whole(self) -> bool:
@@ -108,17 +109,17 @@ class Scene:
     @cached_property
     def longest_alone_s(self) -> float:
         """Seconds of the longest response alone on a replica."""
-        batch = self.problem.batch
+        batch = self.request.batch
         return self.run(batch.take([int(batch.responses.argmax())]), data_parallel_size=1).makespan_s
 
     def run(self, batch: Batch, **limits: Any) -> Rollout:
         """The rollout of a batch on the engine of the choice, or on one with other limits."""
         setup = replace(self.choice.setup, limits=replace(self.choice.setup.limits, **limits))
-        return simulate(setup, batch, self.problem.profile).rollout
+        return simulate(setup, batch, self.profile).rollout
 
     def lever(
-        self, name: str, setting: str, words: Mapping[str, str], after: Timed, price: str, **others: Any
+        self, name: str, setting: str, words: Mapping[str, str], after: Rollout, price: str, **others: Any
     ) -> Lever:
         """A lever on top of the plan, which takes the rollout to `after`."""
-        gain = speed_up(self.before, after, self.problem.profile)
-        return Lever(name, setting, words, self.before.seconds, after.seconds, gain, price, **others)
+        gain = speed_up(self.before, after, self.profile)
+        return Lever(name, setting, words, self.before.makespan_s, after.makespan_s, gain, price, **others)

@@ -16,28 +16,27 @@ from itertools import groupby, product
 from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import CapacityError, ConfigError
-from fp8plan.model.architecture import ModelShape
-from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import Derived, EngineLimits, Lowerable
 from fp8plan.model.memory.plan import capture_size_for
-from fp8plan.model.plan.candidates import Candidate, Problem, in_a_step, risk_key, risks_of
-from fp8plan.model.plan.choice import SpeedUp, choose, speed_up, timed
+from fp8plan.model.plan.candidates import Candidate, in_a_step, risk_key, risks_of
+from fp8plan.model.plan.choice import SpeedUp, choose, speed_up
+from fp8plan.model.plan.explain import limits_matter
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.plan.planner import Prediction, limits_matter, predict
+from fp8plan.model.plan.planner import Prediction, predict
+from fp8plan.model.plan.request import of_fields
 from fp8plan.model.precision import Precision
-from fp8plan.model.risk.expected import LEAST_GAIN
+from fp8plan.model.risk.expected import LEAST_GAIN, RiskBudget
 from fp8plan.model.rollout import makespans, schedules
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.tune.bound import Least
+from fp8plan.model.tune.request import SEARCHED, TuneRequest
 from fp8plan.model.workers import mapper
-from fp8plan.model.workload import Batch, Workload
+from fp8plan.model.workload import Batch
 
 LEAST_SEQS, MOST_SEQS = 64, 2048  # beyond them nothing was measured
 BUDGETS: Final = (8192, 16384, 32768)
 SHARE_STEP = 0.05  # of gpu_memory_utilization
 WORTH_A_CHANGE = 0.005  # a setting that gains less keeps the limits that were there
-
-SEARCHED: Final = ("max_num_seqs", "max_cudagraph_capture_size", "max_num_batched_tokens", "enable_prefix_caching")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Grid:
 
         callers: the caller's limits, before the GPU's defaults filled them
         """
-        limits, requests = base.plan.limits, len(base.problem.batch.prompts)
+        limits, requests = base.plan.limits, len(base.request.batch.prompts)
         kept_sizes = [x for x in ("max_num_seqs", "max_num_batched_tokens") if not _left_out(callers, x)]
         graphs = limits.max_cudagraph_capture_size is None and not limits.enforce_eager
         caching = () if callers is None or callers.enable_prefix_caching is not False else ("enable_prefix_caching",)
@@ -115,10 +114,12 @@ def _left_out(callers: EngineLimits | None, name: str) -> bool:
 class Tuned:
     """Two plans: under the limits before the search, and under the best limits.
 
+    request:     the question
     settings:    number of settings that were tried
     least_share: the least gpu_memory_utilization at which the best plan is as fast; None: not known
     """
 
+    request: TuneRequest
     base: Prediction
     best: Prediction
     grid: Grid
@@ -133,8 +134,10 @@ class Tuned:
 
     def gain(self) -> SpeedUp:
         """The speed of the best plan's choice over that of the choice under the limits before."""
-        before, after = (timed(c.timed, c.setup.limits.cut, c.step_s) for c in (self.base.chosen, self.best.chosen))
-        return speed_up(before, after, self.best.problem.profile)
+        before, after, steps_s = self.base.chosen, self.best.chosen, None
+        if before.step_s is not None and after.step_s is not None:
+            steps_s = before.step_s, after.step_s
+        return speed_up(before.timed, after.timed, self.best.profile, steps_s)
 
     @property
     def prediction(self) -> Prediction:
@@ -167,50 +170,40 @@ class Tuned:
             )
 
 
-def tune(model: ModelShape | str, gpu: Gpu | str, workload: Workload, **arguments: Any) -> Plan:
+@of_fields(TuneRequest)
+def tune(request: TuneRequest) -> Plan:
     """Choose the engine's limits too: the plan that `plan` makes under the best limits of a grid.
 
-    keep:      names of limits that stay as they are. One that `limits` gives stays as well, and
-               gpu_memory_utilization is a ceiling
-    arguments: the others are those of `plan`
+    The arguments are the fields of TuneRequest. Searched are max_num_seqs, max_num_batched_tokens, the CUDA graphs, and
+    prefix caching, together with precision and layout. The plan's reasons state the grid.
 
-    Searched are max_num_seqs, max_num_batched_tokens, the CUDA graphs, and prefix caching, together with precision and
-    layout. The plan's reasons state the grid.
-
-    Raises what `plan` raises, and ConfigError for an unknown name in `keep`.
+    Raises what `plan` raises, and ConfigError for an unknown name in `keep` and for drafts of a model that they are not
+    modelled for.
     """
-    return search(model, gpu, workload, **arguments).prediction.plan
+    return search(request).prediction.plan
 
 
-def search(
-    model: ModelShape | str,
-    gpu: Gpu | str,
-    workload: Workload,
-    *,
-    keep: Collection[str] = (),
-    **arguments: Any,
-) -> Tuned:
-    """The plans before and after the search of `tune`, which has the same parameters."""
-    if isinstance(keep, str) or not set(keep) <= set(SEARCHED):
-        raise ConfigError(f"keep is {keep!r}; allowed: a list with some of {', '.join(SEARCHED)}")
-    progress, workers = arguments.get("progress", iter), arguments.get("workers", 1)
-    base = predict(model, gpu, workload, **arguments | {"progress": iter})
-    limits, problem = base.plan.limits, base.problem
-    grid = Grid.around(base, arguments.get("limits"), keep)
-    groups, field = grid.settings(base), Field.of(base, grid)
+def search(request: TuneRequest) -> Tuned:
+    """The plans before and after the search of `tune`. Raises as `tune` does."""
+    if request.speculation is not None:
+        request.speculation.check(request.shape)
+    quiet = replace(request, progress=iter)
+    base = predict(quiet)
+    limits, budget = base.plan.limits, base.plan.budget
+    grid = Grid.around(base, request.limits, request.keep)
+    groups, rivals = grid.settings(base), Field.of(base, grid)
     tried: list[Setting] = []
-    with mapper(min(workers, len(groups))) as map_groups:
-        for _, choices in zip(progress(groups), map_groups(field.choices, groups), strict=True):
+    with mapper(min(request.workers, len(groups))) as map_groups:
+        for _, choices in zip(request.progress(groups), map_groups(rivals.choices, groups), strict=True):
             tried += choices
-    best = _pick(tried, limits, problem)
+    best = _pick(tried, limits, budget)
     count, last = len(tried), None
     while best != last:
-        last, near = best, field.choices(grid.near(best.limits))
-        best = _pick([best, *near], best.limits, problem)
+        last, near = best, rivals.choices(grid.near(best.limits))
+        best = _pick([best, *near], best.limits, budget)
         count += len(near)
-    changed = arguments | {"limits": best.limits, "progress": iter}
-    plan = base if best.limits == limits else predict(model, gpu, workload, **changed)
-    return Tuned(base, plan, grid, count, _least_share(best.choice, problem))
+    plan = base if best.limits == limits else predict(replace(quiet, limits=best.limits))
+    return Tuned(request, base, plan, grid, count, _least_share(best.choice, base))
 
 
 class Setting(NamedTuple):
@@ -235,12 +228,13 @@ class Field:
     candidates: those of the plan that can run, or do not fit, with their risks
     bounds:     the least seconds of their kernels
     most_s:     seconds beyond which a candidate cannot change the result, so that its lower bound is enough
+    base:       the plan
     """
 
     candidates: tuple[Candidate, ...]
     bounds: dict[Engine, Least]
     most_s: float
-    problem: Problem
+    base: Prediction
 
     @classmethod
     def of(cls, base: Prediction, grid: Grid) -> Field:
@@ -249,15 +243,15 @@ class Field:
         `choose` looks LEAST_GAIN beyond the fastest accepted candidate on a measured layout: under some limits, and
         then among all limits.
         """
-        problem, budget = base.problem, base.plan.budget
+        budget = base.plan.budget
         those = [c for c in base.tried if c.memory or c.unfit]
-        risks = risks_of([c.setup for c in those], problem)
+        risks = risks_of([c.setup for c in those], base.request)
         rated = tuple(replace(c, rollout=None, risk=risks[risk_key(c.setup)][0]) for c in those)
         most = max(grid.max_num_batched_tokens)
-        bounds = {_engine(c): Least.of(c.setup, problem.profile, most) for c in those}
+        bounds = {_engine(c): Least.of(c.setup, base.profile, most) for c in those}
         known = [c for c in base.tried if c.rollout and not c.layout_doubt and budget.accepts(c.expected.level)]
         most_s = min((c.seconds for c in known), default=math.inf) * (1 + LEAST_GAIN) ** 2
-        return cls(rated, bounds, most_s, problem)
+        return cls(rated, bounds, most_s, base)
 
     def choices(self, settings: Sequence[EngineLimits]) -> list[Setting]:
         """The choice under each of some limits; none where nothing fits, or all candidates take more than `most_s`.
@@ -267,7 +261,7 @@ class Field:
         """
         rated: list[dict[int, Candidate]] = [{} for _ in settings]
         for replicas, group in groupby(self._order(), key=self._replicas):
-            batches = self.problem.batch.split(replicas)
+            batches = self.base.request.batch.split(replicas)
             most = max(len(batch.prompts) for batch in batches)
             known: dict[Any, list[Schedule]] = {}
             for i in group:
@@ -286,13 +280,14 @@ class Field:
                     known[work] = planned
                     alike[setup.cudagraph_sizes].append((number, candidate, planned))
                 for together in alike.values():
-                    model = together[0][1].setup.step_model(self.problem.profile)
+                    model = together[0][1].setup.step_model(self.base.profile)
                     seconds = makespans([planned for *_, planned in together], model)
                     for (number, candidate, _), quick_s in zip(together, seconds, strict=True):
-                        rated[number][i] = in_a_step(replace(candidate, quick_s=quick_s), model, self.problem)
+                        timed_so = replace(candidate, quick_s=quick_s)
+                        rated[number][i] = in_a_step(timed_so, model, self.base.request)
         ordered = [[those[i] for i in sorted(those)] for those in rated]
         pairs = [(limits, those) for limits, those in zip(settings, ordered, strict=True) if those]
-        return [Setting(limits, those[choose(those, self.problem.budget)]) for limits, those in pairs]
+        return [Setting(limits, those[choose(those, self.base.plan.budget)]) for limits, those in pairs]
 
     def _order(self) -> list[int]:
         """The indices of the candidates: most replicas first, then the largest KV pool first."""
@@ -308,7 +303,7 @@ class Field:
         setup = replace(candidate.setup, limits=replace(candidate.setup.limits, **changes))
         bound = self.bounds[_engine(candidate)]
         least = replace(candidate, quick_s=bound.makespan(batches, setup.limits))
-        if in_a_step(least, bound.model, self.problem).seconds > self.most_s:
+        if in_a_step(least, bound.model, self.base.request).seconds > self.most_s:
             return None
         try:
             started, memory = setup.placed()
@@ -317,12 +312,12 @@ class Field:
             return None
 
 
-def _pick(settings: Sequence[Setting], before: EngineLimits, problem: Problem) -> Setting:
+def _pick(settings: Sequence[Setting], before: EngineLimits, budget: RiskBudget) -> Setting:
     """The setting whose choice is best, by the rule of `choose`.
 
     Of settings with the same choice, within WORTH_A_CHANGE of its time, the one nearest to the limits before.
     """
-    best = settings[choose([setting.choice for setting in settings], problem.budget)].choice
+    best = settings[choose([setting.choice for setting in settings], budget)].choice
     same = [
         setting
         for setting in settings
@@ -335,13 +330,13 @@ def _differing(limits: EngineLimits, before: EngineLimits) -> list[str]:
     return [name for name in SEARCHED if getattr(limits, name) != getattr(before, name)]
 
 
-def _least_share(choice: Candidate, problem: Problem) -> float | None:
+def _least_share(choice: Candidate, base: Prediction) -> float | None:
     """The least gpu_memory_utilization, in steps of SHARE_STEP, with which a choice is as fast; None if it has none."""
     limits = choice.setup.limits.settled()
     if choice.setup.gpu.is_cpu or limits.num_gpu_blocks is not None:
         return None
-    batches, known, least = problem.batch.split(limits.data_parallel_size), None, limits.gpu_memory_utilization
-    model, share = choice.setup.step_model(problem.profile), round(least - SHARE_STEP, 4)
+    batches, known, least = base.request.batch.split(limits.data_parallel_size), None, limits.gpu_memory_utilization
+    model, share = choice.setup.step_model(base.profile), round(least - SHARE_STEP, 4)
     while share > 0:
         try:
             memory = replace(choice.setup, limits=replace(limits, gpu_memory_utilization=share)).placed()[1]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from fp8plan.model.rollout import Rollout, rollout, schedules
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Batch
+from fp8plan.options import DRAFTS, Option, group_of
 from fp8plan.version import has
 
 
@@ -56,12 +57,16 @@ class Method(NamedTuple):
 
 NGRAM_ON_GPU: Final = "ngram drafts on the GPU"  # of version.SINCE
 NONE: Final = Method(head=False, asynchronous=True)
+NGRAM: Final = "ngram"
 METHODS: Final = {
-    "ngram": Method(head=False, asynchronous=False),
+    NGRAM: Method(head=False, asynchronous=False),
     "ngram_gpu": Method(head=False, asynchronous=True),
     "mtp": Method(head=True, asynchronous=True),
     "eagle3": Method(head=True, asynchronous=True),
 }
+
+
+TOKENS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +80,15 @@ class Speculation:
     Raises ConfigError for other values.
     """
 
-    acceptance: float
-    tokens: int = 3
-    method: str = "ngram"
+    acceptance: Annotated[
+        float, Option(DRAFTS, "share of drafts accepted after accepted ones, from 0 to 1; weighs this lever")
+    ]
+    tokens: Annotated[int, Option(DRAFTS, "drafts of a request in a step", f"{TOKENS}", "--num-speculative-tokens")] = (
+        TOKENS
+    )
+    method: Annotated[
+        str, Option(DRAFTS, "ngram, ngram_gpu, mtp, eagle3", NGRAM, "--speculative-method", metavar="NAME")
+    ] = NGRAM
 
     def __post_init__(self) -> None:
         if not (is_number(self.acceptance) and 0 <= self.acceptance <= 1):
@@ -137,21 +148,22 @@ class Speculation:
         )
 
 
-def speculation_of(shape: ModelShape, acceptance: float | None, **drafts: Any) -> Speculation | None:
+DRAFT_OPTIONS: Final = group_of(Speculation)
+
+
+def speculation_of(acceptance: float | None = None, **drafts: Any) -> Speculation | None:
     """The speculation that a user asks for; None without an acceptance.
 
-    drafts: other fields of Speculation. Raises ConfigError for drafts without an acceptance, and as `check` does.
+    drafts: other fields of Speculation. Raises ConfigError for drafts without an acceptance.
     """
-    if acceptance is None:
-        if drafts:
-            raise ConfigError(
-                "drafts are given without an acceptance; give --acceptance 0.6, the share of drafts that are accepted "
-                "after accepted ones (vLLM logs it as its per-position acceptance rate)"
-            )
-        return None
-    speculation = Speculation(acceptance, **drafts)
-    speculation.check(shape)
-    return speculation
+    if acceptance is not None:
+        return Speculation(acceptance, **drafts)
+    if drafts:
+        raise ConfigError(
+            "drafts are given without an acceptance; give --acceptance 0.6, the share of drafts that are accepted "
+            "after accepted ones (vLLM logs it as its per-position acceptance rate)"
+        )
+    return None
 
 
 def speculated(setup: EngineSetup, batch: Batch, profile: Profile, speculation: Speculation) -> Rollout:

@@ -18,13 +18,13 @@ def sync_levers(scene: Scene) -> Iterator[Lever]:
 
     There is none without an RL step, or if verl or TRL sends the weights.
     """
-    sync, choice = scene.problem.sync, scene.choice
+    sync, choice = scene.request.sync, scene.choice
     if sync is None or choice.step_s is None:
         return
     own, assumed = choice.syncs[0], sync.learning_rate is None
     if assumed:
         sync = replace(sync, learning_rate=USUAL_RATE)
-    costs = {cost.mode: cost for cost in sync_costs(scene.base.model, sync, scene.problem.kv_scales_calibrated)}
+    costs = {cost.mode: cost for cost in sync_costs(scene.base.model, sync, scene.request.measures_scales)}
     dense = costs.pop(Mode.DENSE_BF16)
     for mode, cost in costs.items():
         if mode is own.mode:

@@ -17,10 +17,10 @@ from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.jsonl import plain
 from fp8plan.model.architecture import Experts
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.choice import Timed, speed_up, timed
+from fp8plan.model.plan.choice import speed_up
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.profile.profile import Profile
-from fp8plan.model.rollout import Simulated, simulate
+from fp8plan.model.rollout import Rollout, Simulated, simulate
 from fp8plan.model.validate.records import Record
 from fp8plan.schemas import LENGTHS
 from fp8plan.version import has
@@ -241,10 +241,10 @@ def simulated(record: Record, profile: Profile, before: Simulated | None = None)
 
 
 class Compared(NamedTuple):
-    """One record's row of the result, its predicted time and the profile behind it."""
+    """One record's row of the result, its predicted rollout and the profile behind it."""
 
     row: dict[str, Any]
-    time: Timed
+    rollout: Rollout
     profile: Profile
 
 
@@ -271,7 +271,7 @@ def _compare(record: Record, strict: bool, warnings: dict[str, None]) -> Compare
         "extrapolated": result.extrapolated,
         "rests_on": rollout.rests_on,
     }
-    return Compared(row, timed(rollout, record.setup.limits.cut), result.model.profile)
+    return Compared(row, rollout, result.model.profile)
 
 
 def _group_result(group: Sequence[Compared]) -> dict[str, Any]:
@@ -284,10 +284,10 @@ def _group_result(group: Sequence[Compared]) -> dict[str, Any]:
     gains = speedups(rows)
     for gain in gains:
         other = results[gain["line"]]
-        base = [results[row["line"]].time for row in on_same_card(other.row, bf16_rows(rows))]
-        middle = float(np.median([time.seconds for time in base]))
-        nearest = min(base, key=lambda time: abs(time.seconds - middle))
-        _, low, high = speed_up(nearest, other.time, other.profile)
+        base = [results[row["line"]].rollout for row in on_same_card(other.row, bf16_rows(rows))]
+        middle = float(np.median([run.makespan_s for run in base]))
+        nearest = min(base, key=lambda run: abs(run.makespan_s - middle))
+        _, low, high = speed_up(nearest, other.rollout, other.profile)
         gain |= {"predicted_speedup_low": low, "predicted_speedup_high": high}
     return {
         "group": rows[0]["group"],

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from fp8plan.errors import CapacityError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.memory.plan import capture_size_for
-from fp8plan.model.plan.choice import speed_up, timed
+from fp8plan.model.plan.choice import speed_up
 from fp8plan.model.plan.explain import seconds
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import LEAST_GAIN
@@ -322,8 +322,7 @@ def _no_gain(case: Case) -> Iterator[Found]:
     prediction, bf16 = case.prediction, case.prediction.instead.get("bf16")
     if bf16 is None or prediction.tokens_per_s >= bf16.output_tokens_per_s * (1 + LEAST_GAIN):
         return
-    cut = prediction.setup.limits.cut
-    gain = speed_up(timed(bf16, cut), timed(prediction.rollout, cut), case.profile).over("bf16")
+    gain = speed_up(bf16, prediction.rollout, case.profile).over("bf16")
     text = (
         f"{case.facts.precision} is predicted {gain} on these batches, {prediction.mean_batch:.0f} responses at a time "
         f"on average: {seconds(prediction.makespan_s)} s against {seconds(bf16.makespan_s)}; run bf16, or more "

@@ -13,13 +13,14 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.anchor import REST_SD, WORKLOAD_SD, anchored, changes_of, prior
+from fp8plan.model.plan.anchor import REST_SD, WORKLOAD_SD, anchored, prior
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan, predict
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import datasheet_profile, load_profile
 from fp8plan.model.profile.profile import GPU_PACE, HOST_PACE, VERSION_SD, Profile, layout_pace, precision_pace
-from fp8plan.model.rl_step import WeightSync, delta_bytes
+from fp8plan.model.rl_step import WeightSync, changes_of, delta_bytes
 from fp8plan.model.rollout import Rollout, rollout
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
@@ -204,7 +205,8 @@ def test_a_record_that_contradicts_itself_is_refused_by_line(tmp_path: Any, brok
 def test_a_plan_carries_its_anchor(measured: Any) -> None:
     records = measured(paced(1.2), fields())
     first, again, alone = (
-        predict(MODEL, GPU, WORKLOAD, profile=SHEET, observed=observed) for observed in (records, records, ())
+        predict(PlanRequest(MODEL, GPU, WORKLOAD, profile=SHEET, observed=observed))
+        for observed in (records, records, ())
     )
     text = first.plan.to_json()
     assert text == again.plan.to_json()
@@ -263,7 +265,9 @@ def test_deltas_of_one_precision_correct_all_and_a_plan_says_so(tmp_path: Any) -
     records = synced(tmp_path, 0.25, "fp8_block", "fp8_block")
 
     def planned(observed: list[Record]) -> tuple[dict[str, float], str]:
-        made = predict(SHAPE, GPU, WORKLOAD, precisions=["bf16", "fp8_block"], observed=observed, learning_rate=1e-6)
+        made = predict(
+            PlanRequest(SHAPE, GPU, WORKLOAD, precisions=["bf16", "fp8_block"], observed=observed, learning_rate=1e-6)
+        )
         (reason,) = [reason for reason in made.plan.reasons if "weight sync over" in reason]
         sizes = {c.setup.precision.name: {x.mode: x.bytes for x in c.syncs}["delta"] for c in made.tried}
         return sizes, reason

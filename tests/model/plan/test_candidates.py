@@ -9,6 +9,8 @@ from measured_families import shape_of
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.candidates import candidates
+from fp8plan.model.plan.request import PlanRequest
+from fp8plan.model.workload import Workload
 
 H200 = find_gpu("h200")
 NEMOTRON = shape_of("nvidia/Nemotron-H-8B-Base-8K")
@@ -16,8 +18,7 @@ NEMOTRON = shape_of("nvidia/Nemotron-H-8B-Base-8K")
 
 def test_a_precision_that_vllm_cannot_keep_is_no_candidate() -> None:
     mamba = replace(NEMOTRON, layers=tuple(layer for layer in NEMOTRON.layers if not _attends(layer)))
-    limits = EngineLimits.for_gpu(H200, mamba.recurrent).holding(4096)
-    found = candidates(mamba, H200, limits, gpus=None, precisions=None, requests=8, target="vllm")
+    found = candidates(PlanRequest(mamba, H200, Workload(8, 1, 2048, 2048)))
     assert {c.setup.precision.name for c in found if c.memory} == {"bf16", "fp8_block"}
     assert all("MambaDType" in (c.reason or "") for c in found if not c.memory)
 

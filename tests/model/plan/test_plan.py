@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.vllm import KV_SCALES
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.choice import Choice
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.expected import LEVELS, RiskBudget
+from fp8plan.model.setup import KV_SCALES
 
 
 @given(

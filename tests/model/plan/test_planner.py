@@ -29,6 +29,7 @@ from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import Choice, choose
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan, predict
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.risk.expected import LEAST_GAIN, LEVELS, MismatchRisk, RiskBudget
@@ -119,9 +120,9 @@ def test_a_plan_for_several_gpus_is_not_far_behind_its_own_fastest_choice(model:
 
 @pytest.mark.parametrize("card", ["h200", "h100", "a100-80gb", "rtx4090"])  # calibrated, of a sibling, datasheet
 def test_no_layout_is_chosen_that_does_not_beat_its_doubt_under_any_kind_of_profile(card: str) -> None:
-    made = predict("Qwen/Qwen3-0.6B", card, Workload(4, 4, 128, LogNormal(300, 0.9, 1200)), gpus=4)
+    made = predict(PlanRequest("Qwen/Qwen3-0.6B", card, Workload(4, 4, 128, LogNormal(300, 0.9, 1200)), gpus=4))
     there = [c for c in made.tried if c.rollout]
-    assert [c.layout_doubt for c in there] == [made.problem.profile.layout_error(*c.setup.limits.cut) for c in there]
+    assert [c.layout_doubt for c in there] == [made.profile.layout_error(*c.setup.limits.cut) for c in there]
     assert any(c.layout_doubt for c in there)
     chosen, accepted = made.chosen, [c for c in made.tried if c.rollout and made.plan.accepts(c.expected.level)]
     measured = [c.seconds for c in accepted if not c.layout_doubt]
@@ -598,7 +599,7 @@ def test_a_plan_knows_what_scales_of_one_would_cost() -> None:
 
 def test_a_plan_records_what_it_was_told_and_what_it_warned_of() -> None:
     budget = RiskBudget(accept="low", low_kl=0.02)
-    found = predict(SMALL, "b200", WORK, budget=budget, kv_scales_calibrated=False)
+    found = predict(PlanRequest(SMALL, "b200", WORK, budget=budget, kv_scales_calibrated=False))
     assert (found.plan.budget, found.plan.kv_scales) == (budget, "unit")
     assert found.plan.warnings
     assert "b200" in found.plan.warnings[0]
@@ -609,7 +610,7 @@ def test_a_plan_records_what_it_was_told_and_what_it_warned_of() -> None:
 
 
 def test_a_prediction_keeps_the_rollout_behind_every_choice() -> None:
-    found = predict(SMALL, "a100", WORK)
+    found = predict(PlanRequest(SMALL, "a100", WORK))
     assert [r is not None for r in found.rollouts] == [c.available for c in found.plan.choices]
     assert [p is not None for p in found.pools] == [c.available for c in found.plan.choices]
     rollout, pool, choice = found.rollouts[0], found.pools[0], found.plan.choices[0]
@@ -627,7 +628,7 @@ def test_a_given_profile_is_used_without_a_warning() -> None:
         source="a test",
         coefficients={n: v / 2 if "efficiency" in n else 2 * v for n, v in slow.coefficients.items()},
     )
-    found = predict(SMALL, "h200", WORK, profile=slow)
+    found = predict(PlanRequest(SMALL, "h200", WORK, profile=slow))
     assert found.plan.profile["source"] == "a test"
     assert found.plan.warnings == ()
     assert found.plan.choices[0].makespan_s > plan(SMALL, "h200", WORK).choices[0].makespan_s  # type: ignore[operator]
@@ -641,7 +642,7 @@ def test_progress_sees_every_candidate_once() -> None:
             seen.append(item)
             yield item
 
-    predict(SMALL, "h200", WORK, gpus=2, progress=watch)
+    predict(PlanRequest(SMALL, "h200", WORK, gpus=2, progress=watch))
     assert len(seen) == 2 * len(PRESETS)
 
 
@@ -653,7 +654,7 @@ def test_progress_sees_every_candidate_once() -> None:
 def test_several_processes_predict_what_one_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, how: dict[str, Any]
 ) -> None:
-    alone = predict(model, "h200", WORK, **how)
+    alone = predict(PlanRequest(model, "h200", WORK, **how))
 
     def watched(*arguments: Any, **known: Any) -> Simulated:
         (tmp_path / str(os.getpid())).touch()
@@ -661,7 +662,7 @@ def test_several_processes_predict_what_one_does(
 
     monkeypatch.setattr(evaluate, "simulate", watched)
     monkeypatch.setattr(evaluate, "WORTH_PROCESSES", 0)
-    together = predict(model, "h200", WORK, workers=2, **how)
+    together = predict(PlanRequest(model, "h200", WORK, workers=2, **how))
     assert together.plan == alone.plan
     processes = {path.name for path in tmp_path.iterdir()}
     assert processes
@@ -696,7 +697,7 @@ def test_a_plan_names_tune_where_the_limits_cost_time() -> None:
     assert "in steps of more than 512 requests, which have no CUDA graph" in sentence
     assert sentences(512) == sentences(700, max_num_seqs=512) == sentences(700, max_cudagraph_capture_size=1024) == []
     assert sentences(700, enforce_eager=True) == []
-    starved = predict(DENSE, "h200", WORK, limits=STARVED, precisions=["bf16"])
+    starved = predict(PlanRequest(DENSE, "h200", WORK, limits=STARVED, precisions=["bf16"]))
     (rollout,), (sentence,) = starved.rollouts, [x for x in starved.plan.reasons if "fp8plan tune" in x]
     assert rollout is not None
     assert f"{rollout.preemptions:,} preemptions lose {rollout.recomputed_tokens:,} tokens" in sentence

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.choice import SpeedUp, Timed, speed_up
+from fp8plan.model.plan.choice import SpeedUp, speed_up
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.profile.profile import GPU_PACE, HOST_PACE
+from fp8plan.model.rollout import Rollout, Timeline
 
 PROFILE = replace(datasheet_profile(find_gpu("h200")), model_error=0.1)
 SECONDS = st.floats(0.1, 1e4)
@@ -57,8 +58,17 @@ def test_a_step_gains_between_nothing_and_what_its_rollout_gains(gain: SpeedUp, 
     assert gain.of_step(1.0) == pytest.approx(gain)
 
 
-def step(seconds: float, rest: float, cut: tuple[int, bool] = (1, False)) -> Timed:
-    return Timed(seconds + rest, seconds, {"gemm": 0.5}, cut)
+EMPTY = np.zeros(1, dtype=np.int64)
+ROLLOUT = Rollout(1.0, 0.9, 1.1, 1, 1, 0, 0, 0, 0.0, {}, {}, (), Timeline(np.ones(1), EMPTY, EMPTY, EMPTY, EMPTY))
+
+
+def run(seconds: float, cut: tuple[int, bool] = (1, False)) -> Rollout:
+    return replace(ROLLOUT, makespan_s=seconds, log_gradient={"gemm": 0.5}, cut=cut)
+
+
+def of_step(bf16: float, other: float, rest: float) -> SpeedUp:
+    """The speed-up of an RL step, whose rest takes so many seconds."""
+    return speed_up(run(bf16), run(other), PROFILE, (bf16 + rest, other + rest))
 
 
 @given(SECONDS, SECONDS, SECONDS)
@@ -66,7 +76,7 @@ def test_a_step_is_in_less_doubt_than_its_rollout_and_in_none_where_the_rollout_
     bf16: float, other: float, rest: float
 ) -> None:
     """The rest is known. What both rollouts have in common counts where their shares differ."""
-    alone, whole = (speed_up(step(bf16, x), step(other, x), PROFILE) for x in (0.0, rest))
+    alone, whole = (of_step(bf16, other, x) for x in (0.0, rest))
     most = 2 * PROFILE.model_error * 1.6449
     assert alone.high is not None
     assert whole.high is not None
@@ -74,26 +84,28 @@ def test_a_step_is_in_less_doubt_than_its_rollout_and_in_none_where_the_rollout_
     share = max(bf16 / (bf16 + rest), other / (other + rest))
     spread = whole.high / whole.ratio
     assert 1 <= spread <= 2.72 ** (most * share + 1e-9)
-    tiny = speed_up(step(bf16, 1e7), step(other, 1e7), PROFILE)
+    tiny = of_step(bf16, other, 1e7)
     assert tiny.high == pytest.approx(tiny.ratio, rel=1e-2)
 
 
 def test_two_layouts_share_no_error_of_their_layouts() -> None:
     """So a speed-up over another layout is in more doubt than one on the same."""
-    same = speed_up(step(2, 0, (2, False)), step(1, 0, (2, False)), PROFILE)
-    across = speed_up(step(2, 0, (2, False)), step(1, 0, (2, True)), PROFILE)
+    same = speed_up(run(2, (2, False)), run(1, (2, False)), PROFILE)
+    across = speed_up(run(2, (2, False)), run(1, (2, True)), PROFILE)
     assert same.high is not None
     assert across.high is not None
     assert PROFILE.layout_error(2) > 0
     assert across.high > same.high
-    alone = speed_up(step(2, 0), step(1, 0), PROFILE)
+    alone = speed_up(run(2), run(1), PROFILE)
     assert same.high == pytest.approx(alone.high)  # what both have in common cancels
 
 
 def test_the_pace_of_gpu_and_host_cancels_as_far_as_both_depend_on_it() -> None:
     wide = PROFILE.with_errors(0.2, 0.0)
     bound = {"gpu": {GPU_PACE: 1.0}, "host": {HOST_PACE: 1.0}}
-    gpu, host = (Timed(1.0, 1.0, gradient) for gradient in bound.values())
-    assert speed_up(gpu, Timed(2.0, 2.0, {GPU_PACE: 1.0}), wide) == pytest.approx((0.5, 0.5, 0.5))
+    gpu, host = (replace(ROLLOUT, log_gradient=gradient) for gradient in bound.values())
+    assert speed_up(gpu, replace(ROLLOUT, makespan_s=2.0, log_gradient={GPU_PACE: 1.0}), wide) == pytest.approx(
+        (0.5, 0.5, 0.5)
+    )
     ratio, _, high = speed_up(gpu, host, wide)
     assert high == pytest.approx(ratio * np.exp(1.6449 * 0.2 * 2**0.5))

@@ -13,6 +13,7 @@ import fp8plan
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.host import INSIDE, OWN
 from fp8plan.model.plan.planner import Prediction, predict
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.risk.expected import LEAST_GAIN
 from fp8plan.model.rl_step import SENDERS, Mode, StepTimes
 from fp8plan.model.weight_changes import TopK
@@ -28,7 +29,7 @@ def test_the_weights_of_a_local_checkpoint_are_measured(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
 
     def delta() -> tuple[float, str]:
-        made = predict(str(tmp_path), "h200", WORK, precisions=["fp8_block"], learning_rate=1e-6)
+        made = predict(PlanRequest(str(tmp_path), "h200", WORK, precisions=["fp8_block"], learning_rate=1e-6))
         (reason,) = [reason for reason in made.plan.reasons if "weight sync over" in reason]
         return next(cost.bytes for cost in made.chosen.syncs if cost.mode == "delta"), reason
 
@@ -48,8 +49,8 @@ def test_the_weights_of_a_local_checkpoint_are_measured(tmp_path: Path) -> None:
 def test_a_step_takes_top_k_only_where_it_is_asked_for_and_the_plan_says_what_is_lost(setting: str, waits: str) -> None:
     arguments = {"precisions": ["bf16"], "learning_rate": 1e-6, "link": "1Gb/s"}
     arguments |= {"trainer": StepTimes(train_s=1, logprob_s=1)}
-    exact = predict("Qwen/Qwen3-8B", "h200", WORK, **arguments)
-    sparse = predict("Qwen/Qwen3-8B", "h200", WORK, top_k=TopK.parse(setting), **arguments)
+    exact = predict(PlanRequest("Qwen/Qwen3-8B", "h200", WORK, **arguments))
+    sparse = predict(PlanRequest("Qwen/Qwen3-8B", "h200", WORK, top_k=TopK.parse(setting), **arguments))
     delta, top_k = exact.chosen.syncs[0], sparse.chosen.syncs[0]
     assert (delta.mode, top_k.mode) == (Mode.DELTA, Mode.TOP_K)
     assert exact.chosen.step_s - sparse.chosen.step_s == pytest.approx(delta.seconds - top_k.seconds)
@@ -63,17 +64,19 @@ def test_a_step_takes_top_k_only_where_it_is_asked_for_and_the_plan_says_what_is
 
 def test_top_k_that_nothing_uses_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"top_k is 20MB without a learning rate; give --learning-rate 1e-6"):
-        predict("Qwen/Qwen3-8B", "h200", WORK, top_k=TopK(nbytes=2e7))
+        predict(PlanRequest("Qwen/Qwen3-8B", "h200", WORK, top_k=TopK(nbytes=2e7)))
     with pytest.raises(ConfigError, match=r"top_k is 0.5, and verl's own sync sends no patches"):
-        predict("Qwen/Qwen3-8B", "h200", WORK, top_k=TopK(share=0.5), learning_rate=1e-6, target="verl")
+        predict(PlanRequest("Qwen/Qwen3-8B", "h200", WORK, top_k=TopK(share=0.5), learning_rate=1e-6, target="verl"))
     with pytest.raises(ConfigError, match=r"top_k is '20MB'; allowed: TopK or None"):
-        predict("Qwen/Qwen3-8B", "h200", WORK, top_k="20MB", learning_rate=1e-6)  # type: ignore[arg-type]
+        predict(PlanRequest("Qwen/Qwen3-8B", "h200", WORK, top_k="20MB", learning_rate=1e-6))  # type: ignore[arg-type]
 
 
 def predicted(link: str, rate: float | None = None, target: str = "vllm", inside: str | None = None) -> Prediction:
     times = StepTimes(train_s=52, logprob_s=14)
     return predict(
-        "Qwen/Qwen3-8B", "h200", WORK, trainer=times, link=link, learning_rate=rate, target=target, inside=inside
+        PlanRequest(
+            "Qwen/Qwen3-8B", "h200", WORK, trainer=times, link=link, learning_rate=rate, target=target, inside=inside
+        )
     )
 
 

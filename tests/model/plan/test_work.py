@@ -11,6 +11,7 @@ import pytest
 
 from fp8plan.model import rollout
 from fp8plan.model.plan.planner import predict
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.workload import Fixed, Lengths, LogNormal, Workload
 
@@ -56,7 +57,7 @@ def test_a_plan_simulates_no_more_than_this(
         return made[-1]
 
     monkeypatch.setattr(rollout, "schedule", counted)
-    predict("Qwen/Qwen3-8B", gpu, Workload(prompts, 16, Fixed(1024), lengths), gpus=gpus)
+    predict(PlanRequest("Qwen/Qwen3-8B", gpu, Workload(prompts, 16, Fixed(1024), lengths), gpus=gpus))
     assert len(made) <= most_schedules
     assert sum(plan.requests for plan in made) <= most_requests
     assert sum(len(plan.steps) for plan in made) <= most_rows

@@ -16,7 +16,7 @@ from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import candidates as evaluate
-from fp8plan.model.plan.choice import speed_up, timed
+from fp8plan.model.plan.choice import speed_up
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import precision
 from fp8plan.model.profile.library import load_profile
@@ -163,7 +163,7 @@ def test_the_intervals_of_a_sample_have_its_error(monkeypatch: pytest.MonkeyPatc
         assert own.sampling_sd > 0
         ends = [np.log(x.makespan_high_s / x.makespan_s) for x in (own, without)]
         assert ends[0] == pytest.approx(np.hypot(ends[1], Z90 * own.sampling_sd))
-    gains = [speed_up(*(timed(each, (1, False)) for each in pair), bf16.profile) for pair in (made, certain)]
+    gains = [speed_up(*pair, bf16.profile) for pair in (made, certain)]
     assert gains[0].high - gains[0].low > gains[1].high - gains[1].low
 
 

@@ -14,11 +14,13 @@ import pytest
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import predict
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import simulate
 from fp8plan.model.tune.answer import Answer, _changes
 from fp8plan.model.tune.cut import Partial, partial_rollouts
 from fp8plan.model.tune.levers import CAP, IN_FLIGHT, levers
+from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.scene import Lever, Scene
 from fp8plan.model.tune.search import Tuned, search
 from fp8plan.model.tune.speculation import Speculation, speculated
@@ -31,7 +33,7 @@ TIMES = StepTimes(train_s=5.0, logprob_s=0.5)
 
 @pytest.fixture(scope="module")
 def tuned() -> Tuned:
-    return search(MODEL, "h200", WORK, trainer=TIMES)
+    return search(TuneRequest(MODEL, "h200", WORK, trainer=TIMES))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,9 @@ def seconds(tuned: Tuned, work: Workload = WORK, **limits: Any) -> float:
     """The rollout's seconds by a plan of the chosen precision alone."""
     setup = tuned.best.chosen.setup
     asked = replace(setup.limits, **limits)
-    return predict(MODEL, "h200", work, limits=asked, precisions=[setup.precision.name]).chosen.timed.makespan_s
+    return predict(
+        PlanRequest(MODEL, "h200", work, limits=asked, precisions=[setup.precision.name])
+    ).chosen.timed.makespan_s
 
 
 def test_a_limit_of_the_plan_is_worth_what_the_plan_without_it_takes_longer(
@@ -59,7 +63,7 @@ def test_a_limit_of_the_plan_is_worth_what_the_plan_without_it_takes_longer(
 
 
 def test_the_precision_is_worth_what_the_plan_says(tuned: Tuned, found: dict[str, Lever]) -> None:
-    dense = search("Qwen/Qwen3-8B", "h200", Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480)))
+    dense = search(TuneRequest("Qwen/Qwen3-8B", "h200", Workload(32, 16, Fixed(1024), LogNormal(6000, 0.9, 20480))))
     in_it = {lever.name: lever for lever in levers(dense, Scene.of(dense))}
     for plan, every, pairs in (
         (tuned.best.plan, found, {"FP8 weights": ("bf16", "fp8_block"), "FP8 KV cache": ("bf16", "fp8_kv")}),
@@ -111,7 +115,7 @@ def test_one_step_off_policy_takes_the_longer_of_rollout_and_training(tuned: Tun
     replicas = int(lever.price.rpartition("; ")[2].split()[0])
     assert seconds(tuned, data_parallel_size=replicas) <= trainer
     assert replicas == 1 or seconds(tuned, data_parallel_size=replicas - 1) > trainer
-    slow = search(MODEL, "h200", WORK, trainer=StepTimes(train_s=0.01, logprob_s=0.0))
+    slow = search(TuneRequest(MODEL, "h200", WORK, trainer=StepTimes(train_s=0.01, logprob_s=0.0)))
     one, fully = [x for x in levers(slow, Scene.of(slow)) if x.step and not x.name.endswith(" sync")]
     if "fully" in one.name:
         one, fully = fully, one
@@ -121,15 +125,15 @@ def test_one_step_off_policy_takes_the_longer_of_rollout_and_training(tuned: Tun
 
 def beside(tuned: Tuned, share: float, replicas: int = 1) -> Partial:
     """Steps beside the trainer, of the plan's choice on so many replicas."""
-    choice, problem = tuned.best.chosen, tuned.best.problem
+    choice, profile = tuned.best.chosen, tuned.best.profile
     setup = replace(choice.setup, limits=replace(choice.setup.limits, data_parallel_size=replicas))
-    return partial_rollouts(problem.batch, share, setup, setup.memory().kv, setup.step_model(problem.profile))
+    return partial_rollouts(tuned.request.batch, share, setup, setup.memory().kv, setup.step_model(profile))
 
 
 @pytest.mark.parametrize("max_lag", [2, 3, 4])
 def test_asynchronous_training_takes_the_fastest_steps_within_its_lag(max_lag: int) -> None:
     work, times = replace(WORK, prompts=12), StepTimes(train_s=1.2, logprob_s=0.2, max_lag=max_lag)
-    tuned = search(MODEL, "h200", work, trainer=times)
+    tuned = search(TuneRequest(MODEL, "h200", work, trainer=times))
     scene, choice, trainer = Scene.of(tuned), tuned.best.chosen, times.seconds(0)
     fully = [lever for lever in levers(tuned, scene) if "fully" in lever.name]
     allowed = {share: x for share in IN_FLIGHT if (x := beside(tuned, share)).most_lag <= max_lag}
@@ -154,8 +158,7 @@ def test_asynchronous_training_takes_the_fastest_steps_within_its_lag(max_lag: i
 
 def test_without_room_for_a_lag_there_is_only_one_step_off_policy(tuned: Tuned) -> None:
     times = replace(TIMES, max_lag=1)
-    problem = replace(tuned.best.problem, times=times)
-    same = replace(tuned, best=replace(tuned.best, problem=problem))
+    same = replace(tuned, request=replace(tuned.request, trainer=times))
     assert {
         lever.name for lever in levers(same, Scene.of(same)) if lever.step and not lever.name.endswith(" sync")
     } == {"one step off-policy"}
@@ -190,9 +193,9 @@ def test_the_words_of_trl_are_fields_of_its_settings() -> None:
 def test_the_order_is_that_of_the_requests() -> None:
     work = Workload(20, 8, LogNormal(800, 0.8, 3000), LogNormal(300, 0.9, 2000))
     given = EngineLimits(max_num_seqs=32)
-    tuned = search(MODEL, "h200", work, limits=given, precisions=["bf16"])
+    tuned = search(TuneRequest(MODEL, "h200", work, limits=given, precisions=["bf16"]))
     every = {x.name: x for x in levers(tuned, Scene.of(tuned))}
-    batch, choice, profile = work.batch(), tuned.best.chosen, tuned.best.problem.profile
+    batch, choice, profile = work.batch(), tuned.best.chosen, tuned.best.profile
     orders = {
         "order: samples of a prompt apart": np.arange(160).reshape(20, 8).T.ravel(),
         "order: long responses first": np.argsort(-batch.responses, kind="stable"),
@@ -209,12 +212,14 @@ def test_the_order_is_that_of_the_requests() -> None:
 
 def test_long_requests_are_dealt_to_the_replicas_in_turn() -> None:
     work = Workload(8, 2, Fixed(32), LogNormal(300, 0.9, 2000))
-    tuned = search(MODEL, "h200", work, limits=EngineLimits(data_parallel_size=2, max_num_seqs=4), precisions=["bf16"])
+    tuned = search(
+        TuneRequest(MODEL, "h200", work, limits=EngineLimits(data_parallel_size=2, max_num_seqs=4), precisions=["bf16"])
+    )
     every = {x.name: x for x in levers(tuned, Scene.of(tuned))}
     batch, choice = work.batch(), tuned.best.chosen
     longest = np.argsort(-batch.responses, kind="stable")
     dealt = batch.take(np.append(longest[::2], longest[1::2]))
-    after = simulate(choice.setup, dealt, tuned.best.problem.profile).rollout.makespan_s
+    after = simulate(choice.setup, dealt, tuned.best.profile).rollout.makespan_s
     assert every["order: long responses first"].after_s == pytest.approx(after)
 
 
@@ -232,9 +237,9 @@ def test_drafts_are_weighed_with_an_acceptance(tuned: Tuned) -> None:
     assert not any("speculative" in lever.name for lever in without.levers)
     assert any("type --acceptance" in sentence for sentence in without.sentences)
     drafts = Speculation(0.7, 2, "mtp")
-    answer, choice = Answer.of(tuned, drafts), tuned.best.chosen
+    answer, choice = Answer.of(replace(tuned, request=replace(tuned.request, speculation=drafts))), tuned.best.chosen
     (lever,) = [lever for lever in answer.levers if "speculative" in lever.name]
-    rollout = speculated(choice.setup, tuned.best.problem.batch, tuned.best.problem.profile, drafts)
+    rollout = speculated(choice.setup, tuned.request.batch, tuned.best.profile, drafts)
     assert lever.after_s == rollout.makespan_s
     assert lever.mismatch == "nothing"
     assert not lever.measured
@@ -267,15 +272,15 @@ def test_the_answer_separates_what_changes_nothing(tuned: Tuned, found: dict[str
     told = json.loads(json.dumps(answer.to_dict()))
     assert told["before_s"] == tuned.base.chosen.seconds
     assert told["levers"][0]["lever"] == answer.levers[0].name
-    alone = tuned.best.problem.batch.take([int(tuned.best.problem.batch.responses.argmax())])
+    alone = tuned.request.batch.take([int(tuned.request.batch.responses.argmax())])
     choice = tuned.best.chosen
-    floor = simulate(choice.setup, alone, tuned.best.problem.profile).rollout.makespan_s
+    floor = simulate(choice.setup, alone, tuned.best.profile).rollout.makespan_s
     assert f"{alone.responses[0]:,} tokens take {floor:.3g} s even alone" in answer.floor
 
 
 def test_the_waterfall_goes_from_bf16_over_each_change_to_the_datasheet() -> None:
     work = Workload(64, 16, Fixed(16), Fixed(512))
-    tuned = search("Qwen/Qwen3-8B", "h200", work, host_loop_s=2.6e-4, engine_version="0.26.0")
+    tuned = search(TuneRequest("Qwen/Qwen3-8B", "h200", work, host_loop_s=2.6e-4, engine_version="0.26.0"))
     fall = Answer.of(tuned).waterfall
     before, after = tuned.base.plan, tuned.best.plan
     assert (before.select().precision, after.select().precision) == ("fp8_block", "fp8_block+fp8_kv")
@@ -283,7 +288,7 @@ def test_the_waterfall_goes_from_bf16_over_each_change_to_the_datasheet() -> Non
     assert fall.before == ("before: bf16", bf16.makespan_s, bf16.makespan_low_s, bf16.makespan_high_s)
     limits = replace(before.limits, max_cudagraph_capture_size=1024)
     known = {"limits": limits, "precisions": ["fp8_block"], "host_loop_s": 2.6e-4, "engine_version": "0.26.0"}
-    graphs = predict("Qwen/Qwen3-8B", "h200", work, **known).chosen.timed.makespan_s
+    graphs = predict(PlanRequest("Qwen/Qwen3-8B", "h200", work, **known)).chosen.timed.makespan_s
     end = after.select().makespan_s
     steps = {
         "fp8_block": before.select().makespan_s,
@@ -320,5 +325,5 @@ def test_a_limit_that_needs_the_next_one_shares_its_level(tuned: Tuned) -> None:
 )  # fmt: skip
 def test_the_sentence_on_the_limit(model: str, work: Workload, limits: dict[str, Any], words: str) -> None:
     given = EngineLimits(**limits) if limits else None
-    answer = Answer.of(search(model, "h200", work, limits=given, precisions=["bf16"]))
+    answer = Answer.of(search(TuneRequest(model, "h200", work, limits=given, precisions=["bf16"])))
     assert answer.limited_by.startswith(words)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan
@@ -20,6 +19,8 @@ from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import schedule_with, simulate, step_batch
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
+from fp8plan.model.tune.request import TuneRequest
+from fp8plan.model.tune.search import search
 from fp8plan.model.tune.speculation import (
     METHODS,
     NGRAM_ON_GPU,
@@ -272,10 +273,13 @@ def test_other_values_are_errors(arguments: tuple[Any, ...], words: str) -> None
 
 
 def test_what_cannot_be_weighed_is_an_error() -> None:
-    shape = ModelShape.from_hf(MODEL)
-    assert speculation_of(shape, None) is None
-    assert speculation_of(shape, 0.5, tokens=2) == Speculation(0.5, 2)
+    assert speculation_of() is None
+    assert speculation_of(0.5, tokens=2) == Speculation(0.5, 2)
     with pytest.raises(ConfigError, match=r"give --acceptance 0\.6"):
-        speculation_of(shape, None, tokens=2)
+        speculation_of(tokens=2)
     with pytest.raises(ConfigError, match="recurrent layers keep a state for each draft"):
-        speculation_of(ModelShape.from_hf("Qwen/Qwen3-Next-80B-A3B-Instruct"), 0.5)
+        search(
+            TuneRequest(
+                "Qwen/Qwen3-Next-80B-A3B-Instruct", "h200", Workload(2, 2, 16, 32), speculation=Speculation(0.5)
+            )
+        )

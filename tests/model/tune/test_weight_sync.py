@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fp8plan.model.plan.planner import predict
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.tune.answer import Answer
+from fp8plan.model.tune.request import TuneRequest
 from fp8plan.model.tune.scene import Lever, Scene
 from fp8plan.model.tune.search import Tuned, search
 from fp8plan.model.tune.weight_sync import USUAL_RATE, sync_levers
@@ -22,7 +24,7 @@ TIMES = StepTimes(train_s=52, logprob_s=14)
 
 
 def tuned(precision: str = "fp8_block", link: str = "1Gb/s", **options: object) -> Tuned:
-    return search(MODEL, "h200", WORK, trainer=TIMES, link=link, precisions=[precision], **options)  # type: ignore[arg-type]
+    return search(TuneRequest(MODEL, "h200", WORK, trainer=TIMES, link=link, precisions=[precision], **options))  # type: ignore[arg-type]
 
 
 def levers_of(made: Tuned) -> dict[str, Lever]:
@@ -36,7 +38,7 @@ def test_a_delta_is_worth_what_a_plan_with_a_learning_rate_saves(precision: str)
     assert set(every) == {"delta sync"} | ({"dense FP8 sync"} if precision == "fp8_block" else set())
     limits = made.best.chosen.setup.limits
     options = {"limits": limits, "trainer": TIMES, "link": "1Gb/s", "precisions": [precision]}
-    planned = predict(MODEL, "h200", WORK, learning_rate=USUAL_RATE, **options)  # type: ignore[arg-type]
+    planned = predict(PlanRequest(MODEL, "h200", WORK, learning_rate=USUAL_RATE, **options))  # type: ignore[arg-type]
     delta = every["delta sync"]
     assert delta.before_s == pytest.approx(made.best.chosen.step_s)
     assert delta.after_s == pytest.approx(planned.chosen.step_s)
@@ -83,6 +85,6 @@ def test_a_sync_that_does_not_count_is_no_lever_and_without_a_step_there_is_none
     answer = Answer.of(tuned(link="400Gb/s"))
     assert not any(lever.name.endswith(" sync") for lever in answer.levers)
     assert not any("weight sync takes" in sentence for sentence in answer.sentences)
-    alone = search(MODEL, "h200", WORK, link="1Gb/s", learning_rate=1e-6)
+    alone = search(TuneRequest(MODEL, "h200", WORK, link="1Gb/s", learning_rate=1e-6))
     assert levers_of(alone) == {}
-    assert levers_of(replace(alone, best=replace(alone.best, problem=replace(alone.best.problem, sync=None)))) == {}
+    assert levers_of(replace(alone, request=replace(alone.request, link=None, learning_rate=None))) == {}

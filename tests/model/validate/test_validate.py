@@ -13,6 +13,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import predict
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import ROUTING, Validation, validate
 from fp8plan.model.workload import LogNormal, Workload
@@ -55,7 +56,9 @@ def test_a_record_predicts_what_the_planner_predicts(
     """The same rollout on either way: kv_cache_tokens counts vLLM's null block, num_gpu_blocks does not."""
     limits = EngineLimits(num_gpu_blocks=None if pool is None else pool // 16 - 1)
     prediction = predict(
-        MODEL, "h200", WORK, limits=limits, precisions=[precision], host_loop_s=loop, engine_version=VERSION
+        PlanRequest(
+            MODEL, "h200", WORK, limits=limits, precisions=[precision], host_loop_s=loop, engine_version=VERSION
+        )
     )
     choice = prediction.plan.choices[0]
     (row,) = validated(tmp_path, {"precision": precision, "kv_cache_tokens": pool, "host_loop_s": loop}).records
@@ -201,7 +204,7 @@ def test_speedups_are_in_points_against_the_median_bf16_record(tmp_path: Path) -
 
 def test_a_predicted_speedup_has_its_interval_which_is_the_planners(tmp_path: Path) -> None:
     rows = validated(tmp_path, {}, {"precision": "fp8_kv"}, {"precision": "fp8_block+fp8_kv"}, {})
-    plan = predict(MODEL, "h200", WORK, engine_version=VERSION).plan
+    plan = predict(PlanRequest(MODEL, "h200", WORK, engine_version=VERSION)).plan
     gains = rows.groups[0]["speedups"]
     assert [gain["precision"] for gain in gains] == ["fp8_kv", "fp8_block+fp8_kv"]
     for gain in gains:
