@@ -21,6 +21,7 @@ class FakeReplica:
         self.number = number
         self.weights: dict[str, Any] = {"w": 0.0, "v": 0.0}
         self.scales: dict[str, list[float]] = {"layer": [1.0, 1.0, 1.0]}
+        self.scales_before = self.scales
         self.copy: dict[str, Any] | None = None
         self.is_open = False
         self.heard: list[Any] = []
@@ -64,7 +65,7 @@ class FakeReplica:
 
     def begin(self, number: int, samples: int, version: int, keep: str | None, *_: Any) -> None:
         self.copy = None if keep is None else dict(self.weights)
-        self.is_open = True
+        self.is_open, self.scales_before = True, self.scales
 
     def finish(self, patches: int) -> dict[str, Any]:
         done: dict[str, Any] = {
@@ -75,7 +76,7 @@ class FakeReplica:
             "layers": {},
             "rounded": [],
         }
-        return done | {"check": {"differ": [], "compared": 2, "weight_error": None, "seconds": 0.0}}
+        return done | {"check": {"compared": 2, "weight_error": None, "seconds": 0.0}}
 
     def record_amax(self, on: bool) -> dict[str, list[float]] | None:
         return None if on else {"layer": [1.0 + self.number, 2.0, 3.0 - self.number]}
@@ -86,8 +87,10 @@ class FakeReplica:
     def commit(self, stamp: str) -> None:
         self.is_open = False
 
-    def abort(self) -> bool:
+    def abort(self, why: str) -> bool:
         was_open, self.is_open = self.is_open, False
+        if was_open:
+            self.scales = self.scales_before
         if self.copy is not None and was_open:
             self.weights = self.copy
         return self.copy is not None and was_open

@@ -78,7 +78,7 @@ def observe_engine(engine: AnyEngine, ask: Ask, request: Request) -> Observed:
         requests=None if last is None else len(last.response_lengths),
         since="the last rollout began",
         version=state.version,
-        refusal="it has died" if state.dead else state.refusal,
+        refusal=state.refusal,
         **fields,
         unseen=notes.unseen,
     )

@@ -20,6 +20,7 @@ from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.interrupts import LAST_WORDS_S, PATIENCE_S, WATCH_S, in_thread, started_apart
 from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings
+from fp8plan.runtime.weight_sync.transitions import Event
 
 if TYPE_CHECKING:
     from fp8plan.model.setup import EngineSetup
@@ -97,7 +98,7 @@ class AsyncRolloutEngine(
 
     def shutdown(self) -> None:
         """Stop the engine's process, for good: every later call raises LostEngineError."""
-        self.state.shut_down = True
+        self.state.note(Event.CLOSE)
         self._judge.close()
         self._stop()
 

@@ -38,6 +38,7 @@ from fp8plan.runtime.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.weight_sync.procedure import learn_quantised, replace_weights
 from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc
+from fp8plan.runtime.weight_sync.transitions import Event
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -164,7 +165,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
     @property
     def serving(self) -> bool:
         """Return whether rollouts may use the weights now."""
-        return self.state.refusal is None and not self.state.dead and not self.state.shut_down
+        return self.state.refusal is None
 
     def _busy(self) -> int:
         """Return the number of unfinished requests. Raises LostEngineError after shutdown."""
@@ -259,14 +260,13 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
     def _restart(self) -> Procedure:
         """Start the engine anew from the present `launch`. It counts as dead until the whole start has succeeded."""
         state = self.state
-        state.dead = True
-        state.refusal = "the engine was started again, with the weights of its checkpoint"
+        state.note(Event.DIE)
         state.prepared.clear()
         state.quantised, state.fp8_kv = None, self.launch.fp8_kv
         state.asleep, state.soiled = frozenset(), False
         yield Call("restart")
         yield from self._opening()
-        state.dead = False
+        state.note(Event.START)
 
     def _calibration(self, amax: Any, prompts: Prompts | None) -> tuple[Any, str]:
         """Return the prompts to calibrate KV scales on, and where they come from.
@@ -332,16 +332,17 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
             refuse_asleep(state, kv_amax, None)
             prompts, where = self._calibration(kv_amax, kv_prompts)
             refuse_calibration(state, kv_amax, prompts)
-            before, state.refusal = state.refusal, "the KV scales were being changed, and that has not ended"
+            state.note(Event.BEGIN, "the KV scales were being changed, and that has not ended")
+            state.note(Event.WRITE)
             try:
                 used = yield from kv_scales(state, kv_amax, prompts, where)
                 yield Call("reset")  # the cached blocks were written with other scales
             except BaseException:
                 yield from self._rescale()
                 yield Call("reset")
-                state.refusal = before
+                state.note(Event.RESTORE)
                 raise
-            state.refusal = before
+            state.note(Event.RESTORE)
         return used
 
     def _advised(self, verdict: Verdict | Action | None, escalate: Escalation | None) -> Action:

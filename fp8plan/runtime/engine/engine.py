@@ -29,6 +29,7 @@ from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.interrupts import Held, let_in, released, started_apart, watched
 from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings, driven
+from fp8plan.runtime.weight_sync.transitions import Event
 
 if TYPE_CHECKING:
     from fp8plan.model.setup import EngineSetup
@@ -125,7 +126,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
     def shutdown(self) -> None:
         """Stop the engine and free its memory, for good: every later call raises LostEngineError."""
         with Held(self._give_up):
-            self.state.shut_down = True
+            self.state.note(Event.CLOSE)
             self._judge.close()
             self._stop()
 
@@ -206,16 +207,16 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
             return
         core = self.llm.llm_engine
         if self._half_done and self.mode == "inprocess":
-            self._half_done, self.state.dead = False, True
+            self._half_done = False
+            self.state.note(Event.DIE)
             return
         request_ids = [*core.output_processor.parent_requests, *core.output_processor.request_states]
         try:
             self._alive(lambda: core.abort_request(request_ids, internal=True))
             self._reset_prefix_cache()
         except Exception as second:
-            self.state.refusal = (
-                f"a generate was broken off ({str(error) or type(error).__name__}), and is not over: {second}"
-            )
+            why = f"a generate was broken off ({str(error) or type(error).__name__}), and is not over: {second}"
+            self.state.note(Event.REFUSE, why)
 
     def _alive(self, act: Callable[[], Answer]) -> Answer:
         """Return what `act` returns. Raises NotServingError if the engine dies of it, or if there is none."""

@@ -16,6 +16,7 @@ from fp8plan.runtime.engine.base import Done, EngineBase, LiveScales, Made, Repl
 from fp8plan.runtime.engine.judge import Judge
 from fp8plan.runtime.weight_sync.procedure import clean
 from fp8plan.runtime.weight_sync.state import Call, Procedure
+from fp8plan.runtime.weight_sync.transitions import DIED, Event
 
 if TYPE_CHECKING:
     from fp8plan.runtime.guard.guard import Verdict
@@ -127,8 +128,8 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
 
     def _died(self) -> NotServingError:
         """Note that the engine is dead, and return the error that says so."""
-        self.state.dead = True
-        return NotServingError("the engine has died; the next sync_weights starts it again")
+        self.state.note(Event.DIE)
+        return NotServingError(DIED)
 
     @contextmanager
     def _noticing_death(self) -> Iterator[None]:
@@ -158,7 +159,7 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
 
     def _give_up(self) -> None:
         """Kill the engine, because it takes too long; the next sync starts another."""
-        self.state.dead = True
+        self.state.note(Event.DIE)
         if self.mode == "multiprocess" and self.llm is not None:
             for process in self._front.engine_core.resources.engine_manager.processes:
                 process.kill()

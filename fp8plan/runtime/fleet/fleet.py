@@ -35,6 +35,7 @@ from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.procedure import replace_weights
 from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncReport, SyncSettings, SyncState, driven, rpc
+from fp8plan.runtime.weight_sync.transitions import Event
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -274,7 +275,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
 
     def shutdown(self) -> None:
         """Stop all replicas and give their places back, for good: every later call raises LostEngineError."""
-        self.state.shut_down = True
+        self.state.note(Event.CLOSE)
         self._members.close()
         self._kept = None
 
@@ -371,7 +372,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
 
     def _count_dead(self) -> None:
         if not self._members.living:
-            self.state.dead = True
+            self.state.note(Event.DIE)
 
     def _held(self) -> tuple[Iterable[Any], Manifest, str | None] | None:
         """Return the weights that serve: pairs, manifest and stamp; None if they are kept nowhere."""

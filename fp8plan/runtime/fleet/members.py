@@ -19,6 +19,7 @@ from fp8plan.runtime.guard.fallback import DEPTH, Action, GuardSettings, GuardSt
 from fp8plan.runtime.guard.guard import in_effect
 from fp8plan.runtime.weight_sync.state import Call, SyncSettings
 from fp8plan.runtime.weight_sync.stream import Channel
+from fp8plan.runtime.weight_sync.transitions import Event
 
 
 class _Broken(Exception):
@@ -26,7 +27,7 @@ class _Broken(Exception):
 
 
 class Replica:
-    """A RolloutEngine in the process of a Ray actor. The fleet keeps the state of its weights; its own never changes.
+    """A RolloutEngine in the process of a Ray actor. The fleet keeps the state of its weights.
 
     It is made and then started, because an error in an actor's __init__ would lose its type.
     """
@@ -45,9 +46,11 @@ class Replica:
         """Do a Call."""
         self._close()
         reply = self._engine.answer(call)
-        if call == Call("rpc", ("fp8plan_commit", ())):  # a sync also clears the rest of a broken-off generate
-            self._engine.state.refusal = None
-            self._engine.state.version += 1  # the next rollout is the first on new weights
+        if call.what == "rpc" and call.arguments[0] == "fp8plan_commit":
+            state = self._engine.state
+            for event in (Event.BEGIN, Event.CHECK, Event.SERVE):  # also after a generate that was broken off
+                state.note(event)
+            state.version += 1  # the next rollout is the first on new weights
         return reply
 
     def load(self, method: str, numbers: Sequence[int], parts: Sequence[Packed]) -> Any:

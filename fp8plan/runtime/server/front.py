@@ -40,6 +40,7 @@ from fp8plan.runtime.weight_sync.kv_calibration import (
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.weight_sync.procedure import clean
 from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncSettings, SyncState, rpc
+from fp8plan.runtime.weight_sync.transitions import UNDER_WAY, Event, State
 from fp8plan.runtime.worker.facts import preset_of
 from fp8plan.version import __version__
 
@@ -86,7 +87,6 @@ class Front:
         self.serve_s = 0.0  # seconds of the last measurement of KV scales, with the reset of the prefix cache
         there = [name for name in self.wrapped_if_there if hasattr(engine, name)]
         self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in (*self.wrapped, *there)}
-        self._updating = False
         self._changed = asyncio.Condition()  # notified when the permission to generate changes
         self._measuring = False
         self._entering = 0  # number of requests that may generate and have no output so far
@@ -105,6 +105,8 @@ class Front:
             front.state.kv_fixed = has_fixed_scales(front.facts)
             answers = await front._drive(rpc("fp8plan_kv_scales"))
             front.state.kv_scales = {layer: [parts[p] for p in PARTS] for layer, parts in answers[0].items()}
+        front._note(Event.BEGIN)  # the checkpoint's weights have come already
+        front._note(Event.CHECK)
         await front._serve()
         await front.status()
         forgetting_unsent(engine)
@@ -170,9 +172,13 @@ class Front:
     @property
     def refusal(self) -> str | None:
         """The reason why the weights must not be used now, as far as this process knows; None if they may."""
-        if self.engine.errored:
-            return DEAD
-        return "an update of the weights is under way" if self._updating else self.state.refusal
+        return DEAD if self.engine.errored or self.state.dead else self.state.refusal
+
+    @property
+    def _updating(self) -> bool:
+        """Whether an update is open. One that only waits for parts that sleep forbids nothing but requests."""
+        weights = self.state.weights
+        return weights.is_open and not (weights.state is State.CHECKED and self.state.asleep)
 
     def open_update(self) -> dict[str, float] | None:
         """Return the status's `open_update`."""
@@ -210,9 +216,9 @@ class Front:
         """Resume after a pause. Raises UpdateError while an update is open, and if kept requests would go on with
         weights that must not be used."""
         self._refuse_open("resume")
-        if self.state.refusal is not None and self._unfinished():
+        if self.refusal is not None and self._unfinished():
             raise UpdateError(
-                f"{self.state.refusal}; {self._unfinished()} requests that were kept would go on with such weights: "
+                f"{self.refusal}; {self._unfinished()} requests that were kept would go on with such weights: "
                 "make a complete update before, or abort them (POST /abort_requests)"
             )
         await self._own["resume_generation"]()
@@ -222,7 +228,7 @@ class Front:
         open."""
         self._refuse_open("sleep")
         if level > 1:
-            self.state.refusal = "the engine slept at level 2, which drops its weights"
+            self.state.note(Event.REFUSE, "the engine slept at level 2, which drops its weights")
         if level > 0:  # level 0 only pauses
             self.state.asleep = frozenset(TAGS)
         await self._own["sleep"](level, *args, **kwargs)
@@ -274,9 +280,9 @@ class Front:
             while self._measuring or (self._updating and await self.engine.is_paused()):
                 await while_alive(self.engine, self._changed.wait())
         if self._updating:
-            raise UpdateError("an update of the weights is under way; pause generation before it, or wait")
-        if self.state.refusal is not None:
-            raise UpdateError(f"{self.state.refusal}; the server generates again after a complete update")
+            raise UpdateError(f"{UNDER_WAY}; pause generation before it, or wait")
+        if self.refusal is not None:
+            raise UpdateError(f"{self.refusal}; the server generates again after a complete update")
 
     async def _refuse_running(self, how: str) -> None:
         """Raise UpdateError while requests run, unless generation is paused. how: advice for the error
@@ -302,11 +308,16 @@ class Front:
                 f"/finish_weight_update before you {what}"
             )
 
-    async def _let(self, **flags: bool) -> None:
-        """Set flags of the permission to generate, and wake up the requests that wait."""
+    def _note(self, event: Event, why: str | None = None) -> None:
+        """Note what has happened to the weights. Raises UpdateError for an event that cannot happen now."""
+        try:
+            self.state.note(event, why)
+        except SyncError as error:
+            raise UpdateError(str(error)) from error
+
+    async def _changes(self) -> None:
+        """Let the requests that wait look at the permission to generate again."""
         async with self._changed:
-            for name, value in flags.items():
-                setattr(self, f"_{name}", value)
             self._changed.notify_all()
 
     def _unfinished(self) -> int:
@@ -317,29 +328,29 @@ class Front:
         return int(self.engine.output_processor.get_num_unfinished_requests())
 
     async def _serve(self) -> None:
-        """Let the workers' weights serve: measure KV scales, empty the prefix cache. While a pause keeps requests,
+        """Let checked weights serve: measure KV scales, empty the prefix cache. While a pause keeps requests,
         it does neither, as their keys and values are or will be in the cache.
         """
         self.serve_s, begun = 0.0, time.perf_counter()
         if self._unfinished():
             self.kv_source = self._kept_scales()
-            self.state.refusal = None
+            self._note(Event.SERVE)
             return
         try:
             async with self._holding(), self._pause_lifted():
                 await self._drive(self._measured())
-                self._updating = False  # so that requests that waited are let in
         finally:
             self.serve_s = time.perf_counter() - begun
 
     @asynccontextmanager
     async def _holding(self) -> AsyncGenerator[None]:
         """Let new requests wait."""
-        await self._let(measuring=True)
+        self._measuring = True
         try:
             yield
         finally:
-            await self._let(measuring=False)
+            self._measuring = False
+            await self._changes()
 
     @asynccontextmanager
     async def _pause_lifted(self) -> AsyncGenerator[None]:
@@ -370,27 +381,31 @@ class Front:
         try:
             self.kv_source = yield from kv_scales(state, None, *self._prompts())
         except Exception as error:
-            state.refusal = f"the KV scales could not be measured: {error}"
-            raise
+            raise ConfigError(f"the KV scales could not be measured: {error}") from error
         yield Call("reset")
-        state.soiled, state.refusal, self.sampling = False, None, None
+        state.note(Event.SERVE)
+        state.soiled, self.sampling = False, None
 
     async def _failed(self, error: Exception) -> UpdateError:
-        """Note a failed update, and let requests in. Return the error to raise."""
-        failure = await self._failing(error)
-        await self._let(updating=False)
-        return failure
+        """End the open update, and let requests look again. Return the error to raise."""
+        await self._end(_said(error))
+        await self._changes()
+        return self._failing(error)
 
-    async def _failing(self, error: Exception) -> UpdateError:
-        """Note a failure. Return the error to raise, whose text says which weights serve."""
-        text = text_of(error) if isinstance(error, (LookupError, TypeError, AttributeError)) else str(error)
+    async def _end(self, why: str) -> None:
+        """End the open update in all workers. Those that have written nothing have the old weights."""
+        why, restored = f"the update of the weights failed: {why}", False
         with suppress(Exception):
-            for answer in await self._drive(rpc("fp8plan_status")):
-                self.state.refusal = self.state.refusal or answer["refusal"]
+            restored = all(await self._drive(rpc("fp8plan_abort", why)))
+        self._note(Event.RESTORE if restored else Event.END, why)
+
+    def _failing(self, error: Exception) -> UpdateError:
+        """Note a failure. Return the error to raise, whose text says which weights serve."""
+        text = _said(error)
         if self.engine.errored:
             self.failure = f"{text}; {DEAD}"
             return UpdateError(self.failure)
-        serves = "the old weights serve" if self.state.refusal is None else "the server refuses to generate"
+        serves = "the old weights serve" if self.refusal is None else "the server refuses to generate"
         self.failure = text
         return error if isinstance(error, UpdateError) else UpdateError(f"{text}; {serves} until a complete update")
 
@@ -410,3 +425,8 @@ class Front:
             return await asyncio.gather(*[finished(self._own["generate"], prompt, params) for prompt in prompts])
         method, arguments = call.arguments
         return await self.engine.collective_rpc(method, args=arguments)
+
+
+def _said(error: Exception) -> str:
+    """Return an error's text, with its kind where the text alone says little."""
+    return text_of(error) if isinstance(error, (LookupError, TypeError, AttributeError)) else str(error)

@@ -92,7 +92,6 @@ def kv_scales(
     if not state.fp8_kv:
         return None
     if state.kv_fixed:
-        yield from rpc("fp8plan_set_kv_scales", state.kv_scales)  # a reload has set them to 1.0
         if known is None:
             seen = (yield from _recorded(prompts or ())) if amax is None else amax
             state.kv_clipped = beyond(seen, state.kv_scales or {})

@@ -16,6 +16,7 @@ from fp8plan.runtime.interrupts import let_in, released
 from fp8plan.runtime.weight_sync.delta.base import Base
 from fp8plan.runtime.weight_sync.kv_scales import MARGIN, Scales
 from fp8plan.runtime.weight_sync.manifest import FORMATS, Manifest
+from fp8plan.runtime.weight_sync.transitions import Event, State, Weights, after
 
 
 class Call(NamedTuple):
@@ -125,13 +126,11 @@ class Checked(NamedTuple):
 
 @dataclass(slots=True)
 class SyncState:
-    """The state of an engine's weights between two syncs.
+    """An engine's weights, and what a sync must know of the engine.
 
     staged_on:  device of the memory that tensors go through to another process; None: the engine is in this one
     workers:    number of vLLM's workers, which open that memory
-    refusal:    why the engine must not generate; None while it serves
-    dead:       True once the engine has died; the next sync starts it again
-    shut_down:  True once its owner has shut it down, for good
+    weights:    whether they serve, and how far a sync has come
     running:    True while a sync, a calibration or a step down is under way
     generating: calls of generate under way
     asleep:     vLLM's tags that sleep: "weights", "kv_cache"
@@ -155,9 +154,7 @@ class SyncState:
     staged_on: str | None
     fp8_kv: bool
     workers: int = 1
-    refusal: str | None = None
-    dead: bool = False
-    shut_down: bool = False
+    weights: Weights = field(default_factory=Weights)
     running: bool = False
     generating: int = 0
     asleep: frozenset[str] = frozenset()
@@ -177,6 +174,25 @@ class SyncState:
     wide: frozenset[str] = frozenset()
     said_rounded: bool = False
     lock: Lock = field(default_factory=Lock)
+
+    def note(self, event: Event, why: str | None = None) -> None:
+        """Note what has happened to the weights. Raises as `transitions.after` does."""
+        self.weights = after(self.weights, event, why)
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason why the engine must not generate; None while it serves."""
+        return self.weights.why
+
+    @property
+    def dead(self) -> bool:
+        """Whether the engine has died, so that the next sync starts it again."""
+        return self.weights.state is State.DEAD
+
+    @property
+    def shut_down(self) -> bool:
+        """Whether its owner has shut it down, for good."""
+        return self.weights.state is State.CLOSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +214,7 @@ class SyncReport:
     in_place, reloaded: modules written directly, and by vLLM's layerwise reload
     why_reloaded: kind of module -> why vLLM must load it
     ignored:      tensors that vLLM leaves out (a tied lm_head)
-    compared:     sampled tensors written in place that equal the sent ones (Samples in runtime.worker.live_weights); 0
+    compared:     sampled tensors written in place that equal the sent ones (Samples in runtime.worker.comparison); 0
                   if vLLM reloads all
     weight_error: RMS error of the sampled quantised weights, a fraction: 2.6% for Gaussian ones; reported, not judged
     kv_scales:    layer -> scales of q, k, v; None with a BF16 KV cache

@@ -106,7 +106,7 @@ def test_a_process_killed_during_a_sync_is_healed_by_the_next(subject: Subject, 
     assert not engine.serving
     assert staged
     assert not [path for path in staged if path.exists()]
-    with pytest.raises(NotServingError, match="the engine has died; call sync_weights with all weights"):
+    with pytest.raises(NotServingError, match="the engine has died; the next sync_weights starts it again"):
         generate(engine)
     with pytest.raises(SyncError, match="the manifest is empty"):
         engine.sync_weights({})  # it starts, with the weights of its checkpoint, which are nobody's policy
@@ -173,7 +173,7 @@ def test_who_presses_ctrl_c_twice_gets_out_of_a_call_that_hangs(subject: Subject
         generate(engine)
     assert 2.0 <= time.monotonic() - begun < 15.0
     assert not engine.serving
-    with pytest.raises(NotServingError, match="the engine has died; call sync_weights with all weights"):
+    with pytest.raises(NotServingError, match="the engine has died; the next sync_weights starts it again"):
         generate(engine)
     in_time(lambda: engine.sync_weights(weights(kind, "b"), kv_prompts=CALIBRATION), START)
     assert generate(engine) == references["b"]

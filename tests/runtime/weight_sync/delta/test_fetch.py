@@ -24,6 +24,7 @@ from fp8plan.runtime.weight_sync.delta import files as store_files
 from fp8plan.runtime.weight_sync.delta.listing import HELD, Store
 from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
 from fp8plan.runtime.weight_sync.state import Call
+from fp8plan.runtime.weight_sync.transitions import Event
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +164,8 @@ def test_an_engine_that_was_shut_down_meanwhile_has_no_more_copied(
     fetch = Store.fetch
 
     def stopped(self: Store, names: Any, folder: str) -> Any:
-        engine.state.shut_down, engine.serving, engine.busy = True, False, True
+        engine.state.note(Event.CLOSE)
+        engine.serving, engine.busy = False, True
         return fetch(self, names, folder)
 
     monkeypatch.setattr(Store, "fetch", stopped)
