@@ -243,6 +243,26 @@ def test_whoever_waits_for_an_engine_that_dies_gets_an_error(call: str) -> None:
     asyncio.run(asyncio.wait_for(meeting(), 30))
 
 
+@pytest.mark.parametrize(
+    "events", [(), (Event.BEGIN,), (Event.BEGIN, Event.WRITE), (Event.BEGIN, Event.CHECK)], ids=len
+)
+@pytest.mark.parametrize("ends", [False, True])
+def test_in_no_state_does_a_server_whose_engine_was_killed_let_a_request_in(
+    events: tuple[Event, ...], ends: bool
+) -> None:
+    async def meeting() -> None:
+        front = LifecycleFront(engine := Engine())
+        for event in (*events, Event.END) if ends else events:
+            front.state.note(event)
+        engine.errored = True
+        with pytest.raises(UpdateError):
+            await anext(front.generate("a prompt"))
+        assert front.refusal == "the engine's process has ended; start the server again"
+        assert not front.serving
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
 def test_requests_that_wait_for_an_update_do_not_outlive_the_engine() -> None:
     async def meeting() -> None:
         async def paused() -> bool:
