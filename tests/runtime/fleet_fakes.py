@@ -9,7 +9,8 @@ from typing import Any
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.fleet.fleet import RolloutFleet
 from fp8plan.runtime.fleet.sync import unpacked
-from fp8plan.runtime.weight_sync.state import Call, SyncSettings
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Rpc, Score
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 MANIFEST = [["w", "bfloat16", [2]], ["v", "bfloat16", [2]]]
 
@@ -28,11 +29,11 @@ class FakeReplica:
         self.rung: Any = None
 
     def answer(self, call: Call) -> Any:
-        if call.what == "score":
+        if isinstance(call, Score):
             return [[]]
-        if call.what != "rpc":
-            return list(call.arguments[0]) if call.what == "generate" else None
-        method, arguments = call.arguments
+        if not isinstance(call, Rpc):
+            return list(call.prompts) if isinstance(call, Generate) else None
+        method, arguments = str(call.method), call.arguments
         self.heard.append((method, arguments))
         return [{"ok": getattr(self, method.removeprefix("fp8plan_"), lambda *_: None)(*arguments)}]
 
@@ -141,7 +142,7 @@ class FakeMembers:
             fault = self.faults.get((call, number))
             if number not in self.living:
                 continue
-            if fault == "refuses" and (method == "load" or given[0].what == "rpc"):
+            if fault == "refuses" and (method == "load" or isinstance(given[0], Rpc)):
                 found[number] = [{"error": "it says no"}]
             elif fault == "dies":
                 found[number] = self

@@ -17,8 +17,7 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.model.cost.gemm import rows_of_every_kernel
 from fp8plan.model.setup import EngineSetup
-from fp8plan.runtime.weight_sync.state import SyncState
-from fp8plan.runtime.weight_sync.transitions import SHUT_DOWN, Event
+from fp8plan.runtime.weight_sync.state import SHUT_DOWN, Event, SyncState
 
 TAGS: Final = ("weights", "kv_cache")  # the parts that vLLM puts to sleep
 

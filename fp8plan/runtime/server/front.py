@@ -30,6 +30,7 @@ from fp8plan.runtime.mismatch.sampling import RAW, Sampling
 from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.rollout import finished
 from fp8plan.runtime.tokens import refuse_prompts
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Method, Procedure, Reset, Rpc, rpc
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,
@@ -39,8 +40,8 @@ from fp8plan.runtime.weight_sync.kv_calibration import (
 )
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.weight_sync.procedure import clean
-from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncSettings, SyncState, rpc
-from fp8plan.runtime.weight_sync.transitions import UNDER_WAY, Event, State
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import UNDER_WAY, Event, State, SyncState
 from fp8plan.runtime.worker.facts import preset_of
 from fp8plan.version import __version__
 
@@ -69,7 +70,7 @@ class Front:
 
     wrapped: ClassVar[tuple[str, ...]] = ("generate", "pause_generation", "resume_generation", "sleep", "wake_up")
     wrapped_if_there: ClassVar = ("release_kv_cache_memory",)  # 0.32 has it
-    asks_facts: ClassVar[str] = "fp8plan_facts"  # name of the workers' method
+    asks_facts: ClassVar[Method] = "fp8plan_facts"  # name of the workers' method
 
     def __init__(self, engine: Any) -> None:
         config = engine.vllm_config
@@ -100,10 +101,10 @@ class Front:
         """Wrap an AsyncLLM that has just started. Raises as `has_fixed_scales` does."""
         answered_or_dead(engine)
         front = cls(engine)
-        front.facts = (await front._drive(rpc(cls.asks_facts)))[0]
+        front.facts = (await front.drive(rpc(cls.asks_facts)))[0]
         if front.state.fp8_kv:
             front.state.kv_fixed = has_fixed_scales(front.facts)
-            answers = await front._drive(rpc("fp8plan_kv_scales"))
+            answers = await front.drive(rpc("fp8plan_kv_scales"))
             front.state.kv_scales = {layer: [parts[p] for p in PARTS] for layer, parts in answers[0].items()}
         front._note(Event.BEGIN)  # the checkpoint's weights have come already
         front._note(Event.CHECK)
@@ -247,16 +248,16 @@ class Front:
         self.state.asleep -= frozenset(TAGS if tags is None else tags)
         if tags is None or "kv_cache" in tags:
             self.state.soiled = True
-            await self._drive(clean(self.state))
+            await self.drive(clean(self.state))
         if self.state.kv_scales is not None:
-            await self._drive(rpc("fp8plan_set_kv_scales", self.state.kv_scales))
+            await self.drive(rpc("fp8plan_set_kv_scales", self.state.kv_scales))
         return answer
 
     # ------------------------------------------------------------------------------------ helpers
 
     async def _ask(self) -> dict[str, Any]:
         """Return the workers' status of their weights, the client's name of these, and whether a pause holds."""
-        worker = (await self._drive(rpc("fp8plan_status")))[0]
+        worker = (await self.drive(rpc("fp8plan_status")))[0]
         named = await self.engine.get_weight_version()
         return {"worker": worker, "named": named, "paused": await self.engine.is_paused()}
 
@@ -338,7 +339,7 @@ class Front:
             return
         try:
             async with self._holding(), self._pause_lifted():
-                await self._drive(self._measured())
+                await self.drive(self._measured())
         finally:
             self.serve_s = time.perf_counter() - begun
 
@@ -382,7 +383,7 @@ class Front:
             self.kv_source = yield from kv_scales(state, None, *self._prompts())
         except Exception as error:
             raise ConfigError(f"the KV scales could not be measured: {error}") from error
-        yield Call("reset")
+        yield Reset()
         state.note(Event.SERVE)
         state.soiled, self.sampling = False, None
 
@@ -396,7 +397,7 @@ class Front:
         """End the open update in all workers. Those that have written nothing have the old weights."""
         why, restored = f"the update of the weights failed: {why}", False
         with suppress(Exception):
-            restored = all(await self._drive(rpc("fp8plan_abort", why)))
+            restored = all(await self.drive(rpc("fp8plan_abort", why)))
         self._note(Event.RESTORE if restored else Event.END, why)
 
     def _failing(self, error: Exception) -> UpdateError:
@@ -409,22 +410,22 @@ class Front:
         self.failure = text
         return error if isinstance(error, UpdateError) else UpdateError(f"{text}; {serves} until a complete update")
 
-    async def _drive(self, procedure: Generator[Call, Any, Any]) -> Any:
+    async def drive(self, procedure: Generator[Call, Any, Any]) -> Any:
         return await driven(procedure, self._answer)
 
     async def _answer(self, call: Call) -> Any:
-        if call.what == "reset":
+        if isinstance(call, Reset):
             if self.engine.model_config.is_multimodal_model:
                 await self.engine.reset_encoder_cache()
             for pause_s in until_reset():
                 if await self.engine.reset_prefix_cache():
                     return None
                 await asyncio.sleep(pause_s)
-        if call.what == "generate":
+        if isinstance(call, Generate):
             prompts, params = requests(call)
             return await asyncio.gather(*[finished(self._own["generate"], prompt, params) for prompt in prompts])
-        method, arguments = call.arguments
-        return await self.engine.collective_rpc(method, args=arguments)
+        assert isinstance(call, Rpc), call
+        return await self.engine.collective_rpc(call.method, args=call.arguments)
 
 
 def _said(error: Exception) -> str:

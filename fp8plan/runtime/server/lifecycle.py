@@ -21,12 +21,13 @@ from fp8plan.errors import SyncError
 from fp8plan.runtime.engine.async_engine import driven
 from fp8plan.runtime.plugin import LIMIT, STORE, logger, transfer_limit_s
 from fp8plan.runtime.server.front import Front, UpdateError
-from fp8plan.runtime.weight_sync.delta.base import Chain
-from fp8plan.runtime.weight_sync.delta.store import Follower
+from fp8plan.runtime.weight_sync.calls import Call, Procedure, Reset, Rpc, rpc
+from fp8plan.runtime.weight_sync.delta.follower import Follower
 from fp8plan.runtime.weight_sync.manifest import local_manifest
 from fp8plan.runtime.weight_sync.procedure import learn_quantised, replace_weights
-from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncReport, SyncSettings, rpc
-from fp8plan.runtime.weight_sync.transitions import Event
+from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import Event
 
 PAUSE: Final = "pause generation before (POST /pause?mode=keep)"
 POLL_S: Final = 0.01  # seconds between two looks at whether requests still run
@@ -180,12 +181,12 @@ class LifecycleFront(Front):
             raise UpdateError("a pull is under way; wait for it before you begin a pull")
         async with self._pulls:
             async with self._beside_none(), self._noting():
-                await self._drive(self.follower.announcing(self))
+                await self.drive(self.follower.announcing(self))
             report, refused = None, None
             while report is None:
                 async with self._noting():
                     with TemporaryDirectory(prefix="fp8plan-") as folder:
-                        fetched = await self._drive(self.follower.fetching(self, folder, refused))
+                        fetched = await self.drive(self.follower.fetching(self, folder, refused))
                         if fetched is None:
                             self.failure = None
                             return None
@@ -201,7 +202,7 @@ class LifecycleFront(Front):
             self._refuse_open("pull")
             if self.state.asleep:
                 raise UpdateError(f"{' and '.join(sorted(self.state.asleep))} sleep; wake them up (POST /wake_up)")
-            status = (await self._drive(rpc("fp8plan_status")))[0]
+            status = (await self.drive(rpc("fp8plan_status")))[0]
             self.state.version, self.state.stamp = status["version"], status["stamp"]
             yield
 
@@ -236,10 +237,10 @@ class LifecycleFront(Front):
         return self.refusal is None
 
     @staticmethod
-    def _asked(procedure: Procedure) -> Procedure:
+    def asking(procedure: Procedure) -> Procedure:
         return procedure
 
-    def _sync(self, chain: Chain, *_: Any) -> Generator[Call, Any, SyncReport]:
+    def syncing(self, chain: Any, *_: Any) -> Generator[Call, Any, SyncReport]:
         """Write the patches of a chain. KV scales stay while a pause keeps requests; else they are measured."""
         state = self.state
         yield from learn_quantised(state)
@@ -252,7 +253,7 @@ class LifecycleFront(Front):
 
     async def _sparing(self, call: Call) -> Any:
         """Do a Call. Requests that a pause keeps still need their blocks, so they are neither emptied nor zeroed."""
-        if call.what == "reset" or call.arguments[:1] == ("fp8plan_zero_kv",):
+        if call in (Reset(), Rpc("fp8plan_zero_kv")):
             return [{"ok": None}]
         return await self._answer(call)
 

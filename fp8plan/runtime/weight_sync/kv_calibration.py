@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, warn
 from fp8plan.runtime.tokens import refuse_tokens
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Reset, rpc
 from fp8plan.runtime.weight_sync.kv_scales import (
     MEASURED_SCALES,
     PARTS,
@@ -26,7 +27,7 @@ from fp8plan.runtime.weight_sync.kv_scales import (
     largest,
     scales_from,
 )
-from fp8plan.runtime.weight_sync.state import Call, SyncState, rpc
+from fp8plan.runtime.weight_sync.state import SyncState
 
 if TYPE_CHECKING:
     import torch
@@ -193,10 +194,10 @@ def _recorded(prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
 
     Raises ConfigError if the recorders saw no attention, or zeros alone.
     """
-    yield Call("reset")
+    yield Reset()
     yield from rpc("fp8plan_record_amax", True)
     try:
-        yield Call("generate", (prompts, {"max_tokens": 1, "temperature": 0.0}))
+        yield Generate(prompts, {"max_tokens": 1, "temperature": 0.0})
     finally:
         ranks = yield from rpc("fp8plan_record_amax", False)
     amax = largest(ranks) if all(ranks) else {}

@@ -31,6 +31,7 @@ from fp8plan.runtime.interrupts import released
 from fp8plan.runtime.mismatch.sums import LIMIT, k3
 from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync import manifest as manifests
+from fp8plan.runtime.weight_sync.calls import Call, Procedure, Reset, Score, rpc
 from fp8plan.runtime.weight_sync.delta.base import Base, Chain
 from fp8plan.runtime.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.weight_sync.delta.top_k import refuse_codes
@@ -38,9 +39,10 @@ from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibra
 from fp8plan.runtime.weight_sync.kv_scales import Scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of, pairs_of
 from fp8plan.runtime.weight_sync.nccl import RemoteSource, broadcast, received
-from fp8plan.runtime.weight_sync.state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
+from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.weight_sync.settings import Scored
+from fp8plan.runtime.weight_sync.state import DIED, Checked, Event, SyncState
 from fp8plan.runtime.weight_sync.stream import Channel, handed, loose_chunks, streamed
-from fp8plan.runtime.weight_sync.transitions import DIED, Event
 
 # Manifests that workers remember. A trainer sends the same one every step, or one of few.
 MOST_PREPARED = 4
@@ -180,7 +182,7 @@ def replace_weights(
             state.soiled = True  # until the new weights have proven sound
             used = yield from kv_scales(state, kv_amax, kv_prompts, kv_source, kv_known)
         with _timed(seconds, "reset"):
-            yield Call("reset")
+            yield Reset()
         with _timed(seconds, "score"):
             score = None if scored is None else (yield from _score(scored, state.settings.scored_k3))
             state.stamp = sending.stamp or stamp or uuid4().hex
@@ -386,7 +388,7 @@ def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
     """
     settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     worst = 0.0
-    for (output,) in (yield Call("score", ([scored.tokens], settings))):
+    for (output,) in (yield Score([scored.tokens], settings)):
         own = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
         ratios = [float(trainer - engine) for trainer, engine in zip(scored.logprobs, own, strict=True)]
         mean = sum(k3(min(ratio, LIMIT)) for ratio in ratios) / len(ratios)
@@ -422,7 +424,7 @@ def _fail(state: SyncState, error: BaseException, scales: Scales | None) -> Proc
             state.note(Event.RESTORE if restored else Event.END, why)
         if state.refusal is None:
             state.kv_scales = scales
-            yield Call("reset")
+            yield Reset()
             yield from clean(state)
     except Exception as second:
         if isinstance(second, LostEngineError):

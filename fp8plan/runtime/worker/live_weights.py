@@ -24,8 +24,8 @@ from fp8plan.runtime.weight_sync.manifest import (
     not_zero,
 )
 from fp8plan.runtime.weight_sync.shared import Twins, refuse_apart
+from fp8plan.runtime.weight_sync.state import Event, State, Weights, after
 from fp8plan.runtime.weight_sync.stream import wait
-from fp8plan.runtime.weight_sync.transitions import Event, State, Weights, after
 from fp8plan.runtime.worker.comparison import Samples
 from fp8plan.runtime.worker.patches import Patches
 from fp8plan.runtime.worker.prepare import Prepared, prepare

@@ -23,8 +23,8 @@ from tiny_models import (
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.engine.access import TAGS, alone, asleep_of, falling_asleep, generating, refuse_asleep
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync.state import SyncSettings, SyncState
-from fp8plan.runtime.weight_sync.transitions import Event
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import Event, SyncState
 
 # --- the gate itself ------------------------------------------------------------------------------------------------
 

@@ -17,9 +17,10 @@ from tiny_models import CALIBRATION, PROMPTS, TOKENS, Outputs, checkpoint, cpu_p
 import fp8plan
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine
-from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
-from fp8plan.runtime.weight_sync.state import SyncSettings
-from fp8plan.runtime.weight_sync.transitions import Weights
+from fp8plan.runtime.weight_sync.delta.follower import Follower
+from fp8plan.runtime.weight_sync.delta.store import Publisher
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import Weights
 
 pytestmark = pytest.mark.vllm
 Answer = TypeVar("Answer")

@@ -22,7 +22,7 @@ from fp8plan.runtime.fleet.report import Finished
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.weight_sync.nccl import RemoteSource, Rendezvous
-from fp8plan.runtime.weight_sync.state import SyncSettings
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 PROMPTS = [[1, 2], [3]]
 

@@ -18,12 +18,14 @@ from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.front import UpdateError
 from fp8plan.runtime.server.lifecycle import LifecycleFront
+from fp8plan.runtime.weight_sync.calls import Reset, rpc
 from fp8plan.runtime.weight_sync.delta.base import Chain
+from fp8plan.runtime.weight_sync.delta.follower import Follower
 from fp8plan.runtime.weight_sync.delta.listing import HELD
-from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
+from fp8plan.runtime.weight_sync.delta.store import Publisher
 from fp8plan.runtime.weight_sync.procedure import clean
-from fp8plan.runtime.weight_sync.state import Call, SyncReport, rpc
-from fp8plan.runtime.weight_sync.transitions import Event
+from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.weight_sync.state import Event
 
 
 class Engine:
@@ -421,7 +423,7 @@ class Follows(LifecycleFront):
         assert fetched == "files"
         assert (self.state.version, self.state.stamp) == (3, "a")
         yield from clean(self.state)
-        yield Call("reset")
+        yield Reset()
         yield from rpc("fp8plan_begin")
         if isinstance(self.report, Exception):
             raise self.report
@@ -586,7 +588,7 @@ class Downloads(LifecycleFront):
             await self.writes.wait()
         return [{"ok": {"version": 3, "stamp": "a", "refusal": None}}]
 
-    def _sync(self, chain: Chain, *_: Any) -> Any:
+    def syncing(self, chain: Chain, *_: Any) -> Any:
         names = [name for name, _ in chain.patches()]
         yield from rpc("write")
         return SyncReport(3, {}, len(names), 0, 1, {}, 0, 0, {}, (), 0, None, None, None, None)

@@ -30,7 +30,7 @@ from tiny_models import (
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync.state import Scored, SyncSettings
+from fp8plan.runtime.weight_sync.settings import Scored, SyncSettings
 
 torch = pytest.importorskip("torch")
 E4M3 = torch.float8_e4m3fn

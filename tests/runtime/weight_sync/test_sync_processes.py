@@ -27,8 +27,8 @@ from tiny_models import (
 from fp8plan.errors import NotServingError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.weight_sync import stream as transport
-from fp8plan.runtime.weight_sync.state import Call
-from fp8plan.runtime.weight_sync.transitions import DIED, State
+from fp8plan.runtime.weight_sync.calls import Call, Rpc
+from fp8plan.runtime.weight_sync.state import DIED, State
 
 pytestmark = pytest.mark.vllm
 
@@ -139,7 +139,7 @@ def test_killed_in_any_state_an_engine_refuses_until_a_whole_sync(
     answer, seen, calls = engine.answer, list[State](), list[str]()
 
     def killed(call: Call) -> Any:
-        method = call.arguments[0] if call.what == "rpc" else None
+        method = call.method if isinstance(call, Rpc) else None
         calls.append(str(method))
         if method == UNANSWERED[state] and calls.count(method) == (2 if state is State.WRITING else 1):
             seen.append(engine.state.weights.state)

@@ -9,16 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import LostEngineError, SyncError
-from fp8plan.runtime.weight_sync.transitions import (
-    DIED,
-    RESTARTED,
-    SHUT_DOWN,
-    UNDER_WAY,
-    Event,
-    State,
-    Weights,
-    after,
-)
+from fp8plan.runtime.weight_sync.state import DIED, RESTARTED, SHUT_DOWN, UNDER_WAY, Event, State, Weights, after
 
 SERVING = Weights()
 BAD = Weights(State.REFUSED, "bad", whole=False)
