@@ -9,7 +9,7 @@ from typing import Any
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.fleet.fleet import RolloutFleet
 from fp8plan.runtime.fleet.sync import unpacked
-from fp8plan.runtime.weight_sync.calls import Call, Generate, Rpc, Score
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Rpc
 from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 MANIFEST = [["w", "bfloat16", [2]], ["v", "bfloat16", [2]]]
@@ -29,7 +29,7 @@ class FakeReplica:
         self.rung: Any = None
 
     def answer(self, call: Call) -> Any:
-        if isinstance(call, Score):
+        if isinstance(call, Generate) and call.everywhere:
             return [[]]
         if not isinstance(call, Rpc):
             return list(call.prompts) if isinstance(call, Generate) else None

@@ -19,7 +19,7 @@ from fp8plan.runtime.engine.vllm_engine import VllmEngine
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.interrupts import LAST_WORDS_S, PATIENCE_S, WATCH_S, in_thread, started_apart
 from fp8plan.runtime.tokens import refuse_prompts
-from fp8plan.runtime.weight_sync.calls import Call, Files, Generate, Score
+from fp8plan.runtime.weight_sync.calls import Call, Files, Generate
 from fp8plan.runtime.weight_sync.report import SyncReport
 from fp8plan.runtime.weight_sync.settings import SyncSettings
 from fp8plan.runtime.weight_sync.state import Event
@@ -122,12 +122,12 @@ class AsyncRolloutEngine(
     async def drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         return await driven(procedure, lambda call: self._whole(self.answer(call)))
 
-    async def _outputs(self, call: Generate | Score) -> Any:
+    async def _outputs(self, call: Generate) -> Any:
         prompts, params = requests(call)
         tasks = [asyncio.ensure_future(self._last(prompt, params)) for prompt in prompts]
         try:
             outputs = await asyncio.gather(*tasks)
-            return [outputs] if isinstance(call, Score) else outputs
+            return [outputs] if call.everywhere else outputs
         finally:
             for task in tasks:  # if one has failed, the others must not run on
                 task.cancel()

@@ -25,7 +25,7 @@ from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict, answer
 from fp8plan.runtime.guard.observation import EngineFacts, facts_of
 from fp8plan.runtime.tokens import is_text
-from fp8plan.runtime.weight_sync.calls import Call, Generate, Procedure, Reset, Restart, Score, rpc
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Procedure, Reset, Restart, rpc
 from fp8plan.runtime.weight_sync.delta.base import Chain
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
@@ -34,6 +34,7 @@ from fp8plan.runtime.weight_sync.kv_calibration import (
     kv_scales,
     random_prompts,
     refuse_calibration,
+    rescaled,
 )
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
@@ -321,11 +322,6 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         else:
             self._rollout = [*(self._rollout if more else ()), *sampled.spread][-CALIBRATION_SEQUENCES:]
 
-    def _rescale(self) -> Procedure:
-        """Put the KV scales back after vLLM has set them to 1.0."""
-        if self.state.kv_scales is not None:
-            yield from rpc("fp8plan_set_kv_scales", self.state.kv_scales)
-
     def _recalibrate(self, kv_amax: Amaxes | None, kv_prompts: Any) -> Generator[Call, Any, str | None]:
         """Measure or set the KV scales; after a failure the old ones are back."""
         state = self.state
@@ -340,7 +336,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
                 used = yield from kv_scales(state, kv_amax, prompts, where)
                 yield Reset()  # the cached blocks were written with other scales
             except BaseException:
-                yield from self._rescale()
+                yield from rescaled(state)
                 yield Reset()
                 state.note(Event.RESTORE)
                 raise
@@ -376,7 +372,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
 AnyEngine = EngineBase[Any, Any, Any, Any, Any, Any]
 
 
-def requests(call: Generate | Score) -> tuple[list[dict[str, list[int]]], Any]:
+def requests(call: Generate) -> tuple[list[dict[str, list[int]]], Any]:
     """Return the prompts of requests as vLLM takes them, and their SamplingParams."""
     from vllm import SamplingParams
 

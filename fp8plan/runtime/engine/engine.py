@@ -28,7 +28,7 @@ from fp8plan.runtime.engine.vllm_engine import VllmEngine
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.interrupts import Held, let_in, released, started_apart, watched
 from fp8plan.runtime.tokens import refuse_prompts
-from fp8plan.runtime.weight_sync.calls import Call, Generate, Score, driven
+from fp8plan.runtime.weight_sync.calls import Call, Generate, driven
 from fp8plan.runtime.weight_sync.report import SyncReport
 from fp8plan.runtime.weight_sync.settings import SyncSettings
 from fp8plan.runtime.weight_sync.state import Event
@@ -171,10 +171,10 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
         with Held(self._give_up):
             return driven(procedure, self.answer)
 
-    def _outputs(self, call: Generate | Score) -> Any:
+    def _outputs(self, call: Generate) -> Any:
         prompts, params = requests(call)
         outputs = self._finished(lambda: self.llm.generate(prompts, params, use_tqdm=False))
-        return [outputs] if isinstance(call, Score) else outputs
+        return [outputs] if call.everywhere else outputs
 
     def _rpc(self, method: str, arguments: Sequence[Any]) -> Any:
         try:

@@ -22,11 +22,10 @@ from fp8plan.runtime.weight_sync.calls import (
     Reset,
     Restart,
     Rpc,
-    Score,
     Sleep,
     WakeUp,
 )
-from fp8plan.runtime.weight_sync.procedure import clean
+from fp8plan.runtime.weight_sync.kv_calibration import woken
 from fp8plan.runtime.weight_sync.state import DIED, Event
 
 if TYPE_CHECKING:
@@ -97,16 +96,11 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
                 yield Sleep(level)
 
     def _wake_up(self, tags: Sequence[str] | None) -> Procedure:
-        """Wake vLLM up, which leaves arbitrary bytes in the KV cache and scales of 1.0, and mend both."""
         state = self.state
         with self._alone():
             if sleeping := asleep_of(state, tags):
                 yield WakeUp(sleeping)
-            if "kv_cache" in sleeping:
-                state.soiled = True
-                yield from clean(state)
-            yield from self._rescale()
-            state.asleep -= frozenset(sleeping)
+            yield from woken(state, sleeping)
 
     def sizes(self) -> tuple[int, int]:
         running = self._front.model_config
@@ -122,7 +116,7 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
         match call:
             case Rpc(method, arguments):
                 return engine._rpc(method, arguments)
-            case Generate() | Score():
+            case Generate():
                 return engine._outputs(call)
             case Reset():
                 return engine._reset_prefix_cache()

@@ -33,6 +33,7 @@ from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, rollout_fields
 from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.weight_sync.calls import Call, Procedure, Restart, driven, rpc
+from fp8plan.runtime.weight_sync.kv_calibration import rescaled
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.procedure import replace_weights
 from fp8plan.runtime.weight_sync.report import SyncReport
@@ -391,7 +392,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         try:
             held = self._held()
             if held is None:  # the weights of the checkpoint, as in all replicas
-                driven(self._rescale(), calls.answer)
+                driven(rescaled(state), calls.answer)
                 return
             pairs, manifest, stamp = held
             own = SyncState(replace(state.settings, rollback=None, delta=None), None, state.fp8_kv)

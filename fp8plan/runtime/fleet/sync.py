@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.weight_sync.calls import Call, Generate, Method, Rpc, Score
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Method, Rpc
 from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_name, dtype_named, gathered
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def addressed(call: Call, position: int, replicas: int, workers: int) -> Call:
     position: number of the replica among those asked; workers: number in each replica
     """
     match call:
-        case Generate(prompts, sampling):
+        case Generate(prompts, sampling, everywhere=False):
             return Generate(list(prompts)[position::replicas], sampling)
         case Rpc("fp8plan_join", (where,)):
             return Rpc("fp8plan_join", ({**where, "first_rank": where["first_rank"] + position * workers},))
@@ -43,12 +43,12 @@ def merged(call: Call, answers: Mapping[int, Any]) -> Any:
 
     answers: number of the replica -> its answer, in the order of `addressed`
     """
+    if isinstance(call, Generate) and call.everywhere:
+        return [outputs for replica in answers.values() for outputs in replica]
     if isinstance(call, Generate):
         parts = list(answers.values())
         most = max(map(len, parts), default=0)
         return [part[row] for row in range(most) for part in parts if row < len(part)]
-    if isinstance(call, Score):
-        return [outputs for replica in answers.values() for outputs in replica]
     if isinstance(call, Rpc):
         return _workers(call.method, answers)
     return None

@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, ClassVar, Final, Self
 
 from fp8plan.errors import ConfigError, SyncError, text_of
@@ -35,11 +35,11 @@ from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,
     RANDOM,
-    kv_scales,
     random_prompts,
+    woken,
 )
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
-from fp8plan.runtime.weight_sync.procedure import clean
+from fp8plan.runtime.weight_sync.procedure import ended, readied
 from fp8plan.runtime.weight_sync.settings import SyncSettings
 from fp8plan.runtime.weight_sync.state import UNDER_WAY, Event, State, SyncState
 from fp8plan.runtime.worker.facts import preset_of
@@ -211,47 +211,47 @@ class Front:
 
     async def pause_generation(self, *args: Any, **kwargs: Any) -> None:
         """Pause, as vLLM does."""
-        await self._own["pause_generation"](*args, **kwargs)
+        with self._switch("pause"):
+            await self._own["pause_generation"](*args, **kwargs)
 
     async def resume_generation(self) -> None:
         """Resume after a pause. Raises UpdateError while an update is open, and if kept requests would go on with
         weights that must not be used."""
-        self._refuse_open("resume")
-        if self.refusal is not None and self._unfinished():
-            raise UpdateError(
-                f"{self.refusal}; {self._unfinished()} requests that were kept would go on with such weights: "
-                "make a complete update before, or abort them (POST /abort_requests)"
-            )
-        await self._own["resume_generation"]()
+        with self._switch("resume"):
+            self._refuse_open("resume")
+            if self.refusal is not None and self._unfinished():
+                raise UpdateError(
+                    f"{self.refusal}; {self._unfinished()} requests that were kept would go on with such weights: "
+                    "make a complete update before, or abort them (POST /abort_requests)"
+                )
+            await self._own["resume_generation"]()
 
     async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
         """Sleep. Level 2 drops the weights, so an update must follow the wake-up. Raises UpdateError while an update is
         open."""
-        self._refuse_open("sleep")
-        if level > 1:
-            self.state.note(Event.REFUSE, "the engine slept at level 2, which drops its weights")
-        if level > 0:  # level 0 only pauses
-            self.state.asleep = frozenset(TAGS)
-        await self._own["sleep"](level, *args, **kwargs)
+        with self._switch("sleep"):
+            self._refuse_open("sleep")
+            if level > 1:
+                self.state.note(Event.REFUSE, "the engine slept at level 2, which drops its weights")
+            if level > 0:  # level 0 only pauses
+                self.state.asleep = frozenset(TAGS)
+            await self._own["sleep"](level, *args, **kwargs)
 
     async def release_kv_cache_memory(self) -> None:
         """Let the KV cache sleep alone. Raises UpdateError while an update is open."""
-        self._refuse_open("release the KV cache")
-        self.state.asleep |= {"kv_cache"}
-        await self._own["release_kv_cache_memory"]()
+        with self._switch("release the KV cache"):
+            self._refuse_open("release the KV cache")
+            self.state.asleep |= {"kv_cache"}
+            await self._own["release_kv_cache_memory"]()
 
     async def wake_up(self, tags: list[str] | None = None) -> Any:
         """Wake up, clean the KV cache and set the KV scales again; return vLLM's answer. Raises UpdateError while an
         update is open, as vLLM would go on with requests."""
-        self._refuse_open("wake up")
-        answer = await self._own["wake_up"](tags)
-        self.state.asleep -= frozenset(TAGS if tags is None else tags)
-        if tags is None or "kv_cache" in tags:
-            self.state.soiled = True
-            await self.drive(clean(self.state))
-        if self.state.kv_scales is not None:
-            await self.drive(rpc("fp8plan_set_kv_scales", self.state.kv_scales))
-        return answer
+        with self._switch("wake up"):
+            self._refuse_open("wake up")
+            answer = await self._own["wake_up"](tags)
+            await self.drive(woken(self.state, TAGS if tags is None else tags))
+            return answer
 
     # ------------------------------------------------------------------------------------ helpers
 
@@ -301,6 +301,11 @@ class Front:
                 f"{self._unfinished()} requests are running, which would meet a mixture of weights; wait for them, or "
                 f"{how}"
             )
+
+    @contextmanager
+    def _switch(self, what: str) -> Iterator[None]:
+        """Hold a call that switches generation on or off. Subclasses refuse it beside others."""
+        yield
 
     def _refuse_open(self, what: str) -> None:
         if self._updating:
@@ -377,13 +382,10 @@ class Front:
 
     def _measured(self) -> Procedure:
         state = self.state
-        yield from clean(state)
-        state.soiled = True  # until the new weights have run without NaN
         try:
-            self.kv_source = yield from kv_scales(state, None, *self._prompts())
+            self.kv_source = yield from readied(state, None, *self._prompts(), None, {})
         except Exception as error:
             raise ConfigError(f"the KV scales could not be measured: {error}") from error
-        yield Reset()
         state.note(Event.SERVE)
         state.soiled, self.sampling = False, None
 
@@ -395,10 +397,10 @@ class Front:
 
     async def _end(self, why: str) -> None:
         """End the open update in all workers. Those that have written nothing have the old weights."""
-        why, restored = f"the update of the weights failed: {why}", False
+        why = f"the update of the weights failed: {why}"
         with suppress(Exception):
-            restored = all(await self.drive(rpc("fp8plan_abort", why)))
-        self._note(Event.RESTORE if restored else Event.END, why)
+            await self.drive(ended(self.state, why))
+        self._note(Event.END, why)  # where the workers did not answer
 
     def _failing(self, error: Exception) -> UpdateError:
         """Note a failure. Return the error to raise, whose text says which weights serve."""

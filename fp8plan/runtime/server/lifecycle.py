@@ -259,26 +259,6 @@ class LifecycleFront(Front):
 
     # ------------------------------------------------------------------------------------ calls beside each other
 
-    async def pause_generation(self, *args: Any, **kwargs: Any) -> None:
-        with self._switch("pause"):
-            await super().pause_generation(*args, **kwargs)
-
-    async def resume_generation(self) -> None:
-        with self._switch("resume"):
-            await super().resume_generation()
-
-    async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
-        with self._switch("sleep"):
-            await super().sleep(level, *args, **kwargs)
-
-    async def release_kv_cache_memory(self) -> None:
-        with self._switch("release the KV cache"):
-            await super().release_kv_cache_memory()
-
-    async def wake_up(self, tags: list[str] | None = None) -> Any:
-        with self._switch("wake up"):
-            return await super().wake_up(tags)
-
     def _refuse_beside(self, what: str) -> None:
         if self._exclusive is not None:
             raise UpdateError(f"{self._exclusive} is under way; wait for it before you {what}")

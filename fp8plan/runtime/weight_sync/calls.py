@@ -66,20 +66,14 @@ class Reset:
 class Generate:
     """Requests, answered by their RequestOutputs.
 
-    prompts:  token ids of each
-    sampling: fields of vLLM's SamplingParams
+    prompts:    token ids of each
+    sampling:   fields of vLLM's SamplingParams
+    everywhere: every replica gets all of them; answered by a list of RequestOutputs for each replica
     """
 
     prompts: Sequence[Sequence[int]]
     sampling: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """The same requests to every replica, answered by a list of RequestOutputs for each."""
-
-    prompts: Sequence[Sequence[int]]
-    sampling: Mapping[str, Any]
+    everywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +103,7 @@ class Files:
     arguments: tuple[Any, ...] = ()
 
 
-Call = Rpc | Reset | Generate | Score | Restart | Sleep | WakeUp | Files
+Call = Rpc | Reset | Generate | Restart | Sleep | WakeUp | Files
 Procedure = Generator[Call, Any, Any]
 Answer = TypeVar("Answer")
 

@@ -9,14 +9,14 @@ A trainer records the largest magnitudes in its own forward passes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, warn
 from fp8plan.runtime.tokens import refuse_tokens
-from fp8plan.runtime.weight_sync.calls import Call, Generate, Reset, rpc
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Procedure, Reset, rpc
 from fp8plan.runtime.weight_sync.kv_scales import (
     MEASURED_SCALES,
     PARTS,
@@ -111,6 +111,28 @@ def kv_scales(
     yield from rpc("fp8plan_set_kv_scales", scales)
     state.kv_scales = scales
     return source
+
+
+def clean(state: SyncState) -> Procedure:
+    """Zero the KV cache after weights that may have written NaN: kernels multiply masked values by 0."""
+    if state.soiled:
+        yield from rpc("fp8plan_zero_kv")
+        state.soiled = False
+
+
+def rescaled(state: SyncState) -> Procedure:
+    """Put the KV scales back after vLLM has set them to 1.0."""
+    if state.kv_scales is not None:
+        yield from rpc("fp8plan_set_kv_scales", state.kv_scales)
+
+
+def woken(state: SyncState, tags: Collection[str]) -> Procedure:
+    """Mend what vLLM's wake_up leaves: arbitrary bytes in the KV cache, and scales of 1.0. tags: the parts that woke"""
+    if "kv_cache" in tags:
+        state.soiled = True
+        yield from clean(state)
+    yield from rescaled(state)
+    state.asleep -= frozenset(tags)
 
 
 def _clips(clipped: Mapping[str, float]) -> str:

@@ -31,11 +31,11 @@ from fp8plan.runtime.interrupts import released
 from fp8plan.runtime.mismatch.sums import LIMIT, k3
 from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync import manifest as manifests
-from fp8plan.runtime.weight_sync.calls import Call, Procedure, Reset, Score, rpc
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Procedure, Reset, rpc
 from fp8plan.runtime.weight_sync.delta.base import Base, Chain
 from fp8plan.runtime.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.weight_sync.delta.top_k import refuse_codes
-from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
+from fp8plan.runtime.weight_sync.kv_calibration import clean, kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of, pairs_of
 from fp8plan.runtime.weight_sync.nccl import RemoteSource, broadcast, received
@@ -177,12 +177,7 @@ def replace_weights(
         chain = source if isinstance(source, Chain) else None
         answers = yield from sending.write(pairs, serving=serving, chain=chain)
         state.note(Event.CHECK)
-        with _timed(seconds, "kv_scales"):
-            yield from clean(state)
-            state.soiled = True  # until the new weights have proven sound
-            used = yield from kv_scales(state, kv_amax, kv_prompts, kv_source, kv_known)
-        with _timed(seconds, "reset"):
-            yield Reset()
+        used = yield from readied(state, kv_amax, kv_prompts, kv_source, kv_known, seconds)
         with _timed(seconds, "score"):
             score = None if scored is None else (yield from _score(scored, state.settings.scored_k3))
             state.stamp = sending.stamp or stamp or uuid4().hex
@@ -388,7 +383,7 @@ def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
     """
     settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     worst = 0.0
-    for (output,) in (yield Score([scored.tokens], settings)):
+    for (output,) in (yield Generate([scored.tokens], settings, everywhere=True)):
         own = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
         ratios = [float(trainer - engine) for trainer, engine in zip(scored.logprobs, own, strict=True)]
         mean = sum(k3(min(ratio, LIMIT)) for ratio in ratios) / len(ratios)
@@ -400,11 +395,33 @@ def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
     return worst
 
 
-def clean(state: SyncState) -> Procedure:
-    """Zero the KV cache after weights that may have written NaN: kernels multiply masked values by 0."""
-    if state.soiled:
-        yield from rpc("fp8plan_zero_kv")
-        state.soiled = False
+def readied(
+    state: SyncState,
+    amax: Mapping[str, Sequence[float]] | None,
+    prompts: Sequence[Sequence[int]] | None,
+    source: str,
+    known: Scales | None,
+    seconds: dict[str, float],
+) -> Generator[Call, Any, str | None]:
+    """Give checked weights a clean KV cache, KV scales as `kv_scales` does, and an empty prefix cache.
+
+    seconds: gets those of each phase
+
+    Returns where the scales come from.
+    """
+    with _timed(seconds, "kv_scales"):
+        yield from clean(state)
+        state.soiled = True  # until the new weights have proven sound
+        used = yield from kv_scales(state, amax, prompts, source, known)
+    with _timed(seconds, "reset"):
+        yield Reset()
+    return used
+
+
+def ended(state: SyncState, why: str) -> Procedure:
+    """End the open sync in every worker. The weights from before it serve again where all workers have them."""
+    restored = all((yield from rpc("fp8plan_abort", why)))
+    state.note(Event.RESTORE if restored else Event.END, why)
 
 
 def _fail(state: SyncState, error: BaseException, scales: Scales | None) -> Procedure:
@@ -420,8 +437,7 @@ def _fail(state: SyncState, error: BaseException, scales: Scales | None) -> Proc
         state.note(Event.DIE)
     try:
         if not state.dead:
-            restored = all((yield from rpc("fp8plan_abort", why)))
-            state.note(Event.RESTORE if restored else Event.END, why)
+            yield from ended(state, why)
         if state.refusal is None:
             state.kv_scales = scales
             yield Reset()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fp8plan.errors import SyncError
 from fp8plan.runtime.fleet.members import Calls
 from fp8plan.runtime.fleet.sync import Kept, Packed, addressed, merged, packed, unpacked
-from fp8plan.runtime.weight_sync.calls import Generate, Rpc, Score, driven, rpc
+from fp8plan.runtime.weight_sync.calls import Generate, Rpc, driven, rpc
 from fp8plan.runtime.weight_sync.procedure import replace_weights
 from fp8plan.runtime.weight_sync.settings import SyncSettings
 from fp8plan.runtime.weight_sync.state import SyncState
@@ -51,7 +51,7 @@ def test_prompts_that_are_dealt_out_come_back_in_order(prompts: list[list[int]],
 
 
 def test_a_sequence_is_scored_everywhere() -> None:
-    call = Score([[1, 2]], {})
+    call = Generate([[1, 2]], {}, everywhere=True)
     assert addressed(call, 1, 2, 1) == call
     assert merged(call, {0: [["a"]], 2: [["b"]]}) == [["a"], ["b"]]
 

@@ -23,7 +23,7 @@ from fp8plan.runtime.weight_sync.delta.base import Chain
 from fp8plan.runtime.weight_sync.delta.follower import Follower
 from fp8plan.runtime.weight_sync.delta.listing import HELD
 from fp8plan.runtime.weight_sync.delta.store import Publisher
-from fp8plan.runtime.weight_sync.procedure import clean
+from fp8plan.runtime.weight_sync.kv_calibration import clean
 from fp8plan.runtime.weight_sync.report import SyncReport
 from fp8plan.runtime.weight_sync.state import Event
 
