@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from fp8plan.runtime.monitor.sinks import Prometheus as Prometheus
     from fp8plan.runtime.monitor.sinks import TensorBoard as TensorBoard
     from fp8plan.runtime.probe.probe import probe as probe
-    from fp8plan.runtime.weight_sync.state import Scored as Scored
-    from fp8plan.runtime.weight_sync.state import SyncSettings as SyncSettings
+    from fp8plan.runtime.weight_sync.settings import Scored as Scored
+    from fp8plan.runtime.weight_sync.settings import SyncSettings as SyncSettings
 
 # The module of each public name, as above.
 _HOME = {
@@ -102,7 +102,7 @@ _HOME = {
         "runtime.monitor.monitor": "Monitor",
         "runtime.monitor.sinks": "Callback JsonLines Prometheus TensorBoard",
         "runtime.probe.probe": "probe",
-        "runtime.weight_sync.state": "Scored SyncSettings",
+        "runtime.weight_sync.settings": "Scored SyncSettings",
     }.items()
     for name in names.split()
 }

@@ -19,8 +19,10 @@ from tiny_models import PROMPTS, checkpoint, cpu_plan, started, weights
 
 from fp8plan.errors import NotServingError
 from fp8plan.runtime.fleet.fleet import RolloutFleet
-from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
-from fp8plan.runtime.weight_sync.state import Call, SyncSettings, rpc
+from fp8plan.runtime.weight_sync.calls import Rpc, rpc
+from fp8plan.runtime.weight_sync.delta.follower import Follower
+from fp8plan.runtime.weight_sync.delta.store import Publisher
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 from . import judge
 from .drill import EVERY, VERSIONS, Tensors
@@ -258,7 +260,7 @@ class FleetPlace(OwnPlace):
 
     def inside(self, act: Any, *arguments: Any) -> None:
         members = self.engine._members
-        members.collect(members.submit("answer", {1: (Call("rpc", (act, arguments)),)}))
+        members.collect(members.submit("answer", {1: (Rpc(act, arguments),)}))
 
     def kill(self) -> None:
         """End the second replica."""

@@ -53,8 +53,8 @@ from fp8plan.model.plan.planner import plan
 from fp8plan.model.workload import Trace, Workload
 from fp8plan.runtime.fleet.fleet import RolloutFleet
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
+from fp8plan.runtime.weight_sync.calls import rpc
 from fp8plan.runtime.weight_sync.nccl import connect
-from fp8plan.runtime.weight_sync.state import rpc
 
 PARTS = ("rollout", "copy", "sync", "nccl", "replace")
 PROMPT = 256  # tokens

@@ -38,10 +38,10 @@ from fp8plan.model.workload import Fixed, Workload
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
 from fp8plan.runtime.quantize.block_fp8 import scale_shape
+from fp8plan.runtime.weight_sync.calls import rpc
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, quantised_manifest
 from fp8plan.runtime.weight_sync.nccl import TrainerTransfer, connect
 from fp8plan.runtime.weight_sync.procedure import learn_quantised
-from fp8plan.runtime.weight_sync.state import rpc
 
 REPEATS = 5  # odd: the first and the last send the same set
 TRAINER, ENGINE = 0, 1  # GPUs
@@ -199,7 +199,7 @@ class Measurement:
     def check(self, part: str) -> None:
         tokens = decode(self.engine)
         finite = all(x == x and x > -1e30 for _, row in tokens for x in row)
-        (self.digests[part],) = self.engine._drive(rpc("fp8plan_digests"))
+        (self.digests[part],) = self.engine.drive(rpc("fp8plan_digests"))
         self.note("check", format=part, finite=finite, logprobs=sum(len(row) for _, row in tokens))
 
     def broken(self) -> None:
@@ -228,7 +228,7 @@ class Measurement:
         self.engine = self.started("inprocess")
         report = self.engine.sync_weights(self.sets[0])
         self.note("in_process", report=asdict(report) | {"kv_scales": None})
-        (ours,) = self.engine._drive(rpc("fp8plan_digests"))
+        (ours,) = self.engine.drive(rpc("fp8plan_digests"))
         for part, theirs in self.digests.items():
             differ = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
             self.note("equal", other=part, tensors=len(ours), differ=differ[:20], differing=len(differ))

@@ -45,9 +45,9 @@ from fp8plan.model.setup import default_limits
 from fp8plan.model.workload import Fixed, Workload
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
+from fp8plan.runtime.weight_sync.calls import Reset, rpc
 from fp8plan.runtime.weight_sync.manifest import quantised_manifest
 from fp8plan.runtime.weight_sync.procedure import learn_quantised
-from fp8plan.runtime.weight_sync.state import Call, rpc
 
 REPEATS = 4
 ROUNDS, PER_ROUND = 4, 10  # of syncs with and without samples: the difference is a fraction of what a host varies by
@@ -320,9 +320,9 @@ def scales(engine: RolloutEngine, note: Callable[..., None]) -> None:
 def _set(engine: RolloutEngine, scales: dict[str, list[float]]) -> None:
     def procedure() -> Any:
         yield from rpc("fp8plan_set_kv_scales", scales)
-        yield Call("reset")
+        yield Reset()
 
-    engine._drive(procedure())
+    engine.drive(procedure())
 
 
 def fp8_in(engine: RolloutEngine, weights: Mapping[str, Any], manifest: Any, note: Callable[..., None]) -> None:
@@ -395,13 +395,13 @@ def rollback(engine: RolloutEngine, weights: dict[str, Any], note: Callable[...,
         finally:
             engine.state.settings = before
     begun = time.perf_counter()
-    (nbytes,) = engine._drive(rpc("fp8plan_zero_kv"))
+    (nbytes,) = engine.drive(rpc("fp8plan_zero_kv"))
     note("zero_kv", bytes=nbytes, seconds=time.perf_counter() - begun)
 
 
 def digests(engine: RolloutEngine) -> dict[str, int]:
     """rank/parameter -> a number that depends on every bit of it."""
-    ranks = engine._drive(rpc("fp8plan_digests"))
+    ranks = engine.drive(rpc("fp8plan_digests"))
     return {f"{rank}/{name}": number for rank, found in enumerate(ranks) for name, number in found.items()}
 
 

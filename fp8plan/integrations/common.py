@@ -30,7 +30,7 @@ from fp8plan.runtime.monitor.sinks import JsonLines
 from fp8plan.runtime.this_host import TIMED, said
 from fp8plan.runtime.vllm_versions import check_vllm_version
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
-from fp8plan.runtime.weight_sync.state import SyncReport
+from fp8plan.runtime.weight_sync.report import SyncReport
 
 if TYPE_CHECKING:
     from fp8plan.model.precision import Precision

@@ -9,7 +9,8 @@ from typing import Any
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.fleet.fleet import RolloutFleet
 from fp8plan.runtime.fleet.sync import unpacked
-from fp8plan.runtime.weight_sync.state import Call, SyncSettings
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Rpc
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 MANIFEST = [["w", "bfloat16", [2]], ["v", "bfloat16", [2]]]
 
@@ -21,17 +22,18 @@ class FakeReplica:
         self.number = number
         self.weights: dict[str, Any] = {"w": 0.0, "v": 0.0}
         self.scales: dict[str, list[float]] = {"layer": [1.0, 1.0, 1.0]}
+        self.scales_before = self.scales
         self.copy: dict[str, Any] | None = None
         self.is_open = False
         self.heard: list[Any] = []
         self.rung: Any = None
 
     def answer(self, call: Call) -> Any:
-        if call.what == "score":
+        if isinstance(call, Generate) and call.everywhere:
             return [[]]
-        if call.what != "rpc":
-            return list(call.arguments[0]) if call.what == "generate" else None
-        method, arguments = call.arguments
+        if not isinstance(call, Rpc):
+            return list(call.prompts) if isinstance(call, Generate) else None
+        method, arguments = str(call.method), call.arguments
         self.heard.append((method, arguments))
         return [{"ok": getattr(self, method.removeprefix("fp8plan_"), lambda *_: None)(*arguments)}]
 
@@ -64,7 +66,7 @@ class FakeReplica:
 
     def begin(self, number: int, samples: int, version: int, keep: str | None, *_: Any) -> None:
         self.copy = None if keep is None else dict(self.weights)
-        self.is_open = True
+        self.is_open, self.scales_before = True, self.scales
 
     def finish(self, patches: int) -> dict[str, Any]:
         done: dict[str, Any] = {
@@ -75,7 +77,7 @@ class FakeReplica:
             "layers": {},
             "rounded": [],
         }
-        return done | {"check": {"differ": [], "compared": 2, "weight_error": None, "seconds": 0.0}}
+        return done | {"check": {"compared": 2, "weight_error": None, "seconds": 0.0}}
 
     def record_amax(self, on: bool) -> dict[str, list[float]] | None:
         return None if on else {"layer": [1.0 + self.number, 2.0, 3.0 - self.number]}
@@ -86,8 +88,10 @@ class FakeReplica:
     def commit(self, stamp: str) -> None:
         self.is_open = False
 
-    def abort(self) -> bool:
+    def abort(self, why: str) -> bool:
         was_open, self.is_open = self.is_open, False
+        if was_open:
+            self.scales = self.scales_before
         if self.copy is not None and was_open:
             self.weights = self.copy
         return self.copy is not None and was_open
@@ -138,7 +142,7 @@ class FakeMembers:
             fault = self.faults.get((call, number))
             if number not in self.living:
                 continue
-            if fault == "refuses" and (method == "load" or given[0].what == "rpc"):
+            if fault == "refuses" and (method == "load" or isinstance(given[0], Rpc)):
                 found[number] = [{"error": "it says no"}]
             elif fault == "dies":
                 found[number] = self

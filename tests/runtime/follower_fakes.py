@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8plan.errors import ConfigError, SyncError
-from fp8plan.runtime.weight_sync import state
+from fp8plan.runtime.weight_sync.calls import Call, Reset, driven
 from fp8plan.runtime.weight_sync.delta.base import Chain
 from fp8plan.runtime.weight_sync.delta.listing import held_of
 from fp8plan.runtime.weight_sync.delta.patch import changed_values
-from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import SyncState
 
 # What it writes to engine.json.
 FORMATS: dict[str, Any] = {"manifest": [["a", "bfloat16", [64, 8]], ["b", "bfloat16", [4]]], "fp8": [], "reloaded": {}}
@@ -34,22 +35,22 @@ class Engine:
         self.written: list[tuple[bool, list[str]]] = []  # patched or not, and the names of all patches
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def _drive(self, procedure: Any) -> Any:
-        return state.driven(procedure, self.answer)
+    def drive(self, procedure: Any) -> Any:
+        return driven(procedure, self.answer)
 
     def answer(self, call: Call) -> None:
-        assert call.what == "reset"
+        assert call == Reset()
         self.meanwhile()
 
-    def _asked(self, procedure: Any) -> Any:
+    def asking(self, procedure: Any) -> Any:
         procedure.close()
         yield from ()
         return held_of(FORMATS, "engine.json")
 
-    def _sync(self, chain: Chain, *_: Any) -> Any:
+    def syncing(self, chain: Chain, *_: Any) -> Any:
         if self.busy:
             raise SyncError("1 requests are running; the old weights serve")
-        yield Call("reset")
+        yield Reset()
         try:
             patches = chain.patches()
             if chain.base is not None and (self.refuses_patches or chain.base != self.state.stamp):

@@ -17,7 +17,7 @@ from plans import index, plan
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync.state import SyncSettings
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 KINDS = ("dense", "moe", "tied")
 QUICK = (("dense", "bf16"), ("dense", "fp8_kv"), ("dense", "fp8_block"), ("moe", "fp8_block+fp8_kv"))  # of `make test`

@@ -18,7 +18,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.server.rollout import enough
 from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_named
-from fp8plan.runtime.weight_sync.state import SyncReport
+from fp8plan.runtime.weight_sync.report import SyncReport
 
 Sent = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor
 

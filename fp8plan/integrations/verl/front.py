@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.server.front import LAST_SEQUENCES, Front
 from fp8plan.runtime.server.rollout import enough
+from fp8plan.runtime.weight_sync.state import Event, State
 
 
 async def two_outputs(
@@ -54,7 +55,6 @@ class VerlFront(Front):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self.seen: dict[str, Any] = {}
-        self._waiting = False  # True: new weights wait for parts that sleep
         self._before: list[list[int]] = []  # sequences from before the rollout began
 
     @classmethod
@@ -69,18 +69,17 @@ class VerlFront(Front):
         Raises UpdateError, which names the weights that serve, if a worker refuses it.
         """
         await self._refuse_running("abort them before (verl: abort_all_requests)")
-        self._updating = True
+        self._note(Event.BEGIN)
+        self._note(Event.WRITE)
         try:
             for answer in await call():
                 if "error" in answer:
                     raise ConfigError(answer["error"])
         except Exception as error:
             raise await self._failed(error) from error
-        self.failure, self.state.refusal, self._waiting = None, UNMEASURED, True
-        try:
-            await self._serve_new()
-        finally:
-            await self._let(updating=False)
+        self._note(Event.CHECK, UNMEASURED)
+        self.failure = None
+        await self._serve_new()
 
     def begin_rollout(self) -> None:
         """Measure KV scales on the sequences that come from now on, and on earlier ones (a validation's) until then."""
@@ -115,8 +114,11 @@ class VerlFront(Front):
         return super()._prompts()
 
     async def _serve_new(self) -> None:
-        if self._waiting and not self.state.asleep:
-            await self._serve()
-            self._waiting = False
-            await self._let(updating=False)
+        """Let checked weights serve, unless something sleeps."""
+        if self.state.weights.state is State.CHECKED and not self.state.asleep:
+            try:
+                await self._serve()
+            except Exception as error:
+                raise await self._failed(error) from error
+            await self._changes()
             self.seen = await self.status()

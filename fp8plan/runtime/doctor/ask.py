@@ -16,10 +16,12 @@ from fp8plan.errors import ConfigError, NotServingError
 from fp8plan.runtime.doctor.observed import Compared, RankWeights, Temperatures
 from fp8plan.runtime.engine.base import requests
 from fp8plan.runtime.mismatch.sums import LIMIT, k3
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Rpc, driven, rpc
 from fp8plan.runtime.weight_sync.kv_scales import Amax, largest
 from fp8plan.runtime.weight_sync.manifest import pairs_of
 from fp8plan.runtime.weight_sync.procedure import announced, prepared
-from fp8plan.runtime.weight_sync.state import Call, Scored, SyncState, driven, rpc
+from fp8plan.runtime.weight_sync.settings import Scored
+from fp8plan.runtime.weight_sync.state import SyncState
 from fp8plan.runtime.weight_sync.stream import streamed
 from fp8plan.runtime.worker.extension import EXTENSION, Fp8PlanWorker
 
@@ -47,8 +49,8 @@ def cached_against_fresh(prompts: Sequence[Sequence[int]]) -> Generator[Call, An
     prompts: token ids of earlier prompts of the engine
     """
     next_token = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1}
-    with_cache = yield Call("generate", (prompts, next_token))
-    without = yield Call("generate", (prompts, next_token | {"prompt_logprobs": 0}))  # vLLM then reads no cache
+    with_cache = yield Generate(prompts, next_token)
+    without = yield Generate(prompts, next_token | {"prompt_logprobs": 0})  # vLLM then reads no cache
     fresh, cached = [], []
     for computed, read in zip(without, with_cache, strict=True):
         (token,), (row,) = computed.outputs[0].token_ids, computed.outputs[0].logprobs
@@ -64,10 +66,10 @@ def cached_against_fresh(prompts: Sequence[Sequence[int]]) -> Generator[Call, An
 def decode_against_prefill(prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Compared]:
     """Sample DECODED tokens after each prompt, and compare their log-probs with those of a prefill of all of it."""
     sample = NEUTRAL | {"max_tokens": DECODED, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
-    outputs = yield Call("generate", (prompts, sample))
+    outputs = yield Generate(prompts, sample)
     responses = [list(output.outputs[0].token_ids) for output in outputs]
     whole = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
-    again = yield Call("generate", (whole, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}))
+    again = yield Generate(whole, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
     decoded, prefilled = [], []
     for output, once_more, response in zip(outputs, again, responses, strict=True):
         rows = once_more.prompt_logprobs[-len(response) :]
@@ -91,7 +93,7 @@ def temperatures(
     size = vocabulary or VOCABULARY
     alternatives = min(FEW if most is None else ENOUGH if most < 0 else min(most, ENOUGH), size)
     ask = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": alternatives}
-    outputs = yield Call("generate", ([sequence.tokens for sequence in scored], ask))
+    outputs = yield Generate([sequence.tokens for sequence in scored], ask)
     rows = [
         (row[token].logprob, [entry.logprob for entry in row.values()])
         for sequence, output in zip(scored, outputs, strict=True)
@@ -133,7 +135,7 @@ def amax_of(prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
     """
     yield from rpc("fp8plan_record_amax", True)
     try:
-        yield Call("generate", (prompts, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}))
+        yield Generate(prompts, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
     finally:
         ranks = yield from rpc("fp8plan_record_amax", False)
     amax = largest(ranks)
@@ -195,14 +197,16 @@ def asking_llm(llm: LLM) -> Ask:
     ours = llm.llm_engine.vllm_config.parallel_config.worker_extension_cls == EXTENSION
 
     def answer(call: Call) -> Any:
-        if call.what == "generate":
+        if isinstance(call, Generate):
             prompts, params = requests(call)
             return llm.generate(prompts, params, use_tqdm=False)
-        if call.what != "rpc":
-            raise ConfigError(f"{call.what} is not for an engine that is only looked at")
-        method, arguments = call.arguments
+        if not isinstance(call, Rpc):
+            raise ConfigError(f"{type(call).__name__} is not for an engine that is only looked at")
+        method: Any = call.method
+        if not ours and isinstance(method, str):
+            method = getattr(Fp8PlanWorker, method)
         try:
-            return llm.collective_rpc(method if ours else getattr(Fp8PlanWorker, method), args=arguments)
+            return llm.collective_rpc(method, args=call.arguments)
         except Exception as error:  # another process takes no functions; or the engine is dead
             if "EngineDead" in type(error).__name__:
                 raise NotServingError("the engine has died; start another") from error

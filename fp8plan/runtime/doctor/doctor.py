@@ -19,7 +19,8 @@ from fp8plan.runtime.doctor.observe import Request, observe_engine, observe_llm
 from fp8plan.runtime.doctor.observed import Finding, Observed, State
 from fp8plan.runtime.doctor.over_http.client import TIMEOUT_S, Server
 from fp8plan.runtime.mismatch.sampling import sampled_at
-from fp8plan.runtime.weight_sync.state import Call, Scored
+from fp8plan.runtime.weight_sync.calls import Call
+from fp8plan.runtime.weight_sync.settings import Scored
 
 if TYPE_CHECKING:
     from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine
@@ -111,7 +112,7 @@ async def async_doctor(
 
     Arguments and errors are those of `doctor`. Raises ConfigError for another engine.
     """
-    if not inspect.iscoroutinefunction(getattr(engine, "_drive", None)):
+    if not inspect.iscoroutinefunction(getattr(engine, "drive", None)):
         raise ConfigError(
             f"the engine is a {type(engine).__name__}; allowed: an AsyncRolloutEngine. For {ALLOWED} type: "
             "fp8plan.doctor(...)"
@@ -155,7 +156,7 @@ def _observed(target: Any, request: Request) -> Observed:
         from fp8plan.runtime.doctor.files import observe_file
 
         return observe_file(Path(target), request)
-    if inspect.iscoroutinefunction(getattr(target, "_drive", None)):
+    if inspect.iscoroutinefunction(getattr(target, "drive", None)):
         raise ConfigError("the target is an AsyncRolloutEngine; type: await fp8plan.async_doctor(engine, ...)")
     if hasattr(target, "replicas"):
         raise ConfigError("the target is a RolloutFleet, which the doctor does not know; allowed: " + ALLOWED)

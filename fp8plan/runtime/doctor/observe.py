@@ -17,7 +17,9 @@ from fp8plan.runtime.doctor.observed import Observed
 from fp8plan.runtime.doctor.over_http.client import CannotLook
 from fp8plan.runtime.guard.observation import kernel_names
 from fp8plan.runtime.tokens import refuse_tokens
-from fp8plan.runtime.weight_sync.state import Call, Scored, SyncSettings, SyncState, rpc
+from fp8plan.runtime.weight_sync.calls import Call, rpc
+from fp8plan.runtime.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.weight_sync.state import SyncState
 from fp8plan.runtime.worker.facts import preset_of
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def observe_engine(engine: AnyEngine, ask: Ask, request: Request) -> Observed:
         requests=None if last is None else len(last.response_lengths),
         since="the last rollout began",
         version=state.version,
-        refusal="it has died" if state.dead else state.refusal,
+        refusal=state.refusal,
         **fields,
         unseen=notes.unseen,
     )

@@ -36,8 +36,10 @@ from fp8plan.runtime.doctor.observed import Finding, Observed, fault, ok, unknow
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.engine.launch import held_back
 from fp8plan.runtime.vllm_versions import imported_names, installed, supported
+from fp8plan.runtime.weight_sync.calls import Call, rpc
 from fp8plan.runtime.weight_sync.procedure import announced, prepared
-from fp8plan.runtime.weight_sync.state import Call, Scored, SyncSettings, SyncState, rpc
+from fp8plan.runtime.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.weight_sync.state import SyncState
 from fp8plan.version import RANGE, is_newer
 
 if TYPE_CHECKING:

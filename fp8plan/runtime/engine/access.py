@@ -17,7 +17,7 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.model.cost.gemm import rows_of_every_kernel
 from fp8plan.model.setup import EngineSetup
-from fp8plan.runtime.weight_sync.state import SyncState
+from fp8plan.runtime.weight_sync.state import SHUT_DOWN, Event, SyncState
 
 TAGS: Final = ("weights", "kv_cache")  # the parts that vLLM puts to sleep
 
@@ -25,13 +25,13 @@ TAGS: Final = ("weights", "kv_cache")  # the parts that vLLM puts to sleep
 def refuse_shut_down(state: SyncState) -> None:
     """Raises LostEngineError after shutdown()."""
     if state.shut_down:
-        raise LostEngineError("the engine was shut down; make another with from_plan")
+        raise LostEngineError(SHUT_DOWN)
 
 
 def refuse_dead(state: SyncState) -> None:
     """Raises NotServingError if the engine has died."""
     if state.dead:
-        raise NotServingError("the engine has died; call sync_weights with all weights, which starts it again")
+        raise NotServingError(state.refusal)
 
 
 @contextmanager
@@ -96,13 +96,16 @@ def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
             raise SyncError(f"the engine sleeps already ({asleep}, {level_now}); call wake_up before")
         yield False
         return
-    before = state.refusal
-    state.refusal = "the engine was put to sleep, and that has not ended"
+    state.note(Event.BEGIN, "the engine was put to sleep, and that has not ended")
+    state.note(Event.WRITE)
     # An interrupted call may still have put it to sleep. Waking an engine that is awake does no harm.
     state.asleep, state.sleep_level = frozenset(TAGS), 0
     yield True
     state.sleep_level = level
-    state.refusal = before if level < 2 else "the engine slept at level 2, which drops its weights"
+    if level < 2:
+        state.note(Event.RESTORE)
+    else:
+        state.note(Event.END, "the engine slept at level 2, which drops its weights")
 
 
 def asleep_of(state: SyncState, tags: Sequence[str] | None) -> list[str]:

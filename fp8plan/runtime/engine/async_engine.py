@@ -19,7 +19,10 @@ from fp8plan.runtime.engine.vllm_engine import VllmEngine
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.interrupts import LAST_WORDS_S, PATIENCE_S, WATCH_S, in_thread, started_apart
 from fp8plan.runtime.tokens import refuse_prompts
-from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings
+from fp8plan.runtime.weight_sync.calls import Call, Files, Generate
+from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import Event
 
 if TYPE_CHECKING:
     from fp8plan.model.setup import EngineSetup
@@ -69,7 +72,7 @@ class AsyncRolloutEngine(
         engine = cls(launched, sync or SyncSettings.planned(launched.precision, remote), guard)
         try:
             await engine._start()
-            await engine._drive(engine._opening())
+            await engine.drive(engine._opening())
         except BaseException:
             engine.shutdown()
             raise
@@ -97,7 +100,7 @@ class AsyncRolloutEngine(
 
     def shutdown(self) -> None:
         """Stop the engine's process, for good: every later call raises LostEngineError."""
-        self.state.shut_down = True
+        self.state.note(Event.CLOSE)
         self._judge.close()
         self._stop()
 
@@ -116,15 +119,15 @@ class AsyncRolloutEngine(
     def _shut_down(self) -> None:
         self.llm.shutdown()
 
-    async def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
+    async def drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         return await driven(procedure, lambda call: self._whole(self.answer(call)))
 
-    async def _outputs(self, call: Call) -> Any:
+    async def _outputs(self, call: Generate) -> Any:
         prompts, params = requests(call)
         tasks = [asyncio.ensure_future(self._last(prompt, params)) for prompt in prompts]
         try:
             outputs = await asyncio.gather(*tasks)
-            return [outputs] if call.what == "score" else outputs
+            return [outputs] if call.everywhere else outputs
         finally:
             for task in tasks:  # if one has failed, the others must not run on
                 task.cancel()
@@ -207,7 +210,7 @@ async def driven(
         if ended:
             return cast("Answer", value)
         try:
-            reply = await (in_thread(*value.arguments) if value.what == "files" else answer(value))
+            reply = await (in_thread(value.act, *value.arguments) if isinstance(value, Files) else answer(value))
         except BaseException as error:
             resume = partial(procedure.throw, error)
         else:

@@ -1,10 +1,10 @@
 """The base of RolloutEngine, AsyncRolloutEngine and RolloutFleet: their state, and the calls that change an engine.
 
-Each public call is a procedure: a generator that yields Calls (runtime.weight_sync.state) and does no input or output.
-`_drive` runs it. A RolloutEngine and a RolloutFleet answer its Calls at once, an AsyncRolloutEngine under asyncio.
+Each public call is a procedure: a generator that yields Calls (runtime.weight_sync.calls) and does no input or output.
+`drive` runs it. A RolloutEngine and a RolloutFleet answer its Calls at once, an AsyncRolloutEngine under asyncio.
 """
 
-# `_drive` returns what a procedure returns, or a coroutine of it.
+# `drive` returns what a procedure returns, or a coroutine of it.
 # mypy: disable-error-code="no-any-return"
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict, answer
 from fp8plan.runtime.guard.observation import EngineFacts
 from fp8plan.runtime.tokens import is_text
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Procedure, Reset, Restart, rpc
 from fp8plan.runtime.weight_sync.delta.base import Chain
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
@@ -33,11 +34,14 @@ from fp8plan.runtime.weight_sync.kv_calibration import (
     kv_scales,
     random_prompts,
     refuse_calibration,
+    rescaled,
 )
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.weight_sync.procedure import learn_quantised, replace_weights
-from fp8plan.runtime.weight_sync.state import Call, Procedure, Scored, SyncReport, SyncSettings, SyncState, rpc
+from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.weight_sync.state import Event, SyncState
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -118,11 +122,11 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         No request may be running. An engine that has died is started again. Raises SyncError, whose message says which
         weights serve now.
         """
-        return self._drive(self._sync(tensors, manifest, kv_amax, kv_prompts, scored))
+        return self.drive(self.syncing(tensors, manifest, kv_amax, kv_prompts, scored))
 
     def join_transfer(self, where: Rendezvous) -> Done:
         """Meet a trainer that sends over NCCL (fp8plan.runtime.weight_sync.nccl). Returns once it has come."""
-        return self._drive(self._join(where))
+        return self.drive(self._join(where))
 
     def recalibrate_kv(self, *, kv_amax: Any = None, kv_prompts: Any = None) -> Source:
         """Measure or set the KV scales without new weights, and return where they come from.
@@ -130,7 +134,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         kv_amax, kv_prompts: as for `sync_weights`. Raises ConfigError if they give no scales, SyncError
         while requests run. Returns None without an FP8 KV cache.
         """
-        return self._drive(self._recalibrate(kv_amax, kv_prompts))
+        return self.drive(self._recalibrate(kv_amax, kv_prompts))
 
     def apply(self, verdict: Verdict | Action | None, escalate: Escalation | None = None) -> Done:
         """Do what a verdict advises: nothing, recalibrate the KV cache, or restart in a safer precision.
@@ -141,30 +145,30 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         After a restart the engine refuses to generate until a sync. Raises SyncError while requests run, ConfigError
         if the plan does not have that precision.
         """
-        return self._drive(self._apply(verdict, escalate))
+        return self.drive(self._apply(verdict, escalate))
 
     def ask(self, procedure: Procedure) -> Reply:
         """Run a procedure that changes neither weights nor scales, while no request runs (fp8plan.runtime.doctor).
 
         Raises SyncError while requests run, NotServingError if the engine has died.
         """
-        return self._drive(self._asked(procedure))
+        return self.drive(self.asking(procedure))
 
     def kv_scales(self) -> LiveScales:
         """Return layer -> KV scales in use: "q", "k", "v" on the device, and "q_host", ... on the host.
 
         A fleet returns a list of these: one for each worker, replica by replica.
         """
-        return self._drive(self._scales_in_use())
+        return self.drive(self._scales_in_use())
 
-    def _drive(self, procedure: Generator[Call, Any, Any]) -> Any:
+    def drive(self, procedure: Generator[Call, Any, Any]) -> Any:
         """Run a procedure to its end, and return what it returns; under asyncio, a coroutine that does."""
         raise NotImplementedError
 
     @property
     def serving(self) -> bool:
         """Return whether rollouts may use the weights now."""
-        return self.state.refusal is None and not self.state.dead and not self.state.shut_down
+        return self.state.refusal is None
 
     def _busy(self) -> int:
         """Return the number of unfinished requests. Raises LostEngineError after shutdown."""
@@ -179,8 +183,8 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         yield from self._read()
         if not self.launch.setup.gpu.is_cpu:
             for prompts in warm_up_batches(self.launch.setup, self._longest):
-                yield Call("generate", (prompts, {"max_tokens": 1, "ignore_eos": True}))
-            yield Call("reset")
+                yield Generate(prompts, {"max_tokens": 1, "ignore_eos": True})
+            yield Reset()
         self._watch()
 
     def _read(self) -> Procedure:
@@ -229,7 +233,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         facts = facts_of(self.launch.setup, self.facts, self.launch.not_predicted)
         return replace(facts, delta_bytes=self._delta_bytes)
 
-    def _sync(
+    def syncing(
         self, source: Any, manifest: Any, kv_amax: Amaxes | None, kv_prompts: Prompts | None, scored: Scored | None
     ) -> Generator[Call, Any, SyncReport]:
         """Replace the weights; a dead engine is started again first."""
@@ -259,14 +263,13 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
     def _restart(self) -> Procedure:
         """Start the engine anew from the present `launch`. It counts as dead until the whole start has succeeded."""
         state = self.state
-        state.dead = True
-        state.refusal = "the engine was started again, with the weights of its checkpoint"
+        state.note(Event.DIE)
         state.prepared.clear()
         state.quantised, state.fp8_kv = None, self.launch.fp8_kv
         state.asleep, state.soiled = frozenset(), False
-        yield Call("restart")
+        yield Restart()
         yield from self._opening()
-        state.dead = False
+        state.note(Event.START)
 
     def _calibration(self, amax: Any, prompts: Prompts | None) -> tuple[Any, str]:
         """Return the prompts to calibrate KV scales on, and where they come from.
@@ -288,7 +291,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         """
         return self._rollout
 
-    def _asked(self, procedure: Procedure) -> Procedure:
+    def asking(self, procedure: Procedure) -> Procedure:
         with self._alone():
             refuse_dead(self.state)
             refuse_asleep(self.state, None, None)
@@ -319,11 +322,6 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         else:
             self._rollout = [*(self._rollout if more else ()), *sampled.spread][-CALIBRATION_SEQUENCES:]
 
-    def _rescale(self) -> Procedure:
-        """Put the KV scales back after vLLM has set them to 1.0."""
-        if self.state.kv_scales is not None:
-            yield from rpc("fp8plan_set_kv_scales", self.state.kv_scales)
-
     def _recalibrate(self, kv_amax: Amaxes | None, kv_prompts: Any) -> Generator[Call, Any, str | None]:
         """Measure or set the KV scales; after a failure the old ones are back."""
         state = self.state
@@ -332,16 +330,17 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
             refuse_asleep(state, kv_amax, None)
             prompts, where = self._calibration(kv_amax, kv_prompts)
             refuse_calibration(state, kv_amax, prompts)
-            before, state.refusal = state.refusal, "the KV scales were being changed, and that has not ended"
+            state.note(Event.BEGIN, "the KV scales were being changed, and that has not ended")
+            state.note(Event.WRITE)
             try:
                 used = yield from kv_scales(state, kv_amax, prompts, where)
-                yield Call("reset")  # the cached blocks were written with other scales
+                yield Reset()  # the cached blocks were written with other scales
             except BaseException:
-                yield from self._rescale()
-                yield Call("reset")
-                state.refusal = before
+                yield from rescaled(state)
+                yield Reset()
+                state.note(Event.RESTORE)
                 raise
-            state.refusal = before
+            state.note(Event.RESTORE)
         return used
 
     def _advised(self, verdict: Verdict | Action | None, escalate: Escalation | None) -> Action:
@@ -373,13 +372,12 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
 AnyEngine = EngineBase[Any, Any, Any, Any, Any, Any]
 
 
-def requests(call: Call) -> tuple[list[dict[str, list[int]]], Any]:
-    """Return the prompts of a "generate" or "score" Call as vLLM takes them, and their SamplingParams."""
+def requests(call: Generate) -> tuple[list[dict[str, list[int]]], Any]:
+    """Return the prompts of requests as vLLM takes them, and their SamplingParams."""
     from vllm import SamplingParams
 
-    prompts, settings = call.arguments
-    inputs = [{"prompt_token_ids": [index(token) for token in tokens]} for tokens in prompts]
-    return inputs, SamplingParams(**{"detokenize": False} | settings)
+    inputs = [{"prompt_token_ids": [index(token) for token in tokens]} for tokens in call.prompts]
+    return inputs, SamplingParams(**{"detokenize": False, **call.sampling})
 
 
 def has_nan(response: Any) -> bool:

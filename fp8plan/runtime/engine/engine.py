@@ -28,7 +28,10 @@ from fp8plan.runtime.engine.vllm_engine import VllmEngine
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.interrupts import Held, let_in, released, started_apart, watched
 from fp8plan.runtime.tokens import refuse_prompts
-from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings, driven
+from fp8plan.runtime.weight_sync.calls import Call, Generate, driven
+from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import Event
 
 if TYPE_CHECKING:
     from fp8plan.model.setup import EngineSetup
@@ -125,7 +128,7 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
     def shutdown(self) -> None:
         """Stop the engine and free its memory, for good: every later call raises LostEngineError."""
         with Held(self._give_up):
-            self.state.shut_down = True
+            self.state.note(Event.CLOSE)
             self._judge.close()
             self._stop()
 
@@ -164,14 +167,14 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
 
         return whole
 
-    def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
+    def drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         with Held(self._give_up):
             return driven(procedure, self.answer)
 
-    def _outputs(self, call: Call) -> Any:
+    def _outputs(self, call: Generate) -> Any:
         prompts, params = requests(call)
         outputs = self._finished(lambda: self.llm.generate(prompts, params, use_tqdm=False))
-        return [outputs] if call.what == "score" else outputs
+        return [outputs] if call.everywhere else outputs
 
     def _rpc(self, method: str, arguments: Sequence[Any]) -> Any:
         try:
@@ -206,16 +209,16 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
             return
         core = self.llm.llm_engine
         if self._half_done and self.mode == "inprocess":
-            self._half_done, self.state.dead = False, True
+            self._half_done = False
+            self.state.note(Event.DIE)
             return
         request_ids = [*core.output_processor.parent_requests, *core.output_processor.request_states]
         try:
             self._alive(lambda: core.abort_request(request_ids, internal=True))
             self._reset_prefix_cache()
         except Exception as second:
-            self.state.refusal = (
-                f"a generate was broken off ({str(error) or type(error).__name__}), and is not over: {second}"
-            )
+            why = f"a generate was broken off ({str(error) or type(error).__name__}), and is not over: {second}"
+            self.state.note(Event.REFUSE, why)
 
     def _alive(self, act: Callable[[], Answer]) -> Answer:
         """Return what `act` returns. Raises NotServingError if the engine dies of it, or if there is none."""

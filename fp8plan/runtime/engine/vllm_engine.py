@@ -1,6 +1,6 @@
 """The base of the engines that hold one vLLM: its sleep, its death and its shutdown."""
 
-# `_drive` returns what a procedure returns, or a coroutine of it.
+# `drive` returns what a procedure returns, or a coroutine of it.
 # mypy: disable-error-code="no-any-return"
 
 from __future__ import annotations
@@ -14,8 +14,19 @@ from fp8plan.errors import NotServingError
 from fp8plan.runtime.engine.access import asleep_of, falling_asleep, refuse_shut_down
 from fp8plan.runtime.engine.base import Done, EngineBase, LiveScales, Made, Reply, Report, Source
 from fp8plan.runtime.engine.judge import Judge
-from fp8plan.runtime.weight_sync.procedure import clean
-from fp8plan.runtime.weight_sync.state import Call, Procedure
+from fp8plan.runtime.weight_sync.calls import (
+    Call,
+    Files,
+    Generate,
+    Procedure,
+    Reset,
+    Restart,
+    Rpc,
+    Sleep,
+    WakeUp,
+)
+from fp8plan.runtime.weight_sync.kv_calibration import woken
+from fp8plan.runtime.weight_sync.state import DIED, Event
 
 if TYPE_CHECKING:
     from fp8plan.runtime.guard.guard import Verdict
@@ -70,31 +81,26 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
         Level 2 drops them: a sync must follow the wake-up. Raises SyncError while requests run, ConfigError for other
         levels.
         """
-        return self._drive(self._sleep(level))
+        return self.drive(self._sleep(level))
 
     def wake_up(self, tags: list[str] | None = None) -> Done:
         """Call vLLM's wake_up. vLLM sets the KV scales to 1.0; they are put back, and the KV cache is zeroed.
 
         tags: "weights", "kv_cache"; None: all that sleeps. Raises ConfigError for others.
         """
-        return self._drive(self._wake_up(tags))
+        return self.drive(self._wake_up(tags))
 
     def _sleep(self, level: int) -> Procedure:
         with self._alone(), falling_asleep(self.state, level) as needed:
             if needed:
-                yield Call("sleep", (level,))
+                yield Sleep(level)
 
     def _wake_up(self, tags: Sequence[str] | None) -> Procedure:
-        """Wake vLLM up, which leaves arbitrary bytes in the KV cache and scales of 1.0, and mend both."""
         state = self.state
         with self._alone():
             if sleeping := asleep_of(state, tags):
-                yield Call("wake_up", (sleeping,))
-            if "kv_cache" in sleeping:
-                state.soiled = True
-                yield from clean(state)
-            yield from self._rescale()
-            state.asleep -= frozenset(sleeping)
+                yield WakeUp(sleeping)
+            yield from woken(state, sleeping)
 
     def sizes(self) -> tuple[int, int]:
         running = self._front.model_config
@@ -107,16 +113,22 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
     def answer(self, call: Call) -> Any:
         """Do a Call, and return its answer; under asyncio, a coroutine that does. Not for users: nothing is checked."""
         engine: Any = self  # each kind talks to vLLM in its own way
-        if call.what == "restart":
-            self._stop()
-            return engine._start()
-        if call.what == "reset":
-            return engine._reset_prefix_cache()
-        if call.what in ("generate", "score"):
-            return engine._outputs(call)
-        if call.what in ("sleep", "wake_up"):
-            return engine._alive(lambda: getattr(self.llm, call.what)(*call.arguments))
-        return engine._rpc(*call.arguments)
+        match call:
+            case Rpc(method, arguments):
+                return engine._rpc(method, arguments)
+            case Generate():
+                return engine._outputs(call)
+            case Reset():
+                return engine._reset_prefix_cache()
+            case Sleep(level):
+                return engine._alive(lambda: self.llm.sleep(level))
+            case WakeUp(tags):
+                return engine._alive(lambda: self.llm.wake_up(tags))
+            case Restart():
+                self._stop()
+                return engine._start()
+            case Files():
+                raise TypeError("work on files is done by whoever drives the procedure")
 
     def lost(self, error: Exception) -> Exception:
         """Return the error to raise in place of one from an rpc.
@@ -127,8 +139,8 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
 
     def _died(self) -> NotServingError:
         """Note that the engine is dead, and return the error that says so."""
-        self.state.dead = True
-        return NotServingError("the engine has died; the next sync_weights starts it again")
+        self.state.note(Event.DIE)
+        return NotServingError(DIED)
 
     @contextmanager
     def _noticing_death(self) -> Iterator[None]:
@@ -158,7 +170,7 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
 
     def _give_up(self) -> None:
         """Kill the engine, because it takes too long; the next sync starts another."""
-        self.state.dead = True
+        self.state.note(Event.DIE)
         if self.mode == "multiprocess" and self.llm is not None:
             for process in self._front.engine_core.resources.engine_manager.processes:
                 process.kill()

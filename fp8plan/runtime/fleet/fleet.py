@@ -32,9 +32,13 @@ from fp8plan.runtime.fleet.sync import Kept
 from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.observation import EngineFacts, Observation, rollout_fields
 from fp8plan.runtime.tokens import refuse_prompts
+from fp8plan.runtime.weight_sync.calls import Call, Procedure, Restart, driven, rpc
+from fp8plan.runtime.weight_sync.kv_calibration import rescaled
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.procedure import replace_weights
-from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncReport, SyncSettings, SyncState, driven, rpc
+from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import Event, SyncState
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -74,7 +78,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         self._waiting: set[int] = set()
         try:
             self._members.start(range(members.count), launched)
-            self._drive(self._opening())
+            self.drive(self._opening())
         except BaseException:
             self._members.close()
             raise
@@ -274,7 +278,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
 
     def shutdown(self) -> None:
         """Stop all replicas and give their places back, for good: every later call raises LostEngineError."""
-        self.state.shut_down = True
+        self.state.note(Event.CLOSE)
         self._members.close()
         self._kept = None
 
@@ -305,7 +309,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         refuse_shut_down(self.state)
         return self.state.generating
 
-    def _sync(self, source: Any, *settings: Any) -> Generator[Call, Any, SyncReport]:
+    def syncing(self, source: Any, *settings: Any) -> Generator[Call, Any, SyncReport]:
         if isinstance(source, RemoteSource):
             workers = yield from self._to_meet()
             if self._members.lineup != self._met:
@@ -313,7 +317,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
                     "the replicas that live are not those that met the trainer; type: "
                     f"transfer = connect(fleet.join_transfer, workers={workers}). Nothing was sent"
                 )
-        return (yield from super()._sync(source, *settings))
+        return (yield from super().syncing(source, *settings))
 
     def _join(self, where: Rendezvous) -> Procedure:
         workers = yield from self._to_meet()
@@ -349,11 +353,11 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
             self.guard_off = next((judged.off for judged in done.judgements.values() if judged.off), None)
         return done
 
-    def _drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
+    def drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         calls = Calls(self._members, keep=self._keep and self.state.settings.delta is None)
 
         def reply(call: Call) -> Any:
-            if call.what == "restart":
+            if isinstance(call, Restart):
                 self._members.stop()
                 self._waiting.clear()
                 return self._members.start(range(self.replicas), self.launch)
@@ -371,7 +375,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
 
     def _count_dead(self) -> None:
         if not self._members.living:
-            self.state.dead = True
+            self.state.note(Event.DIE)
 
     def _held(self) -> tuple[Iterable[Any], Manifest, str | None] | None:
         """Return the weights that serve: pairs, manifest and stamp; None if they are kept nowhere."""
@@ -388,7 +392,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         try:
             held = self._held()
             if held is None:  # the weights of the checkpoint, as in all replicas
-                driven(self._rescale(), calls.answer)
+                driven(rescaled(state), calls.answer)
                 return
             pairs, manifest, stamp = held
             own = SyncState(replace(state.settings, rollback=None, delta=None), None, state.fp8_kv)

@@ -14,10 +14,12 @@ from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.engine.judge import How
 from fp8plan.runtime.engine.launch import Launch
 from fp8plan.runtime.fleet.placement import await_places, place, placed, ray
-from fp8plan.runtime.fleet.sync import STREAMED, Packed, addressed, merged, packed, unpacked
+from fp8plan.runtime.fleet.sync import Packed, addressed, merged, packed, unpacked
 from fp8plan.runtime.guard.fallback import DEPTH, Action, GuardSettings, GuardState
 from fp8plan.runtime.guard.guard import Judged, in_effect
-from fp8plan.runtime.weight_sync.state import Call, SyncSettings
+from fp8plan.runtime.weight_sync.calls import STAGED, Call, Method, Rpc
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import Event
 from fp8plan.runtime.weight_sync.stream import Channel
 
 
@@ -26,7 +28,7 @@ class _Broken(Exception):
 
 
 class Replica:
-    """A RolloutEngine in the process of a Ray actor. The fleet keeps the state of its weights; its own never changes.
+    """A RolloutEngine in the process of a Ray actor. The fleet keeps the state of its weights.
 
     It is made and then started, because an error in an actor's __init__ would lose its type.
     """
@@ -45,17 +47,19 @@ class Replica:
         """Do a Call."""
         self._close()
         reply = self._engine.answer(call)
-        if call == Call("rpc", ("fp8plan_commit", ())):  # a sync also clears the rest of a broken-off generate
-            self._engine.state.refusal = None
-            self._engine.state.version += 1  # the next rollout is the first on new weights
+        if isinstance(call, Rpc) and call.method == "fp8plan_commit":
+            state = self._engine.state
+            for event in (Event.BEGIN, Event.CHECK, Event.SERVE):  # also after a generate that was broken off
+                state.note(event)
+            state.version += 1  # the next rollout is the first on new weights
         return reply
 
-    def load(self, method: str, numbers: Sequence[int], parts: Sequence[Packed]) -> Any:
+    def load(self, method: Method, numbers: Sequence[int], parts: Sequence[Packed]) -> Any:
         """Hand a chunk of tensors to a worker's method."""
         state = self._engine.state
         if self._channel is None:
             self._channel = Channel(state.staged_on, self._settings.chunk_bytes, state.workers)
-        reply = self._engine.answer(Call("rpc", self._channel.message(method, numbers, unpacked(parts))))
+        reply = self._engine.answer(self._channel.message(method, numbers, unpacked(parts)))
         self._channel.close()  # all workers have it open
         return reply
 
@@ -303,9 +307,9 @@ class Calls:
 
     def answer(self, call: Call) -> Any:
         """Ask the replicas, and return their answer as one. Raises NotServingError if none is left."""
-        method = call.arguments[0] if call.what == "rpc" else None
-        if method in STREAMED:
-            return self._streamed(*call.arguments)
+        method = call.method if isinstance(call, Rpc) else None
+        if isinstance(call, Rpc) and method in STAGED:
+            return self._streamed(call)
         if method == "fp8plan_abort":
             with suppress(Exception):  # even if the chunk failed, living replicas must close their sync
                 self._landed()
@@ -313,21 +317,21 @@ class Calls:
             late = self._landed()
             if any("error" in answer for answer in late):
                 return late
-        if method == "fp8plan_begin":
-            self.number, self.chunks = call.arguments[1][0], []
+        if isinstance(call, Rpc) and method == "fp8plan_begin":
+            self.number, self.chunks = call.arguments[0], []
         numbers, workers = self._asked(), self._members.terms.workers
         parts = {number: (addressed(call, at, len(numbers), workers),) for at, number in enumerate(numbers)}
         return self._collected(call, self._members.submit("answer", parts))
 
-    def _streamed(self, method: str, arguments: tuple[Sequence[int], Sequence[Any]]) -> Answers:
+    def _streamed(self, call: Rpc) -> Answers:
         """Send a chunk, and return the answers to the one before."""
-        numbers, tensors = arguments
+        numbers, tensors = call.arguments
         reference = self._members.put(packed(tensors))
-        if self._keep and method == "fp8plan_load":
+        if self._keep and call.method == "fp8plan_load":
             self.chunks.append((numbers, reference))
         late = self._landed()
-        sent = self._members.submit("load", dict.fromkeys(self._asked(), (method, numbers, reference)))
-        self._under_way = Call("rpc", (method, ())), sent
+        sent = self._members.submit("load", dict.fromkeys(self._asked(), (call.method, numbers, reference)))
+        self._under_way = Rpc(call.method), sent
         return late
 
     def _landed(self) -> Answers:
@@ -343,7 +347,7 @@ class Calls:
     def _collected(self, call: Call, references: Mapping[int, Any]) -> Any:
         answers = {}
         for number, answer in self._members.collect(references).items():
-            if call.what == "rpc" and (lost := [text["error"] for text in answer if text.get("lost")]):
+            if isinstance(call, Rpc) and (lost := [text["error"] for text in answer if text.get("lost")]):
                 self._members.lose(number, lost[0])
             else:
                 answers[number] = answer

@@ -8,23 +8,18 @@ A replica that dies drops out, and the others go on. Nothing here does input or 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Method, Rpc
 from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_name, dtype_named, gathered
-from fp8plan.runtime.weight_sync.state import Call
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-STREAMED: Final = (
-    "fp8plan_load",
-    "fp8plan_patch",
-    "fp8plan_compare_with",
-)  # methods whose tensors travel through the object store
 ALIKE: Final = ("fp8plan_prepare",)  # all replicas must answer the same; the first one's answer is used
 
 
@@ -35,13 +30,11 @@ def addressed(call: Call, position: int, replicas: int, workers: int) -> Call:
 
     position: number of the replica among those asked; workers: number in each replica
     """
-    if call.what == "generate":
-        prompts, settings = call.arguments
-        return call._replace(arguments=(list(prompts)[position::replicas], settings))
-    if call.what == "rpc" and call.arguments[0] == "fp8plan_join":
-        method, (where,) = call.arguments
-        ranked = {**where, "first_rank": where["first_rank"] + position * workers}
-        return call._replace(arguments=(method, (ranked,)))
+    match call:
+        case Generate(prompts, sampling, everywhere=False):
+            return Generate(list(prompts)[position::replicas], sampling)
+        case Rpc("fp8plan_join", (where,)):
+            return Rpc("fp8plan_join", ({**where, "first_rank": where["first_rank"] + position * workers},))
     return call
 
 
@@ -50,18 +43,20 @@ def merged(call: Call, answers: Mapping[int, Any]) -> Any:
 
     answers: number of the replica -> its answer, in the order of `addressed`
     """
-    if call.what == "generate":
+    if isinstance(call, Generate) and call.everywhere:
+        return [outputs for replica in answers.values() for outputs in replica]
+    if isinstance(call, Generate):
         parts = list(answers.values())
         most = max(map(len, parts), default=0)
         return [part[row] for row in range(most) for part in parts if row < len(part)]
-    if call.what == "score":
-        return [outputs for replica in answers.values() for outputs in replica]
-    if call.what == "rpc":
-        return _workers(call.arguments[0], answers)
+    if isinstance(call, Rpc):
+        return _workers(call.method, answers)
     return None
 
 
-def _workers(method: str, answers: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def _workers(
+    method: Method | Callable[..., Any], answers: Mapping[int, Sequence[Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
     """Return the answers of all workers; errors say whose they are."""
     every = [
         dict(answer) | ({"who": _who(replica, rank, len(ranks))} if "error" in answer else {})

@@ -16,7 +16,7 @@ from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.engine.launch import held_back
 from fp8plan.runtime.mismatch.sampling import LEAST_TEMPERATURE
 from fp8plan.runtime.weight_sync.manifest import checkpoint_manifest, checkpoint_tensors, local_folder
-from fp8plan.runtime.weight_sync.state import SyncSettings
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 # Prompts of the first calibration of KV scales, before there is a rollout.
 FIRST_CALIBRATION = 16

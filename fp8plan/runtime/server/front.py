@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, ClassVar, Final, Self
 
 from fp8plan.errors import ConfigError, SyncError, text_of
@@ -30,16 +30,18 @@ from fp8plan.runtime.mismatch.sampling import RAW, Sampling
 from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.rollout import finished
 from fp8plan.runtime.tokens import refuse_prompts
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Method, Procedure, Reset, Rpc, rpc
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,
     RANDOM,
-    kv_scales,
     random_prompts,
+    woken,
 )
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
-from fp8plan.runtime.weight_sync.procedure import clean
-from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncSettings, SyncState, rpc
+from fp8plan.runtime.weight_sync.procedure import ended, readied
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import UNDER_WAY, Event, State, SyncState
 from fp8plan.runtime.worker.facts import preset_of
 from fp8plan.version import __version__
 
@@ -68,7 +70,7 @@ class Front:
 
     wrapped: ClassVar[tuple[str, ...]] = ("generate", "pause_generation", "resume_generation", "sleep", "wake_up")
     wrapped_if_there: ClassVar = ("release_kv_cache_memory",)  # 0.32 has it
-    asks_facts: ClassVar[str] = "fp8plan_facts"  # name of the workers' method
+    asks_facts: ClassVar[Method] = "fp8plan_facts"  # name of the workers' method
 
     def __init__(self, engine: Any) -> None:
         config = engine.vllm_config
@@ -86,7 +88,6 @@ class Front:
         self.serve_s = 0.0  # seconds of the last measurement of KV scales, with the reset of the prefix cache
         there = [name for name in self.wrapped_if_there if hasattr(engine, name)]
         self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in (*self.wrapped, *there)}
-        self._updating = False
         self._changed = asyncio.Condition()  # notified when the permission to generate changes
         self._measuring = False
         self._entering = 0  # number of requests that may generate and have no output so far
@@ -100,11 +101,13 @@ class Front:
         """Wrap an AsyncLLM that has just started. Raises as `has_fixed_scales` does."""
         answered_or_dead(engine)
         front = cls(engine)
-        front.facts = (await front._drive(rpc(cls.asks_facts)))[0]
+        front.facts = (await front.drive(rpc(cls.asks_facts)))[0]
         if front.state.fp8_kv:
             front.state.kv_fixed = has_fixed_scales(front.facts)
-            answers = await front._drive(rpc("fp8plan_kv_scales"))
+            answers = await front.drive(rpc("fp8plan_kv_scales"))
             front.state.kv_scales = {layer: [parts[p] for p in PARTS] for layer, parts in answers[0].items()}
+        front._note(Event.BEGIN)  # the checkpoint's weights have come already
+        front._note(Event.CHECK)
         await front._serve()
         await front.status()
         forgetting_unsent(engine)
@@ -170,9 +173,13 @@ class Front:
     @property
     def refusal(self) -> str | None:
         """The reason why the weights must not be used now, as far as this process knows; None if they may."""
-        if self.engine.errored:
-            return DEAD
-        return "an update of the weights is under way" if self._updating else self.state.refusal
+        return DEAD if self.engine.errored or self.state.dead else self.state.refusal
+
+    @property
+    def _updating(self) -> bool:
+        """Whether an update is open. One that only waits for parts that sleep forbids nothing but requests."""
+        weights = self.state.weights
+        return weights.is_open and not (weights.state is State.CHECKED and self.state.asleep)
 
     def open_update(self) -> dict[str, float] | None:
         """Return the status's `open_update`."""
@@ -204,53 +211,53 @@ class Front:
 
     async def pause_generation(self, *args: Any, **kwargs: Any) -> None:
         """Pause, as vLLM does."""
-        await self._own["pause_generation"](*args, **kwargs)
+        with self._switch("pause"):
+            await self._own["pause_generation"](*args, **kwargs)
 
     async def resume_generation(self) -> None:
         """Resume after a pause. Raises UpdateError while an update is open, and if kept requests would go on with
         weights that must not be used."""
-        self._refuse_open("resume")
-        if self.state.refusal is not None and self._unfinished():
-            raise UpdateError(
-                f"{self.state.refusal}; {self._unfinished()} requests that were kept would go on with such weights: "
-                "make a complete update before, or abort them (POST /abort_requests)"
-            )
-        await self._own["resume_generation"]()
+        with self._switch("resume"):
+            self._refuse_open("resume")
+            if self.refusal is not None and self._unfinished():
+                raise UpdateError(
+                    f"{self.refusal}; {self._unfinished()} requests that were kept would go on with such weights: "
+                    "make a complete update before, or abort them (POST /abort_requests)"
+                )
+            await self._own["resume_generation"]()
 
     async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
         """Sleep. Level 2 drops the weights, so an update must follow the wake-up. Raises UpdateError while an update is
         open."""
-        self._refuse_open("sleep")
-        if level > 1:
-            self.state.refusal = "the engine slept at level 2, which drops its weights"
-        if level > 0:  # level 0 only pauses
-            self.state.asleep = frozenset(TAGS)
-        await self._own["sleep"](level, *args, **kwargs)
+        with self._switch("sleep"):
+            self._refuse_open("sleep")
+            if level > 1:
+                self.state.note(Event.REFUSE, "the engine slept at level 2, which drops its weights")
+            if level > 0:  # level 0 only pauses
+                self.state.asleep = frozenset(TAGS)
+            await self._own["sleep"](level, *args, **kwargs)
 
     async def release_kv_cache_memory(self) -> None:
         """Let the KV cache sleep alone. Raises UpdateError while an update is open."""
-        self._refuse_open("release the KV cache")
-        self.state.asleep |= {"kv_cache"}
-        await self._own["release_kv_cache_memory"]()
+        with self._switch("release the KV cache"):
+            self._refuse_open("release the KV cache")
+            self.state.asleep |= {"kv_cache"}
+            await self._own["release_kv_cache_memory"]()
 
     async def wake_up(self, tags: list[str] | None = None) -> Any:
         """Wake up, clean the KV cache and set the KV scales again; return vLLM's answer. Raises UpdateError while an
         update is open, as vLLM would go on with requests."""
-        self._refuse_open("wake up")
-        answer = await self._own["wake_up"](tags)
-        self.state.asleep -= frozenset(TAGS if tags is None else tags)
-        if tags is None or "kv_cache" in tags:
-            self.state.soiled = True
-            await self._drive(clean(self.state))
-        if self.state.kv_scales is not None:
-            await self._drive(rpc("fp8plan_set_kv_scales", self.state.kv_scales))
-        return answer
+        with self._switch("wake up"):
+            self._refuse_open("wake up")
+            answer = await self._own["wake_up"](tags)
+            await self.drive(woken(self.state, TAGS if tags is None else tags))
+            return answer
 
     # ------------------------------------------------------------------------------------ helpers
 
     async def _ask(self) -> dict[str, Any]:
         """Return the workers' status of their weights, the client's name of these, and whether a pause holds."""
-        worker = (await self._drive(rpc("fp8plan_status")))[0]
+        worker = (await self.drive(rpc("fp8plan_status")))[0]
         named = await self.engine.get_weight_version()
         return {"worker": worker, "named": named, "paused": await self.engine.is_paused()}
 
@@ -274,9 +281,9 @@ class Front:
             while self._measuring or (self._updating and await self.engine.is_paused()):
                 await while_alive(self.engine, self._changed.wait())
         if self._updating:
-            raise UpdateError("an update of the weights is under way; pause generation before it, or wait")
-        if self.state.refusal is not None:
-            raise UpdateError(f"{self.state.refusal}; the server generates again after a complete update")
+            raise UpdateError(f"{UNDER_WAY}; pause generation before it, or wait")
+        if self.refusal is not None:
+            raise UpdateError(f"{self.refusal}; the server generates again after a complete update")
 
     async def _refuse_running(self, how: str) -> None:
         """Raise UpdateError while requests run, unless generation is paused. how: advice for the error
@@ -295,6 +302,11 @@ class Front:
                 f"{how}"
             )
 
+    @contextmanager
+    def _switch(self, what: str) -> Iterator[None]:
+        """Hold a call that switches generation on or off. Subclasses refuse it beside others."""
+        yield
+
     def _refuse_open(self, what: str) -> None:
         if self._updating:
             raise UpdateError(
@@ -302,11 +314,16 @@ class Front:
                 f"/finish_weight_update before you {what}"
             )
 
-    async def _let(self, **flags: bool) -> None:
-        """Set flags of the permission to generate, and wake up the requests that wait."""
+    def _note(self, event: Event, why: str | None = None) -> None:
+        """Note what has happened to the weights. Raises UpdateError for an event that cannot happen now."""
+        try:
+            self.state.note(event, why)
+        except SyncError as error:
+            raise UpdateError(str(error)) from error
+
+    async def _changes(self) -> None:
+        """Let the requests that wait look at the permission to generate again."""
         async with self._changed:
-            for name, value in flags.items():
-                setattr(self, f"_{name}", value)
             self._changed.notify_all()
 
     def _unfinished(self) -> int:
@@ -317,29 +334,29 @@ class Front:
         return int(self.engine.output_processor.get_num_unfinished_requests())
 
     async def _serve(self) -> None:
-        """Let the workers' weights serve: measure KV scales, empty the prefix cache. While a pause keeps requests,
+        """Let checked weights serve: measure KV scales, empty the prefix cache. While a pause keeps requests,
         it does neither, as their keys and values are or will be in the cache.
         """
         self.serve_s, begun = 0.0, time.perf_counter()
         if self._unfinished():
             self.kv_source = self._kept_scales()
-            self.state.refusal = None
+            self._note(Event.SERVE)
             return
         try:
             async with self._holding(), self._pause_lifted():
-                await self._drive(self._measured())
-                self._updating = False  # so that requests that waited are let in
+                await self.drive(self._measured())
         finally:
             self.serve_s = time.perf_counter() - begun
 
     @asynccontextmanager
     async def _holding(self) -> AsyncGenerator[None]:
         """Let new requests wait."""
-        await self._let(measuring=True)
+        self._measuring = True
         try:
             yield
         finally:
-            await self._let(measuring=False)
+            self._measuring = False
+            await self._changes()
 
     @asynccontextmanager
     async def _pause_lifted(self) -> AsyncGenerator[None]:
@@ -365,48 +382,54 @@ class Front:
 
     def _measured(self) -> Procedure:
         state = self.state
-        yield from clean(state)
-        state.soiled = True  # until the new weights have run without NaN
         try:
-            self.kv_source = yield from kv_scales(state, None, *self._prompts())
+            self.kv_source = yield from readied(state, None, *self._prompts(), None, {})
         except Exception as error:
-            state.refusal = f"the KV scales could not be measured: {error}"
-            raise
-        yield Call("reset")
-        state.soiled, state.refusal, self.sampling = False, None, None
+            raise ConfigError(f"the KV scales could not be measured: {error}") from error
+        state.note(Event.SERVE)
+        state.soiled, self.sampling = False, None
 
     async def _failed(self, error: Exception) -> UpdateError:
-        """Note a failed update, and let requests in. Return the error to raise."""
-        failure = await self._failing(error)
-        await self._let(updating=False)
-        return failure
+        """End the open update, and let requests look again. Return the error to raise."""
+        await self._end(_said(error))
+        await self._changes()
+        return self._failing(error)
 
-    async def _failing(self, error: Exception) -> UpdateError:
-        """Note a failure. Return the error to raise, whose text says which weights serve."""
-        text = text_of(error) if isinstance(error, (LookupError, TypeError, AttributeError)) else str(error)
+    async def _end(self, why: str) -> None:
+        """End the open update in all workers. Those that have written nothing have the old weights."""
+        why = f"the update of the weights failed: {why}"
         with suppress(Exception):
-            for answer in await self._drive(rpc("fp8plan_status")):
-                self.state.refusal = self.state.refusal or answer["refusal"]
+            await self.drive(ended(self.state, why))
+        self._note(Event.END, why)  # where the workers did not answer
+
+    def _failing(self, error: Exception) -> UpdateError:
+        """Note a failure. Return the error to raise, whose text says which weights serve."""
+        text = _said(error)
         if self.engine.errored:
             self.failure = f"{text}; {DEAD}"
             return UpdateError(self.failure)
-        serves = "the old weights serve" if self.state.refusal is None else "the server refuses to generate"
+        serves = "the old weights serve" if self.refusal is None else "the server refuses to generate"
         self.failure = text
         return error if isinstance(error, UpdateError) else UpdateError(f"{text}; {serves} until a complete update")
 
-    async def _drive(self, procedure: Generator[Call, Any, Any]) -> Any:
+    async def drive(self, procedure: Generator[Call, Any, Any]) -> Any:
         return await driven(procedure, self._answer)
 
     async def _answer(self, call: Call) -> Any:
-        if call.what == "reset":
+        if isinstance(call, Reset):
             if self.engine.model_config.is_multimodal_model:
                 await self.engine.reset_encoder_cache()
             for pause_s in until_reset():
                 if await self.engine.reset_prefix_cache():
                     return None
                 await asyncio.sleep(pause_s)
-        if call.what == "generate":
+        if isinstance(call, Generate):
             prompts, params = requests(call)
             return await asyncio.gather(*[finished(self._own["generate"], prompt, params) for prompt in prompts])
-        method, arguments = call.arguments
-        return await self.engine.collective_rpc(method, args=arguments)
+        assert isinstance(call, Rpc), call
+        return await self.engine.collective_rpc(call.method, args=call.arguments)
+
+
+def _said(error: Exception) -> str:
+    """Return an error's text, with its kind where the text alone says little."""
+    return text_of(error) if isinstance(error, (LookupError, TypeError, AttributeError)) else str(error)

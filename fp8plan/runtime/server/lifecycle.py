@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final
@@ -21,11 +21,13 @@ from fp8plan.errors import SyncError
 from fp8plan.runtime.engine.async_engine import driven
 from fp8plan.runtime.plugin import LIMIT, STORE, logger, transfer_limit_s
 from fp8plan.runtime.server.front import Front, UpdateError
-from fp8plan.runtime.weight_sync.delta.base import Chain
-from fp8plan.runtime.weight_sync.delta.store import Follower
+from fp8plan.runtime.weight_sync.calls import Call, Procedure, Reset, Rpc, rpc
+from fp8plan.runtime.weight_sync.delta.follower import Follower
 from fp8plan.runtime.weight_sync.manifest import local_manifest
 from fp8plan.runtime.weight_sync.procedure import learn_quantised, replace_weights
-from fp8plan.runtime.weight_sync.state import Call, Procedure, SyncReport, SyncSettings, rpc
+from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import Event
 
 PAUSE: Final = "pause generation before (POST /pause?mode=keep)"
 POLL_S: Final = 0.01  # seconds between two looks at whether requests still run
@@ -65,7 +67,6 @@ class LifecycleFront(Front):
         self._exclusive: str | None = None  # the call that refuses others meanwhile
         self._pulls = asyncio.Lock()  # held by a pull, its download included
         self._switching = 0  # calls that pause, resume, sleep or wake up
-        self._keeping = False  # True while a pull leaves requests that a pause keeps as they are
 
     # ------------------------------------------------------------------------------------ the lifecycle
 
@@ -80,8 +81,9 @@ class LifecycleFront(Front):
         with self._exclusively("the start of an update"):
             await self._refuse_running(PAUSE)
             if self._updating:
-                await self._release("a trainer has begun another update")
-            self._updating, self._update = True, OpenUpdate()
+                await self._end("a trainer has begun another")
+            self._note(Event.BEGIN)
+            self._update = OpenUpdate()
             try:
                 await self._called("start_weight_update", *args, **kwargs)
             except Exception as error:
@@ -91,24 +93,26 @@ class LifecycleFront(Front):
     async def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Take one part of an update."""
         self._refuse_beside("send tensors")
-        ended = self._ended()
+        self._refuse_ended()
+        self._note(Event.WRITE)
         try:
             await self._called("update_weights", *args, **kwargs)
         except Exception as error:
-            raise (ended or await self._failed(error)) from error
+            raise await self._failed(error) from error
 
     async def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
         """Close an update: the workers check it, then KV scales are measured, and the new weights serve."""
         self._refuse_beside("finish an update")
-        ended, self._update = self._ended(), None  # its trainer need not be heard of any more
+        self._refuse_ended()
+        self._update = None  # its trainer need not be heard of any more
         try:
             await self._called("finish_weight_update", *args, **kwargs)
+            self._note(Event.CHECK)
             await self._serve()
         except Exception as error:
-            await self._release(str(error))
-            raise (ended or await self._failed(error)) from error
+            raise await self._failed(error) from error
         self.failure = self.pulled = None
-        await self._let(updating=False)
+        await self._changes()
 
     def open_update(self) -> dict[str, float] | None:
         """Return the age of the open update and of its last call, in seconds, and the limit of the latter."""
@@ -128,11 +132,11 @@ class LifecycleFront(Front):
             f"{update['silent_s']:.0f} s; after {self.limit_s:g} s of silence ({LIMIT}) it is ended"
         )
 
-    def _ended(self) -> UpdateError | None:
-        """Return the error of a call that comes after the update has failed or was ended; None while it is open."""
-        if self._updating or self.failure is None:
-            return None
-        return UpdateError(f"no update is open. The last one: {self.failure}; begin again (start_weight_update)")
+    def _refuse_ended(self) -> None:
+        """Raise UpdateError unless an update is open: none has begun, or it has failed or was ended."""
+        if not self._updating:
+            last = "" if self.failure is None else f". The last one: {self.failure}"
+            raise UpdateError(f"no update is open{last}; begin one (start_weight_update)")
 
     async def _until_silent(self, update: OpenUpdate) -> None:
         """End an update once its trainer has been silent for too long."""
@@ -147,11 +151,9 @@ class LifecycleFront(Front):
         """End the open update. The weights from before it serve, unless some are overwritten."""
         text = f"the update was ended, as its trainer was silent for {self.limit_s:g} s ({LIMIT})"
         with self._exclusively("the end of an update that nobody ended"):
-            await self._release(text)
-            failure = await self._failing(SyncError(text))
-            if self.state.refusal is None and await self.engine.is_paused():
+            failure = await self._failed(SyncError(text))
+            if self.refusal is None and await self.engine.is_paused():
                 await self._own["resume_generation"]()  # the trainer paused for the update, and is gone
-        await self._let(updating=False)
         logger.warning("fp8plan: %s", failure)
 
     # ------------------------------------------------------------------------------------ a store
@@ -179,12 +181,12 @@ class LifecycleFront(Front):
             raise UpdateError("a pull is under way; wait for it before you begin a pull")
         async with self._pulls:
             async with self._beside_none(), self._noting():
-                await self._drive(self.follower.announcing(self))
+                await self.drive(self.follower.announcing(self))
             report, refused = None, None
             while report is None:
                 async with self._noting():
                     with TemporaryDirectory(prefix="fp8plan-") as folder:
-                        fetched = await self._drive(self.follower.fetching(self, folder, refused))
+                        fetched = await self.drive(self.follower.fetching(self, folder, refused))
                         if fetched is None:
                             self.failure = None
                             return None
@@ -200,7 +202,7 @@ class LifecycleFront(Front):
             self._refuse_open("pull")
             if self.state.asleep:
                 raise UpdateError(f"{' and '.join(sorted(self.state.asleep))} sleep; wake them up (POST /wake_up)")
-            status = (await self._drive(rpc("fp8plan_status")))[0]
+            status = (await self.drive(rpc("fp8plan_status")))[0]
             self.state.version, self.state.stamp = status["version"], status["stamp"]
             yield
 
@@ -210,9 +212,9 @@ class LifecycleFront(Front):
         try:
             yield
         except SyncError as error:  # it says which weights serve
-            raise await self._failing(UpdateError(str(error))) from error
+            raise self._failing(UpdateError(str(error))) from error
         except Exception as error:
-            raise await self._failing(error) from error
+            raise self._failing(error) from error
 
     async def _write(self, procedure: Procedure) -> Any:
         """Run a procedure that writes weights, once no request runs or a pause keeps them. New requests wait."""
@@ -222,66 +224,40 @@ class LifecycleFront(Front):
                     raise self.engine.dead_error
                 await asyncio.sleep(POLL_S)
             async with self._beside_none():
-                self._updating, self._keeping = True, self._unfinished() > 0
-                try:
-                    async with nullcontext() if self._keeping else self._pause_lifted():
+                if not self._unfinished():
+                    async with self._pause_lifted():
                         return await driven(procedure, self._answer, threads=True)
+                try:
+                    return await driven(procedure, self._sparing, threads=True)
                 finally:
-                    if self._keeping:  # the cache was not zeroed; a later update does it
-                        self.state.soiled = True
-                    self._updating = self._keeping = False
+                    self.state.soiled = True  # the cache was not zeroed; a later update does it
 
     @property
     def serving(self) -> bool:
-        return self.state.refusal is None
+        return self.refusal is None
 
     @staticmethod
-    def _asked(procedure: Procedure) -> Procedure:
+    def asking(procedure: Procedure) -> Procedure:
         return procedure
 
-    def _sync(self, chain: Chain, *_: Any) -> Generator[Call, Any, SyncReport]:
+    def syncing(self, chain: Any, *_: Any) -> Generator[Call, Any, SyncReport]:
         """Write the patches of a chain. KV scales stay while a pause keeps requests; else they are measured."""
         state = self.state
         yield from learn_quantised(state)
         known, prompts, source = state.kv_scales, None, self._kept_scales()
-        if not self._keeping:
+        if not self._unfinished():
             known, (prompts, source) = None, self._prompts()
-        try:
-            report = yield from replace_weights(state, chain, kv_prompts=prompts, kv_known=known)
-        except SyncError:
-            if state.dead:
-                state.refusal = "the engine is lost; start the server again"
-            raise
+        report = yield from replace_weights(state, chain, kv_prompts=prompts, kv_known=known)
         self.kv_source, self.sampling = source, None
         return report
 
-    async def _answer(self, call: Call) -> Any:
+    async def _sparing(self, call: Call) -> Any:
         """Do a Call. Requests that a pause keeps still need their blocks, so they are neither emptied nor zeroed."""
-        if self._keeping and (call.what == "reset" or call.arguments[:1] == ("fp8plan_zero_kv",)):
+        if call in (Reset(), Rpc("fp8plan_zero_kv")):
             return [{"ok": None}]
-        return await super()._answer(call)
+        return await self._answer(call)
 
     # ------------------------------------------------------------------------------------ calls beside each other
-
-    async def pause_generation(self, *args: Any, **kwargs: Any) -> None:
-        with self._switch("pause"):
-            await super().pause_generation(*args, **kwargs)
-
-    async def resume_generation(self) -> None:
-        with self._switch("resume"):
-            await super().resume_generation()
-
-    async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
-        with self._switch("sleep"):
-            await super().sleep(level, *args, **kwargs)
-
-    async def release_kv_cache_memory(self) -> None:
-        with self._switch("release the KV cache"):
-            await super().release_kv_cache_memory()
-
-    async def wake_up(self, tags: list[str] | None = None) -> Any:
-        with self._switch("wake up"):
-            return await super().wake_up(tags)
 
     def _refuse_beside(self, what: str) -> None:
         if self._exclusive is not None:
@@ -328,10 +304,9 @@ class LifecycleFront(Front):
         if self._update is not None:
             self._update.heard = time.monotonic()
 
-    async def _release(self, why: str) -> None:
-        """Give up the open update, which writes nothing more, and let vLLM's workers count it as closed."""
-        with suppress(Exception):
-            await self._drive(rpc("fp8plan_give_up", why))
+    async def _end(self, why: str) -> None:
+        """End the open update, and let vLLM's workers count it as closed."""
+        await super()._end(why)
         with suppress(Exception):
             await self._called("finish_weight_update")
 

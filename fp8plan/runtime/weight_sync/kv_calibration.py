@@ -9,13 +9,14 @@ A trainer records the largest magnitudes in its own forward passes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, warn
 from fp8plan.runtime.tokens import refuse_tokens
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Procedure, Reset, rpc
 from fp8plan.runtime.weight_sync.kv_scales import (
     MEASURED_SCALES,
     PARTS,
@@ -26,7 +27,7 @@ from fp8plan.runtime.weight_sync.kv_scales import (
     largest,
     scales_from,
 )
-from fp8plan.runtime.weight_sync.state import Call, SyncState, rpc
+from fp8plan.runtime.weight_sync.state import SyncState
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,6 @@ def kv_scales(
     if not state.fp8_kv:
         return None
     if state.kv_fixed:
-        yield from rpc("fp8plan_set_kv_scales", state.kv_scales)  # a reload has set them to 1.0
         if known is None:
             seen = (yield from _recorded(prompts or ())) if amax is None else amax
             state.kv_clipped = beyond(seen, state.kv_scales or {})
@@ -111,6 +111,28 @@ def kv_scales(
     yield from rpc("fp8plan_set_kv_scales", scales)
     state.kv_scales = scales
     return source
+
+
+def clean(state: SyncState) -> Procedure:
+    """Zero the KV cache after weights that may have written NaN: kernels multiply masked values by 0."""
+    if state.soiled:
+        yield from rpc("fp8plan_zero_kv")
+        state.soiled = False
+
+
+def rescaled(state: SyncState) -> Procedure:
+    """Put the KV scales back after vLLM has set them to 1.0."""
+    if state.kv_scales is not None:
+        yield from rpc("fp8plan_set_kv_scales", state.kv_scales)
+
+
+def woken(state: SyncState, tags: Collection[str]) -> Procedure:
+    """Mend what vLLM's wake_up leaves: arbitrary bytes in the KV cache, and scales of 1.0. tags: the parts that woke"""
+    if "kv_cache" in tags:
+        state.soiled = True
+        yield from clean(state)
+    yield from rescaled(state)
+    state.asleep -= frozenset(tags)
 
 
 def _clips(clipped: Mapping[str, float]) -> str:
@@ -194,10 +216,10 @@ def _recorded(prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
 
     Raises ConfigError if the recorders saw no attention, or zeros alone.
     """
-    yield Call("reset")
+    yield Reset()
     yield from rpc("fp8plan_record_amax", True)
     try:
-        yield Call("generate", (prompts, {"max_tokens": 1, "temperature": 0.0}))
+        yield Generate(prompts, {"max_tokens": 1, "temperature": 0.0})
     finally:
         ranks = yield from rpc("fp8plan_record_amax", False)
     amax = largest(ranks) if all(ranks) else {}

@@ -143,12 +143,15 @@ def set_scales(model: torch.nn.Module, scales: Mapping[str, Sequence[float]]) ->
         torch._foreach_copy_(live, [value.expand_as(scale) for value, scale in zip(moved, live, strict=True)])
 
 
+def scales_of(model: torch.nn.Module) -> Scales:
+    """Return the scales of a model's layers, as the host has them."""
+    return {name: [getattr(layer, f"_{part}_scale_float") for part in PARTS] for name, layer in attention_layers(model)}
+
+
 @contextmanager
 def keeping_scales(model: torch.nn.Module) -> Iterator[None]:
     """Put the scales back at the end: a reload of any layer sets all of them to 1.0."""
-    before = {
-        name: [getattr(layer, f"_{part}_scale_float") for part in PARTS] for name, layer in attention_layers(model)
-    }
+    before = scales_of(model)
     try:
         yield
     finally:

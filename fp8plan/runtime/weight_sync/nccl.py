@@ -38,6 +38,7 @@ from weakref import finalize
 
 from fp8plan.errors import ConfigError, LostEngineError, SyncError
 from fp8plan.runtime.interrupts import released
+from fp8plan.runtime.weight_sync.calls import Procedure, rpc
 from fp8plan.runtime.weight_sync.manifest import (
     Entry,
     Manifest,
@@ -47,7 +48,6 @@ from fp8plan.runtime.weight_sync.manifest import (
     manifest_of,
     read_manifest,
 )
-from fp8plan.runtime.weight_sync.state import Procedure, rpc
 from fp8plan.runtime.weight_sync.stream import wait
 
 if TYPE_CHECKING:

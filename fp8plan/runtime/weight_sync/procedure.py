@@ -31,14 +31,17 @@ from fp8plan.runtime.interrupts import released
 from fp8plan.runtime.mismatch.sums import LIMIT, k3
 from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync import manifest as manifests
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Procedure, Reset, rpc
 from fp8plan.runtime.weight_sync.delta.base import Base, Chain
 from fp8plan.runtime.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.weight_sync.delta.top_k import refuse_codes
-from fp8plan.runtime.weight_sync.kv_calibration import kv_scales, refuse_calibration
+from fp8plan.runtime.weight_sync.kv_calibration import clean, kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales
 from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of, pairs_of
 from fp8plan.runtime.weight_sync.nccl import RemoteSource, broadcast, received
-from fp8plan.runtime.weight_sync.state import Call, Checked, Procedure, Scored, SyncReport, SyncState, rpc
+from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.weight_sync.settings import Scored
+from fp8plan.runtime.weight_sync.state import DIED, Checked, Event, SyncState
 from fp8plan.runtime.weight_sync.stream import Channel, handed, loose_chunks, streamed
 
 # Manifests that workers remember. A trainer sends the same one every step, or one of few.
@@ -147,7 +150,7 @@ def replace_weights(
     """
     seconds: dict[str, float] = {}
     begun = time.perf_counter()
-    before, scales = state.refusal, state.kv_scales
+    serving, scales = state.refusal is None, state.kv_scales
     with _timed(seconds, "prepare"):
         try:
             sent = announced(state, source, manifest)
@@ -163,22 +166,18 @@ def replace_weights(
             elif not isinstance(source, RemoteSource):
                 pairs = _begun(manifests.pairs_of(source))
         except ConfigError as error:
-            serve = "the old weights serve, untouched" if before is None else "the engine still refuses to generate"
+            serve = "the old weights serve, untouched" if serving else "the engine still refuses to generate"
             raise SyncError(f"{error}. Nothing was sent; {serve}") from error
         except LostEngineError as error:  # raised by a trial that could not be undone
-            state.dead = True
-            raise SyncError(f"{error}; the engine has died; the next sync_weights starts it again") from error
+            state.note(Event.DIE)
+            raise SyncError(f"{error}; {DIED}") from error
     sending = Sending(state, sent, checked, seconds)
     try:
-        state.refusal = "a sync has begun and not ended"
+        state.note(Event.BEGIN)
         chain = source if isinstance(source, Chain) else None
-        answers = yield from sending.write(pairs, serving=before is None, chain=chain)
-        with _timed(seconds, "kv_scales"):
-            yield from clean(state)
-            state.soiled = True  # until the new weights have proven sound
-            used = yield from kv_scales(state, kv_amax, kv_prompts, kv_source, kv_known)
-        with _timed(seconds, "reset"):
-            yield Call("reset")
+        answers = yield from sending.write(pairs, serving=serving, chain=chain)
+        state.note(Event.CHECK)
+        used = yield from readied(state, kv_amax, kv_prompts, kv_source, kv_known, seconds)
         with _timed(seconds, "score"):
             score = None if scored is None else (yield from _score(scored, state.settings.scored_k3))
             state.stamp = sending.stamp or stamp or uuid4().hex
@@ -187,8 +186,8 @@ def replace_weights(
                 state.base.commit(state.stamp)
             state.soiled = False
     except BaseException as error:
-        yield from _fail(state, error, before or sending.broken, scales)
-    state.refusal = None
+        yield from _fail(state, error, scales)
+    state.note(Event.SERVE)
     state.version += 1
     done = answers[0]
     rounded = [*sending.rounded, *done["rounded"]]
@@ -228,7 +227,6 @@ class Sending:
     patched: True once the workers have taken what has changed, and nothing else
     looked:  patches that hold the digests of an unchanged tensor, and no values
     healed:  why patches were refused and all tensors sent; None: they were not
-    broken:  why the weights before the sync are gone; None while nothing but a whole sync has written
     stamp:   name of the state that a Chain leads to; None: the sync gives one
     rounded: names of tensors that were rounded here, before they were compared with the base
     """
@@ -239,7 +237,6 @@ class Sending:
         self.patched = False
         self.looked = 0
         self.healed: str | None = None
-        self.broken: str | None = None
         self.stamp: str | None = None
         self.rounded: list[str] = []
         self._remote: RemoteSource | None = None
@@ -283,8 +280,7 @@ class Sending:
             if not base.complete:
                 raise  # the trainer's tensors are at fault
             self.healed, self.looked = str(error), 0
-            if not all((yield from rpc("fp8plan_abort"))):
-                self.broken = "patches were written in part"
+            yield from rpc("fp8plan_abort", f"patches were refused, and all tensors have not come: {error}")
             return (yield from self._replace(base.pairs()))
 
     def _patch(self, patches: Iterable[tuple[str, Any]], stamp: str) -> Sent:
@@ -300,6 +296,7 @@ class Sending:
         with _timed(self._seconds, "begin"):
             arguments = self._checked.number, 0, self._state.version, settings.rollback, stamp, settings.look_every
             yield from rpc("fp8plan_begin", *arguments)
+        self._state.note(Event.WRITE)
         with _timed(self._seconds, "load"):
             most = (
                 settings.chunk_bytes if self._remote is None else min(settings.chunk_bytes, self._remote.buffer_bytes)
@@ -316,7 +313,7 @@ class Sending:
         if stamp == ANY and len(names) < len(self._manifest):
             raise ConfigError(f"{len(names)} tensors of {len(self._manifest)} have come")
         with _timed(self._seconds, "finish"):
-            return (yield from _finished(len(names)))
+            return (yield from rpc("fp8plan_finish", len(names)))
 
     def _replace(self, pairs: Any) -> Sent:
         """Send all tensors. pairs: None for the RemoteSource's own"""
@@ -325,21 +322,14 @@ class Sending:
             look_every = settings.look_every if self._state.base is not None else 0
             arguments = self._checked.number, settings.samples, self._state.version, settings.rollback
             yield from rpc("fp8plan_begin", *arguments, None, look_every)
+        self._state.note(Event.WRITE)
         with _timed(self._seconds, "load"):
             if self._remote is not None:
                 self.counts = yield from received(self._remote, self._manifest, pairs)
             else:
                 self.counts = yield from streamed(self._state, pairs, self._manifest, self._checked, "fp8plan_load")
         with _timed(self._seconds, "finish"):
-            return (yield from _finished())
-
-
-def _finished(patches: int = 0) -> Sent:
-    """Let every worker check what it has written. Raises ConfigError where the live weights differ."""
-    answers = yield from rpc("fp8plan_finish", patches)
-    if differ := next((answer["check"]["differ"] for answer in answers if answer["check"]["differ"]), None):
-        raise ConfigError(f"the live weights differ from what was sent: {', '.join(differ)}")
-    return answers
+            return (yield from rpc("fp8plan_finish", 0))
 
 
 @contextmanager
@@ -393,7 +383,7 @@ def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
     """
     settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     worst = 0.0
-    for (output,) in (yield Call("score", ([scored.tokens], settings))):
+    for (output,) in (yield Generate([scored.tokens], settings, everywhere=True)):
         own = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
         ratios = [float(trainer - engine) for trainer, engine in zip(scored.logprobs, own, strict=True)]
         mean = sum(k3(min(ratio, LIMIT)) for ratio in ratios) / len(ratios)
@@ -405,42 +395,64 @@ def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
     return worst
 
 
-def clean(state: SyncState) -> Procedure:
-    """Zero the KV cache after weights that may have written NaN: kernels multiply masked values by 0."""
-    if state.soiled:
-        yield from rpc("fp8plan_zero_kv")
-        state.soiled = False
+def readied(
+    state: SyncState,
+    amax: Mapping[str, Sequence[float]] | None,
+    prompts: Sequence[Sequence[int]] | None,
+    source: str,
+    known: Scales | None,
+    seconds: dict[str, float],
+) -> Generator[Call, Any, str | None]:
+    """Give checked weights a clean KV cache, KV scales as `kv_scales` does, and an empty prefix cache.
+
+    seconds: gets those of each phase
+
+    Returns where the scales come from.
+    """
+    with _timed(seconds, "kv_scales"):
+        yield from clean(state)
+        state.soiled = True  # until the new weights have proven sound
+        used = yield from kv_scales(state, amax, prompts, source, known)
+    with _timed(seconds, "reset"):
+        yield Reset()
+    return used
 
 
-def _fail(state: SyncState, error: BaseException, before: str | None, scales: Scales | None) -> Procedure:
+def ended(state: SyncState, why: str) -> Procedure:
+    """End the open sync in every worker. The weights from before it serve again where all workers have them."""
+    restored = all((yield from rpc("fp8plan_abort", why)))
+    state.note(Event.RESTORE if restored else Event.END, why)
+
+
+def _fail(state: SyncState, error: BaseException, scales: Scales | None) -> Procedure:
     """End a failed sync in every worker.
 
     Raises SyncError, which says which weights serve now, or the error itself if it is no Exception.
     """
-    state.refusal = f"the sync of weights {state.version + 1} failed: {str(error) or type(error).__name__}"
-    what = "the engine refuses to generate until a complete sync"
+    text = str(error) or type(error).__name__
+    why = f"the sync of weights {state.version + 1} failed: {text}"
     if state.base is not None:
         state.base.drop()
-    state.dead = state.dead or isinstance(error, LostEngineError)
+    if isinstance(error, LostEngineError):
+        state.note(Event.DIE)
     try:
-        answers = [False] if state.dead else (yield from rpc("fp8plan_abort"))
-        if state.dead:
-            what = "the engine has died; the next sync_weights starts it again"
-        elif all(answers):
+        if not state.dead:
+            yield from ended(state, why)
+        if state.refusal is None:
             state.kv_scales = scales
-            if scales is not None:
-                yield from rpc("fp8plan_set_kv_scales", scales)
-            yield Call("reset")
+            yield Reset()
             yield from clean(state)
-            state.refusal = before  # restored weights that must not be used still must not be used
-            what = what if before else "the old weights serve"
     except Exception as second:
-        state.dead = state.dead or isinstance(second, LostEngineError)
-        if state.dead:
-            what = "the engine has died; the next sync_weights starts it again"
-        else:
-            state.refusal = f"{state.refusal}; ending it failed too: {second}"
+        if isinstance(second, LostEngineError):
+            state.note(Event.DIE)
+        state.note(Event.REFUSE, f"{why}; ending it failed too: {second}")
     if not isinstance(error, Exception):
         raise error
-    cause = "" if state.dead and isinstance(error, NotServingError) else f"{str(error) or type(error).__name__}; "
-    raise SyncError(f"{cause}{what}") from error
+    text = f"{text}; "
+    what = "the engine refuses to generate until a complete sync"
+    if state.dead:
+        what = DIED
+        text = "" if isinstance(error, NotServingError) else text
+    elif state.refusal is None:
+        what = "the old weights serve"
+    raise SyncError(f"{text}{what}") from error

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import SyncError
 from fp8plan.runtime.interrupts import released
+from fp8plan.runtime.weight_sync.calls import STAGED, Call, Method, Rpc, rpc
 from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_name, dtype_named, gathered, pair_of
-from fp8plan.runtime.weight_sync.state import Call, Checked, SyncState, rpc
+from fp8plan.runtime.weight_sync.state import Checked, SyncState
 
 if TYPE_CHECKING:
     import torch
@@ -129,19 +130,17 @@ class Channel:
         self._address: list[Any] = []
         self._path: str | None = None  # name of the file behind the buffer
 
-    def message(
-        self, method: str, numbers: Sequence[int], tensors: Sequence[torch.Tensor]
-    ) -> tuple[str, tuple[Any, ...]]:
-        """Return the worker's method, and arguments that hand over a chunk. In another process it is METHOD_staged."""
+    def message(self, method: Method, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> Rpc:
+        """Return the Call that hands over a chunk. method: that takes tensors in the same process, a key of STAGED"""
         if self._staged_on is None:
-            return method, (numbers, tensors)
+            return Rpc(method, (numbers, tensors))
         need = sum(_padded(tensor.nbytes) for tensor in tensors)
         if self._buffer is None or self._buffer.numel() < need:
             self.close()
             self._buffer = self._shared(max(need, self._nbytes), self._staged_on)
             self._address = self._address_of(self._buffer)
         layout = _pack(self._buffer, numbers, tensors)
-        return f"{method}_staged", (self._address, layout)
+        return Rpc(STAGED[method], (self._address, layout))
 
     def close(self) -> None:
         """Remove the file's name; processes that have it open keep it."""
@@ -173,7 +172,7 @@ class Channel:
 
 
 def streamed(
-    state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: str
+    state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: Method
 ) -> Generator[Call, Any, dict[str, int]]:
     """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
     whole, settings = sum(entry.nbytes + ALIGNMENT for entry in manifest), state.settings
@@ -182,7 +181,7 @@ def streamed(
 
 
 def handed(
-    channel: Channel, parts: Iterable[tuple[list[int], list[Any]]], method: str
+    channel: Channel, parts: Iterable[tuple[list[int], list[Any]]], method: Method
 ) -> Generator[Call, Any, dict[str, int]]:
     """Send chunks of tensors to a method of the workers, and close the channel. Returns counts as `streamed`."""
     counts = {"tensors": 0, "bytes": 0, "chunks": 0}
@@ -191,8 +190,8 @@ def handed(
             counts["chunks"] += 1
             counts["tensors"] += len(tensors)
             counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
-            name, arguments = channel.message(method, numbers, tensors)
-            yield from rpc(name, *arguments)
+            call = channel.message(method, numbers, tensors)
+            yield from rpc(call.method, *call.arguments)
             channel.close()  # all workers have it open; removed now, it cannot outlive a killed process
     finally:
         channel.close()

@@ -185,7 +185,7 @@ class Fp8PlanTransfer(PlainReceiver):
         text = f"{text_of(error)}; connect again (init_weight_transfer_engine) before the next update"
         logger.warning("fp8plan broke a transfer of weights off: %s", text)
         if isinstance(error, LostEngineError):
-            self.updates.refusal = text
+            self.updates.live.lose(text)
         else:
             self.model_update_group.destroy()
         self.model_update_group = None

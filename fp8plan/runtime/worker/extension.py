@@ -76,7 +76,10 @@ class Fp8PlanWorker:
     def fp8plan_begin(
         self, number: int, samples: int, version: int, keep: str | None, base: str | None = None, look_every: int = 0
     ) -> None:
-        self._fp8plan_weights().begin(number, samples, version, keep, base, look_every)
+        """Open a sync of a prepared manifest, as LiveWeights.begin takes it."""
+        live = self._fp8plan_weights()
+        live.open()
+        live.begin(number, samples, version, keep, base, look_every)
 
     @answering
     def fp8plan_load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
@@ -132,13 +135,12 @@ class Fp8PlanWorker:
     @answering
     def fp8plan_commit(self, stamp: str | None = None) -> None:
         self._fp8plan_weights().commit(stamp)
-        if (updates := self._fp8plan_of_server()) is not None:
-            updates.refusal = None
 
     @answering
-    def fp8plan_abort(self) -> bool:
+    def fp8plan_abort(self, why: str) -> bool:
+        """End a sync that failed, if one is open. Return True if the weights from before it are here, and may serve."""
         left(self)
-        return self._fp8plan_weights().abort()
+        return self._fp8plan_weights().abort(why)
 
     @answering
     def fp8plan_zero_kv(self) -> int:
@@ -184,15 +186,10 @@ class Fp8PlanWorker:
         return {
             "version": updates.version,
             "stamp": updates.live.stamp,
-            "refusal": updates.refusal,
+            "refusal": updates.live.refusal,
             "last_update": updates.report,
             "kv_scales": live_scales(self.model_runner.get_model()),
         }
-
-    @answering
-    def fp8plan_give_up(self, why: str) -> None:
-        """End a server's open update, if there is one, as failed. why: its failure"""
-        self._fp8plan_updates().fail(why)
 
     @answering
     def fp8plan_examine(self) -> dict[str, Any]:

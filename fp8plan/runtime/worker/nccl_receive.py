@@ -106,7 +106,7 @@ class Receiver(PlainReceiver):
 
     def receive(self) -> int:
         """Take all tensors of the open sync, and count the broadcasts. Raises SyncError if either end failed."""
-        return self._taken(self._live.announced, self._live)
+        return self._taken(self._live.manifest, self._live)
 
     def receive_patches(self, numbers: Sequence[int], lengths: Sequence[int]) -> int:
         """Take a chunk of patches as `receive` takes tensors.

@@ -10,13 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
 from fp8plan.runtime.plugin import logger
 from fp8plan.runtime.weight_sync import manifest as manifests
-from fp8plan.runtime.weight_sync.kv_scales import PARTS, live_scales, set_scales
 from fp8plan.runtime.weight_sync.manifest import Manifest
 from fp8plan.runtime.weight_sync.procedure import refuse_leftovers
 from fp8plan.runtime.worker.live_weights import LiveWeights
@@ -27,21 +25,6 @@ if TYPE_CHECKING:
 
 SAMPLES: Final = 4  # tensors that are compared with what was sent, as in SyncSettings
 NUMBER: Final = -1  # of the one manifest that is remembered; a sync by procedure has numbers from 0 on
-
-
-class Streamed:
-    """A sink that writes tensors into the live weights at once.
-
-    begin: opens a sync of the live weights. Only the first tensors call it, as announced ones may never come
-    """
-
-    def __init__(self, live: LiveWeights, manifest: Manifest, begin: Callable[[], None]) -> None:
-        self.manifest = manifest
-        self.live, self._begin = live, cache(begin)
-
-    def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        self._begin()
-        self.live.load(numbers, tensors)
 
 
 class Staged:
@@ -55,23 +38,17 @@ class Staged:
         self.parts.append((list(numbers), [tensor.to("cpu", copy=True) for tensor in tensors]))
 
 
-Sink = Streamed | Staged  # `load` takes the tensors of a part, by their numbers in `manifest`
+Sink = LiveWeights | Staged  # `load` takes the tensors of a part, by their numbers in `manifest`
 
 
 @dataclass(slots=True)
 class _Update:
-    """An open update.
-
-    announced: all its tensors so far
-    scales:    the KV scales before it, as a reload of any layer sets them to 1.0
-    """
+    """An update. announced: all its tensors so far"""
 
     begun: float
     announced: Manifest = ()
     sink: Sink | None = None
-    written: bool = False
     messages: int = 0
-    scales: dict[str, list[float]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -81,26 +58,22 @@ class Updates:
     worker: vLLM's Worker, or what LiveWeights reads of it
     agree:  gathers an object from all ranks of the engine, so that all refuse what one of them refuses
 
-    live:    the weights
-    report:  report of the last complete update; None before it
-    refusal: why the weights must not be used; None while they may
+    live:   the weights, which know whether an update is open
+    report: report of the last complete update; None before it
     """
 
     def __init__(self, worker: Any, agree: Callable[[Any], list[Any]]) -> None:
         self.report: dict[str, Any] | None = None
-        self.refusal: str | None = None
-        self._model = worker.model_runner.get_model()
         self.live = LiveWeights(worker)
         self._agree = agree
         self._known: Manifest = ()  # of the last update
         self._said_rounded = False
-        self._open: _Update | None = None
+        self._update = _Update(0.0)
 
     def start(self) -> None:
         """Open an update. An earlier one that is still open fails."""
-        if self._open is not None:
-            self.fail("its trainer has begun another")
-        self._open = _Update(time.perf_counter())
+        self.live.open()
+        self._update = _Update(time.perf_counter())
 
     def announce(self, part: Manifest) -> Sink:
         """Check tensors that are about to be sent, and return the sink that takes them.
@@ -135,28 +108,20 @@ class Updates:
                 self._write(update, update.sink)
             begun = time.perf_counter()
             done = self.live.finish()
-            if differ := done["check"]["differ"]:
-                raise ConfigError(f"the live weights differ from what was sent: {', '.join(differ)}")
             self.live.commit()
-            set_scales(self._model, update.scales)
         except Exception as error:
             self.fail(text_of(error))
             raise
         if done["rounded"] and not self._said_rounded:
             self._said_rounded = True
             logger.warning("fp8plan: %s", manifests.rounding(done["rounded"]))
-        self._open, self.refusal = None, None
         _add(update.seconds, "finish", begun)
         _add(update.seconds, "total", update.begun)
         self.report = self._report(update, done)
 
     def fail(self, why: str) -> None:
         """End the open update, if there is one."""
-        update, self._open = self._open, None
-        if update is not None and update.written:
-            self.refusal = f"the update of weights {self.version + 1} failed: {why}"
-            self.live.abort()
-            set_scales(self._model, update.scales)
+        self.live.abort(f"the update of weights {self.version + 1} failed: {why}")
 
     def loaded(self, seconds: float, messages: int) -> None:
         """Note how long a part has taken to arrive and be written, and in how many broadcasts it came."""
@@ -171,22 +136,22 @@ class Updates:
 
     @property
     def open(self) -> bool:
-        return self._open is not None
+        return self.live.weights.is_open
 
     def _opened(self) -> _Update:
-        if self._open is None:
+        if not self.open:
             raise ConfigError("no update is open; allowed: start_weight_update, update_weights, finish_weight_update")
-        return self._open
+        return self._update
 
     def _first(self, update: _Update) -> Sink:
-        """Return a Streamed for a known or complete manifest, else a Staged; the same on all ranks."""
+        """Return the live weights for a known or complete manifest, else a Staged; the same on all ranks."""
         expected = self._known
         if update.announced != expected[: len(update.announced)] or not update.announced:
             try:
                 self._check(update.announced)
             except IncompleteError:
                 return Staged()
-        return self._streamed(update)
+        return self._expecting()
 
     def _check(self, sent: Manifest) -> None:
         """Let the live model, on every rank, check a whole manifest, and remember it."""
@@ -211,20 +176,15 @@ class Updates:
         refuse_leftovers(sent, [elements for _, elements in answers])
         self._known = sent
 
-    def _streamed(self, update: _Update) -> Streamed:
-
-        def begin() -> None:
-            live = live_scales(self._model).items()
-            update.scales = {name: [parts[f"{p}_host"] for p in PARTS] for name, parts in live}
-            update.written = True
-            self.live.begin(NUMBER, SAMPLES, self.version, None)
-
-        return Streamed(self.live, self._known, begin)
+    def _expecting(self) -> LiveWeights:
+        """Let the live weights expect the known manifest."""
+        self.live.begin(NUMBER, SAMPLES, self.version, None)
+        return self.live
 
     def _write(self, update: _Update, staged: Staged) -> None:
         begun = time.perf_counter()
         self._check(update.announced)
-        update.sink = self._streamed(update)
+        update.sink = self._expecting()
         for numbers, tensors in staged.parts:
             update.sink.load(numbers, tensors)
         _add(update.seconds, "load", begun)

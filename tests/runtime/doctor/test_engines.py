@@ -13,7 +13,7 @@ import fp8plan
 from fp8plan import Scored
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync.state import rpc
+from fp8plan.runtime.weight_sync.calls import rpc
 
 pytestmark = pytest.mark.vllm
 

@@ -18,7 +18,9 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.runtime.doctor import self_test
 from fp8plan.runtime.doctor.doctor import Diagnosis
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync.state import Call, Scored, SyncSettings, SyncState, driven
+from fp8plan.runtime.weight_sync.calls import Call, Rpc, driven
+from fp8plan.runtime.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.weight_sync.state import SyncState
 from fp8plan.version import NEWEST
 
 ALL = ("names", "engine", "load_map", "sync", "bits")
@@ -39,7 +41,8 @@ class FakeEngine:
         return driven(procedure, self.answer)
 
     def answer(self, call: Call) -> list[dict[str, Any]]:
-        return [{"fp8plan_prepare": self.prepared, "fp8plan_digests": {"ok": self.digests}}[call.arguments[0]]]
+        assert isinstance(call, Rpc)
+        return [{"fp8plan_prepare": self.prepared, "fp8plan_digests": {"ok": self.digests}}[str(call.method)]]
 
     def sync_weights(self, tensors: Any, **settings: Any) -> str:
         assert set(settings) == {"kv_prompts", "scored"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from threading import Event, Thread
+import threading
+from collections.abc import Callable, Iterator
+from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,7 +23,8 @@ from tiny_models import (
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.engine.access import TAGS, alone, asleep_of, falling_asleep, generating, refuse_asleep
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync.state import SyncSettings, SyncState
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import Event, SyncState
 
 # --- the gate itself ------------------------------------------------------------------------------------------------
 
@@ -45,23 +47,25 @@ def test_rollouts_and_procedures_exclude_each_other(state: SyncState) -> None:
         assert state.running
     with pytest.raises(SyncError, match=r"3 requests are running.*the old weights serve"), alone(state, busy=3):
         pass
-    state.refusal = "bad"
+    state.note(Event.REFUSE, "bad")
     with pytest.raises(SyncError, match="still refuses to generate"), alone(state, busy=1):
         pass
     assert (state.running, state.generating) == (False, 0)
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("change", "says"),
     [
-        ({"dead": True}, "has died"),
-        ({"asleep": frozenset(TAGS)}, "sleeps; call wake_up"),
-        ({"refusal": "x"}, "x; call"),
+        (lambda state: state.note(Event.DIE), "has died"),
+        (lambda state: setattr(state, "asleep", frozenset(TAGS)), "sleeps; call wake_up"),
+        (lambda state: state.note(Event.REFUSE, "x"), "x; call"),
     ],
+    ids=["dead", "asleep", "refused"],
 )
-def test_nothing_generates_unless_the_weights_serve(state: SyncState, fields: dict[str, Any], says: str) -> None:
-    for name, value in fields.items():
-        setattr(state, name, value)
+def test_nothing_generates_unless_the_weights_serve(
+    state: SyncState, change: Callable[[SyncState], object], says: str
+) -> None:
+    change(state)
     with pytest.raises(NotServingError, match=says), generating(state):
         pass
     assert state.generating == 0
@@ -195,7 +199,7 @@ def test_an_iterator_that_reuses_its_buffers_is_found_out(subject: Subject) -> N
             buffer.copy_(tensor)
             yield name, buffer
 
-    with pytest.raises(SyncError, match=r"was written to after it was given.*clone.*refuses to generate"):
+    with pytest.raises(SyncError, match=r"was written to after it was given.*clone.*the old weights serve"):
         subject.engine.sync_weights(stream(), kv_prompts=CALIBRATION)
     copies = ((name, tensor.clone()) for name, tensor in stream())
     subject.engine.sync_weights(copies, kv_prompts=CALIBRATION)
@@ -206,7 +210,7 @@ def test_an_iterator_that_reuses_its_buffers_is_found_out(subject: Subject) -> N
 def test_a_rollout_of_another_thread_waits_outside_a_sync(subject: Subject) -> None:
     subject.sync("a")
     found: list[BaseException] = []
-    half = Event()
+    half = threading.Event()
 
     def rollout() -> None:
         half.wait(60)
@@ -333,7 +337,7 @@ def test_an_engine_whose_step_was_broken_off_refuses(subject: Subject, monkeypat
     with pytest.raises(Late):
         generate(engine)
     assert not engine.serving
-    with pytest.raises(NotServingError, match="died; call sync_weights with all weights, which starts it again"):
+    with pytest.raises(NotServingError, match="has died; the next sync_weights starts it again"):
         generate(engine)
     subject.sync("b")
     assert generate(engine) == subject.references["b"]

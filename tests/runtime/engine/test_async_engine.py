@@ -17,8 +17,10 @@ from tiny_models import CALIBRATION, PROMPTS, TOKENS, Outputs, checkpoint, cpu_p
 import fp8plan
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine
-from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
-from fp8plan.runtime.weight_sync.state import SyncSettings
+from fp8plan.runtime.weight_sync.delta.follower import Follower
+from fp8plan.runtime.weight_sync.delta.store import Publisher
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import Weights
 
 pytestmark = pytest.mark.vllm
 Answer = TypeVar("Answer")
@@ -156,7 +158,7 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str, 
             process.kill()
         with pytest.raises(NotServingError, match="the engine has died; the next sync_weights starts it again"):
             await waits
-        engine.state.dead = False
+        engine.state.weights = Weights()  # as if nobody had noticed
         while not client.input_socket.closed:
             await asyncio.sleep(0.05)
         client.ensure_alive = lambda: None

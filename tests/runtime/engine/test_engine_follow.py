@@ -34,7 +34,8 @@ from fp8plan.runtime.guard.fallback import Action, GuardSettings, GuardState
 from fp8plan.runtime.guard.guard import Guard, Judged, Verdict
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Callback
-from fp8plan.runtime.weight_sync.state import Call, SyncSettings
+from fp8plan.runtime.weight_sync.calls import Call, Restart, Rpc
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 pytestmark = pytest.mark.vllm
 
@@ -78,7 +79,7 @@ def test_a_step_down_that_fails_is_made_up_for_by_the_next_sync(monkeypatch: pyt
             with pytest.raises(ConfigError, match="not as planned"):
                 engine.apply(verdict(Action.KV_TO_BF16)) if attempt == 0 else engine.sync_weights(weights("dense", "b"))
             assert not engine.serving
-            with pytest.raises(NotServingError, match="call sync_weights"):
+            with pytest.raises(NotServingError, match="the next sync_weights starts it again"):
                 generate(engine)
         monkeypatch.undo()
         engine.sync_weights(weights("dense", "b"))
@@ -197,11 +198,11 @@ class Answers:
         self.busy, self.broken, self.does = 0, False, list[str]()
 
     def answer(self, call: Call) -> Any:
-        self.does.append(call.what)
-        if call.what == "restart" and self.broken:
+        self.does.append(type(call).__name__)
+        if isinstance(call, Restart) and self.broken:
             raise NotServingError("it does not start")
         amax = {"layer": [1.0, 1.0, 1.0]}
-        return [{"ok": amax}] if call.what == "rpc" else None
+        return [{"ok": amax}] if isinstance(call, Rpc) else None
 
     async def answer_later(self, call: Call) -> Any:
         return self.answer(call)
@@ -239,7 +240,7 @@ def test_an_escalation_that_fails_is_done_the_next_time(kind: type[Any], monkeyp
     assert engine.guard.state.rung == Action.NONE
     answers.busy = 0
     followed(engine, Escalation.RECALIBRATE_KV)
-    assert "generate" in answers.does
+    assert "Generate" in answers.does
     assert engine.guard.state.rung == Action.RECALIBRATE_KV
     answers.does.clear()
     followed(engine, Escalation.RECALIBRATE_KV)  # each is asked for once

@@ -28,7 +28,7 @@ from fp8plan.runtime.guard.observation import EngineFacts, Observation, joined
 from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Callback
-from fp8plan.runtime.weight_sync.state import SyncSettings
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 # No speed counts here: the guard's advice follows from the KL alone.
 MISMATCH: dict[str, Any] = {"kl_limit": 1e-7, "margin": 1e9, "anchor": Anchor(dict.fromkeys(PACES, 0.0), (), ())}

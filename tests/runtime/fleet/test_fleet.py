@@ -20,8 +20,9 @@ from fp8plan.runtime.fleet.fleet import RolloutFleet
 from fp8plan.runtime.guard.fallback import Action
 from fp8plan.runtime.monitor.monitor import Monitor
 from fp8plan.runtime.monitor.sinks import Callback
+from fp8plan.runtime.weight_sync.calls import Rpc, rpc
 from fp8plan.runtime.weight_sync.nccl import RemoteSource
-from fp8plan.runtime.weight_sync.state import Call, SyncSettings, rpc
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
@@ -203,7 +204,7 @@ def test_copies_of_a_prompt_get_different_responses_on_both(fleet: RolloutFleet)
 
 def test_what_one_replica_refuses_none_serves(fleet: RolloutFleet, fresh: Fresh) -> None:
     sync(fleet, "a")
-    told = Call("rpc", (planted.refuse_the_next_finish, ()))
+    told = Rpc(planted.refuse_the_next_finish)
     fleet._members.collect(fleet._members.submit("answer", {1: (told,)}))
     with pytest.raises(SyncError, match=r"replica 1: a planted fault; the old weights serve"):
         sync(fleet, "b")

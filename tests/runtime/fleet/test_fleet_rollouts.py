@@ -14,7 +14,7 @@ from fp8plan.runtime.fleet.members import Replica
 from fp8plan.runtime.fleet.report import Finished
 from fp8plan.runtime.guard.guard import Judged
 from fp8plan.runtime.guard.observation import Observation
-from fp8plan.runtime.weight_sync.state import SyncSettings
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 
 @pytest.fixture

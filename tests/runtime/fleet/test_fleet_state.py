@@ -22,7 +22,7 @@ from fp8plan.runtime.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.guard.guard import Judged
 from fp8plan.runtime.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.weight_sync.nccl import RemoteSource, Rendezvous
-from fp8plan.runtime.weight_sync.state import SyncSettings
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 PROMPTS = [[1, 2], [3]]
 
@@ -151,7 +151,7 @@ def test_once_all_are_dead_the_next_sync_starts_all() -> None:
         sync(fleet, 6.0)
     members.faults = {}
     assert not fleet.serving
-    with pytest.raises(NotServingError, match="call sync_weights"):
+    with pytest.raises(NotServingError, match="the engine has died"):
         fleet.replace(0)
     sync(fleet, 7.0)
     assert (fleet.serves, weights(members)) == ([0, 1], {0: 7.0, 1: 7.0})

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from fp8plan.errors import SyncError
 from fp8plan.runtime.fleet.members import Calls
 from fp8plan.runtime.fleet.sync import Kept, Packed, addressed, merged, packed, unpacked
+from fp8plan.runtime.weight_sync.calls import Generate, Rpc, driven, rpc
 from fp8plan.runtime.weight_sync.procedure import replace_weights
-from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState, driven, rpc
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import SyncState
 
 CALLS = 20  # more than a sync makes
 PROMPTS = [[1, 2], [3]]
@@ -43,22 +45,22 @@ def synced(members: FakeMembers, state: SyncState, value: float, **more: Any) ->
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1), max_size=9), st.integers(1, 4))
 def test_prompts_that_are_dealt_out_come_back_in_order(prompts: list[list[int]], replicas: int) -> None:
-    call = Call("generate", (prompts, {}))
-    parts = {n: addressed(call, n, replicas, 1).arguments[0] for n in range(replicas)}
+    call = Generate(prompts, {})
+    parts = {n: addressed(call, n, replicas, 1).prompts for n in range(replicas)}  # type: ignore[union-attr]
     assert merged(call, parts) == prompts
 
 
 def test_a_sequence_is_scored_everywhere() -> None:
-    call = Call("score", ([[1, 2]], {}))
+    call = Generate([[1, 2]], {}, everywhere=True)
     assert addressed(call, 1, 2, 1) == call
     assert merged(call, {0: [["a"]], 2: [["b"]]}) == [["a"], ["b"]]
 
 
 def test_each_replicas_workers_have_ranks_of_their_own() -> None:
-    call = Call("rpc", ("fp8plan_join", ({"first_rank": 1, "world_size": 7},)))
-    ranks = [addressed(call, at, 3, 2).arguments[1][0]["first_rank"] for at in range(3)]
+    call = Rpc("fp8plan_join", ({"first_rank": 1, "world_size": 7},))
+    ranks = [addressed(call, at, 3, 2).arguments[0]["first_rank"] for at in range(3)]  # type: ignore[union-attr]
     assert ranks == [1, 3, 5]
-    assert addressed(Call("rpc", ("fp8plan_finish", ())), 1, 3, 2).arguments == ("fp8plan_finish", ())
+    assert addressed(Rpc("fp8plan_finish"), 1, 3, 2) == Rpc("fp8plan_finish")
 
 
 def test_an_error_says_whose_it_is() -> None:
@@ -72,7 +74,7 @@ def test_an_error_says_whose_it_is() -> None:
 
 
 def test_one_replica_speaks_for_all_where_they_must_agree() -> None:
-    call = Call("rpc", ("fp8plan_prepare", ()))
+    call = Rpc("fp8plan_prepare")
     same = [{"ok": {"taken": [1]}}, {"ok": {"taken": [3]}}]
     assert merged(call, {0: same, 1: same}) == same  # the ranks of one replica: together they load each tensor once
     (answer,) = merged(call, {0: same, 2: [{"ok": {"taken": [4]}}, {"ok": {"taken": [3]}}]})

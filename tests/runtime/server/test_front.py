@@ -18,11 +18,14 @@ from fp8plan.runtime.mismatch.sampling import Sampling
 from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.front import UpdateError
 from fp8plan.runtime.server.lifecycle import LifecycleFront
+from fp8plan.runtime.weight_sync.calls import Reset, rpc
 from fp8plan.runtime.weight_sync.delta.base import Chain
+from fp8plan.runtime.weight_sync.delta.follower import Follower
 from fp8plan.runtime.weight_sync.delta.listing import HELD
-from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
-from fp8plan.runtime.weight_sync.procedure import clean
-from fp8plan.runtime.weight_sync.state import Call, SyncReport, rpc
+from fp8plan.runtime.weight_sync.delta.store import Publisher
+from fp8plan.runtime.weight_sync.kv_calibration import clean
+from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.weight_sync.state import Event
 
 
 class Engine:
@@ -97,26 +100,29 @@ def test_a_request_that_is_being_tokenised_counts_as_running(ends: str) -> None:
     asyncio.run(meeting())
 
 
+WORKER: dict[str, Any] = {"version": 3, "refusal": None, "last_update": None, "kv_scales": {}}
+
+
 class Silent(LifecycleFront):
     """A front whose trainers count as gone after a moment, and whose workers note what becomes of an update.
 
-    refusal_of_workers: why the weights must not be used once an update is given up: it was half written
+    half: a worker has written some of the update's tensors
     """
 
-    def __init__(self, engine: Engine, refusal_of_workers: str | None = None) -> None:
+    def __init__(self, engine: Engine, half: bool = False) -> None:
         super().__init__(engine)
         self.limit_s, self.given_up = 0.3, list[str]()
-        self.refusal_of_workers, engine.collective_rpc = refusal_of_workers, self.collective_rpc  # type: ignore[attr-defined]
+        self.half, engine.collective_rpc = half, self.collective_rpc  # type: ignore[attr-defined]
 
     async def collective_rpc(self, method: str, args: Any = ()) -> list[dict[str, Any]]:
-        if method == "fp8plan_give_up":
+        if method == "fp8plan_abort":
             self.given_up += args
-        worker = {"version": 3, "last_update": None, "kv_scales": {}}
-        return [{"ok": worker | {"refusal": self.refusal_of_workers if self.given_up else None}}]
+            return [{"ok": True}, {"ok": not self.half}]
+        return [{"ok": WORKER}]
 
 
-@pytest.mark.parametrize("half", [None, "the update of weights 4 failed"])
-def test_an_update_that_nobody_ends_is_shown_and_ended(half: str | None) -> None:
+@pytest.mark.parametrize("half", [False, True])
+def test_an_update_that_nobody_ends_is_shown_and_ended(half: bool) -> None:
     """The old weights serve if they are whole. The pause of the trainer that is gone ends with its update."""
 
     async def meeting() -> None:
@@ -133,6 +139,7 @@ def test_an_update_that_nobody_ends_is_shown_and_ended(half: str | None) -> None
         engine.go_on.set()
         front = Silent(engine, half)
         await front.start_weight_update()
+        await front.update_weights()
         waiting = asyncio.create_task(anext(front.generate("a prompt")))
         await asyncio.sleep(0.1)
         shown = await front.status()
@@ -143,14 +150,15 @@ def test_an_update_that_nobody_ends_is_shown_and_ended(half: str | None) -> None
         assert not waiting.done()
         await asyncio.wait({waiting})
         ended = "the update was ended, as its trainer was silent for 0.3 s (FP8PLAN_TRANSFER_TIMEOUT_S)"
-        assert front.given_up == [ended]
+        failed = f"the update of the weights failed: {ended}"
+        assert front.given_up == [failed]
         shown = await front.status()
         assert (shown["open_update"], shown["last_failure"]) == (None, ended)
-        assert (shown["serving"], shown["refusal"], shown["paused"]) == (half is None, half, half is not None)
-        if half is None:
-            assert waiting.result().prompt_token_ids == [1]
+        assert (shown["serving"], shown["refusal"], shown["paused"]) == (not half, failed if half else None, half)
+        if half:
+            assert failed in str(waiting.exception())
         else:
-            assert half in str(waiting.exception())
+            assert waiting.result().prompt_token_ids == [1]
         paused = False
         await front.start_weight_update()  # the next trainer is taken
 
@@ -160,15 +168,10 @@ def test_an_update_that_nobody_ends_is_shown_and_ended(half: str | None) -> None
 @pytest.mark.parametrize("call", ["update_weights", "finish_weight_update"])
 def test_a_trainer_that_was_only_slow_is_told_that_its_update_was_ended(call: str) -> None:
     async def meeting() -> None:
-        async def closed(*_: Any) -> None:
-            raise RuntimeError(f"{call}: start_weight_update must be called before")
-
-        engine = Engine()
-        front = Silent(engine)
+        front = Silent(Engine())
         await front.start_weight_update()
         while front.open_update() is not None:
             await asyncio.sleep(0.05)
-        front._own[call] = closed
         for _ in range(2):
             with pytest.raises(UpdateError, match=r"^no update is open. The last one: the update was ended, .*; begin"):
                 await getattr(front, call)()
@@ -203,7 +206,7 @@ def test_an_update_that_another_trainer_takes_over_is_given_up_and_never_finishe
         await front.start_weight_update()
         assert not front.given_up
         await front.start_weight_update()
-        assert front.given_up == ["a trainer has begun another update"]
+        assert front.given_up == ["the update of the weights failed: a trainer has begun another"]
 
     asyncio.run(meeting())
 
@@ -224,6 +227,8 @@ def test_whoever_waits_for_an_engine_that_dies_gets_an_error(call: str) -> None:
         front = Follows(engine)
         if call == "pull":
             engine.collective_rpc = asked  # type: ignore[attr-defined]
+        if call in ("update", "finish"):
+            await front.start_weight_update()
         front.report, front._answered = None, {"worker": WORKER, "named": None, "paused": False}
         waits = asyncio.create_task(OTHERS[call](front))
         await asyncio.sleep(0.3)
@@ -236,6 +241,26 @@ def test_whoever_waits_for_an_engine_that_dies_gets_an_error(call: str) -> None:
             False,
             "the engine's process has ended; start the server again",
         )
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+@pytest.mark.parametrize(
+    "events", [(), (Event.BEGIN,), (Event.BEGIN, Event.WRITE), (Event.BEGIN, Event.CHECK)], ids=len
+)
+@pytest.mark.parametrize("ends", [False, True])
+def test_in_no_state_does_a_server_whose_engine_was_killed_let_a_request_in(
+    events: tuple[Event, ...], ends: bool
+) -> None:
+    async def meeting() -> None:
+        front = LifecycleFront(engine := Engine())
+        for event in (*events, Event.END) if ends else events:
+            front.state.note(event)
+        engine.errored = True
+        with pytest.raises(UpdateError):
+            await anext(front.generate("a prompt"))
+        assert front.refusal == "the engine's process has ended; start the server again"
+        assert not front.serving
 
     asyncio.run(asyncio.wait_for(meeting(), 30))
 
@@ -342,10 +367,11 @@ def test_the_status_answers_while_the_workers_wait_for_a_trainer() -> None:
             asked.append(method)
             if front._under_way or len(asked) == 2:
                 await arrives.wait()  # a worker does one thing after another
-            return [{"ok": {"version": len(asked), "refusal": None, "last_update": None, "kv_scales": {}}}]
+            return [{"ok": WORKER | {"version": len(asked)}}]
 
         engine.update_weights, engine.collective_rpc = update_weights, collective_rpc  # type: ignore[attr-defined, method-assign, assignment]
         front = LifecycleFront(engine)
+        await front.start_weight_update()
         assert (await front.status())["weights"]["version"] == 1
         early = asyncio.create_task(front.status())  # its question reaches the worker second
         await asyncio.sleep(0)
@@ -363,7 +389,6 @@ def test_the_status_answers_while_the_workers_wait_for_a_trainer() -> None:
     asyncio.run(asyncio.wait_for(meeting(), 30))
 
 
-WORKER = {"version": 3, "refusal": None, "last_update": None, "kv_scales": {}}
 REPORT = SyncReport(3, {}, 1, 0, 1, {}, 0, 0, {}, (), 0, None, None, None, None)
 
 
@@ -398,7 +423,7 @@ class Follows(LifecycleFront):
         assert fetched == "files"
         assert (self.state.version, self.state.stamp) == (3, "a")
         yield from clean(self.state)
-        yield Call("reset")
+        yield Reset()
         yield from rpc("fp8plan_begin")
         if isinstance(self.report, Exception):
             raise self.report
@@ -510,7 +535,7 @@ def test_a_pull_that_fails_lets_requests_go_on_unless_the_engine_is_lost(dead: b
         front = Follows(engine := Engine(), SyncError("the store is on fire; the old weights serve"))
         engine.go_on.set()
         if dead:
-            front.state.refusal = "the engine is lost"
+            front.state.note(Event.DIE)
         pull = asyncio.create_task(front.pull())
         await front.begun.wait()
         waiting = asyncio.create_task(anext(front.generate("a prompt")))
@@ -520,7 +545,7 @@ def test_a_pull_that_fails_lets_requests_go_on_unless_the_engine_is_lost(dead: b
             await pull
         assert front.failure == "the store is on fire; the old weights serve"
         if dead:
-            with pytest.raises(UpdateError, match="the engine is lost"):
+            with pytest.raises(UpdateError, match="the engine's process has ended; start the server again"):
                 await waiting
         else:
             await waiting
@@ -563,7 +588,7 @@ class Downloads(LifecycleFront):
             await self.writes.wait()
         return [{"ok": {"version": 3, "stamp": "a", "refusal": None}}]
 
-    def _sync(self, chain: Chain, *_: Any) -> Any:
+    def syncing(self, chain: Chain, *_: Any) -> Any:
         names = [name for name, _ in chain.patches()]
         yield from rpc("write")
         return SyncReport(3, {}, len(names), 0, 1, {}, 0, 0, {}, (), 0, None, None, None, None)
@@ -629,6 +654,9 @@ def test_other_calls_run_beside_a_download_but_no_second_pull(store: Publisher, 
         if other == "pull":
             with pytest.raises(UpdateError, match="a pull is under way; wait for it before you begin a pull"):
                 await front.pull()
+        elif other in ("update", "finish"):
+            with pytest.raises(UpdateError, match=r"no update is open; begin one \(start_weight_update\)"):
+                await OTHERS[other](front)
         else:
             await OTHERS[other](front)
         SlowFiles.fast.set()

@@ -62,10 +62,11 @@ def test_each_worker_has_a_handle_of_its_own_to_a_gpus_buffer(monkeypatch: pytes
     workers = [SimpleNamespace(rank=rank, device=torch.device("cpu")) for rank in range(2)]
     channel = Channel("cuda", 1024, workers=2)
     for value in (1.0, 2.0):  # two chunks, of which the second needs no handle
-        method, (address, layout) = channel.message("load", [0], [torch.full((4,), value)])
+        call = channel.message("fp8plan_load", [0], [torch.full((4,), value)])
+        address, layout = call.arguments
         for worker in workers:
             assert unpack(opened(worker, address), layout)[1][0].tolist() == 4 * [value]
-    assert method == "load_staged"
+    assert call.method == "fp8plan_load_staged"
     assert pickle.loads(address[1][0]) != pickle.loads(address[1][1])
     assert receivers == [0, 0]
     for worker in workers:

@@ -31,7 +31,8 @@ from fp8plan.model.precision import PRESETS, precision
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.weight_sync.manifest import manifest_of
 from fp8plan.runtime.weight_sync.procedure import MOST_PREPARED
-from fp8plan.runtime.weight_sync.state import Scored, SyncReport
+from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.weight_sync.settings import Scored
 from fp8plan.version import at_least
 
 pytestmark = pytest.mark.vllm

@@ -19,7 +19,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.precision import precision
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.weight_sync.kv_scales import Scales
-from fp8plan.runtime.weight_sync.state import SyncReport
+from fp8plan.runtime.weight_sync.report import SyncReport
 
 pytestmark = pytest.mark.vllm
 

@@ -30,7 +30,7 @@ from tiny_models import (
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync.state import Scored, SyncSettings
+from fp8plan.runtime.weight_sync.settings import Scored, SyncSettings
 
 torch = pytest.importorskip("torch")
 E4M3 = torch.float8_e4m3fn
@@ -367,14 +367,33 @@ IN_STREAM: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("chunk_bytes", [1 << 30, 1], ids=["one message", "many messages"])
+# Faults of a stream that is one message which only its end shows, and of many messages which the first one has.
+WRITTEN_AT_ONCE = ("it ends early", "a tensor less")
+IN_THE_FIRST = ("a tensor more",)
+
+
 @pytest.mark.parametrize("fault", IN_STREAM)
-def test_what_the_stream_shows_stops_the_engine_until_a_whole_sync(
-    subject: Subject, fault: str, chunk_bytes: int, settings: Callable[..., None]
+def test_what_the_stream_shows_stops_the_engine_if_some_was_written(
+    subject: Subject, fault: str, settings: Callable[..., None]
 ) -> None:
-    settings(chunk_bytes=chunk_bytes)
+    settings(chunk_bytes=1)
     spoil, says = IN_STREAM[fault](subject.kind)
-    stops(subject, spoil(subject.sends()), says.removesuffix("; "))
+    (kept if fault in IN_THE_FIRST else stops)(subject, spoil(subject.sends()), says.removesuffix("; "))
+
+
+@pytest.mark.parametrize("fault", IN_STREAM)
+def test_what_a_message_shows_before_it_is_sent_leaves_the_old_weights(subject: Subject, fault: str) -> None:
+    spoil, says = IN_STREAM[fault](subject.kind)
+    (stops if fault in WRITTEN_AT_ONCE else kept)(subject, spoil(subject.sends()), says.removesuffix("; "))
+
+
+def kept(subject: Subject, sent: Any, says: str) -> None:
+    """The error of sending it says so, nothing was written, and the old weights serve to the bit."""
+    with pytest.raises(SyncError, match=f"{says}.*; the old weights serve$"):
+        subject.engine.sync_weights(sent)
+    assert subject.serves("a")
+    subject.engine.sync_weights(subject.sends())
+    assert subject.serves("b")
 
 
 def test_the_trainers_own_error_is_the_cause(subject: Subject) -> None:
@@ -384,7 +403,8 @@ def test_the_trainers_own_error_is_the_cause(subject: Subject) -> None:
     assert caught.value.__cause__ is lost
 
 
-def test_an_interrupt_stays_one_and_stops_the_engine(subject: Subject) -> None:
+def test_an_interrupt_stays_one_and_stops_the_engine(subject: Subject, settings: Callable[..., None]) -> None:
+    settings(chunk_bytes=1)
     with pytest.raises(KeyboardInterrupt):
         subject.engine.sync_weights(broken(subject.sends(), 20, KeyboardInterrupt()))
     assert not subject.engine.serving
@@ -392,7 +412,8 @@ def test_an_interrupt_stays_one_and_stops_the_engine(subject: Subject) -> None:
     assert subject.serves("b")
 
 
-def test_what_the_manifest_shows_heals_nothing(subject: Subject) -> None:
+def test_what_the_manifest_shows_heals_nothing(subject: Subject, settings: Callable[..., None]) -> None:
+    settings(chunk_bytes=1)
     with pytest.raises(SyncError):
         subject.engine.sync_weights(broken(subject.sends(), 20))
     with pytest.raises(SyncError, match="the manifest is empty") as caught:

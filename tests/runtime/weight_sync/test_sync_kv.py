@@ -29,10 +29,12 @@ from fp8plan.model.precision import E4M3_MAX
 from fp8plan.runtime.engine.base import AnyEngine
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.guard.fallback import GuardSettings
+from fp8plan.runtime.weight_sync.calls import Generate
 from fp8plan.runtime.weight_sync.kv_calibration import recording_amax
 from fp8plan.runtime.weight_sync.kv_scales import FIXED_SCALES, MARGIN, PARTS, beyond, clipped, largest, scales_from
 from fp8plan.runtime.weight_sync.procedure import _refuse_scored
-from fp8plan.runtime.weight_sync.state import Scored, SyncSettings, SyncState
+from fp8plan.runtime.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.weight_sync.state import SyncState
 
 vllm = pytest.mark.vllm
 ATTENTION = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
@@ -94,8 +96,8 @@ class Generated(AnyEngine):
             while True:
                 call = procedure.send(found)
                 found = [{"ok": {"a": seen or [0.0] * 3}}]
-                if call.what == "generate":
-                    tokens = [list(tokens) for tokens in call.arguments[0]]
+                if isinstance(call, Generate):
+                    tokens = [list(tokens) for tokens in call.prompts]
                     self.ran.append(tokens)
                     seen = [1000.0] * 3 if tokens else None  # clips at a scale of 1.0: a second pass
         except StopIteration as end:

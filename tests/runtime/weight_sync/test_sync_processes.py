@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import tempfile
@@ -26,6 +27,8 @@ from tiny_models import (
 from fp8plan.errors import NotServingError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.weight_sync import stream as transport
+from fp8plan.runtime.weight_sync.calls import Call, Rpc
+from fp8plan.runtime.weight_sync.state import DIED, State
 
 pytestmark = pytest.mark.vllm
 
@@ -106,7 +109,7 @@ def test_a_process_killed_during_a_sync_is_healed_by_the_next(subject: Subject, 
     assert not engine.serving
     assert staged
     assert not [path for path in staged if path.exists()]
-    with pytest.raises(NotServingError, match="the engine has died; call sync_weights with all weights"):
+    with pytest.raises(NotServingError, match="the engine has died; the next sync_weights starts it again"):
         generate(engine)
     with pytest.raises(SyncError, match="the manifest is empty"):
         engine.sync_weights({})  # it starts, with the weights of its checkpoint, which are nobody's policy
@@ -114,6 +117,53 @@ def test_a_process_killed_during_a_sync_is_healed_by_the_next(subject: Subject, 
     with pytest.raises(NotServingError, match="started again"):
         generate(engine)
     engine.sync_weights(weights(kind, "b"), kv_prompts=CALIBRATION)
+    assert generate(engine) == references["b"]
+
+
+# The worker's method that the engine's process, killed, does not answer in a state.
+UNANSWERED = {
+    State.OPEN: "fp8plan_begin",
+    State.WRITING: "fp8plan_load_staged",
+    State.CHECKED: "fp8plan_commit",
+    State.DEAD: "fp8plan_facts",  # of an engine that is being started again
+}
+
+
+@pytest.mark.parametrize("state", [state for state in State if state is not State.CLOSED])
+@pytest.mark.parametrize("subject", CASES[:1], indirect=True, ids=["dense-fp8_block"])
+def test_killed_in_any_state_an_engine_refuses_until_a_whole_sync(
+    subject: Subject, state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, engine, references = subject
+    in_time(lambda: engine.sync_weights(weights(kind, "a"), kv_prompts=CALIBRATION), START)
+    answer, seen, calls = engine.answer, list[State](), list[str]()
+
+    def killed(call: Call) -> Any:
+        method = call.method if isinstance(call, Rpc) else None
+        calls.append(str(method))
+        if method == UNANSWERED[state] and calls.count(method) == (2 if state is State.WRITING else 1):
+            seen.append(engine.state.weights.state)
+            kill(engine, "core")
+        return answer(call)
+
+    if state is State.REFUSED:
+        bad = weights(kind, "b") | {"model.norm.weight": weights(kind, "b")["model.norm.weight"] * math.nan}
+        with pytest.raises(SyncError, match="not finite"):
+            engine.sync_weights(bad, kv_prompts=CALIBRATION)
+    if state in (State.REFUSED, State.SERVING, State.DEAD):
+        assert engine.state.weights.state == (State.REFUSED if state is State.REFUSED else State.SERVING)
+        kill(engine, "core")
+    if state in UNANSWERED:
+        monkeypatch.setattr(engine, "answer", killed)
+        with pytest.raises(SyncError, match=DIED):
+            in_time(lambda: engine.sync_weights(weights(kind, "b"), kv_prompts=CALIBRATION), START)
+        monkeypatch.undo()
+        assert seen == [state]
+        assert engine.state.weights.state is State.DEAD
+    with pytest.raises(NotServingError):
+        in_time(lambda: generate(engine))
+    assert not engine.serving
+    in_time(lambda: engine.sync_weights(weights(kind, "b"), kv_prompts=CALIBRATION), START)
     assert generate(engine) == references["b"]
 
 
@@ -173,7 +223,7 @@ def test_who_presses_ctrl_c_twice_gets_out_of_a_call_that_hangs(subject: Subject
         generate(engine)
     assert 2.0 <= time.monotonic() - begun < 15.0
     assert not engine.serving
-    with pytest.raises(NotServingError, match="the engine has died; call sync_weights with all weights"):
+    with pytest.raises(NotServingError, match="the engine has died; the next sync_weights starts it again"):
         generate(engine)
     in_time(lambda: engine.sync_weights(weights(kind, "b"), kv_prompts=CALIBRATION), START)
     assert generate(engine) == references["b"]

@@ -243,7 +243,7 @@ def test_a_prepared_manifest_has_the_number_that_it_is_given(subject: Subject) -
     assert subject.worker("fp8plan_prepare", manifest, False)["ok"]["number"] == 1001
     assert subject.worker("fp8plan_prepare", manifest, False, 5)["ok"]["number"] == 5
     assert subject.worker("fp8plan_begin", 1000, 0, 0, None) == {"ok": None}
-    assert subject.worker("fp8plan_abort") == {"ok": False}
+    assert subject.worker("fp8plan_abort", "it failed") == {"ok": True}
     assert subject.serves("a")  # nothing was written
 
 
@@ -325,10 +325,10 @@ def test_experts_own_scales_come_back_with_the_weights() -> None:
     layer.quant_method = SimpleNamespace(moe_quant_config=config)
     model = torch.nn.Sequential(layer)
     live = LiveWeights(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model)))
-    live._running = _Running(None, None, 0, Snapshot(model, "cpu"), None)  # type: ignore[arg-type]
+    live._running = _Running(None, None, 0, Snapshot(model, "cpu"), None, {})  # type: ignore[arg-type]
     layer.w13_weight_scale_inv.data.fill_(3.0)
     config.w1_scale.fill_(3.0)
-    assert live.abort()
+    assert live.abort("it failed")
     assert torch.equal(config.w1_scale, layer.w13_weight_scale_inv)
     assert config.w1_scale.eq(1).all()
 

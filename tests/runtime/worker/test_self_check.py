@@ -16,7 +16,7 @@ from fp8plan.runtime.worker.binding import Binding, Move
 
 torch = pytest.importorskip("torch")
 
-from fp8plan.runtime.worker.live_weights import MATRIX, Samples  # noqa: E402
+from fp8plan.runtime.worker.comparison import MATRIX, Samples  # noqa: E402
 
 E4M3 = torch.float8_e4m3fn
 

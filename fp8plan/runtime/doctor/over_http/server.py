@@ -24,7 +24,9 @@ from fp8plan.runtime.doctor.over_http.client import CannotLook, Refused, Server,
 from fp8plan.runtime.guard.observation import kernel_names
 from fp8plan.runtime.plugin import STATUS
 from fp8plan.runtime.probe.sampling import read_prompts
-from fp8plan.runtime.weight_sync.state import Call, SyncSettings, SyncState, driven
+from fp8plan.runtime.weight_sync.calls import Call, Generate, driven
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import SyncState
 from fp8plan.runtime.worker.facts import preset_of
 
 UNSEEN: Final = (
@@ -110,9 +112,9 @@ def _answering(server: Server, model: str) -> Any:
         return answers.output_of(answer, body["prompt"], settings)
 
     def answer(call: Call) -> Any:
-        if call.what != "generate":
+        if not isinstance(call, Generate):
             raise ConfigError(UNSEEN)
-        prompts, settings = call.arguments
+        prompts, settings = call.prompts, call.sampling
         return [generated(prompt, settings) for prompt in prompts]
 
     return partial(driven, answer=answer)

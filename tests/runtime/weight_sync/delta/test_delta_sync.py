@@ -17,10 +17,13 @@ from tiny_models import CALIBRATION, generate, params, started, weights
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.guard.observation import rollout_fields
+from fp8plan.runtime.weight_sync.calls import Call, Rpc
 from fp8plan.runtime.weight_sync.delta.base import Base
+from fp8plan.runtime.weight_sync.delta.follower import Follower
 from fp8plan.runtime.weight_sync.delta.listing import HELD, Store
-from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
-from fp8plan.runtime.weight_sync.state import Call, SyncReport, SyncSettings
+from fp8plan.runtime.weight_sync.delta.store import Publisher
+from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 pytestmark = pytest.mark.vllm
 
@@ -65,7 +68,7 @@ def sync(engine: RolloutEngine, tensors: Any) -> SyncReport:
 
 
 def digests(engine: RolloutEngine) -> Any:
-    return engine.answer(Call("rpc", ("fp8plan_digests", ())))
+    return engine.answer(Rpc("fp8plan_digests"))
 
 
 def dense(engine: RolloutEngine, tensors: Any) -> Any:
@@ -239,14 +242,14 @@ class Faulty:
         self._held: Call | None = None
 
     def __call__(self, call: Call) -> Any:
-        if call.what != "rpc" or call.arguments[0] != "fp8plan_patch":
+        if not isinstance(call, Rpc) or call.method != "fp8plan_patch":
             held, self._held = self._held, None
-            if held is not None and call.arguments[:1] == ("fp8plan_finish",):
+            if held is not None and isinstance(call, Rpc) and call.method == "fp8plan_finish":
                 self._answer(held)
             return self._answer(call)
         self._chunk += 1
         fault = self._faults.get(self._chunk)
-        method, (numbers, patches) = call.arguments
+        numbers, patches = call.arguments
         if fault == "lost":
             return [{"ok": None}]
         if fault == "killed":
@@ -261,7 +264,7 @@ class Faulty:
             patches[0][-1] ^= 64
         if fault == "misplaced":
             numbers = [(number + 1) % 3 for number in numbers]
-        return self._answer(call._replace(arguments=(method, (numbers, patches))))
+        return self._answer(Rpc(call.method, (numbers, patches)))
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +303,7 @@ def test_a_heal_that_fails_before_it_writes_leaves_nothing_serving(fp8: RolloutE
 
     def full(call: Call) -> Any:
         nonlocal chunks
-        method = call.arguments[0] if call.what == "rpc" else None
+        method = call.method if isinstance(call, Rpc) else None
         chunks += method == "fp8plan_patch"
         if method == "fp8plan_load" or (method == "fp8plan_patch" and chunks == 2):
             raise ConfigError("no space is left")

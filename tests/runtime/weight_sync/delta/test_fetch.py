@@ -20,10 +20,12 @@ from slow_files import URL, SlowFiles, slow_files, stored
 from fp8plan.errors import SyncError
 from fp8plan.runtime.engine import async_engine
 from fp8plan.runtime.interrupts import Held
+from fp8plan.runtime.weight_sync.calls import Call
 from fp8plan.runtime.weight_sync.delta import files as store_files
+from fp8plan.runtime.weight_sync.delta.follower import Follower
 from fp8plan.runtime.weight_sync.delta.listing import HELD, Store
-from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
-from fp8plan.runtime.weight_sync.state import Call
+from fp8plan.runtime.weight_sync.delta.store import Publisher
+from fp8plan.runtime.weight_sync.state import Event
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,7 @@ def behind(publisher: Publisher, files: type[SlowFiles]) -> tuple[Engine, Follow
 
 
 class AsyncEngine(Engine):
-    async def _drive(self, procedure: Any) -> Any:
+    async def drive(self, procedure: Any) -> Any:
         async def answer(call: Call) -> None:
             self.answer(call)
 
@@ -163,7 +165,8 @@ def test_an_engine_that_was_shut_down_meanwhile_has_no_more_copied(
     fetch = Store.fetch
 
     def stopped(self: Store, names: Any, folder: str) -> Any:
-        engine.state.shut_down, engine.serving, engine.busy = True, False, True
+        engine.state.note(Event.CLOSE)
+        engine.serving, engine.busy = False, True
         return fetch(self, names, folder)
 
     monkeypatch.setattr(Store, "fetch", stopped)

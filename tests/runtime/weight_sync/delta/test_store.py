@@ -13,8 +13,9 @@ from tiny_models import CALIBRATION, started, weights
 
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
-from fp8plan.runtime.weight_sync.state import Call
+from fp8plan.runtime.weight_sync.calls import Rpc
+from fp8plan.runtime.weight_sync.delta.follower import Follower
+from fp8plan.runtime.weight_sync.delta.store import Publisher
 
 pytestmark = pytest.mark.vllm
 
@@ -52,7 +53,7 @@ def versions(count: int) -> list[Tensors]:
 
 
 def digests(engine: RolloutEngine) -> Any:
-    return engine.answer(Call("rpc", ("fp8plan_digests", ())))
+    return engine.answer(Rpc("fp8plan_digests"))
 
 
 def of_all(engine: RolloutEngine, tensors: Tensors) -> Any:

@@ -29,8 +29,9 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.weight_sync.delta import files as store_files
 from fp8plan.runtime.weight_sync.delta.archive import TAIL, Archive
 from fp8plan.runtime.weight_sync.delta.files import UnreadableError
+from fp8plan.runtime.weight_sync.delta.follower import Follower
 from fp8plan.runtime.weight_sync.delta.listing import HELD, Store
-from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
+from fp8plan.runtime.weight_sync.delta.store import Publisher
 
 Tensors = dict[str, torch.Tensor]
 HARMLESS = r"Nothing was written; the old weights serve"

@@ -17,12 +17,14 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.engine.engine import RolloutEngine
 from fp8plan.runtime.quantize.block_fp8 import dequantize
+from fp8plan.runtime.weight_sync.calls import Rpc
 from fp8plan.runtime.weight_sync.delta.base import Base, in_format
+from fp8plan.runtime.weight_sync.delta.follower import Follower
 from fp8plan.runtime.weight_sync.delta.patch import apply, unpacked
-from fp8plan.runtime.weight_sync.delta.store import Follower, Publisher
+from fp8plan.runtime.weight_sync.delta.store import Publisher
 from fp8plan.runtime.weight_sync.delta.top_k import Residual, for_each_matrix, thinned
 from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, entry_of
-from fp8plan.runtime.weight_sync.state import Call, SyncSettings
+from fp8plan.runtime.weight_sync.settings import SyncSettings
 
 Tensors = dict[str, torch.Tensor]
 W, SCALES = "w", "w" + SCALE_SUFFIX
@@ -201,7 +203,7 @@ def engine() -> Iterator[RolloutEngine]:
 
 
 def digests(engine: RolloutEngine) -> Any:
-    return engine.answer(Call("rpc", ("fp8plan_digests", ())))
+    return engine.answer(Rpc("fp8plan_digests"))
 
 
 def walk(tensors: Tensors, steps: int) -> list[Tensors]:
