@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.engine.access import freeze_garbage, generating, refuse_shut_down, until_reset
 from fp8plan.runtime.engine.base import requests
 from fp8plan.runtime.engine.judge import Judge
 from fp8plan.runtime.engine.launch import Launch, launch
 from fp8plan.runtime.engine.options import arguments_of
 from fp8plan.runtime.engine.vllm_engine import VllmEngine
+from fp8plan.runtime.engine.warm_up import freeze_garbage
 from fp8plan.runtime.guard.fallback import GuardSettings
 from fp8plan.runtime.interrupts import LAST_WORDS_S, PATIENCE_S, WATCH_S, in_thread, started_apart
 from fp8plan.runtime.tokens import refuse_prompts
-from fp8plan.runtime.weight_sync.calls import Call, Files, Generate
+from fp8plan.runtime.weight_sync.calls import Call, Files, Generate, until_reset
 from fp8plan.runtime.weight_sync.report import SyncReport
 from fp8plan.runtime.weight_sync.settings import SyncSettings
-from fp8plan.runtime.weight_sync.state import Event
+from fp8plan.runtime.weight_sync.state import Event, generating, refuse_shut_down
 
 if TYPE_CHECKING:
     from fp8plan.model.setup import EngineSetup

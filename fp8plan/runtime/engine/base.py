@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
 from fp8plan.runtime.controller.state import Escalation
-from fp8plan.runtime.engine.access import alone, refuse_asleep, refuse_dead, refuse_shut_down, warm_up_batches
 from fp8plan.runtime.engine.judge import How
 from fp8plan.runtime.engine.launch import Launch, facts_of, has_fixed_scales
+from fp8plan.runtime.engine.warm_up import warm_up_batches
 from fp8plan.runtime.guard.fallback import Action, GuardSettings, stepped_down
 from fp8plan.runtime.guard.guard import Guard, Verdict, answer
 from fp8plan.runtime.guard.observation import EngineFacts
@@ -41,7 +41,7 @@ from fp8plan.runtime.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.weight_sync.procedure import learn_quantised, replace_weights
 from fp8plan.runtime.weight_sync.report import SyncReport
 from fp8plan.runtime.weight_sync.settings import Scored, SyncSettings
-from fp8plan.runtime.weight_sync.state import Event, SyncState
+from fp8plan.runtime.weight_sync.state import Event, SyncState, alone, refuse_asleep, refuse_dead, refuse_shut_down
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -171,12 +171,12 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return self.state.refusal is None
 
     def _busy(self) -> int:
-        """Return the number of unfinished requests. Raises LostEngineError after shutdown."""
-        raise NotImplementedError
+        """Return the number of unfinished requests that vLLM counts, where it is asked."""
+        return 0
 
     def _alone(self) -> AbstractContextManager[None]:
         """Keep everybody else away from the engine. Raises SyncError while requests or another procedure run."""
-        return alone(self.state, self._busy())
+        return alone(self.state, self._busy)
 
     def _opening(self) -> Procedure:
         """Take over an engine that has started: read its facts, refuse one that was not planned, compile kernels."""

@@ -17,7 +17,7 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.engine.access import compiled_files
+from fp8plan.runtime.engine.warm_up import compiled_files
 from fp8plan.runtime.guard.guard import Judged, judged
 from fp8plan.runtime.guard.observation import Observation, joined
 from fp8plan.runtime.mismatch.sampling import PROCESSED, Sampling

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from fp8plan.errors import NotServingError
-from fp8plan.runtime.engine.access import asleep_of, falling_asleep, refuse_shut_down
 from fp8plan.runtime.engine.base import Done, EngineBase, LiveScales, Made, Reply, Report, Source
 from fp8plan.runtime.engine.judge import Judge
 from fp8plan.runtime.weight_sync.calls import (
@@ -26,7 +25,7 @@ from fp8plan.runtime.weight_sync.calls import (
     WakeUp,
 )
 from fp8plan.runtime.weight_sync.kv_calibration import woken
-from fp8plan.runtime.weight_sync.state import DIED, Event
+from fp8plan.runtime.weight_sync.state import DIED, Event, asleep_of, falling_asleep
 
 if TYPE_CHECKING:
     from fp8plan.runtime.guard.guard import Verdict
@@ -107,7 +106,6 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
         return running.max_model_len, running.get_vocab_size()
 
     def _busy(self) -> int:
-        refuse_shut_down(self.state)
         return 0 if self.state.dead else self._front.output_processor.get_num_unfinished_requests()
 
     def answer(self, call: Call) -> Any:

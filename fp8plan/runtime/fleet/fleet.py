@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError, NotServingError, SyncError
-from fp8plan.runtime.engine.access import generating, refuse_dead, refuse_shut_down
 from fp8plan.runtime.engine.base import EngineBase
 from fp8plan.runtime.engine.launch import Launch, launch, workers_of
 from fp8plan.runtime.engine.options import arguments_of
@@ -38,7 +37,7 @@ from fp8plan.runtime.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.weight_sync.procedure import replace_weights
 from fp8plan.runtime.weight_sync.report import SyncReport
 from fp8plan.runtime.weight_sync.settings import SyncSettings
-from fp8plan.runtime.weight_sync.state import Event, SyncState
+from fp8plan.runtime.weight_sync.state import Event, SyncState, generating, refuse_dead, refuse_shut_down
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -304,10 +303,6 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
     def _remind(self) -> None:
         if isinstance(self.guard, FleetGuard):
             self.guard.remind()
-
-    def _busy(self) -> int:
-        refuse_shut_down(self.state)
-        return self.state.generating
 
     def syncing(self, source: Any, *settings: Any) -> Generator[Call, Any, SyncReport]:
         if isinstance(source, RemoteSource):

@@ -22,7 +22,6 @@ from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager,
 from typing import Any, ClassVar, Final, Self
 
 from fp8plan.errors import ConfigError, SyncError, text_of
-from fp8plan.runtime.engine.access import TAGS, until_reset
 from fp8plan.runtime.engine.async_engine import answered_or_dead, driven, forgetting_unsent, named, while_alive
 from fp8plan.runtime.engine.base import has_nan, requests
 from fp8plan.runtime.engine.launch import has_fixed_scales
@@ -30,7 +29,7 @@ from fp8plan.runtime.mismatch.sampling import RAW, Sampling
 from fp8plan.runtime.plugin import PROBE
 from fp8plan.runtime.server.rollout import finished
 from fp8plan.runtime.tokens import refuse_prompts
-from fp8plan.runtime.weight_sync.calls import Call, Generate, Method, Procedure, Reset, Rpc, rpc
+from fp8plan.runtime.weight_sync.calls import Call, Generate, Method, Procedure, Reset, Rpc, rpc, until_reset
 from fp8plan.runtime.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,
@@ -41,7 +40,7 @@ from fp8plan.runtime.weight_sync.kv_calibration import (
 from fp8plan.runtime.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.weight_sync.procedure import ended, readied
 from fp8plan.runtime.weight_sync.settings import SyncSettings
-from fp8plan.runtime.weight_sync.state import UNDER_WAY, Event, State, SyncState
+from fp8plan.runtime.weight_sync.state import TAGS, UNDER_WAY, Event, State, SyncState
 from fp8plan.runtime.worker.facts import preset_of
 from fp8plan.version import __version__
 

@@ -5,11 +5,11 @@ A procedure is a generator that does no input or output itself. It yields each C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar, cast
 
-from fp8plan.errors import ConfigError, LostEngineError
+from fp8plan.errors import ConfigError, LostEngineError, SyncError
 from fp8plan.runtime.interrupts import let_in, released
 
 # The methods of runtime.worker.extension.
@@ -103,6 +103,10 @@ class Files:
     arguments: tuple[Any, ...] = ()
 
 
+# With async scheduling vLLM frees the last blocks a moment after the last token is out.
+RESET_TRIES, RESET_WAIT_S = 50, 0.1
+
+
 Call = Rpc | Reset | Generate | Restart | Sleep | WakeUp | Files
 Procedure = Generator[Call, Any, Any]
 Answer = TypeVar("Answer")
@@ -121,6 +125,13 @@ def rpc(method: Method | Callable[..., Any], *arguments: Any) -> Generator[Call,
             where = f"{answer.get('who', f'rank {rank}')}: " if len(answers) > 1 or "who" in answer else ""
             raise kind(f"{where}{answer['error']}")
     return [answer["ok"] for answer in answers]
+
+
+def until_reset() -> Iterator[float]:
+    """Yield seconds to wait before each further try to empty the prefix cache. Raises SyncError after the last."""
+    for _ in range(RESET_TRIES):
+        yield RESET_WAIT_S
+    raise SyncError(f"vLLM did not empty its prefix cache within {RESET_TRIES * RESET_WAIT_S:.0f} s")
 
 
 def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call], Any]) -> Answer:

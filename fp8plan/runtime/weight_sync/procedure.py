@@ -21,13 +21,11 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from math import isfinite
 from typing import Any
 from uuid import uuid4
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError, warn
-from fp8plan.runtime.interrupts import released
 from fp8plan.runtime.mismatch.sums import LIMIT, k3
 from fp8plan.runtime.tokens import refuse_tokens
 from fp8plan.runtime.weight_sync import manifest as manifests
@@ -37,12 +35,12 @@ from fp8plan.runtime.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.weight_sync.delta.top_k import refuse_codes
 from fp8plan.runtime.weight_sync.kv_calibration import clean, kv_scales, refuse_calibration
 from fp8plan.runtime.weight_sync.kv_scales import Scales
-from fp8plan.runtime.weight_sync.manifest import Manifest, pair_of, pairs_of
+from fp8plan.runtime.weight_sync.manifest import Manifest, pairs_of
 from fp8plan.runtime.weight_sync.nccl import RemoteSource, broadcast, received
 from fp8plan.runtime.weight_sync.report import SyncReport
 from fp8plan.runtime.weight_sync.settings import Scored
 from fp8plan.runtime.weight_sync.state import DIED, Checked, Event, SyncState
-from fp8plan.runtime.weight_sync.stream import Channel, handed, loose_chunks, streamed
+from fp8plan.runtime.weight_sync.stream import Channel, handed, loose_chunks, started, streamed
 
 # Manifests that workers remember. A trainer sends the same one every step, or one of few.
 MOST_PREPARED = 4
@@ -164,7 +162,7 @@ def replace_weights(
             if isinstance(source, Chain):
                 pairs = source.patches()
             elif not isinstance(source, RemoteSource):
-                pairs = _begun(manifests.pairs_of(source))
+                pairs = started(manifests.pairs_of(source))
         except ConfigError as error:
             serve = "the old weights serve, untouched" if serving else "the engine still refuses to generate"
             raise SyncError(f"{error}. Nothing was sent; {serve}") from error
@@ -338,25 +336,6 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - begun
-
-
-def _begun(pairs: Iterable[Any]) -> Iterable[Any]:
-    """Return the trainer's pairs once the first one has come, because an error in it is still harmless.
-
-    Raises ConfigError, even for the trainer's own errors.
-    """
-    stream = iter(pairs)
-    try:
-        with released():
-            first = next(stream)
-        pair_of(first)
-    except StopIteration:
-        raise ConfigError("the iterator is empty; allowed: every tensor of the model's checkpoint") from None
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"the first tensor could not be had: {str(error) or type(error).__name__}") from error
-    return chain([first], stream)
 
 
 def _refuse_scored(state: SyncState, scored: Scored | None) -> None:

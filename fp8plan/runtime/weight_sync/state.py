@@ -9,14 +9,15 @@ state. `after` is a pure function of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from threading import Lock
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from fp8plan.errors import LostEngineError, SyncError
+from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.weight_sync.delta.base import Base
 from fp8plan.runtime.weight_sync.kv_scales import Scales
 from fp8plan.runtime.weight_sync.manifest import Manifest
@@ -224,3 +225,114 @@ class SyncState:
     def shut_down(self) -> bool:
         """Whether its owner has shut it down, for good."""
         return self.weights.state is State.CLOSED
+
+
+TAGS: Final = ("weights", "kv_cache")  # the parts that vLLM puts to sleep
+
+
+def refuse_shut_down(state: SyncState) -> None:
+    """Raises LostEngineError after shutdown()."""
+    if state.shut_down:
+        raise LostEngineError(SHUT_DOWN)
+
+
+def refuse_dead(state: SyncState) -> None:
+    """Raises NotServingError if the engine has died."""
+    if state.dead:
+        raise NotServingError(state.refusal)
+
+
+@contextmanager
+def generating(state: SyncState, only: bool = False) -> Iterator[None]:
+    """Count a generate as running. Raises NotServingError while the weights must not be used.
+
+    only: refuse a second generate
+    """
+    with state.lock:
+        if only and state.generating:
+            raise NotServingError("another generate is running; wait for it")
+        refuse_dead(state)
+        if state.asleep:
+            raise NotServingError("the engine sleeps; call wake_up")
+        if state.running:
+            raise NotServingError("a sync is running; wait for it")
+        if state.refusal is not None:
+            raise NotServingError(f"{state.refusal}; call sync_weights with all weights")
+        state.generating += 1
+    try:
+        yield
+    finally:
+        with state.lock:
+            state.generating -= 1
+
+
+@contextmanager
+def alone(state: SyncState, busy: Callable[[], int]) -> Iterator[None]:
+    """Keep everybody else away from the engine. busy: returns the number of unfinished requests that vLLM counts
+
+    Raises SyncError while any request or another procedure runs, LostEngineError after shutdown().
+    """
+    refuse_shut_down(state)
+    with state.lock:
+        if state.running:
+            raise SyncError("another sync is running; wait for it. The weights that it leaves will serve")
+        if requests := max(busy(), state.generating):
+            serve = "the old weights serve" if state.refusal is None else "the engine still refuses to generate"
+            raise SyncError(f"{requests} requests are running; finish or abort them before. Nothing was sent; {serve}")
+        state.running = True
+    try:
+        yield
+    finally:
+        state.running = False
+
+
+@contextmanager
+def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
+    """Note that vLLM is put to sleep; yield False if it sleeps already.
+
+    If that fails, the engine counts as asleep and refuses to generate until a wake-up and a complete sync.
+    Raises ConfigError for levels other than 1 and 2, SyncError if the engine sleeps in part or at a lower level.
+    """
+    refuse_dead(state)
+    if level not in (1, 2):
+        raise ConfigError(
+            f"level is {level!r}; allowed: 1, which keeps the weights on the host, and 2, which drops them"
+        )
+    if state.asleep:  # vLLM would ignore the call
+        if state.asleep != frozenset(TAGS) or level > state.sleep_level:
+            asleep = ", ".join(sorted(state.asleep))
+            level_now = f"level {state.sleep_level}" if state.sleep_level else "perhaps not all of it"
+            raise SyncError(f"the engine sleeps already ({asleep}, {level_now}); call wake_up before")
+        yield False
+        return
+    state.note(Event.BEGIN, "the engine was put to sleep, and that has not ended")
+    state.note(Event.WRITE)
+    # An interrupted call may still have put it to sleep. Waking an engine that is awake does no harm.
+    state.asleep, state.sleep_level = frozenset(TAGS), 0
+    yield True
+    state.sleep_level = level
+    if level < 2:
+        state.note(Event.RESTORE)
+    else:
+        state.note(Event.END, "the engine slept at level 2, which drops its weights")
+
+
+def asleep_of(state: SyncState, tags: Sequence[str] | None) -> list[str]:
+    """Return those of the tags (None: of all) that sleep. Raises ConfigError for tags that vLLM does not have."""
+    refuse_dead(state)
+    if isinstance(tags, str) or (unknown := [tag for tag in tags or () if tag not in TAGS]):
+        wrong = tags if isinstance(tags, str) else unknown[0]
+        raise ConfigError(f"tags: {wrong!r}; allowed: a list of {', '.join(TAGS)}, or None for all")
+    return [tag for tag in TAGS if tag in state.asleep and tag in (TAGS if tags is None else tags)]
+
+
+def refuse_asleep(state: SyncState, kv_amax: Any, scored: Any) -> None:
+    """Raises SyncError if a part of the engine sleeps that a sync writes to or runs on."""
+    if not state.asleep or state.dead:
+        return
+    runs = scored is not None or (state.fp8_kv and kv_amax is None)
+    if "weights" in state.asleep or runs:
+        instead = "" if "weights" in state.asleep else ", or give kv_amax and nothing scored"
+        raise SyncError(
+            f"the engine sleeps ({', '.join(sorted(state.asleep))}); call wake_up{instead}. Nothing was sent"
+        )

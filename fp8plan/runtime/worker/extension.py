@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
 from fp8plan.runtime.weight_sync.kv_scales import AmaxRecorder, attention_layers, live_scales, set_scales
-from fp8plan.runtime.weight_sync.manifest import read_manifest
 from fp8plan.runtime.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.weight_sync.stream import left, opened, unpack, wait
 from fp8plan.runtime.worker.comparison import Comparison
@@ -60,7 +59,7 @@ class Fp8PlanWorker:
         self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None
     ) -> dict[str, Any]:
         """Check a manifest in a dry run. `fp8plan_begin` takes the number in the answer."""
-        number, prepared = self._fp8plan_weights().prepare(read_manifest(manifest), in_place, number)
+        number, prepared = self._fp8plan_weights().prepare(manifest, in_place, number)
         quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
         return {
             "number": number,

@@ -22,6 +22,7 @@ from fp8plan.runtime.weight_sync.manifest import (
     is_matrix,
     local_folder,
     not_zero,
+    read_manifest,
 )
 from fp8plan.runtime.weight_sync.shared import Twins, refuse_apart
 from fp8plan.runtime.weight_sync.state import Event, State, Weights, after
@@ -60,14 +61,15 @@ class LiveWeights:
         self.weights = Weights()
         self.stamp: str | None = None
 
-    def prepare(self, manifest: Manifest, in_place: bool = True, number: int | None = None) -> tuple[int, Prepared]:
+    def prepare(self, manifest: Any, in_place: bool = True, number: int | None = None) -> tuple[int, Prepared]:
         """Check a manifest (runtime.worker.prepare); `begin` takes the number that this returns.
 
+        manifest: (name, dtype, shape) of each tensor
         number: a number for the manifest that is the same on all ranks; None: the next one of this rank
         """
         number = max(self._prepared, default=-1) + 1 if number is None else number
         with keeping_scales(self._model):  # a trial of the shortcut reloads layers
-            self._prepared[number] = prepare(self._worker, manifest, in_place), in_place
+            self._prepared[number] = prepare(self._worker, read_manifest(manifest), in_place), in_place
         return number, self._prepared[number][0]
 
     @property

@@ -87,7 +87,7 @@ def test_a_precision_that_the_gpu_lacks_is_refused_before_anything_starts(opt: t
 
 
 def test_the_kernels_of_an_unknown_model_are_not_warmed_up(opt: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
-    from fp8plan.runtime.engine.access import deep_gemm_rows
+    from fp8plan.runtime.engine.warm_up import deep_gemm_rows
 
     assert deep_gemm_rows(EngineSetup(opt[0], "h200", "fp8_block"), 1024) == []
     assert deep_gemm_rows(EngineSetup("Qwen/Qwen3-0.6B", "h200", "fp8_block"), 1024)
@@ -111,7 +111,7 @@ def test_the_kernels_of_experts_are_those_of_what_runs(more: dict[str, Any], exp
 @pytest.mark.parametrize("max_model_len", [64, 609, 40960])
 def test_a_warm_up_has_steps_of_every_kernel(max_model_len: int) -> None:
     """Also of those for more tokens than one prompt can have, which the first step of a rollout may."""
-    from fp8plan.runtime.engine.access import MOE_TILES, deep_gemm_rows, warm_up_batches
+    from fp8plan.runtime.engine.warm_up import MOE_TILES, deep_gemm_rows, warm_up_batches
 
     limits = EngineLimits(max_num_batched_tokens=8192)
     setup = EngineSetup("Qwen/Qwen3-0.6B", "h200", "fp8_block", limits)
