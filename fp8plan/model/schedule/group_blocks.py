@@ -102,20 +102,19 @@ class Table:
     # input, so a request holds two blocks for a while. This is vLLM 0.30. In 0.26 the search for blocks to free ends at
     # the first gap. So asynchronous scheduling may hold the states of a long prefill for longer there.
 
-    def add_state(self, blocks: int, checkpoint: bool = False) -> bool:
-        """Add the state of the last of `blocks` blocks; returns False if it is there already.
+    def add_state(self, blocks: int, checkpoint: bool = False) -> None:
+        """Add the state of the last of `blocks` blocks, unless it is there.
 
         checkpoint: add the state of the block before, too
         """
         if blocks <= self.end:
-            return False
+            return
         if self.end:
             self.last_state = self.end - 1
         for states in self.blocks:
             states += [None] * (blocks - 1 - checkpoint - self.end)
             states += [Block() for _ in range(1 + checkpoint)]
         self.end = blocks
-        return True
 
     def has_old_states(self, processed: int, size: int) -> bool:
         """True if `drop_states` may have states to drop."""

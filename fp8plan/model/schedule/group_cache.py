@@ -66,7 +66,6 @@ class CachingGroupPool(GroupPool):
         # The groups that are looked up, full attention first (`verify_and_split`). Of equal ones only the first.
         self._searched = sorted(set(self._first_equal), key=lambda at: (not groups[at].keeps_all, at))
         self._states = [at for at, group in enumerate(groups) if group.kind == "state"]
-        self._states_taken = sum(self._counts[at] for at in self._states)
         self._followed_groups = sorted([*self._windows, *self._states])
         self._reach = [1 if group.kind == "state" else -(-(group.window - 1) // size) for group in groups]
         few = [group.kind in ("sliding", "state") and not rules.retain_all for group in groups]
@@ -148,7 +147,7 @@ class CachingGroupPool(GroupPool):
                 copies = self._copies(at, 0, request, hits - 1) if hits else None
                 if any(copies is new for new in self._new_states):
                     return NEVER
-                total += (int(blocks > hits) + checkpoint) * self._counts[at]
+                total += (1 + checkpoint) * self._counts[at]  # a hit leaves a token to compute
             else:
                 wanted = min(blocks, self._caps[at]) if whole and self._caps[at] >= 0 else blocks
                 total += max(wanted - hits, 0) * self._counts[at]
@@ -221,12 +220,9 @@ class CachingGroupPool(GroupPool):
             self._regular_from[at][request] = max(self._full_prompts[request], self._tables[at][request].hit, junction)
         super().start(request, step, computed, in_flight)
 
-    def _add_states(self, request: int, step: int) -> int:
-        end, new = (step + self._offset[request]) // self._size + 1, 0
+    def _add_states(self, request: int, step: int) -> None:
         for at in self._states:
-            if self._tables[at][request].add_state(end):
-                new += self._counts[at]
-        return new
+            self._tables[at][request].add_state((step + self._offset[request]) // self._size + 1)
 
     def _set_held(self, at: int, request: int, start: int, end: int) -> None:
         table, group = self._tables[at][request], self._groups[at]

@@ -133,7 +133,6 @@ class GroupPool:
         self._followed_groups = self._windows  # groups whose blocks steady requests free
         self._keeps = [False] * len(rows)  # groups whose blocks have a hash when a steady request frees them
         self._states: list[int] = []  # groups of states that the prefix cache keeps
-        self._states_taken = 0  # their number, which `takes_due` counts in full
         self._frees_clean = True  # steady requests free blocks without a hash
         self._offset = [0] * requests  # a steady request has computed step + offset tokens
         self._since = [-1] * requests  # the step in which it became steady; -1: it is not
@@ -296,8 +295,8 @@ class GroupPool:
     def take_due(self, request: int, step: int) -> None:
         """Hand out the blocks that `takes_due` counts."""
         blocks = self.takes_due(request, step)
-        if blocks and self._states:
-            blocks += self._add_states(request, step) - self._states_taken
+        if blocks:
+            self._add_states(request, step)
         self._use(blocks)
 
     # How blocks are followed
@@ -329,8 +328,8 @@ class GroupPool:
             if blocks > self.free:
                 short = request
                 break
-            if blocks and self._states:
-                blocks += self._add_states(request, step) - self._states_taken
+            if blocks:
+                self._add_states(request, step)
             self.free -= blocks
             queue.clean -= blocks
             if queue.clean < 0:
@@ -340,9 +339,8 @@ class GroupPool:
         queue.evict(evicted)
         return short
 
-    def _add_states(self, request: int, step: int) -> int:
-        """Add the states that a steady request begins in a step; returns the number that it did not have."""
-        return 0
+    def _add_states(self, request: int, step: int) -> None:
+        """Add the states that a steady request begins in a step."""
 
     def _use(self, blocks: int) -> None:
         if blocks:

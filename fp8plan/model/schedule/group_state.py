@@ -187,7 +187,6 @@ class GroupState(State):
     def _serve_steady(self) -> int:
         """Give all steady requests the blocks that they need in this step; returns the number of preemptions."""
         pool, preemptions = self.pool, 0
-        self.least_free = min(self.least_free, pool.free - pool.takes(self.now))
         short = pool.serve(self.now)
         while short >= 0:
             preemptions += self._make_room_and_take(short)

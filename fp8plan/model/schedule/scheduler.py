@@ -15,8 +15,8 @@ with an end-of-sequence token, because the end is seen a step late. Speculation 
 (fp8plan.model.tune.speculation).
 
 The simulation is written twice. The one in c/scheduler.c is used. The first plan has a C compiler build it, in less
-than half a second. `GroupState` in group_state.py is the reference. It is hundreds of times slower, and used where there
-is no compiler.
+than half a second. `GroupState` in group_state.py is the reference, which serves where there is no compiler. It is
+hundreds of times slower.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ static number admission_needs(State *s, number request, number tokens, number hi
             total += 1;
         } else if (group->spec.kind == STATE) {
             if (hits && content_of(s, group, request, hits - 1)->computed_in[hits - 1] == s->began) return NEVER;
-            total += (blocks > hits) + checkpoint;
+            total += 1 + checkpoint; /* a hit leaves a token to compute */
         } else {
             if (whole && group->spec.cap != NONE) blocks = least(blocks, group->spec.cap);
             total += most(blocks - hits, 0);

@@ -172,13 +172,12 @@ static number takes_due(const State *s, number request, number step) {
     return blocks;
 }
 
-/* Hand out the blocks that `takes_due` counts. A state that is there already needs none. */
+/* Hand out the blocks that `takes_due` counts. */
 static void take_due(State *s, number request, number step, number blocks) {
     for (number g = 0; blocks && s->aligned_states && g < s->num_groups; g++) {
         Group *group = s->groups + g;
-        if (group->spec.kind != STATE) continue;
         number end = (step + s->offset[request]) / group->spec.block_size + 1;
-        blocks += add_state(s, group->tables + request, end, 0) - 1;
+        if (group->spec.kind == STATE) add_state(s, group->tables + request, end, 0);
     }
     hand_out(s, blocks);
 }

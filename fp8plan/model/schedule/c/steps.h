@@ -107,7 +107,6 @@ static void end_row(State *s, number steps, number free, number cached) {
 /* ---- one step in which anything may happen ---- */
 
 static void serve_steady(State *s) {
-    note_free(s, s->free - taken_in(s, s->now));
     for (number request = 0; (request = serve(s, s->now, request)) != NONE; request++) {
         number blocks = takes_due(s, request, s->now);
         if (make_room(s, request, blocks)) take_due(s, request, s->now, blocks);

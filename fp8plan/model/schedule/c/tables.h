@@ -191,14 +191,13 @@ static void drop_states(State *s, Group *group, number request, number processed
     table->start = most(end, table->start);
 }
 
-/* Add the state of the last of `blocks` blocks, and with a checkpoint that before it; returns how many are new. */
-static number add_state(State *s, Table *table, number blocks, number checkpoint) {
-    if (blocks <= table->end) return 0;
+/* Add the state of the last of `blocks` blocks, and with a checkpoint that before it, unless it is there. */
+static void add_state(State *s, Table *table, number blocks, number checkpoint) {
+    if (blocks <= table->end) return;
     if (table->end) table->last_state = table->end - 1;
     for (number block = blocks - 1 - checkpoint; block < blocks; block++)
         table->states[block] = new_span(s, block, block + 1, 1);
     table->end = blocks;
-    return 1 + checkpoint;
 }
 
 /* Free one group's blocks that no token after the first `processed` ones reads. */
