@@ -1,6 +1,6 @@
 """Count the experts that the last tokens of 32 sequences go to, in a model with random weights.
 
-    python -m benchmarks.experts_hit     prints a table of profiles/README.md; about 4 minutes on two cores
+    python -m benchmarks.experts_hit     prints a table of profiles/README.md; a quarter of an hour of one core
 
 The model is Qwen3-30B-A3B with experts of 16 instead of 768 inner units, so that it fits a CPU. Its weights are
 uniform within 0.001 of zero, as vLLM's `load_format="dummy"` makes them. Output projections of experts are larger by
