@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -35,8 +35,6 @@ from fp8plan.version import check_starts, planned_version
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-LAYOUT: Final = ("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel")  # limits that --gpus tries
-ONE_GPU: Final = [1, 1, False]
 Asked = TypeVar("Asked", bound=PlanRequest)
 
 
@@ -132,44 +130,43 @@ def request_of(kind: type[Asked], words: Words) -> tuple[Asked, PlanOutputs, lis
 
     Raises ConfigError for words that cannot be read, and for options that contradict each other.
     """
-    own, accept, observed = words[kind], words[RiskBudget]["accept"], words[kind].get("observed")
+    own, limits = words[kind], words[EngineLimits]
     card = find_gpu(own["gpu"])
     outputs = PlanOutputs(**words[PlanOutputs], kv_scales=own.get("kv_scales_calibrated"))
     if outputs.emissions:
         check_starts(planned_version(own.get("engine_version"), card.is_cpu))
+    accept = words[RiskBudget]["accept"]
     if accept not in LEVELS:
         raise ConfigError(f"--accept is {accept!r}; allowed: {', '.join(LEVELS)}")
-    if "gpus" in own and [words[EngineLimits][name] for name in LAYOUT] != ONE_GPU:
+    layout = limits["tensor_parallel_size"], limits["data_parallel_size"], limits["enable_expert_parallel"]
+    if "gpus" in own and layout != (1, 1, False):
         raise ConfigError(
             "both --gpus and a layout are given; give --gpus, which tries every layout, or --tensor-parallel-size, "
             "--data-parallel-size and --expert-parallel"
         )
     shape = ModelShape.from_hf(own["model"])
-    limits = EngineLimits.for_gpu(card, shape.recurrent, **words[EngineLimits])
-    trainer = StepTimes(**words[StepTimes]) if words[StepTimes] else None
-    workload, notes = _workload(own.get("workload"), words[Workload])
+    made = {
+        "model": shape,
+        "gpu": card,
+        "limits": EngineLimits.for_gpu(card, shape.recurrent, **limits),
+        "trainer": StepTimes(**words[StepTimes]) if words[StepTimes] else None,
+        "budget": RiskBudget(accept=accept),
+        "kv_scales_calibrated": outputs.scales == "calibrated",
+        "target": strictest(target for target, _ in outputs.emissions),
+        "workers": _cores(),
+    }
+    made["workload"], notes = _workload(own.get("workload"), words[Workload])
     records: Sequence[Record] = ()
-    if observed is not None:
-        measured = read_run(observed)
+    if "observed" in own:
+        measured = read_run(own["observed"])
         records, notes = measured.records, [*notes, *measured.notes]
+    made["observed"] = records
     if "host_loop_s" not in own and card.is_here and host_of(records, card.name) is None:
         from fp8plan.runtime import this_host
 
         loop_s = this_host.host_loop_s()
         if loop_s is not None:
-            own["host_loop_s"], notes = loop_s, [*notes, this_host.said(loop_s)]
-    made = {
-        "model": shape,
-        "gpu": card,
-        "workload": workload,
-        "observed": records,
-        "limits": limits,
-        "budget": RiskBudget(accept=accept),
-        "kv_scales_calibrated": outputs.scales == "calibrated",
-        "trainer": trainer,
-        "target": strictest(target for target, _ in outputs.emissions),
-        "workers": _cores(),
-    }
+            made["host_loop_s"], notes = loop_s, [*notes, this_host.said(loop_s)]
     return kind(**own | made), outputs, notes
 
 
