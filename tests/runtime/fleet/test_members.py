@@ -10,7 +10,10 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.fleet import members as module
-from fp8plan.runtime.fleet.members import LOOK_S, STOP_S, Members
+from fp8plan.runtime.fleet.members import LOOK_S, STOP_S, Members, Replica
+from fp8plan.runtime.weight_sync.calls import Rpc
+from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.weight_sync.state import Event, SyncState
 
 pytestmark = pytest.mark.ray
 
@@ -142,3 +145,15 @@ def test_an_actor_that_starts_slowly_keeps_its_place(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "await_places", look)
     members.start([0], FakeLaunch())  # type: ignore[arg-type]
     assert (list(members.living), members.sizes) == ([0], (256, 1024))
+
+
+def test_a_commit_ends_what_a_broken_off_generate_has_left_in_a_replica() -> None:
+    """And the next rollout is the first on new weights."""
+    state = SyncState(SyncSettings(), None, fp8_kv=False)
+    replica = Replica(SimpleNamespace(), SyncSettings())  # type: ignore[arg-type]
+    replica._engine = SimpleNamespace(state=state, answer=lambda call: [{"ok": None}])  # type: ignore[assignment]
+    state.note(Event.REFUSE, "a generate was broken off")
+    replica.answer(Rpc("fp8plan_finish", (0,)))
+    assert (state.refusal, state.version) == ("a generate was broken off", 0)
+    assert replica.answer(Rpc("fp8plan_commit", ("stamp",))) == [{"ok": None}]
+    assert (state.refusal, state.version) == (None, 1)
