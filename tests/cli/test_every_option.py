@@ -20,6 +20,7 @@ import typer
 from command import RECORD, Done
 from rich.console import Console
 from typed import MODEL
+from typed import PLAN as SMALL_PLAN
 
 import fp8plan as package
 from fp8plan import TopK, cli
@@ -369,3 +370,21 @@ def test_an_option_reaches_what_the_command_calls(
     for path, value in found.items():
         assert at(typed, path) == value, path
         assert before[path] != value, f"{path}: not another value than without the option"
+
+
+def test_the_report_and_the_picture_get_their_options(
+    fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: Seen = {}
+
+    def draw(prediction: Any, target: Path, kv_scales: str) -> None:
+        seen["kv_scales"] = kv_scales
+        target.touch()
+
+    monkeypatch.setattr("fp8plan.views.plan_page.draw", draw)
+    report = import_module("fp8plan.views.report")
+    monkeypatch.setattr(report, "plan_report", stand_in(seen, report.plan_report, "plan_report", "report"))
+    assert fp8plan(*SMALL_PLAN, "--all", "--plot", "plan.png", "--kv-scales", "calibrated").code == 0
+    assert (seen["plan_report"]["every"], seen["kv_scales"]) == (True, "calibrated")
+    assert fp8plan(*SMALL_PLAN, "--plot", "plan.png").code == 0
+    assert (seen["plan_report"]["every"], seen["kv_scales"]) == (False, "unit")
