@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 import pytest
-import typer
 from command import RECORD, Done
 from rich.console import Console
 from typed import MODEL
@@ -347,7 +346,7 @@ def options_of(command: Any) -> list[str]:
     return [x.name if x.param_type_name == "argument" else max(x.opts, key=len) for x in parameters]
 
 
-PROGRAM = dict(commands(typer.main.get_command(cli.app)))
+PROGRAM = dict(commands(cli.program()))
 EVERY = [(command, option) for command, each in PROGRAM.items() for option in options_of(each)]
 
 
