@@ -54,7 +54,7 @@ from tables import (  # noqa: E402
 
 import fp8plan  # noqa: E402
 from fp8plan import jsonl  # noqa: E402
-from fp8plan.cli.program import app  # noqa: E402
+from fp8plan.cli import program  # noqa: E402
 from fp8plan.model.plan.plan import Plan  # noqa: E402
 from fp8plan.model.plan.planner import plan  # noqa: E402
 from fp8plan.model.profile.library import profiles_path  # noqa: E402
@@ -131,7 +131,7 @@ def help_text(command: str) -> str:
     """`fp8plan COMMAND --help`, as a block of code."""
     printed = StringIO()
     with redirect_stdout(printed):
-        app([*command.split(), "--help"], prog_name="fp8plan", standalone_mode=False)
+        program()([*command.split(), "--help"], prog_name="fp8plan", standalone_mode=False)
     return f"```text\n{printed.getvalue().strip()}\n```"
 
 

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import typer
 from mismatch_batches import gaussian, mismatch_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +32,7 @@ import readme  # noqa: E402
 import fp8plan  # noqa: E402
 from benchmarks import prose  # noqa: E402
 from fp8plan import cli  # noqa: E402
-from fp8plan.cli.program import app  # noqa: E402
+from fp8plan.cli import program  # noqa: E402
 from fp8plan.model.validate.records import read_records  # noqa: E402
 from fp8plan.model.validate.validate import validate  # noqa: E402
 from fp8plan.runtime.controller.laws import Decision, LevelThresholds  # noqa: E402
@@ -84,7 +83,7 @@ def test_figures_in_sentences_are_today_s() -> None:
 
 
 def test_every_command_and_public_name_is_in_the_reference() -> None:
-    tree = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    tree = program().commands
     below = {f"{name} {inner}" for name, group in tree.items() for inner in getattr(group, "commands", {})}
     assert {*tree, *below} == set(readme.COMMANDS)
     reference = (ROOT / "docs" / "reference" / "api.md").read_text()

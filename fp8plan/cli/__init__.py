@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from fp8plan.checks import number_hint
-from fp8plan.cli import measure, plan, run, tune  # noqa: F401  (they add their commands to the app)
+from fp8plan.cli import measure, plan, run  # noqa: F401  (they add their commands to the app)
 from fp8plan.cli.console import standard_streams
 from fp8plan.cli.program import UsageError, app
 from fp8plan.errors import Fp8PlanError
@@ -66,21 +66,21 @@ def _keep_freed_memory() -> None:
 
 
 @cache
-def _program(word: str) -> Any:
-    """The program. If `word` is a command, it has no other one: typer takes a millisecond to make each.
-
-    typer would make them anew at each call.
-    """
-    program = copy(app)
-    if mine := [command for command in app.registered_commands if command.name == word]:
-        program.registered_commands, program.registered_groups = mine, []
-    return typer.main.get_command(program)
+def program(word: str = "") -> Any:
+    """The program. If `word` is a command, it has no other one: typer takes a millisecond to make each."""
+    if word not in [command.name for command in app.registered_commands]:
+        import fp8plan.cli.tune  # noqa: F401  (it adds its command, and loads what other commands need not)
+    whole = copy(app)
+    mine = [command for command in app.registered_commands if command.name == word]
+    if mine:
+        whole.registered_commands, whole.registered_groups = mine, []
+    return typer.main.get_command(whole)
 
 
 def _run(words: list[str]) -> Any:
     """Run the command and return its exit code."""
     try:
-        code = _program(words[0])(words, prog_name="fp8plan", standalone_mode=False)
+        code = program(words[0])(words, prog_name="fp8plan", standalone_mode=False)
         sys.stdout.flush()  # a full disk shows here at the latest
     except Fp8PlanError as error:
         return _failed(str(error), BAD_INPUT)

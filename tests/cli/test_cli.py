@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from command import Done, refused
 from typed import MODEL, PLAN
 
@@ -62,7 +61,7 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
         yield from commands(command, (*path, name))
 
 
-@pytest.mark.parametrize(("path", "command"), commands(typer.main.get_command(cli.app)), ids=lambda x: str(x))
+@pytest.mark.parametrize(("path", "command"), commands(cli.program()), ids=lambda x: str(x))
 def test_help_at_80_columns_breaks_no_option_name_and_no_default(
     fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, path: tuple[str, ...], command: Any
 ) -> None:
@@ -91,7 +90,7 @@ def test_help_at_80_columns_breaks_no_option_name_and_no_default(
 
 def with_one_value() -> Iterator[tuple[str, Any, Any]]:
     """Every option of a command that has one value: the command's name, the command and the option."""
-    for path, command in commands(typer.main.get_command(cli.app)):
+    for path, command in commands(cli.program()):
         for parameter in command.params:
             flag = getattr(parameter, "is_flag", False) and not parameter.secondary_opts
             if parameter.param_type_name == "option" and not (parameter.multiple or flag):

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 import pytest
-import typer
 from command import RECORD, Done
 from rich.console import Console
 from typed import MODEL
+from typed import PLAN as SMALL_PLAN
 
 import fp8plan as package
 from fp8plan import TopK, cli
@@ -346,7 +346,7 @@ def options_of(command: Any) -> list[str]:
     return [x.name if x.param_type_name == "argument" else max(x.opts, key=len) for x in parameters]
 
 
-PROGRAM = dict(commands(typer.main.get_command(cli.app)))
+PROGRAM = dict(commands(cli.program()))
 EVERY = [(command, option) for command, each in PROGRAM.items() for option in options_of(each)]
 
 
@@ -369,3 +369,21 @@ def test_an_option_reaches_what_the_command_calls(
     for path, value in found.items():
         assert at(typed, path) == value, path
         assert before[path] != value, f"{path}: not another value than without the option"
+
+
+def test_the_report_and_the_picture_get_their_options(
+    fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: Seen = {}
+
+    def draw(prediction: Any, target: Path, kv_scales: str) -> None:
+        seen["kv_scales"] = kv_scales
+        target.touch()
+
+    monkeypatch.setattr("fp8plan.views.plan_page.draw", draw)
+    report = import_module("fp8plan.views.report")
+    monkeypatch.setattr(report, "plan_report", stand_in(seen, report.plan_report, "plan_report", "report"))
+    assert fp8plan(*SMALL_PLAN, "--all", "--plot", "plan.png", "--kv-scales", "calibrated").code == 0
+    assert (seen["plan_report"]["every"], seen["kv_scales"]) == (True, "calibrated")
+    assert fp8plan(*SMALL_PLAN, "--plot", "plan.png").code == 0
+    assert (seen["plan_report"]["every"], seen["kv_scales"]) == (False, "unit")
