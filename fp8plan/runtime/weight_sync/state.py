@@ -1,4 +1,4 @@
-"""The states of an engine's weights, and the events that lead from one to the next.
+"""The state of an engine's weights: the events that lead from one state to the next, and who may use the engine then.
 
     SERVING, REFUSED --BEGIN--> OPEN --WRITE--> WRITING --CHECK--> CHECKED --SERVE--> SERVING
 

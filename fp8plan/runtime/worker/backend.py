@@ -196,7 +196,7 @@ class Fp8PlanTransfer(PlainReceiver):
 
         vLLM counts an update that failed here as open until it is finished once more.
         """
-        if self.updates.open:
+        if self.updates.live.weights.is_open:
             self.updates.finish()
 
 

@@ -182,10 +182,11 @@ class Fp8PlanWorker:
     def fp8plan_status(self) -> dict[str, Any]:
         """Read the state of a server's weights (runtime.worker.updates) and its KV scales."""
         updates = self._fp8plan_updates()
+        live = updates.live
         return {
-            "version": updates.version,
-            "stamp": updates.live.stamp,
-            "refusal": updates.live.refusal,
+            "version": live.version,
+            "stamp": live.stamp,
+            "refusal": live.refusal,
             "last_update": updates.report,
             "kv_scales": live_scales(self.model_runner.get_model()),
         }

@@ -121,7 +121,7 @@ class Updates:
 
     def fail(self, why: str) -> None:
         """End the open update, if there is one."""
-        self.live.abort(f"the update of weights {self.version + 1} failed: {why}")
+        self.live.abort(f"the update of weights {self.live.version + 1} failed: {why}")
 
     def loaded(self, seconds: float, messages: int) -> None:
         """Note how long a part has taken to arrive and be written, and in how many broadcasts it came."""
@@ -129,17 +129,8 @@ class Updates:
         update.seconds["load"] = update.seconds.get("load", 0.0) + seconds
         update.messages += messages
 
-    @property
-    def version(self) -> int:
-        """The number of the weights, counted from 1; 0: the checkpoint's."""
-        return self.live.version
-
-    @property
-    def open(self) -> bool:
-        return self.live.weights.is_open
-
     def _opened(self) -> _Update:
-        if not self.open:
+        if not self.live.weights.is_open:
             raise ConfigError("no update is open; allowed: start_weight_update, update_weights, finish_weight_update")
         return self._update
 
@@ -178,7 +169,7 @@ class Updates:
 
     def _expecting(self) -> LiveWeights:
         """Let the live weights expect the known manifest."""
-        self.live.begin(NUMBER, SAMPLES, self.version, None)
+        self.live.begin(NUMBER, SAMPLES, self.live.version, None)
         return self.live
 
     def _write(self, update: _Update, staged: Staged) -> None:
@@ -193,7 +184,7 @@ class Updates:
         check = done.pop("check")
         return done | {
             "rounded": len(done["rounded"]),
-            "version": self.version,
+            "version": self.live.version,
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "seconds": update.seconds | {"check": check["seconds"]},
             "tensors": len(update.announced),
