@@ -219,10 +219,8 @@ class GroupState(State):
 
     def _computed(self, request: int, after: int) -> None:
         """Note that a request, which is not steady, was computed up to `after` tokens."""
-        # A token generated in the step before is not known yet under asynchronous scheduling.
-        unknown = self.lag and self.last_step[request] == self.now - 1 and self.target[request] > self.length[request]
-        self.hashed[request] = hashed = min(after, self.target[request] - int(unknown))
-        self.pool.cache(request, hashed)
+        self.hashed[request] = after  # a generated token is known: the request got none in the step before
+        self.pool.cache(request, after)
         self.head_needs = 0  # the head may find more now
         self.last_tokens[request] = after - self.computed[request]
         self.last_step[request] = self.now

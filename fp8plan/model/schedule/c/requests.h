@@ -145,10 +145,8 @@ static int make_room(State *s, number request, number blocks) {
 
 /* Note that a request, which is not steady, was computed up to `after` tokens. */
 static void note_computed(State *s, number request, number after) {
-    /* A token generated in the step before is not known yet under asynchronous scheduling. */
-    int unknown = s->settings.lag && s->last_step[request] == s->now - 1 && s->target[request] > s->length[request];
-    s->hashed[request] = least(after, s->target[request] - unknown);
-    cache(s, request, s->hashed[request]);
+    s->hashed[request] = after; /* a generated one is known: the request got none in the step before */
+    cache(s, request, after);
     s->head_needs = 0; /* the head may find more now */
     s->last_tokens[request] = after - s->computed[request];
     s->last_step[request] = s->now;
