@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import fp8plan
-from fp8plan.runtime.engine.launch import held_back
+from fp8plan.runtime.apply.engine.launch import held_back
 
 with held_back():  # what vLLM writes until it runs; an exception names the file
     import vllm

@@ -33,37 +33,37 @@ if TYPE_CHECKING:
     from fp8plan.model.workload import LogNormal as LogNormal
     from fp8plan.model.workload import Trace as Trace
     from fp8plan.model.workload import Workload as Workload
-    from fp8plan.runtime.controller.laws import ConstantThresholds as ConstantThresholds
-    from fp8plan.runtime.controller.laws import LevelThresholds as LevelThresholds
-    from fp8plan.runtime.controller.state import AlarmLimits as AlarmLimits
-    from fp8plan.runtime.correction.correct import Correction as Correction
-    from fp8plan.runtime.correction.correct import correct as correct
-    from fp8plan.runtime.correction.settings import CorrectionSettings as CorrectionSettings
-    from fp8plan.runtime.correction.settings import Rejection as Rejection
-    from fp8plan.runtime.correction.settings import Thresholds as Thresholds
-    from fp8plan.runtime.correction.verl import from_verl as from_verl
-    from fp8plan.runtime.doctor.doctor import Diagnosis as Diagnosis
-    from fp8plan.runtime.doctor.doctor import async_doctor as async_doctor
-    from fp8plan.runtime.doctor.doctor import doctor as doctor
-    from fp8plan.runtime.engine.async_engine import AsyncRolloutEngine as AsyncRolloutEngine
-    from fp8plan.runtime.engine.engine import RolloutEngine as RolloutEngine
-    from fp8plan.runtime.fleet.fleet import RolloutFleet as RolloutFleet
-    from fp8plan.runtime.guard.fallback import GuardSettings as GuardSettings
-    from fp8plan.runtime.guard.observation import Observation as Observation
-    from fp8plan.runtime.guard.observation import observation_of as observation_of
-    from fp8plan.runtime.mismatch.measure import measure as measure
-    from fp8plan.runtime.mismatch.measure import pack as pack
-    from fp8plan.runtime.mismatch.metrics import Mismatch as Mismatch
-    from fp8plan.runtime.mismatch.sampling import Sampling as Sampling
-    from fp8plan.runtime.mismatch.sampling import kept_logprobs as kept_logprobs
-    from fp8plan.runtime.monitor.monitor import Monitor as Monitor
-    from fp8plan.runtime.monitor.sinks import Callback as Callback
-    from fp8plan.runtime.monitor.sinks import JsonLines as JsonLines
-    from fp8plan.runtime.monitor.sinks import Prometheus as Prometheus
-    from fp8plan.runtime.monitor.sinks import TensorBoard as TensorBoard
-    from fp8plan.runtime.probe.probe import probe as probe
-    from fp8plan.runtime.weight_sync.settings import Scored as Scored
-    from fp8plan.runtime.weight_sync.settings import SyncSettings as SyncSettings
+    from fp8plan.runtime.apply.doctor.doctor import Diagnosis as Diagnosis
+    from fp8plan.runtime.apply.doctor.doctor import async_doctor as async_doctor
+    from fp8plan.runtime.apply.doctor.doctor import doctor as doctor
+    from fp8plan.runtime.apply.engine.async_engine import AsyncRolloutEngine as AsyncRolloutEngine
+    from fp8plan.runtime.apply.engine.engine import RolloutEngine as RolloutEngine
+    from fp8plan.runtime.apply.fleet.fleet import RolloutFleet as RolloutFleet
+    from fp8plan.runtime.apply.weight_sync.settings import Scored as Scored
+    from fp8plan.runtime.apply.weight_sync.settings import SyncSettings as SyncSettings
+    from fp8plan.runtime.measure.probe.probe import probe as probe
+    from fp8plan.runtime.watch.controller.laws import ConstantThresholds as ConstantThresholds
+    from fp8plan.runtime.watch.controller.laws import LevelThresholds as LevelThresholds
+    from fp8plan.runtime.watch.controller.state import AlarmLimits as AlarmLimits
+    from fp8plan.runtime.watch.correction.correct import Correction as Correction
+    from fp8plan.runtime.watch.correction.correct import correct as correct
+    from fp8plan.runtime.watch.correction.settings import CorrectionSettings as CorrectionSettings
+    from fp8plan.runtime.watch.correction.settings import Rejection as Rejection
+    from fp8plan.runtime.watch.correction.settings import Thresholds as Thresholds
+    from fp8plan.runtime.watch.correction.verl import from_verl as from_verl
+    from fp8plan.runtime.watch.guard.fallback import GuardSettings as GuardSettings
+    from fp8plan.runtime.watch.guard.observation import Observation as Observation
+    from fp8plan.runtime.watch.guard.observation import observation_of as observation_of
+    from fp8plan.runtime.watch.mismatch.measure import measure as measure
+    from fp8plan.runtime.watch.mismatch.measure import pack as pack
+    from fp8plan.runtime.watch.mismatch.metrics import Mismatch as Mismatch
+    from fp8plan.runtime.watch.mismatch.sampling import Sampling as Sampling
+    from fp8plan.runtime.watch.mismatch.sampling import kept_logprobs as kept_logprobs
+    from fp8plan.runtime.watch.monitor.monitor import Monitor as Monitor
+    from fp8plan.runtime.watch.monitor.sinks import Callback as Callback
+    from fp8plan.runtime.watch.monitor.sinks import JsonLines as JsonLines
+    from fp8plan.runtime.watch.monitor.sinks import Prometheus as Prometheus
+    from fp8plan.runtime.watch.monitor.sinks import TensorBoard as TensorBoard
 
 # The module of each public name, as above.
 _HOME = {
@@ -85,24 +85,24 @@ _HOME = {
         "model.validate.records": "read_records recorded_workload",
         "model.weight_changes": "TopK",
         "model.workload": "Batch Fixed LogNormal Trace Workload",
-        "runtime.controller.laws": "ConstantThresholds LevelThresholds",
-        "runtime.controller.state": "AlarmLimits",
-        "runtime.correction.correct": "correct Correction",
-        "runtime.correction.settings": "CorrectionSettings Rejection Thresholds",
-        "runtime.correction.verl": "from_verl",
-        "runtime.doctor.doctor": "async_doctor Diagnosis doctor",
-        "runtime.engine.async_engine": "AsyncRolloutEngine",
-        "runtime.engine.engine": "RolloutEngine",
-        "runtime.fleet.fleet": "RolloutFleet",
-        "runtime.guard.fallback": "GuardSettings",
-        "runtime.guard.observation": "Observation observation_of",
-        "runtime.mismatch.measure": "measure pack",
-        "runtime.mismatch.metrics": "Mismatch",
-        "runtime.mismatch.sampling": "kept_logprobs Sampling",
-        "runtime.monitor.monitor": "Monitor",
-        "runtime.monitor.sinks": "Callback JsonLines Prometheus TensorBoard",
-        "runtime.probe.probe": "probe",
-        "runtime.weight_sync.settings": "Scored SyncSettings",
+        "runtime.watch.controller.laws": "ConstantThresholds LevelThresholds",
+        "runtime.watch.controller.state": "AlarmLimits",
+        "runtime.watch.correction.correct": "correct Correction",
+        "runtime.watch.correction.settings": "CorrectionSettings Rejection Thresholds",
+        "runtime.watch.correction.verl": "from_verl",
+        "runtime.apply.doctor.doctor": "async_doctor Diagnosis doctor",
+        "runtime.apply.engine.async_engine": "AsyncRolloutEngine",
+        "runtime.apply.engine.engine": "RolloutEngine",
+        "runtime.apply.fleet.fleet": "RolloutFleet",
+        "runtime.watch.guard.fallback": "GuardSettings",
+        "runtime.watch.guard.observation": "Observation observation_of",
+        "runtime.watch.mismatch.measure": "measure pack",
+        "runtime.watch.mismatch.metrics": "Mismatch",
+        "runtime.watch.mismatch.sampling": "kept_logprobs Sampling",
+        "runtime.watch.monitor.monitor": "Monitor",
+        "runtime.watch.monitor.sinks": "Callback JsonLines Prometheus TensorBoard",
+        "runtime.measure.probe.probe": "probe",
+        "runtime.apply.weight_sync.settings": "Scored SyncSettings",
     }.items()
     for name in names.split()
 }

@@ -47,8 +47,8 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     assert wheel.read(info + "entry_points.txt").decode().split() == [
         *"[console_scripts] fp8plan = fp8plan.cli:main".split(),
         *"[verl.plugins] fp8plan = fp8plan.integrations.verl.plugin".split(),
-        *"[vllm.endpoint_plugins] fp8plan = fp8plan.runtime.server.routes:Routes".split(),
-        *"[vllm.general_plugins] fp8plan = fp8plan.runtime.plugin:register".split(),
+        *"[vllm.endpoint_plugins] fp8plan = fp8plan.runtime.apply.server.routes:Routes".split(),
+        *"[vllm.general_plugins] fp8plan = fp8plan.runtime.apply.plugin:register".split(),
     ]
 
 

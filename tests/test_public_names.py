@@ -82,7 +82,7 @@ def test_a_users_script_type_checks_and_its_slips_are_found(tmp_path: Path) -> N
     )
     said = [line.partition(": ")[2] for line in checked.stdout.splitlines()[:-1]]
     assert said == [
-        'note: Revealed type is "fp8plan.runtime.correction.correct.Correction"',
+        'note: Revealed type is "fp8plan.runtime.watch.correction.correct.Correction"',
         'note: Revealed type is "float | None"',
         'note: Revealed type is "float | None"',
         'error: Argument "gpus" to "plan" has incompatible type "str"; expected "int | None"  [arg-type]',
@@ -112,8 +112,8 @@ IMPORTS: list[tuple[str, tuple[str, ...]]] = [
     ("import fp8plan", (*HEAVY, "scipy", "numpy", "fp8plan.model", "fp8plan.model.plan.planner")),
     ("import fp8plan.model.risk.expected as risk; risk.committed_fit()", ("sklearn", "scipy")),
     (PLAN, (*HEAVY, "scipy", "pandas", "huggingface_hub", "fp8plan.runtime")),
-    ("import fp8plan.runtime.mismatch.metrics, fp8plan.runtime.correction.correct", ("torch",)),
-    ("import fp8plan.runtime.controller.laws", ("torch",)),
+    ("import fp8plan.runtime.watch.mismatch.metrics, fp8plan.runtime.watch.correction.correct", ("torch",)),
+    ("import fp8plan.runtime.watch.controller.laws", ("torch",)),
 ]
 
 

@@ -16,7 +16,7 @@ from fp8plan.jsonl import line
 
 ROOT = Path(fp8plan.__file__).parent
 POSIX_ONLY = {"fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty"}
-PLANNING = [ROOT / name for name in ("model", "cli", "views", "importers", "runtime/monitor")]
+PLANNING = [ROOT / name for name in ("model", "cli", "views", "importers", "runtime/watch/monitor")]
 
 # Without the modules and functions, and with an error for text whose encoding is the system's: it is not UTF-8 there.
 WINDOWS = f"""

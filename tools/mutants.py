@@ -1,7 +1,7 @@
 """Mutation testing: a list of changes to a module that its tests do not notice.
 
     python tools/mutants.py                          every module of tools/mutants.toml
-    python tools/mutants.py runtime/guard/fallback   those whose path contains this text
+    python tools/mutants.py runtime/watch/guard/fallback   those whose path contains this text
     python tools/mutants.py controller/laws --names _at_reach,_said --sample 40 --seed 1
 
 tools/mutants.toml has the modules, the tests that belong to each, and the mutants that change no behaviour with the

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 from zlib import crc32
 
-from fp8plan.runtime.weight_sync.delta.archive import TAIL
-from fp8plan.runtime.weight_sync.delta.listing import HELD, LATEST, Store
+from fp8plan.runtime.apply.weight_sync.delta.archive import TAIL
+from fp8plan.runtime.apply.weight_sync.delta.listing import HELD, LATEST, Store
 
 from .drill import Scene
 from .fault import ENGINE, NEW, NO_FILES, OLD, SERVER, THROUGH_A_STORE, Fault

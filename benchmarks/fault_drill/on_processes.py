@@ -14,7 +14,7 @@ from typing import Any, Final
 import planted
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.weight_sync.delta.store import Publisher
+from fp8plan.runtime.apply.weight_sync.delta.store import Publisher
 
 from .drill import EVERY, Scene
 from .fault import (

@@ -18,11 +18,11 @@ from http_files import Faults, http_files
 from tiny_models import PROMPTS, checkpoint, cpu_plan, started, weights
 
 from fp8plan.errors import NotServingError
-from fp8plan.runtime.fleet.fleet import RolloutFleet
-from fp8plan.runtime.weight_sync.calls import Rpc, rpc
-from fp8plan.runtime.weight_sync.delta.follower import Follower
-from fp8plan.runtime.weight_sync.delta.store import Publisher
-from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.apply.fleet.fleet import RolloutFleet
+from fp8plan.runtime.apply.weight_sync.calls import Rpc, rpc
+from fp8plan.runtime.apply.weight_sync.delta.follower import Follower
+from fp8plan.runtime.apply.weight_sync.delta.store import Publisher
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 
 from . import judge
 from .drill import EVERY, VERSIONS, Tensors

@@ -16,8 +16,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from fp8plan.runtime.weight_sync.delta import files
-from fp8plan.runtime.weight_sync.delta.store import Publisher
+from fp8plan.runtime.apply.weight_sync.delta import files
+from fp8plan.runtime.apply.weight_sync.delta.store import Publisher
 
 
 def die(*_: Any, **__: Any) -> None:

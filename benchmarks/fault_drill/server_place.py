@@ -20,9 +20,9 @@ from trl_runs import model
 from vllm_server import BLOCK_FP8, Server, line_of, serving
 
 from fp8plan.errors import SyncError
-from fp8plan.runtime.plugin import LIMIT, PULL, STATUS, STORE, weight_sync_client
-from fp8plan.runtime.weight_sync.delta.files import TIMEOUT
-from fp8plan.runtime.weight_sync.delta.follower import Follower
+from fp8plan.runtime.apply.plugin import LIMIT, PULL, STATUS, STORE, weight_sync_client
+from fp8plan.runtime.apply.weight_sync.delta.files import TIMEOUT
+from fp8plan.runtime.apply.weight_sync.delta.follower import Follower
 
 from . import judge
 from .fault import LINK, SERVER

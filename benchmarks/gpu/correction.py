@@ -26,10 +26,10 @@ import numpy as np
 
 from benchmarks.gpu.source import source_hash
 from fp8plan import jsonl
-from fp8plan.runtime.correction.correct import correct
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
-from fp8plan.runtime.mismatch.measure import measure, pack
-from fp8plan.runtime.monitor.monitor import Monitor
+from fp8plan.runtime.watch.correction.correct import correct
+from fp8plan.runtime.watch.mismatch.measure import measure, pack
+from fp8plan.runtime.watch.monitor.monitor import Monitor
 
 if TYPE_CHECKING:
     from torch import Tensor

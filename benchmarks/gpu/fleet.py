@@ -51,10 +51,10 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.workload import Trace, Workload
-from fp8plan.runtime.fleet.fleet import RolloutFleet
+from fp8plan.runtime.apply.fleet.fleet import RolloutFleet
+from fp8plan.runtime.apply.weight_sync.calls import rpc
+from fp8plan.runtime.apply.weight_sync.nccl import connect
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
-from fp8plan.runtime.weight_sync.calls import rpc
-from fp8plan.runtime.weight_sync.nccl import connect
 
 PARTS = ("rollout", "copy", "sync", "nccl", "replace")
 PROMPT = 256  # tokens

@@ -31,7 +31,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.tune.speculation import METHODS, Speculation
 from fp8plan.model.workload import Batch
-from fp8plan.runtime.engine.warm_up import compiled_files, freeze_garbage
+from fp8plan.runtime.apply.engine.warm_up import compiled_files, freeze_garbage
 from fp8plan.runtime.measure.machine import machine_facts
 from fp8plan.runtime.measure.rollouts.host import Host, Watch
 from fp8plan.runtime.measure.rollouts.jobs import ENV, KWARGS, engine_version

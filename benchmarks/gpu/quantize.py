@@ -32,12 +32,12 @@ import numpy as np
 
 from benchmarks.gpu import quantize_cases
 from fp8plan.errors import Fp8PlanError
+from fp8plan.runtime.apply.quantize import block_fp8 as quantize
+from fp8plan.runtime.apply.quantize.targets import QuantizeTargets
 from fp8plan.runtime.measure.calibrate import note
 from fp8plan.runtime.measure.kernels import timing
 from fp8plan.runtime.measure.kernels.sweep import Point, Work, check_gpu, sweep
 from fp8plan.runtime.measure.kernels.timing import random_pool
-from fp8plan.runtime.quantize import block_fp8 as quantize
-from fp8plan.runtime.quantize.targets import QuantizeTargets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,7 +153,7 @@ class Bench:
     def _copy_group(self, group: str, dtype: str) -> Work:
         import torch
 
-        from fp8plan.runtime.quantize import triton_kernels as quantize_triton
+        from fp8plan.runtime.apply.quantize import triton_kernels as quantize_triton
 
         found = self.group(group)
         if dtype == "fp8":
@@ -164,7 +164,7 @@ class Bench:
         return self._timed(calls, 2 * sum(source.nbytes for source in sources), outs=outs)
 
     def _triton(self, group: str, rounding: str, warps: int) -> Work:
-        from fp8plan.runtime.quantize import triton_kernels as quantize_triton
+        from fp8plan.runtime.apply.quantize import triton_kernels as quantize_triton
 
         found = self.group(group)
         outs = quantize_triton.addresses(found.q, found.scales)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from fp8plan.runtime.apply.quantize.block_fp8 import BLOCK, quantize, scale_shape
 from fp8plan.runtime.measure.kernels.sweep import Work
-from fp8plan.runtime.quantize.block_fp8 import BLOCK, quantize, scale_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +86,7 @@ def _quantised(weight: Tensor, ours: str) -> Quantised:
 
     if ours.startswith("torch"):
         return quantize(weight.cpu() if ours == "torch_cpu" else weight)
-    from fp8plan.runtime.quantize import triton_kernels as quantize_triton
+    from fp8plan.runtime.apply.quantize import triton_kernels as quantize_triton
 
     q = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(scale_shape(*weight.shape), device=weight.device)

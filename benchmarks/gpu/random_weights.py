@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.runtime.weight_sync.manifest import Entry, Manifest
+from fp8plan.runtime.apply.weight_sync.manifest import Entry, Manifest
 
 if TYPE_CHECKING:
     import torch

@@ -33,13 +33,13 @@ import torch
 from benchmarks.gpu.random_weights import checkpoint_entries, random_weights
 from benchmarks.gpu.weight_sync import digests, model_folder, start
 from fp8plan.jsonl import write
+from fp8plan.runtime.apply.quantize.targets import QuantizeTargets, quantized
+from fp8plan.runtime.apply.weight_sync.delta import tiles, triton_kernels
+from fp8plan.runtime.apply.weight_sync.delta.base import COMPARED_BYTES
+from fp8plan.runtime.apply.weight_sync.manifest import SCALE_SUFFIX
+from fp8plan.runtime.apply.weight_sync.nccl import connect
+from fp8plan.runtime.apply.weight_sync.procedure import learn_quantised
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
-from fp8plan.runtime.quantize.targets import QuantizeTargets, quantized
-from fp8plan.runtime.weight_sync.delta import tiles, triton_kernels
-from fp8plan.runtime.weight_sync.delta.base import COMPARED_BYTES
-from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX
-from fp8plan.runtime.weight_sync.nccl import connect
-from fp8plan.runtime.weight_sync.procedure import learn_quantised
 
 GROUPS = (((4096, 4096), 8), ((4096, 4096), 64), ((12288, 4096), 32), ((151936, 4096), 1))
 REPEATS = 5

@@ -35,13 +35,13 @@ from fp8plan.jsonl import write
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.workload import Fixed, Workload
-from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.apply.engine.engine import RolloutEngine
+from fp8plan.runtime.apply.quantize.block_fp8 import scale_shape
+from fp8plan.runtime.apply.weight_sync.calls import rpc
+from fp8plan.runtime.apply.weight_sync.manifest import SCALE_SUFFIX, quantised_manifest
+from fp8plan.runtime.apply.weight_sync.nccl import TrainerTransfer, connect
+from fp8plan.runtime.apply.weight_sync.procedure import learn_quantised
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
-from fp8plan.runtime.quantize.block_fp8 import scale_shape
-from fp8plan.runtime.weight_sync.calls import rpc
-from fp8plan.runtime.weight_sync.manifest import SCALE_SUFFIX, quantised_manifest
-from fp8plan.runtime.weight_sync.nccl import TrainerTransfer, connect
-from fp8plan.runtime.weight_sync.procedure import learn_quantised
 
 REPEATS = 5  # odd: the first and the last send the same set
 TRAINER, ENGINE = 0, 1  # GPUs
@@ -240,7 +240,7 @@ def quantiser(
     """A function that quantises a set of weights and returns the seconds, and the tensors it fills, in sync order."""
     import torch
 
-    from fp8plan.runtime.quantize.targets import QuantizeTargets
+    from fp8plan.runtime.apply.quantize.targets import QuantizeTargets
 
     names, sent = list(names), dict(weights)
     for name in names:

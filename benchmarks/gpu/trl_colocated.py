@@ -113,7 +113,7 @@ def train(args: argparse.Namespace, folder: str) -> None:
     import trl
 
     from fp8plan.integrations.trl import GRPOTrainer
-    from fp8plan.runtime.monitor.sinks import JsonLines
+    from fp8plan.runtime.watch.monitor.sinks import JsonLines
 
     begun = time.perf_counter()
     colocated = {

@@ -43,11 +43,11 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.setup import default_limits
 from fp8plan.model.workload import Fixed, Workload
-from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.apply.engine.engine import RolloutEngine
+from fp8plan.runtime.apply.weight_sync.calls import Reset, rpc
+from fp8plan.runtime.apply.weight_sync.manifest import quantised_manifest
+from fp8plan.runtime.apply.weight_sync.procedure import learn_quantised
 from fp8plan.runtime.measure.machine import engine_facts, machine_facts
-from fp8plan.runtime.weight_sync.calls import Reset, rpc
-from fp8plan.runtime.weight_sync.manifest import quantised_manifest
-from fp8plan.runtime.weight_sync.procedure import learn_quantised
 
 REPEATS = 4
 ROUNDS, PER_ROUND = 4, 10  # of syncs with and without samples: the difference is a fraction of what a host varies by
@@ -329,8 +329,8 @@ def fp8_in(engine: RolloutEngine, weights: Mapping[str, Any], manifest: Any, not
     """The other path: quantised by the trainer, half the bytes."""
     import torch
 
-    from fp8plan.runtime.quantize.block_fp8 import scale_shape
-    from fp8plan.runtime.quantize.targets import QuantizeTargets
+    from fp8plan.runtime.apply.quantize.block_fp8 import scale_shape
+    from fp8plan.runtime.apply.quantize.targets import QuantizeTargets
 
     engine.state.expected = manifest
     engine.ask(learn_quantised(engine.state))

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.controller.laws import ConstantThresholds, Controller, LevelThresholds
-from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode, Thresholds
+from fp8plan.runtime.watch.controller.laws import ConstantThresholds, Controller, LevelThresholds
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Level, Mode, Thresholds
 
 FP8: Final = {"cpu": "fp8_kv", "cuda": "fp8_block+fp8_kv"}
 

@@ -71,7 +71,7 @@ def changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[s
 def _codes(before: Tensor, after: Tensor) -> dict[str, int]:
     import torch
 
-    from fp8plan.runtime.quantize.block_fp8 import quantize
+    from fp8plan.runtime.apply.quantize.block_fp8 import quantize
 
     (old, old_scale), (new, new_scale) = quantize(before), quantize(after)
     codes, scales = old.view(torch.uint8) != new.view(torch.uint8), old_scale != new_scale

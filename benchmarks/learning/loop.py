@@ -31,8 +31,8 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import E4M3_MAX
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.setup import EngineSetup
-from fp8plan.runtime.engine.launch import held_back
-from fp8plan.runtime.guard.fallback import GuardSettings
+from fp8plan.runtime.apply.engine.launch import held_back
+from fp8plan.runtime.watch.guard.fallback import GuardSettings
 
 ATTEMPTS: Final = 3  # at a rollout or a sync
 ERROR_EVERY: Final = 5  # steps between two measurements of the gradient's error

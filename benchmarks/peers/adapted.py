@@ -10,9 +10,9 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
-from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, correct
-from fp8plan.runtime.mismatch.measure import measure, pack
-from fp8plan.runtime.mismatch.metrics import Mismatch
+from fp8plan.runtime.watch.correction.correct import Correction, CorrectionSettings, correct
+from fp8plan.runtime.watch.mismatch.measure import measure, pack
+from fp8plan.runtime.watch.mismatch.metrics import Mismatch
 
 CALLS: Final[list[str]] = []  # names of the answers that the running test has asked for
 Given = ParamSpec("Given")

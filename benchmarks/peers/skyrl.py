@@ -15,8 +15,8 @@ from typing import Any, Final, Optional
 import torch
 
 from benchmarks.peers.adapted import CannotBeSaid, answer, corrected, measured, stand_in
-from fp8plan.runtime.correction.correct import CorrectionSettings, Rejection, Thresholds
-from fp8plan.runtime.mismatch.sums import LIMIT, k3
+from fp8plan.runtime.watch.correction.correct import CorrectionSettings, Rejection, Thresholds
+from fp8plan.runtime.watch.mismatch.sums import LIMIT, k3
 
 FILES: Final = ("tests/train/algorithms/test_off_policy_correction.py",)
 CONFIG: Final = "skyrl/train/config/config.py"

@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 
 from benchmarks.peers.adapted import answer, corrected, measured, stand_in
-from fp8plan.runtime.correction.settings import REJECTIONS
-from fp8plan.runtime.correction.verl import from_verl
+from fp8plan.runtime.watch.correction.settings import REJECTIONS
+from fp8plan.runtime.watch.correction.verl import from_verl
 
 FOLDER: Final = "tests/trainer/ppo"
 FILES: Final = tuple(

@@ -6,7 +6,7 @@ CASES and RESULTS are files with a JSON object a line. A case has `card` (the fi
 (the size of the KV cache), and `engine_args` and `env` as a plan emits them. A result has either `error` (type and
 message) and `step`, the one that failed, or what an engine would run with:
 
-attention:  classes of the attention layers' implementations, as fp8plan.runtime.worker.facts has them
+attention:  classes of the attention layers' implementations, as fp8plan.runtime.apply.worker.facts has them
 block_size: tokens in a block
 num_blocks: blocks in the pool
 cudagraph_mode: the mode that vLLM settles on
@@ -62,7 +62,7 @@ class Start:
                 blocks = self.blocks(config, layers)
                 self.step = "CUDA graphs"
                 mode = self.graphs(config, blocks)
-            from fp8plan.runtime.worker.facts import attention_classes
+            from fp8plan.runtime.apply.worker.facts import attention_classes
         except Exception as error:
             return {"step": self.step, "error": f"{type(error).__name__}: {error}"}
         return {

@@ -58,10 +58,10 @@ def probe_command(
     from fp8plan.model.hardware import find_gpu
     from fp8plan.model.setup import default_limits
     from fp8plan.model.weight_changes import TopK
-    from fp8plan.runtime.probe.probe import probe
-    from fp8plan.runtime.probe.results import append_observations
-    from fp8plan.runtime.probe.results import observations as rows_of
-    from fp8plan.runtime.probe.sampling import SampleSettings, read_prompts
+    from fp8plan.runtime.measure.probe.probe import probe
+    from fp8plan.runtime.measure.probe.results import append_observations
+    from fp8plan.runtime.measure.probe.results import observations as rows_of
+    from fp8plan.runtime.measure.probe.sampling import SampleSettings, read_prompts
     from fp8plan.views.findings import probe_report
 
     card = find_gpu(gpu)

@@ -29,7 +29,7 @@ def monitor_command(
 
     KL against its limit, thresholds, ESS, clipping, tokens/s against the prediction, the guard.
     """
-    from fp8plan.runtime.monitor.record import RunReader
+    from fp8plan.runtime.watch.monitor.record import RunReader
     from fp8plan.views.run import RunView, begin, watch
 
     reader = RunReader(file)
@@ -233,14 +233,14 @@ def doctor_command(
             raise ConfigError(
                 "--engine tests the installed vLLM; leave out TARGET, and options other than --gpu and --json"
             )
-        from fp8plan.runtime.doctor.self_test import self_test
+        from fp8plan.runtime.apply.doctor.self_test import self_test
 
         with starting_engines():
             diagnosis = self_test(gpu, lambda text: print(text, file=sys.stderr))
     elif target is None:
         raise ConfigError("nothing to look at; give a TARGET (a URL or a file), or type: fp8plan doctor --engine")
     else:
-        from fp8plan.runtime.doctor.doctor import doctor
+        from fp8plan.runtime.apply.doctor.doctor import doctor
 
         diagnosis = doctor(target, gpu=gpu, precision=precision, **for_a_server)
     if as_json:

@@ -21,21 +21,21 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as make_plan
 from fp8plan.model.risk.expected import THRESHOLDS, rejections_in, weights_in
 from fp8plan.model.workload import Fixed, Lengths, LogNormal, Workload
-from fp8plan.runtime.controller.fit import constant
-from fp8plan.runtime.controller.laws import Controller, LevelThresholds
-from fp8plan.runtime.controller.state import Escalation
-from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
-from fp8plan.runtime.guard.fallback import DEPTH, Action, stepped_down
-from fp8plan.runtime.monitor.sinks import JsonLines
+from fp8plan.runtime.apply.vllm_versions import check_vllm_version
+from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
+from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.this_host import TIMED, said
-from fp8plan.runtime.vllm_versions import check_vllm_version
-from fp8plan.runtime.weight_sync.kv_scales import PARTS
-from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.watch.controller.fit import constant
+from fp8plan.runtime.watch.controller.laws import Controller, LevelThresholds
+from fp8plan.runtime.watch.controller.state import Escalation
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Rejection, Thresholds
+from fp8plan.runtime.watch.guard.fallback import DEPTH, Action, stepped_down
+from fp8plan.runtime.watch.monitor.sinks import JsonLines
 
 if TYPE_CHECKING:
     from fp8plan.model.precision import Precision
-    from fp8plan.runtime.monitor.monitor import Monitor
-    from fp8plan.runtime.monitor.record import Step
+    from fp8plan.runtime.watch.monitor.monitor import Monitor
+    from fp8plan.runtime.watch.monitor.record import Step
 
 # ------------------------------------------------------------------------------------------------------ settings
 

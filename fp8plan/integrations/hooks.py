@@ -41,17 +41,17 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import TrainerSettings, read_settings
 from fp8plan.jsonl import parse
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.correction.correct import Correction, correct
-from fp8plan.runtime.correction.settings import CorrectionSettings, Level, Mode, Thresholds
-from fp8plan.runtime.mismatch.measure import measure, pack
-from fp8plan.runtime.mismatch.metrics import MismatchSums
-from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.mismatch.sums import ALONE, rank, together
-from fp8plan.runtime.monitor.monitor import Monitor
+from fp8plan.runtime.watch.correction.correct import Correction, correct
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Level, Mode, Thresholds
+from fp8plan.runtime.watch.mismatch.measure import measure, pack
+from fp8plan.runtime.watch.mismatch.metrics import MismatchSums
+from fp8plan.runtime.watch.mismatch.sampling import Sampling
+from fp8plan.runtime.watch.mismatch.sums import ALONE, rank, together
+from fp8plan.runtime.watch.monitor.monitor import Monitor
 
 if TYPE_CHECKING:
-    from fp8plan.runtime.mismatch.measure import Array
-    from fp8plan.runtime.monitor.record import Step
+    from fp8plan.runtime.watch.mismatch.measure import Array
+    from fp8plan.runtime.watch.monitor.record import Step
 
 VARIABLE: Final = "FP8PLAN_MONITOR"
 MEGATRON: Final = "megatron.core.parallel_state"

@@ -22,7 +22,7 @@ import msgspec
 
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.hooks import HookSettings, running, settings_at
-from fp8plan.runtime.mismatch.sampling import RAW, Sampling
+from fp8plan.runtime.watch.mismatch.sampling import RAW, Sampling
 
 if TYPE_CHECKING:
     import torch

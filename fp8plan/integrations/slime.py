@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.integrations.hooks import megatron, running, settings_at
-from fp8plan.runtime.mismatch.sampling import PROCESSED, UNCUT, Sampling
+from fp8plan.runtime.watch.mismatch.sampling import PROCESSED, UNCUT, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ def correct(
     """
     import torch
 
-    from fp8plan.runtime.correction.correct import divergence
+    from fp8plan.runtime.watch.correction.correct import divergence
 
     batches = running(settings_at(), sampling=sampling_in(args))
     lengths = total_lengths, response_lengths

@@ -51,7 +51,7 @@ BF16_MANTISSA_BITS: Final = 7
 E4M3_LEAST_EXPONENT: Final = -6
 TINY: Final = 1e-30
 
-# The sizes of a patch, which fp8plan.runtime.weight_sync.delta takes from here.
+# The sizes of a patch, which fp8plan.runtime.apply.weight_sync.delta takes from here.
 PATCH_HEADER: Final = 24
 TILE_ROWS, TILE_BYTES, DIGEST_BYTES = 128, 512, 4
 LARGEST_GAPS: Final = {1: 255, 2: 65535}  # bytes of a gap -> its largest number

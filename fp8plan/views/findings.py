@@ -10,14 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fp8plan.runtime.doctor.observed import State
-from fp8plan.runtime.probe.results import Interval
+from fp8plan.runtime.apply.doctor.observed import State
+from fp8plan.runtime.measure.probe.results import Interval
 from fp8plan.views.report import power
 from fp8plan.views.text import Column, Fitted, Paragraph, counted
 
 if TYPE_CHECKING:
-    from fp8plan.runtime.doctor.doctor import Diagnosis
-    from fp8plan.runtime.probe.results import Probe, Probed
+    from fp8plan.runtime.apply.doctor.doctor import Diagnosis
+    from fp8plan.runtime.measure.probe.results import Probe, Probed
 
 LEGEND = (
     "KL k3, k1: nats per token, with 90% intervals (sequences resampled). floor: times the KL of bf16, which is from "

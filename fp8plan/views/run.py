@@ -17,9 +17,9 @@ from rich.text import Text
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.base import FloatArray
-from fp8plan.runtime.mismatch.attribution import sentence
-from fp8plan.runtime.monitor.record import RunReader
-from fp8plan.runtime.monitor.steps import Steps
+from fp8plan.runtime.watch.mismatch.attribution import sentence
+from fp8plan.runtime.watch.monitor.record import RunReader
+from fp8plan.runtime.watch.monitor.steps import Steps
 from fp8plan.views import run_columns as runs
 from fp8plan.views.text import FREE, Paragraph, Scale, duration, percent, sparkline
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fp8plan import schemas
 from fp8plan.model.cost.base import FloatArray
-from fp8plan.runtime.monitor.steps import Steps
+from fp8plan.runtime.watch.monitor.steps import Steps
 from fp8plan.views import run_columns as runs
 from fp8plan.views.axes import log_axis, number_axis, rounded, share_axis, thinned
 from fp8plan.views.run_columns import Event

@@ -14,7 +14,7 @@ COMMITTED = [row for row in jsonl.rows(speed.RESULTS / "speed.jsonl") if "most_s
 # Parts of the package that need no plan without a picture, records or groups of KV caches, and packages that are slow
 # to import. Each was loaded by one once, or costs as much as the plan itself.
 UNUSED = (
-    *("fp8plan.runtime.mismatch", "fp8plan.runtime.monitor", "fp8plan.runtime.guard", "fp8plan.runtime.correction"),
+    "fp8plan.runtime.watch",
     *("fp8plan.views.page", "fp8plan.views.plan_page", "fp8plan.views.run_plots", "fp8plan.model.emit.trl"),
     *("fp8plan.model.emit.verl", "fp8plan.model.validate.validate", "fp8plan.model.schedule.group_state"),
     *("fp8plan.model.calibrate", "fp8plan.model.tune"),

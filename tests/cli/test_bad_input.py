@@ -576,7 +576,7 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a controller's class": (
         lambda: fp8plan.Monitor(controller=fp8plan.LevelThresholds),
         (
-            "controller is <class 'fp8plan.runtime.controller.laws.LevelThresholds'>",
+            "controller is <class 'fp8plan.runtime.watch.controller.laws.LevelThresholds'>",
             "allowed: ConstantThresholds(), or another controller",
         ),
     ),  # type: ignore[arg-type]

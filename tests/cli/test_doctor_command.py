@@ -12,8 +12,8 @@ import pytest
 from command import Done, refused
 from sick_server import raw, serving, whole
 
-from fp8plan.runtime.doctor import self_test
-from fp8plan.runtime.doctor.over_http.client import KEYS, TIMEOUT_S
+from fp8plan.runtime.apply.doctor import self_test
+from fp8plan.runtime.apply.doctor.over_http.client import KEYS, TIMEOUT_S
 
 HEALTHY = {"step": 1, "data": {"rollout_corr/k3_kl": 0.001}}
 ILL = {"step": 2, "data": {"rollout_corr/k3_kl": 0.5}}

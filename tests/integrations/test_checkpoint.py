@@ -10,8 +10,8 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import STATE_FILE, load_state, save_state
-from fp8plan.runtime.controller.laws import ConstantThresholds, LevelThresholds
-from fp8plan.runtime.monitor.monitor import Monitor
+from fp8plan.runtime.watch.controller.laws import ConstantThresholds, LevelThresholds
+from fp8plan.runtime.watch.monitor.monitor import Monitor
 
 
 def test_a_state_comes_back_and_a_torn_one_is_an_error(tmp_path: Path) -> None:

@@ -32,12 +32,12 @@ from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.integrations import hooks as micro_batches
 from fp8plan.integrations import prime_rl, skyrl, slime
-from fp8plan.runtime.controller.laws import LevelThresholds
-from fp8plan.runtime.correction.correct import Correction, CorrectionSettings, Thresholds, correct
-from fp8plan.runtime.mismatch.measure import pack
-from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.monitor.monitor import Monitor
-from fp8plan.runtime.monitor.record import RunReader
+from fp8plan.runtime.watch.controller.laws import LevelThresholds
+from fp8plan.runtime.watch.correction.correct import Correction, CorrectionSettings, Thresholds, correct
+from fp8plan.runtime.watch.mismatch.measure import pack
+from fp8plan.runtime.watch.mismatch.sampling import Sampling
+from fp8plan.runtime.watch.monitor.monitor import Monitor
+from fp8plan.runtime.watch.monitor.record import RunReader
 
 
 def expected(seed: int, sigma: float, settings: CorrectionSettings | None = None) -> Correction:

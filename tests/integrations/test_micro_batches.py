@@ -31,7 +31,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations import prime_rl, skyrl, slime
 from fp8plan.integrations.hooks import HookSettings, running, settings_at
 from fp8plan.model.precision import PRESETS
-from fp8plan.runtime.monitor.monitor import Monitor
+from fp8plan.runtime.watch.monitor.monitor import Monitor
 
 
 def test_micro_batches_of_a_step_add_up_to_the_whole_batch() -> None:

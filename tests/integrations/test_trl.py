@@ -21,9 +21,9 @@ from fp8plan import schemas
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.validate.records import read_records
-from fp8plan.runtime.guard.fallback import Action
-from fp8plan.runtime.guard.guard import Guard, Verdict
-from fp8plan.runtime.monitor.sinks import JsonLines
+from fp8plan.runtime.watch.guard.fallback import Action
+from fp8plan.runtime.watch.guard.guard import Guard, Verdict
+from fp8plan.runtime.watch.monitor.sinks import JsonLines
 
 pytestmark = pytest.mark.trl
 
@@ -214,7 +214,7 @@ def test_fp8_weights_and_experts_are_synced_colocated_from_the_file_of_a_plan(tm
     """Transformers holds the experts of a layer in one tensor, the checkpoint does not."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    from fp8plan.runtime.quantize.block_fp8 import quantize
+    from fp8plan.runtime.apply.quantize.block_fp8 import quantize
 
     path = tmp_path / "plan.json"
     made = replace(cpu_plan("fp8_block+fp8_kv"), model=model("moe"), choices=tuple(map(predicted, PRESETS)))

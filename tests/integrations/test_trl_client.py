@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fp8plan.errors import ConfigError, SyncError
-from fp8plan.runtime.mismatch.sampling import Sampling
+from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 pytestmark = pytest.mark.trl
 

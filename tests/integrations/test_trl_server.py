@@ -24,8 +24,8 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.model.emit.trl import server_command
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.precision import PRESETS
-from fp8plan.runtime.guard.fallback import Action
-from fp8plan.runtime.monitor.sinks import JsonLines
+from fp8plan.runtime.watch.guard.fallback import Action
+from fp8plan.runtime.watch.monitor.sinks import JsonLines
 
 pytestmark = [pytest.mark.trl, pytest.mark.vllm]
 

@@ -19,10 +19,10 @@ from trl_runs import SETTINGS, model, share_of_even, trainer_of
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import announce
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.correction.settings import CorrectionSettings, Rejection, Thresholds
-from fp8plan.runtime.engine.options import options_of, remarks
-from fp8plan.runtime.mismatch.sampling import Sampling
+from fp8plan.runtime.apply.engine.options import options_of, remarks
 from fp8plan.runtime.this_host import said
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Rejection, Thresholds
+from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 pytestmark = pytest.mark.trl
 
@@ -303,8 +303,8 @@ def test_a_truncation_from_below_is_refused(changed: dict[str, Any], match: str)
 def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> None:
     """TRL's own formulas, in each of its modes, give the same for these log-probs."""
     from fp8plan.integrations.trl import trainer as correction
-    from fp8plan.runtime.controller.laws import ConstantThresholds
-    from fp8plan.runtime.monitor.monitor import Monitor
+    from fp8plan.runtime.watch.controller.laws import ConstantThresholds
+    from fp8plan.runtime.watch.monitor.monitor import Monitor
 
     chance = torch.Generator().manual_seed(0)
     rollout = -torch.rand(6, 20, generator=chance)
@@ -336,8 +336,8 @@ def test_trls_losses_get_from_a_plans_ratio_what_trls_own_gives(mode: str) -> No
     import trl
 
     from fp8plan.integrations.trl import trainer as correction
-    from fp8plan.runtime.controller.laws import ConstantThresholds
-    from fp8plan.runtime.monitor.monitor import Monitor
+    from fp8plan.runtime.watch.controller.laws import ConstantThresholds
+    from fp8plan.runtime.watch.monitor.monitor import Monitor
 
     chance = torch.Generator().manual_seed(1)
     rollout = -1 - torch.rand(6, 20, generator=chance)
@@ -370,7 +370,7 @@ def test_the_prompts_of_a_chat_are_as_long_as_trl_makes_them(tmp_path: Path, mon
     from trl import GRPOConfig
 
     from fp8plan.integrations.trl import GRPOTrainer
-    from fp8plan.runtime.engine.engine import RolloutEngine
+    from fp8plan.runtime.apply.engine.engine import RolloutEngine
 
     class Started(Exception):
         pass

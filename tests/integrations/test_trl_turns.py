@@ -13,9 +13,9 @@ import torch
 from frozen_imports import freeze_imports
 from trl_runs import SETTINGS, logged, model, share_of_even
 
-from fp8plan.runtime.guard.fallback import GuardSettings
-from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.monitor.sinks import JsonLines
+from fp8plan.runtime.watch.guard.fallback import GuardSettings
+from fp8plan.runtime.watch.mismatch.sampling import Sampling
+from fp8plan.runtime.watch.monitor.sinks import JsonLines
 
 pytestmark = pytest.mark.trl
 
@@ -190,7 +190,7 @@ def test_a_servers_rollout_is_all_calls_of_its_client() -> None:
     """Also those of a rollout_func that asks the client itself."""
     from fp8plan.integrations.trl.client import Call
     from fp8plan.integrations.trl.server import ServerEngine
-    from fp8plan.runtime.engine.judge import Judge
+    from fp8plan.runtime.apply.engine.judge import Judge
 
     engine = object.__new__(ServerEngine)
     engine.guard, engine.guard_off, engine._status = None, None, {"kv_cache_tokens": 640}
@@ -210,7 +210,7 @@ def test_advice_that_no_engine_can_follow_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, warnings_of: Callable[[ModuleType], list[str]]
 ) -> None:
     from fp8plan.integrations.trl import trainer as module
-    from fp8plan.runtime.guard.fallback import Action
+    from fp8plan.runtime.watch.guard.fallback import Action
 
     said = warnings_of(module)
 

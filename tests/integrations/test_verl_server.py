@@ -15,8 +15,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from fp8plan.errors import SyncError
 from fp8plan.integrations.verl.front import VerlFront
-from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.server.front import Front
+from fp8plan.runtime.apply.server.front import Front
+from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 pytestmark = [pytest.mark.verl, pytest.mark.vllm]
 

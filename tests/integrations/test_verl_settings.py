@@ -26,9 +26,9 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.workload import Fixed, LogNormal, Workload
-from fp8plan.runtime.mismatch.sampling import Sampling
+from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.this_host import said
-from fp8plan.runtime.vllm_versions import check_vllm_version
+from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 pytestmark = pytest.mark.verl
 

@@ -13,7 +13,7 @@ import torch
 from verl_parts import planned, small
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.guard.observation import EngineFacts
+from fp8plan.runtime.watch.guard.observation import EngineFacts
 
 pytestmark = [pytest.mark.verl, pytest.mark.transfer_queue]
 

@@ -9,8 +9,8 @@ from typing import Any
 from trl_runs import logged, started
 from vllm_server import free_port
 
-from fp8plan.runtime.guard.fallback import Action
-from fp8plan.runtime.guard.guard import Guard, Verdict
+from fp8plan.runtime.watch.guard.fallback import Action
+from fp8plan.runtime.watch.guard.guard import Guard, Verdict
 
 RANKS = 2
 

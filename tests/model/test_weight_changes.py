@@ -23,11 +23,11 @@ from fp8plan.model.weight_changes import (
     patch_bytes,
 )
 from fp8plan.model.weights import normal
-from fp8plan.runtime.quantize.block_fp8 import quantize
-from fp8plan.runtime.weight_sync.delta.base import in_format
-from fp8plan.runtime.weight_sync.delta.patch import changes, packed
-from fp8plan.runtime.weight_sync.delta.tiles import bits
-from fp8plan.runtime.weight_sync.delta.top_k import Residual, thinned
+from fp8plan.runtime.apply.quantize.block_fp8 import quantize
+from fp8plan.runtime.apply.weight_sync.delta.base import in_format
+from fp8plan.runtime.apply.weight_sync.delta.patch import changes, packed
+from fp8plan.runtime.apply.weight_sync.delta.tiles import bits
+from fp8plan.runtime.apply.weight_sync.delta.top_k import Residual, thinned
 
 RATES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0)
 

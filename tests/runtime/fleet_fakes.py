@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.fleet.fleet import RolloutFleet
-from fp8plan.runtime.fleet.sync import unpacked
-from fp8plan.runtime.weight_sync.calls import Call, Generate, Rpc
-from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.apply.fleet.fleet import RolloutFleet
+from fp8plan.runtime.apply.fleet.sync import unpacked
+from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Rpc
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 
 MANIFEST = [["w", "bfloat16", [2]], ["v", "bfloat16", [2]]]
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8plan.errors import ConfigError, SyncError
-from fp8plan.runtime.weight_sync.calls import Call, Reset, driven
-from fp8plan.runtime.weight_sync.delta.base import Chain
-from fp8plan.runtime.weight_sync.delta.listing import held_of
-from fp8plan.runtime.weight_sync.delta.patch import changed_values
-from fp8plan.runtime.weight_sync.settings import SyncSettings
-from fp8plan.runtime.weight_sync.state import SyncState
+from fp8plan.runtime.apply.weight_sync.calls import Call, Reset, driven
+from fp8plan.runtime.apply.weight_sync.delta.base import Chain
+from fp8plan.runtime.apply.weight_sync.delta.listing import held_of
+from fp8plan.runtime.apply.weight_sync.delta.patch import changed_values
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
+from fp8plan.runtime.apply.weight_sync.state import SyncState
 
 # What it writes to engine.json.
 FORMATS: dict[str, Any] = {"manifest": [["a", "bfloat16", [64, 8]], ["b", "bfloat16", [4]]], "fp8": [], "reloaded": {}}

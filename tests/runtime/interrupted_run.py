@@ -17,7 +17,7 @@ from typing import Any
 from tiny_models import CALIBRATION, LONG_PROMPT, PROMPTS, Outputs, answer, started, weights
 
 from fp8plan.errors import NotServingError
-from fp8plan.runtime.engine.engine import RolloutEngine
+from fp8plan.runtime.apply.engine.engine import RolloutEngine
 
 
 def said(engine: RolloutEngine) -> Outputs:

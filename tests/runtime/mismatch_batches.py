@@ -31,7 +31,7 @@ def gaussian(sigma: float, tokens: int = 4_000, seed: int = 0) -> Any:
 
 def mismatch_of(log_ratio: Any) -> Any:
     """The Mismatch of log ratios [tokens], of one sequence, or [sequences, tokens]."""
-    from fp8plan.runtime.mismatch.measure import measure, pack
+    from fp8plan.runtime.watch.mismatch.measure import measure, pack
 
     log_ratio = np.atleast_2d(np.asarray(log_ratio, np.float32))
     return measure(pack(log_ratio - 3.0, np.full_like(log_ratio, -3.0), np.ones_like(log_ratio, bool))).metrics()
@@ -60,8 +60,8 @@ def one_of_two(rank: int, folder: str) -> None:
     import torch
     from torch.distributed import destroy_process_group, init_process_group
 
-    from fp8plan.runtime.correction.correct import CorrectionSettings, correct
-    from fp8plan.runtime.mismatch.measure import measure, pack
+    from fp8plan.runtime.watch.correction.correct import CorrectionSettings, correct
+    from fp8plan.runtime.watch.mismatch.measure import measure, pack
 
     whole = ragged(0)
     versions = torch.tensor([4, 4, 5, 5, 6, 6])
@@ -105,8 +105,8 @@ def sharing_sequences(rank: int, folder: str) -> None:
 
 def _settings() -> list[tuple[Any, Any]]:
     """(settings, law), of every level, mode and kind of rejection."""
-    from fp8plan.runtime.controller.laws import LevelThresholds
-    from fp8plan.runtime.correction.correct import CorrectionSettings, Rejection, Thresholds
+    from fp8plan.runtime.watch.controller.laws import LevelThresholds
+    from fp8plan.runtime.watch.correction.correct import CorrectionSettings, Rejection, Thresholds
 
     names = ("token_k1", "seq_sum_k3", "seq_mean_k1", "seq_max_k2")
     start, rules = Thresholds(2.0, (0.5, 2.0)), [Rejection(*name.rsplit("_", 1), 1.5) for name in names]
@@ -130,8 +130,8 @@ def _as_one_process(rank: int, pair: Any) -> None:
     """Weights, masks, figures and decisions equal those of one process with the whole sequences, to the last bit."""
     import torch
 
-    from fp8plan.runtime.mismatch.sums import ALONE
-    from fp8plan.runtime.monitor.monitor import Monitor
+    from fp8plan.runtime.watch.mismatch.sums import ALONE
+    from fp8plan.runtime.watch.monitor.monitor import Monitor
 
     columns = torch.arange(40)
     for settings, law in _settings():
@@ -171,10 +171,10 @@ def _refused_together(rank: int, pair: Any) -> None:
     import torch
 
     from fp8plan.errors import ConfigError
-    from fp8plan.runtime.correction.correct import CorrectionSettings, correct
-    from fp8plan.runtime.mismatch.measure import measure, pack
-    from fp8plan.runtime.mismatch.sums import ALONE
-    from fp8plan.runtime.monitor.monitor import Monitor
+    from fp8plan.runtime.watch.correction.correct import CorrectionSettings, correct
+    from fp8plan.runtime.watch.mismatch.measure import measure, pack
+    from fp8plan.runtime.watch.mismatch.sums import ALONE
+    from fp8plan.runtime.watch.monitor.monitor import Monitor
 
     monitor = Monitor(sequence_group=pair, group=pair)
     train, rollout, mask = ragged(0, sd=0.05)
@@ -212,9 +212,9 @@ def _with_a_third(rank: int, sequence_group: Any) -> None:
     import pytest
     import torch
 
-    from fp8plan.runtime.correction.correct import CorrectionSettings, Thresholds
-    from fp8plan.runtime.mismatch.sums import ALONE
-    from fp8plan.runtime.monitor.monitor import Monitor
+    from fp8plan.runtime.watch.correction.correct import CorrectionSettings, Thresholds
+    from fp8plan.runtime.watch.mismatch.sums import ALONE
+    from fp8plan.runtime.watch.monitor.monitor import Monitor
 
     whole = [values.clone() for values in ragged(3, rows=8, sd=0.1)]
     whole[0] = whole[0].clamp(max=0.0)

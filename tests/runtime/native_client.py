@@ -49,7 +49,7 @@ def engine_of(kind: str, which: str = "a", **settings: Any) -> Any:
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
-    from fp8plan.runtime.plugin import register
+    from fp8plan.runtime.apply.plugin import register
 
     freeze_imports()
     torch.set_num_threads(1)
@@ -102,7 +102,7 @@ def without_cuda() -> Iterator[None]:
     import torch
     from vllm.distributed.device_communicators import pynccl
 
-    from fp8plan.runtime.worker.backend import StoreCommunicator
+    from fp8plan.runtime.apply.worker.backend import StoreCommunicator
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", Stream)

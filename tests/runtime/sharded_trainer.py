@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from fp8plan.runtime.weight_sync.manifest import manifest_of
-from fp8plan.runtime.weight_sync.state import Checked
-from fp8plan.runtime.weight_sync.stream import chunks
+from fp8plan.runtime.apply.weight_sync.manifest import manifest_of
+from fp8plan.runtime.apply.weight_sync.state import Checked
+from fp8plan.runtime.apply.weight_sync.stream import chunks
 
 NAMES = ("q", "x", "k", "y", "v")  # q, k and v are one group
 

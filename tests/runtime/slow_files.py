@@ -16,7 +16,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from fp8plan.runtime.weight_sync.delta import files
+from fp8plan.runtime.apply.weight_sync.delta import files
 
 URL = "slow://store"
 TRICKLE, WAIT_S = 4, 0.01  # bytes of a read, and its seconds

@@ -16,8 +16,8 @@ from plans import index, plan
 
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.apply.engine.engine import RolloutEngine
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 
 KINDS = ("dense", "moe", "tied")
 QUICK = (("dense", "bf16"), ("dense", "fp8_kv"), ("dense", "fp8_block"), ("moe", "fp8_block+fp8_kv"))  # of `make test`
@@ -97,7 +97,7 @@ def weights(kind: str, which: str) -> dict[str, Any]:
 
 def quantised(tensors: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The same as E4M3 and scales, for the tensors named."""
-    from fp8plan.runtime.quantize.block_fp8 import quantize
+    from fp8plan.runtime.apply.quantize.block_fp8 import quantize
 
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():

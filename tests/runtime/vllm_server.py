@@ -22,7 +22,7 @@ import psutil
 import requests
 from tiny_models import BLOCK_SIZE, KV_BLOCKS, TOKENS
 
-from fp8plan.runtime.vllm_versions import check_vllm_version
+from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 
 ROOT = Path(__file__).parents[2]
 START_S = 300.0  # that a server may take to start on a busy machine

@@ -31,9 +31,9 @@ from simulated_run import STEP_S, simulated
 from fp8plan import cli, schemas
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line
-from fp8plan.runtime.controller.alarms import MEANINGS, Alarm
-from fp8plan.runtime.monitor.record import DECODER, RunReader
-from fp8plan.runtime.monitor.steps import Steps
+from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm
+from fp8plan.runtime.watch.monitor.record import DECODER, RunReader
+from fp8plan.runtime.watch.monitor.steps import Steps
 from fp8plan.views import axes
 from fp8plan.views import run_columns as runs
 from fp8plan.views import run_page as pages
@@ -107,8 +107,8 @@ def test_news_their_baseline_the_threshold_and_the_reason_are_shown(tmp_path: Pa
 
 def test_a_run_with_constant_thresholds_shows_its_news(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from fp8plan.runtime.monitor.monitor import Monitor
-    from fp8plan.runtime.monitor.sinks import JsonLines
+    from fp8plan.runtime.watch.monitor.monitor import Monitor
+    from fp8plan.runtime.watch.monitor.sinks import JsonLines
 
     path, chance = tmp_path / "run.jsonl", torch.Generator().manual_seed(0)
     with Monitor(sinks=[JsonLines(str(path))]) as monitor:

@@ -17,7 +17,7 @@ from benchmarks.learning.evidence.places import H100, H200, H200_BROKEN_OFF, LAR
 from benchmarks.learning.evidence.seeds import apart, mean
 from benchmarks.learning.predicted import UNSEEN
 from benchmarks.tables.markdown import table
-from fp8plan.runtime.controller.laws import ConstantThresholds
+from fp8plan.runtime.watch.controller.laws import ConstantThresholds
 
 USUAL: Final = "tis"  # the correction that others are held against: token TIS at C = 2
 LAWS: Final = ("none", "adaptive", "least_error")

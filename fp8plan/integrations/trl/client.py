@@ -20,12 +20,12 @@ from vllm.utils.network_utils import get_ip
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.integrations.trl.settings import SAMPLED
 from fp8plan.model.limits import LIMITS
-from fp8plan.runtime.doctor.over_http.answers import Models
-from fp8plan.runtime.engine.judge import Row
-from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.plugin import ROLLOUT, STATUS, authorization
-from fp8plan.runtime.server.rollout import SAMPLING
-from fp8plan.runtime.worker import backend as cpu_transfer
+from fp8plan.runtime.apply.doctor.over_http.answers import Models
+from fp8plan.runtime.apply.engine.judge import Row
+from fp8plan.runtime.apply.plugin import ROLLOUT, STATUS, authorization
+from fp8plan.runtime.apply.server.rollout import SAMPLING
+from fp8plan.runtime.apply.worker import backend as cpu_transfer
+from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Served:
 
     url:    its address
     config: its VllmConfig as a JSON tree
-    status: its status of fp8plan (runtime.server.front.Front.status); None if it has none
+    status: its status of fp8plan (runtime.apply.server.front.Front.status); None if it has none
     """
 
     url: str
@@ -58,7 +58,7 @@ class Responses(msgspec.Struct):
 
 
 class Facts(msgspec.Struct):
-    """The facts of a server that a trainer reads (runtime.worker.facts)."""
+    """The facts of a server that a trainer reads (runtime.apply.worker.facts)."""
 
     vllm_version: str
     device: str

@@ -15,10 +15,10 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from trl.trainer.utils import ensure_master_addr_port
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.server.rollout import enough
-from fp8plan.runtime.weight_sync.manifest import Manifest, dtype_named
-from fp8plan.runtime.weight_sync.report import SyncReport
+from fp8plan.runtime.apply.engine.engine import RolloutEngine
+from fp8plan.runtime.apply.server.rollout import enough
+from fp8plan.runtime.apply.weight_sync.manifest import Manifest, dtype_named
+from fp8plan.runtime.apply.weight_sync.report import SyncReport
 
 Sent = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor
 

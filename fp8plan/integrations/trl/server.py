@@ -19,15 +19,15 @@ from fp8plan.integrations.trl.colocated import PolicyTensors
 from fp8plan.model.emit.trl import server_command
 from fp8plan.model.limits import LIMITS, EngineLimits, fields_of
 from fp8plan.model.plan.anchor import Anchor
-from fp8plan.runtime.controller.state import Escalation
-from fp8plan.runtime.engine.judge import Judge, RolloutLog
-from fp8plan.runtime.engine.launch import Launch, facts_of
-from fp8plan.runtime.engine.options import not_predicted, options_of, remarks
-from fp8plan.runtime.guard.fallback import Action, GuardSettings
-from fp8plan.runtime.guard.guard import Guard, Verdict
-from fp8plan.runtime.guard.observation import EngineFacts, Observation
-from fp8plan.runtime.plugin import STATUS
-from fp8plan.runtime.weight_sync.manifest import Manifest
+from fp8plan.runtime.apply.engine.judge import Judge, RolloutLog
+from fp8plan.runtime.apply.engine.launch import Launch, facts_of
+from fp8plan.runtime.apply.engine.options import not_predicted, options_of, remarks
+from fp8plan.runtime.apply.plugin import STATUS
+from fp8plan.runtime.apply.weight_sync.manifest import Manifest
+from fp8plan.runtime.watch.controller.state import Escalation
+from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
+from fp8plan.runtime.watch.guard.guard import Guard, Verdict
+from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
 
 logger = logging.getLogger(__name__)
 

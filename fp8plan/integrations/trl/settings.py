@@ -21,8 +21,8 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits, Lowerable
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.workload import Trace
-from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.vllm_versions import check_vllm_version
+from fp8plan.runtime.apply.vllm_versions import check_vllm_version
+from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 # ------------------------------------------------------------------------------------------------ this TRL's inside
 

@@ -42,18 +42,18 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import THRESHOLDS, weights_in
-from fp8plan.runtime.controller.laws import Controller
-from fp8plan.runtime.controller.state import Escalation
-from fp8plan.runtime.correction.settings import CorrectionSettings, Thresholds
-from fp8plan.runtime.engine.engine import RolloutEngine
-from fp8plan.runtime.engine.launch import launch
-from fp8plan.runtime.guard.fallback import Action
-from fp8plan.runtime.monitor.monitor import Monitor
-from fp8plan.runtime.monitor.sinks import Sink
+from fp8plan.runtime.apply.engine.engine import RolloutEngine
+from fp8plan.runtime.apply.engine.launch import launch
 from fp8plan.runtime.this_host import host_loop_s
+from fp8plan.runtime.watch.controller.laws import Controller
+from fp8plan.runtime.watch.controller.state import Escalation
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
+from fp8plan.runtime.watch.guard.fallback import Action
+from fp8plan.runtime.watch.monitor.monitor import Monitor
+from fp8plan.runtime.watch.monitor.sinks import Sink
 
 if TYPE_CHECKING:
-    from fp8plan.runtime.monitor.record import Step
+    from fp8plan.runtime.watch.monitor.record import Step
 
 logger = logging.getLogger(__name__)
 

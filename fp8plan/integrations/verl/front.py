@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final, Self
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.server.front import LAST_SEQUENCES, Front
-from fp8plan.runtime.server.rollout import enough
-from fp8plan.runtime.weight_sync.state import Event, State
+from fp8plan.runtime.apply.server.front import LAST_SEQUENCES, Front
+from fp8plan.runtime.apply.server.rollout import enough
+from fp8plan.runtime.apply.weight_sync.state import Event, State
 
 
 async def two_outputs(

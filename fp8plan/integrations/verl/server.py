@@ -14,8 +14,8 @@ from fp8plan.integrations.verl import NAME
 from fp8plan.integrations.verl.front import VerlFront
 from fp8plan.integrations.verl.settings import REPLICA, SERVER, check_verl, handed_on, scored
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.engine.judge import RolloutLog
-from fp8plan.runtime.engine.launch import facts_of, launch
+from fp8plan.runtime.apply.engine.judge import RolloutLog
+from fp8plan.runtime.apply.engine.launch import facts_of, launch
 
 WORKER: Final = "fp8plan.integrations.verl.worker.PlannedWorker"
 UPDATE: Final = "update_weights_from_ipc"

@@ -26,10 +26,10 @@ from fp8plan.model.limits import VERLS, EngineLimits, fields_of
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import Level, RiskBudget
 from fp8plan.model.shards import why_not_shardable
-from fp8plan.runtime.engine.options import refuse_unknown
-from fp8plan.runtime.mismatch.sampling import Sampling
+from fp8plan.runtime.apply.engine.options import refuse_unknown
+from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.this_host import host_loop_s
-from fp8plan.runtime.vllm_versions import check_vllm_version
+from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 # ----------------------------------------------------------------------------------------------- this verl's inside
 

@@ -31,15 +31,15 @@ from fp8plan.integrations.verl.settings import (
     settings_in,
 )
 from fp8plan.model.plan.plan import Plan
-from fp8plan.runtime.correction.settings import CorrectionSettings
-from fp8plan.runtime.correction.verl import from_verl
-from fp8plan.runtime.engine.options import remarks
-from fp8plan.runtime.guard.fallback import Action, GuardSettings
-from fp8plan.runtime.guard.guard import Guard
-from fp8plan.runtime.guard.observation import Observation
-from fp8plan.runtime.mismatch.sampling import Sampling
-from fp8plan.runtime.monitor.monitor import Monitor
-from fp8plan.runtime.monitor.record import Step
+from fp8plan.runtime.apply.engine.options import remarks
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings
+from fp8plan.runtime.watch.correction.verl import from_verl
+from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
+from fp8plan.runtime.watch.guard.guard import Guard
+from fp8plan.runtime.watch.guard.observation import Observation
+from fp8plan.runtime.watch.mismatch.sampling import Sampling
+from fp8plan.runtime.watch.monitor.monitor import Monitor
+from fp8plan.runtime.watch.monitor.record import Step
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import torch
 from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits, vLLMColocateWorkerExtension
 
 from fp8plan.errors import ConfigError, text_of
-from fp8plan.runtime.weight_sync.manifest import entry_of
-from fp8plan.runtime.worker.extension import Fp8PlanWorker, answering
-from fp8plan.runtime.worker.updates import Updates, over_ranks
+from fp8plan.runtime.apply.weight_sync.manifest import entry_of
+from fp8plan.runtime.apply.worker.extension import Fp8PlanWorker, answering
+from fp8plan.runtime.apply.worker.updates import Updates, over_ranks
 
 
 class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):

@@ -20,7 +20,7 @@ from benchmarks.learning.policies.teach import IGNORED, answers, new_model
 from benchmarks.learning.trainer import Trainer
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.theory import quantise_blocks, rounding_errors
-from fp8plan.runtime.quantize.block_fp8 import BLOCK
+from fp8plan.runtime.apply.quantize.block_fp8 import BLOCK
 
 
 @pytest.mark.parametrize("size", [TINY, LARGE])

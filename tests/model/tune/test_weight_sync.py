@@ -16,7 +16,7 @@ from fp8plan.model.tune.search import Tuned, search
 from fp8plan.model.tune.weight_sync import USUAL_RATE, sync_levers
 from fp8plan.model.weight_changes import TopK
 from fp8plan.model.workload import Fixed, LogNormal, Workload
-from fp8plan.runtime.weight_sync.settings import SyncSettings
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 
 MODEL = "Qwen/Qwen3-8B"
 WORK = Workload(16, 8, Fixed(200), LogNormal(600, 0.9, 3000))

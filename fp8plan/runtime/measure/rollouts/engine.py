@@ -25,7 +25,7 @@ from fp8plan.model.limits import LIMITS
 from fp8plan.model.precision import precision
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import recorded_limits
-from fp8plan.runtime.engine.warm_up import compiled_files, freeze_garbage, warm_up_batches
+from fp8plan.runtime.apply.engine.warm_up import compiled_files, freeze_garbage, warm_up_batches
 from fp8plan.runtime.measure.machine import machine_facts, wait_for_memory
 from fp8plan.runtime.measure.rollouts.engine_facts import (
     engine_numbers,

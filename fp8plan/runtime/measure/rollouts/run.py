@@ -49,7 +49,7 @@ from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.jsonl import write
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS, precision
-from fp8plan.runtime.engine.launch import first_error
+from fp8plan.runtime.apply.engine.launch import first_error
 from fp8plan.runtime.measure.calibrate import add_compile, note
 from fp8plan.runtime.measure.machine import gpu_facts, wait_for_memory
 from fp8plan.runtime.measure.rollouts.engine import TURN

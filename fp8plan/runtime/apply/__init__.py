@@ -1,0 +1,1 @@
+"""Run the plan: the engine, its quantisation, and the sync of its weights."""

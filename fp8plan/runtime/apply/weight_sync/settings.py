@@ -1,0 +1,79 @@
+"""The settings of an engine's syncs, and a sequence that new weights must reproduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fp8plan.checks import instance, whole
+from fp8plan.errors import ConfigError
+from fp8plan.model.precision import precision
+from fp8plan.model.weight_changes import TopK
+from fp8plan.runtime.apply.weight_sync.kv_scales import MARGIN
+from fp8plan.runtime.apply.weight_sync.manifest import FORMATS
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSettings:
+    """Settings of an engine's syncs.
+
+    weights_in:  format that is sent: "bf16", or "fp8_block" (E4M3 and FP32 scales where the engine holds FP8, see
+                 manifest.FORMATS)
+    in_place:    write live tensors directly where a trial has shown vLLM's own bits; False: always reload by vLLM
+    chunk_bytes: size of one message of tensors
+    rollback:    "cpu" or "cuda": keep a copy of the weights there, to return to after a failure; None: no copy
+    delta:       "cpu" or "cuda": keep a copy of what the engine holds there, send only what has changed, and imply
+                 weights_in="fp8_block"; None: send all weights
+    top_k:       with delta, send the most useful changes only; None: all of them, so that no bit differs
+    look_every:  with delta, tensors that do not change are compared with the engine's all the same, each once in so
+                 many syncs; 0: never. An engine whose memory something else has written to gets all weights
+    samples:     tensors that are compared with the sent ones after a sync
+    kv_margin:   KV scales hold this many times the largest magnitudes seen
+    scored_k3:   a sync fails above this mean k3 per token of the scored sequence. FP8 shows 0.001 to 0.03, wrong
+                 weights more than 1
+
+    Raises ConfigError for values out of range.
+    """
+
+    weights_in: str = "bf16"
+    in_place: bool = True
+    chunk_bytes: int = 1 << 30
+    rollback: str | None = None
+    delta: str | None = None
+    top_k: TopK | None = None
+    look_every: int = 20
+    samples: int = 4
+    kv_margin: float = MARGIN
+    scored_k3: float = 0.5
+
+    @classmethod
+    def planned(cls, preset: str, remote: bool) -> SyncSettings:
+        """Return the settings for a preset. FP8 engines get E4M3 and scales over a link (`remote`): half the bytes.
+
+        Else BF16 is sent: on the engine's own GPUs quantising is one read and one write.
+        """
+        return cls(weights_in="fp8_block" if remote and precision(preset).weights == "fp8_block" else "bf16")
+
+    def __post_init__(self) -> None:
+        if self.weights_in not in FORMATS:
+            raise ConfigError(f"weights_in is {self.weights_in!r}; allowed: {', '.join(FORMATS)}")
+        if self.chunk_bytes < 1 or self.samples < 0 or not self.kv_margin >= 1:
+            raise ConfigError("allowed: chunk_bytes above 0, samples of 0 or more, kv_margin of 1 or more")
+        whole("look_every", self.look_every, 0)
+        for name in ("rollback", "delta"):
+            if (place := getattr(self, name)) not in (None, "cpu", "cuda"):
+                raise ConfigError(f"{name} is {place!r}; allowed: None, 'cpu', 'cuda' (where the copy is kept)")
+        if self.top_k is not None:
+            instance("top_k", self.top_k, TopK, "TopK(share=1e-4)")
+        if self.top_k is not None and self.delta is None:
+            raise ConfigError("top_k is set without delta; type: SyncSettings(delta='cpu', top_k=TopK(share=1e-4))")
+        if self.delta is not None:
+            object.__setattr__(self, "weights_in", "fp8_block")
+
+
+class Scored(NamedTuple):
+    """A sequence's token ids, and the trainer's log-probs of all but the first, in nats, at temperature 1."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]

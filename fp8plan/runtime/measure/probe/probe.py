@@ -1,0 +1,203 @@
+"""Measure the mismatch of rollout precisions before a run.
+
+    probed = probe("Qwen/Qwen3-8B", ["bf16", "fp8_block+fp8_kv"], prompts=[...], gpu="h200")
+    probed.precisions["fp8_block+fp8_kv"].figures["kl_k3"]        Interval(value, low, high)
+
+An engine of each precision, one after the other, samples responses with their log-probs. Then the trainer's model, in
+BF16, scores the same tokens. The result holds for these prompts, this checkpoint and the start of a run; the Monitor
+follows the drift in training. The mismatch of bf16 comes from the kernels alone, and is the floor.
+
+With `SampleSettings(after=..., top_k=...)` the trainer's model is one of a later step, which the engine got by a sparse
+sync. The KL that top-k adds is this KL less that of a probe without `top_k`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version as version_of
+from itertools import compress
+from typing import Any
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import Gpu, find_gpu
+from fp8plan.model.limits import EngineLimits
+from fp8plan.model.precision import PRESETS
+from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.risk.expected import mismatch_risk
+from fp8plan.model.setup import EngineSetup, default_limits
+from fp8plan.runtime.apply.engine.launch import held_back
+from fp8plan.runtime.apply.vllm_versions import check_vllm_version
+from fp8plan.runtime.measure.machine import gpu_facts
+from fp8plan.runtime.measure.probe.results import Interval, Probe, Probed, intervals, tokens_needed
+from fp8plan.runtime.measure.probe.sampling import Prompt, Sampled, SampleSettings, checkpoints, sample, token_ids
+
+
+def probe(
+    model_path: str,
+    precisions: Sequence[str] | None = None,
+    prompts: Sequence[Prompt] | None = None,
+    *,
+    gpu: str | Gpu = "auto",
+    settings: SampleSettings | None = None,
+    limits: EngineLimits | None = None,
+    most_prompts: int | None = None,
+    progress: Callable[[str], Any] = lambda _: None,
+    **vllm_kwargs: Any,
+) -> Probe:
+    """Measure the mismatch of each precision.
+
+    model_path:  folder or Hugging Face id of the BF16 checkpoint
+    precisions:  preset names; None: all
+    prompts:     token ids, texts or {"messages": ...}; None: 16 tasks of reasoning through the model's chat template
+    gpu:         GPU on which the engines and the reference run; "auto" asks the driver; "cpu" runs on the CPU
+    limits:      limits of each engine; None: vLLM's defaults for this GPU
+    most_prompts: number of prompts to take from the start; None: all
+    progress:    called with a line of text at each new stage
+    vllm_kwargs: further arguments of vllm.LLM
+
+    Returns a Probe: KL and other figures per token, in nats, with 90% intervals from resampled prompts.
+
+    Raises ConfigError for arguments with which no precision could be measured. If a single precision fails, its Probed
+    has the error, and names the file with the engine's output. The engines are gone before the reference is loaded, so
+    each may use the whole GPU.
+    """
+    presets = [find_precision(name) for name in (PRESETS if precisions is None else dict.fromkeys(precisions))]
+    if not presets:
+        raise ConfigError(f"no precision is given; allowed: {', '.join(PRESETS)}")
+    settings, card = settings or SampleSettings(), gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    _refuse_absent(card)
+    if settings.after is not None:
+        checkpoints(model_path, settings.after)
+    limits, version = limits or default_limits(card, model_path), check_vllm_version()
+    tokens = token_ids(prompts, model_path, most_prompts)
+    if (different := len({tuple(ids) for ids in tokens})) < 8:
+        raise ConfigError(f"{different} different prompts are too few for an interval; allowed: at least 8")
+    longest = max(len(ids) for ids in tokens) + settings.max_tokens
+    results: dict[str, Probed] = {}
+    samples: dict[str, list[Sampled]] = {}
+    for preset in presets:
+        progress(f"{preset.name}: an engine starts and samples {len(tokens) * settings.samples} responses")
+        begun = time.perf_counter()
+        try:
+            setup = EngineSetup(model_path, card, preset, limits, engine_version=version).holding(longest)
+            setup.check_precision()
+            with held_back(engine_stays=False):
+                samples[preset.name], facts = sample(setup, tokens, settings, **vllm_kwargs)
+        except Exception as error:  # the error of one engine: the others may run
+            results[preset.name] = Probed(preset.name, error=_text_of(error))
+            progress(f"{preset.name}: {results[preset.name].error}")
+        else:
+            seconds = {"sample": time.perf_counter() - begun}
+            results[preset.name] = Probed(preset.name, facts=facts, seconds=seconds)
+    if samples:
+        progress("the BF16 reference scores the same tokens")
+        with held_back(engine_stays=False):
+            _score(settings.after or model_path, card, samples, results, settings)
+    for name, rows in samples.items() if settings.after is None else ():  # no expectation covers a sync
+        results[name] = replace(results[name], predicted=_predicted(model_path, results[name], rows))
+    import torch
+
+    return Probe(
+        model=model_path,
+        gpu=card.name,
+        date=datetime.now(UTC).date().isoformat(),
+        engine_version=version,
+        reference=f"transformers {version_of('transformers')}, torch {torch.__version__}, bf16",
+        settings=settings,
+        prompts=len(tokens),
+        precisions=results,
+    )
+
+
+def compared(
+    train: Sequence[Any], rollout: Sequence[Any], seed: int = 0, prompts: Sequence[Hashable] | None = None
+) -> Probed:
+    """Compare the trainer's with the engine's log-probs, in nats: an array or tensor [tokens] per sequence each.
+
+    prompts: the prompt of each sequence, for the intervals; None: all differ
+    """
+    import torch
+
+    from fp8plan.runtime.watch.mismatch.measure import measure, pack
+
+    ours, theirs = (torch.cat([torch.as_tensor(row, dtype=torch.float32) for row in rows]) for rows in (train, rollout))
+    tokens = pack(ours, theirs, lengths=[len(row) for row in rollout])
+    ratios = [row.numpy() for row in tokens.log_ratio.split(tokens.lengths.tolist())]
+    scored = None if prompts is None else [*compress(prompts, tokens.rows)]  # rows without a token are dropped
+    figures = intervals(ratios, seed, prompts=scored)
+    return Probed(
+        precision="",
+        figures=figures,
+        mismatch=measure(tokens).metrics(),
+        sequences=tokens.sequences,
+        tokens=len(tokens),
+        invalid=tokens.invalid,
+        tokens_needed=tokens_needed(len(tokens), figures["kl_k3"]),
+    )
+
+
+def _score(
+    model_path: str,
+    card: Gpu,
+    samples: Mapping[str, Sequence[Sampled]],
+    results: dict[str, Probed],
+    settings: SampleSettings,
+) -> None:
+    """Replace the results of each precision with samples by a comparison with the reference's log-probs."""
+    from fp8plan.runtime.measure.probe.reference import Reference
+
+    reference = Reference(model_path, "cpu" if card.is_cpu else "cuda")
+    for name, rows in samples.items():
+        begun = time.perf_counter()
+        try:
+            train = reference.score(rows, settings.temperature)
+            prompts = [tuple(row.prompt) for row in rows]
+            scored = compared(train, [row.logprobs for row in rows], settings.seed, prompts)
+        except Exception as error:  # the error of one precision, e.g. of an engine whose log-probs are all NaN
+            scored = Probed(name, error=_text_of(error))
+        seconds = dict(results[name].seconds or {}) | {"score": time.perf_counter() - begun}
+        results[name] = replace(scored, precision=name, facts=results[name].facts, seconds=seconds)
+
+
+def _predicted(model_path: str, measured: Probed, rows: Sequence[Sampled]) -> Interval | None:
+    """The KL that fp8plan.model.risk.expected expects of the engine that ran; None for a model it does not cover."""
+    with suppress(ConfigError):
+        facts = measured.facts or {}
+        risk = mismatch_risk(
+            ModelShape.from_hf(model_path),
+            find_precision(measured.precision),
+            [max(1, len(row.response)) for row in rows],
+            e8m0=bool(facts.get("e8m0")),
+            kv_scales_calibrated=facts.get("kv_scales") != "1.0",
+        )
+        return Interval(risk.kl_k3, risk.kl_k3_low, risk.kl_k3_high)
+    return None
+
+
+def _refuse_absent(card: Gpu) -> None:
+    """Raise ConfigError for another GPU than the driver's. An unknown product may be any card."""
+    if card.is_cpu:
+        return
+    product = gpu_facts()["gpu_product"]
+    if product is None:
+        raise ConfigError(
+            f"{card.name} was asked for, and NVML finds no NVIDIA GPU on this machine; allowed: a machine with one, or "
+            "--gpu cpu (slow, for a try)"
+        )
+    try:
+        here = find_gpu(product).name
+    except ConfigError:
+        return
+    if here != card.name:
+        raise ConfigError(f"{card.name} was asked for, and this machine has {product}; allowed: {here}, or auto")
+
+
+def _text_of(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return (f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__) + notes

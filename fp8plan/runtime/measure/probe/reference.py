@@ -1,0 +1,103 @@
+"""The trainer's side of a mismatch: transformers in BF16 scores the tokens that an engine sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from fp8plan.errors import ConfigError
+from fp8plan.runtime.measure.probe.sampling import Sampled
+
+if TYPE_CHECKING:
+    import torch
+
+# Tokens of one forward pass, padding included; a longer sequence goes alone.
+TOKENS_AT_ONCE: Final = {"cpu": 2048, "cuda": 16_384}
+# Bytes of logits at once. Each logit takes 2 in BF16, 4 in float32 and 4 for the exponentials of log-sum-exp.
+LOGITS_BYTES, BYTES_PER_LOGIT = 1 << 30, 10
+
+
+class Reference:
+    """A BF16 model of transformers that scores responses.
+
+    It holds at most LOGITS_BYTES of logits: one response of 20k tokens alone would take 12 GB in float32 with a
+    vocabulary of 150k.
+    """
+
+    def __init__(self, model_path: str, device: str = "cpu") -> None:
+        """Load the model on `device`, "cpu" or "cuda".
+
+        Raises ConfigError for a model whose logits are not lm_head(last hidden state).
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).to(device).eval()
+        self.device, self._body, self._head = device, model.get_decoder(), model.get_output_embeddings()
+        self._refuse_other_heads(model, model_path)
+
+    def score(
+        self, samples: Sequence[Sampled], temperature: float = 1.0, tokens_at_once: int | None = None
+    ) -> list[torch.Tensor]:
+        """Log-probs of every response token of each sample: [tokens of its response] float32 on the CPU.
+
+        Rows of a batch are padded on the right: under causal attention no token sees the padding, so no mask is needed.
+        """
+        import torch
+
+        scores: list[Any] = [torch.empty(0)] * len(samples)
+        budget = tokens_at_once or TOKENS_AT_ONCE[self.device]
+        for rows in batches([len(s.prompt) + len(s.response) for s in samples], budget):
+            scored = self._batch([samples[i] for i in rows], temperature)
+            for i, values in zip(rows, scored, strict=True):
+                scores[i] = values
+        return scores
+
+    def _batch(self, samples: Sequence[Sampled], temperature: float) -> list[torch.Tensor]:
+        import torch
+
+        texts = [torch.tensor([*s.prompt, *s.response]) for s in samples]
+        tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(self.device)
+        before = torch.zeros(tokens.shape, dtype=torch.bool)  # positions just before a token of the response
+        for row, s in enumerate(samples):
+            before[row, len(s.prompt) - 1 : len(s.prompt) + len(s.response) - 1] = True
+        targets = torch.tensor([token for s in samples for token in s.response], device=self.device)
+        with torch.inference_mode():
+            hidden = self._body(input_ids=tokens, use_cache=False).last_hidden_state[before.to(self.device)]
+            scored = self._logprobs(hidden, targets, temperature)
+        return list(scored.cpu().split([len(s.response) for s in samples]))
+
+    def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Log-probs of targets [tokens] from hidden states [tokens, width]: [tokens] float32."""
+        import torch
+
+        at_once = max(1, LOGITS_BYTES // (BYTES_PER_LOGIT * self._head.weight.shape[0]))
+        parts = []
+        for states, wanted in zip(hidden.split(at_once), targets.split(at_once), strict=True):
+            logits = self._head(states).float().div_(temperature)
+            parts.append(logits.gather(-1, wanted[:, None])[:, 0] - logits.logsumexp(-1))
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def _refuse_other_heads(self, model: Any, model_path: str) -> None:
+        import torch
+
+        tokens = torch.arange(8, device=self.device)[None] % self._head.weight.shape[0]
+        with torch.inference_mode():
+            whole = model(input_ids=tokens, use_cache=False).logits
+            ours = self._head(self._body(input_ids=tokens, use_cache=False).last_hidden_state)
+        if not torch.allclose(whole.float(), ours.float(), rtol=1e-2, atol=1e-2):
+            raise ConfigError(
+                f"{model_path} ({type(model).__name__}) does something to its logits after lm_head (a cap, a scale), "
+                "which this reference would miss; allowed: models whose logits are lm_head(last hidden state)"
+            )
+
+
+def batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of sequences of similar lengths: together at most `budget` tokens with padding, or one alone."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups

@@ -1,0 +1,284 @@
+"""Results of a probe with their intervals, as Python, as JSON, and as rows for the fit of fp8plan.model.risk.expected.
+
+Intervals come from resampled prompts: only these are independent, as tokens share a text, and sequences a prompt. A
+resample draws as many prompts as there are, with replacement (bootstrap, 5th and 95th percentile). Every figure is made
+of sums over tokens, so a resample is one row of a matrix product of counts and sums. Heavy tails stay invisible: a
+token that is rarer than once in the sample is in no resample.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import inf, log
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import ModelShape
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.precision import precision
+from fp8plan.model.risk.fit import OBSERVATIONS
+from fp8plan.model.risk.theory import has_qkv_bias, setting_of
+from fp8plan.runtime.measure.probe.sampling import SampleSettings
+from fp8plan.runtime.watch.mismatch.sums import LIMIT, FloatArray, k3
+from fp8plan.schemas import VERSIONS
+
+if TYPE_CHECKING:
+    from fp8plan.runtime.watch.mismatch.metrics import Mismatch
+
+RESAMPLES: Final = 4000
+LEVEL: Final = 0.90
+WANTED: Final = 0.1  # relative half-width of `tokens_needed`
+
+# Shares of tokens: name -> bounds on the log ratio.
+TAILS: Final = {
+    "ratio_above_2": (log(2.0), inf),  # what token TIS at C = 2 cuts
+    "ratio_below_half": (-inf, -log(2.0)),
+}
+
+
+class Interval(NamedTuple):
+    """A figure and its 90% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def sequence_sums(log_ratios: Sequence[ArrayLike]) -> FloatArray:
+    """Sums over the tokens of each sequence: 1, log ratio, k3, weight, weight^2, then TAILS.
+
+    Shape (sequences, 5 + tails). Tokens that are not finite are left out.
+    """
+    rows = []
+    for values in log_ratios:
+        ratios = np.asarray(values, np.float64)
+        ratios = ratios[np.isfinite(ratios)]
+        weight = np.exp(np.clip(ratios, -LIMIT, LIMIT))
+        tails = [((ratios > low) & (ratios < high)).sum() for low, high in TAILS.values()]
+        rows.append([len(ratios), ratios.sum(), k3(ratios).sum(), weight.sum(), (weight**2).sum(), *tails])
+    return np.array(rows, np.float64).reshape(-1, 5 + len(TAILS))
+
+
+def figures(sums: FloatArray) -> dict[str, Any]:
+    """Figures kl_k3, k1, ess_raw and TAILS from sums (..., 5 + tails), each of shape (...)."""
+    tokens, log_ratio, k3, weight, squares = (sums[..., i] for i in range(5))
+    means = {"kl_k3": k3 / tokens, "k1": -log_ratio / tokens, "ess_raw": weight**2 / (tokens * squares)}
+    return means | {name: sums[..., 5 + i] / tokens for i, name in enumerate(TAILS)}
+
+
+def intervals(
+    log_ratios: Sequence[ArrayLike],
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    prompts: Sequence[Hashable] | None = None,
+) -> dict[str, Interval]:
+    """The figures of some sequences [tokens of each], with their intervals, which the seed determines.
+
+    prompts: that of each sequence; None: all differ
+
+    A share of 0 in the sample has an upper end of 2.3 / tokens: a larger share would show among so many independent
+    tokens with a probability of 90%. Raises ValueError without a token.
+    """
+    sums = _by_prompt(sequence_sums(log_ratios), prompts)
+    sums = sums[sums[:, 0] > 0]
+    if not len(sums):
+        raise ValueError("no tokens with finite log-probs")
+    counts = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), resamples)
+    resampled = figures(counts @ sums)
+    total = sums.sum(0)
+    by_name = {}
+    for name, value in figures(total).items():
+        low, high = np.quantile(resampled[name], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        if name in TAILS and value == 0:
+            high = -np.log(1 - LEVEL) / total[0]
+        by_name[name] = Interval(float(value), float(low), float(high))
+    return by_name
+
+
+def _by_prompt(sums: FloatArray, prompts: Sequence[Hashable] | None) -> FloatArray:
+    if prompts is None:
+        return sums
+    number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    totals = np.zeros((len(number), sums.shape[1]))
+    np.add.at(totals, [number[prompt] for prompt in prompts], sums)
+    return totals
+
+
+def tokens_needed(tokens: int, kl: Interval) -> int | None:
+    """The number of such tokens that would give a relative half-width of WANTED.
+
+    Intervals shrink with the square root of that number. None if the interval says nothing (one prompt, no mismatch).
+    """
+    half = (kl.high - kl.low) / 2
+    return round(tokens * (half / (WANTED * kl.value)) ** 2) if kl.value > 0 and half > 0 else None
+
+
+# Fields of a Mismatch in `Probed.to_dict`, beside its profile.
+PLAIN = ("k3_robust", "chi2_token", "chi2_seq", "ppl_ratio", "log_ppl_diff", "log_ppl_abs_diff")
+KEYED = ("log_ratio_quantiles", "tail_fractions")
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The findings of one precision. After a failure `error` has the reason, and the figures are empty.
+
+    figures:       kl_k3, k1 (nats per token), ess_raw and tails (shares of tokens), with 90% intervals
+    mismatch:      the Monitor's figures of the same batch: quantiles, tails, profile by position
+    sequences, tokens: numbers of scored ones; invalid: tokens in no figure, because a log-prob is not finite
+    tokens_needed: for kl_k3 to +-10%; None if the interval says nothing
+    predicted:     kl_k3 that fp8plan.model.risk.expected expects, with its 90% band; None for models it does not cover
+    facts:         facts of the engine (kernels, attention, e8m0, ...), and the origin of its KV scales
+    seconds:       sample (with the engine's start), score
+    """
+
+    precision: str
+    error: str | None = None
+    figures: Mapping[str, Interval] | None = None
+    mismatch: Mismatch | None = None
+    sequences: int = 0
+    tokens: int = 0
+    invalid: int = 0
+    tokens_needed: int | None = None
+    predicted: Interval | None = None
+    facts: Mapping[str, Any] | None = None
+    seconds: Mapping[str, float] | None = None
+
+    @property
+    def kl_k3(self) -> Interval:
+        """KL (k3, nats per token) with its 90% interval. Raises ConfigError if the precision failed."""
+        if self.figures is None:
+            raise ConfigError(f"{self.precision} was not measured: {self.error}")
+        return self.figures["kl_k3"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return only dicts, lists, strings, numbers, booleans and None."""
+        named = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        figures = {name: value._asdict() for name, value in (self.figures or {}).items()}
+        predicted = self.predicted and self.predicted._asdict()
+        return named | {"figures": figures, "predicted": predicted, "mismatch": self.mismatch and _plain(self.mismatch)}
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The result of `probe`: the findings of each precision, and the model, engine and settings behind them."""
+
+    model: str
+    gpu: str
+    date: str
+    engine_version: str
+    reference: str
+    settings: SampleSettings
+    prompts: int
+    precisions: Mapping[str, Probed]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return only dicts, lists, strings, numbers, booleans and None."""
+        named = {"schema_version": VERSIONS["probe"]}
+        named |= {name: getattr(self, name) for name in ("model", "gpu", "date", "engine_version", "reference")}
+        settings = {name: getattr(self.settings, name) for name in self.settings.__dataclass_fields__}
+        settings["top_k"] = self.settings.top_k and str(self.settings.top_k)
+        rows = [probed.to_dict() for probed in self.precisions.values()]
+        return named | settings | {"prompts": self.prompts, "precisions": rows}
+
+
+def _plain(mismatch: Mismatch) -> dict[str, Any]:
+    """The numbers of a mismatch that JSON can hold."""
+    named = {name: getattr(mismatch, name) for name in PLAIN}
+    named |= {name: {str(key): share for key, share in getattr(mismatch, name).items()} for name in KEYED}
+    return named | {"profile": [asdict(span) for span in mismatch.profile]}
+
+
+SOURCE: Final = "fp8plan-probe"  # one key, so that leave-one-source-out leaves out all rows of this method
+
+
+def columns() -> list[str]:
+    """Columns of the committed table (fp8plan/model/risk/data/README.md explains them)."""
+    with OBSERVATIONS.open(newline="", encoding="utf-8") as file:
+        return next(csv.reader(file))
+
+
+def observations(probe: Probe) -> list[dict[str, str]]:
+    """A row for each measured precision, with its interval as the range.
+
+    Its weight is 1 on a GPU. It is 0 (not fitted) with log-probs that are not finite, and on a CPU: there blockwise FP8
+    is reference arithmetic, and the FP8 KV cache (vLLM 0.30) rounds towards zero.
+    Raises ConfigError for a model with a shape that fp8plan does not know, and for a probe of a sync.
+    """
+    if probe.settings.after is not None:
+        raise ConfigError("a probe of a sync is no observation of a precision; allowed: one without after")
+    shape = ModelShape.from_hf(probe.model)
+    return [_row(probe, probed, shape) for probed in probe.precisions.values() if probed.figures is not None]
+
+
+def append_observations(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    """Append rows to a table that has the committed one's columns, or to a new file.
+
+    Raises ConfigError for other columns, and for a file that cannot be written.
+    """
+    try:
+        _append(path, rows)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ConfigError(f"cannot append to {path}: {why}; allowed: a table of observations, or a new file") from None
+
+
+def _append(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    wanted = columns()
+    new = not path.exists() or not path.stat().st_size
+    if not new:
+        with path.open(newline="", encoding="utf-8") as file:
+            header = next(csv.reader(file), [])
+        if header != wanted:
+            raise ConfigError(
+                f"{path} has the columns {','.join(header)[:200]}; allowed: {','.join(wanted)}, or a new file"
+            )
+    open_ended = not new and not path.read_bytes().endswith((b"\n", b"\r"))  # as some editors leave the last line
+    with path.open("a", newline="", encoding="utf-8") as file:
+        file.write("\n" if open_ended else "")
+        writer = csv.DictWriter(file, wanted, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def _row(probe: Probe, probed: Probed, shape: ModelShape) -> dict[str, str]:
+    from fp8plan.version import __version__
+
+    preset, kl, facts = precision(probed.precision), probed.kl_k3, probed.facts or {}
+    ess = (probed.figures or {})["ess_raw"].value
+    setting = setting_of(shape, preset)
+    partly = preset.weights != "bf16" and bool(shape.left_in_bf16())  # the fit counts every layer as FP8
+    fitted = not find_gpu(probe.gpu).is_cpu and not probed.invalid and kl.low > 0 and not partly
+    values: dict[str, Any] = {
+        "source": SOURCE,
+        "reference": f"measured by fp8plan probe {__version__}: vLLM {probe.engine_version} on {probe.gpu}; "
+        f"{probe.reference.replace(',', ';')}; {probe.date}",
+        "model": Path(probe.model).name if Path(probe.model).is_dir() else probe.model,
+        "params_b": f"{shape.num_parameters / 1e9:.3g}",
+        "moe": int(setting.moe),
+        "layers": f"{setting.layers:g}",
+        "kv_layers": "" if setting.kv_layers == setting.layers else f"{setting.kv_layers:g}",
+        "qk_norm": int(setting.qk_norm),
+        "attention_bias": int(has_qkv_bias(shape)),
+        "weights": preset.weights,
+        "kv": preset.kv,
+        "kv_calibrated": int(facts.get("kv_scales") != "1.0") if preset.kv == "fp8" else "",
+        "e8m0": int(bool(facts.get("e8m0"))) if preset.weights == "fp8_block" else "",
+        "quantity": "k3",
+        "scope": "total",
+        "kind": "range",
+        "kl_low": f"{kl.low:.4g}",
+        "kl": "",
+        "kl_high": f"{kl.high:.4g}",
+        "weight": int(fitted),
+        "primary": "P",
+        "note": f"k3 {kl.value:.4g}; raw ESS {ess:.4f}; {probed.sequences} responses; {probed.tokens} tokens; "
+        f"temperature {probe.settings.temperature:g}",
+    }
+    return {name: str(values[name]) for name in columns()}

@@ -1,0 +1,399 @@
+"""The guard's view of an engine and of one rollout, and the prediction for exactly that rollout.
+
+The prediction has the rollout's lengths, the measured pool, and the engine's own limits. `fallback` compares the
+engine's kernels with those of its profile.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, Final
+
+import numpy as np
+
+from fp8plan.checks import Range, in_range
+from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.cost.host import OWN
+from fp8plan.model.limits import RECORDED, EngineLimits
+from fp8plan.model.precision import PRESETS, Precision
+from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.profile.profile import ENGINE, Profile
+from fp8plan.model.rollout import Rollout, Simulated, simulate, step_batch
+from fp8plan.model.schedule.scheduler import Schedule
+from fp8plan.model.setup import EngineSetup
+from fp8plan.model.workload import MOST_TOKENS, Batch
+from fp8plan.runtime.watch.mismatch.sampling import Sampling
+
+# A profile's name of a kernel -> pattern of vLLM's names, in its log (FLASH_ATTN) or of its class (FlashAttentionImpl).
+# vLLM does not name its BF16 GEMM.
+SAME: Final = {
+    "flash_attn": "(?i)^flash_?att",
+    "flash_attn_2": "(?i)^flash_?att",
+    "flash_attn_3": "(?i)^flash_?att",
+    "flashinfer": "(?i)^flashinfer",
+    "flashinfer_trtllm": "(?i)^flashinfer",
+    "cpu_attn": "(?i)^cpu_?att",
+    "deep_gemm": "(?i)deep_?gemm",
+    "flashinfer_deep_gemm": "(?i)flashinfer.*deep_?gemm",
+    "triton": "(?i)triton",
+}
+
+WAY_BACK: Final = {
+    "gemm": "leave linear_backend, VLLM_DISABLED_KERNELS, VLLM_USE_DEEP_GEMM and VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER "
+    "unset, and install flashinfer as this vLLM demands it",
+    "attention": "leave attention_backend unset",
+    "moe": "leave VLLM_USE_DEEP_GEMM unset, and moe_backend as a plan has it",
+}
+
+KNOWN_FOR: Final = {
+    "(?i)marlin": ", which unpacks FP8 weights and multiplies in BF16",
+    "(?i)triton": ", which is portable and seldom tuned for a shape",
+}
+
+FINITE_OR_NONE: Final[Range] = (lambda x: abs(x) < inf, "a finite number, or None")
+RANGES: Final[dict[str, Range]] = {
+    "seconds": (lambda x: 0 < x < inf, "a finite number above 0"),
+    **dict.fromkeys(("longest_step_s", "arrival_s", "host_slowdown", "idle_s"), FINITE_OR_NONE),
+    "kl_k3": (lambda x: abs(x) < inf, "a finite number (a nan comes from log-probs that hold nan or inf), or None"),
+}
+
+
+def kernel_names(facts: Mapping[str, Any], preset: Precision) -> dict[str, str]:
+    """The kernels of a worker's facts by their names in profiles -> implementation."""
+    attention = ", ".join(facts.get("attention", ()))
+    names = {f"attention.{preset.kv}": attention} if attention else {}
+    return names | {f"{part}.{preset.gemm_dtype}": name for part, name in facts["kernels"].items()}
+
+
+def fallback(kernel: str, measured: str | None, runs: str) -> str | None:
+    """A sentence and a remedy if `runs` is not the measured kernel; None if it is, or if that is unknown.
+
+    kernel:   its name in profiles, e.g. "gemm.fp8_block"
+    measured: the profile's name of its implementation; None: not measured
+    runs:     vLLM's name of its implementation in the log, or the names of its classes
+    """
+    if measured not in SAME or all(re.search(SAME[measured], name) for name in runs.split(", ")):
+        return None
+    note = next((text for pattern, text in KNOWN_FOR.items() if re.search(pattern, runs)), "")
+    way = WAY_BACK.get(kernel.partition(".")[0], "the engine's log says why it was selected")
+    return f"{kernel} runs on {runs}{note}; the profile was measured with {measured}: {way}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Facts about a running engine, read once after its start.
+
+    model:           hub id or folder with config.json
+    gpu:             name in fp8plan.model.hardware
+    engine_version:  version of vLLM
+    precision:       preset name
+    limits:          the engine's own; num_gpu_blocks is that of an imposed pool, and None for a measured one
+    kernel_backends: kernel -> implementation, as `kernel_names` returns it; kernels without a name are left out
+    e8m0:            True if DeepGEMM's scales are powers of two; None: not known, or no weight is FP8
+    cudagraph_mode:  name of vLLM's CUDAGraphMode; None: not known
+    not_predicted:   options of the engine that the cost model does not know (runtime.apply.engine.options)
+    inside:          as in EngineSetup
+    delta_bytes:     bytes of the last sync, if it sent all that had changed and nothing else; None: it did not
+    kv_fixed:        the FP8 KV cache keeps the scales of the engine's start
+    host_loop_s:     the loop of its host, as in RolloutRecord; None: not known
+    """
+
+    model: str
+    gpu: str
+    engine_version: str
+    precision: str
+    limits: EngineLimits
+    kernel_backends: Mapping[str, str] = field(default_factory=dict)
+    e8m0: bool | None = None
+    cudagraph_mode: str | None = None
+    not_predicted: Sequence[str] = ()
+    inside: str = OWN
+    delta_bytes: int | None = None
+    kv_fixed: bool = False
+    host_loop_s: float | None = None
+
+    @property
+    def preset(self) -> Precision:
+        return find_precision(self.precision)
+
+    @property
+    def setup(self) -> EngineSetup:
+        """The engine in the cost model's terms."""
+        limits = replace(self.limits, enforce_eager=self.eager)
+        return EngineSetup(self.model, self.gpu, self.precision, limits, self.inside, self.engine_version)
+
+    @property
+    def eager(self) -> bool:
+        """True if the engine runs without any CUDA graphs."""
+        return self.limits.enforce_eager or self.cudagraph_mode == "NONE"
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Measurements of one rollout: all calls of `generate()` that belong to one batch.
+
+    seconds:          time in which its calls ran
+    prompt_lengths, response_lengths: tokens of each response, in order of arrival; shape (responses,)
+    prompt_ids:       a number for each response, the same for the same prompt; None: all prompts differ
+    preemptions:      vLLM's count during the rollout
+    kv_cache_tokens:  size of the measured pool, num_gpu_blocks * block_size; None: the predicted one
+    compiled_files:   kernels compiled during it (`access.compiled_files`); None: not known
+    longest_step_s:   longest engine step; None: not known
+    arrival_s:        time from the first arrival of a request to the last, on the clock of `seconds`; None: not known,
+                      or all came at once
+    host_slowdown:    measured by `Watch` in runtime.measure.rollouts.host; None: not known
+    idle_s:           time from the end of the rollout before to its begin; None: not known, or there was none
+    kl_k3:            mean k3 per token between trainer and rollout; None: not known
+    sampling:         its sampling parameters, in a form that Sampling.of reads; None: not known
+    kv_clipped:       layers whose K or V the engine's fixed scales clipped at the last sync
+
+    Raises ConfigError for values that no rollout can have.
+    """
+
+    seconds: float
+    prompt_lengths: Sequence[int]
+    response_lengths: Sequence[int]
+    prompt_ids: Sequence[int] | None = None
+    preemptions: int = 0
+    kv_cache_tokens: int | None = None
+    compiled_files: int | None = None
+    longest_step_s: float | None = None
+    arrival_s: float | None = None
+    host_slowdown: float | None = None
+    idle_s: float | None = None
+    kl_k3: float | None = None
+    sampling: Sampling | None = None
+    kv_clipped: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sampling", Sampling.of(self.sampling))
+        in_range(self, RANGES)
+        for name in ("preemptions", "compiled_files", "kv_cache_tokens"):
+            value = getattr(self, name)
+            if value is not None:
+                if not 0 <= value == value // 1:
+                    raise ConfigError(f"{name} is {value!r}; allowed: a whole number of at least 0")
+                object.__setattr__(self, name, int(value))  # Prometheus' counters are floats
+        for name in ("prompt_lengths", "response_lengths"):
+            object.__setattr__(self, name, _lengths(name, getattr(self, name)))
+        ids = range(len(self.prompt_lengths)) if self.prompt_ids is None else self.prompt_ids
+        if not len(self.prompt_lengths) == len(self.response_lengths) == len(ids):
+            counts = f"{len(self.prompt_lengths)}, {len(self.response_lengths)} and {len(ids)}"
+            raise ConfigError(
+                f"prompt_lengths, response_lengths and prompt_ids count {counts}; allowed: as many of each"
+            )
+
+    def after(self, since_s: float | None) -> Observation:
+        """The same with `idle_s`, unless it is known. since_s: from the end of the rollout before to its own end"""
+        if self.idle_s is not None or since_s is None:
+            return self
+        return replace(self, idle_s=max(0.0, since_s - self.seconds))
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self.response_lengths)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens per second."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def batch(self) -> Batch:
+        ids = range(len(self.prompt_lengths)) if self.prompt_ids is None else self.prompt_ids
+        columns = (self.prompt_lengths, self.response_lengths, np.unique(list(ids), return_inverse=True)[1])
+        return Batch(*(np.asarray(column, dtype=np.int64) for column in columns))
+
+
+def observation_of(outputs: Sequence[Any], seconds: float, **more: Any) -> Observation:
+    """Make the Observation of one `generate()` from its outputs. Each sample of a prompt counts as a response.
+
+    outputs: finished RequestOutputs of vLLM, in the order of their requests
+    seconds: wall time of the call
+    more:    the other fields of Observation
+
+    Completions without tokens (aborted ones) are left out. Raises ConfigError if none has any tokens.
+    """
+    seen: dict[tuple[int, ...], int] = {}
+    rows = []
+    for output in outputs:
+        prompt = tuple(output.prompt_token_ids or ())
+        name = seen.setdefault(prompt, len(seen))
+        rows += [(len(prompt), len(each.token_ids), name) for each in output.outputs if len(each.token_ids)]
+    prompts, responses, ids = zip(*rows, strict=True) if rows else ((), (), ())
+    return Observation(seconds, prompts, responses, ids, **more)
+
+
+def joined(parts: Sequence[Observation]) -> Observation:
+    """The observation of rollouts that ran one after the other, as one: seconds are summed, and responses listed.
+
+    Their arrivals are counted on the clock of the summed seconds. The same prompt in two parts counts as two.
+    """
+    first, last = parts[0], parts[-1]
+    ids: list[int] = []
+    for part in parts:
+        own = range(len(part.prompt_lengths)) if part.prompt_ids is None else part.prompt_ids
+        ids += (np.unique(list(own), return_inverse=True)[1] + 1 + max(ids, default=-1)).tolist()
+    seconds = sum(part.seconds for part in parts)
+    compiled = [part.compiled_files for part in parts]
+    return replace(
+        last,
+        seconds=seconds,
+        prompt_lengths=[tokens for part in parts for tokens in part.prompt_lengths],
+        response_lengths=[tokens for part in parts for tokens in part.response_lengths],
+        prompt_ids=ids,
+        preemptions=sum(part.preemptions for part in parts),
+        compiled_files=None if None in compiled else sum(files or 0 for files in compiled),
+        longest_step_s=_most(part.longest_step_s for part in parts),
+        arrival_s=seconds - last.seconds + (last.arrival_s or 0.0),
+        host_slowdown=_most(part.host_slowdown for part in parts),
+        idle_s=first.idle_s,
+        kl_k3=next((part.kl_k3 for part in reversed(parts) if part.kl_k3 is not None), None),
+        sampling=Sampling.mixed(part.sampling for part in parts),
+    )
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    """The largest value that is known."""
+    return max((value for value in values if value is not None), default=None)
+
+
+def _lengths(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
+    values = np.asarray(lengths)
+    if not values.size:
+        raise ConfigError(f"{name} is empty; allowed: tokens of every response of a rollout, at least one")
+    if values.ndim != 1 or values.dtype.kind not in "iu" or values.min() < 1 or values.max() > MOST_TOKENS:
+        raise ConfigError(f"{name} is {str(lengths)[:60]}; allowed: a list of whole numbers, 1 to {MOST_TOKENS:,}")
+    return tuple(values.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The prediction for the work that ran. Speeds are in response tokens per second, low and high a 90% interval.
+
+    setup:   the engine that ran, with its pool
+    ran:     the whole prediction for it
+    instead: preset name -> rollout of the same work in a precision with less FP8 and its own pool; only those that fit
+    """
+
+    setup: EngineSetup
+    ran: Simulated
+    instead: dict[str, Rollout]
+
+    @property
+    def rollout(self) -> Rollout:
+        """The predicted rollout: its makespan, preemptions, parts and tail."""
+        return self.ran.rollout
+
+    @property
+    def makespan_s(self) -> float:
+        return self.rollout.makespan_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.rollout.output_tokens_per_s
+
+    @property
+    def low_tokens_per_s(self) -> float:
+        return self.rollout.output_tokens / self.rollout.makespan_high_s
+
+    @property
+    def high_tokens_per_s(self) -> float:
+        return self.rollout.output_tokens / self.rollout.makespan_low_s
+
+    @property
+    def mean_batch(self) -> float:
+        """Number of responses that decode together, averaged over the steps."""
+        return self.rollout.output_tokens / self.rollout.num_steps / len(self.ran.schedules)
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """The KV pool that the prediction is made for, in tokens."""
+        return self.ran.memory.kv_cache_tokens
+
+    def longest_step_s(self) -> float:
+        """The longest predicted step, in seconds."""
+        return max(float(self.ran.model.seconds(step_batch(plan)).max()) for plan in self.ran.schedules)
+
+
+def predict(facts: EngineFacts, observation: Observation, profile: Profile) -> Prediction:
+    """Predict the work that ran, and the same with less FP8. Raises as the parts of the cost model do."""
+    setup = with_pool(facts.setup, observation.kv_cache_tokens)
+    ran = again(setup, observation, profile)
+    instead = {}
+    for preset in fallbacks(facts.setup.precision):
+        try:
+            other = again(replace(facts.setup, precision=preset), observation, profile, ran.schedules)
+        except CapacityError:
+            continue
+        instead[preset.name] = other.rollout
+    return Prediction(setup, ran, instead)
+
+
+def again(
+    setup: EngineSetup, observation: Observation, profile: Profile, known: Sequence[Schedule] | None = None
+) -> Simulated:
+    """Predict the observed work on an engine. known: schedules of the same work, reused if they hold"""
+    if reason := setup.gpu.why_not(setup.precision):
+        raise ConfigError(f"{setup.precision.name} cannot be predicted on {setup.gpu.name}: {reason}")
+    return simulate(setup.holding(observation.batch.longest), observation.batch, profile, known=known)
+
+
+def with_pool(setup: EngineSetup, tokens: int | None) -> EngineSetup:
+    """The same engine with a measured pool. tokens: as in Observation.kv_cache_tokens"""
+    return setup if tokens is None else with_blocks(setup, setup.blocks_in(tokens) - 1)  # without vLLM's null block
+
+
+def with_blocks(setup: EngineSetup, blocks: int) -> EngineSetup:
+    """The same engine with a pool of `blocks` usable blocks."""
+    return replace(setup, limits=replace(setup.limits, num_gpu_blocks=blocks))
+
+
+def fallbacks(preset: Precision) -> list[Precision]:
+    """The presets with a BF16 KV cache that have less FP8 than `preset`, fewest steps down first."""
+    less = [
+        other
+        for other in PRESETS.values()
+        if preset.uses_fp8 and other != preset and other.kv == "bf16" and other.weights in ("bf16", preset.weights)
+    ]
+    return sorted(less, key=lambda other: other.weights != preset.weights)
+
+
+def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: EngineFacts | None) -> dict[str, Any]:
+    """The rollout record: facts about the engine and the rollout; empty if neither is known."""
+    row: dict[str, Any] = {} if facts is None else _engine_fields(facts)
+    if rollout is None or isinstance(rollout, Mapping):
+        return {**row, **(rollout or {})}
+    numbers = ("seconds", "preemptions", "compiled_files", "arrival_s", "host_slowdown", "idle_s")
+    row |= {name: getattr(rollout, name) for name in numbers}
+    row |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
+    if rollout.prompt_ids is not None:
+        row["prompt_ids"] = list(rollout.prompt_ids)
+    if rollout.sampling is not None:
+        row["sampling"] = rollout.sampling.to_dict()
+    return row | {"measured_kv_cache_tokens": rollout.kv_cache_tokens}
+
+
+def _engine_fields(facts: EngineFacts) -> dict[str, Any]:
+    """Facts about the engine that runs, under the names of a rollout record."""
+    limits: EngineLimits = facts.limits
+    imposed = None if limits.num_gpu_blocks is None else (limits.num_gpu_blocks + 1) * limits.block_size
+    graphs = limits.max_cudagraph_capture_size
+    return {
+        "model": facts.model,
+        "gpu": facts.gpu,
+        "engine": ENGINE,
+        "engine_version": facts.engine_version,
+        "precision": facts.precision,
+        **{name: getattr(limits, limit) for name, limit in RECORDED.items()},
+        "kv_cache_tokens": imposed,
+        **({} if graphs is None else {"max_cudagraph_capture_size": graphs}),
+        "kernel_backends": dict(facts.kernel_backends),
+        "e8m0": facts.e8m0,
+        "inside": None if facts.inside == OWN else facts.inside,
+        **({} if facts.delta_bytes is None else {"delta_bytes": facts.delta_bytes}),
+        **({} if facts.host_loop_s is None else {"host_loop_s": facts.host_loop_s}),
+    }

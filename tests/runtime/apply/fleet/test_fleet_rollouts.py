@@ -1,0 +1,105 @@
+"""The rollouts that a fleet opens, without Ray or vLLM: its own observation, and what its replicas are told."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fleet_fakes import FakeLaunch, FakeReplica, made
+
+from fp8plan.runtime.apply.engine.judge import How, Judge
+from fp8plan.runtime.apply.fleet.members import Replica
+from fp8plan.runtime.apply.fleet.report import Finished
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
+from fp8plan.runtime.watch.guard.guard import Judged
+from fp8plan.runtime.watch.guard.observation import Observation
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A fleet of two whose responses have as many tokens as their prompts' first token says. told: what replicas were
+    told."""
+
+    def generate(replica: Any, prompts: Any, params: Any, more: Any, how: How) -> tuple[list[Any], float]:
+        told.append(how)
+        responses = [SimpleNamespace(token_ids=[1] * prompt[0], cumulative_logprob=-1.0) for prompt in prompts]
+        pairs = zip(prompts, responses, strict=True)
+        return [SimpleNamespace(prompt_token_ids=prompt, outputs=[each]) for prompt, each in pairs], 1.0
+
+    told: list[Any] = []
+    monkeypatch.setattr(FakeReplica, "generate", generate, raising=False)
+    monkeypatch.setattr(FakeReplica, "close_rollout", lambda replica, broken: told.append(broken), raising=False)
+    monkeypatch.setattr(FakeReplica, "judgement", lambda replica: Judged(), raising=False)
+    monkeypatch.setattr(FakeReplica, "report_kl", lambda replica, kl_k3: None, raising=False)
+    found, _ = made()
+    vars(found)["told"] = told
+    return found
+
+
+def lengths(fleet: Any) -> list[int] | None:
+    return None if fleet.observation is None else list(fleet.observation.response_lengths)
+
+
+def test_a_fleets_rollout_is_all_calls_in_it_and_none_outside(fleet: Any) -> None:
+    fleet.generate([[3, 1]])
+    assert (lengths(fleet), fleet.told) == ([3], ["alone"])
+    fleet.told.clear()
+    with fleet.rollout():
+        fleet.generate([[5, 1], [6, 1]])
+        fleet.generate([[4, 2]])
+    assert lengths(fleet) == [5, 6, 4]
+    assert set(fleet.told) == {"open", False}
+    fleet.generate([[40, 1]])
+    assert fleet.told[-1] == "beside"
+    assert lengths(fleet) == [5, 6, 4]
+    assert [sequence[:2] for sequence in fleet.last_sequences] == [[5, 1], [6, 1], [4, 2]]
+    with fleet.rollout():  # a second one before a step
+        fleet.generate([[2, 2]])
+    assert lengths(fleet) == [5, 6, 4, 2]
+    fleet.report_kl(0.1)
+    with suppress(KeyError), fleet.rollout():
+        fleet.generate([[7, 7]])
+        raise KeyError
+    assert fleet.told[-1] is True
+    assert lengths(fleet) == [5, 6, 4, 2]
+    with fleet.rollout():
+        fleet.generate([[8, 8]])
+    assert lengths(fleet) == [8]
+
+
+def test_calls_of_a_rollout_are_one_in_the_report() -> None:
+    first = Finished(Observation(3.0, [1, 1, 1], [4, 5, 6]), {0: [0], 1: [1]}, [1, 2], [9.0, 9.0], {0: 3.0, 1: 2.0}, 1)
+    last = Finished(Observation(2.0, [1], [7]), {1: [0]}, [1], [8.0], {1: 2.0}, 0)
+    both = Finished.joined([first, last])
+    assert (both.parts, both.samples, both.expected) == ({0: [0], 1: [1, 2]}, [1, 2, 1], [9.0, 9.0, 8.0])
+    assert (both.replica_seconds, both.rerouted) == ({0: 3.0, 1: 4.0}, 1)
+    assert (both.observation.seconds, list(both.observation.response_lengths)) == (5.0, [4, 5, 6, 7])
+
+
+def test_a_replica_opens_and_closes_the_fleets_rollouts() -> None:
+    """Also one that has replaced another while a rollout was open, or after."""
+
+    def started() -> tuple[Replica, Judge, list[How]]:
+        judge, seen = Judge(SimpleNamespace(guard=None)), list[How]()
+        replica = Replica(FakeLaunch(), SyncSettings())  # type: ignore[arg-type]
+        replica._engine = SimpleNamespace(  # type: ignore[assignment]
+            rollout=judge.rollout, generate=lambda prompts, params: seen.append(judge.how) or []
+        )
+        return replica, judge, seen
+
+    replica, judge, seen = started()
+    for how in ("alone", "open", "open"):
+        replica.generate([], None, {}, how)
+    assert judge.how == "open"
+    replica.close_rollout(False)
+    replica.generate([], None, {}, "beside")
+    replica.generate([], None, {}, "open")
+    replica.close_rollout(True)
+    assert judge.how == "beside"
+    replica.close_rollout(False)  # it had no request of this one
+    assert seen == ["alone", "open", "open", "beside", "open"]
+    replica, judge, seen = started()
+    replica.generate([], None, {}, "beside")
+    assert seen == ["beside"]
