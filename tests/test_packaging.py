@@ -65,7 +65,7 @@ def test_the_wheel_has_no_benchmark_and_no_test(wheel: zipfile.ZipFile) -> None:
 def test_the_wheel_plans_offline_is_imported_in_no_time_and_names_one_plugin(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:
-    """`make wheel` asks the same of the compiled one, in an environment of its own."""
+    """`make wheel` asks the same in an environment of its own."""
     wheel.extractall(tmp_path)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, str(ROOT / "tests" / "check_wheel.py")]

@@ -41,7 +41,7 @@ cut_up() { # NAME: standard input as NAME.00/part, NAME.01/part ..., all of one 
 bash "$bundle" "$work/vllm" > "$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
 cat "$work"/vllm/*/part | cut_up vllm
 
-HATCH_BUILD_NO_HOOKS=true python3 -m pip wheel -q --no-deps -w "$out/fp8plan" . # any Python's: without the compiled module
+python3 -m pip wheel -q --no-deps -w "$out/fp8plan" .
 python3 -m pip download -q --only-binary=:all: --python-version 3.12 -d "$out/fp8plan" requests
 [ -z "$settings" ] || cp "$settings" "$out/fp8plan/env.sh"
 
