@@ -21,13 +21,13 @@ from fp8plan.model.calibrate.fit import Observations, fit
 from fp8plan.model.cost.base import Cost, together
 from fp8plan.model.cost.gemm import gemm_cost, quantise_cost
 from fp8plan.model.hardware import Gpu, find_gpu
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.profile.profile import Profile
 
 GPUS = ("h200", "h100", "b200", "l40s")
 ROWS = 1000  # more do not move the coefficients
-FP8 = precision("fp8_tensor")
+FP8 = find_precision("fp8_tensor")
 BACKENDS = {"gemm.fp8": "cutlass"}
 # Where the fit starts, and how far its logs may be from there (one standard deviation).
 PRIOR = {

@@ -10,7 +10,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import rollout
 from fp8plan.model.schedule.sample import schedules_of
@@ -24,7 +24,7 @@ SEEDS, SAMPLE = range(6), 4_000
 
 def main() -> None:
     card = find_gpu("h200")
-    model = StepModel(ModelShape.from_hf("Qwen/Qwen3-8B"), card, precision("bf16"), LIMITS, load_profile(card)[0])
+    model = StepModel(ModelShape.from_hf("Qwen/Qwen3-8B"), card, find_precision("bf16"), LIMITS, load_profile(card)[0])
     for name, blocks in POOLS.items():
 
         def simulate(batch: Batch, blocks: int = blocks) -> Schedule:

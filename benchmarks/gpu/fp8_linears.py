@@ -25,7 +25,7 @@ from fp8plan import jsonl
 from fp8plan.model.architecture import Linear
 from fp8plan.model.cost.gemm import gemm_cost, quantise_cost
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.library import load_profile, with_kernels
 
 # Layers of Qwen3-8B, Llama 3.1 8B and Qwen3-32B: outputs and inputs.
@@ -72,7 +72,7 @@ def compare(path: Path, gpu: str) -> str:
     profile = with_kernels(load_profile(card, "0.26.0")[0], card, ["gemm.fp8"])
     rows, lines = jsonl.rows(path), []
     for kind in KINDS:
-        form = precision(f"fp8_{kind}")
+        form = find_precision(f"fp8_{kind}")
         for low, high in RANGES:
             errors = []
             for row in (row for row in rows if row["kind"] == kind and low <= row["m"] <= high):

@@ -21,7 +21,7 @@ from fp8plan.importers.turns import Turns, notes, split
 from fp8plan.jsonl import parse
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.validate.records import caller_of
 from fp8plan.schemas import REQUIRED, VERSIONS
 from fp8plan.version import __version__
@@ -355,7 +355,7 @@ def _checked(engine: Mapping[str, Any]) -> dict[str, Any]:
     if "gpu" in fields:
         fields["gpu"] = find_gpu(fields["gpu"]).name
     if "precision" in fields:
-        precision(fields["precision"])
+        find_precision(fields["precision"])
     if "model" in fields:
         ModelShape.from_hf(fields["model"])
     caller_of(fields)

@@ -91,7 +91,7 @@ STORED_PRESETS: dict[str, Precision] = {  # formats that only checkpoints hold
 }
 
 
-def precision(name: str) -> Precision:
+def find_precision(name: str) -> Precision:
     """The preset of this name, in any case. Raises ConfigError if there is none."""
     try:
         return (PRESETS | STORED_PRESETS)[name.lower()]

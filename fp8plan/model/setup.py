@@ -18,8 +18,7 @@ from fp8plan.model.limits import Derived, EngineLimits, Lowerable
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import model_caches
 from fp8plan.model.memory.plan import MemoryPlan, cudagraph_capture_sizes, memory_plan
-from fp8plan.model.precision import Precision
-from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.version import planned_version
 

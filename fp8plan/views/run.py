@@ -20,7 +20,7 @@ from fp8plan.model.cost.base import FloatArray
 from fp8plan.runtime.watch.mismatch.attribution import sentence
 from fp8plan.runtime.watch.monitor.record import RunReader
 from fp8plan.runtime.watch.monitor.steps import Steps
-from fp8plan.views import run_columns as runs
+from fp8plan.views import run_columns
 from fp8plan.views.text import FREE, Paragraph, Scale, duration, percent, sparkline
 
 NEWS: Final = 5  # events that are shown
@@ -100,16 +100,16 @@ def look(reader: RunReader) -> str:
 
 
 def _heading(reader: RunReader) -> list[RenderableType]:
-    steps, pace, age = reader.steps, runs.pace(reader.steps), runs.age(reader.steps)
+    steps, pace, age = reader.steps, run_columns.pace(reader.steps), run_columns.age(reader.steps)
     late = pace is not None and age > 3 * pace + 10
     last = f"step {steps.numbers[-1]:,}, {duration(age)} ago" + (f"; one every {duration(pace)}" if pace else "")
     lines: list[RenderableType] = [Text.assemble((f"{reader.path.name}  ", "bold"), (last, BAD if late else ""))]
-    if title := runs.title(steps):
+    if title := run_columns.title(steps):
         lines.append(Paragraph(title))
     if reader.replaced:
-        lines.append(Paragraph(runs.hidden(reader), style=BAD if runs.most_hidden(reader) else "dim"))
+        lines.append(Paragraph(run_columns.hidden(reader), style=BAD if run_columns.most_hidden(reader) else "dim"))
     if reader.skipped:
-        lines.append(Paragraph(f"{runs.unread(reader.skipped)} of a Monitor", style=BAD))
+        lines.append(Paragraph(f"{run_columns.unread(reader.skipped)} of a Monitor", style=BAD))
     return lines
 
 
@@ -146,7 +146,11 @@ def lines(steps: Steps) -> list[Line]:
 
 def _kl(steps: Steps) -> Line:
     """k3 against its limit; the robust one where k3 is infinite, or not recorded."""
-    values, limit, infinite = runs.shown_kl(steps), steps.value(schemas.KL_LIMIT), bool(runs.infinite_kl(steps)[-1])
+    values, limit, infinite = (
+        run_columns.shown_kl(steps),
+        steps.value(schemas.KL_LIMIT),
+        bool(run_columns.infinite_kl(steps)[-1]),
+    )
     now = None if np.isnan(values[-1]) else float(values[-1])
     robust = steps.value(schemas.K3) is None and steps.value(schemas.K3_ROBUST) is not None
     style, against = "", ""
@@ -221,7 +225,7 @@ def _speed(steps: Steps) -> Line:
 
 def _speed_bars(steps: Steps) -> FloatArray:
     """Shares of the prediction, if there is one: batches differ, so a speed alone is neither good nor bad."""
-    of_predicted = runs.columns(steps, [])[runs.SPEED]
+    of_predicted = run_columns.columns(steps, [])[run_columns.SPEED]
     return of_predicted if np.isfinite(of_predicted).any() else steps.column(schemas.TOKENS_PER_S)
 
 
@@ -230,8 +234,8 @@ def _state(steps: Steps) -> list[RenderableType]:
     last = steps.said[-1]
     rows = [("decision", f"{last.decision or 'none'}: {last.reason or ''}".rstrip(": "), "")]
     rows += [("causes", sentence(steps.attribution), "")] if steps.attribution else []
-    rows += [("alarm", f"{alarm}: {runs.meaning(alarm)}".rstrip(": "), WORST) for alarm in last.alarms]
-    guard = runs.last_judged(steps)
+    rows += [("alarm", f"{alarm}: {run_columns.meaning(alarm)}".rstrip(": "), WORST) for alarm in last.alarms]
+    guard = run_columns.last_judged(steps)
     if guard and (verdict := guard.verdict):
         action, cold = verdict.action or "none", bool(verdict.cold)
         as_fast = verdict.as_fast
@@ -250,7 +254,7 @@ def _state(steps: Steps) -> list[RenderableType]:
 
 
 def _news(steps: Steps) -> list[RenderableType]:
-    news = runs.last_events(steps, NEWS)
+    news = run_columns.last_events(steps, NEWS)
     rows = [Paragraph(f"{x.step:>7,}  {x.kind} {x.what}: {x.why}".rstrip(": "), 9, "dim") for x in reversed(news)]
     return ["", Text("last events", "bold"), *rows] if rows else []
 

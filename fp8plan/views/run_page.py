@@ -13,7 +13,7 @@ from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.watch.monitor.record import RunReader
 from fp8plan.runtime.watch.monitor.steps import Steps
-from fp8plan.views import run_columns as runs
+from fp8plan.views import run_columns
 from fp8plan.views.axes import MOST, SPANS
 from fp8plan.views.page import document, paragraphs
 from fp8plan.views.run_columns import Event
@@ -45,12 +45,14 @@ def write_report(source: Path, target: Path) -> None:
 
 def page(reader: RunReader) -> str:
     """The whole page."""
-    steps, events = reader.steps, runs.events(reader.steps)
+    steps, events = reader.steps, run_columns.events(reader.steps)
     plots = _html([figure(steps, events), *filter(None, [by_position(steps)])])
     tiles = "".join(f"<div><b>{escape(value)}</b>{escape(label)}</div>" for label, value in summary(steps))
     head = f'<p class="dim">{escape(_span(reader))}</p><div class="tiles">{tiles}</div>'
     legend = f'<p class="dim">{" ".join(_legend(len(steps), events))}</p>'
-    return document(reader.path.name, runs.title(steps), f"{head}{_advice(steps)}{legend}{plots}{_table(events)}")
+    return document(
+        reader.path.name, run_columns.title(steps), f"{head}{_advice(steps)}{legend}{plots}{_table(events)}"
+    )
 
 
 def _html(figures: Sequence[Any]) -> str:
@@ -61,14 +63,14 @@ def _html(figures: Sequence[Any]) -> str:
 
 def _advice(steps: Steps) -> str:
     """The sentences of the guard's last verdict: causes, and levers with their gain."""
-    guard = runs.last_judged(steps)
+    guard = run_columns.last_judged(steps)
     causes = guard.verdict.causes or () if guard and guard.verdict else ()
     return paragraphs(f"Last rollout: {cause.sentence}." for cause in causes if cause.sentence)
 
 
 def summary(steps: Steps) -> list[tuple[str, str]]:
     """Pairs of (label, figure) for the whole run."""
-    k3, over, infinite = runs.shown_kl(steps), runs.over_limit(steps), runs.infinite_kl(steps)
+    k3, over, infinite = run_columns.shown_kl(steps), run_columns.over_limit(steps), run_columns.infinite_kl(steps)
     tiles = [("steps", f"{len(steps):,}"), *_rewards(steps)]
     if not np.isnan(k3).all():
         tiles.append(("KL k3, median", f"{np.nanmedian(k3):.2e}"))
@@ -81,7 +83,10 @@ def summary(steps: Steps) -> list[tuple[str, str]]:
         tiles.append(("raw ESS, least", percent(float(np.nanmin(ess)))))
     if np.isfinite(lost).any():
         tiles.append(("tokens lost, mean", percent(float(np.nanmean(lost)))))
-    achieved, share = steps.column(schemas.TOKENS_PER_S), runs.columns(steps, [])[runs.SPEED][runs.warm(steps)]
+    achieved, share = (
+        steps.column(schemas.TOKENS_PER_S),
+        run_columns.columns(steps, [])[run_columns.SPEED][run_columns.warm(steps)],
+    )
     if np.isfinite(achieved).any():
         tiles.append(("tokens/s, median", f"{np.nanmedian(achieved):,.0f}"))
     if np.isfinite(share).any():
@@ -102,11 +107,11 @@ def _span(reader: RunReader) -> str:
     steps = reader.steps
     first, final = (f"{steps.when(at):%Y-%m-%d %H:%M:%S}" for at in (0, -1))
     text = f"steps {steps.numbers[0]:,} to {steps.numbers[-1]:,}, {first} to {final} UTC"
-    if pace := runs.pace(steps):
+    if pace := run_columns.pace(steps):
         text += f", one every {duration(pace)}"
     if reader.replaced:
-        text += f". {runs.hidden(reader)}"
-    return text + (f". {runs.unread(reader.skipped)}" if reader.skipped else "")
+        text += f". {run_columns.hidden(reader)}"
+    return text + (f". {run_columns.unread(reader.skipped)}" if reader.skipped else "")
 
 
 def _table(events: Sequence[Event]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from fp8plan import schemas
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.runtime.watch.monitor.steps import Steps
-from fp8plan.views import run_columns as runs
+from fp8plan.views import run_columns
 from fp8plan.views.axes import log_axis, number_axis, rounded, share_axis, thinned
 from fp8plan.views.run_columns import Event
 
@@ -51,8 +51,8 @@ class Panel(NamedTuple):
         return [x for trace in self.traces for x in (trace.metric, *(trace.band or ()))]
 
 
-_BAND: Final = (runs.SPEED_LOW, runs.SPEED_HIGH)
-_RATIO: Final = Trace("tokens/s over the prediction, with its 90% band", runs.SPEED, BLUE, band=_BAND)
+_BAND: Final = (run_columns.SPEED_LOW, run_columns.SPEED_HIGH)
+_RATIO: Final = Trace("tokens/s over the prediction, with its 90% band", run_columns.SPEED, BLUE, band=_BAND)
 PANELS: Final = (
     Panel("reward", (Trace("mean reward of the rollout", schemas.REWARD, BLACK),)),
     Panel(
@@ -106,7 +106,9 @@ def figure(steps: Steps, events: Sequence[Event]) -> Any:
 
     numbers = np.array(steps.numbers)
     reasons = ["<br>".join(wrap(escape(f"{said.decision}: {said.reason or ''}"), WRAPPED)) for said in steps.said]
-    data = runs.columns(steps, {name for panel in PANELS for name in panel.metrics} - runs.OF_PREDICTED.keys())
+    data = run_columns.columns(
+        steps, {name for panel in PANELS for name in panel.metrics} - run_columns.OF_PREDICTED.keys()
+    )
     shown = [p for p in PANELS if any(np.isfinite(data[trace.metric]).any() for trace in p.traces)] or [PANELS[0]]
     space = GAP / HEIGHT / len(shown)
     made: Any = make_subplots(rows=len(shown), cols=1, shared_xaxes=True, vertical_spacing=space)

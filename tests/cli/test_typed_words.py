@@ -13,7 +13,7 @@ from fp8plan import Fixed, Workload, plan
 from fp8plan.checks import number_hint
 from fp8plan.cli import ELSEWHERE
 from fp8plan.errors import ConfigError
-from fp8plan.model.precision import PRESETS, precision
+from fp8plan.model.precision import PRESETS, find_precision
 from fp8plan.version import planned_version
 
 
@@ -59,9 +59,9 @@ def test_another_version_stays_as_it_is(other: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_precision_is_read_in_any_case(name: str) -> None:
-    assert precision(name.upper()) is PRESETS[name]
+    assert find_precision(name.upper()) is PRESETS[name]
     with pytest.raises(ConfigError, match="unknown precision 'FP8'; allowed: bf16, fp8_block"):
-        precision("FP8")
+        find_precision("FP8")
 
 
 def test_a_plan_of_a_short_version_is_that_of_the_whole_one() -> None:

@@ -17,7 +17,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import memory_plan
 from fp8plan.model.plan.planner import predict
 from fp8plan.model.plan.request import PlanRequest
-from fp8plan.model.precision import BF16, precision
+from fp8plan.model.precision import BF16, find_precision
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import validate
@@ -99,7 +99,7 @@ def test_the_limits_are_those_vllm_runs_with_on_a_cpu() -> None:
 @pytest.mark.parametrize("part", ["steps", "validation"])
 def test_the_kv_pool_is_the_engines_to_the_token(part: str) -> None:
     for record in records(part):
-        shape, kept = ModelShape.from_hf(record.fields["model"]), precision(record.fields["precision"])
+        shape, kept = ModelShape.from_hf(record.fields["model"]), find_precision(record.fields["precision"])
         assert memory_plan(shape, kept, CPU, record.limits).kv_cache_tokens == record.fields["measured_kv_cache_tokens"]
 
 

@@ -19,7 +19,7 @@ from fp8plan.model.configs import QUANT_FILE, bf16_twin, find_config
 from fp8plan.model.hardware import gpus
 from fp8plan.model.memory.plan import loaded_weight_bytes
 from fp8plan.model.plan.planner import plan
-from fp8plan.model.precision import BF16, FP8_BLOCK, PRESETS, STORED_PRESETS, precision
+from fp8plan.model.precision import BF16, FP8_BLOCK, PRESETS, STORED_PRESETS, find_precision
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import why_not_shardable
@@ -164,7 +164,7 @@ def test_each_spelling_of_fp8_has_the_bytes_of_fp8(
     assert [x.weights for x in found.stored.precisions] == [weights] * 2
     elements = sum(x.elements * x.layers for x in found.linears() if x.name != "lm_head")
     twin = ModelShape.from_config(config_of("Qwen/Qwen3-8B") | {"num_hidden_layers": LAYERS}, "BF16", "a test")
-    saved = twin.weight_bytes(BF16) - found.weight_bytes(precision(weights))
+    saved = twin.weight_bytes(BF16) - found.weight_bytes(find_precision(weights))
     assert 0.998 * elements < saved < elements  # a byte each, less the scales
 
 
@@ -234,7 +234,7 @@ def test_listed_linears_are_in_bf16_in_just_these_layers(
     found = stored(rows | {"ignore": ["lm_head", *names]}, **few)
     kept = {x.name: x.layers for x in found.left_in_bf16()}
     assert kept == {name.rpartition(".")[2]: len(numbers) for name, numbers in listed.items()}
-    fp8 = precision("fp8_channel")
+    fp8 = find_precision("fp8_channel")
     bigger = found.weight_bytes(fp8) - stored(rows, **few).weight_bytes(fp8)
     linears = {x.name: x for x in QWEN3_8B.linears()}
     assert bigger == sum(n * (linears[name].elements - 4 * linears[name].n) for name, n in kept.items())

@@ -20,7 +20,7 @@ from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import KvRules, LayerCache
 from fp8plan.model.memory.plan import memory_plan
 from fp8plan.model.plan.choice import SpeedUp, speed_up
-from fp8plan.model.precision import PRESETS, precision
+from fp8plan.model.precision import PRESETS, find_precision
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import SHARED_VARIANCE, Profile
 from fp8plan.model.rollout import Rollout, rollout, schedules, step_batch
@@ -36,7 +36,7 @@ AMPLE = 10**9
 
 
 def step_model(name: str = MODELS[0], preset: str = "bf16", limits: EngineLimits = LIMITS) -> StepModel:
-    return StepModel(ModelShape.from_hf(name), H200, precision(preset), limits, load_profile(H200)[0])
+    return StepModel(ModelShape.from_hf(name), H200, find_precision(preset), limits, load_profile(H200)[0])
 
 
 def makespan(batch: Batch, model: StepModel, pool: int = AMPLE) -> float:
@@ -261,7 +261,7 @@ def test_fp8_kv_ends_the_preemption_that_bf16_suffers() -> None:
     shape = ModelShape.from_hf("Qwen/Qwen3-8B")
     found = {}
     for preset in ("bf16", "fp8_kv"):
-        pool = memory_plan(shape, precision(preset), H200, limits).usable_blocks
+        pool = memory_plan(shape, find_precision(preset), H200, limits).usable_blocks
         found[preset] = rollout([schedule(*batch, pool, limits)], step_model(preset=preset, limits=limits))
     assert found["bf16"].preemptions > found["fp8_kv"].preemptions == 0
     assert found["bf16"].makespan_s / found["fp8_kv"].makespan_s > 1.2

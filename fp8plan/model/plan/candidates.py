@@ -21,8 +21,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import why_not_kept
 from fp8plan.model.memory.plan import MemoryPlan, check_pool
 from fp8plan.model.plan.request import PlanRequest
-from fp8plan.model.precision import PRESETS, Precision, presets_of
-from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.precision import PRESETS, Precision, find_precision, presets_of
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import MismatchRisk, mismatch_risk
 from fp8plan.model.rl_step import SyncCost, sync_costs

@@ -16,7 +16,7 @@ import numpy as np
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.candidates import Candidate
-from fp8plan.model.precision import Precision, precision
+from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, LEVELS, RiskBudget
 from fp8plan.model.rollout import Z90, Rollout
@@ -176,11 +176,11 @@ class Choice:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        precision(self.precision)
+        find_precision(self.precision)
 
     @property
     def preset(self) -> Precision:
-        return precision(self.precision)
+        return find_precision(self.precision)
 
     @property
     def layout(self) -> tuple[int, int, bool]:

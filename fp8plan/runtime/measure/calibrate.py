@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.precision import Precision, precision
+from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.setup import EngineSetup, default_limits
 
 PACKAGE = __spec__.parent
@@ -80,7 +80,7 @@ def cells_for(card: Gpu, settings: list[dict[str, Any]]) -> list[dict[str, Any]]
     """
     kept = []
     for setting in settings:
-        fitting = [name for name in setting["precisions"] if _fits(card, setting, precision(name))]
+        fitting = [name for name in setting["precisions"] if _fits(card, setting, find_precision(name))]
         if fitting:
             kept.append(setting | {"gpu": card.name, "precisions": fitting})
         if left := sorted(set(setting["precisions"]) - set(fitting)):

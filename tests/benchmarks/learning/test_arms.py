@@ -32,14 +32,14 @@ from benchmarks.learning.run import arguments, found_runs, jobs, side_by_side
 from benchmarks.learning.state import RunFolder
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 
 
 @pytest.mark.parametrize("name", ARMS)
 def test_every_arm_can_run_on_both_devices(name: str) -> None:
     arm = arm_named(name)
     for device in FP8:
-        assert precision(arm.preset(device)).name == arm.preset(device)
+        assert find_precision(arm.preset(device)).name == arm.preset(device)
     assert arm.correction in CORRECTIONS
     assert strength(arm.mismatch, 0, 100) == 0
 

@@ -21,7 +21,7 @@ from fp8plan.model.cost.base import Array, Cost, StepBatch
 from fp8plan.model.cost.host import start_cost
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import rollout
 from fp8plan.model.schedule.scheduler import Schedule, schedule
@@ -221,20 +221,20 @@ def test_a_steps_cost_is_its_seconds_with_their_derivatives(model: str, options:
     shape, limits = ModelShape.from_hf(model), EngineLimits(**options)
 
     def cost(profile: Profile) -> Cost:
-        return StepModel(shape, H200, precision(name), limits, profile).cost(MIXED)
+        return StepModel(shape, H200, find_precision(name), limits, profile).cost(MIXED)
 
     profile = nature(5, scale=0.3)
     np.testing.assert_array_equal(
-        cost(profile).seconds, StepModel(shape, H200, precision(name), limits, profile).seconds(MIXED)
+        cost(profile).seconds, StepModel(shape, H200, find_precision(name), limits, profile).seconds(MIXED)
     )
     assert_partials(cost, profile)
 
 
 def test_a_step_depends_on_the_side_it_waits_for() -> None:
     slow_host = replace(PRIOR, coefficients=PRIOR.coefficients | {"host.step_seconds": 0.01})
-    cost = StepModel(ModelShape.from_hf("Qwen/Qwen3-0.6B"), H200, precision("bf16"), EngineLimits(), slow_host).cost(
-        steps(HOST_BOUND, GPU_BOUND)
-    )
+    cost = StepModel(
+        ModelShape.from_hf("Qwen/Qwen3-0.6B"), H200, find_precision("bf16"), EngineLimits(), slow_host
+    ).cost(steps(HOST_BOUND, GPU_BOUND))
     host = sum(np.abs(v) for x, v in cost.partials.items() if x.startswith("host."))
     gpu = sum(np.abs(v) for x, v in cost.partials.items() if not x.startswith("host."))
     assert gpu[0] < 0.01 * host[0]

@@ -21,7 +21,7 @@ from fp8plan.model.cost.power import CLOCK, MEMORY
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.library import datasheet_profile, profiles_path
 
 H200 = find_gpu("h200")
@@ -43,7 +43,7 @@ def step(name: str, part: str, **work: float) -> float:
     none = dict.fromkeys(QUANTITIES, 0.0)
     batch = StepBatch(**{field: np.array([value]) for field, value in (none | work).items()})
     limits = EngineLimits.for_gpu(H200)
-    return float(StepModel(SHAPE, H200, precision(name), limits, PROFILE).timed(batch).breakdown()[part][0])
+    return float(StepModel(SHAPE, H200, find_precision(name), limits, PROFILE).timed(batch).breakdown()[part][0])
 
 
 @pytest.mark.parametrize(("kv", "name"), [("bf16", "bf16"), ("fp8", "fp8_kv")])
@@ -196,7 +196,7 @@ def test_what_the_coefficients_miss_of_a_layer_is_what_steps_of_it_take_more() -
         m = np.array([1, 64])
         other = next(x for x in SHAPE.linears() if x.name == "qkv_proj")
         for x, factor in ((linear, [1.2, 0.9]), (other, [1, 1])):
-            plain, moved = (gemm_cost(m, [x], precision(dtype), H200, p).seconds for p in (PROFILE, known))
+            plain, moved = (gemm_cost(m, [x], find_precision(dtype), H200, p).seconds for p in (PROFILE, known))
             np.testing.assert_allclose(moved / plain, factor, rtol=1e-3)
         assert observe(timed, H200)[0].predict(known).seconds.tolist() == expected.predict(PROFILE).seconds.tolist()
 

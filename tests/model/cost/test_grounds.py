@@ -18,7 +18,7 @@ from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
-from fp8plan.model.precision import PRESETS, precision
+from fp8plan.model.precision import PRESETS, find_precision
 from fp8plan.model.profile.library import datasheet_profile, load_profile
 from fp8plan.model.profile.profile import GPU_PACE, HOST_PACE, Profile, layout_pace, precision_pace
 
@@ -42,7 +42,7 @@ def grounds(
     gpu: str = "h200",
     **more: Any,
 ) -> dict[str, dict[str, Any]]:
-    model = StepModel(ModelShape.from_hf(name), find_gpu(gpu), precision(preset), EngineLimits(**more), profile)
+    model = StepModel(ModelShape.from_hf(name), find_gpu(gpu), find_precision(preset), EngineLimits(**more), profile)
     weights = np.arange(1.0, 1 + batch.decode_requests.size)
     steps = model.timed(batch)
     seconds = {name: part * weights for name, part in steps.breakdown().items()}
@@ -107,7 +107,7 @@ def test_an_import_knows_its_kernels_and_takes_the_rest_from_the_datasheet() -> 
     found = grounds(decoding([8]), imported, gpu="h100")["kernels"]
     assert set(found["gemm"]) == {"imported"}
     assert set(found["sampling"]) == set(found["host"]) == {"theory"}
-    model = StepModel(ModelShape.from_hf(DENSE), card, precision("bf16"), EngineLimits(), imported)
+    model = StepModel(ModelShape.from_hf(DENSE), card, find_precision("bf16"), EngineLimits(), imported)
     assert model.outside_hull(decoding([8])) == []
 
 

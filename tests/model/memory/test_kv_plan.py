@@ -13,7 +13,7 @@ from fp8plan.model.architecture.mixers import Cache
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import plan_kv_cache
 from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, indexer_cache, model_caches
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.version import at_least
 
 # No two of one size in bytes: see _equal_groups.
@@ -153,10 +153,10 @@ def test_gated_delta_nets_keep_checkpoints_where_flashinfer_fills_prompts(
     """Not on Ampere, and not on a CPU. gpu: compute capability; None: Hopper's"""
     limits = EngineLimits(max_num_batched_tokens=8192, enable_prefix_caching=True, max_model_len=576 * 544)
     shape = ModelShape.from_hf("Qwen/Qwen3-Next-80B-A3B-Instruct")
-    caches, rules = model_caches(shape, precision("bf16"), limits, 0, capability=gpu, vllm=version)
+    caches, rules = model_caches(shape, find_precision("bf16"), limits, 0, capability=gpu, vllm=version)
     plan_ = plan_kv_cache(caches, rules, 10 << 30)
     assert (plan_.block_size, plan_.request_blocks) == (block_size, 3 * states + rules.max_model_len // block_size)
-    on_cpu, rules = model_caches(shape, precision("bf16"), limits, 0, on_cpu=True, vllm=version)
+    on_cpu, rules = model_caches(shape, find_precision("bf16"), limits, 0, on_cpu=True, vllm=version)
     assert plan_kv_cache(on_cpu, rules, 10 << 30).request_blocks == 3 * 2 + 576
 
 

@@ -18,7 +18,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan import candidates as evaluate
 from fp8plan.model.plan.choice import speed_up
 from fp8plan.model.plan.planner import plan
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.library import load_profile
 from fp8plan.model.rollout import Z90
 from fp8plan.model.schedule import sample
@@ -58,7 +58,7 @@ def test_a_sample_takes_as_long_as_all_requests_within_its_error(kind: str) -> N
     workload, pool = BATCHES[kind]
     batch, model = (
         workload.batch(),
-        StepModel(ModelShape.from_hf("Qwen/Qwen3-8B"), H200, precision("bf16"), LIMITS, load_profile(H200)[0]),
+        StepModel(ModelShape.from_hf("Qwen/Qwen3-8B"), H200, find_precision("bf16"), LIMITS, load_profile(H200)[0]),
     )
     (of_sample,) = sample.schedules_of([batch], partial(simulate, pool=pool), SIZE)
     whole = simulate(batch, pool)
@@ -153,7 +153,7 @@ def test_the_intervals_of_a_sample_have_its_error(monkeypatch: pytest.MonkeyPatc
     workload, pool = BATCHES["growing"]
     (plans,) = [sample.schedules_of([workload.batch()], partial(simulate, pool=pool), SIZE)]
     bf16, fp8 = (
-        StepModel(ModelShape.from_hf("Qwen/Qwen3-8B"), H200, precision(name), LIMITS, load_profile(H200)[0])
+        StepModel(ModelShape.from_hf("Qwen/Qwen3-8B"), H200, find_precision(name), LIMITS, load_profile(H200)[0])
         for name in ("bf16", "fp8_block")
     )
     made = [rollouts.rollout(plans, model) for model in (bf16, fp8)]

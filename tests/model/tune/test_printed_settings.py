@@ -13,7 +13,7 @@ from installed_vllm import serve_parser
 
 from fp8plan.model.configs import bundled_configs
 from fp8plan.model.emit.vllm import precision_words, serve_command, vllm_env, vllm_kwargs
-from fp8plan.model.precision import PRESETS, precision
+from fp8plan.model.precision import PRESETS, find_precision
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.tune.levers import FP8_PARTS, levers
 from fp8plan.model.tune.request import TuneRequest
@@ -28,10 +28,10 @@ WORK = Workload(20, 16, Fixed(64), LogNormal(200, 0.9, 1500))
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-FP8"])
 def test_the_words_of_a_precision_lead_from_any_other_one_to_what_emit_prints(model: str, gpu: str) -> None:
     """As vLLM takes the last of a flag, the other engine's command and the words must make this engine's command."""
-    for own in map(precision, PRESETS):
+    for own in map(find_precision, PRESETS):
         setup = EngineSetup(model, gpu, own)
         whole = shlex.split(serve_command(vllm_kwargs(setup), vllm_env(setup)))
-        for other in map(precision, PRESETS):
+        for other in map(find_precision, PRESETS):
             before = replace(setup, precision=other)
             start = shlex.split(serve_command(vllm_kwargs(before), vllm_env(before)))
             words = shlex.split(precision_words(setup, other))

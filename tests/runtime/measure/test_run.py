@@ -11,7 +11,7 @@ import pytest
 
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import write
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.measure.rollouts import jobs as cell_files
@@ -310,11 +310,11 @@ def test_the_engine_log_gives_up_its_numbers() -> None:
 
 
 def test_the_engine_log_names_the_kernels() -> None:
-    both = precision("fp8_block+fp8_kv")
+    both = find_precision("fp8_block+fp8_kv")
     expected = {"gemm.fp8_block": "SomeBlockScaledMMKernel", "attention.fp8": "FLASH_ATTN"}
     assert kernel_backends(LOG, both) == expected
     assert model_runner(LOG) == "V1"
     assert model_runner(LOG + "INFO [gpu_worker.py:378] Using V2 Model Runner\n") == "V2"
     assert uses_e8m0(LOG, both) is False
     assert uses_e8m0(LOG.replace("disabled", "enabled"), both) is True
-    assert uses_e8m0(LOG, precision("fp8_kv")) is None
+    assert uses_e8m0(LOG, find_precision("fp8_kv")) is None

@@ -13,8 +13,7 @@ from typing import Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.precision import E4M3_MAX, Precision
-from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.precision import E4M3_MAX, Precision, find_precision
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.apply.doctor import weights_checks
 from fp8plan.runtime.apply.doctor.observed import Finding, Logged, Observed, fault, ok, unknown, warning

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.precision import find_precision
 from fp8plan.runtime.apply.doctor.checks import findings
 from fp8plan.runtime.apply.doctor.observe import Request, observe_engine, observe_llm
 from fp8plan.runtime.apply.doctor.observed import Finding, Observed, State

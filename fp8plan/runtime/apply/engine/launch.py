@@ -21,7 +21,7 @@ from fp8plan.errors import ConfigError, Fp8PlanError, warn
 from fp8plan.model.configs import find_config
 from fp8plan.model.emit.vllm import vllm_env, vllm_kwargs
 from fp8plan.model.limits import Derived, EngineLimits, Lowerable
-from fp8plan.model.precision import precision, quantisation
+from fp8plan.model.precision import find_precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.options import not_predicted, refuse_unknown, remarks
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version, untested
@@ -98,7 +98,7 @@ class Launch:
             size = self.limits.tensor_parallel_size
             raise ConfigError(f"the plan has no {name} on {size} GPU(s); allowed: a plan with all precisions")
         limits = replace(self.limits, max_num_seqs=Lowerable(self.limits.max_num_seqs))
-        setup = replace(self.setup, precision=precision(name), limits=limits)
+        setup = replace(self.setup, precision=find_precision(name), limits=limits)
         keep = self.keep_bf16 if setup.precision.weights == "fp8_block" else (0, 0)
         return launch(setup, str(self.kwargs["model"]), keep, self.more, self.precisions)
 

@@ -62,9 +62,9 @@ class QuantizeTargets:
         self._q_outs, self._scale_outs = list(q_outs), list(scale_outs)
         self._addresses = None
         if _by_triton(q_outs):
-            from fp8plan.runtime.apply.quantize import triton_kernels as quantize_triton
+            from fp8plan.runtime.apply.quantize import triton_kernels
 
-            self._addresses = quantize_triton.addresses(self._q_outs, self._scale_outs)
+            self._addresses = triton_kernels.addresses(self._q_outs, self._scale_outs)
 
     def run(self, sources: Sequence[Tensor], flags: Tensor) -> None:
         """Quantise sources[i] into target i, and raise flags[i] to its flag; a higher flag stays.
@@ -79,10 +79,10 @@ class QuantizeTargets:
         weights = (torch.bfloat16, torch.float16, torch.float32)
         _check_sources(sources, self._q_outs, [weights] * len(self._q_outs), flags)
         if self._addresses is not None:
-            from fp8plan.runtime.apply.quantize import triton_kernels as quantize_triton
+            from fp8plan.runtime.apply.quantize import triton_kernels
 
-            calls = quantize_triton.quantize_calls(sources, self._addresses, flags, quantize_triton.ROUNDING)
-            quantize_triton.run(calls, flags.device)
+            calls = triton_kernels.quantize_calls(sources, self._addresses, flags, triton_kernels.ROUNDING)
+            triton_kernels.run(calls, flags.device)
             return
         for source, q, scale, flag in zip(sources, self._q_outs, self._scale_outs, flags, strict=True):
             quantize_into(source, q, scale)
@@ -112,9 +112,9 @@ class CopyTargets:
         """Copy sources[i], of the dtype of target i, into it; the rest as `QuantizeTargets.run`. E4M3 has no Inf."""
         _check_sources(sources, self._outs, self._dtypes, flags)
         if self._triton:
-            from fp8plan.runtime.apply.quantize import triton_kernels as quantize_triton
+            from fp8plan.runtime.apply.quantize import triton_kernels
 
-            quantize_triton.run(quantize_triton.copy_calls(sources, self._outs, flags), flags.device)
+            triton_kernels.run(triton_kernels.copy_calls(sources, self._outs, flags), flags.device)
             return
         for source, out, flag in zip(sources, self._outs, flags, strict=True):
             out.copy_(source.detach())

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.apply.weight_sync.kv_scales import MARGIN
 from fp8plan.runtime.apply.weight_sync.manifest import FORMATS
@@ -53,7 +53,7 @@ class SyncSettings:
 
         Else BF16 is sent: on the engine's own GPUs quantising is one read and one write.
         """
-        return cls(weights_in="fp8_block" if remote and precision(preset).weights == "fp8_block" else "bf16")
+        return cls(weights_in="fp8_block" if remote and find_precision(preset).weights == "fp8_block" else "bf16")
 
     def __post_init__(self) -> None:
         if self.weights_in not in FORMATS:

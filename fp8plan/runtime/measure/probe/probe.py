@@ -26,8 +26,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.precision import PRESETS
-from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.precision import PRESETS, find_precision
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.setup import EngineSetup, default_limits
 from fp8plan.runtime.apply.engine.launch import held_back

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.risk.fit import OBSERVATIONS
 from fp8plan.model.risk.theory import has_qkv_bias, setting_of
 from fp8plan.runtime.measure.probe.sampling import SampleSettings
@@ -250,7 +250,7 @@ def _append(path: Path, rows: Sequence[dict[str, str]]) -> None:
 def _row(probe: Probe, probed: Probed, shape: ModelShape) -> dict[str, str]:
     from fp8plan.version import __version__
 
-    preset, kl, facts = precision(probed.precision), probed.kl_k3, probed.facts or {}
+    preset, kl, facts = find_precision(probed.precision), probed.kl_k3, probed.facts or {}
     ess = (probed.figures or {})["ess_raw"].value
     setting = setting_of(shape, preset)
     partly = preset.weights != "bf16" and bool(shape.left_in_bf16())  # the fit counts every layer as FP8

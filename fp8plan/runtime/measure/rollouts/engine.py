@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from fp8plan.jsonl import write
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import LIMITS
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import recorded_limits
 from fp8plan.runtime.apply.engine.warm_up import compiled_files, freeze_garbage, warm_up_batches
@@ -216,7 +216,7 @@ def engine_facts(llm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     config = llm.llm_engine.vllm_config
     cache, compilation = config.cache_config, config.compilation_config
     log = log_of(job)
-    preset = precision(job["fields"]["precision"])
+    preset = find_precision(job["fields"]["precision"])
     return {
         **{
             limit.record: getattr(getattr(config, limit.part), limit.argument)

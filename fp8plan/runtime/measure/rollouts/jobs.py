@@ -17,7 +17,7 @@ from fp8plan.model.emit.vllm import vllm_env, vllm_kwargs
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import plan
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.profile import ENGINE
 from fp8plan.model.setup import EngineSetup, default_limits
 from fp8plan.model.workload import Workload, parse_lengths
@@ -91,7 +91,7 @@ def jobs(cells: Path, options: Options) -> list[dict[str, Any]]:
         setting = setting | {"source": str(folder)}  # the place of the model's config
         for name in setting["precisions"]:
             if not options.precisions or name in options.precisions:
-                every.append(_job(setting, number, precision(name).name, release, done, options))
+                every.append(_job(setting, number, find_precision(name).name, release, done, options))
     return [job for job in every if job["work"]]
 
 

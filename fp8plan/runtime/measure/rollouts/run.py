@@ -48,7 +48,7 @@ import fp8plan
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.jsonl import write
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.precision import PRESETS, precision
+from fp8plan.model.precision import PRESETS, find_precision
 from fp8plan.runtime.apply.engine.launch import first_error
 from fp8plan.runtime.measure.calibrate import add_compile, note
 from fp8plan.runtime.measure.machine import gpu_facts, wait_for_memory
@@ -104,7 +104,7 @@ def _environment(words: Sequence[str]) -> dict[str, str]:
 
 def compile_kernels(work: Sequence[dict[str, Any]], processes: int) -> None:
     """Compile the FP8 GEMM kernels of the jobs' engines. Else each engine compiles its own at its start."""
-    quantised = [job for job in work if precision(job["fields"]["precision"]).in_blocks]
+    quantised = [job for job in work if find_precision(job["fields"]["precision"]).in_blocks]
     if quantised:
         models = {f"{job['kwargs']['model']}@{job['fields']['tensor_parallel']}" for job in quantised}
         rows = max(job["fields"]["max_num_batched_tokens"] for job in quantised)

@@ -11,8 +11,7 @@ from typing import Any, Final
 from fp8plan.checks import Range, in_range, whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.plan.anchor import Anchor
-from fp8plan.model.precision import PRESETS, Precision
-from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.precision import PRESETS, Precision, find_precision
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.watch.controller.state import Escalation
 

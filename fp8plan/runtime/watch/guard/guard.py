@@ -36,7 +36,7 @@ from fp8plan.errors import ConfigError, Fp8PlanError, warn
 from fp8plan.model.cost.host import front_kernels
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.anchor import anchored, corrected
-from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.library import load_profile, with_kernels
 from fp8plan.model.profile.profile import PACES, Profile
 from fp8plan.model.validate.records import record_of

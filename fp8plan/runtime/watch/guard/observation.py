@@ -18,8 +18,7 @@ from fp8plan.checks import Range, in_range
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.limits import RECORDED, EngineLimits
-from fp8plan.model.precision import PRESETS, Precision
-from fp8plan.model.precision import precision as find_precision
+from fp8plan.model.precision import PRESETS, Precision, find_precision
 from fp8plan.model.profile.profile import ENGINE, Profile
 from fp8plan.model.rollout import Rollout, Simulated, simulate, step_batch
 from fp8plan.model.schedule.scheduler import Schedule

@@ -27,7 +27,7 @@ from tiny_models import (
 
 import fp8plan
 from fp8plan.errors import SyncError
-from fp8plan.model.precision import PRESETS, precision
+from fp8plan.model.precision import PRESETS, find_precision
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.weight_sync.manifest import manifest_of
 from fp8plan.runtime.apply.weight_sync.procedure import MOST_PREPARED
@@ -81,7 +81,7 @@ def assert_reported(report: SyncReport, case: Case) -> None:
     assert sum(phases.values()) <= report.seconds["total"]
     assert 0 < report.seconds["check"] < phases["begin"] + phases["load"] + phases["finish"]
     assert report.in_place + report.reloaded == sum(report.layers.values())
-    chosen = precision(case.precision)
+    chosen = find_precision(case.precision)
     fp8_modules = QUANTISED[case.kind] if chosen.weights == "fp8_block" else 0
     assert report.layers.get("float8_e4m3fn", 0) == fp8_modules
     missed = case.kind == "ragged" and report.weight_error is None  # of its FP8 only o_proj is in place: few to sample
@@ -96,11 +96,11 @@ def assert_reported(report: SyncReport, case: Case) -> None:
 def test_facts_name_the_kernels_and_the_router_stays_bf16(case: Case) -> None:
     layers = case.engine.facts["layers"]
     fp8 = {kind: count for kind, count in layers.items() if "Fp8" in kind}
-    assert sum(fp8.values()) == (QUANTISED[case.kind] if precision(case.precision).weights == "fp8_block" else 0)
+    assert sum(fp8.values()) == (QUANTISED[case.kind] if find_precision(case.precision).weights == "fp8_block" else 0)
     if case.kind == "moe":
         router = [kind for kind in layers if kind.startswith(ROUTERS)]
         assert [(kind.split(" / ")[1], layers[kind]) for kind in router] == [("UnquantizedLinearMethod", LAYERS)]
-    assert case.engine.facts["kv_cache_dtype"].startswith("fp8") == (precision(case.precision).kv == "fp8")
+    assert case.engine.facts["kv_cache_dtype"].startswith("fp8") == (find_precision(case.precision).kv == "fp8")
 
 
 def test_facts_say_whether_routes_of_experts_are_returned(fp8: Case, monkeypatch: pytest.MonkeyPatch) -> None:

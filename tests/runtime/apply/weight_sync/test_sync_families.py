@@ -16,7 +16,7 @@ from tiny_families import FAMILIES, SHARED, Family, checkpoint, generate_at_widt
 from tiny_models import CALIBRATION, Outputs, generate, params, started
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.precision import precision
+from fp8plan.model.precision import find_precision
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.weight_sync.kv_scales import Scales
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
@@ -187,7 +187,7 @@ def params_past_loaders(worker: Any) -> set[str]:
 
 def assert_in_place(report: SyncReport, family: Family, case: Case) -> None:
     """All that is not packed on a CPU is written in place, except for what the family names."""
-    quantised = precision(case.precision).weights == "fp8_block"
+    quantised = find_precision(case.precision).weights == "fp8_block"
     reasons = {
         kind.split(" / ")[0]: why
         for kind, why in report.why_reloaded.items()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.precision import PRESETS, precision
+from fp8plan.model.precision import PRESETS, find_precision
 from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.guard.fallback import (
     DEPTH,
@@ -52,7 +52,7 @@ def follow(rows: list[Symptoms], settings: GuardSettings = SETTINGS) -> list[Act
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_lasting_mismatch_goes_down_every_rung_that_the_precision_has(name: str) -> None:
-    assert ladder(precision(name)) == RUNGS[name]
+    assert ladder(find_precision(name)) == RUNGS[name]
     taken = [action for action in follow([seen(name, HIGH_KL)] * 15) if action != Action.NONE]
     assert tuple(taken) == RUNGS[name]
 
@@ -162,9 +162,9 @@ def test_a_reason_counts_the_bad_rollouts_alone() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_is_left_of_a_precision(name: str) -> None:
-    before = precision(name)
+    before = find_precision(name)
     for action in Action:
-        after = precision(stepped_down(name, action))
+        after = find_precision(stepped_down(name, action))
         assert after.weights == ("bf16" if action == Action.ALL_BF16 else before.weights)
         assert after.kv == ("bf16" if action in (Action.KV_TO_BF16, Action.ALL_BF16) else before.kv)
 
@@ -262,7 +262,7 @@ def test_fixed_scales_that_clip_lead_to_a_bf16_cache_and_never_to_a_recalibratio
     assert follow([clips] * 3) == [Action.NONE, Action.NONE, Action.KV_TO_BF16]
     assert follow([clips, clips, healthy, clips])[-1] == Action.NONE
     assert "fixed KV scales clip 1 layer(s) (layer 3)" in decide(GuardState(mismatched=2), clips, SETTINGS)[2]
-    assert ladder(precision("fp8_kv"), kv_fixed=True) == (Action.KV_TO_BF16,)
+    assert ladder(find_precision("fp8_kv"), kv_fixed=True) == (Action.KV_TO_BF16,)
     none = answered(GuardState(), "fp8_kv", Escalation.RECALIBRATE_KV, kv_fixed=True)[1]
     down = answered(GuardState(), "fp8_kv", Escalation.STEP_DOWN, kv_fixed=True)[1]
     assert (none, down) == (Action.NONE, Action.KV_TO_BF16)
