@@ -342,35 +342,39 @@ def test_the_example_of_trl_learns_and_its_run_can_be_read(tmp_path: Path) -> No
 # What is said, by the table of the guide of the watch -> tests that show it, below tests/runtime.
 CAUGHT = {
     "stale_weights": (
-        "doctor/test_engines.py::test_stale_weights",
-        "doctor/test_checks.py::test_stale_weights_on_one_rank",
+        "apply/doctor/test_engines.py::test_stale_weights",
+        "apply/doctor/test_checks.py::test_stale_weights_on_one_rank",
     ),
-    "SyncError": ("weight_sync/test_sync_faults.py::test_what_the_manifest_shows_leaves_the_old_weights_serving",),
+    "SyncError": (
+        "apply/weight_sync/test_sync_faults.py::test_what_the_manifest_shows_leaves_the_old_weights_serving",
+    ),
     "corrupted_layer": (
-        "doctor/test_engines.py::test_one_corrupted_layer",
-        "doctor/test_checks.py::test_one_corrupted_layer",
+        "apply/doctor/test_engines.py::test_one_corrupted_layer",
+        "apply/doctor/test_checks.py::test_one_corrupted_layer",
     ),
-    "kv_scales_unit": ("doctor/test_engines.py::test_scales_of_1",),
-    "kv_scales_clip": ("doctor/test_engines.py::test_scales_that_clip",),
-    "prefix_cache_stale": ("doctor/test_engines.py::test_a_prefix_cache_that_was_not_emptied",),
-    "trainer_temperature": ("doctor/test_engines.py::test_a_trainer_that_forgets_the_temperature",),
-    "engine_temperature": ("doctor/test_checks.py::test_a_fault_is_named_alone",),
+    "kv_scales_unit": ("apply/doctor/test_engines.py::test_scales_of_1",),
+    "kv_scales_clip": ("apply/doctor/test_engines.py::test_scales_that_clip",),
+    "prefix_cache_stale": ("apply/doctor/test_engines.py::test_a_prefix_cache_that_was_not_emptied",),
+    "trainer_temperature": ("apply/doctor/test_engines.py::test_a_trainer_that_forgets_the_temperature",),
+    "engine_temperature": ("apply/doctor/test_checks.py::test_a_fault_is_named_alone",),
     "sampling": (
-        "monitor/test_sampled_steps.py::test_identical_weights_with_top_p_are_named_in_reason_record_and_warning",
-        "mismatch/test_sampling.py::test_each_parameter_that_changes_the_distribution_is_a_bias_in_each_mode",
+        "watch/monitor/test_sampled_steps.py::test_identical_weights_with_top_p_are_named_in_reason_record_and_warning",
+        "watch/mismatch/test_sampling.py::test_each_parameter_that_changes_the_distribution_is_a_bias_in_each_mode",
     ),
-    "placeholders": ("monitor/test_untrue_input.py::test_log_probs_that_were_filled_in_are_named",),
-    "invalid": ("monitor/test_untrue_input.py::test_lost_tokens_count_the_invalid_ones_and_a_share_of_them_alarms",),
-    "no_data": ("monitor/test_untrue_input.py::test_without_a_valid_token_nothing_is_perfect",),
+    "placeholders": ("watch/monitor/test_untrue_input.py::test_log_probs_that_were_filled_in_are_named",),
+    "invalid": (
+        "watch/monitor/test_untrue_input.py::test_lost_tokens_count_the_invalid_ones_and_a_share_of_them_alarms",
+    ),
+    "no_data": ("watch/monitor/test_untrue_input.py::test_without_a_valid_token_nothing_is_perfect",),
     "ConfigError": (
-        "monitor/test_untrue_input.py::test_what_is_no_log_probability_is_refused",
-        "monitor/test_untrue_input.py::test_one_negated_row_is_refused",
-        "monitor/test_untrue_input.py::test_a_mask_of_other_numbers_is_refused",
+        "watch/monitor/test_untrue_input.py::test_what_is_no_log_probability_is_refused",
+        "watch/monitor/test_untrue_input.py::test_one_negated_row_is_refused",
+        "watch/monitor/test_untrue_input.py::test_a_mask_of_other_numbers_is_refused",
     ),
-    "units": ("monitor/test_untrue_input.py::test_base_10_is_named_and_natural_logarithms_are_not",),
-    "identical": ("monitor/test_untrue_input.py::test_the_same_tensor_on_both_sides_is_named",),
-    "lost": ("monitor/test_untrue_input.py::test_sequence_weights_that_lose_the_batch_alarm",),
-    "kl": ("monitor/test_untrue_input.py::test_log_probs_of_other_tokens_are_noticed",),
+    "units": ("watch/monitor/test_untrue_input.py::test_base_10_is_named_and_natural_logarithms_are_not",),
+    "identical": ("watch/monitor/test_untrue_input.py::test_the_same_tensor_on_both_sides_is_named",),
+    "lost": ("watch/monitor/test_untrue_input.py::test_sequence_weights_that_lose_the_batch_alarm",),
+    "kl": ("watch/monitor/test_untrue_input.py::test_log_probs_of_other_tokens_are_noticed",),
 }
 
 

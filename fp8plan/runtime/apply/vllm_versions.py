@@ -20,7 +20,7 @@ class Patch(NamedTuple):
     does:     "reads", "calls" and "extends" change nothing in vLLM; "sets" writes attributes that vLLM itself writes;
               "wraps" and "swaps" are undone after use
     names:    names in vLLM or torch, as the code spells them
-    where:    files of fp8plan.runtime
+    where:    files of fp8plan.runtime.apply
     reason:   why the public interface is not enough
     versions: versions of vLLM that need it
     platform: "CPU" or "CUDA", or "all"
@@ -321,8 +321,7 @@ def missing_names(vllm: Path | None = None) -> tuple[str, ...]:
 @cache
 def imported_names() -> tuple[tuple[str, str], ...]:
     """Return the (module, name) pairs that the engine's code imports from vLLM, in order."""
-    files = [path for path in Path(__file__).parent.rglob("*.py") if "measure" not in path.parts]
-    return tuple(sorted({pair for path in files for pair in _imported(path)}))
+    return tuple(sorted({pair for path in Path(__file__).parent.rglob("*.py") for pair in _imported(path)}))
 
 
 def _imported(path: Path) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from fp8plan.model.profile.library import profiles_path
 from fp8plan.model.validate.records import Record, read_records
 
 MIB = 1 << 20
+GRAPHS_OFF = {"14B": 500, "Mistral": 300}  # MiB that CUDA graphs of these models are planned too small at most
 FOLDERS = ("h200_sxm/vllm-0.33.0/calibrate/steps", "h200_sxm/vllm-0.33.0/validation", "h100_sxm/vllm-0.33.0/validation")
 
 
@@ -40,8 +41,8 @@ def more_weights(record: Record) -> int:
     return int(weights - planned(record).weights_bytes)
 
 
-def test_18_engines_were_measured_and_one_had_unexplained_weights() -> None:
-    assert len(RECORDS) == 18
+def test_22_engines_were_measured_and_one_had_unexplained_weights() -> None:
+    assert len(RECORDS) == 22
     assert sum(more_weights(record) > 100 * MIB for record in RECORDS) == 1
 
 
@@ -61,4 +62,5 @@ def test_each_term_is_near_the_measured_one(record: Record) -> None:
     stays_and_peak = memory["requested_bytes"] - memory["available_kv_cache_bytes"] - memory["weights_bytes"] - graphs
     ours = plan.non_torch_bytes + plan.activation_bytes
     assert ours == pytest.approx(stays_and_peak, abs=(200 if experts else 40) * MIB)
-    assert plan.cudagraph_bytes == pytest.approx(graphs, abs=(500 if "14B" in record.fields["model"] else 200) * MIB)
+    off = next((most for name, most in GRAPHS_OFF.items() if name in record.fields["model"]), 200)
+    assert plan.cudagraph_bytes == pytest.approx(graphs, abs=off * MIB)

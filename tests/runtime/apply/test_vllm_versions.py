@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import fp8plan.runtime
+import fp8plan.runtime.apply
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply import vllm_versions
 from fp8plan.runtime.apply.vllm_versions import PATCHES, Patch, check_vllm_version, missing_names, supported, untested
@@ -108,7 +108,8 @@ def test_an_engine_is_not_started_on_another_version(monkeypatch: pytest.MonkeyP
         RolloutEngine.from_plan(plan(gpu="cpu", chosen=index("bf16")), "/nowhere")
 
 
-RUNTIME = Path(fp8plan.runtime.__file__).parent
+APPLY = Path(fp8plan.runtime.apply.__file__).parent
+PROBE = APPLY.parent / "measure" / "probe"  # asks a running engine, too
 # What vLLM documents or raises: no place that could break unseen.
 PUBLIC = {"LLM", "SamplingParams", "AsyncEngineArgs", "AsyncLLM", "RequestOutput", "current_platform", "PlatformEnum"}
 MODULES = {"linear"}
@@ -135,7 +136,7 @@ def occurs(name: str, code: str) -> bool:
 
 @pytest.mark.parametrize("patch", PATCHES, ids=[f"{patch.does} {patch.names[:30]}" for patch in PATCHES])
 def test_every_patch_is_where_the_table_says(patch: Patch) -> None:
-    code = {where: code_of(RUNTIME / where) for where in patch.where.split(", ")}
+    code = {where: code_of(APPLY / where) for where in patch.where.split(", ")}
     names = patch.names.split(", ")
     assert [name for name in names if not any(occurs(name, text) for text in code.values())] == []
     assert [where for where, text in code.items() if not any(occurs(name, text) for name in names)] == []
@@ -153,12 +154,8 @@ def imported_from_vllm(tree: ast.AST) -> set[str]:
 
 def trees() -> dict[str, ast.AST]:
     """File -> code of what runs in an engine."""
-    files = {path.relative_to(RUNTIME): path for path in RUNTIME.rglob("*.py")}
-    return {
-        where.as_posix(): ast.parse(path.read_text("utf-8"))
-        for where, path in files.items()
-        if where.parts[0] != "measure"
-    }
+    files = {path: path.relative_to(folder) for folder in (APPLY, PROBE) for path in folder.rglob("*.py")}
+    return {where.as_posix(): ast.parse(path.read_text("utf-8")) for path, where in files.items()}
 
 
 def test_the_table_names_all_that_an_engine_imports_from_inside_vllm() -> None:
