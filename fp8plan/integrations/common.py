@@ -58,9 +58,8 @@ class TrainerSettings(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.thresholds not in ("constant", "level"):
-            gone = ", a law that is deleted, as it did no better than a constant" * (self.thresholds == "adaptive")
             raise ConfigError(
-                f'thresholds is {self.thresholds!r}{gone}; allowed: "constant", the default, or "level", which '
+                f'thresholds is {self.thresholds!r}; allowed: "constant", the default, or "level", which '
                 "tightens while the KL is above its target"
             )
 
@@ -132,7 +131,9 @@ def announce(plan: Plan, source: Any, choice: int | str | None) -> None:
 
     source: the trainer's setting of the plan; choice: index or precision; None: the chosen one
     """
-    named = '"auto"' if source == "auto" else "a Plan" if isinstance(source, Plan) else str(source)
+    named = "a Plan" if isinstance(source, Plan) else str(source)
+    if source == "auto":
+        named = '"auto"'
     chosen = "" if choice is None else f", choice={choice!r}"
     print(f"fp8plan: plan={named}{chosen}: {plan.select(choice).precision} for {plan.model} on {plan.gpu}", flush=True)
     if plan.reasons:

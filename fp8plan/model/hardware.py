@@ -381,7 +381,11 @@ def _number_named(word: str) -> str:
     """The number that a word means: its name, a synonym, or the only name that begins with the word."""
     written = word.replace("-", "_")
     fitting = [name for name in _NUMBERS if name.startswith(written)] if len(written) > 2 else []
-    name = written if written in _NUMBERS else _OTHER_WORDS.get(written, fitting[0] if len(fitting) == 1 else None)
+    name = fitting[0] if len(fitting) == 1 else None
+    if written in _NUMBERS:
+        name = written
+    elif written in _OTHER_WORDS:
+        name = _OTHER_WORDS[written]
     if name is None:
         hint = nearest_hint(written, {number: number for number in _NUMBERS})
         raise ConfigError(

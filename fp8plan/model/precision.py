@@ -70,9 +70,10 @@ class Precision:
         """Bytes of one (n, k) weight matrix; quantised: the engine quantises this layer."""
         if self.weights == "bf16" or not quantised:
             return n * k * BF16_BYTES
-        rows, columns = self.weight_block
-        blocks = ceil(n / rows) * ceil(k / columns)
-        scales = blocks if self.in_blocks else n if self.weights == "fp8_channel" else 1
+        scales = n if self.weights == "fp8_channel" else 1
+        if self.in_blocks:
+            rows, columns = self.weight_block
+            scales = ceil(n / rows) * ceil(k / columns)
         return n * k * FP8_BYTES + scales * FP32_BYTES
 
 

@@ -203,7 +203,9 @@ def by_position(steps: Steps) -> Any:
     made, curves = Figure(), []
     for name, some, colour in parts:
         x, y = _profile(some)
-        shown = f"{name} {tenth:,} steps" if tenth > 1 else f"step {steps.numbers[known[0 if name == 'first' else -1]]}"
+        shown = f"{name} {tenth:,} steps"
+        if tenth == 1:
+            shown = f"step {steps.numbers[known[0 if name == 'first' else -1]]}"
         made.add_scatter(x=x.tolist(), y=y.tolist(), name=shown, mode="lines+markers", line={"color": colour})
         curves.append(y)
     made.update_xaxes(title_text="position in the response, tokens", type="log", dtick="D2", tickformat=",")

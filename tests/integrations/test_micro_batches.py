@@ -73,10 +73,6 @@ def test_figures_of_a_micro_batch_are_numbers_whatever_is_in_it() -> None:
         ({"band": [0.8, 1.2]}, "band with mode 'tis', which has none; allowed"),
         ({"mode": "mis", "band": [2.0, 0.5]}, "band is (2.0, 0.5); allowed: (low, high)"),
         ({"target_kl": 0.01}, 'target_kl with constant thresholds, which have none; allowed: thresholds "level"'),
-        (
-            {"thresholds": "adaptive"},
-            'is deleted, as it did no better than a constant; allowed: "constant", the default, or "level"',
-        ),
         ({"thresholds": "tight"}, 'thresholds is \'tight\'; allowed: "constant", the default, or "level"'),
         ({"plan": "no.json"}, "fp8plan plan MODEL --gpu GPU --json plan.json"),
         ({"sampling": {"topp": 0.9}}, "takes no topp (did you mean top_p?); allowed: temperature, top_p"),

@@ -169,7 +169,11 @@ def _spelt(pattern: str) -> Iterator[str]:
     """All texts that match a pattern of MODULES, which has groups of alternatives, sets of letters, and ?."""
     if choice := re.search(r"\(([^()]*)\)|\[(\w+)\]|(\w)\?", pattern):
         group, letters, maybe = choice.groups()
-        options = group.split("|") if group is not None else list(letters) if letters else [maybe, ""]
+        options = [maybe, ""]
+        if group is not None:
+            options = group.split("|")
+        elif letters:
+            options = list(letters)
         for option in options:
             yield from _spelt(pattern[: choice.start()] + option + pattern[choice.end() :])
     elif "|" in pattern:

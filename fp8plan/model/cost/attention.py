@@ -123,7 +123,9 @@ def key_block(head_dim: int) -> int:
 
     The file has 160 for FP8, but BF16's sizes fit the timings of profiles/h200_sxm better.
     """
-    return 128 if head_dim <= 128 else 96 if head_dim <= 192 else 80
+    if head_dim <= 128:
+        return 128
+    return 96 if head_dim <= 192 else 80
 
 
 def attention_cost(

@@ -260,7 +260,9 @@ def kernels_of(shape: ModelShape, precision: Precision) -> set[str]:
             if mixer.head_dim > NARROW:
                 kernels.add(wide_kernel(precision))
         elif isinstance(mixer, LatentAttention):
-            kernels |= {f"mla.{precision.kv}"} | ({"mla.index"} if mixer.indexer else set())
+            kernels.add(f"mla.{precision.kv}")
+            if mixer.indexer:
+                kernels.add("mla.index")
         else:
             kernels.add(KERNELS[type(mixer)])
     return kernels

@@ -100,8 +100,10 @@ class StepModel:
         object.__setattr__(self, "head", next(x for x in linears if x.name == "lm_head"))
         parts = rare_parts(self.gpu)
         rare = {kernel for kernel in self._kernels() if f"{kernel}.".startswith(parts)}
-        rare |= {SCHEDULE} if unscheduled_layers(self.shape, self.precision, self.profile) else set()
-        rare |= {GROUPS} if self.cache_groups > 1 else set()
+        if unscheduled_layers(self.shape, self.precision, self.profile):
+            rare.add(SCHEDULE)
+        if self.cache_groups > 1:
+            rare.add(GROUPS)
         rare |= set(host_kernels(self.shape)) | front_kernels(self.inside)
         object.__setattr__(self, "profile", with_kernels(self.profile, self.gpu, rare))
         if self._between_nodes:

@@ -297,7 +297,9 @@ def unmeasured_parts(shape: ModelShape) -> tuple[str, ...]:
 def unmeasured_sd(parts: Sequence[str]) -> float:
     """The extra standard deviation of log KL for unmeasured parts, by their names."""
     mixed = set(parts) - SMALL_SD.keys()
-    sd = STATE_SPACE_SD if STATE_SPACE in mixed else UNMEASURED_SD if mixed else 0.0
+    sd = UNMEASURED_SD if mixed else 0.0
+    if STATE_SPACE in mixed:
+        sd = STATE_SPACE_SD
     return hypot(sd, *(SMALL_SD[part] for part in parts if part in SMALL_SD))
 
 
