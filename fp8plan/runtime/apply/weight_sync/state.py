@@ -122,7 +122,7 @@ def after(weights: Weights, event: Event, why: str | None = None) -> Weights:
         case _, Event.RESTORE:
             return weights if weights.before is None else weights.before
     if (state := _STEPS.get((weights.state, event))) is None:
-        raise SyncError(f"{event} cannot follow {weights.state}; allowed: begin, write, check, serve")
+        raise SyncError(f"{event} cannot follow {weights.state}; allowed: begin, write, check and serve, in this order")
     if state is State.SERVING:
         return Weights(whole=weights.whole)
     return replace(weights, state=state, why=why or weights.why, whole=weights.whole and event is not Event.WRITE)
@@ -218,12 +218,12 @@ class SyncState:
 
     @property
     def dead(self) -> bool:
-        """Whether the engine has died, so that the next sync starts it again."""
+        """True if the engine has died. The next sync starts it again."""
         return self.weights.state is State.DEAD
 
     @property
     def shut_down(self) -> bool:
-        """Whether its owner has shut it down, for good."""
+        """True if its owner has shut it down, for good."""
         return self.weights.state is State.CLOSED
 
 
