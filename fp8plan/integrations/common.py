@@ -132,7 +132,9 @@ def announce(plan: Plan, source: Any, choice: int | str | None) -> None:
 
     source: the trainer's setting of the plan; choice: index or precision; None: the chosen one
     """
-    named = '"auto"' if source == "auto" else "a Plan" if isinstance(source, Plan) else str(source)
+    named = "a Plan" if isinstance(source, Plan) else str(source)
+    if source == "auto":
+        named = '"auto"'
     chosen = "" if choice is None else f", choice={choice!r}"
     print(f"fp8plan: plan={named}{chosen}: {plan.select(choice).precision} for {plan.model} on {plan.gpu}", flush=True)
     if plan.reasons:

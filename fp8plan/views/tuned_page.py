@@ -44,7 +44,9 @@ def bars(fall: Waterfall) -> list[Bar]:
         at, beyond = start.seconds, end is fall.limit
         for level in steps:
             change = level.seconds - at
-            colour = GREY if beyond else GREEN if change <= 0 else RED
+            colour = GREEN if change <= 0 else RED
+            if beyond:
+                colour = GREY
             text = f"{'-' if change <= 0 else '+'}{seconds(abs(change))} s ({change / start.seconds:+.0%})"
             drawn.append(Bar(level.name, at, level.seconds, colour, text))
             at = level.seconds

@@ -95,8 +95,11 @@ def _kernels(llm: Any, prompts: int, context: int, response: int, recorded: Mapp
     kernels, tokens, spans = zip(*llm.collective_rpc("fp8plan_kernels_end"), strict=True)
     total = round(sum(us for *_, us in kernels[0]), 1)
     facts = {"kernels": kernels[0], "kernels_us": total, "span_us": list(spans)}
-    facts |= {"prefill_tokens": tokens[0]} if "tokens" in recorded else {}
-    return facts | ({"other_gpus": list(kernels[1:])} if kernels[1:] else {})
+    if "tokens" in recorded:
+        facts["prefill_tokens"] = tokens[0]
+    if kernels[1:]:
+        facts["other_gpus"] = list(kernels[1:])
+    return facts
 
 
 def empty_prefix_cache(llm: Any) -> None:
