@@ -195,6 +195,8 @@ class PlanRequest:
         if not (names is None or (isinstance(names, Sequence) and all(isinstance(name, str) for name in names))):
             raise ConfigError(f"precisions is {names!r}; allowed: some of {', '.join(PRESETS)}, or None for all")
         kinds(self)
+        if not all(isinstance(record, Record) for record in self.observed):
+            raise ConfigError(f"observed is {self.observed!r}; allowed: records; type: read_records(FILE.jsonl)")
         check_target(self.target)
         if self.top_k is not None and self.sender is not None:
             raise ConfigError(
