@@ -131,7 +131,7 @@ def option(
     return typer.Option(*names, help=text, show_default=default or True, metavar=metavar, rich_help_panel=panel)
 
 
-Words = Mapping[type, dict[str, Any]]  # dataclass -> its fields whose options have a value, and these values
+Words = Mapping[type, dict[str, Any]]  # dataclass -> field -> the value that its option has, typed or by default
 
 
 def options_of(

@@ -45,7 +45,7 @@ from fp8plan.runtime.watch.mismatch.sampling import RAW, Sampling
 from fp8plan.version import __version__
 
 LAST_SEQUENCES: Final = "the last sequences that were generated"
-# Hundredths of a second for a request that vLLM does not count yet to show tokens, or to end if it was aborted.
+# Hundredths of a second that a request which vLLM does not count yet has to show tokens or to end.
 SETTLES: Final = 100
 DEAD: Final = "the engine's process has ended; start the server again"
 
