@@ -164,9 +164,7 @@ class EngineLimits:
         vllm/engine/arg_utils.py). Raises ConfigError if vLLM's budget is too small for the given max_num_seqs.
         """
         large = gpu.memory_bytes >= 70 << 30 and "a100" not in gpu.product.lower()
-        defaults = LARGE_GPU if large else SMALL_GPU
-        if gpu.is_cpu:
-            defaults = ANY_CPU
+        defaults = ANY_CPU if gpu.is_cpu else LARGE_GPU if large else SMALL_GPU
         kept = {name: getattr(self, name) for name in defaults if not isinstance(getattr(self, name), Derived)}
         limits = replace(self, **defaults | kept)
         budget, requests = limits.max_num_batched_tokens, limits.max_num_seqs

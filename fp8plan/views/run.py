@@ -144,10 +144,6 @@ def lines(steps: Steps) -> list[Line]:
     return [line for line in rows if not np.isnan(line.values).all()]
 
 
-def _bad(worst: bool) -> str:
-    return WORST if worst else BAD
-
-
 def _kl(steps: Steps) -> Line:
     """k3 against its limit; the robust one where k3 is infinite, or not recorded."""
     values, limit, infinite = runs.shown_kl(steps), steps.value(schemas.KL_LIMIT), bool(runs.infinite_kl(steps)[-1])
@@ -155,7 +151,7 @@ def _kl(steps: Steps) -> Line:
     robust = steps.value(schemas.K3) is None and steps.value(schemas.K3_ROBUST) is not None
     style, against = "", ""
     if now is not None and limit:
-        style = GOOD if now <= limit else _bad(now > 3 * limit)
+        style = GOOD if now <= limit else BAD if now <= 3 * limit else WORST
         against = f"limit {limit:.1e} ({_times(now / limit)})"
     if infinite:
         style, against = WORST, f"k3 infinite; limit {limit:.1e}" if limit else "k3 infinite"
@@ -176,9 +172,7 @@ def _share(steps: Steps, label: str, metric: str, against: str = "") -> Line:
 
 def _ess(steps: Steps, label: str, metric: str) -> Line:
     now = steps.value(metric)
-    style = ""
-    if now is not None:
-        style = _bad(now < LOW_ESS[0]) if now < LOW_ESS[1] else GOOD
+    style = "" if now is None else WORST if now < LOW_ESS[0] else BAD if now < LOW_ESS[1] else GOOD
     return Line(label, percent(now), f"least {percent(_least(steps, metric))}", steps.column(metric), style, SHARE)
 
 
@@ -218,10 +212,7 @@ def _speed(steps: Steps) -> Line:
         guard = steps.said[at].guard
         verdict = guard.verdict if guard else None
         fine = verdict.as_fast if verdict else low is None or now >= low  # the guard allows for noise
-        if fine:
-            style = GOOD
-        elif fine is not None and not steps.said[at].cold:
-            style = BAD
+        style = GOOD if fine else "" if fine is None or steps.said[at].cold else BAD
         against = f"predicted {predicted:,.0f} ({_times(now / predicted)})"
         if style == BAD:
             against = f"predicted {low:,.0f}-{high:,.0f}" if high is not None else against
@@ -246,8 +237,7 @@ def _state(steps: Steps) -> list[RenderableType]:
         as_fast = verdict.as_fast
         fine = action == "none" and (cold or as_fast is not False)
         advice = "" if action == "none" else f"{action}: "
-        good = GOOD if as_fast else ""
-        rows.append(("guard", f"{advice}{verdict.reason or ''}", good if fine else BAD))
+        rows.append(("guard", f"{advice}{verdict.reason or ''}", BAD if not fine else GOOD if as_fast else ""))
         label, style = ("  advice", "") if fine else ("  cause", BAD)
         rows += [(label, cause.sentence or "", style) for cause in verdict.causes or ()]
     if guard and guard.off:
