@@ -90,7 +90,7 @@ def instance(name: str, value: Any, kind: type[Any], example: str) -> None:
 def kinds(owner: Any) -> None:
     """Raise ConfigError for a field of a dataclass whose value is not of a kind in its annotation.
 
-    A whole number is at least 1. The ranges of other numbers are their readers' to check.
+    A whole number is at least 1. Fields of floats are not checked here.
     """
     kind: Any = type(owner)
     for name, allowed in _kinds(kind).items():

@@ -16,8 +16,8 @@ class Option(NamedTuple):
 
     panel:    its group in the help; None: "Options", or "Arguments"
     help:     its help
-    default:  words for its default in the help; the command gets None if the option is left out. None: the field's own
-              default
+    default:  words for its default in the help; the command then gets None for an option that was left out. None: the
+              help shows the field's own default, and the command gets it
     name:     its name as it is typed, if that is not the field's
     metavar:  the word for its value in the help
     kind:     type of the typed value, if that is not the field's
@@ -38,19 +38,19 @@ class Option(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The options of a dataclass by the names of its fields, in the annotation of a field that has it as its value."""
+    """The options of another dataclass, by its fields. It annotates a field whose value is of that dataclass."""
 
     kind: type
     options: Mapping[str, Option]
 
 
 def group_of(kind: type) -> Group:
-    """The options in the annotations of a dataclass, those of its groups left out."""
+    """The options in a dataclass's own annotations, without those of its groups."""
     return Group(kind, {name: option for owner, name, option in declared(kind) if owner is kind})
 
 
 def declared(kind: type) -> Iterator[tuple[type, str, Option]]:
-    """Yield each option of a dataclass and its groups, in order: the dataclass that has it, its field, the option."""
+    """Yield (dataclass, field, Option) for each option of a dataclass and of its groups, in order."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         for beside in getattr(hint, "__metadata__", ()):
             if isinstance(beside, Option):

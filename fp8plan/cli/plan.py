@@ -40,7 +40,7 @@ Asked = TypeVar("Asked", bound=PlanRequest)
 
 @dataclass(frozen=True)
 class PlanOutputs:
-    """Where the results of a plan go, and the KV scales of its settings.
+    """The destinations of a plan's results, and the KV scales of its settings.
 
     Raises ConfigError for outputs that cannot all be written, and for unknown scales.
     """

@@ -131,7 +131,7 @@ def option(
     return typer.Option(*names, help=text, show_default=default or True, metavar=metavar, rich_help_panel=panel)
 
 
-Words = Mapping[type, dict[str, Any]]  # dataclass -> its fields whose options have a value, and these values
+Words = Mapping[type, dict[str, Any]]  # dataclass -> field -> the value that its option has, typed or by default
 
 
 def options_of(
@@ -142,8 +142,9 @@ def options_of(
     without:  fields that are left out
     defaults: field -> the words for its default in the help of this command
     """
-    every = [found for kind in declaring for found in declared(kind) if found[1] not in without]
-    parameters = [_parameter(*each, words=(defaults or {}).get(each[1])) for each in every]
+    every = [entry for kind in declaring for entry in declared(kind) if entry[1] not in without]
+    defaults = defaults or {}
+    parameters = [_parameter(owner, name, entry, defaults.get(name)) for owner, name, entry in every]
 
     def decorate(command: Callable[[Words], None]) -> Callable[..., None]:
         def call(**typed: Any) -> None:

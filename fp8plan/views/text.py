@@ -65,8 +65,8 @@ class Fitted:
         if absent and self.below:
             first, left_out = kept[0], [column for column in self.columns if column not in kept]
             for row, name in enumerate(first.cells):
-                told = "; ".join(f"{column.name}: {column.cells[row]}" for column in left_out)
-                yield Paragraph(f"{name.removeprefix('  ')}: {told}", indent=2)
+                cells_of_row = "; ".join(f"{column.name}: {column.cells[row]}" for column in left_out)
+                yield Paragraph(f"{name.removeprefix('  ')}: {cells_of_row}", indent=2)
         elif absent:
             yield Paragraph(f"too narrow for: {', '.join(absent)} (--json has them)", style="dim")
 

@@ -58,12 +58,12 @@ class PlanRequest:
                     models with expert parallelism too; the rest are replicas. None: the layout in `limits`
     gpus_per_node:  GPUs that reach each other without the network; None: the usual number for this GPU
     limits:         limits of each engine. One that is not set takes vLLM's default for this GPU and model
-    inside:         the program that calls the engines, one of fp8plan.model.cost.host.INSIDE. None: the target's;
-                    for trl "server" if an engine may have several GPUs, else "trl"
+    inside:         the program that calls the engines, one of fp8plan.model.cost.host.INSIDE. None: the target's. For
+                    the target trl that is "server" if an engine may have several GPUs, else "trl"
     engine_version: version of vLLM; None: that of `version.default_version`
-    host_loop_s:    speed of the engine's host, which `fp8plan doctor --host` measures there, in seconds as in
-                    RolloutRecord; None: that of the observed rollouts, else not known: as on the hosts that were seen,
-                    with a wide error
+    host_loop_s:    speed of the engine's host, in seconds as in RolloutRecord; `fp8plan doctor --host` measures it.
+                    None: that of the observed rollouts. Without these the plan expects the hosts that were seen, with
+                    a wide error
     strict:         refuse a profile of another engine version
     precisions:     preset names; None: all, and those that this GPU cannot run are listed as unavailable
     budget:         the highest mismatch risk that may be chosen; None: that of RiskBudget()
@@ -195,6 +195,8 @@ class PlanRequest:
         if not (names is None or (isinstance(names, Sequence) and all(isinstance(name, str) for name in names))):
             raise ConfigError(f"precisions is {names!r}; allowed: some of {', '.join(PRESETS)}, or None for all")
         kinds(self)
+        if not all(isinstance(record, Record) for record in self.observed):
+            raise ConfigError(f"observed is {self.observed!r}; allowed: records; type: read_records(FILE.jsonl)")
         check_target(self.target)
         if self.top_k is not None and self.sender is not None:
             raise ConfigError(

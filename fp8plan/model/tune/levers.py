@@ -1,4 +1,4 @@
-"""What-ifs on top of a tuned plan: each lever with its gain, its price, and its setting in the words of each program.
+"""The levers of a tuned plan, each with its gain, its price, and its setting in the words of each program.
 
 A lever is simulated on the engine of the plan's choice, with all else as it is. Its gain is that of a rollout with as
 many responses, or of the RL step where the step changes. Few levers were measured: `Lever.measured`.

@@ -565,6 +565,12 @@ def test_precisions_are_one_name_or_some() -> None:
         plan(SMALL, "h200", WORK, precisions=[])
 
 
+@pytest.mark.parametrize("observed", ["run.jsonl", [{"seconds": 1.0}]])
+def test_observed_rollouts_are_records(observed: object) -> None:
+    with pytest.raises(ConfigError, match=r"observed is .*; allowed: records; type: read_records\("):
+        plan(SMALL, "h200", WORK, observed=observed)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("low_kl", float("nan")), ("moderate_ess", -1), ("low_clip", "0.1"), ("moderate_kl", float("inf"))],

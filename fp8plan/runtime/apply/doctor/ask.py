@@ -91,7 +91,10 @@ def temperatures(
     from scipy.optimize import minimize_scalar
 
     size = vocabulary or VOCABULARY
-    alternatives = min(FEW if most is None else ENOUGH if most < 0 else min(most, ENOUGH), size)
+    allowed = FEW
+    if most is not None:
+        allowed = ENOUGH if most < 0 else min(most, ENOUGH)
+    alternatives = min(allowed, size)
     ask = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": alternatives}
     outputs = yield Generate([sequence.tokens for sequence in scored], ask)
     rows = [

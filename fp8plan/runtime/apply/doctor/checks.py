@@ -59,7 +59,7 @@ def precision(seen: Observed) -> Finding:
 
 
 def _running(seen: Observed) -> str:
-    """What is known of the weights and the KV cache, in words; "" if nothing is."""
+    """The state of the weights and the KV cache, in words; "" if nothing is known of them."""
     layers, cache = list(seen.facts.get("layers", ())), seen.facts.get("kv_cache_dtype")
     linears = sorted({kind.partition(" / ")[2] for kind in layers if "Linear" in kind})
     parts = []

@@ -59,7 +59,8 @@ def _of_monitor(path: Path, rows: list[dict[str, Any]], request: Request) -> Obs
     rollout, _ = _record(_last(standing, "preemptions"), path)
     # The engine's facts under the names of runtime.apply.worker.facts.
     facts: dict[str, Any] = {name: engine[name] for name in ("e8m0", "enforce_eager") if name in engine}
-    facts |= {"vllm_version": engine["engine_version"]} if engine.get("engine_version") else {}
+    if engine.get("engine_version"):
+        facts["vllm_version"] = engine["engine_version"]
     gpu = engine.get("gpu") or request.gpu
     runs = engine.get("precision") if engine.get("precision") in PRESETS else None
     if not rollout:
@@ -120,10 +121,13 @@ def _logged(rows: Sequence[dict[str, Any]], path: Path) -> Logged:
     for row in rows:
         for name in row.get("alarms") or ():
             sounded.setdefault(name, []).append(row["step"])
-    k3: Any = None if having is None else having["metrics"][K3]
+    k3: float | None = None
+    if having is not None:
+        recorded: Any = having["metrics"][K3]
+        k3 = float(recorded) if is_number(recorded) else nan
     return Logged(
         step=last["step"],
-        k3=None if having is None else float(k3) if is_number(k3) else nan,
+        k3=k3,
         k3_step=None if having is None else having["step"],
         limit=last["metrics"].get(KL_LIMIT),
         tokens=last["metrics"].get(TOKENS),

@@ -124,7 +124,9 @@ def _inside(
     scales = notes.of("kv_scales", lambda: ask(rpc("fp8plan_kv_scales"))[0]) if state.fp8_kv and ranks else None
     runs = preset_of(ranks[0]) if ranks else None
     fields["ranks"], fields["runs"], fields["kv_scales"] = ranks, runs, scales
-    fields["kernels"] = kernel_names(ranks[0], PRESETS[runs]) if runs else dict(ranks[0]["kernels"]) if ranks else None
+    fields["kernels"] = dict(ranks[0]["kernels"]) if ranks else None
+    if runs:
+        fields["kernels"] = kernel_names(ranks[0], PRESETS[runs])
     ours = state if state.expected is not None or state.prepared else None
     fields["weights"] = notes.of("weights", lambda: ask(asking.weights_of_ranks(ours, request.weights)))
     return fields

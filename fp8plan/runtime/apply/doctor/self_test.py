@@ -104,7 +104,11 @@ def self_test(gpu: str | None = None, note: Callable[[str], None] = lambda _: No
         check, *later = left
         findings.append(fault(check, CHECKS[check], _text_of(error), ADVICE.format(package=package)))
         findings += [unknown(name, f"not checked, as {check} failed") for name in later]
-    in_bf16 = ["FP8 weights"] * (preset.weights == "bf16") + ["an FP8 KV cache"] * (preset.kv == "bf16")
+    in_bf16 = []
+    if preset.weights == "bf16":
+        in_bf16.append("FP8 weights")
+    if preset.kv == "bf16":
+        in_bf16.append("an FP8 KV cache")
     findings.append(unknown("rest", f"not checked: {', '.join([*in_bf16, REST])}"))
     return Diagnosis(target, tuple(findings), Observed(target=target, gpu=card.name, precision=preset.name))
 

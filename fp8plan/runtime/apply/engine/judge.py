@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PREEMPTIONS: Final = "vllm:num_preemptions_total"  # vLLM's counter, in Prometheus's default registry
 MOST: Final = 64  # rollouts that are kept for a step that does not come
-How = Literal["open", "beside", "alone"]  # what a call is to the rollouts of its engine
+How = Literal["open", "beside", "alone"]  # a call beside the rollouts of its engine, as Judge.how says
 Row = tuple[Sequence[int], int]  # a prompt's token ids, and the tokens of one response to it
 
 
@@ -154,7 +154,7 @@ class Judge:
 
     @property
     def how(self) -> How:
-        """What a call is that begins now: in the open rollout, beside all rollouts, or alone, before any was opened."""
+        """The kind of a call that begins now: in the open rollout, beside all, or alone, before any was opened."""
         if self._open is not None:
             return "open"
         return "beside" if self.opened else "alone"

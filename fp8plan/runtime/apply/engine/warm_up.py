@@ -71,7 +71,8 @@ def _split(tokens: int, longest: int) -> list[int]:
     if tokens <= longest:
         return [tokens]
     whole, rest = divmod(tokens, longest)
-    return [1, *[longest] * whole, *[rest] * (rest > 0)]
+    lengths = [1, *[longest] * whole]
+    return [*lengths, rest] if rest else lengths
 
 
 def _prompt(number: int, length: int) -> list[int]:

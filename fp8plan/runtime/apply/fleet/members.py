@@ -17,7 +17,7 @@ from fp8plan.runtime.apply.fleet.placement import await_places, place, placed, r
 from fp8plan.runtime.apply.fleet.sync import Packed, addressed, merged, packed, unpacked
 from fp8plan.runtime.apply.weight_sync.calls import STAGED, Call, Method, Rpc
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
-from fp8plan.runtime.apply.weight_sync.state import Event
+from fp8plan.runtime.apply.weight_sync.state import Event, refuse_dead
 from fp8plan.runtime.apply.weight_sync.stream import Channel
 from fp8plan.runtime.watch.guard.fallback import DEPTH, Action, GuardSettings, GuardState
 from fp8plan.runtime.watch.guard.guard import Judged, in_effect
@@ -44,11 +44,12 @@ class Replica:
         return self._engine.sizes()
 
     def answer(self, call: Call) -> Any:
-        """Do a Call."""
+        """Do a Call. Raises NotServingError if the engine has died."""
         self._close()
+        state = self._engine.state
+        refuse_dead(state)
         reply = self._engine.answer(call)
         if isinstance(call, Rpc) and call.method == "fp8plan_commit":
-            state = self._engine.state
             for event in (Event.BEGIN, Event.CHECK, Event.SERVE):  # also after a generate that was broken off
                 state.note(event)
             state.version += 1  # the next rollout is the first on new weights

@@ -24,7 +24,10 @@ def ray() -> Any:
 
 def bundle(gpus: int, cpus: float) -> dict[str, float]:
     """Return the resources of one replica. A bundle lies on one host, and so do all GPUs of a replica."""
-    return {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+    resources = {"CPU": cpus}
+    if gpus:
+        resources["GPU"] = gpus
+    return resources
 
 
 def placed(replicas: int, gpus: int, cpus: float, wait_s: float) -> Any:

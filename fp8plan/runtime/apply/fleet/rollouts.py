@@ -105,7 +105,7 @@ class Rollouts:
 
     @property
     def how(self) -> How:
-        """What a call is that begins now, as Judge.how."""
+        """The kind of a call that begins now, as Judge.how."""
         if self._open is not None:
             return "open"
         return "beside" if self.opened else "alone"

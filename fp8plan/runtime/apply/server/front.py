@@ -45,7 +45,7 @@ from fp8plan.runtime.watch.mismatch.sampling import RAW, Sampling
 from fp8plan.version import __version__
 
 LAST_SEQUENCES: Final = "the last sequences that were generated"
-# Hundredths of a second for a request that vLLM does not count yet to show tokens, or to end if it was aborted.
+# Hundredths of a second that a request which vLLM does not count yet has to show tokens or to end.
 SETTLES: Final = 100
 DEAD: Final = "the engine's process has ended; start the server again"
 
@@ -85,8 +85,8 @@ class Front:
         self.kv_source: str | None = None
         self.sampling: Sampling | None = None  # sampling of the requests since the weights serve
         self.serve_s = 0.0  # seconds of the last measurement of KV scales, with the reset of the prefix cache
-        there = [name for name in self.wrapped_if_there if hasattr(engine, name)]
-        self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in (*self.wrapped, *there)}
+        newer = [name for name in self.wrapped_if_there if hasattr(engine, name)]
+        self._own: dict[str, Callable[..., Any]] = {name: getattr(engine, name) for name in (*self.wrapped, *newer)}
         self._changed = asyncio.Condition()  # notified when the permission to generate changes
         self._measuring = False
         self._entering = 0  # number of requests that may generate and have no output so far
@@ -176,7 +176,7 @@ class Front:
 
     @property
     def _updating(self) -> bool:
-        """Whether an update is open. One that only waits for parts that sleep forbids nothing but requests."""
+        """True while an update is open, unless it only waits for parts that sleep: that one forbids requests alone."""
         weights = self.state.weights
         return weights.is_open and not (weights.state is State.CHECKED and self.state.asleep)
 

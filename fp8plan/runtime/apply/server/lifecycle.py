@@ -84,11 +84,11 @@ class LifecycleFront(Front):
                 await self._end("a trainer has begun another")
             self._note(Event.BEGIN)
             self._update = OpenUpdate()
+            self._silence = asyncio.create_task(self._until_silent(self._update))  # also if this call is cancelled
             try:
                 await self._called("start_weight_update", *args, **kwargs)
             except Exception as error:
                 raise await self._failed(error) from error
-            self._silence = asyncio.create_task(self._until_silent(self._update))
 
     async def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Take one part of an update."""

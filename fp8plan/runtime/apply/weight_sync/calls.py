@@ -41,7 +41,7 @@ Method = Literal[
     "fp8plan_compare_with_staged",
     "fp8plan_compared",
 ]
-# Those that take tensors -> the same for tensors in shared memory.
+# A method that takes tensors -> its twin for tensors in shared memory.
 STAGED: Final[Mapping[Method, Method]] = {
     "fp8plan_load": "fp8plan_load_staged",
     "fp8plan_patch": "fp8plan_patch_staged",
@@ -59,7 +59,7 @@ class Rpc:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """The end of all that the prefix cache holds."""
+    """A request to empty the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Generate:
 
     prompts:    token ids of each
     sampling:   fields of vLLM's SamplingParams
-    everywhere: every replica gets all of them; answered by a list of RequestOutputs for each replica
+    everywhere: every replica gets all prompts, and answers with a list of its own
     """
 
     prompts: Sequence[Sequence[int]]
@@ -78,7 +78,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The end of vLLM, and another start."""
+    """A request to shut vLLM down and start it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def until_reset() -> Iterator[float]:
 
 
 def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call], Any]) -> Answer:
-    """Run a procedure to its end. answer: does a Call to the engine; Files are done here"""
+    """Run a procedure to its end. answer: does a Call to the engine. Work on files is done here"""
     try:
         call = next(procedure)
         while True:

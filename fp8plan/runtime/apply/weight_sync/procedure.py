@@ -1,7 +1,7 @@
 """One sync of new policy weights into a live engine, as a procedure that does no input or output itself.
 
-`replace_weights` is a generator: it yields each Call to the engine, and is sent the answer. So one
-procedure serves an engine in this process, in another, and under asyncio. The order of the steps keeps garbage out:
+`replace_weights` is a generator: it yields each Call to the engine, and is sent the answer. So one procedure serves an
+engine in this process, in another, and under asyncio. The order of the steps keeps garbage out:
 
 1. the manifest (names, dtypes, shapes) is checked here and by a dry run in every worker: an error leaves the old
    weights serving, untouched;
@@ -98,10 +98,9 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
 
 
 def learn_quantised(state: SyncState) -> Procedure:
-    """Ask the workers which of the checkpoint's tensors the engine holds in FP8 or FP32, under a number that no sync
-    uses.
+    """Ask the workers which of the checkpoint's tensors the engine holds in FP8 or FP32.
 
-    Does nothing if that is known already, or without the checkpoint's files.
+    Does nothing if that is known already, or without the checkpoint's files. No sync uses the number of its manifest.
     """
     if state.quantised is not None or state.expected is None:
         return

@@ -18,10 +18,10 @@ class SyncReport:
                   self-check's part of begin, load and finish
     tensors, bytes: sent in all
     patched:      True if only what has changed was sent
-    looked:       unchanged tensors whose digests were sent, and equal the engine's (SyncSettings.look_every)
+    looked:       unchanged tensors that were compared with the engine's, by digests (SyncSettings.look_every)
     healed:       why patches were refused and all weights sent; None: they were not
     rounded:      tensors that came in FP32, and that the engine holds in BF16 or FP8
-    residual:     RMS of the changes that top_k has left out, over that of the weights; 0 without top_k. After
+    residual:     RMS of the changes that top_k has left out, over the weights' RMS; 0 without top_k. After
                   Follower.pull it is 0, because only the Publisher knows it
     chunks:       number of messages
     layers:       dtype of their weights -> modules of one rank

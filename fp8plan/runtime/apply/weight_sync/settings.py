@@ -26,8 +26,8 @@ class SyncSettings:
     delta:       "cpu" or "cuda": keep a copy of what the engine holds there, send only what has changed, and imply
                  weights_in="fp8_block"; None: send all weights
     top_k:       with delta, send the most useful changes only; None: all of them, so that no bit differs
-    look_every:  with delta, tensors that do not change are compared with the engine's all the same, each once in so
-                 many syncs; 0: never. An engine whose memory something else has written to gets all weights
+    look_every:  with delta, an unchanged tensor is compared with the engine's once in so many syncs; 0: never. If they
+                 differ, all weights are sent
     samples:     tensors that are compared with the sent ones after a sync
     kv_margin:   KV scales hold this many times the largest magnitudes seen
     scored_k3:   a sync fails above this mean k3 per token of the scored sequence. FP8 shows 0.001 to 0.03, wrong

@@ -71,17 +71,17 @@ def apart_by_digests(groups: Groups, written: Mapping[str, Tensor], changed: Col
     return apart
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _alike(tensor: Tensor, other: Tensor) -> bool:
     """Return True if two tensors have the same bits, after rounding to BF16 if only one is FP32."""
     import torch
 
-    if one.dtype != other.dtype:
-        if min(one.element_size(), other.element_size()) < 2:
+    if tensor.dtype != other.dtype:
+        if min(tensor.element_size(), other.element_size()) < 2:
             return False
-        one, other = one.to(torch.bfloat16), other.to(torch.bfloat16)
-    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape:
+        tensor, other = tensor.to(torch.bfloat16), other.to(torch.bfloat16)
+    if tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride() and tensor.shape == other.shape:
         return True
-    return torch.equal(bits(one), bits(other))
+    return torch.equal(bits(tensor), bits(other))
 
 
 def _digests(tensor: Tensor) -> Digests:
@@ -92,12 +92,12 @@ def _digests(tensor: Tensor) -> Digests:
     return {form.dtype: digests([matrix(form.contiguous())])[0] for form in forms}
 
 
-def _equal(one: Digests, other: Digests) -> bool:
-    common = one.keys() & other.keys()
-    return bool(common) and all(_same(one[dtype], other[dtype]) for dtype in common)
+def _equal(digested: Digests, other: Digests) -> bool:
+    common = digested.keys() & other.keys()
+    return bool(common) and all(_same(digested[dtype], other[dtype]) for dtype in common)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(tensor: Tensor, other: Tensor) -> bool:
     import torch
 
-    return one.shape == other.shape and torch.equal(one, other.to(one.device))
+    return tensor.shape == other.shape and torch.equal(tensor, other.to(tensor.device))

@@ -44,7 +44,7 @@ class Event(StrEnum):
     CHECK = "check"  # all tensors have come, and the live ones equal them
     SERVE = "serve"  # the new weights serve
     END = "end"  # the sync ends without new weights
-    RESTORE = "restore"  # the same, and the weights from before it are live again
+    RESTORE = "restore"  # as END, and the weights from before the sync are live
     REFUSE = "refuse"  # something other than a sync has made the weights unusable
     DIE = "die"
     START = "start"  # the engine was started again, with the weights of its checkpoint
@@ -65,7 +65,7 @@ class Weights:
 
     why:    the reason why they must not be used; None while they serve
     before: the state before the open sync; None without one
-    whole:  False once the sync that was begun last has written, unless the weights from before it are live again
+    whole:  False from the first write of the last sync on, until the weights from before it are restored
     """
 
     state: State = State.SERVING
@@ -92,7 +92,7 @@ _OF_A_SYNC: Final = frozenset((Event.BEGIN, Event.WRITE, Event.CHECK, Event.SERV
 def after(weights: Weights, event: Event, why: str | None = None) -> Weights:
     """Return the state of the weights after an event.
 
-    why: the reason why the weights must not be used from then on; None: as before, or in the event's own words
+    why: the reason why the weights must not be used from then on; None: that from before, or the event's usual one
 
     Raises SyncError for an event that cannot happen in this state; LostEngineError once the engine was shut down, for
     all events of a sync.
@@ -122,7 +122,7 @@ def after(weights: Weights, event: Event, why: str | None = None) -> Weights:
         case _, Event.RESTORE:
             return weights if weights.before is None else weights.before
     if (state := _STEPS.get((weights.state, event))) is None:
-        raise SyncError(f"{event} cannot follow {weights.state}; allowed: begin, write, check, serve")
+        raise SyncError(f"{event} cannot follow {weights.state}; allowed: begin, write, check and serve, in this order")
     if state is State.SERVING:
         return Weights(whole=weights.whole)
     return replace(weights, state=state, why=why or weights.why, whole=weights.whole and event is not Event.WRITE)
@@ -218,12 +218,12 @@ class SyncState:
 
     @property
     def dead(self) -> bool:
-        """Whether the engine has died, so that the next sync starts it again."""
+        """True if the engine has died. The next sync starts it again."""
         return self.weights.state is State.DEAD
 
     @property
     def shut_down(self) -> bool:
-        """Whether its owner has shut it down, for good."""
+        """True if its owner has shut it down, for good."""
         return self.weights.state is State.CLOSED
 
 

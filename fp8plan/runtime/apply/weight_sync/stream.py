@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def started(pairs: Iterable[Any]) -> Iterable[Any]:
-    """Return the trainer's pairs once the first one has come, because an error in it is still harmless.
+    """Return the trainer's pairs once the first one has come. An error until then leaves the old weights serving.
 
     Raises ConfigError, even for the trainer's own errors.
     """

@@ -215,8 +215,9 @@ class LiveWeights:
 
     def commit(self, stamp: str | None = None) -> None:
         """Keep the new weights, and let go of the copy of the old ones. stamp: a name for them, as patches' base"""
-        running, self._running = self._expecting(), None
+        running = self._expecting()
         self.weights = after(self.weights, Event.SERVE)
+        self._running = None
         self.version, self.stamp = running.version, stamp
         if not running.look_every:
             self._untouched = None

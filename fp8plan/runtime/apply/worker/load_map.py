@@ -173,8 +173,8 @@ def joined(sets: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     return tuple(sorted(tuple(sorted(group)) for group in groups.values() if len(group) > 1))
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))
+def _overlap(box: Box, other: Box) -> bool:
+    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(box, other, strict=True))
 
 
 def leaders(sets: Iterable[Sequence[str]]) -> dict[str, str]:

@@ -11,10 +11,10 @@ Two laws share this protocol. docs/evidence/thresholds.md compares them, and del
 ConstantThresholds  the default
 LevelThresholds     tighter as the KL rises above a fixed target, for as long as it stays there
 
-C does not change this step's mismatch, which comes from outside: there is no loop to close, and no law integrates.
-Figures that are not numbers move nothing. Alarms go into the log beside every decision. Beyond the thresholds' means, a
-decision escalates: first to a recalibration of the KV scales, then to the guard's step down
-(`engine.apply(step.verdict, step.decided.escalate)`), as far as the engine `can`.
+C does not change the mismatch of its own step, so no law integrates. Figures that are not numbers move nothing. Alarms
+go into the log beside every decision. Where thresholds cannot help, a decision escalates: first to a recalibration of
+the KV scales, then to the guard's step down (`engine.apply(step.verdict, step.decided.escalate)`), as far as the engine
+`can`.
 
 Under both laws a decision says how much news the batch is:
 
@@ -36,11 +36,11 @@ It moves within bounds:
   least `min_kept` of the tokens stay. Tightening stops short of them.
 
 If a batch still passes the limits, a band widens at once, just far enough to keep `min_kept`, and never beyond its
-beginning. If even the initial band keeps less, band and C stay: they would otherwise be widest under the worst
-mismatch.
+beginning. If even the initial band keeps less, band and C stay as they are. The worst mismatch must not get the widest
+thresholds.
 
-The decision is AT_BOUND if the KL asks for more than a limit allows, or than the narrowest thresholds do. After
-`patience` such steps in a row the decision also escalates.
+The decision is AT_BOUND if the KL asks for tighter thresholds than a limit or `narrowest` allows. After `patience` such
+steps in a row the decision also escalates.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ ADVICE: Final = {
 
 
 def any_action(_: Escalation) -> bool:
-    """An engine that has every action, as nothing else is known."""
+    """True for every action: nothing is known of the engine."""
     return True
 
 

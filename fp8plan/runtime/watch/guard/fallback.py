@@ -236,7 +236,9 @@ def _mismatch(symptoms: Symptoms, settings: GuardSettings, state: GuardState) ->
 
 def _counted(count: int, value: float, limit: float, release: float) -> int:
     """The count plus one above the limit, 0 at the release and below, unchanged in between."""
-    return count + 1 if value > limit else 0 if value <= release else count
+    if value > limit:
+        return count + 1
+    return 0 if value <= release else count
 
 
 def _nothing_to_do(symptoms: Symptoms, gains: Mapping[Action, float]) -> str:

@@ -250,7 +250,9 @@ class Sampling:
         shapes = {
             f"{name} {values[name]:g}": f"{name}={none}" for name, none in neutral.items() if values[name] != none
         }
-        return shapes | ({"a logit_bias": "no logit_bias"} if self.logit_bias else {})
+        if self.logit_bias:
+            shapes["a logit_bias"] = "no logit_bias"
+        return shapes
 
 
 def sampled_at(temperature: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, NotServingError
 from fp8plan.runtime.apply.fleet import members as module
 from fp8plan.runtime.apply.fleet.members import LOOK_S, STOP_S, Members, Replica
 from fp8plan.runtime.apply.weight_sync.calls import Rpc
@@ -157,3 +157,13 @@ def test_a_commit_ends_what_a_broken_off_generate_has_left_in_a_replica() -> Non
     assert (state.refusal, state.version) == ("a generate was broken off", 0)
     assert replica.answer(Rpc("fp8plan_commit", ("stamp",))) == [{"ok": None}]
     assert (state.refusal, state.version) == (None, 1)
+
+
+def test_a_replica_that_has_died_does_no_call() -> None:
+    """Its fleet then counts it as lost, and the others go on with the sync."""
+    state = SyncState(SyncSettings(), None, fp8_kv=False)
+    replica = Replica(SimpleNamespace(), SyncSettings())  # type: ignore[arg-type]
+    replica._engine = SimpleNamespace(state=state, answer=lambda call: [{"ok": None}])  # type: ignore[assignment]
+    state.note(Event.DIE)
+    with pytest.raises(NotServingError, match="the engine has died"):
+        replica.answer(Rpc("fp8plan_commit", ("stamp",)))

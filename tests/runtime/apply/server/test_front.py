@@ -180,6 +180,24 @@ def test_a_trainer_that_was_only_slow_is_told_that_its_update_was_ended(call: st
     asyncio.run(asyncio.wait_for(meeting(), 30))
 
 
+def test_an_update_whose_start_was_cancelled_is_ended() -> None:
+    async def meeting() -> None:
+        async def slow(*_: Any) -> None:
+            await asyncio.sleep(10)
+
+        front = Silent(Engine())
+        front._own["start_weight_update"] = slow
+        beginning = asyncio.create_task(front.start_weight_update())
+        await asyncio.sleep(0.05)
+        beginning.cancel()
+        await asyncio.wait({beginning})
+        assert front.refusal is not None
+        await asyncio.sleep(0.6)
+        assert (front.open_update(), front.refusal) == (None, None)
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
 def test_a_trainer_that_is_heard_of_is_not_silent() -> None:
     """Neither between calls, nor in one that takes longer than the limit."""
 

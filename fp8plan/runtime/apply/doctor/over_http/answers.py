@@ -251,7 +251,10 @@ def facts_of(info: Info, metrics: Samples) -> dict[str, Any]:
         weight_transfer=transfer.backend if isinstance(transfer, TransferConfig) else transfer,
     )
     cache = [labels.get("cache_dtype") for labels, _ in metrics.get("vllm:cache_config_info", ())]
-    return plain(facts) | ({"kv_cache_dtype": cache[0]} if cache and cache[0] else {})
+    fields = plain(facts)
+    if cache and cache[0]:
+        fields["kv_cache_dtype"] = cache[0]
+    return fields
 
 
 def plain(answer: Struct) -> dict[str, Any]:

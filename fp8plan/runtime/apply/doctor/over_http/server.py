@@ -53,9 +53,11 @@ def observe_server(server: Server, request: Request) -> Observed:
     page = notes.of("preemptions", lambda: answers.samples(server.text("/metrics")))
     version = notes.of("version", lambda: server.json("/version", answers.Version))
     facts = answers.facts_of(info or answers.Info(), page or {})
-    facts |= {} if version is None else {"vllm_version": version.version}
+    if version is not None:
+        facts["vllm_version"] = version.version
     facts |= answers.plain(status.facts)
-    facts |= {} if status.weights is None else {"weights": status.weights.version}
+    if status.weights is not None:
+        facts["weights"] = status.weights.version
     inside = dict.fromkeys(("ranks", "kv_scales", "version", "kernels"), UNSEEN)
     notes.unseen |= inside | {"weights": FROM_INSIDE}
     counts = None if page is None else notes.of("preemptions", lambda: [answers.total(page, name) for name in COUNTERS])
@@ -70,7 +72,9 @@ def observe_server(server: Server, request: Request) -> Observed:
             refusal = str(error)
     runs = preset_of(facts)
     gpu, kernels = measured_on(request, facts, notes)
-    names = None if "kernels" not in facts else kernel_names(facts, PRESETS[runs]) if runs else facts["kernels"]
+    names = facts.get("kernels")
+    if names is not None and runs:
+        names = kernel_names(facts, PRESETS[runs])
     return Observed(
         target=f"{server.url}, {shown(model.id)}",
         gpu=gpu,

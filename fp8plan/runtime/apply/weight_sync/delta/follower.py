@@ -51,7 +51,7 @@ class Fetched:
 
 
 class Following(Protocol):
-    """An engine, a fleet or a server's front end, as far as a Follower goes.
+    """The part of an engine, a fleet or a server's front end that a Follower uses.
 
     state: the state of its weights
     """
@@ -68,7 +68,7 @@ class Following(Protocol):
         ...
 
     def asking(self, procedure: Procedure) -> Procedure:
-        """Return a procedure that changes nothing, to be run while nobody else has the engine."""
+        """Return the procedure, made to run while nobody else uses the engine. It changes nothing in it."""
         ...
 
     def syncing(
@@ -171,7 +171,7 @@ class Follower:
     ) -> Generator[Call, Any, tuple[SyncReport | None, str | None]]:
         """Sync local files. Returns the SyncReport; or None, and why the engine needs all tensors.
 
-        Without a report and a reason the engine has other weights than when the files were asked for.
+        Both are None if the engine's weights have changed since the files were asked for; then ask again.
         kv_amax, kv_prompts, scored: as `pull` takes them
         """
         state = engine.state
