@@ -239,8 +239,8 @@ BASE: dict[str, list[str]] = {
 
 # What the commands call: the module, the class there or "", the name, and the answer of its stand-in.
 CALLED: tuple[tuple[str, str, str, Any], ...] = (
-    ("fp8plan.cli.plan", "", "predict", None),
-    ("fp8plan.cli.plan", "PlanOutputs", "deliver", None),
+    ("fp8plan.model.plan.planner", "", "predict", None),
+    ("fp8plan.cli.request", "PlanOutputs", "deliver", None),
     ("fp8plan.model.tune.search", "", "search", MagicMock()),
     ("fp8plan.model.tune.answer", "Answer", "of", MagicMock(to_dict=dict)),
     ("fp8plan.model.plan.plan", "Plan", "emit", "settings"),

@@ -11,7 +11,7 @@ import numpy as np
 from fp8plan.errors import ProfileError
 from fp8plan.model.attention_backend import TRITON_NAMED, Backend, named_backend
 from fp8plan.model.memory.plan import check_share
-from fp8plan.model.plan.anchor import anchored, host_of
+from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.plan.candidates import Candidate, candidates, evaluated
 from fp8plan.model.plan.choice import as_choices, baseline_of, choose
 from fp8plan.model.plan.explain import explain
@@ -22,7 +22,7 @@ from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import HOST_LOOP, Profile
 from fp8plan.model.risk.expected import recommended_thresholds
 from fp8plan.model.rollout import Rollout
-from fp8plan.model.validate.records import Record
+from fp8plan.model.validate.records import Record, host_of
 from fp8plan.model.workload import Batch, Workload
 from fp8plan.version import version_warnings
 
