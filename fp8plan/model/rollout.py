@@ -15,7 +15,6 @@ import numpy as np
 from fp8plan.model.cost.base import Array, Cost, FloatArray, IntArray, StepBatch, WindowReads, joined
 from fp8plan.model.cost.grounds import MOST_UNSEEN, unseen
 from fp8plan.model.cost.host import ONE_FOR_ALL, front_cost, start_cost
-from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan
@@ -124,7 +123,7 @@ def simulate(
     was never measured.
     """
     memory = memory or setup.memory(batch.longest)
-    model = setup.step_model(profile, experts_hit)
+    model = setup.step_model(profile, experts_hit, memory)
     planned = schedules(batch.split(setup.limits.data_parallel_size), memory.kv, setup.limits, known)
     return Simulated(model, memory, planned, rollout(planned, model))
 
@@ -216,7 +215,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         log_gradient={name: value / makespan for name, value in gradient.items()},
         simulated=plan.sampled.requests / sum(p.requests for p in replicas) if plan.sampled else 1.0,
         sampling_sd=sampling,
-        cut=model.limits.cut,
+        cut=model.cut,
         rests_on=steps.rests_on(batch, once, starting, front.scaled(1 / pace)),
     )
 
@@ -280,8 +279,7 @@ def _front_error(front: Cost, profile: Profile) -> float:
 
 def least_seconds(plan: Schedule, batch: StepBatch, model: StepModel) -> float:
     """The seconds of the steps at the datasheet's bandwidth and peak. A model that stays in a cache may take less."""
-    bounds = np.maximum(bytes_bound(model, batch), flops_bound(model, batch))
-    return float((plan.weights * bounds).sum())
+    return float((plan.weights * model.least_seconds(batch)).sum())
 
 
 def _timed(batches: Sequence[StepBatch], model: StepModel) -> tuple[list[Array], Callable[[int], TimedSteps]]:

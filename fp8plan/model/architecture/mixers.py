@@ -158,6 +158,10 @@ class Attention(Part):
         """Elements of a value of one head."""
         return self.v_head_dim or self.head_dim
 
+    def heads_of_rank(self, tp: int) -> tuple[int, int]:
+        """Query and KV heads of one rank."""
+        return self.heads // tp, kv_heads_of_rank(self.kv_heads, tp)
+
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         heads = self.heads // tp
         outputs = row("o_proj", hidden, heads * self.value_dim)

@@ -96,6 +96,11 @@ class ModelShape:
         counts = Counter(part for layer in self.layers for part in parts(layer))
         return sorted(counts.items(), key=lambda item: [isinstance(item[0], x) for x in (Experts, Mlp, LayerInput)])
 
+    @cached_property
+    def mixers(self) -> list[tuple[Mixer, int]]:
+        """The distinct mixers and their numbers."""
+        return [(part, number) for part, number in self.counted if not isinstance(part, TokenPart)]
+
     def parts_of(self, kind: type[Kind]) -> list[tuple[Kind, int]]:
         """The distinct parts of a kind and their numbers."""
         return [(part, number) for part, number in self.counted if isinstance(part, kind)]

@@ -9,7 +9,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.plan.candidates import Candidate
-from fp8plan.model.plan.choice import Choice, several_layouts
+from fp8plan.model.plan.choice import Choice, seconds, several_layouts
 from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, over_another_layout, where
 from fp8plan.model.plan.syncs import sync_sentences
 from fp8plan.model.precision import Stored
@@ -113,12 +113,6 @@ def slower(answer: Answer) -> list[str]:
             f"{choice.precision} is {choice.gain.percent(than)}: it spends {seconds(more)} s on {part}{other}."
         )
     return sentences
-
-
-def seconds(value: float | None) -> str:
-    """A number of seconds with at least three digits, such as 1,234 or 98.7 or 0.0123."""
-    assert value is not None
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
 def limits_matter(chosen: Candidate) -> tuple[str, ...]:
