@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fp8plan.cli import console
-from fp8plan.cli.console import STDOUT, print_notes, progress
+from fp8plan.cli.console import STDOUT, print_notes
 from fp8plan.cli.program import Options, PlanCommand, Words, app, option, options_of
 from fp8plan.errors import ConfigError
 
@@ -38,9 +37,8 @@ def plan_command(words: Words) -> None:
     from fp8plan.model.plan.request import PlanRequest
     from fp8plan.views.report import plan_report
 
-    request, outputs, notes = request_of(PlanRequest, words)
-    prediction = predict(replace(request, progress=progress("predicting")))
-    outputs.deliver(prediction, notes, plan_report, _draw)
+    request, outputs, notes = request_of(PlanRequest, words, "predicting")
+    outputs.deliver(predict(request), notes, plan_report, _draw)
 
 
 def _draw(prediction: Prediction, target: Path, kv_scales: str) -> None:

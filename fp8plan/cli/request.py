@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fp8plan.cli import console
-from fp8plan.cli.console import STDOUT, print_notes, show
+from fp8plan.cli.console import STDOUT, print_notes, progress, show
 from fp8plan.cli.program import Words
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
@@ -122,8 +122,10 @@ class PlanOutputs:
             print(printed)
 
 
-def request_of(kind: type[Asked], words: Words) -> tuple[Asked, PlanOutputs, list[str]]:
+def request_of(kind: type[Asked], words: Words, doing: str) -> tuple[Asked, PlanOutputs, list[str]]:
     """The request that is typed, the outputs that are asked for, and notes.
+
+    doing: the word beside the bar of progress
 
     Raises ConfigError for words that cannot be read, and for options that contradict each other.
     """
@@ -151,6 +153,7 @@ def request_of(kind: type[Asked], words: Words) -> tuple[Asked, PlanOutputs, lis
         "kv_scales_calibrated": outputs.scales == "calibrated",
         "target": strictest([target for target, _ in outputs.emissions]),
         "workers": _cores(),
+        "progress": progress(doing),
     }
     made["workload"], notes = _workload(own.get("workload"), words[Workload])
     records: Sequence[Record] = ()

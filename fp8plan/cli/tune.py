@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8plan.cli.console import progress
 from fp8plan.cli.program import Options, PlanCommand, Words, app, options_of
 
 if TYPE_CHECKING:
@@ -38,10 +37,10 @@ def tune_command(words: Words) -> None:
     from fp8plan.model.tune.speculation import Speculation, speculation_of
     from fp8plan.views.tuned import tune_report
 
-    request, outputs, notes = request_of(TuneRequest, words)
+    request, outputs, notes = request_of(TuneRequest, words, "searching")
     keep = {"enable_prefix_caching"} & words[EngineLimits].keys()
     drafts = speculation_of(**words[Speculation])
-    tuned = search(replace(request, keep=keep, speculation=drafts, progress=progress("searching")))
+    tuned = search(replace(request, keep=keep, speculation=drafts))
     answer = Answer.of(tuned)
     report, picture = partial(tune_report, answer=answer), partial(_draw, answer=answer)
     outputs.deliver(tuned.prediction, notes, report, picture, tune=answer.to_dict())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -265,7 +265,7 @@ def _merged(linears: Iterable[tuple[Linear, int]]) -> tuple[Linear, ...]:
     layers: dict[Linear, int] = {}
     for linear, number in linears:
         layers[linear] = layers.get(linear, 0) + number
-    return tuple(linear._replace(layers=number) for linear, number in layers.items())
+    return tuple(replace(linear, layers=number) for linear, number in layers.items())
 
 
 def _uneven(size: Size, tp: int) -> bool:

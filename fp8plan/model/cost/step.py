@@ -77,6 +77,7 @@ class StepModel:
     layers, head: the linears of one rank, and lm_head
     main_linears: the linears of the layers that the precision is about: the quantised ones, or all if there are none
     cut:          of the engine, as in EngineLimits
+    layout_error: that of the profile for this cut
     cache_groups: groups of layers with their own block table (fp8plan.model.memory.kv_plan)
     drafts:       tokens that a draft head drafts for each request after a step: a layer like the last, and lm_head
     experts_hit:  distinct experts of a layer that a step's tokens go to; None: as under even routing
@@ -98,6 +99,7 @@ class StepModel:
     head: Linear = field(init=False, repr=False, compare=False)
     main_linears: list[Linear] = field(init=False, repr=False, compare=False)
     cut: tuple[int, bool] = field(init=False, repr=False, compare=False)
+    layout_error: float = field(init=False, repr=False, compare=False)
     _sustained: Profile = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -106,6 +108,7 @@ class StepModel:
         object.__setattr__(self, "head", next(x for x in linears if x.name == "lm_head"))
         object.__setattr__(self, "main_linears", [x for x in self.layers if x.quantised] or self.layers)
         object.__setattr__(self, "cut", self.limits.cut)
+        object.__setattr__(self, "layout_error", self.profile.layout_error(*self.cut))
         parts = rare_parts(self.gpu)
         rare = {kernel for kernel in self._kernels() if f"{kernel}.".startswith(parts)}
         rare |= {SCHEDULE} if unscheduled_layers(self.shape, self.precision, self.profile) else set()
@@ -405,8 +408,7 @@ class TimedSteps:
         gradient = gradient | dict.fromkeys(self.model.paces, total)
         profile, g = self.model.profile, np.array(list(gradient.values())) / total
         variance = float(g @ profile.covariance(list(gradient)) @ g)
-        unmeasured = profile.layout_error(*self.model.cut)
-        return float(np.sqrt(variance + profile.model_error**2 + unmeasured**2))
+        return float(np.sqrt(variance + profile.model_error**2 + self.model.layout_error**2))
 
 
 def lead(gpu: Cost, host: Cost, led: Array) -> Cost:

@@ -17,6 +17,7 @@ from fp8plan.model.profile.profile import UNCALIBRATED, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget, ThresholdAdvice
 from fp8plan.model.rl_step import WeightSync
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
+from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
 SLOWER = 0.01  # smaller losses are not either
@@ -115,9 +116,9 @@ def slower(answer: Answer) -> list[str]:
     return sentences
 
 
-def limits_matter(chosen: Candidate) -> tuple[str, ...]:
-    """A sentence that names `fp8plan tune`, if the limits cost the chosen candidate LEAST_GAIN of its time or more."""
-    setup, rollout, costs = chosen.setup, chosen.timed, list[str]()
+def limits_matter(setup: EngineSetup, rollout: Rollout) -> tuple[str, ...]:
+    """A sentence that names `fp8plan tune`, if the limits cost this rollout LEAST_GAIN of its time or more."""
+    costs = list[str]()
     largest, most = max(setup.cudagraph_sizes, default=0), rollout.timeline.decode_requests.max(initial=0)
     if 0 < largest < most and rollout.parts.get("host", 0.0) >= LEAST_GAIN:
         costs.append(f"the GPU waits for the host in steps of more than {largest:,} requests, which have no CUDA graph")
@@ -173,7 +174,7 @@ def explain(
         *_caveats(choices, answer.rollout(picked), profile),
         *_estimated(choices, profile),
         *_network(picked, gpus_per_node),
-        *(limits_matter(tried[chosen]) if tried else ()),
+        *(limits_matter(tried[chosen].setup, answer.rollout(picked)) if tried else ()),
         *(sync_sentences(tried, tried[chosen], sync) if sync else ()),
     )
 
