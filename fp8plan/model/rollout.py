@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8plan.model.cost.base import Array, Cost, FloatArray, IntArray, StepBatch, WindowReads, joined
-from fp8plan.model.cost.grounds import MOST_UNSEEN, unseen
+from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.cost.host import ONE_FOR_ALL, front_cost, start_cost
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
@@ -101,7 +101,8 @@ class Simulated(NamedTuple):
     @property
     def extrapolated(self) -> bool:
         """True if more than MOST_UNSEEN of the time is extrapolated or theory."""
-        return unseen(self.rollout.rests_on) > MOST_UNSEEN
+        shares: dict[str, float] = self.rollout.rests_on.get("shares", {})
+        return sum(shares.get(ground, 0.0) for ground in UNSEEN) > MOST_UNSEEN
 
 
 def simulate(

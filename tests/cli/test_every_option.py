@@ -294,8 +294,9 @@ def stand_in(seen: Seen, function: Callable[..., Any], name: str, answer: Any) -
 def seen_of(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> Callable[[str, list[str]], Seen]:
     """Run a command with some words, and return the arguments of all that it called."""
     seen: Seen = {}
-    for module, owner, name, answer in CALLED:
-        place = getattr(import_module(module), owner) if owner else import_module(module)
+    modules = [import_module(module) for module, *_ in CALLED]  # all of them before one holds another's stand-in
+    for module, (_, owner, name, answer) in zip(modules, CALLED, strict=True):
+        place = getattr(module, owner) if owner else module
         function = getattr(place, name)
         monkeypatch.setattr(place, name, stand_in(seen, function, name, answer))
     monkeypatch.setattr("fp8plan.cli.run.Console", lambda: Console(force_terminal=True))

@@ -9,7 +9,7 @@ kernels. Observed rollouts change paces and values, but not the grounds.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -125,12 +125,6 @@ def rests_on(
         "shares": {ground: share for ground, share in shares.items() if share},
         "kernels": {name: part for name, part in sorted(kernels.items(), key=lambda x: -sum(x[1].values())) if part},
     }
-
-
-def unseen(grounds: Mapping[str, Mapping[str, float]]) -> float:
-    """The share of a time that is extrapolated or theory. grounds: the result of `rests_on`"""
-    shares = grounds.get("shares", {})
-    return sum(shares.get(ground, 0.0) for ground in UNSEEN)
 
 
 def _theory(cost: Cost, model: Profiled) -> Array:
