@@ -21,10 +21,11 @@ from benchmarks.error_parts import Cell, Ratio, by_model, cells, gains, makespan
 from benchmarks.tables.markdown import table as markdown
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.anchor import anchored, host_of
+from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import rollout
+from fp8plan.model.validate.records import host_of
 
 RESULTS = Path(__file__).parent / "results" / "anchored.jsonl"
 VERSIONS = {"h200": "0.26.0", "h100": "0.26.0", "cpu": "0.30.0"}

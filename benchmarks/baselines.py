@@ -24,12 +24,10 @@ from functools import partial
 from importlib.metadata import version
 
 import aic
-import numpy as np
 from tqdm import tqdm
 
 from benchmarks.tables.baselines import SETS, records, results
 from fp8plan.errors import Fp8PlanError
-from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.rollout import Simulated, rollout, step_batch
@@ -45,7 +43,7 @@ def roofline(_: Record, prepared: Simulated) -> Answer:
     model, seconds = prepared.model, []
     for plan in prepared.schedules:
         batch = step_batch(plan)
-        bound = np.maximum(bytes_bound(model, batch), flops_bound(model, batch))
+        bound = model.least_seconds(batch)
         seconds.append(float(plan.steps @ bound))
     return max(seconds), None
 

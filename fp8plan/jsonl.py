@@ -1,4 +1,4 @@
-"""Reading and writing JSON, and files of one JSON object per line that survive a killed process and several writers.
+"""Reading and writing files of one JSON object per line, which survive a killed process and several writers.
 
 A line is appended by one write, to a file that is opened for it and closed after it. So a fork inherits nothing, and a
 deleted or moved file is begun again. A killed process (kill -9) leaves whole lines, and at most one torn line at the
@@ -20,37 +20,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, NoReturn
+from typing import IO, Any, Final, NamedTuple
 
-from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.errors import ConfigError
+from fp8plan.schemas import parse
 
 LOCK_S: Final = 1.0  # the longest wait for another writer of the same file
 NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # errors of file systems and devices without locks
 APPENDING: Final = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 BROKEN: Final = (OSError, EOFError, zlib.error)  # errors of files that cannot be read, compressed ones among them
 TORN: Final = object()  # the value of a line that breaks off
-
-
-def parse(text: str | bytes, where: str, error: type[Fp8PlanError] = ConfigError, finite: bool = True) -> Any:
-    """Parse JSON text, in UTF-8, with or without a byte order mark.
-
-    finite: NaN and Infinity are errors; else they are floats
-
-    Raises `error`, which begins with `where`, if it is not JSON.
-    """
-    try:
-        text = (text if isinstance(text, str) else text.decode("utf-8")).removeprefix("\ufeff")
-        return (_FINITE if finite else _ANY).decode(text)
-    except (ValueError, RecursionError) as wrong:
-        raise error(f"{where} is not JSON: {wrong}") from None
-
-
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"it holds {word}; allowed: finite numbers, or null")
-
-
-_FINITE: Final = json.JSONDecoder(parse_constant=_no_number)
-_ANY: Final = json.JSONDecoder()
 
 
 class Lines(NamedTuple):

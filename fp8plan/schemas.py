@@ -1,4 +1,4 @@
-"""The schemas of the files that fp8plan writes, their versions, and the check of data that is read back.
+"""The schemas of the files that fp8plan writes, their versions, and the check of what is read back.
 
 plan            fp8plan.model.plan.plan.Plan: one JSON object
 profile         fp8plan.model.profile.profile.Profile: one JSON object
@@ -12,10 +12,11 @@ types. Other fields are ignored.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from types import NoneType
-from typing import Annotated, Any, Final, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -208,6 +209,28 @@ SHOWN: Final = (
     REWARD, K3, K3_ROBUST, KL_LIMIT, BASELINE, NEWS, ESS, ESS_RAW, TIS, BAND_LOW, BAND_HIGH, CLIP_FRACTION,
     CLIPPED_MASS, LOST_TOKENS, TOKENS_PER_S, PREDICTED, PREDICTED_LOW, PREDICTED_HIGH,
 )  # fmt: skip
+
+
+def parse(text: str | bytes, where: str, error: type[Fp8PlanError] = ConfigError, finite: bool = True) -> Any:
+    """Parse JSON text, in UTF-8, with or without a byte order mark.
+
+    finite: NaN and Infinity are errors; else they are floats
+
+    Raises `error`, which begins with `where`, if it is not JSON.
+    """
+    try:
+        text = (text if isinstance(text, str) else text.decode("utf-8")).removeprefix("\ufeff")
+        return (_FINITE if finite else _ANY).decode(text)
+    except (ValueError, RecursionError) as wrong:
+        raise error(f"{where} is not JSON: {wrong}") from None
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"it holds {word}; allowed: finite numbers, or null")
+
+
+_FINITE: Final = json.JSONDecoder(parse_constant=_no_number)
+_ANY: Final = json.JSONDecoder()
 
 
 def check_version(data: Any, what: str, where: str, error: type[Fp8PlanError] = ConfigError) -> None:

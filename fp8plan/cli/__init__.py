@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 import re
 import sys
 from contextlib import suppress
@@ -14,9 +15,11 @@ from itertools import pairwise
 from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand
+from typer.models import CommandInfo
 
 from fp8plan.checks import number_hint
-from fp8plan.cli import measure, plan, run  # noqa: F401  (they add their commands to the app)
+from fp8plan.cli import measure, plan, run, tune  # noqa: F401  (they add their commands to the app)
 from fp8plan.cli.console import standard_streams
 from fp8plan.cli.program import UsageError, app
 from fp8plan.errors import Fp8PlanError
@@ -67,14 +70,30 @@ def _keep_freed_memory() -> None:
 
 @cache
 def program(word: str = "") -> Any:
-    """The program. If `word` is a command, it has no other one: typer takes a millisecond to make each."""
-    if word not in [command.name for command in app.registered_commands]:
-        import fp8plan.cli.tune  # noqa: F401  (it adds its command, and loads what other commands need not)
+    """The program. typer takes a millisecond to make a command, and plan's options load the planner.
+
+    word: the command to run, the only one then. With any other word all commands are `Listed`. "": all are made
+    """
     whole = copy(app)
     mine = [command for command in app.registered_commands if command.name == word]
     if mine:
         whole.registered_commands, whole.registered_groups = mine, []
+    elif word:
+        whole.registered_commands = [_listed(command) for command in app.registered_commands]
     return typer.main.get_command(whole)
+
+
+class Listed(TyperCommand):
+    """A command in the list of all, without its options. It is made with them when it runs or is completed."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return program(self.name).commands[self.name].make_context(info_name, args, parent, **extra)
+
+
+def _listed(command: CommandInfo) -> CommandInfo:
+    listed = copy(command)
+    listed.cls, listed.help, listed.callback = Listed, inspect.getdoc(command.callback), lambda: None
+    return listed
 
 
 def _run(words: list[str]) -> Any:

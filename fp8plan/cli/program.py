@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields
-from functools import cache
+from functools import cache, cached_property
 from inspect import Parameter, Signature
 from itertools import pairwise
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -134,33 +134,55 @@ def option(
 Words = Mapping[type, dict[str, Any]]  # dataclass -> field -> the value that its option has, typed or by default
 
 
-def options_of(
-    *declaring: type, without: Sequence[str] = (), defaults: Mapping[str, str] | None = None
-) -> Callable[[Callable[[Words], None]], Callable[..., None]]:
-    """A decorator that gives a command the options of dataclasses, and the groups in them.
+class Options(NamedTuple):
+    """The options of a command: those of dataclasses, and of the groups in them.
 
     without:  fields that are left out
     defaults: field -> the words for its default in the help of this command
     """
-    every = [entry for kind in declaring for entry in declared(kind) if entry[1] not in without]
-    defaults = defaults or {}
-    parameters = [_parameter(owner, name, entry, defaults.get(name)) for owner, name, entry in every]
 
-    def decorate(command: Callable[[Words], None]) -> Callable[..., None]:
-        def call(**typed: Any) -> None:
-            words: dict[type, dict[str, Any]] = {owner: {} for owner, *_ in every}
-            for owner, name, entry in every:
-                value = typed[name]
-                if value is not None:
-                    words[owner][name] = value if entry.read is None else entry.read(value)
-            command(words)
+    declaring: Sequence[type]
+    without: Sequence[str] = ()
+    defaults: Mapping[str, str] = {}
 
-        call.__doc__ = command.__doc__
-        call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return call
 
-    return decorate
+class Declared:
+    """A command with the options of dataclasses. typer asks for its signature when it makes the command.
+
+    load: imports the dataclasses. So a list of all commands, and any other command, needs none of them
+    """
+
+    def __init__(self, command: Callable[[Words], None], load: Callable[[], Options]) -> None:
+        self.__doc__, self.__annotations__ = command.__doc__, {}  # typer reads both
+        self._command, self._load = command, load
+
+    @cached_property
+    def _options(self) -> Options:
+        return self._load()
+
+    @cached_property
+    def _declared(self) -> list[tuple[type, str, Option]]:
+        """Each option: the dataclass that has it, its field, the option."""
+        every = (option for kind in self._options.declaring for option in declared(kind))
+        return [(owner, name, entry) for owner, name, entry in every if name not in self._options.without]
+
+    @cached_property
+    def __signature__(self) -> Signature:
+        defaults = self._options.defaults
+        return Signature([_parameter(*each, words=defaults.get(each[1])) for each in self._declared])
+
+    def __call__(self, **typed: Any) -> None:
+        words: dict[type, dict[str, Any]] = {owner: {} for owner, *_ in self._declared}
+        for owner, name, entry in self._declared:
+            value = typed[name]
+            if value is not None:
+                words[owner][name] = value if entry.read is None else entry.read(value)
+        self._command(words)
+
+
+def options_of(load: Callable[[], Options]) -> Callable[[Callable[[Words], None]], Declared]:
+    """A decorator that gives a command the options of dataclasses. load: as in Declared"""
+    return lambda command: Declared(command, load)
 
 
 _hints = cache(get_type_hints)

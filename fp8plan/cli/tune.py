@@ -7,34 +7,40 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8plan.cli.console import progress
-from fp8plan.cli.plan import PlanOutputs, request_of
-from fp8plan.cli.program import PlanCommand, Words, app, options_of
-from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.planner import Prediction
-from fp8plan.model.tune.request import SEARCHED, TuneRequest
-from fp8plan.model.tune.speculation import Speculation, speculation_of
+from fp8plan.cli.program import Options, PlanCommand, Words, app, options_of
 
 if TYPE_CHECKING:
+    from fp8plan.model.plan.planner import Prediction
     from fp8plan.model.tune.answer import Answer
 
 
+def _options() -> Options:
+    from fp8plan.cli.request import PlanOutputs
+    from fp8plan.model.tune.request import SEARCHED, TuneRequest
+
+    return Options((TuneRequest, PlanOutputs), defaults=dict.fromkeys(SEARCHED, "searched"))
+
+
 @app.command("tune", cls=PlanCommand)
-@options_of(TuneRequest, PlanOutputs, defaults=dict.fromkeys(SEARCHED, "searched"))
+@options_of(_options)
 def tune_command(words: Words) -> None:
     """Choose vLLM's limits, too, and weigh the trainer's levers.
 
     A limit that you give stays. --gpu-memory-utilization is a ceiling. Outputs are those of `plan`; its JSON has the
     levers as `tune`, and its picture is a waterfall.
     """
-    from fp8plan.model.tune.answer import Answer  # with all that levers need, which a plan need not load
+    from fp8plan.cli.request import request_of
+    from fp8plan.model.limits import EngineLimits
+    from fp8plan.model.tune.answer import Answer
+    from fp8plan.model.tune.request import TuneRequest
     from fp8plan.model.tune.search import search
+    from fp8plan.model.tune.speculation import Speculation, speculation_of
     from fp8plan.views.tuned import tune_report
 
-    request, outputs, notes = request_of(TuneRequest, words)
+    request, outputs, notes = request_of(TuneRequest, words, "searching")
     keep = {"enable_prefix_caching"} & words[EngineLimits].keys()
     drafts = speculation_of(**words[Speculation])
-    tuned = search(replace(request, keep=keep, speculation=drafts, progress=progress("searching")))
+    tuned = search(replace(request, keep=keep, speculation=drafts))
     answer = Answer.of(tuned)
     report, picture = partial(tune_report, answer=answer), partial(_draw, answer=answer)
     outputs.deliver(tuned.prediction, notes, report, picture, tune=answer.to_dict())

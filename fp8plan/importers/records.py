@@ -18,12 +18,11 @@ from fp8plan.importers import skyrl, trl, verl
 from fp8plan.importers.figures import Figures, figures
 from fp8plan.importers.logged import Counted, Logged, Measured, Note, Request, Source, Text, counted, name_of
 from fp8plan.importers.turns import Turns, notes, split
-from fp8plan.jsonl import parse
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import find_precision
 from fp8plan.model.validate.records import caller_of
-from fp8plan.schemas import REQUIRED, VERSIONS
+from fp8plan.schemas import REQUIRED, VERSIONS, parse
 from fp8plan.version import __version__
 
 SOURCES: Final[dict[str, Source]] = {"verl": verl.SOURCE, "trl": trl.SOURCE, "skyrl": skyrl.SOURCE}

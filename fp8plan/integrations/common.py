@@ -14,7 +14,6 @@ import msgspec
 from fp8plan import schemas
 from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
-from fp8plan.jsonl import parse
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
@@ -31,6 +30,7 @@ from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.watch.guard.fallback import DEPTH, Action, stepped_down
 from fp8plan.runtime.watch.monitor.sinks import JsonLines
+from fp8plan.schemas import parse
 
 if TYPE_CHECKING:
     from fp8plan.model.precision import Precision

@@ -39,7 +39,6 @@ from fp8plan import schemas
 from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import TrainerSettings, read_settings
-from fp8plan.jsonl import parse
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.watch.correction.correct import Correction, correct
 from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Level, Mode, Thresholds
@@ -48,6 +47,7 @@ from fp8plan.runtime.watch.mismatch.metrics import MismatchSums
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.runtime.watch.mismatch.sums import ALONE, rank, together
 from fp8plan.runtime.watch.monitor.monitor import Monitor
+from fp8plan.schemas import parse
 
 if TYPE_CHECKING:
     from fp8plan.runtime.watch.mismatch.measure import Array

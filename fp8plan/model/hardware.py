@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
@@ -48,6 +48,8 @@ class Gpu:
     tuned_fp8_experts:  (experts, their intermediate size on one rank) for which vLLM ships a tuned configuration of its
                         block-FP8 Triton kernel; None if it uses another kernel
     tuned_bf16_experts: the same for its BF16 kernel; None: not known
+    is_blackwell_data_center: Blackwell with HBM, such as the B200 and the B300
+    stores_fp8_only:    an NVIDIA GPU that stores FP8 but has no tensor cores for it, so kernels widen it to BF16
     """
 
     name: str
@@ -66,14 +68,18 @@ class Gpu:
     power_limit_watts: float | None = None
     tuned_fp8_experts: frozenset[tuple[int, int]] | None = None
     tuned_bf16_experts: frozenset[tuple[int, int]] | None = None
+    is_cpu: bool = field(init=False, repr=False, compare=False)
+    is_blackwell_data_center: bool = field(init=False, repr=False, compare=False)
+    stores_fp8_only: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        capability = self.compute_capability
+        object.__setattr__(self, "is_cpu", capability is None)
+        blackwell = capability is not None and (10, 0) <= capability < (12, 0)
+        object.__setattr__(self, "is_blackwell_data_center", blackwell)
+        object.__setattr__(self, "stores_fp8_only", capability is not None and capability < FIRST_FP8_CAPABILITY)
         if self.gpus_per_node < 1:
             raise ConfigError(f"gpus_per_node is {self.gpus_per_node!r}; allowed: a whole number of at least 1")
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.compute_capability is None
 
     def is_of(self, product: str) -> bool:
         """True if this is the GPU with that product name. A GPU given by its numbers may have any unknown name."""
@@ -103,16 +109,6 @@ class Gpu:
         HBM) has no DeepGEMM, and CUTLASS uses FP32 scales.
         """
         return self.is_blackwell_data_center
-
-    @property
-    def is_blackwell_data_center(self) -> bool:
-        """True for Blackwell with HBM, such as the B200 and the B300."""
-        return self.compute_capability is not None and (10, 0) <= self.compute_capability < (12, 0)
-
-    @property
-    def stores_fp8_only(self) -> bool:
-        """True for an NVIDIA GPU that stores FP8 but has no tensor cores for it, so kernels widen it to BF16."""
-        return self.compute_capability is not None and self.compute_capability < FIRST_FP8_CAPABILITY
 
     def has_tuned_experts(self, experts: int, inner: int, fp8: bool) -> bool:
         """True if vLLM has a Triton configuration tuned for `experts` of width `inner` on one rank, or may have one."""

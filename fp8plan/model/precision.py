@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Final, Literal, TypeAlias
 
@@ -40,31 +40,27 @@ class Precision:
              1 x weight_block[1] group by the engine. Only checkpoints have "fp8_tensor" (one scale per matrix) and
              "fp8_channel" (one per row); their activations have one scale per token or one for all
     kv:      "bf16" or "fp8" (E4M3, one scale per layer and K/V)
+    uses_fp8: weights or KV are FP8
+    in_blocks: weights have one scale per block
+    gemm_dtype: the key of the quantised linears' GEMM tables in a profile
+    kv_element_bytes: bytes of one K or V element (the per-layer scales are a few bytes in all)
     """
 
     name: str
     weights: Weights
     kv: Literal["bf16", "fp8"]
     weight_block: tuple[int, int] = (128, 128)
+    uses_fp8: bool = field(init=False, repr=False, compare=False)
+    in_blocks: bool = field(init=False, repr=False, compare=False)
+    gemm_dtype: str = field(init=False, repr=False, compare=False)
+    kv_element_bytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def uses_fp8(self) -> bool:
-        return self.weights != "bf16" or self.kv != "bf16"
-
-    @property
-    def gemm_dtype(self) -> str:
-        """The key of the quantised linears' GEMM tables in a profile."""
-        return "fp8" if self.weights in ("fp8_tensor", "fp8_channel") else self.weights
-
-    @property
-    def in_blocks(self) -> bool:
-        """True if weights have one scale per block."""
-        return self.weights == "fp8_block"
-
-    @property
-    def kv_element_bytes(self) -> int:
-        """Bytes of one K or V element (the per-layer scales are a few bytes in all)."""
-        return FP8_BYTES if self.kv == "fp8" else BF16_BYTES
+    def __post_init__(self) -> None:
+        whole_scales = self.weights in ("fp8_tensor", "fp8_channel")
+        object.__setattr__(self, "uses_fp8", self.weights != "bf16" or self.kv != "bf16")
+        object.__setattr__(self, "in_blocks", self.weights == "fp8_block")
+        object.__setattr__(self, "gemm_dtype", "fp8" if whole_scales else self.weights)
+        object.__setattr__(self, "kv_element_bytes", FP8_BYTES if self.kv == "fp8" else BF16_BYTES)
 
     def linear_bytes(self, n: int, k: int, quantised: bool) -> int:
         """Bytes of one (n, k) weight matrix; quantised: the engine quantises this layer."""

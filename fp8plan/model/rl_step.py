@@ -336,7 +336,7 @@ def rank_matrices(shape: ModelShape, limits: EngineLimits) -> list[tuple[Linear,
     linears = shape.linears(limits.tensor_parallel_size)
     matrices = [(matrix, 1) for matrix in linears]
     if not shape.tie_word_embeddings:
-        matrices += [(matrix._replace(name=EMBEDDING), 1) for matrix in linears if matrix.name == LM_HEAD]
+        matrices += [(replace(matrix, name=EMBEDDING), 1) for matrix in linears if matrix.name == LM_HEAD]
     for experts, layers in shape.parts_of(Experts):
         copies = experts.most_on_a_rank(limits.expert_ranks) * layers
         linears = experts.expert_linears(shape.hidden_size, limits.expert_slices)

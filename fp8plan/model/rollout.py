@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8plan.model.cost.base import Array, Cost, FloatArray, IntArray, StepBatch, WindowReads, joined
-from fp8plan.model.cost.grounds import MOST_UNSEEN, unseen
+from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.cost.host import ONE_FOR_ALL, front_cost, start_cost
-from fp8plan.model.cost.power import bytes_bound, flops_bound
 from fp8plan.model.cost.step import StepModel, TimedSteps
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import KvPlan
@@ -102,7 +101,8 @@ class Simulated(NamedTuple):
     @property
     def extrapolated(self) -> bool:
         """True if more than MOST_UNSEEN of the time is extrapolated or theory."""
-        return unseen(self.rollout.rests_on) > MOST_UNSEEN
+        shares: dict[str, float] = self.rollout.rests_on.get("shares", {})
+        return sum(shares.get(ground, 0.0) for ground in UNSEEN) > MOST_UNSEEN
 
 
 def simulate(
@@ -124,7 +124,7 @@ def simulate(
     was never measured.
     """
     memory = memory or setup.memory(batch.longest)
-    model = setup.step_model(profile, experts_hit)
+    model = setup.step_model(profile, experts_hit, memory)
     planned = schedules(batch.split(setup.limits.data_parallel_size), memory.kv, setup.limits, known)
     return Simulated(model, memory, planned, rollout(planned, model))
 
@@ -216,7 +216,7 @@ def rollout(replicas: Sequence[Schedule], model: StepModel) -> Rollout:
         log_gradient={name: value / makespan for name, value in gradient.items()},
         simulated=plan.sampled.requests / sum(p.requests for p in replicas) if plan.sampled else 1.0,
         sampling_sd=sampling,
-        cut=model.limits.cut,
+        cut=model.cut,
         rests_on=steps.rests_on(batch, once, starting, front.scaled(1 / pace)),
     )
 
@@ -280,8 +280,7 @@ def _front_error(front: Cost, profile: Profile) -> float:
 
 def least_seconds(plan: Schedule, batch: StepBatch, model: StepModel) -> float:
     """The seconds of the steps at the datasheet's bandwidth and peak. A model that stays in a cache may take less."""
-    bounds = np.maximum(bytes_bound(model, batch), flops_bound(model, batch))
-    return float((plan.weights * bounds).sum())
+    return float((plan.weights * model.least_seconds(batch)).sum())
 
 
 def _timed(batches: Sequence[StepBatch], model: StepModel) -> tuple[list[Array], Callable[[int], TimedSteps]]:

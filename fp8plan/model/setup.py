@@ -227,12 +227,16 @@ class EngineSetup:
         """
         return pool_tokens // self.kv_plan(0).block_size
 
-    def step_model(self, profile: Profile, experts_hit: int | None = None) -> StepModel:
-        """The cost model of one replica's steps. experts_hit: as in StepModel"""
-        facts = (experts_hit, self._cache_groups, self.inside, self.engine_version)
-        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile, *facts)
+    def step_model(
+        self, profile: Profile, experts_hit: int | None = None, memory: MemoryPlan | None = None
+    ) -> StepModel:
+        """The cost model of one replica's steps.
 
-    @cached_property
-    def _cache_groups(self) -> int:
-        """The number of groups of layers with a block table; 1 on a CPU, whose profile lacks their coefficient."""
-        return 1 if self.gpu.is_cpu else len(self.kv_plan(0).groups)
+        experts_hit: as in StepModel
+        memory:      the engine's memory, if it is already known
+        """
+        groups = 1  # with a block table; on a CPU, whose profile lacks their coefficient, all layers count as one
+        if not self.gpu.is_cpu:
+            groups = len((self.kv_plan(0) if memory is None else memory.kv).groups)
+        facts = (experts_hit, groups, self.inside, self.engine_version)
+        return StepModel(self.shape, self.gpu, self.precision, self.limits, profile, *facts)

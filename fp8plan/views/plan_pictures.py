@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fp8plan.model.cost.base import FloatArray
-from fp8plan.model.plan.explain import seconds
+from fp8plan.model.plan.choice import seconds
 from fp8plan.model.precision import find_precision
 from fp8plan.model.rollout import Timeline
 from fp8plan.views.axes import decimals

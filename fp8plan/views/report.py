@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
 
-from fp8plan.model.plan.choice import SpeedUp
-from fp8plan.model.plan.explain import seconds
+from fp8plan.model.plan.choice import SpeedUp, seconds
 from fp8plan.model.profile.profile import KEPT
 from fp8plan.model.rollout import TAIL_SHARE
 from fp8plan.views.text import Column, Fitted, Paragraph, best_rows, counted

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 
-from fp8plan.model.plan.explain import seconds
+from fp8plan.model.plan.choice import seconds
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.tune.answer import Answer
 from fp8plan.model.tune.scene import Lever

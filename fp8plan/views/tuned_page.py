@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fp8plan.model.plan.explain import seconds
+from fp8plan.model.plan.choice import seconds
 from fp8plan.model.setup import check_kv_scales
 from fp8plan.views.page import as_svg, paragraphs, write_plot
 from fp8plan.views.plan_page import as_table, page

@@ -239,8 +239,8 @@ BASE: dict[str, list[str]] = {
 
 # What the commands call: the module, the class there or "", the name, and the answer of its stand-in.
 CALLED: tuple[tuple[str, str, str, Any], ...] = (
-    ("fp8plan.cli.plan", "", "predict", None),
-    ("fp8plan.cli.plan", "PlanOutputs", "deliver", None),
+    ("fp8plan.model.plan.planner", "", "predict", None),
+    ("fp8plan.cli.request", "PlanOutputs", "deliver", None),
     ("fp8plan.model.tune.search", "", "search", MagicMock()),
     ("fp8plan.model.tune.answer", "Answer", "of", MagicMock(to_dict=dict)),
     ("fp8plan.model.plan.plan", "Plan", "emit", "settings"),
@@ -294,8 +294,9 @@ def stand_in(seen: Seen, function: Callable[..., Any], name: str, answer: Any) -
 def seen_of(fp8plan: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> Callable[[str, list[str]], Seen]:
     """Run a command with some words, and return the arguments of all that it called."""
     seen: Seen = {}
-    for module, owner, name, answer in CALLED:
-        place = getattr(import_module(module), owner) if owner else import_module(module)
+    modules = [import_module(module) for module, *_ in CALLED]  # all of them before one holds another's stand-in
+    for module, (_, owner, name, answer) in zip(modules, CALLED, strict=True):
+        place = getattr(module, owner) if owner else module
         function = getattr(place, name)
         monkeypatch.setattr(place, name, stand_in(seen, function, name, answer))
     monkeypatch.setattr("fp8plan.cli.run.Console", lambda: Console(force_terminal=True))

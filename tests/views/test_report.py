@@ -13,7 +13,7 @@ from rich.console import Console
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention, LatentAttention, ShortConv
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.explain import seconds
+from fp8plan.model.plan.choice import seconds
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.precision import PRESETS

@@ -9,7 +9,7 @@ the family's config says otherwise (`state_element_bytes`). Convolutions are lin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from fp8plan.model.precision import BF16_BYTES, FP8_BLOCK, FP32_BYTES
@@ -21,7 +21,8 @@ INPUT_BLOCK: Final = FP8_BLOCK.weight_block[1]  # inputs that share a scale; vLL
 INDEX_BLOCK: Final = 128  # elements of an indexer's key that share one FP32 scale (deepseek_v2.py, Indexer)
 
 
-class Linear(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Linear:
     """One weight matrix as vLLM runs it on one tensor-parallel rank: y[m, n] = x[m, k] @ W[n, k]^T."""
 
     name: str
@@ -34,25 +35,21 @@ class Linear(NamedTuple):
     padded: bool = False  # vLLM pads it to whole blocks, as it does experts
     stored: Literal["", "bf16", "fp8"] = ""  # its format in an FP8 checkpoint; "": vLLM quantises a BF16 checkpoint
 
-    @property
-    def intended(self) -> bool:
-        """True if FP8 weights are to include it. Its inputs on a rank may still prevent that."""
-        return self.quantisable and self.stored != "bf16"
+    elements: int = field(init=False, repr=False, compare=False)  # of one layer's matrix
+    intended: bool = field(init=False, repr=False, compare=False)  # for FP8, if its inputs on a rank allow it
+    quantised: bool = field(init=False, repr=False, compare=False)  # in FP8 on this rank when weights are FP8
 
-    @property
-    def quantised(self) -> bool:
-        """True if it is in FP8 on this rank when weights are FP8."""
-        return self.intended and (self.stored == "fp8" or self.padded or self.k % INPUT_BLOCK == 0)
+    def __post_init__(self) -> None:
+        intended = self.quantisable and self.stored != "bf16"
+        fits = self.stored == "fp8" or self.padded or self.k % INPUT_BLOCK == 0
+        object.__setattr__(self, "elements", self.n * self.k)
+        object.__setattr__(self, "intended", intended)
+        object.__setattr__(self, "quantised", intended and fits)
 
     @property
     def left_in_bf16(self) -> bool:
         """True if its inputs on this rank, or the list in an FP8 checkpoint, keep it in BF16."""
         return self.quantisable and not self.quantised
-
-    @property
-    def elements(self) -> int:
-        """Elements of one layer's matrix."""
-        return self.n * self.k
 
 
 class Cache(NamedTuple):
@@ -108,7 +105,7 @@ class Part:
         """The linears as the checkpoint holds them."""
         if self.bf16 is None:
             return linears
-        return tuple(x._replace(stored="bf16" if x.name in self.bf16 else "fp8") for x in linears)
+        return tuple(replace(x, stored="bf16" if x.name in self.bf16 else "fp8") for x in linears)
 
 
 def column(name: str, n: int, k: int, *, quantisable: bool = True) -> Linear:
@@ -118,7 +115,7 @@ def column(name: str, n: int, k: int, *, quantisable: bool = True) -> Linear:
 
 def fused(name: str, parts: tuple[int, ...], k: int) -> Linear:
     """Matrices with the same input that vLLM fuses, cut by rows. parts: outputs of each on one rank"""
-    return column(name, sum(parts), k)._replace(parts=parts)
+    return replace(column(name, sum(parts), k), parts=parts)
 
 
 def row(name: str, n: int, k: int) -> Linear:
@@ -157,6 +154,10 @@ class Attention(Part):
     def value_dim(self) -> int:
         """Elements of a value of one head."""
         return self.v_head_dim or self.head_dim
+
+    def heads_of_rank(self, tp: int) -> tuple[int, int]:
+        """Query and KV heads of one rank."""
+        return self.heads // tp, kv_heads_of_rank(self.kv_heads, tp)
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
         heads = self.heads // tp
@@ -325,7 +326,7 @@ class DeltaNet(Part):
         gates = self.value_heads // tp
         first = fused("in_proj_qkvz", (keys, keys, values, values), hidden), fused("in_proj_ba", (gates, gates), hidden)
         if self.interleaved:
-            first = first[0]._replace(parts=()), first[1]._replace(parts=())
+            first = replace(first[0], parts=()), replace(first[1], parts=())
         return self.held(*first, row("out_proj", hidden, values))
 
     def vectors(self, hidden: int, tp: int = 1) -> int:

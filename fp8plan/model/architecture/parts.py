@@ -8,7 +8,7 @@ cache. A model is a list of layers, so a new family is a new way to read layers 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fp8plan.model.architecture.mixers import (
@@ -98,7 +98,7 @@ class Experts(Part):
         """The w13 and w2 matrices of ONE routed expert on one rank. slices: into which tensor parallelism cuts it"""
         inner = self.intermediate_size // slices
         w13, w2 = column("experts_w13", (1 + self.gated) * inner, hidden), row("experts_w2", hidden, inner)
-        w13, w2 = self.held(w13._replace(padded=True), w2._replace(padded=True))
+        w13, w2 = self.held(replace(w13, padded=True), replace(w2, padded=True))
         return w13, w2
 
     def stored_linears(self, hidden: int, precision: Precision, slices: int = 1) -> tuple[Linear, Linear]:
@@ -111,7 +111,7 @@ class Experts(Part):
             return w13, w2
         rows, columns = precision.weight_block
         inner, width = -(-w2.k // rows) * rows, -(-w13.k // columns) * columns
-        return w13._replace(n=inner * (w13.n // w2.k), k=width), w2._replace(n=width, k=inner)
+        return replace(w13, n=inner * (w13.n // w2.k), k=width), replace(w2, n=width, k=inner)
 
     def stored_bytes(self, hidden: int, precision: Precision, slices: int = 1) -> int:
         """Bytes of one routed expert on one rank."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,6 +95,11 @@ class ModelShape:
         """The distinct parts and their numbers: mixers first, then inputs of layers, dense MLPs and experts."""
         counts = Counter(part for layer in self.layers for part in parts(layer))
         return sorted(counts.items(), key=lambda item: [isinstance(item[0], x) for x in (Experts, Mlp, LayerInput)])
+
+    @cached_property
+    def mixers(self) -> list[tuple[Mixer, int]]:
+        """The distinct mixers and their numbers."""
+        return [(part, number) for part, number in self.counted if not isinstance(part, TokenPart)]
 
     def parts_of(self, kind: type[Kind]) -> list[tuple[Kind, int]]:
         """The distinct parts of a kind and their numbers."""
@@ -260,7 +265,7 @@ def _merged(linears: Iterable[tuple[Linear, int]]) -> tuple[Linear, ...]:
     layers: dict[Linear, int] = {}
     for linear, number in linears:
         layers[linear] = layers.get(linear, 0) + number
-    return tuple(linear._replace(layers=number) for linear, number in layers.items())
+    return tuple(replace(linear, layers=number) for linear, number in layers.items())
 
 
 def _uneven(size: Size, tp: int) -> bool:

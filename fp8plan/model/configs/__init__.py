@@ -18,7 +18,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies, url2pathname
 
 from fp8plan.checks import nearest_hint
 from fp8plan.errors import ConfigError
@@ -93,6 +92,8 @@ def _of_url(text: str) -> str:
     except ValueError as error:  # an unfinished IPv6 address
         raise ConfigError(f"model is {shown(text)}; {ADVICE}") from error
     if url.scheme == "file":
+        from urllib.request import url2pathname  # with http and ssl, which a name needs not load
+
         return url2pathname(url.path)
     hubs = (*HUBS, urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname)
     parts = [unquote(part) for part in url.path.split("/") if part]
@@ -265,6 +266,8 @@ def _fetch(name: str) -> Path:
 
 def _knock(endpoint: str) -> None:
     """Raise OSError if the hub cannot be reached. Otherwise the library would retry for 20 s, with warnings."""
+    from urllib.request import getproxies
+
     if not getproxies():
         hub = urlsplit(endpoint)
         socket.create_connection((hub.hostname, hub.port or 443), timeout=5).close()

@@ -26,7 +26,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from fp8plan.model.architecture.mixers import kv_heads_of_rank
 from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.attention_backend import TRITON_DECODE
 from fp8plan.model.cost.base import (
@@ -102,20 +101,15 @@ NARROW, WIDE = 128, 256  # most elements of a head in FlashAttention 3's common 
 UNEVEN_GROUP = 1.06  # a group that does not divide a tile is loaded row by row: 4% (BF16) and 7% (FP8)
 
 
-def heads_per_rank(attention: Attention, tensor_parallel: int) -> tuple[int, int]:
-    """Query and KV heads of one rank; KV heads are replicated if there are fewer than ranks."""
-    return attention.heads // tensor_parallel, kv_heads_of_rank(attention.kv_heads, tensor_parallel)
-
-
 def kv_bytes_per_token(attention: Attention, precision: Precision, tensor_parallel: int) -> int:
     """K and V bytes of one token in one layer on one rank."""
     width = attention.head_dim + attention.value_dim
-    return heads_per_rank(attention, tensor_parallel)[1] * width * precision.kv_element_bytes
+    return attention.heads_of_rank(tensor_parallel)[1] * width * precision.kv_element_bytes
 
 
 def flops_per_pair(attention: Attention, tensor_parallel: int) -> int:
     """FLOPs of one query-key pair in one layer on one rank: Q K^T and P V."""
-    return 2 * heads_per_rank(attention, tensor_parallel)[0] * (attention.head_dim + attention.value_dim)
+    return 2 * attention.heads_of_rank(tensor_parallel)[0] * (attention.head_dim + attention.value_dim)
 
 
 def key_block(head_dim: int) -> int:
@@ -159,7 +153,7 @@ def cache_cost(tokens: Array, attention: Attention, precision: Precision, tp: in
 
     With FP8 KV the tokens' Q is quantised too, except on a GPU without FP8 tensor cores.
     """
-    query, kv_heads = heads_per_rank(attention, tp)
+    query, kv_heads = attention.heads_of_rank(tp)
     width = 0 if attention.shares_kv else kv_heads * (attention.head_dim + attention.value_dim)
     cost = kv_write_cost(tokens, width, precision, gpu, profile) if width else Cost(np.zeros(tokens.shape), {})
     if precision.kv == "fp8" and not gpu.stores_fp8_only:
@@ -181,7 +175,7 @@ def quantise_query_cost(tokens: Array, width: int, gpu: Gpu, profile: Profile) -
 def _decode(
     b: StepBatch, edge: Array, attention: Attention, precision: Precision, tp: int, gpu: Gpu, profile: Profile
 ) -> Cost:
-    prefix, (query_heads, kv_heads) = f"attention.{precision.kv}", heads_per_rank(attention, tp)
+    prefix, (query_heads, kv_heads) = f"attention.{precision.kv}", attention.heads_of_rank(tp)
 
     def coefficient(part: str) -> tuple[str, float]:
         return profile.named(f"{prefix}.decode_{part}")
@@ -221,7 +215,7 @@ def parts_of(b: StepBatch, heads: Array, sm_count: int) -> Array:
 
 def prefill_cost(b: StepBatch, attention: Attention, precision: Precision, tp: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of prefill attention in one layer. The chunks of one step count as equally long."""
-    prefix, (heads, kv_heads) = f"attention.{precision.kv}", heads_per_rank(attention, tp)
+    prefix, (heads, kv_heads) = f"attention.{precision.kv}", attention.heads_of_rank(tp)
     efficiency, pair, tile = (
         f"{prefix}.{x}" for x in ("compute_efficiency", "prefill_pair_seconds", "prefill_tile_seconds")
     )

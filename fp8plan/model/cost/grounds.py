@@ -9,7 +9,7 @@ kernels. Observed rollouts change paces and values, but not the grounds.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -36,7 +36,8 @@ class Profiled(Engine, Protocol):
     def profile(self) -> Profile: ...
     @property
     def main_linears(self) -> Sequence[Linear]: ...
-    def padded(self, batch: StepBatch) -> Array: ...
+    @property
+    def cut(self) -> tuple[int, bool]: ...
 
 
 class Excess(NamedTuple):
@@ -64,14 +65,16 @@ class Excess(NamedTuple):
         return f"{self.kernel}: {self.quantity} {span}, measured {self.low:g} to {self.high:g}"
 
 
-def excesses(model: Profiled, batch: StepBatch) -> Iterator[Excess]:
+def excesses(model: Profiled, batch: StepBatch, padded: Array) -> Iterator[Excess]:
     """The quantities of these steps that leave the profile's hull.
+
+    padded: tokens that the engine runs in each step, shape (steps,)
 
     Layers count if they are larger or smaller than all timed ones. Requests and tokens count only above the range: with
     fewer a step nears its fixed costs, which are known.
     """
     quantities: dict[str, Array] = {name: getattr(batch, name) for name in QUANTITIES}
-    quantities |= {"m": model.padded(batch)}
+    quantities |= {"m": padded}
     quantities |= {name: np.array([getattr(x, name) for x in model.main_linears]) for name in OF_LAYERS}
     for kernel, ranges in (model.profile.hull or {}).items():
         dtype, precision = kernel.partition(".")[2], model.precision
@@ -86,17 +89,17 @@ def excesses(model: Profiled, batch: StepBatch) -> Iterator[Excess]:
 
 
 def rests_on(
-    parts: Sequence[tuple[Component, Array]], start: Cost, front: Cost, model: Profiled, batch: StepBatch
+    parts: Sequence[tuple[Component, Array]], start: Cost, front: Cost, model: Profiled, outside: list[Excess]
 ) -> dict[str, dict[str, Any]]:
     """The shares of a time by their grounds: {"shares": ground -> share, "kernels": component -> ground -> share}.
 
     All shares are of the whole time, so both add up to 1. Shares of 0 are left out.
 
-    parts:   the components of the steps of `batch`, and the seconds that each step takes for them, shape (steps,)
+    parts:   the components of the steps, and the seconds that each step takes for them, shape (steps,)
     start:   the result of `start_cost`: seconds of the host before the steps
     front:   the result of `front_cost`, which was measured on other machines: imported
+    outside: the result of `excesses` for these steps
     """
-    outside = list(excesses(model, batch))
     imported_share = float(model.profile.kind == "imported")  # of what is known: a profile is imported as a whole
     spent: dict[str, dict[str, float]] = {}
     for part, taken in parts:
@@ -124,12 +127,6 @@ def rests_on(
     }
 
 
-def unseen(grounds: Mapping[str, Mapping[str, float]]) -> float:
-    """The share of a time that is extrapolated or theory. grounds: the result of `rests_on`"""
-    shares = grounds.get("shares", {})
-    return sum(shares.get(ground, 0.0) for ground in UNSEEN)
-
-
 def _theory(cost: Cost, model: Profiled) -> Array:
     """The share of a cost that coefficients with the datasheet's value make up, of the shape of its seconds or ()."""
     if model.profile.hull is None:
@@ -154,7 +151,7 @@ def _outside(component: str, model: Profiled, outside: list[Excess], steps: int)
     A linear layer's share of a GEMM's seconds is taken as that of its weights. Without a measurement of the layout,
     all-reduces and the host are extrapolated, and experts that are shared out whole.
     """
-    size, whole_experts = model.limits.cut
+    size, whole_experts = model.cut
     unmeasured = whole_experts or size not in model.profile.tensor_parallel
     if (component in ("collective", "host") and unmeasured) or (component == "moe" and whole_experts):
         return np.ones(steps)

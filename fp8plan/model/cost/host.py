@@ -16,7 +16,6 @@ import numpy as np
 
 from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention, LayerInput, Mlp
-from fp8plan.model.cost.attention import heads_per_rank
 from fp8plan.model.cost.base import (
     Array,
     Cost,
@@ -30,7 +29,7 @@ from fp8plan.model.cost.base import (
     traffic,
     zero,
 )
-from fp8plan.model.cost.mixers import KERNELS, mixers_of
+from fp8plan.model.cost.mixers import KERNELS
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import HOST_PACE, Profile
@@ -70,7 +69,7 @@ def norm_cost(m: Array, hidden: int, gpu: Gpu, profile: Profile) -> Cost:
 
 def rotary_cost(m: Array, attention: Attention, tensor_parallel: int, gpu: Gpu, profile: Profile) -> Cost:
     """Seconds of one layer's rotary embedding, with the norms of Q and K if there are any: in and out."""
-    query, key_value = heads_per_rank(attention, tensor_parallel)
+    query, key_value = attention.heads_of_rank(tensor_parallel)
     width = query * attention.head_dim + key_value * (attention.head_dim + attention.value_dim)
     return _elementwise("rotary", m, 2 * width, gpu, profile)
 
@@ -173,7 +172,7 @@ def launches(
     enforce_eager, are assumed to cost as much: not measured.
     """
     eager, in_parts = np.where(graphed, 0.0, 1.0), np.where(graphed & ~prefills, 0.0, 1.0)
-    mixers = sum(number for _, number in mixers_of(shape))
+    mixers = sum(number for _, number in shape.mixers)
     counts = {
         "host.piecewise_layer_seconds": np.where(graphed & prefills, float(mixers), 0.0),
         "host.eager_layer_seconds": eager * layers_of_two_parts(shape),
@@ -193,7 +192,7 @@ def host_kernels(shape: ModelShape) -> dict[str, int]:
     Each is a dozen kernels that Python launches one by one, also between two CUDA graphs.
     """
     layers: Counter[str] = Counter()
-    for mixer, number in mixers_of(shape):
+    for mixer, number in shape.mixers:
         if not isinstance(mixer, Attention):
             layers["host.mla" if isinstance(mixer, LatentAttention) else f"host.{KERNELS[type(mixer)]}"] += number
     return dict(layers)

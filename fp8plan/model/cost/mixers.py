@@ -30,7 +30,6 @@ size, far below the tensor cores' peak.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -45,7 +44,6 @@ from fp8plan.model.architecture.parts import (
     Mamba2,
     Mixer,
     ShortConv,
-    TokenPart,
 )
 from fp8plan.model.attention_backend import Backend, kernels
 from fp8plan.model.cost.attention import (
@@ -197,11 +195,6 @@ def _index_cost(batch: StepBatch, indexer: Indexer, gpu: Gpu, profile: Profile) 
 SCHEDULE = "attention_schedule"
 
 
-def mixers_of(shape: ModelShape) -> Iterator[tuple[Mixer, int]]:
-    """The distinct mixers of a model and their numbers."""
-    return ((part, number) for part, number in shape.counted if not isinstance(part, TokenPart))
-
-
 def mixer_costs(
     batch: StepBatch, shape: ModelShape, precision: Precision, tp: int, gpu: Gpu, profile: Profile
 ) -> dict[str, Cost]:
@@ -211,7 +204,7 @@ def mixer_costs(
     """
     costs: dict[str, Cost] = {}
     used = kernels(gpu, precision, shape) if precision.kv == "fp8" else {}
-    for mixer, number in mixers_of(shape):
+    for mixer, number in shape.mixers:
         if isinstance(mixer, Attention):
             triton = used.get(mixer) == Backend.TRITON_ATTN
             name, cost = "attention", attention_cost(batch, mixer, precision, tp, gpu, profile, triton=triton)
@@ -254,7 +247,7 @@ def caches_cost(m: Array, shape: ModelShape, precision: Precision, tp: int, gpu:
 def kernels_of(shape: ModelShape, precision: Precision) -> set[str]:
     """The kernels of a model's mixers, as prefixes of coefficients."""
     kernels = set()
-    for mixer, _ in mixers_of(shape):
+    for mixer, _ in shape.mixers:
         if isinstance(mixer, Attention):
             kernels.add(f"attention.{precision.kv}")
             if mixer.head_dim > NARROW:

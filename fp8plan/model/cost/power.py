@@ -34,7 +34,7 @@ from fp8plan.model.architecture import Linear, ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts, LatentAttention
 from fp8plan.model.cost.base import Array, Component, Cost, StepBatch, tokens_of, weighted
 from fp8plan.model.cost.gemm import linear_dtype, peak_flops
-from fp8plan.model.cost.mixers import bytes_read, flops, mixers_of
+from fp8plan.model.cost.mixers import bytes_read, flops
 from fp8plan.model.cost.moe import distinct_experts, expert_flops
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.limits import EngineLimits
@@ -67,7 +67,7 @@ def bytes_bound(model: Engine, batch: StepBatch) -> Array:
     weights = sum(precision.linear_bytes(x.n, x.k, x.quantised) * x.layers for x in model.layers)
     read = np.where(tokens > 0, float(weights), 0.0)
     read = read + np.where(batch.sampled_requests > 0, model.head.n * model.head.k * float(BF16_BYTES), 0.0)
-    for mixer, number in mixers_of(shape):
+    for mixer, number in shape.mixers:
         read = read + bytes_read(batch, mixer, precision, tp) * number
     for experts, number in shape.parts_of(Experts):
         each = experts.stored_bytes(shape.hidden_size, precision, model.limits.expert_slices) * number
@@ -98,7 +98,7 @@ def flops_by_kind(model: Engine, batch: StepBatch) -> dict[str, Array]:
         per_token[f"{precision.gemm_dtype.partition('_')[0]}_experts"] += routed / peak
     seconds = {kind: tokens * each for kind, each in per_token.items()}
     seconds["bf16"] = seconds["bf16"] + batch.sampled_requests * (2 * model.head.n * model.head.k / gpu.bf16_flops)
-    for mixer, number in mixers_of(shape):
+    for mixer, number in shape.mixers:
         widened = gpu.stores_fp8_only or not isinstance(mixer, Attention | LatentAttention)
         dtype = "bf16" if widened else precision.kv
         seconds[dtype] = seconds[dtype] + flops(batch, mixer, tp) * number / peak_flops(gpu, dtype)

@@ -32,7 +32,7 @@ from fp8plan.model.cost.base import (
 )
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.gemm import gemm_cost, overlapped, quantise_cost, shared_cost
-from fp8plan.model.cost.grounds import excesses, rests_on
+from fp8plan.model.cost.grounds import Excess, excesses, rests_on
 from fp8plan.model.cost.host import (
     GROUPS,
     OWN,
@@ -49,6 +49,8 @@ from fp8plan.model.cost.moe import moe_cost
 from fp8plan.model.cost.power import (
     Load,
     PowerLimit,
+    bytes_bound,
+    flops_bound,
     kind_of,
     knows_power,
     load_of,
@@ -73,6 +75,9 @@ class StepModel:
     """The cost model of one replica: a model in a precision on tensor_parallel_size GPUs, with their profile.
 
     layers, head: the linears of one rank, and lm_head
+    main_linears: the linears of the layers that the precision is about: the quantised ones, or all if there are none
+    cut:          of the engine, as in EngineLimits
+    layout_error: that of the profile for this cut
     cache_groups: groups of layers with their own block table (fp8plan.model.memory.kv_plan)
     drafts:       tokens that a draft head drafts for each request after a step: a layer like the last, and lm_head
     experts_hit:  distinct experts of a layer that a step's tokens go to; None: as under even routing
@@ -92,12 +97,18 @@ class StepModel:
     drafts: int = 0
     layers: list[Linear] = field(init=False, repr=False, compare=False)
     head: Linear = field(init=False, repr=False, compare=False)
+    main_linears: list[Linear] = field(init=False, repr=False, compare=False)
+    cut: tuple[int, bool] = field(init=False, repr=False, compare=False)
+    layout_error: float = field(init=False, repr=False, compare=False)
     _sustained: Profile = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         linears = self.shape.linears(self.limits.tensor_parallel_size)
         object.__setattr__(self, "layers", [x for x in linears if x.name != "lm_head"])
         object.__setattr__(self, "head", next(x for x in linears if x.name == "lm_head"))
+        object.__setattr__(self, "main_linears", [x for x in self.layers if x.quantised] or self.layers)
+        object.__setattr__(self, "cut", self.limits.cut)
+        object.__setattr__(self, "layout_error", self.profile.layout_error(*self.cut))
         parts = rare_parts(self.gpu)
         rare = {kernel for kernel in self._kernels() if f"{kernel}.".startswith(parts)}
         if unscheduled_layers(self.shape, self.precision, self.profile):
@@ -151,6 +162,14 @@ class StepModel:
             return norm8(ahead + gpu, scheduling + launching) + ahead.scaled(-1.0)
         return scheduling + (gpu + launching if self.gpu.is_cpu else norm8(gpu, launching))
 
+    def least_seconds(self, batch: StepBatch) -> Array:
+        """Seconds of each step at the datasheet's bandwidth and peak, shape (steps,)."""
+        return np.maximum(bytes_bound(self, batch), flops_bound(self, batch))
+
+    def excesses(self, batch: StepBatch) -> list[Excess]:
+        """The quantities of these steps that leave the profile's hull."""
+        return list(excesses(self, batch, self.padded(batch)))
+
     def outside_hull(self, batch: StepBatch) -> list[str]:
         """The reasons why these steps are outside of the profile's measurements; empty if they are inside.
 
@@ -158,17 +177,12 @@ class StepModel:
         """
         if self.profile.hull is None:
             return [f"nothing was measured on {self.gpu.name}: {self.profile.kind} profile"]
-        reasons = [str(excess) for excess in excesses(self, batch)]
+        reasons = [str(excess) for excess in self.excesses(batch)]
         assumed = [kernel for kernel in sorted(self._kernels()) if self.profile.assumes(kernel)]
         reasons += [f"{kernel}: not measured on {self.gpu.name}" for kernel in assumed]
         if self.limits.expert_ranks > 1:
             reasons.append(f"moe: whole experts shared out over {self.limits.expert_ranks} GPUs, not measured")
         return reasons
-
-    @property
-    def main_linears(self) -> list[Linear]:
-        """The linears of the layers that the precision is about: the quantised ones, or all if there are none."""
-        return [x for x in self.layers if x.quantised] or self.layers
 
     def padded(self, batch: StepBatch) -> Array:
         """The tokens that the engine runs in each step, rounded up to a captured CUDA graph if there is one."""
@@ -185,7 +199,7 @@ class StepModel:
     @property
     def paces(self) -> list[str]:
         """The factors on all seconds that observed rollouts gave: of the precision, and of the layout."""
-        names = precision_pace(self.precision.name), layout_pace(*self.limits.cut)
+        names = precision_pace(self.precision.name), layout_pace(*self.cut)
         return [name for name in names if name in self.profile.coefficients]
 
     @property
@@ -325,7 +339,7 @@ class TimedSteps:
         """
         host = Component("host", self.scheduling + self.launching, None)
         parts = [(part, seconds[part.name]) for part in (*self.components, host)]
-        return rests_on(parts, start, front, self.model, batch)
+        return rests_on(parts, start, front, self.model, self.model.excesses(batch))
 
     def interval(self, weights: Array, z: float) -> tuple[float, float]:
         """(low, high) of sum(weights * seconds), z standard deviations of its log to either side.
@@ -396,8 +410,7 @@ class TimedSteps:
         gradient = gradient | dict.fromkeys(self.model.paces, total)
         profile, g = self.model.profile, np.array(list(gradient.values())) / total
         variance = float(g @ profile.covariance(list(gradient)) @ g)
-        unmeasured = profile.layout_error(*self.model.limits.cut)
-        return float(np.sqrt(variance + profile.model_error**2 + unmeasured**2))
+        return float(np.sqrt(variance + profile.model_error**2 + self.model.layout_error**2))
 
 
 def lead(gpu: Cost, host: Cost, led: Array) -> Cost:

@@ -298,8 +298,8 @@ def model_caches(
     latent = bool(shape.parts_of(LatentAttention))
     block = kernel_block(capability, latent, precision.kv == "fp8", shape.indexed)
     # Without a given block vLLM takes the kernel's. Here a smaller block means the same.
-    limits = replace(limits, block_size=max(limits.block_size, block))
-    return ModelCaches(layers, KvRules.of(limits, longest_request, block, vllm=vllm))
+    rules = KvRules.of(limits, longest_request, block, vllm=vllm)
+    return ModelCaches(layers, replace(rules, block_size=max(rules.block_size, block)))
 
 
 def why_not_kept(

@@ -295,13 +295,6 @@ def corrected(profile: Profile, anchor: Anchor | None, host_loop_s: float | None
     return profile.on_host(host_loop_s) if anchor is None else anchor.applied(profile.on_host(anchor.host_loop_s))
 
 
-def host_of(records: Sequence[Record], gpu: str) -> float | None:
-    """The median `host_loop_s` of records of a GPU; None if none has it."""
-    fields = (record.fields for record in records if record.setup.gpu.name == gpu)
-    loops = [loop_s for each in fields if (loop_s := each.get("host_loop_s")) is not None]
-    return float(np.median(loops)) if loops else None
-
-
 def _noise(rollout: Rollout) -> float:
     """The variance of a rollout's log time that no other rollout teaches."""
     front = FRONT_SD * rollout.parts.get("front", 0.0)

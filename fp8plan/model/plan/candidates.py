@@ -276,8 +276,7 @@ def in_a_step(candidate: Candidate, model: StepModel, request: PlanRequest) -> C
         tokens = int((request.batch.prompts + request.batch.responses).sum())
         wait = wait_seconds(candidate.setup.inside, profile)
         step_s = (candidate.makespan_s or 0.0) + request.trainer.seconds(tokens) + syncs[0].seconds + wait
-    doubt = profile.layout_error(*candidate.setup.limits.cut)
-    return replace(candidate, step_s=step_s, syncs=tuple(syncs), layout_doubt=doubt)
+    return replace(candidate, step_s=step_s, syncs=tuple(syncs), layout_doubt=model.layout_error)
 
 
 RiskKey = tuple[Precision, tuple[Linear, ...]]

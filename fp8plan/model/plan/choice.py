@@ -251,6 +251,12 @@ class Choice:
         return LEVELS.index(self.risk) if self.risk in LEVELS else 0
 
 
+def seconds(value: float | None) -> str:
+    """A number of seconds with at least three digits, such as 1,234 or 98.7 or 0.0123."""
+    assert value is not None
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
 def several_layouts(choices: Sequence[Choice]) -> bool:
     """True if the choices have more than one layout, so that a choice's layout must be named."""
     return len({choice.layout for choice in choices}) > 1

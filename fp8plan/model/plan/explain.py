@@ -9,7 +9,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.plan.candidates import Candidate
-from fp8plan.model.plan.choice import Choice, several_layouts
+from fp8plan.model.plan.choice import Choice, seconds, several_layouts
 from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, over_another_layout, where
 from fp8plan.model.plan.syncs import sync_sentences
 from fp8plan.model.precision import Stored
@@ -17,6 +17,7 @@ from fp8plan.model.profile.profile import UNCALIBRATED, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget, ThresholdAdvice
 from fp8plan.model.rl_step import WeightSync
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
+from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
 SLOWER = 0.01  # smaller losses are not either
@@ -115,15 +116,9 @@ def slower(answer: Answer) -> list[str]:
     return sentences
 
 
-def seconds(value: float | None) -> str:
-    """A number of seconds with at least three digits, such as 1,234 or 98.7 or 0.0123."""
-    assert value is not None
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
-
-
-def limits_matter(chosen: Candidate) -> tuple[str, ...]:
-    """A sentence that names `fp8plan tune`, if the limits cost the chosen candidate LEAST_GAIN of its time or more."""
-    setup, rollout, costs = chosen.setup, chosen.timed, list[str]()
+def limits_matter(setup: EngineSetup, rollout: Rollout) -> tuple[str, ...]:
+    """A sentence that names `fp8plan tune`, if the limits cost this rollout LEAST_GAIN of its time or more."""
+    costs = list[str]()
     largest, most = max(setup.cudagraph_sizes, default=0), rollout.timeline.decode_requests.max(initial=0)
     if 0 < largest < most and rollout.parts.get("host", 0.0) >= LEAST_GAIN:
         costs.append(f"the GPU waits for the host in steps of more than {largest:,} requests, which have no CUDA graph")
@@ -179,7 +174,7 @@ def explain(
         *_caveats(choices, answer.rollout(picked), profile),
         *_estimated(choices, profile),
         *_network(picked, gpus_per_node),
-        *(limits_matter(tried[chosen]) if tried else ()),
+        *(limits_matter(tried[chosen].setup, answer.rollout(picked)) if tried else ()),
         *(sync_sentences(tried, tried[chosen], sync) if sync else ()),
     )
 

@@ -14,7 +14,6 @@ import msgspec
 
 from fp8plan.checks import is_number, whole
 from fp8plan.errors import ConfigError
-from fp8plan.jsonl import parse
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.emit import vllm
 from fp8plan.model.emit.vllm import Expected, Job, measured_scales
@@ -24,7 +23,7 @@ from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
 from fp8plan.model.risk.expected import LEVELS, Level, RiskBudget, check_thresholds
 from fp8plan.model.setup import EngineSetup, check_inside, check_kv_scales
 from fp8plan.model.shards import check_target
-from fp8plan.schemas import VERSIONS, check_version, checked
+from fp8plan.schemas import VERSIONS, check_version, checked, parse
 from fp8plan.version import __version__, check_starts
 
 MAKE_ONE: Final = "fp8plan plan MODEL --gpu GPU --json plan.json"

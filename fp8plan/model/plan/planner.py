@@ -9,20 +9,19 @@ from typing import Any
 import numpy as np
 
 from fp8plan.errors import ProfileError
-from fp8plan.model.attention_backend import TRITON_NAMED, Backend, named_backend
+from fp8plan.model.attention_backend import TRITON_NAMED
 from fp8plan.model.memory.plan import check_share
-from fp8plan.model.plan.anchor import anchored, host_of
+from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.plan.candidates import Candidate, candidates, evaluated
 from fp8plan.model.plan.choice import as_choices, baseline_of, choose
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.request import PlanRequest, of_fields
-from fp8plan.model.precision import FP8_KV
 from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import HOST_LOOP, Profile
 from fp8plan.model.risk.expected import recommended_thresholds
 from fp8plan.model.rollout import Rollout
-from fp8plan.model.validate.records import Record
+from fp8plan.model.validate.records import Record, host_of
 from fp8plan.model.workload import Batch, Workload
 from fp8plan.version import version_warnings
 
@@ -165,7 +164,7 @@ def _engine_warnings(request: PlanRequest, layouts: Sequence[Candidate]) -> list
     if any(c.setup.precision.kv == "fp8" and c.memory for c in layouts):
         if request.fixed_scales:
             warnings.append(f"K and V scales of an FP8 KV cache are taken to stay at 1.0: {request.fixed_scales}")
-        if named_backend(request.card, FP8_KV, request.shape) == Backend.TRITON_ATTN:
+        if request.names_triton:
             warnings.append(TRITON_NAMED)
     if request.engine.enforce_eager and not request.card.is_cpu:
         warnings.append("enforce_eager: engines without CUDA graphs were not measured; their launches are assumed")

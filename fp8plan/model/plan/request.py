@@ -15,7 +15,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 from fp8plan.checks import kinds
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.attention_backend import why_fixed_kv_scales
+from fp8plan.model.attention_backend import Backend, named_backend, why_fixed_kv_scales
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import LIMIT_OPTIONS, EngineLimits
@@ -258,6 +258,11 @@ class PlanRequest:
     def fixed_scales(self) -> str | None:
         """The reason why an engine keeps the K and V scales that it starts with; None if it reads new ones."""
         return why_fixed_kv_scales(self.card, FP8_KV, self.shape)
+
+    @property
+    def names_triton(self) -> bool:
+        """True if a plan with an FP8 KV cache names Triton's attention, in place of vLLM's own choice."""
+        return named_backend(self.card, FP8_KV, self.shape) == Backend.TRITON_ATTN
 
     @property
     def measures_scales(self) -> bool:

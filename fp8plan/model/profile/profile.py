@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError, ProfileError
-from fp8plan.jsonl import parse
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.sibling import layers_of_sibling, power_sd, rates_of_sibling, watts_of_sibling
-from fp8plan.schemas import VERSIONS, check_version, checked
+from fp8plan.schemas import VERSIONS, check_version, checked, parse
 
 T = TypeVar("T")
 

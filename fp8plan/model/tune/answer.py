@@ -8,7 +8,8 @@ from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.plan.candidates import Candidate
-from fp8plan.model.plan.explain import COMPONENTS, seconds
+from fp8plan.model.plan.choice import seconds
+from fp8plan.model.plan.explain import COMPONENTS
 from fp8plan.model.plan.planner import Prediction
 from fp8plan.model.plan.syncs import sync_in_the_step
 from fp8plan.model.precision import BF16

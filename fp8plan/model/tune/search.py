@@ -142,7 +142,8 @@ class Tuned:
     @property
     def prediction(self) -> Prediction:
         """The best prediction. Its plan has the reasons for the limits, in place of the advice to tune them."""
-        plan, advice = self.best.plan, limits_matter(self.best.chosen)
+        plan, chosen = self.best.plan, self.best.chosen
+        advice = limits_matter(chosen.setup, chosen.timed)
         reasons = (*(reason for reason in plan.reasons if reason not in advice), *self._sentences())
         return replace(self.best, plan=replace(plan, reasons=reasons))
 

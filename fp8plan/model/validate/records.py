@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -336,3 +336,10 @@ def _group(fields: dict[str, Any], batch: Batch, limits: EngineLimits) -> str:
     same += [] if (caller := caller_of(fields)) == OWN else [caller]
     name = f"{fields['model']} on {gpu}, {len(batch.responses)} responses"
     return f"{name} [{sha256(json.dumps(same).encode()).hexdigest()[:8]}]"
+
+
+def host_of(records: Sequence[Record], gpu: str) -> float | None:
+    """The median `host_loop_s` of records of a GPU; None if none has it."""
+    fields = (record.fields for record in records if record.setup.gpu.name == gpu)
+    loops = [loop_s for each in fields if (loop_s := each.get("host_loop_s")) is not None]
+    return float(np.median(loops)) if loops else None

@@ -19,7 +19,6 @@ from fp8plan.model.cost.attention import (
     UNEVEN_GROUP,
     attention_cost,
     cache_cost,
-    heads_per_rank,
     kv_bytes_per_token,
     parts_of,
 )
@@ -98,7 +97,7 @@ def test_near_published_h200_decode() -> None:
 
 
 def test_tensor_parallel_splits_heads_until_kv_heads_run_out() -> None:
-    assert [heads_per_rank(LAYER, tp) for tp in (1, 4, 8, 16)] == [(32, 8), (8, 2), (4, 1), (2, 1)]
+    assert [LAYER.heads_of_rank(tp) for tp in (1, 4, 8, 16)] == [(32, 8), (8, 2), (4, 1), (2, 1)]
     batch = decode(64, 20000)
     times = [cost(batch, BF16, tp=tp).seconds.item() for tp in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True)

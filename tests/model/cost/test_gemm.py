@@ -163,7 +163,7 @@ def test_layers_add_up(a: Linear, b: Linear, precision: Precision) -> None:
     together = gemm_cost(ROWS, [a, b], precision, H200, PROFILE).seconds
     apart = sum(gemm_cost(ROWS, [x], precision, H200, PROFILE).seconds for x in (a, b))
     doubled = gemm_cost(
-        ROWS, [a._replace(layers=2 * a.layers), b._replace(layers=2 * b.layers)], precision, H200, PROFILE
+        ROWS, [replace(a, layers=2 * a.layers), replace(b, layers=2 * b.layers)], precision, H200, PROFILE
     )
     np.testing.assert_allclose(together, apart, rtol=1e-12)
     np.testing.assert_allclose(doubled.seconds, 2 * together, rtol=1e-12)

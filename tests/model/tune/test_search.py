@@ -218,7 +218,7 @@ def test_a_tuned_plan_is_a_plan() -> None:
 def test_a_tuned_plan_does_not_advise_to_tune(case: str) -> None:
     keep = SEARCHED if "pool" in case else ()
     tuned = search(TuneRequest(gpu="h200", keep=keep, **CASES[case] | {"precisions": ["bf16"]}))
-    (advice,) = limits_matter(tuned.base.chosen)
+    (advice,) = limits_matter(tuned.base.chosen.setup, tuned.base.chosen.timed)
     assert advice in tuned.base.plan.reasons
     assert "fp8plan tune" in advice
     assert "fp8plan tune" not in tuned.prediction.plan.to_json()

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.jsonl import parse
 from fp8plan.runtime.apply.quantize.block_fp8 import scale_shape
+from fp8plan.schemas import parse
 
 if TYPE_CHECKING:
     import torch

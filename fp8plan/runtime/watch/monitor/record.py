@@ -19,13 +19,13 @@ import msgspec
 from fp8plan import schemas
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
-from fp8plan.jsonl import BROKEN, now, parse, plain, uncompressed
+from fp8plan.jsonl import BROKEN, now, plain, uncompressed
 from fp8plan.model.validate.records import check_fields
 from fp8plan.runtime.watch.correction.correct import weighted_mean
 from fp8plan.runtime.watch.guard.observation import rollout_fields
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.runtime.watch.monitor.steps import ShownRecord, Steps
-from fp8plan.schemas import FIRST, VERSIONS, check_version
+from fp8plan.schemas import FIRST, VERSIONS, check_version, parse
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor, anchored
-from fp8plan.model.plan.explain import seconds
+from fp8plan.model.plan.choice import seconds
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import HOST_PACE, Profile
 from fp8plan.model.rollout import clocks

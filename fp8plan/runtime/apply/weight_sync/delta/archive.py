@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Final
 from zlib import crc32
 
 from fp8plan.errors import ConfigError, text_of
-from fp8plan.jsonl import parse
 from fp8plan.model.weight_changes import frame_bytes
 from fp8plan.runtime.apply.interrupts import let_in
 from fp8plan.runtime.apply.weight_sync.delta.files import UnreadableError
 from fp8plan.runtime.apply.weight_sync.delta.patch import refuse_values, unpacked
 from fp8plan.runtime.apply.weight_sync.delta.tiles import flat
 from fp8plan.runtime.apply.weight_sync.manifest import Entry, Manifest, dtype_named, is_matrix
+from fp8plan.schemas import parse
 
 if TYPE_CHECKING:
     from torch import Tensor

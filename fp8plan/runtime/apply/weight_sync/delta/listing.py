@@ -13,12 +13,12 @@ from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 from fp8plan.errors import ConfigError, text_of
-from fp8plan.jsonl import parse
 from fp8plan.runtime.apply.weight_sync.calls import Call
 from fp8plan.runtime.apply.weight_sync.delta.files import Files
 from fp8plan.runtime.apply.weight_sync.manifest import SCALE_SUFFIX, Manifest, held_manifest, plain, read_manifest
 from fp8plan.runtime.apply.weight_sync.procedure import learn_quantised, prepared
 from fp8plan.runtime.apply.weight_sync.state import SyncState
+from fp8plan.schemas import parse
 
 LATEST: Final = "latest.json"
 HELD: Final = "engine.json"
