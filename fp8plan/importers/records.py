@@ -337,15 +337,15 @@ class RolloutStream:
             self._progress(done + min(read, size), total)
 
     def _record(self, rollout: Counted) -> dict[str, Any]:
-        return (
-            self._facts
-            | {"step": rollout.step, "prompt_ids": rollout.prompt_ids}
-            | ({"first_rollout": True} if rollout.step == self._first else {})
-            | {"prompt_lengths": rollout.prompt_lengths, "response_lengths": rollout.response_lengths}
-            | ({"tool_tokens": rollout.tool_tokens} if any(rollout.tool_tokens) else {})
-            | ({"unclear_responses": rollout.unclear} if rollout.unclear else {})
-            | _seconds(self._known.get(rollout.step, {}), self._source)
-        )
+        record = self._facts | {"step": rollout.step, "prompt_ids": rollout.prompt_ids}
+        if rollout.step == self._first:
+            record["first_rollout"] = True
+        record |= {"prompt_lengths": rollout.prompt_lengths, "response_lengths": rollout.response_lengths}
+        if any(rollout.tool_tokens):
+            record["tool_tokens"] = rollout.tool_tokens
+        if rollout.unclear:
+            record["unclear_responses"] = rollout.unclear
+        return record | _seconds(self._known.get(rollout.step, {}), self._source)
 
 
 def _checked(engine: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,11 +58,12 @@ def _workers(
     method: Method | Callable[..., Any], answers: Mapping[int, Sequence[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
     """Return the answers of all workers; errors say whose they are."""
-    every = [
-        dict(answer) | ({"who": _who(replica, rank, len(ranks))} if "error" in answer else {})
-        for replica, ranks in answers.items()
-        for rank, answer in enumerate(ranks)
-    ]
+    every = []
+    for replica, ranks in answers.items():
+        for rank, answer in enumerate(ranks):
+            every.append(dict(answer))
+            if "error" in answer:
+                every[-1]["who"] = _who(replica, rank, len(ranks))
     if method not in ALIKE or any("error" in answer for answer in every):
         return every
     (first, ours), *others = answers.items()

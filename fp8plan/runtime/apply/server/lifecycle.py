@@ -79,6 +79,7 @@ class LifecycleFront(Front):
         """Open an update, after closing one that a trainer has left open. Raises UpdateError while requests run, unless
         generation is paused."""
         with self._exclusively("the start of an update"):
+            self._refuse_finishing("begin another")
             await self._refuse_running(PAUSE)
             if self._updating:
                 await self._end("a trainer has begun another")
@@ -94,6 +95,7 @@ class LifecycleFront(Front):
         """Take one part of an update."""
         self._refuse_beside("send tensors")
         self._refuse_ended()
+        self._refuse_finishing("send tensors")
         self._note(Event.WRITE)
         try:
             await self._called("update_weights", *args, **kwargs)
@@ -104,6 +106,7 @@ class LifecycleFront(Front):
         """Close an update: the workers check it, then KV scales are measured, and the new weights serve."""
         self._refuse_beside("finish an update")
         self._refuse_ended()
+        self._refuse_finishing("finish it again")
         self._update = None  # its trainer need not be heard of any more
         try:
             await self._called("finish_weight_update", *args, **kwargs)
@@ -137,6 +140,11 @@ class LifecycleFront(Front):
         if not self._updating:
             last = "" if self.failure is None else f". The last one: {self.failure}"
             raise UpdateError(f"no update is open{last}; begin one (start_weight_update)")
+
+    def _refuse_finishing(self, what: str) -> None:
+        """Raise UpdateError while an update is being finished: a call beside that would end it, though it is sound."""
+        if self._measuring or "finish_weight_update" in self._under_way:
+            raise UpdateError(f"an update is being finished; wait for it before you {what}")
 
     async def _until_silent(self, update: OpenUpdate) -> None:
         """End an update once its trainer has been silent for too long."""

@@ -180,6 +180,33 @@ def test_a_trainer_that_was_only_slow_is_told_that_its_update_was_ended(call: st
     asyncio.run(asyncio.wait_for(meeting(), 30))
 
 
+@pytest.mark.parametrize("slow", ["the workers", "the prefix cache"])
+@pytest.mark.parametrize("call", ["start_weight_update", "update_weights", "finish_weight_update"])
+def test_a_call_beside_the_end_of_an_update_does_not_end_it(call: str, slow: str) -> None:
+    """A client that gets no answer in time repeats its call, for example."""
+
+    async def meeting() -> None:
+        async def waits(*_: Any) -> bool:
+            await asyncio.sleep(0.2)
+            return True
+
+        front = Silent(engine := Engine())
+        await front.start_weight_update()
+        await front.update_weights()
+        if slow == "the workers":
+            front._own["finish_weight_update"] = waits
+        else:
+            engine.reset_prefix_cache = waits  # type: ignore[method-assign]
+        ending = asyncio.create_task(front.finish_weight_update())
+        await asyncio.sleep(0.05)
+        with pytest.raises(UpdateError, match="an update is being finished; wait for it before you"):
+            await getattr(front, call)()
+        await ending
+        assert (front.refusal, front.failure) == (None, None)
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
 def test_an_update_whose_start_was_cancelled_is_ended() -> None:
     async def meeting() -> None:
         async def slow(*_: Any) -> None:
