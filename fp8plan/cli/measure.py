@@ -162,7 +162,7 @@ def profiles_command(context: typer.Context, as_json: Annotated[bool, typer.Opti
     if as_json:
         print(json.dumps([entry._asdict() | {"path": str(entry.path)} for entry in entries], indent=2))
     else:
-        from fp8plan.views.report import profiles_report
+        from fp8plan.views.known import profiles_report
 
         show(profiles_report(entries))
 
@@ -205,6 +205,6 @@ def models_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> 
         # default: the linears that a checkpoint keeps in BF16 are a set
         print(json.dumps([sizes_of(shape) for shape in shapes], indent=2, default=sorted))
     else:
-        from fp8plan.views.report import models_report
+        from fp8plan.views.known import models_report
 
         show(models_report(shapes))

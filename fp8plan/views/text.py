@@ -179,3 +179,12 @@ def duration(seconds: float) -> str:
         if seconds >= least:
             return f"{seconds / length:{form}} {unit}"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def short(count: float | None) -> str:
+    """A number with three digits, such as 1.72M or 815k."""
+    assert count is not None
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:,}"

@@ -54,6 +54,25 @@ def test_help_goes_to_stdout(fp8plan: Callable[..., Done], words: list[str], par
     assert all(part in done.out for part in parts)
 
 
+@pytest.mark.parametrize(
+    ("words", "unused"),
+    [
+        (["--help"], "numpy"),
+        (["emit", "--help"], "numpy"),
+        (["models"], "fp8plan.model.plan"),
+        (["plan", "--help"], "fp8plan.model.plan.planner"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_a_command_loads_only_what_it_needs(words: list[str], unused: str) -> None:
+    code = f"import atexit, sys; sys.argv = {['fp8plan', *words]!r}; from fp8plan.cli import main"
+    code += "; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = done.stderr.splitlines()[-1].split()
+    assert "fp8plan.cli" in loaded
+    assert unused not in loaded
+
+
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every command with the words that call it."""
     yield path, group

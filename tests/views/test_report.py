@@ -20,7 +20,8 @@ from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import list_profiles, profiles_path
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.workload import Fixed, LogNormal, Workload
-from fp8plan.views.report import models_report, plan_report, profiles_report
+from fp8plan.views.known import models_report, profiles_report
+from fp8plan.views.report import plan_report
 from fp8plan.views.text import Column, fitting
 
 WORK = Workload(32, 16, Fixed(1024), LogNormal(1500, 0.9, 8192))

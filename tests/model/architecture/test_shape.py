@@ -136,7 +136,7 @@ def test_a_model_the_hub_refuses_offers_the_nearest_bundled_ones(monkeypatch: py
 
 
 def test_an_unreachable_hub_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8plan.model.configs.getproxies", dict)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake_hub(refuse, endpoint="http://127.0.0.1:9"))
     with pytest.raises(ConfigError, match=r"nearest bundled") as error:
         ModelShape.from_hf("Qwen/Qwen3-9B")
