@@ -47,6 +47,18 @@ def test_a_row_or_column_more_than_a_tile_takes_another_tile(backend: str) -> No
     assert (splits == 1).all()
 
 
+@pytest.mark.parametrize(("backend", "least"), [("nvjet", 8), ("cublas", 16), ("deep_gemm", 0)])
+def test_below_64_rows_cublas_has_lower_tiles(backend: str, least: int) -> None:
+    """They are the lowest multiple of `least` that holds the rows. With tiles of 64, a single row costs as 64 do."""
+    m = np.arange(1, 66)
+    math, loads, _, _ = tiling(backend, m.astype(float), np.array([[64.0]]), np.array([[128.0]]), 132)
+    for choice, (rows, columns) in enumerate(SHAPES[backend]):
+        heights = [min(rows, least * ceil(few / least)) if least and few < 64 else rows for few in m]
+        # Few tiles run in one wave, so an SM has one of them.
+        np.testing.assert_array_equal(math[choice, 0], np.multiply(heights, columns))
+        np.testing.assert_array_equal(loads[choice, 0], 2 * (np.array(heights) + columns))
+
+
 def test_engines_run_such_tiles() -> None:
     """Most kernels of cuBLAS with sides of 64 and more have one side of 64 or 128; the widest has 320."""
     text = (profiles_path() / "h200_sxm/vllm-0.26.0/families/step_kernels.jsonl").read_text(encoding="utf-8")
