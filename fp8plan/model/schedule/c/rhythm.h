@@ -221,21 +221,16 @@ static number serve_in_turn(State *s, number step, number first) {
     }
 }
 
-/* The same in a phase in which they only take blocks that are all new. */
-static number serve_takes(State *s, const Phase *phase, number first) {
-    number at = place_of(phase, first), blocks = 0;
-    while (at < phase->size && blocks + phase->members[at].takes <= s->free) blocks += phase->members[at++].takes;
-    hand_out(s, blocks);
-    return at < phase->size ? phase->members[at].request : NONE;
+/* True if steady requests do nothing in a step but take blocks that are all new. */
+static int only_takes(const State *s, const Phase *phase, number step) {
+    return !phase->drops && !s->aligned_states && event_in(s, step) == NEVER;
 }
 
-/* Serve the steady requests from `first` on, up to one that does not find its blocks; returns it, or NONE. */
-static number serve(State *s, number step, number first) {
+/* Serve the steady requests in a step in which each is sure to find its blocks. */
+static void serve_all(State *s, number step) {
     const Phase *phase = s->phases + step % s->cycle;
-    if (phase->drops || s->aligned_states || event_in(s, step) != NEVER) return serve_in_turn(s, step, first);
-    if (first || phase->taken > s->free) return serve_takes(s, phase, first);
-    hand_out(s, phase->taken);
-    return NONE;
+    if (only_takes(s, phase, step)) hand_out(s, phase->taken);
+    else serve_in_turn(s, step, 0);
 }
 
 #endif

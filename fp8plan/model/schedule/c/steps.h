@@ -106,8 +106,29 @@ static void end_row(State *s, number steps, number free, number cached) {
 
 /* ---- one step in which anything may happen ---- */
 
+/* Serve the steady requests in turn in a step in which they only take blocks. Each that finds none makes room. */
+static void serve_takes(State *s, const Phase *phase) {
+    number served = 0;
+    while (served < phase->taken) { /* a preempted request leaves the phase */
+        number end = phase->size, blocks = phase->taken - served; /* of the members that are not served, up to `end` */
+        while (blocks > s->free) blocks -= phase->members[--end].takes;
+        hand_out(s, blocks);
+        served += blocks;
+        if (end == phase->size) return;
+        Member next = phase->members[end];
+        if (!make_room(s, next.request, next.takes)) return;
+        hand_out(s, next.takes);
+        served += next.takes;
+    }
+}
+
 static void serve_steady(State *s) {
-    for (number request = 0; (request = serve(s, s->now, request)) != NONE; request++) {
+    const Phase *phase = s->phases + s->now % s->cycle;
+    if (only_takes(s, phase, s->now)) {
+        serve_takes(s, phase);
+        return;
+    }
+    for (number request = 0; (request = serve_in_turn(s, s->now, request)) != NONE; request++) {
         number blocks = takes_due(s, request, s->now);
         if (make_room(s, request, blocks)) take_due(s, request, s->now, blocks);
     }
@@ -155,7 +176,7 @@ static number serve_running(State *s) {
     number budget = s->settings.max_num_batched_tokens, request = after_steady(s);
     number left = s->free - taken_in(s, s->now);
     if (request != NONE && left >= 0 && s->decoding <= budget) {
-        serve(s, s->now, 0);
+        serve_all(s, s->now);
         note_free(s, left);
         budget -= s->decoding;
     } else {
@@ -230,7 +251,7 @@ static void run(State *s) {
         begin_step(s, s->now + steps);
         note_free(s, left);
         if (left < 0) break;
-        serve(s, s->now + steps, 0);
+        serve_all(s, s->now + steps);
         if (s->changes == looked_at) continue;
         looked_at = s->changes;
         if (!may_admit(s)) continue;
