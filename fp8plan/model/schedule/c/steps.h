@@ -106,28 +106,21 @@ static void end_row(State *s, number steps, number free, number cached) {
 
 /* ---- one step in which anything may happen ---- */
 
-/* Serve the steady requests in turn in a step in which they only take blocks. Each that finds none makes room. */
-static void serve_takes(State *s, const Phase *phase) {
-    number served = 0;
-    while (served < phase->taken) { /* a preempted request leaves the phase */
-        number end = phase->size, blocks = phase->taken - served; /* of the members that are not served, up to `end` */
-        while (blocks > s->free) blocks -= phase->members[--end].takes;
+/* Hand out the blocks of steady requests that all take equally many. The last requests make room for the others. */
+static void serve_equal(State *s) {
+    const Phase *phase = s->phases + s->now % s->cycle;
+    number each = s->growth->blocks, served = 0, wanted;
+    while ((wanted = phase->taken - served) > s->free) {
+        number blocks = s->free / each * each;
         hand_out(s, blocks);
         served += blocks;
-        if (end == phase->size) return;
-        Member next = phase->members[end];
-        if (!make_room(s, next.request, next.takes)) return;
-        hand_out(s, next.takes);
-        served += next.takes;
+        preempt_last(s); /* it leaves the phase */
     }
+    hand_out(s, wanted);
 }
 
-static void serve_steady(State *s) {
-    const Phase *phase = s->phases + s->now % s->cycle;
-    if (only_takes(s, phase, s->now)) {
-        serve_takes(s, phase);
-        return;
-    }
+/* Serve the steady requests in turn. */
+static void serve_ordered(State *s) {
     for (number request = 0; (request = serve_in_turn(s, s->now, request)) != NONE; request++) {
         number blocks = takes_due(s, request, s->now);
         if (make_room(s, request, blocks)) take_due(s, request, s->now, blocks);
@@ -203,7 +196,8 @@ static void step(State *s) {
     if (s->unsteady) {
         budget = serve_running(s);
     } else {
-        serve_steady(s);
+        if (s->ordered) serve_ordered(s);
+        else serve_equal(s);
         budget = s->settings.max_num_batched_tokens - s->decoding;
     }
     if (s->preempted == preempted) cached = admit_waiting(s, budget);
