@@ -24,14 +24,15 @@ static int covers_block(const State *s, number start, number end) {
 
 /* True if a chunk keeps a state inside, which takes a block (MambaManager._needs_internal_checkpoint). */
 static int has_checkpoint(const State *s, number request, number start, number end) {
-    int kept = s->settings.retain_all || end >= prefill_end(s, request);
-    return kept && covers_block(s, start, end);
+    if (!covers_block(s, start, end)) return 0;
+    return s->settings.retain_all || end >= prefill_end(s, request);
 }
 
 /* The tokens of a chunk, cut to end where a state can be kept. */
 static number whole_blocks(const State *s, number request, number start, number tokens) {
+    if (!s->aligned) return tokens;
     number size = s->aligned, last = prefill_end(s, request), junction = s->junction[request];
-    if (!size || start >= last) return tokens;
+    if (start >= last) return tokens;
     number end = start + tokens;
     int whole_prefill = end >= last && covers_block(s, start, last);
     if (end < last) {

@@ -22,7 +22,6 @@ static number place_of(const Phase *phase, number request) {
     return low;
 }
 
-/* Add to what a request takes and frees in a phase. */
 static void change_member(State *s, Phase *phase, number request, number takes, number drops) {
     number at = place_of(phase, request);
     if (at == phase->size || phase->members[at].request != request) {
@@ -33,10 +32,15 @@ static void change_member(State *s, Phase *phase, number request, number takes, 
     }
     Member *member = phase->members + at;
     member->takes += takes, member->drops += drops;
-    phase->taken += takes, phase->drops += drops;
-    s->taken_in_cycle += takes;
     if (!member->takes && !member->drops)
         memmove(member, member + 1, (size_t)(--phase->size - at) * sizeof(Member));
+}
+
+/* Add to what a request takes and frees in a phase. */
+static void change_phase(State *s, Phase *phase, number request, number takes, number drops) {
+    phase->taken += takes, phase->drops += drops;
+    s->taken_in_cycle += takes;
+    if (s->ordered) change_member(s, phase, request, takes, drops);
 }
 
 /* Let a steady request take `sign` times its blocks in its phases. */
@@ -44,7 +48,7 @@ static void change_takes(State *s, number request, number sign) {
     for (number i = 0; i < s->num_growth; i++) {
         number size = s->growth[i].size;
         for (number at = remainder_of(-s->offset[request], size); at < s->cycle; at += size)
-            change_member(s, s->phases + at, request, sign * s->growth[i].blocks, 0);
+            change_phase(s, s->phases + at, request, sign * s->growth[i].blocks, 0);
     }
 }
 
@@ -56,7 +60,7 @@ static number rhythm(const State *s, const Group *group, number request) {
 static void change_drops(State *s, const Group *group, number request, number sign) {
     number size = group->spec.block_size;
     for (number at = rhythm(s, group, request); at < s->cycle; at += size)
-        change_member(s, s->phases + at, request, 0, sign);
+        change_phase(s, s->phases + at, request, 0, sign);
 }
 
 /* The least of start + period, start + 2 * period, ... that is greater than `above`. */
@@ -190,6 +194,7 @@ static int is_member(const Phase *phase, number at, number request) {
 }
 
 static int is_due(const State *s, number request, number step) {
+    if (!s->ordered) return takes_due(s, request, step) > 0;
     const Phase *phase = s->phases + step % s->cycle;
     return is_member(phase, place_of(phase, request), request) || has_event(s, request, step);
 }
@@ -221,21 +226,11 @@ static number serve_in_turn(State *s, number step, number first) {
     }
 }
 
-/* The same in a phase in which they only take blocks that are all new. */
-static number serve_takes(State *s, const Phase *phase, number first) {
-    number at = place_of(phase, first), blocks = 0;
-    while (at < phase->size && blocks + phase->members[at].takes <= s->free) blocks += phase->members[at++].takes;
-    hand_out(s, blocks);
-    return at < phase->size ? phase->members[at].request : NONE;
-}
-
-/* Serve the steady requests from `first` on, up to one that does not find its blocks; returns it, or NONE. */
-static number serve(State *s, number step, number first) {
+/* Serve the steady requests in a step in which each is sure to find its blocks. */
+static void serve_all(State *s, number step) {
     const Phase *phase = s->phases + step % s->cycle;
-    if (phase->drops || s->aligned_states || event_in(s, step) != NEVER) return serve_in_turn(s, step, first);
-    if (first || phase->taken > s->free) return serve_takes(s, phase, first);
-    hand_out(s, phase->taken);
-    return NONE;
+    if (phase->drops || s->aligned_states || event_in(s, step) != NEVER) serve_in_turn(s, step, 0);
+    else hand_out(s, phase->taken);
 }
 
 #endif

@@ -70,6 +70,7 @@ static void begin_pool(State *s, const Spec *specs, number prompts) {
             if (specs[g].first_equal == g && (specs[g].kind == FULL) == full) s->searched[s->num_searched++] = g;
     s->followed = s->aligned_states;
     for (number g = 0; g < n; g++) s->followed |= specs[g].window > 0;
+    s->ordered = s->followed || s->num_growth > 1;
     s->phases = zeros(s, s->cycle, sizeof(Phase));
     s->events = new_heap(s);
     s->offset = numbers(s, s->requests, 0);

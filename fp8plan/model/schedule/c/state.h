@@ -88,7 +88,7 @@ typedef struct {
 /* A request that takes or frees blocks in the steps of a phase. */
 typedef struct { number request, takes, drops; } Member;
 
-/* The steps with one remainder modulo the pool's cycle. Members are in order of arrival. */
+/* The steps with one remainder modulo the pool's cycle. Members are in order of arrival, if State.ordered. */
 typedef struct { Member *members; number size, room, taken, drops; } Phase;
 
 typedef struct { number size, blocks; } Growth; /* the blocks of one size that a request fills at once */
@@ -122,6 +122,7 @@ typedef struct {
     const number *prompt_of;
     number *shared; /* by request: its prompt's blocks that other requests may hold, too */
     int followed, hashed_drops, aligned_states; /* decoding frees blocks; with a hash; it adds states */
+    int ordered; /* steady requests differ in what they do in a step: phases list them */
     /* the last look-up */
     number *searched, num_searched;
     number looked_up, looked_up_tokens, looked_up_changes, hit, hit_free, shared_prefix;

@@ -106,8 +106,22 @@ static void end_row(State *s, number steps, number free, number cached) {
 
 /* ---- one step in which anything may happen ---- */
 
-static void serve_steady(State *s) {
-    for (number request = 0; (request = serve(s, s->now, request)) != NONE; request++) {
+/* Hand out the blocks of steady requests that all take equally many. The last requests make room for the others. */
+static void serve_equal(State *s) {
+    const Phase *phase = s->phases + s->now % s->cycle;
+    number each = s->growth->blocks, served = 0, wanted;
+    while ((wanted = phase->taken - served) > s->free) {
+        number blocks = s->free / each * each;
+        hand_out(s, blocks);
+        served += blocks;
+        preempt_last(s); /* it leaves the phase */
+    }
+    hand_out(s, wanted);
+}
+
+/* Serve the steady requests in turn. */
+static void serve_ordered(State *s) {
+    for (number request = 0; (request = serve_in_turn(s, s->now, request)) != NONE; request++) {
         number blocks = takes_due(s, request, s->now);
         if (make_room(s, request, blocks)) take_due(s, request, s->now, blocks);
     }
@@ -155,7 +169,7 @@ static number serve_running(State *s) {
     number budget = s->settings.max_num_batched_tokens, request = after_steady(s);
     number left = s->free - taken_in(s, s->now);
     if (request != NONE && left >= 0 && s->decoding <= budget) {
-        serve(s, s->now, 0);
+        serve_all(s, s->now);
         note_free(s, left);
         budget -= s->decoding;
     } else {
@@ -182,7 +196,8 @@ static void step(State *s) {
     if (s->unsteady) {
         budget = serve_running(s);
     } else {
-        serve_steady(s);
+        if (s->ordered) serve_ordered(s);
+        else serve_equal(s);
         budget = s->settings.max_num_batched_tokens - s->decoding;
     }
     if (s->preempted == preempted) cached = admit_waiting(s, budget);
@@ -230,7 +245,7 @@ static void run(State *s) {
         begin_step(s, s->now + steps);
         note_free(s, left);
         if (left < 0) break;
-        serve(s, s->now + steps, 0);
+        serve_all(s, s->now + steps);
         if (s->changes == looked_at) continue;
         looked_at = s->changes;
         if (!may_admit(s)) continue;
