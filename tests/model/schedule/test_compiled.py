@@ -109,6 +109,10 @@ RARE = {
         17,
         reserve_full_prompt=True,
     ),
+    # A look-up comes upon an evicted block of a shared prompt. Nothing else shows that a larger pool would be faster.
+    "an evicted block is missed": small_work(
+        [9, 9, 9, 9, 153, 153, 153], [9, 9, 9, 9, 8, 8, 1], [0, 0, 0, 1, 2, 2, 2], [Spec("chunked", 16, 17)], 10, 6, 81
+    ),
     # vLLM 0.26 keeps every block of a window. Requests that decode free theirs with a hash, and one hits them again.
     "blocks freed while decoding are hit": small_work(
         [303, 273, 273], [115, 97, 97], [0, 1, 1], [*FULL, sliding(16)], 63, 3, 15, asynchronous=True, version="0.26.0"
