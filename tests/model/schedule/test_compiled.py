@@ -92,6 +92,17 @@ RARE = {
     "a full last block of an ended request": small_work(
         [37, 35, 35], [29, 14, 1], [0, 1, 1], [sliding(2), *FULL], 10, 2, 4, asynchronous=True
     ),
+    # The same, where the response has blocks of its own.
+    "full blocks of an ended request": small_work(
+        [57, 57, 27, 27],
+        [137, 136, 71, 1],
+        [0, 0, 1, 1],
+        [*FULL, *2 * [Spec("chunked", 16, 200)]],
+        64,
+        3,
+        18,
+        asynchronous=True,
+    ),
     # Each of two windows cuts the other's hit, and no group of full attention ends the search after one round.
     "windows without full attention": small_work([21], [1], [0], [Spec("chunked", 16, 16), sliding(16)], 4, 1, 10),
     # Full attention is looked up once. A window and a chunk then cut the hit in turn, below what it found.
