@@ -5,10 +5,10 @@ A limit of the engine is a field of EngineLimits. An Option beside it makes it a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, update_wrapper
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -312,10 +312,10 @@ def of_fields(
     def decorate(function: Callable[[Request], Answer]) -> Callable[P, Answer]:
         def answered(*arguments: P.args, **fields: P.kwargs) -> Answer:
             try:
-                asked = request(*arguments, **fields)
+                signature(request).bind(*arguments, **fields)
             except TypeError as error:  # a field that is missing or unknown
-                raise TypeError(re.sub(r"^\w+\.__init__", function.__name__, str(error))) from None
-            return function(asked)
+                raise TypeError(f"{function.__name__}() {error}") from None
+            return function(request(*arguments, **fields))
 
         return update_wrapper(update_wrapper(answered, function), request, assigned=(), updated=())
 

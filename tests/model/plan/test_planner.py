@@ -744,3 +744,18 @@ def test_engines_without_cuda_graphs_are_said_to_be_unmeasured() -> None:
     assert warned("h200", enforce_eager=True)
     assert not warned("h200")
     assert not warned("cpu")  # where vLLM has no others
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"gpu": "h200"}, r"plan\(\) missing a required argument: 'model'"),
+        (
+            {"model": "Qwen/Qwen3-8B", "gpu": "h200", "workload": None, "speed": 1},
+            r"plan\(\) got an unexpected keyword argument 'speed'",
+        ),
+    ],
+)
+def test_an_argument_that_is_missing_or_unknown_is_named(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        fp8plan.plan(**arguments)
