@@ -149,6 +149,14 @@ def started(kind: str | Path, which: str, precision: str, **settings: Any) -> It
         yield engine
     finally:
         engine.shutdown()
+        forget_groups()
+
+
+def forget_groups() -> None:
+    """Let the next engine of this process make its process groups. Those of a dense model lack the one of experts."""
+    from vllm.distributed import destroy_model_parallel
+
+    destroy_model_parallel()
 
 
 _references: dict[tuple[str, str, str], Outputs] = {}
