@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.tables.markdown import table as markdown
+from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.configs import bundled_configs
+from fp8plan.model.cost.moe import distinct_experts
 from fp8plan.runtime.measure.rollouts.worker import EMBEDDING, route_evenly
 
 MODEL, INNER = "Qwen/Qwen3-30B-A3B", 16
@@ -65,10 +68,9 @@ def main() -> None:
     print(
         markdown(("changed weights", "samples per prompt", "experts hit, mean", "first layer", "last layer"), [*rows()])
     )
-    config = bundled_configs()[MODEL]
-    experts = config["num_experts"]
-    even = experts * (1 - (1 - config["num_experts_per_tok"] / experts) ** SEQUENCES)
-    print(f"\nEven routing of {SEQUENCES} tokens hits {even:.0f} of {experts} experts.")
+    ((experts, _),) = ModelShape.from_hf(MODEL).parts_of(Experts)
+    even = float(distinct_experts(np.array(SEQUENCES), experts))
+    print(f"\nEven routing of {SEQUENCES} tokens hits {even:.0f} of {experts.num_experts} experts.")
 
 
 if __name__ == "__main__":

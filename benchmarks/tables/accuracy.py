@@ -115,8 +115,8 @@ def summary(
     return (
         f"{shown}\n\nA cell is the median of its runs; single runs are up to "
         f"{single:.0%} off. Without a prediction, FP8 weights with an FP8 cache are the fastest in "
-        f"{_most_fp8(told.records, 0.0)} groups, and within {noise:.1%} of it in {_most_fp8(told.records, noise)}. "
-        f"{noise:.1%} is the spread of repeats."
+        f"{_most_fp8(told.records, 0.0)} groups. They are within {noise:.1%} of the fastest, the spread of repeats, in "
+        f"{_most_fp8(told.records, noise)}."
     )
 
 

@@ -247,11 +247,10 @@ def run_compiled(
     counts = len(prompts), int(prompt_ids.max(initial=-1)) + 1, len(groups), len(windows)
     kinds = [(KINDS[kind], window) for kind, window in windows]
     tables = (counts, prompts, responses, prompt_ids, settings, specs, kinds)
-    given = [np.ascontiguousarray(table, dtype=np.int64) for table in tables]
+    arrays = [np.ascontiguousarray(table, dtype=np.int64) for table in tables]
     facts, ended, rows = np.zeros(4, dtype=np.int64), np.zeros(len(prompts), dtype=np.int64), Numbers()
-    made = library.fp8plan_schedule(
-        *(table.ctypes.data_as(Numbers) for table in (*given, facts, ended)), ctypes.byref(rows)
-    )
+    pointers = [table.ctypes.data_as(Numbers) for table in (*arrays, facts, ended)]
+    made = library.fp8plan_schedule(*pointers, ctypes.byref(rows))
     if made == TOO_FEW_BLOCKS:
         raise too_few_blocks(num_blocks)
     if made < 0:
@@ -292,7 +291,8 @@ def compiled() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: no home folder
         return None
     loaded.fp8plan_schedule.restype = ctypes.c_int64
-    loaded.fp8plan_schedule.argtypes = [*[Numbers] * 9, ctypes.POINTER(Numbers)]
+    arrays = [Numbers] * 9  # seven tables, the facts, and the rows that end requests
+    loaded.fp8plan_schedule.argtypes = [*arrays, ctypes.POINTER(Numbers)]
     loaded.fp8plan_columns.argtypes = [Numbers, ctypes.c_int64, ctypes.c_int64, Numbers]
     return loaded
 

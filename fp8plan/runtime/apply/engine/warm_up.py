@@ -71,8 +71,10 @@ def _split(tokens: int, longest: int) -> list[int]:
     if tokens <= longest:
         return [tokens]
     whole, rest = divmod(tokens, longest)
-    lengths = [1, *[longest] * whole]
-    return [*lengths, rest] if rest else lengths
+    lengths = [longest] * whole
+    if rest:
+        lengths.append(rest)
+    return [1, *lengths]
 
 
 def _prompt(number: int, length: int) -> list[int]:

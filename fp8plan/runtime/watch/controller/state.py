@@ -72,8 +72,8 @@ def escalation(strained: int, patience: int, can: Can) -> tuple[Escalation | Non
     """
     if not strained or strained % patience:
         return None, ""
-    asked = Escalation.RECALIBRATE_KV if strained == patience else Escalation.STEP_DOWN
-    due = next(filter(can, (asked, Escalation.STEP_DOWN)), None)
+    first = Escalation.RECALIBRATE_KV if strained == patience else Escalation.STEP_DOWN
+    due = next(filter(can, (first, Escalation.STEP_DOWN)), None)
     return due, f"; {strained} steps in a row beyond what thresholds can do: {ADVICE[due]}"
 
 
