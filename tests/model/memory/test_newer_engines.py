@@ -12,6 +12,12 @@ from fp8plan.model.validate.records import Record, read_records
 
 MIB = 1 << 20
 GRAPHS_OFF = {"14B": 500, "Mistral": 300}  # MiB that CUDA graphs of these models are planned too small at most
+PEAK_OFF = (
+    "moe",
+    "A3B",
+    "gpt-oss",
+    "4B-fp8_block",
+)  # engines whose peak is planned up to 210 MiB too small; others 40
 FOLDERS = ("h200_sxm/vllm-0.33.0/calibrate/steps", "h200_sxm/vllm-0.33.0/validation", "h100_sxm/vllm-0.33.0/validation")
 
 
@@ -41,9 +47,10 @@ def more_weights(record: Record) -> int:
     return int(weights - planned(record).weights_bytes)
 
 
-def test_22_engines_were_measured_and_one_had_unexplained_weights() -> None:
-    assert len(RECORDS) == 22
-    assert sum(more_weights(record) > 100 * MIB for record in RECORDS) == 1
+def test_27_engines_were_measured_and_two_of_one_model_had_unexplained_weights() -> None:
+    unexplained = [record.fields["model"] for record in RECORDS if more_weights(record) > 100 * MIB]
+    assert len(RECORDS) == 27
+    assert unexplained == ["Qwen/Qwen3-14B"] * 2
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=name_of)
@@ -58,9 +65,9 @@ def test_the_pool_is_the_measured_one(record: Record) -> None:
 def test_each_term_is_near_the_measured_one(record: Record) -> None:
     plan, memory = planned(record), record.fields["memory"]
     graphs = memory["cuda_graphs_estimated_bytes"]
-    experts = "moe" in record.fields["model"] or "A3B" in record.fields["model"]
+    wide = any(name in name_of(record) for name in PEAK_OFF)
     stays_and_peak = memory["requested_bytes"] - memory["available_kv_cache_bytes"] - memory["weights_bytes"] - graphs
     ours = plan.non_torch_bytes + plan.activation_bytes
-    assert ours == pytest.approx(stays_and_peak, abs=(200 if experts else 40) * MIB)
+    assert ours == pytest.approx(stays_and_peak, abs=(210 if wide else 40) * MIB)
     off = next((most for name, most in GRAPHS_OFF.items() if name in record.fields["model"]), 200)
     assert plan.cudagraph_bytes == pytest.approx(graphs, abs=off * MIB)
