@@ -69,7 +69,7 @@ from fp8plan.views.report import power  # noqa: E402
 
 # The pages show these of the tables that `python -m benchmarks.learning.evidence` prints.
 LEARNING = (
-    *("laws", "verdict of laws", "rewards of masks", "gained", "drill"),
+    *("verdict of laws", "rewards of masks", "gained"),
     *("learnt", "learnt qk-norm on H100s", "learnt smollm2", "learnt gemma", "learnt moe on H100s"),
 )
 COMMANDS = (
