@@ -31,7 +31,6 @@ import limits  # noqa: E402
 import native_h100  # noqa: E402
 import public_figures  # noqa: E402
 import reports  # noqa: E402
-import siblings  # noqa: E402
 import speed  # noqa: E402
 import uncalibrated  # noqa: E402
 from fault_drill.report import committed as fault_drill  # noqa: E402
@@ -69,7 +68,7 @@ from fp8plan.views.report import power  # noqa: E402
 
 # The pages show these of the tables that `python -m benchmarks.learning.evidence` prints.
 LEARNING = (
-    *("laws", "verdict of laws", "rewards of masks", "gained", "drill"),
+    *("verdict of laws", "rewards of masks", "gained"),
     *("learnt", "learnt qk-norm on H100s", "learnt smollm2", "learnt gemma", "learnt moe on H100s"),
 )
 COMMANDS = (
@@ -183,8 +182,7 @@ def accuracy_in_short(told: Validation, families: Validation) -> str:
 def predicted_again() -> dict[str, str]:
     """Name of a marked block -> its text, of those that predict or fit measured runs again: minutes of one core."""
     made = {"inside": inside.table()}
-    made |= {"hosts": host_loop.hosts(), "host loop": host_loop.table(), "unknown hosts": host_loop.left_out()}
-    made |= {"siblings": siblings.table()}
+    made |= {"hosts": host_loop.hosts(), "unknown hosts": host_loop.left_out()}
     made |= {"single kernels": kernel_errors.table(), "native h100": native_h100.tables()}
     made["fp8 linears"] = fp8_linears.compare(ROOT / "benchmarks/results/fp8_linears_h100.jsonl", "h100")
     made["sets of the h100"] = native_h100.sets()
