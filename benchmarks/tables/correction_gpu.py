@@ -2,8 +2,8 @@
 
     python -m benchmarks.tables.correction_gpu
 
-`bash benchmarks/h200.sh FOLDER correction` made them. Rows with the path "fused" are of Triton kernels that fp8plan no
-longer has.
+`git show 4f9b9518:benchmarks/gpu/correction.py` made them. Rows with the path "fused" are of Triton kernels that were
+deleted.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tables.fleet
 
-benchmarks.gpu.fleet made them, as the first row of their file says.
+`git show 4f9b9518:benchmarks/gpu/fleet.py` made them, as the first row of their file says.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.tables.probe profiles/h200_sxm/vllm-0.26.0/probe            # a model that was trained there
     python -m benchmarks.tables.probe profiles/h200_sxm/vllm-0.26.0/probe/smollm2    # or gemma
 
-What made them: `bash benchmarks/h200.sh FOLDER probe`, and `fp8plan probe` (profiles/README.md).
+`fp8plan probe` made them (profiles/README.md).
 """
 
 from __future__ import annotations

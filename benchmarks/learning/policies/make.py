@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.policies import gguf_models
-from benchmarks.learning.policies.grow import grow
 from benchmarks.learning.policies.table import POLICIES, policy_named
 from benchmarks.learning.policies.tasks import Task
 from benchmarks.learning.policies.teach import teach
@@ -19,16 +18,12 @@ from fp8plan.model.architecture import ModelShape
 def make(name: str, folder: Path, device: str = "cpu", seed: int = 0, say: Callable[[str], Any] = print) -> None:
     """Write the policy's checkpoint, unless it is there. The same seed gives the same weights on a CPU.
 
-    folder: FOLDER/NAME/model; what a policy is grown from is looked for beside it, and made if it is not there
+    folder: FOLDER/NAME/model
     """
     policy = policy_named(name)
     if (folder / "config.json").is_file():
         return
-    if policy.growth is not None:
-        small = folder.parent.parent / policy.from_ / folder.name
-        make(policy.from_, small, device, seed, say)
-        grow(small, folder, policy.growth, seed)
-    elif policy.size is None:
+    if policy.size is None:
         gguf_models.write(policy.kind, folder)
     else:
         facts = teach(policy, policy.size, folder, device, seed, say)

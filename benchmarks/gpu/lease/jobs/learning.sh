@@ -13,7 +13,7 @@ wait
 
 learn() { # POLICY AT_ONCE MEMORY SEEDS ARM...: memory: the share of a GPU for all engines of these at once
     python3 -m benchmarks.learning.run ~/res/learning --policy "$1" --at-once "$2" --memory "$3" --seeds "$4" \
-        --arms "${@:5}" --changes-every 25 --micro-tokens "$([ "$1" = smollm2 ] && echo 4096 || echo 8192)"
+        --arms "${@:5}" --micro-tokens "$([ "$1" = smollm2 ] && echo 4096 || echo 8192)"
 }
 learn moe 2 0.12 1 bf16 fp8 fp8-adaptive &
 (
