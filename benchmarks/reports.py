@@ -1,8 +1,8 @@
 """fp8plan's side of three public reports (docs/evidence/accuracy.md).
 
-    python -m benchmarks.reports
+    python -m benchmarks.reports     prints the tables of that page
 
-It prints the tables of that page, and two more: the memory of the first report, and the rollout of the second.
+tests/model/test_reports.py holds what the page says of the memory of the first report and the rollout of the second.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ ROLLED_OUT = EngineLimits(
     max_num_seqs=256,
     max_num_batched_tokens=32_768,
 )
-CASES = ((0.5, 2000), (0.5, 3000), (0.5, 4000), (0.5, 6000), (0.92, 2000), (0.92, 6000))
 
 
 # vllm issue 42058, comment of 2026-08-01: an A100, vLLM 0.26, Qwen3-8B, 8 requests of 256 tokens, enforce_eager. Prompt
@@ -103,24 +102,6 @@ def ampere(prompt: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(first), tuple(8 * 255 / (b - a) for a, b in zip(first, whole, strict=True))
 
 
-def memory_table() -> str:
-    return table(("on each GPU", "GiB"), ((what, f"{gib:.2f}") for what, gib in memory_rows()))
-
-
-def rollout_row(utilization: float, mean_tokens: int) -> tuple[str, ...]:
-    rows = rollout(utilization, mean_tokens)
-    bf16, fp8 = rows["bf16"], rows["fp8_block"]
-    counts = (bf16.kv_cache_tokens, fp8.kv_cache_tokens, bf16.preemptions, fp8.preemptions)
-    return f"{utilization}", f"{mean_tokens:,}", *(f"{x:,}" for x in counts), f"{fp8.speedup:.2f}x"
-
-
-def rollout_table() -> str:
-    pools = ("KV tokens, BF16", "FP8", "preemptions, BF16", "FP8")
-    return table(
-        ("`gpu_memory_utilization`", "mean response", *pools, "speed-up"), (rollout_row(*case) for case in CASES)
-    )
-
-
 def ampere_row(prompt: int) -> tuple[str, ...]:
     (first, rates), (ours, our_rates) = AMPERE[prompt], ampere(prompt)
     slower = f"{first[1] / first[0] - 1:+.1%}", f"{ours[1] / ours[0] - 1:+.1%}"
@@ -160,4 +141,4 @@ def tables() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print("\n\n".join((memory_table(), rollout_table(), *tables().values())))
+    print("\n\n".join(tables().values()))

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,10 +73,5 @@ def _ended(run: list[Row]) -> bool:
     return did >= {"rollout", "sync", "equal", "replace"} and not failed
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
-    print(committed())
-
-
 if __name__ == "__main__":
-    main()
+    print(committed())

@@ -7,7 +7,6 @@ benchmarks.gpu.verl_grpo, trl_server and trl_colocated made them, as the rows by
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -138,10 +137,5 @@ def _from_to(values: Sequence[float], form: str) -> str:
     return " to ".join(dict.fromkeys(format(values[at], form) for at in (0, -1)))
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
-    print(verl(), trl(), trl_auto(), sep="\n\n")
-
-
 if __name__ == "__main__":
-    main()
+    print(verl(), trl(), trl_auto(), sep="\n\n")
