@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.anchored import VERSIONS
-from benchmarks.error_parts import FOLDERS, Cell, cells, gains, makespan, summary
+from benchmarks.error_parts import FOLDERS, Cell, cells, errors, summary
 from benchmarks.tables.baselines import MOST_REQUESTS
 from benchmarks.tables.markdown import table as markdown
 from fp8plan import jsonl
@@ -44,11 +44,9 @@ HEAD = ("rollouts", "makespans, MAPE", "worst", "90% interval, median", "holds",
 
 
 def row(name: str, every: Sequence[Cell]) -> list[str]:
-    times = summary([makespan(cell, cell.rollout) for cell in every])
+    makespans, speed_ups = errors(every, every[0].simulated.model.profile)
+    times, ratios = summary(makespans), summary(speed_ups)
     worst = max(abs(cell.rollout.makespan_s / cell.record.seconds - 1) for cell in every)
-    groups = {cell.record.group: [x for x in every if x.record.group == cell.record.group] for cell in every}
-    of_groups = (gains(own, [cell.rollout for cell in own], own[0].simulated.model.profile) for own in groups.values())
-    ratios = summary([ratio for group in of_groups for ratio in group])
     shown = [f"{times['points']:.1f}%", f"{worst:.1%}", f"+-{times['half_width']:.1%}", f"{times['held']:.0%}"]
     return [name, str(len(every)), *shown, f"{ratios['points']:.1f}"]
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.watch.controller.laws import ConstantThresholds, Controller, LevelThresholds
-from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Level, Mode, Thresholds
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
 
 FP8: Final = {"cpu": "fp8_kv", "cuda": "fp8_block+fp8_kv"}
 
@@ -37,25 +37,11 @@ def _constant(c: float) -> Correction:
 # The constants but 2 tell a law that moves C from a law that only ends at a better C.
 CONSTANTS: Final = {"tis": 2.0, "tis_1.1": 1.1, "tis_1.4": 1.4, "tis_5": 5.0}
 # Token weights, as truncated importance sampling. "adaptive" is the name of LevelThresholds in logs of before.
-TRUNCATED: Final = {
+CORRECTIONS: Final = {
     "none": Correction(CorrectionSettings(level=None), ConstantThresholds(), follow=False),
     **{name: _constant(c) for name, c in CONSTANTS.items()},
     "adaptive": Correction(CorrectionSettings(thresholds=Thresholds(2.0)), LevelThresholds(), follow=True),
 }
-# Masks, each with one band in its own units: MIS has that of the hooks' default, IcePop that of its paper. A mean over
-# few tokens spreads more than the [0.999, 1.001] for thousands, so the geometric band is about as wide as its spread.
-BANDS: Final[dict[str, tuple[Level, Mode, tuple[float, float]]]] = {
-    "mis": ("token", "mis", (0.5, 2.0)),
-    "icepop": ("token", "icepop", (0.5, 5.0)),
-    "geometric": ("geometric", "mis", (0.8, 1.25)),
-}
-MASKS: Final = {
-    mask: Correction(
-        CorrectionSettings(level, mode, Thresholds(None, band)), ConstantThresholds(None, band), follow=False
-    )
-    for mask, (level, mode, band) in BANDS.items()
-}
-CORRECTIONS: Final = TRUNCATED | MASKS
 # Scenario -> relative noise of the weights that are sent to the engine, by the share of the run that is over. The
 # trainer's own stay clean: what the engine samples then really comes from another policy.
 # On a CPU 0.12 left k3 at 0.01, and no arm apart from another; with 0.6 it grows from 0.004 to 0.3.
@@ -136,11 +122,10 @@ def _under(scenarios: Iterable[str], corrections: Iterable[str]) -> dict[str, Ar
     }
 
 
-CONTROL: Final = _under(("growing", *LASTING, "spiking", "staler", "broken"), TRUNCATED)
+CONTROL: Final = _under(("growing", *LASTING, "spiking", "staler", "broken"), CORRECTIONS)
 # The runs by which default thresholds are judged.
 JUDGED: Final = ("lasting", "growing", "spiking", "staler", "broken")
-MASKED: Final = ("lasting", "growing", "staler", "broken")
-DEFAULTS: Final = _under((*JUDGED, "benign"), ("none", "tis", "tis_1.4", "adaptive")) | _under(MASKED, MASKS)
+DEFAULTS: Final = _under((*JUDGED, "benign"), ("none", "tis", "tis_1.4", "adaptive"))
 GROUPS: Final = {"main": MAIN, "control": CONTROL, "defaults": DEFAULTS}
 ARMS: Final = MAIN | CONTROL | DEFAULTS  # in the order of tables
 

@@ -8,10 +8,22 @@ from statistics import fmean, median, stdev
 import pytest
 
 from benchmarks.learning import predicted, tables
-from benchmarks.learning.arms import BANDS, JUDGED, MASKED
+from benchmarks.learning.arms import JUDGED
 from benchmarks.learning.keep import main as keep
 from benchmarks.learning.state import RunFolder
-from benchmarks.learning.tables import LAWS, RULED, SEEDS, Setting, kept_runs, margin, margins, pooled, rewards_of
+from benchmarks.learning.tables import (
+    LAWS,
+    MASKED,
+    MASKS,
+    RULED,
+    SEEDS,
+    Setting,
+    kept_runs,
+    margin,
+    margins,
+    pooled,
+    rewards_of,
+)
 from fp8plan import jsonl, schemas
 
 
@@ -132,7 +144,7 @@ def test_in_the_committed_runs_no_law_is_ahead_of_c_of_2_under_all_mismatches_th
 
 def test_masks_are_below_token_tis_in_the_committed_runs_and_tightening_one_does_not_help() -> None:
     rewards = rewards_of(kept_runs(RULED))
-    for mask in BANDS:
+    for mask in MASKS:
         below, tightened = (pooled(rewards, *pair, MASKED) for pair in ((mask, "tis"), (f"{mask}-news", mask)))
         assert below is not None
         assert tightened is not None
