@@ -38,18 +38,9 @@ PART = "fp8plan"
 GRACE_S = 30.0  # for the engine's end, beyond the deadline
 LENGTHS = ("longest", "planned")
 PASSED_ON = (
-    "model",
-    "folder",
-    "output",
-    "steps",
-    "gpu",
-    "utilization",
-    "completion",
-    "batch",
-    "micro_batch",
-    "lengths",
-    "deadline",
-)
+    *("model", "folder", "output", "steps", "gpu", "utilization"),
+    *("completion", "batch", "micro_batch", "lengths", "deadline"),
+)  # options that the process of a precision gets, too
 
 
 def main(words: list[str] | None = None) -> None:

@@ -136,7 +136,7 @@ class Loop:
         trained = self.trainer.clock()
         if self.correction.follow:
             self.follow(found)
-        if not self.arm.stale(self.step - 1, self.settings.steps):
+        if not self.arm.stale(self.step - 1, self.settings.steps) or not self.engine.serving:  # a step down ended it
             self.sync(strength(self.arm.mismatch, self.step, self.settings.steps))
         ended = self.trainer.clock()
         row = {"step": self.step, "date": now(), "reward": mean, "response_tokens": int(batch.mask.sum())}

@@ -38,7 +38,7 @@ class Size:
 class Policy:
     """A model and its task.
 
-    kind: "qk_norm" (Qwen3), "plain" (Llama: no QK-norm), "moe" (Qwen3-MoE), or a name in gguf_models.SOURCES
+    kind: "qk_norm" (Qwen3), "moe" (Qwen3-MoE), or a name in gguf_models.SOURCES
     size: of what is trained here; None: it comes trained
     task: of a tokenizer, which only those that come trained have
     """
@@ -75,10 +75,8 @@ CONTINUED: Final = _sums(f"{QUESTION} 4 + 3 = 7\n{QUESTION} 5 - 9 = -4\n", ends=
 
 POLICIES: Final = {
     "tiny-qk-norm": Policy("qk_norm", TINY, _short),
-    "tiny-plain": Policy("plain", TINY, _short),
     "tiny-moe": Policy("moe", TINY, _short),
     "qk-norm": Policy("qk_norm", LARGE, _long),
-    "plain": Policy("plain", LARGE, _long),
     "moe": Policy("moe", LARGE, _long),
     "smollm2": Policy("smollm2", None, ASKED),
     "gemma": Policy("gemma", None, CONTINUED),

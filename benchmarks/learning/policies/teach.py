@@ -103,6 +103,4 @@ def new_model(kind: str, size: Size) -> Any:
     if kind == "moe":
         experts = {"moe_intermediate_size": size.intermediate // 2, "num_experts": EXPERTS, "num_experts_per_tok": 2}
         return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**common, **experts, norm_topk_prob=True))
-    if kind == "plain":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**common))
     return hf.Qwen3ForCausalLM(hf.Qwen3Config(**common))

@@ -48,7 +48,7 @@ def test_labels_are_of_the_answer_alone() -> None:
             assert answer[-1] == STOP
 
 
-@pytest.mark.parametrize("kind", ["qk_norm", "plain", "moe"])
+@pytest.mark.parametrize("kind", ["qk_norm", "moe"])
 def test_blockwise_fp8_takes_every_linear_but_lm_head_and_the_router(kind: str, tmp_path: Path) -> None:
     new_model(kind, TINY).config.save_pretrained(tmp_path)
     taken = fp8_linears(tmp_path)
@@ -60,10 +60,10 @@ def test_blockwise_fp8_takes_every_linear_but_lm_head_and_the_router(kind: str, 
 def test_a_policy_is_taught_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teach, "WRONG_PER_ANSWER", 12.0)  # about what digits by chance have: a few steps
     said: list[str] = []
-    make("tiny-plain", tmp_path, say=said.append)
+    make("tiny-qk-norm", tmp_path, say=said.append)
     assert '"steps": ' in said[0]
     assert {"config.json", "model.safetensors", "training.json"} <= {path.name for path in tmp_path.iterdir()}
-    make("tiny-plain", tmp_path, say=said.append)  # it is there
+    make("tiny-qk-norm", tmp_path, say=said.append)  # it is there
     assert len(said) == 1
     with pytest.raises(ConfigError, match="policy is 'gpt'; allowed: tiny-qk-norm"):
         make("gpt", tmp_path)
