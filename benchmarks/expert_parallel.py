@@ -25,11 +25,8 @@ from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
 
 RESULTS = Path(__file__).parent / "results" / "expert_parallel.csv"
-HOPPER = ("h100_sxm",)
 SHAPE = ("experts", "top_k", "hidden", "inner")
-RANKS = (1, 2, 4, 8)
 LIMITS = (0, 8, 64, 512, 4096, 16384)  # of the ranges of tokens
-TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 VERSION = "0.26.0"
 
 

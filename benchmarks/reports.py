@@ -24,7 +24,6 @@ from fp8plan.model.workload import Fixed, LogNormal, Workload
 
 VERSION = "0.26.0"
 MEASURED = profiles_path() / "h100_sxm" / f"vllm-{VERSION}" / "reports" / "rollouts.jsonl"
-GIB = 1 << 30
 
 # vllm issue 21348: `vllm serve Qwen3-235B-A22B-FP8 --tensor-parallel-size 4` on H100s, July 2025.
 REPORTED_KV_GIB = 8.11
@@ -62,19 +61,6 @@ AMPERE = {
     8_192: ((5.001, 5.132), (228.2, 232.2)),
     16_384: ((11.790, 12.206), (219.2, 231.3)),
 }
-
-
-def memory_rows() -> list[tuple[str, float]]:
-    """The uses of a GPU's memory in the first report, in GiB, as vLLM 0.26 would count them."""
-    found = SERVED.memory()
-    return [
-        ("allowed by `gpu_memory_utilization` 0.9", found.requested_bytes / GIB),
-        ("weights", -found.weights_bytes / GIB),
-        ("peak of activations: the sampler, beside the experts' workspace", -found.activation_bytes / GIB),
-        ("outside of PyTorch", -found.non_torch_bytes / GIB),
-        ("set aside for CUDA graphs", -found.cudagraph_bytes / GIB),
-        ("left for KV", found.available_bytes / GIB),
-    ]
 
 
 def rollout(utilization: float, mean_tokens: int) -> dict[str, Choice]:
