@@ -154,6 +154,15 @@ def gains(target: Sequence[Cell], made: Sequence[Rollout], profile: Profile) -> 
     return ratios
 
 
+def errors(every: Sequence[Cell], profile: Profile) -> tuple[list[Ratio], list[Ratio]]:
+    """The errors of the makespans of cells, and of the speed-ups within each workload."""
+    groups: dict[str, list[Cell]] = defaultdict(list)
+    for cell in every:
+        groups[cell.record.group].append(cell)
+    speed_ups = [gain for own in groups.values() for gain in gains(own, [cell.rollout for cell in own], profile)]
+    return [makespan(cell, cell.rollout) for cell in every], speed_ups
+
+
 def summary(ratios: Sequence[Ratio]) -> dict[str, float]:
     """The number of the ratios, their mean error in points and in logs, the share that is held, and its half-width."""
     error, low, high, points = np.array(ratios).T
@@ -167,11 +176,9 @@ def summary(ratios: Sequence[Ratio]) -> dict[str, float]:
 
 
 def row(label: str, gpu: str, profile: Profile) -> str:
-    every, groups = cells(gpu, profile), dict[str, list[Cell]]()
-    for cell in every:
-        groups.setdefault(cell.record.group, []).append(cell)
-    speed_ups = [gain for own in groups.values() for gain in gains(own, [cell.rollout for cell in own], profile)]
-    times, ratios = (summary(x) for x in ([makespan(cell, cell.rollout) for cell in every], speed_ups))
+    every = cells(gpu, profile)
+    makespans, speed_ups = errors(every, profile)
+    times, ratios = summary(makespans), summary(speed_ups)
     sds = " | ".join(f"{sd:.1%}" for sd in parts(every).values())
     error = np.std([gain.error for gain in speed_ups])
     held = [f"{x['held']:.0%}, {x['half_width']:.1%}" for x in (times, ratios)]

@@ -19,11 +19,13 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.own_host import own_loop_s
-from fp8plan.model.profile.library import profiles_path
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.profile.library import profile_path, profiles_path
+from fp8plan.model.profile.profile import HOST_LOOP, Profile
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import accuracy, validate
 
@@ -78,6 +80,14 @@ def _timed(record: Record) -> Record:
     if fields.get("host_loop_s") is not None:
         return record
     return replace(record, fields=fields | {"host_loop_s": own_loop_s(fields["gpu"], fields["engine_version"])})
+
+
+@cache
+def own_loop_s(gpu: str, engine_version: str) -> float | None:
+    """The loop of the host that a shipped profile was calibrated on; None if that was not timed."""
+    path = profile_path(profiles_path(), find_gpu(gpu).name, engine_version)
+    own: float | None = Profile.from_json(path.read_text(encoding="utf-8")).coefficients.get(HOST_LOOP)
+    return own
 
 
 def keyed(rows: Iterable[Mapping[str, Any]]) -> Rows:

@@ -3,9 +3,9 @@
 
     python -m benchmarks.inside              prints the table of docs/evidence/trainers.md; ten seconds on one core
 
-Runs are those of benchmarks.gpu.verl_grpo and benchmarks.gpu.trl_server in benchmarks/results. Their rows have the mean
-length of a step's responses. With random weights a response ends at each token with the same chance, so its length is
-geometric. A run's first step is left out: the engine compiled in it.
+`results/inside.jsonl` has a row for each run of verl and of TRL's server. Its steps have the mean length of responses
+and the seconds. With random weights a response ends at each token with the same chance, so its length is geometric. A
+run's first step is left out: the engine compiled in it. The rows were made of raw logs by commit 4f9b9518.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 
 from benchmarks.tables.markdown import table as markdown
-from benchmarks.tables.trainers import RESULTS, TRL, TRL_H100, VERL, VERL_H100, runs_of
 from fp8plan import jsonl
 from fp8plan.model.configs import find_config
 from fp8plan.model.cost.host import OWN, front_kernels
@@ -32,11 +30,14 @@ from fp8plan.model.profile.profile import Profile
 from fp8plan.model.validate.records import Record, read_records, record_of
 from fp8plan.model.validate.validate import simulated
 
+RESULTS = Path(__file__).parent / "results"
 LONG = RESULTS / "long_answers"
 VERSION = "0.26.0"
 FIRST = 2  # warm steps that a run is anchored to
-WORDS_OF_VERL = 34  # of a prompt
-DEFAULT = "Qwen/Qwen3-0.6B"
+OF_RECORDS = (
+    *("gpu", "precision", "inside", "data_parallel"),
+    *("gpu_memory_utilization", "max_model_len", "max_num_seqs"),
+)  # fields of a run that its records have, too
 
 
 @dataclass(frozen=True)
@@ -58,72 +59,25 @@ def lengths(mean: float, limit: int, count: int) -> list[int]:
 
 def runs(folder: Path) -> Iterator[Run]:
     """All runs with steps in which the engine and the trainer took turns. folder: for the models' configs"""
-    for file in (VERL, VERL_H100):
-        for rows in runs_of(jsonl.rows(file)):
-            if rows[0]["mode"] == "sync":
-                yield _verl(rows, "h200" if file == VERL else "h100", folder)
-    for file in (TRL, TRL_H100):
-        for rows in runs_of(jsonl.rows(file), "server"):
-            if any("fp8plan.tokens_per_s" in row for row in rows):
-                yield _trl(rows, "h200" if file == TRL else "h100")
+    for row in jsonl.rows(RESULTS / "inside.jsonl"):
+        requests = row["requests"]
+        fields = {name: row[name] for name in OF_RECORDS} | {
+            "model": _model(row["model"], row["vocabulary"], folder),
+            "engine_version": VERSION,
+            "prompt_ids": [number // row["samples"] for number in range(requests)],
+            "prompt_lengths": [row["prompt_tokens"]] * requests,
+        }
+        records = []
+        for step, (mean, seconds) in enumerate(row["steps"], 2):
+            ran = {"response_lengths": lengths(mean, row["longest"], requests), "seconds": seconds}
+            records.append(record_of(fields | ran, step - 1, f"step {step}"))
+        yield Run(row["name"], records, row["looks_s"])
     # the runs named trl_fp8 and trl_bf16 were made before fp8plan's outputs came to TRL
-    stems = {
-        "verl_fp8": "verl",
-        "verl_bf16": "verl",
-        "trl_fp8": "trl-stock",
-        "trl_bf16": "trl-stock",
-        "trl_outputs_bf16": "trl",
-    }
-    for stem, inside in stems.items():
+    fronts = {"verl_fp8": "verl", "verl_bf16": "verl", "trl_fp8": "trl-stock", "trl_bf16": "trl-stock"}
+    for stem, inside in (fronts | {"trl_outputs_bf16": "trl"}).items():
         warm = read_records(LONG / f"{stem}.jsonl")
         records = [replace(record, fields=record.fields | {"inside": inside}) for record in warm]
         yield Run(f"{'verl' if inside == 'verl' else 'TRL, colocated'}, 1 H100, 2,048 tokens", records)
-
-
-def _verl(rows: Sequence[dict[str, Any]], gpu: str, folder: Path) -> Run:
-    command, steps = rows[0], [row for row in rows if row["what"] == "step"][1:]
-    ours = "fp8plan/tokens_per_s" in steps[0] and "date" in command  # before, verl asked for an output for each token
-    words = dict(word.partition("=")[::2] for word in command["words"])
-
-    def number(name: str) -> int:
-        return int(next(value for word, value in words.items() if word.endswith(name)))
-
-    engines = command["gpus"] if ours else 1
-    requests = number("train_batch_size") * number("rollout.n") // engines
-    fields = {
-        "model": _model(command.get("model", DEFAULT), command.get("vocabulary"), folder),
-        "gpu": gpu,
-        "precision": command["precision"],
-        "inside": "verl" if ours else "verl-stock",
-        "data_parallel": 1 if ours else command["gpus"],
-        "gpu_memory_utilization": float(words["actor_rollout_ref.rollout.gpu_memory_utilization"]),
-        **{name: number(f"rollout.{name}") for name in ("max_model_len", "max_num_seqs")},
-        "prompt_ids": [i // number("rollout.n") for i in range(requests)],
-        "prompt_lengths": [WORDS_OF_VERL] * requests,
-    }
-    records = []
-    for line, row in enumerate(steps):
-        tokens = lengths(row["response_length/mean"], number("max_response_length"), requests)
-        seconds = sum(tokens) / row["fp8plan/tokens_per_s"] if ours else row["timing_s/gen"]
-        records.append(_record(line, fields | {"response_lengths": tokens, "seconds": seconds}))
-    name = f"verl, {command['gpus']} {gpu.upper()}"
-    return Run(name, records, 0.1 if any("custom_sampler" in word for word in words) else 2.0)
-
-
-def _trl(rows: Sequence[dict[str, Any]], gpu: str) -> Run:
-    """A run of 64 responses a step whose server was asked by TRL's own client, as fp8plan had no route yet."""
-    command, steps = rows[0], [row for row in rows if "fp8plan.tokens_per_s" in row][1:]
-    words = command["command"].split()
-    fields = {"model": DEFAULT, "gpu": gpu, "precision": command["precision"], "inside": "server-stock"}
-    for name, kind in {"gpu-memory-utilization": float, "max-model-len": int, "max-num-seqs": int}.items():
-        fields[name.replace("-", "_")] = kind(words[words.index(f"--{name}") + 1])
-    fields |= {"prompt_lengths": [64] * 64, "prompt_ids": [i // 8 for i in range(64)]}
-    records = []
-    for line, row in enumerate(steps):
-        tokens = lengths(row["completions.mean_length"], 256, 64)
-        seconds = sum(tokens) / row["fp8plan.tokens_per_s"]
-        records.append(_record(line, fields | {"response_lengths": tokens, "seconds": seconds}))
-    return Run(f"TRL's server, {gpu.upper()}", records)
 
 
 def _model(name: str, vocabulary: int | None, folder: Path) -> str:
@@ -134,10 +88,6 @@ def _model(name: str, vocabulary: int | None, folder: Path) -> str:
     place.mkdir(exist_ok=True)
     (place / "config.json").write_text(json.dumps(find_config(name)[0] | {"vocab_size": vocabulary}))
     return str(place)
-
-
-def _record(line: int, fields: dict[str, Any]) -> Record:
-    return record_of(fields | {"engine_version": VERSION}, line + 1, f"step {line + 2}")
 
 
 def front_of(run: Run, profile: Profile) -> Profile:

@@ -1,28 +1,23 @@
 """Profiles of the H100, judged on measured rollouts that no fit has seen.
 
-    python -m benchmarks.native_h100             prints the tables of profiles/README.md and docs/evidence/accuracy.md
-    python -m benchmarks.native_h100 --update    fits the H100's own profile again for them, in some minutes
+    python -m benchmarks.native_h100     prints the tables of profiles/README.md and docs/evidence/accuracy.md
 
 The second table has `validation` alone: the cells that were frozen for one GPU.
 
-`calibrate`'s own fit sees the rollouts in calibrate/anchor with their traces, and the kernels beside them.
+`calibrate`'s own fit is that of calibrate/anchor with its traces, and of the kernels beside it. It was made by commit
+37ce6b13.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from benchmarks.anchored import VERSIONS
-from benchmarks.error_parts import FOLDERS, Cell, cells, gains, makespan, summary
+from benchmarks.error_parts import FOLDERS, Cell, cells, errors, summary
 from benchmarks.tables.baselines import MOST_REQUESTS
 from benchmarks.tables.markdown import table as markdown
 from fp8plan import jsonl
-from fp8plan.model.calibrate.profile_of import calibrate
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
@@ -45,24 +40,13 @@ def profiles() -> Iterator[tuple[str, Profile]]:
     yield "the import", load_profile(CARD, "0.24.0", profiles_dir=profiles_path())[0].of_another_version()
 
 
-def own_profile() -> tuple[str, Profile]:
-    """The profile that the H100's own measurements make, after its name."""
-    version, folder = VERSIONS["h100"], profiles_path() / FOLDERS["h100"] / "calibrate"
-    with TemporaryDirectory() as place:
-        shutil.copytree(folder / "kernels", Path(place) / "kernels")
-        shutil.copytree(folder / "anchor", Path(place) / "steps")
-        return "`calibrate`'s own fit", calibrate(Path(place), CARD, version).profile
-
-
 HEAD = ("rollouts", "makespans, MAPE", "worst", "90% interval, median", "holds", "speed-ups, points")  # of `row`
 
 
 def row(name: str, every: Sequence[Cell]) -> list[str]:
-    times = summary([makespan(cell, cell.rollout) for cell in every])
+    makespans, speed_ups = errors(every, every[0].simulated.model.profile)
+    times, ratios = summary(makespans), summary(speed_ups)
     worst = max(abs(cell.rollout.makespan_s / cell.record.seconds - 1) for cell in every)
-    groups = {cell.record.group: [x for x in every if x.record.group == cell.record.group] for cell in every}
-    of_groups = (gains(own, [cell.rollout for cell in own], own[0].simulated.model.profile) for own in groups.values())
-    ratios = summary([ratio for group in of_groups for ratio in group])
     shown = [f"{times['points']:.1f}%", f"{worst:.1%}", f"+-{times['half_width']:.1%}", f"{times['held']:.0%}"]
     return [name, str(len(every)), *shown, f"{ratios['points']:.1f}"]
 
@@ -90,13 +74,5 @@ def sets() -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update", action="store_true", help="write the rows of the H100's own profile")
-    if parser.parse_args().update:
-        RESULTS.write_text(json.dumps(rows(*own_profile())) + "\n", encoding="utf-8")
-    print(f"{tables()}\n\n{sets()}")
-
-
 if __name__ == "__main__":
-    main()
+    print(f"{tables()}\n\n{sets()}")

@@ -21,33 +21,32 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import anchored  # noqa: E402
-import change_ratios  # noqa: E402
 import first_sight  # noqa: E402
 import host_loop  # noqa: E402
 import inside  # noqa: E402
 import kernel_errors  # noqa: E402
-import levers  # noqa: E402
-import limits  # noqa: E402
 import native_h100  # noqa: E402
 import public_figures  # noqa: E402
 import reports  # noqa: E402
 import speed  # noqa: E402
 import uncalibrated  # noqa: E402
-from fault_drill.report import committed as fault_drill  # noqa: E402
-from gpu import fp8_linears  # noqa: E402
-from learning.evidence.tables import tables as learning_tables  # noqa: E402
-from peers.table import committed as peers  # noqa: E402
+from learning.tables import tables as learning  # noqa: E402
 from starts.table import table as starts  # noqa: E402
 from tables import (  # noqa: E402
     accuracy,
     attention_kernels,
     baselines,
+    change_ratios,
     correction_gpu,
+    fault_drill,
     fleet,
+    fp8_linears,
     markdown,
+    peers,
     probe,
     slow_links,
     trainers,
+    tuned,
     weight_sync,
 )
 
@@ -66,11 +65,6 @@ from fp8plan.model.validate.validate import Validation, validate  # noqa: E402
 from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
 from fp8plan.views.report import power  # noqa: E402
 
-# The pages show these of the tables that `python -m benchmarks.learning.evidence` prints.
-LEARNING = (
-    *("verdict of laws", "rewards of masks", "gained"),
-    *("learnt", "learnt qk-norm on H100s", "learnt smollm2", "learnt gemma", "learnt moe on H100s"),
-)
 COMMANDS = (
     *("plan", "tune", "emit", "validate", "models", "profiles", "profiles import-aic"),
     *("calibrate", "probe", "monitor", "report", "import", "doctor"),
@@ -184,7 +178,7 @@ def predicted_again() -> dict[str, str]:
     made = {"inside": inside.table()}
     made |= {"hosts": host_loop.hosts(), "unknown hosts": host_loop.left_out()}
     made |= {"single kernels": kernel_errors.table(), "native h100": native_h100.tables()}
-    made["fp8 linears"] = fp8_linears.compare(ROOT / "benchmarks/results/fp8_linears_h100.jsonl", "h100")
+    made["fp8 linears"] = fp8_linears.table()
     made["sets of the h100"] = native_h100.sets()
     validated = {name: validate(baselines.records(name)) for name in baselines.HELD_OUT}
     made["accuracy"] = accuracy.tables(validated["validation"])
@@ -204,9 +198,7 @@ def others() -> dict[str, str]:
     made = {"plan": plan_table(plan("Qwen/Qwen3-8B", "h200_sxm", work))}
     made["tuned"] = tuned_table()
     made["anchored plan"] = anchored_plan()
-    measured = limits.committed()
-    made["verdicts on tune"] = limits.verdicts(measured)
-    made["levers measured"] = levers.table(levers.committed())
+    made |= {"verdicts on tune": tuned.verdicts(), "levers measured": tuned.levers()}
     made["anchored"] = anchored.table()
     made["uncalibrated"] = uncalibrated.table()
     made["speed"] = speed.table([speed.RESULTS / "speed.jsonl", speed.RESULTS / "aiconfigurator_time.jsonl"])
@@ -226,16 +218,8 @@ def others() -> dict[str, str]:
     made |= {"fixed scales": probe.fixed_scales(), "attention kernels": attention_kernels.table()}
     made["public names"] = public_names()
     made |= {f"help {command}": help_text(command) for command in COMMANDS}
-    learning = learning_tables()
-    return (
-        made
-        | reports.tables()
-        | {name: learning[name] for name in LEARNING}
-        | weight_sync.tables()
-        | slow_links.tables()
-        | peers()
-        | fault_drill()
-    )
+    made |= {"peers": peers.committed(), "fault drill": fault_drill.committed()}
+    return made | reports.tables() | learning() | weight_sync.tables() | slow_links.tables()
 
 
 def blocks() -> dict[str, str]:

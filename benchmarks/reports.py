@@ -1,8 +1,8 @@
 """fp8plan's side of three public reports (docs/evidence/accuracy.md).
 
-    python -m benchmarks.reports
+    python -m benchmarks.reports     prints the tables of that page
 
-It prints the tables of that page, and two more: the memory of the first report, and the rollout of the second.
+tests/model/test_reports.py holds what the page says of the memory of the first report and the rollout of the second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from fp8plan.model.workload import Fixed, LogNormal, Workload
 
 VERSION = "0.26.0"
 MEASURED = profiles_path() / "h100_sxm" / f"vllm-{VERSION}" / "reports" / "rollouts.jsonl"
-GIB = 1 << 30
 
 # vllm issue 21348: `vllm serve Qwen3-235B-A22B-FP8 --tensor-parallel-size 4` on H100s, July 2025.
 REPORTED_KV_GIB = 8.11
@@ -52,7 +51,6 @@ ROLLED_OUT = EngineLimits(
     max_num_seqs=256,
     max_num_batched_tokens=32_768,
 )
-CASES = ((0.5, 2000), (0.5, 3000), (0.5, 4000), (0.5, 6000), (0.92, 2000), (0.92, 6000))
 
 
 # vllm issue 42058, comment of 2026-08-01: an A100, vLLM 0.26, Qwen3-8B, 8 requests of 256 tokens, enforce_eager. Prompt
@@ -63,19 +61,6 @@ AMPERE = {
     8_192: ((5.001, 5.132), (228.2, 232.2)),
     16_384: ((11.790, 12.206), (219.2, 231.3)),
 }
-
-
-def memory_rows() -> list[tuple[str, float]]:
-    """The uses of a GPU's memory in the first report, in GiB, as vLLM 0.26 would count them."""
-    found = SERVED.memory()
-    return [
-        ("allowed by `gpu_memory_utilization` 0.9", found.requested_bytes / GIB),
-        ("weights", -found.weights_bytes / GIB),
-        ("peak of activations: the sampler, beside the experts' workspace", -found.activation_bytes / GIB),
-        ("outside of PyTorch", -found.non_torch_bytes / GIB),
-        ("set aside for CUDA graphs", -found.cudagraph_bytes / GIB),
-        ("left for KV", found.available_bytes / GIB),
-    ]
 
 
 def rollout(utilization: float, mean_tokens: int) -> dict[str, Choice]:
@@ -101,24 +86,6 @@ def ampere(prompt: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
     first, whole = seconds(1), seconds(256)
     return tuple(first), tuple(8 * 255 / (b - a) for a, b in zip(first, whole, strict=True))
-
-
-def memory_table() -> str:
-    return table(("on each GPU", "GiB"), ((what, f"{gib:.2f}") for what, gib in memory_rows()))
-
-
-def rollout_row(utilization: float, mean_tokens: int) -> tuple[str, ...]:
-    rows = rollout(utilization, mean_tokens)
-    bf16, fp8 = rows["bf16"], rows["fp8_block"]
-    counts = (bf16.kv_cache_tokens, fp8.kv_cache_tokens, bf16.preemptions, fp8.preemptions)
-    return f"{utilization}", f"{mean_tokens:,}", *(f"{x:,}" for x in counts), f"{fp8.speedup:.2f}x"
-
-
-def rollout_table() -> str:
-    pools = ("KV tokens, BF16", "FP8", "preemptions, BF16", "FP8")
-    return table(
-        ("`gpu_memory_utilization`", "mean response", *pools, "speed-up"), (rollout_row(*case) for case in CASES)
-    )
 
 
 def ampere_row(prompt: int) -> tuple[str, ...]:
@@ -160,4 +127,4 @@ def tables() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print("\n\n".join((memory_table(), rollout_table(), *tables().values())))
+    print("\n\n".join(tables().values()))

@@ -1,6 +1,6 @@
 """Single kernels that were timed on an H200 and an H100, beside the law for GPUs that share a profile.
 
-    python -m benchmarks.siblings        prints the table of docs/evidence/accuracy.md, and kernels of one model
+    python -m benchmarks.siblings        prints the table of docs/evidence/accuracy.md
 
 A row is a kernel, over the sizes of at least MANY rows that were timed on both. The figures are medians of its seconds
 on the H100 over those on the H200. "By bandwidth" takes the H200's share of the datasheet's bandwidth for the H100's.
@@ -24,15 +24,6 @@ VERSION, MANY = "0.26.0", 256
 H200, H100 = find_gpu("h200"), find_gpu("h100")
 FOLDERS = {"h200": "h200_sxm/vllm-0.26.0/kernels", "h100": "h100_sxm/vllm-0.26.0/calibrate/kernels"}
 FILES = ("attention", "elementwise", "gemm", "moe")
-OF_MODEL = {  # kernels of Qwen3-30B-A3B's sizes
-    "experts in BF16": ("moe.bf16", "experts == 128 and hidden == 2048 and inner == 768 and skew == 'even'"),
-    "experts in FP8": ("moe.fp8_block", "experts == 128 and hidden == 2048 and inner == 768 and skew == 'even'"),
-    "decode attention over a BF16 cache": ("attention_decode.bf16", "kv_heads == 4"),
-    "decode attention over an FP8 cache": ("attention_decode.fp8", "kv_heads == 4"),
-    "sampling by model runner V1": ("sampling.v1", "vocabulary == 151936"),
-    "sampling by model runner V2": ("sampling.v2", "vocabulary == 151936"),
-}
-RANGES = {"1 to 32 requests": (1, 32), "64 to 192": (64, 192), "256 to 512": (256, 512), "1,024 and more": (1024, 8192)}
 KERNELS = {
     "norm": "norm",
     "activation": "activation",
@@ -81,17 +72,5 @@ def table() -> str:
     return markdown(("kernel", "sizes", "H100 over H200, timed", "predicted", "by bandwidth"), rows)
 
 
-def of_model() -> str:
-    """The predicted over the timed seconds of OF_MODEL's kernels on the H100, in Markdown: medians of ranges."""
-    profile, timed, lines = load_profile(H100, VERSION)[0], timings("h100"), []
-    for name, (kernel, sizes) in OF_MODEL.items():
-        rows = timed[timed.kernel == kernel].query(sizes).reset_index(drop=True)
-        _, (requests, *_) = QUANTITIES[kernel.partition(".")[0]]
-        errors = cost_alone(kernel, rows, H100, profile).seconds / rows.seconds - 1
-        medians = (errors[rows[requests].between(*ends)].median() for ends in RANGES.values())
-        lines.append((name, *("" if np.isnan(x) else f"{x:+.0%}" for x in medians)))
-    return markdown(("kernel", *RANGES), lines)
-
-
 if __name__ == "__main__":
-    print(f"{table()}\n\n{of_model()}")
+    print(table())

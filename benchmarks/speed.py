@@ -1,10 +1,11 @@
 """Time that fp8plan takes: import, the command, `plan()`, and the scheduler as the batch grows.
 
-`make bench` runs this and writes benchmarks/results/speed.jsonl, one row per measurement;
-`python benchmarks/speed.py --table` prints the rows, with those of AIConfigurator, as Markdown.
-`python benchmarks/speed.py --schedules` measures the schedule of 100,000 responses for models with one group of layers
-that cache alike, and with several.
-`python benchmarks/speed.py --gate` measures the GATED commands, keeps their rows, and fails if one takes too long.
+`make bench` runs this and writes benchmarks/results/speed.jsonl, one row per measurement.
+
+    python benchmarks/speed.py --large        large batches alone; the other rows stay
+    python benchmarks/speed.py --schedules    the schedule of 100,000 responses, for models with one kind of cache and
+                                              with several
+    python benchmarks/speed.py --gate         the GATED commands; fails if one takes too long
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-import numpy as np
 from tables import markdown
 
 import fp8plan
@@ -31,7 +31,7 @@ from fp8plan import jsonl
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.planner import plan
 from fp8plan.model.rollout import schedule_with
-from fp8plan.model.schedule.scheduler import compiled, schedule
+from fp8plan.model.schedule.scheduler import compiled
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 
@@ -226,29 +226,6 @@ def plans() -> list[dict[str, object]]:
     return rows
 
 
-def growth() -> list[dict[str, object]]:
-    """The scheduler alone, with an ample pool and with a starved one (64 blocks per slot of 1,024).
-    `rows` of the schedule are its events; time per event x log2(events) should stay level."""
-    found = []
-    sizes = [("ample", 10**9, n) for n in (63, 250, 1000, 3125, 6250)] + [("starved", 64 * 1024, n) for n in (125, 500)]
-    for kind, pool, prompts in sizes:
-        batch = Workload(prompts, 16, Fixed(1024), LONG_TAILED).batch()
-        made = schedule(*batch, pool, EngineLimits())
-        row = measure(
-            f"schedule, {len(batch.prompts):,} responses, {kind} pool",
-            lambda b=batch, p=pool: schedule(*b, p, EngineLimits()),
-            3,
-            response_tokens=int(batch.responses.sum()),
-            events=len(made.steps),
-            preemptions=made.num_preemptions,
-        )
-        seconds = row["median_s"]
-        assert isinstance(seconds, float)
-        events = len(made.steps)
-        found.append(row | {"us_per_event_log2_event": round(seconds / events / np.log2(events) * 1e6, 3)})
-    return found
-
-
 def schedules(runs: int = 3, prompts: int = 6250) -> list[dict[str, object]]:
     """CPU time of the schedule of one replica on an H200, with the KV cache that vLLM would give each model."""
     batch = Workload(prompts, 16, Fixed(1024), LONG_TAILED).batch()
@@ -275,53 +252,49 @@ def cpu() -> str:
 
 
 def table(paths: list[Path]) -> str:
-    """The rows in Markdown, without those of single schedules."""
+    """The rows in Markdown, without those of schedules."""
     lines = []
     for path in paths:
-        for row in (row for row in jsonl.rows(path) if "events" not in row):
+        for row in (row for row in jsonl.rows(path) if "groups" not in row):
             facts = [f"{row['response_tokens']:,} response tokens"] if "response_tokens" in row else []
             facts += [row["command"]] if "command" in row else []
             facts += [f"at most {row['most_s']:.1f} s, measured {row['measured_s']:.2f} s"] if "most_s" in row else []
-            facts += [f"groups of layers: {row['groups']}"] if "groups" in row else []
             facts += ["no C compiler"] if row.get("compiled") is False else []
             facts += [f"at most {row['max_rss_mb']:,} MB of memory"] if "max_rss_mb" in row else []
             lines.append((row["what"], f"{row['median_s'] * 1e3:,.0f} ms", "; ".join(facts)))
     return markdown.table(("what", "median", "details"), lines)
 
 
+# Option -> the field that only its rows have, and their measurement.
+PARTS: dict[str, tuple[str, Callable[[], list[dict[str, object]]]]] = {
+    "large": ("max_rss_mb", large),
+    "schedules": ("groups", schedules),
+    "gate": ("most_s", gated),
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--table", action="store_true", help="print the committed results as Markdown, measure nothing")
-    parser.add_argument("--gate", action="store_true", help="measure the gated commands alone, and keep the other rows")
-    parser.add_argument("--large", action="store_true", help="measure the large batches alone, and keep the other rows")
-    parser.add_argument("--schedules", action="store_true", help="measure the schedules alone, and keep the other rows")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in PARTS:
+        parser.add_argument(f"--{name}", action="store_const", const=name, dest="part")
     parser.add_argument("--output", type=Path, default=RESULTS / "speed.jsonl")
-    arguments = parser.parse_args()
-    if not arguments.table:
-        machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
-        machine["compiled"] = compiled() is not None
-        machine["cpu"] = cpu()
-        before = list(jsonl.rows(arguments.output))
-        alone = arguments.large or arguments.gate or arguments.schedules
-        kinds: dict[str, tuple[bool, Callable[[], list[dict[str, object]]]]] = {  # by the field that only its rows have
-            "max_rss_mb": (arguments.large, large),
-            "groups": (arguments.schedules, schedules),
-            "most_s": (arguments.gate, gated),
-        }
-        rows = [row for row in before if not kinds.keys() & row.keys()]
-        if not alone:
-            rows = [row | machine for row in (*processes(), *plans(), *growth())]
-        for field, (wanted, measured) in kinds.items():
-            if wanted or not alone:
-                rows += [row | machine for row in measured()]
-            else:
-                rows += [row for row in before if field in row]
-        limited = [row for row in rows if "most_s" in row]
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        if problems := faults(limited):
-            sys.exit("\n".join(problems))
-    print(table([arguments.output, RESULTS / "aiconfigurator_time.jsonl"]))
+    options = parser.parse_args()
+    machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
+    machine |= {"compiled": compiled() is not None, "cpu": cpu()}
+    before = jsonl.rows(options.output)
+    fields = {field for field, _ in PARTS.values()}
+    rows = [row for row in before if not fields & row.keys()]
+    if options.part is None:
+        rows = [row | machine for row in (*processes(), *plans())]
+    for name, (field, measured) in PARTS.items():
+        if options.part in (None, name):
+            rows += [row | machine for row in measured()]
+        else:
+            rows += [row for row in before if field in row]
+    options.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(table([options.output, RESULTS / "aiconfigurator_time.jsonl"]))
+    if problems := faults(row for row in rows if "most_s" in row):
+        sys.exit("\n".join(problems))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import norm
 
-from benchmarks.error_parts import MEASURED, Cell, Ratio, cells, gains, makespan, summary
+from benchmarks.error_parts import MEASURED, Cell, Ratio, cells, errors, summary
 from benchmarks.tables.markdown import table as markdown
 from fp8plan.errors import Fp8PlanError
 from fp8plan.model.hardware import find_gpu
@@ -86,20 +86,6 @@ def alike() -> float:
         pairs += [pair for errors in kinds.values() for pair in combinations(errors, 2)]
     first, second = np.array(pairs).T
     return float(np.mean(first * second) / np.sqrt(np.mean(first**2) * np.mean(second**2)))
-
-
-def by_group(every: Sequence[Cell]) -> list[list[Cell]]:
-    """The cells of each workload."""
-    groups: dict[str, list[Cell]] = {}
-    for cell in every:
-        groups.setdefault(cell.record.group, []).append(cell)
-    return list(groups.values())
-
-
-def errors(every: Sequence[Cell], profile: Profile) -> tuple[list[Ratio], list[Ratio]]:
-    """The errors of the makespans and of the speed-ups of cells, as `profile` predicts them."""
-    speed_ups = [gain for own in by_group(every) for gain in gains(own, [cell.rollout for cell in own], profile)]
-    return [makespan(cell, cell.rollout) for cell in every], speed_ups
 
 
 def stand_ins(workloads: Sequence[Cell], gpu: str, sheet: Profile) -> list[Cell]:

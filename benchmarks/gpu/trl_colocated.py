@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import subprocess
 import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.gpu.process import end
+from benchmarks.gpu import process
 from benchmarks.gpu.run_file import name_model
 from benchmarks.gpu.trl_server import GENERATIONS, PROMPT, checkpoint, common, followed, note, prompts, share_of_even
 from fp8plan.model.workload import LogNormal, Workload
@@ -39,18 +38,9 @@ PART = "fp8plan"
 GRACE_S = 30.0  # for the engine's end, beyond the deadline
 LENGTHS = ("longest", "planned")
 PASSED_ON = (
-    "model",
-    "folder",
-    "output",
-    "steps",
-    "gpu",
-    "utilization",
-    "completion",
-    "batch",
-    "micro_batch",
-    "lengths",
-    "deadline",
-)
+    *("model", "folder", "output", "steps", "gpu", "utilization"),
+    *("completion", "batch", "micro_batch", "lengths", "deadline"),
+)  # options that the process of a precision gets, too
 
 
 def main(words: list[str] | None = None) -> None:
@@ -90,17 +80,11 @@ def run(args: argparse.Namespace) -> None:
     words = [sys.executable, "-m", f"{__package__}.trl_colocated", "--train", args.precision]
     for name in PASSED_ON:
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    with log.open("wb") as out:
-        process = subprocess.Popen(words, stdout=out, stderr=out, start_new_session=True)
-        try:
-            code = process.wait(args.deadline + 2 * GRACE_S)  # the process itself ends before, and says where it was
-        except subprocess.TimeoutExpired:
-            code = -1
-        end(process)
+    failed = process.run(words, log, args.deadline + 2 * GRACE_S)  # the process ends before, and says where it was
     name_model(run_file(args), args.folder, args.model)
-    if code:
+    if failed:
         text = log.read_text(errors="replace")
-        note(args, PART, "failed", error=f"the trainer ended with {code}", log=text[-6000:])
+        note(args, PART, "failed", error=f"the trainer {failed}", log=text[-6000:])
 
 
 def run_file(args: argparse.Namespace) -> Path:

@@ -30,7 +30,7 @@ import traceback
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -103,19 +103,13 @@ def checkpoint(name: str) -> Iterator[str]:
 def randomise(name: str, folder: str) -> None:
     """Write random BF16 weights for a model's config.json, and a tokenizer in which word "w7" is token 7."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     config = {key: value for key, value in find_config(name)[0].items() if not key.startswith("_")}
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).save_pretrained(folder)
-    write_tokenizer(config["vocab_size"], folder)
-
-
-def write_tokenizer(size: int, folder: str) -> None:
-    """Write a tokenizer in which word "w7" is token 7."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+    size = config["vocab_size"]
     words = {f"w{number}": number for number in range(size - 2)} | {"<pad>": size - 2, "<eos>": size - 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -144,16 +138,14 @@ def command_of(part: str, args: argparse.Namespace) -> list[str]:
     """The command that an error of fp8plan's would say; for the other part, with vLLM's own backend."""
     gpu = find_gpu(args.gpu)
     # All responses of a step at once; a budget of tokens that a real server has.
-    limits = EngineLimits.for_gpu(gpu)
-    limits = EngineLimits(
-        gpu_memory_utilization=limits.gpu_memory_utilization if gpu.is_cpu else args.utilization,
+    limits = replace(
+        EngineLimits.for_gpu(gpu),
         max_model_len=2 * (PROMPT + COMPLETION),
         max_num_seqs=BATCH,
         max_num_batched_tokens=8192,
-        block_size=limits.block_size,
-        async_scheduling=limits.async_scheduling,
-        enforce_eager=limits.enforce_eager,
     )
+    if not gpu.is_cpu:
+        limits = replace(limits, gpu_memory_utilization=args.utilization)
     line = server_command(EngineSetup(args.folder, gpu, args.precision, limits))
     return shlex.split(line if part == "fp8plan" else line.replace('"fp8plan"', '"nccl"'))
 

@@ -25,7 +25,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -34,8 +33,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Final
 
-from benchmarks.gpu import verl_reward
-from benchmarks.gpu.process import end
+from benchmarks.gpu import process, verl_reward
 from benchmarks.gpu.run_file import name_model
 from benchmarks.gpu.source import source_hash
 from fp8plan.errors import ConfigError
@@ -234,21 +232,14 @@ def run(part: str, words: list[str], folder: Path, told: Any) -> None:
     versions = {name: version(name) for name in ("verl", "vllm", "torch")}
     note("command", date=now(), **gpu_facts(), words=words, source=source_hash(), versions=versions)
     begun = time.perf_counter()
-    with log.open("wb") as out:
-        line = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
-        process = subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            code: int | str = process.wait(told.limit_s)
-        except subprocess.TimeoutExpired:
-            code = f"ended after {told.limit_s:g} s"
-            end(process)
+    failed = process.run([sys.executable, "-m", "verl.trainer.main_ppo", *words], log, told.limit_s, env)
     seconds = time.perf_counter() - begun
     name_model(folder / f"{part}.run.jsonl", folder / "model", told.model)
     rows = steps_of(figures)
     for row in rows:
         note("step", **row)
-    failure = {} if code == 0 else {"code": code, "log": log.read_text(errors="replace")[-6000:]}
-    note("failed" if failure else "done", seconds=seconds, steps=len(rows), **medians(rows), **failure)
+    failure = {"error": failed, "log": log.read_text(errors="replace")[-6000:]} if failed else {}
+    note("failed" if failed else "done", seconds=seconds, steps=len(rows), **medians(rows), **failure)
 
 
 def steps_of(figures: Path) -> list[dict[str, Any]]:

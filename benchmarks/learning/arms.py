@@ -12,7 +12,7 @@ from typing import Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.watch.controller.laws import ConstantThresholds, Controller, LevelThresholds
-from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Level, Mode, Thresholds
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
 
 FP8: Final = {"cpu": "fp8_kv", "cuda": "fp8_block+fp8_kv"}
 
@@ -37,33 +37,11 @@ def _constant(c: float) -> Correction:
 # The constants but 2 tell a law that moves C from a law that only ends at a better C.
 CONSTANTS: Final = {"tis": 2.0, "tis_1.1": 1.1, "tis_1.4": 1.4, "tis_5": 5.0}
 # Token weights, as truncated importance sampling. "adaptive" is the name of LevelThresholds in logs of before.
-TRUNCATED: Final = {
+CORRECTIONS: Final = {
     "none": Correction(CorrectionSettings(level=None), ConstantThresholds(), follow=False),
     **{name: _constant(c) for name, c in CONSTANTS.items()},
     "adaptive": Correction(CorrectionSettings(thresholds=Thresholds(2.0)), LevelThresholds(), follow=True),
 }
-# Masks, each with one band in its own units: MIS has that of the hooks' default, IcePop that of its paper. A mean over
-# few tokens spreads more than the [0.999, 1.001] for thousands, so the geometric band is about as wide as its spread.
-BANDS: Final[dict[str, tuple[Level, Mode, tuple[float, float]]]] = {
-    "mis": ("token", "mis", (0.5, 2.0)),
-    "icepop": ("token", "icepop", (0.5, 5.0)),
-    "geometric": ("geometric", "mis", (0.8, 1.25)),
-}
-MASKS: Final = {
-    mask: Correction(
-        CorrectionSettings(level, mode, Thresholds(None, band)), ConstantThresholds(None, band), follow=False
-    )
-    for mask, (level, mode, band) in BANDS.items()
-}
-CORRECTIONS: Final = TRUNCATED | MASKS
-# Corrections of committed runs that are deleted: tables name them, and none runs again.
-DELETED: Final = {
-    "least_error": "LeastErrorThresholds",
-    "news": "AdaptiveThresholds",
-    "news_free": "AdaptiveThresholds(limit_kl=1.0)",
-    "mix": "mix",
-}
-
 # Scenario -> relative noise of the weights that are sent to the engine, by the share of the run that is over. The
 # trainer's own stay clean: what the engine samples then really comes from another policy.
 # On a CPU 0.12 left k3 at 0.01, and no arm apart from another; with 0.6 it grows from 0.004 to 0.3.
@@ -104,7 +82,7 @@ class Arm:
     """One arm.
 
     precision:      a preset, or "fp8": FP8 of the device
-    correction:     a name in CORRECTIONS, or in DELETED
+    correction:     a name in CORRECTIONS
     kv_scales:      "measured" after each sync, or "unit": 1.0, as vLLM leaves them
     mismatch:       a scenario of `strength`, `stale` or `broken`
     """
@@ -131,7 +109,6 @@ MAIN: Final = {
     "fp8": Arm(correction="none"),
     "fp8-tis": Arm(),
     "fp8-adaptive": Arm(correction="adaptive"),
-    "fp8-least-error": Arm(correction="least_error"),
     "fp8-unit-kv": Arm(kv_scales="unit"),
 }
 
@@ -145,20 +122,12 @@ def _under(scenarios: Iterable[str], corrections: Iterable[str]) -> dict[str, Ar
     }
 
 
-CONTROL: Final = _under(("growing", *LASTING, "spiking", "staler", "broken"), (*TRUNCATED, *DELETED))
-# The runs of evidence/news.md whose corrections are still there.
+CONTROL: Final = _under(("growing", *LASTING, "spiking", "staler", "broken"), CORRECTIONS)
+# The runs by which default thresholds are judged.
 JUDGED: Final = ("lasting", "growing", "spiking", "staler", "broken")
-MASKED: Final = ("lasting", "growing", "staler", "broken")
-NEWS: Final = _under((*JUDGED, "benign"), ("none", "tis", "tis_1.4", "adaptive")) | _under(MASKED, MASKS)
-LOGGED: Final = MAIN | CONTROL | NEWS  # the arms of logs, in the order of tables
-
-
-def _running(arms: dict[str, Arm]) -> dict[str, Arm]:
-    return {name: arm for name, arm in arms.items() if arm.correction not in DELETED}
-
-
-ARMS: Final = _running(LOGGED)
-GROUPS: Final = {name: _running(group) for name, group in (("main", MAIN), ("control", CONTROL), ("news", NEWS))}
+DEFAULTS: Final = _under((*JUDGED, "benign"), ("none", "tis", "tis_1.4", "adaptive"))
+GROUPS: Final = {"main": MAIN, "control": CONTROL, "defaults": DEFAULTS}
+ARMS: Final = MAIN | CONTROL | DEFAULTS  # in the order of tables
 
 
 def arm_named(name: str) -> Arm:
@@ -178,5 +147,5 @@ def chosen(words: list[str]) -> list[str]:
 
 def uncorrected(name: str) -> str | None:
     """The arm that differs from an arm in having no correction, alone; None if there is no such arm."""
-    wanted = replace(LOGGED[name], correction="none")
+    wanted = replace(ARMS[name], correction="none")
     return next((other for other, arm in ARMS.items() if arm == wanted), None)

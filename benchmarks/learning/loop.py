@@ -1,8 +1,4 @@
-"""One arm, one seed: GRPO with fp8plan's engine and Monitor, step by step, from a checkpoint if there is one.
-
-What goes wrong is written to events.jsonl and mended: a sync that fails or does not arrive is done again, and an engine
-that has died is started by the next sync. The run ends only if that does not help.
-"""
+"""One arm, one seed: GRPO with fp8plan's engine and Monitor, step by step, from a checkpoint if there is one."""
 
 from __future__ import annotations
 
@@ -16,16 +12,15 @@ from typing import Any, Final
 import torch
 
 import fp8plan
-from benchmarks.learning import changes, predicted
+from benchmarks.learning import predicted
 from benchmarks.learning.arms import CORRECTIONS, Arm, broken, strength
 from benchmarks.learning.grpo import Sample, batch_of, samples_of
 from benchmarks.learning.policies.make import task_of
-from benchmarks.learning.policies.table import policy_named
 from benchmarks.learning.policies.tasks import PILOT, TRAIN
 from benchmarks.learning.state import RunFolder
 from benchmarks.learning.trainer import Trainer
 from fp8plan import schemas
-from fp8plan.errors import NotServingError, ProfileError, SyncError
+from fp8plan.errors import ProfileError
 from fp8plan.jsonl import now
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import E4M3_MAX
@@ -34,8 +29,6 @@ from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.launch import held_back
 from fp8plan.runtime.watch.guard.fallback import GuardSettings
 
-ATTEMPTS: Final = 3  # at a rollout or a sync
-ERROR_EVERY: Final = 5  # steps between two measurements of the gradient's error
 ADVISES_NOTHING: Final = GuardSettings(patience=None)  # it judges each rollout; an arm stays what it is called
 
 
@@ -47,10 +40,9 @@ class Settings:
     prompts, samples:   of a rollout
     learning_rate:      of AdamW, constant
     micro_tokens:       padded tokens of a micro-batch
-    save_every, changes_every: steps; 0: never
+    save_every:         steps; 0: never
     memory:             share of the GPU's memory for the engines, whose trainers are on the same GPU
     at_once:            runs that share the GPU
-    mode:               of RolloutEngine
     """
 
     policy: str
@@ -65,10 +57,8 @@ class Settings:
     max_norm: float = 1.0
     micro_tokens: int = 16_384
     save_every: int = 10
-    changes_every: int = 0
     memory: float = 0.4
     at_once: int = 1
-    mode: Any = "inprocess"
 
 
 class Loop:
@@ -85,7 +75,7 @@ class Loop:
         self.step = 0 if saved is None else int(saved["step"])
         self.trainer = Trainer(
             settings.checkpoint, settings.device, settings.learning_rate, settings.temperature, settings.clip,
-            settings.max_norm, settings.micro_tokens, policy_named(settings.policy).frozen_layers,
+            settings.max_norm, settings.micro_tokens,
         )  # fmt: skip
         self.first = self.trainer.tensors() if arm.mismatch == "broken" else {}
         self.gpu = find_gpu("cpu" if settings.device == "cpu" else "auto")
@@ -96,7 +86,7 @@ class Loop:
             self.engine = fp8plan.RolloutEngine.from_setup(
                 setup,
                 skip_tokenizer_init=True,
-                mode=settings.mode,
+                mode="inprocess",
                 seed=seed + (self.step << 16),
                 guard=ADVISES_NOTHING,
                 **pool,
@@ -141,26 +131,17 @@ class Loop:
         found = self.monitor.step(
             old, batch.rollout_logprobs, batch.mask, versions=versions, metrics={schemas.REWARD: mean}
         )
-        before = self.trainer.tensors() if self._logs_changes() else {}
-        paused, error = self.trainer.clock(), None
-        if self.step % ERROR_EVERY == 0:
-            error = self.trainer.error(batch, old, found.mask, found.weights)
-        begun += self.trainer.clock() - paused  # no part of a step
         self.trainer.update(batch, old, found.mask, found.weights)
         self.step += 1
-        if before:
-            self._log_changes(before)
         trained = self.trainer.clock()
         if self.correction.follow:
             self.follow(found)
-        if not self.arm.stale(self.step - 1, self.settings.steps) or not self.engine.serving:
+        if not self.arm.stale(self.step - 1, self.settings.steps) or not self.engine.serving:  # a step down ended it
             self.sync(strength(self.arm.mismatch, self.step, self.settings.steps))
         ended = self.trainer.clock()
         row = {"step": self.step, "date": now(), "reward": mean, "response_tokens": int(batch.mask.sum())}
         row |= {"finished": sum(one.tokens[-1] in self.task.stop for one in samples) / len(samples)}
         row |= {"rollout_s": rollout_s, "train_s": trained - begun - rollout_s, "sync_s": ended - trained}
-        if error is not None:
-            row["gradient_error"] = error._asdict()
         self.folder.log("steps.jsonl", row | {"step_s": ended - begun, "precision": self.engine.launch.precision})
         self.say(
             f"step {self.step}: reward {mean:.3f}, k3 {found.mismatch.k3:.1e}, {found.decided.decision.value}, "
@@ -168,7 +149,7 @@ class Loop:
         )
 
     def rollout(self, prompts: int, samples: int, use: int, number: int) -> tuple[list[Sample], list[float], float]:
-        """Samples, their rewards, and seconds. An engine that does not serve gets its weights again."""
+        """Samples, their rewards, and seconds."""
         from vllm import SamplingParams
 
         problems = [p for p in self.task.problems(prompts, (self.seed, use, number)) for _ in range(samples)]
@@ -177,16 +158,8 @@ class Loop:
             temperature=self.settings.temperature, max_tokens=self.task.max_response_tokens, logprobs=0,
             stop_token_ids=list(self.task.stop), detokenize=False, flat_logprobs=True,
         )  # fmt: skip
-        for left in reversed(range(ATTEMPTS)):
-            begun = time.perf_counter()
-            try:
-                found = samples_of(problems, self.engine.generate(given, sampling))
-                break
-            except NotServingError as error:
-                self.tell("rollout refused", error)
-                if not left:
-                    raise
-                self.sync(0.0)
+        begun = time.perf_counter()
+        found = samples_of(problems, self.engine.generate(given, sampling))
         seconds = time.perf_counter() - begun
         return found, [self.task.reward(one.problem, one.tokens) for one in found], seconds
 
@@ -206,23 +179,12 @@ class Loop:
         return sent | {name: tensor for name, tensor in self.first.items() if ".layers.0." in name}
 
     def sync(self, noise: float) -> None:
-        """Make the policy's weights serve. What fails, or is not there afterwards, is sent again."""
+        """Make the policy's weights serve. noise: as in `tensors`"""
         kv = {}
         if self.engine.state.fp8_kv and self.arm.kv_scales == "unit":
             largest = E4M3_MAX / self.engine.state.settings.kv_margin
             kv = {"kv_amax": {layer: [largest] * 3 for layer in self.engine.kv_scales()}}
-        for left in reversed(range(ATTEMPTS)):
-            before = self.engine.state.version
-            try:
-                self.engine.sync_weights(self.tensors(noise), **kv)
-                if self.engine.state.version > before:
-                    return
-                self.tell("stale", f"step {self.step}'s weights did not arrive, version {before} serves; sent again")
-            except SyncError as error:
-                self.tell("sync failed", error)
-                if not left:
-                    raise
-        raise SyncError(f"the weights of step {self.step} do not arrive; the engine serves version {before}")
+        self.engine.sync_weights(self.tensors(noise), **kv)
 
     def save(self) -> None:
         state = {"step": self.step, "precision": self.engine.launch.precision}
@@ -236,15 +198,6 @@ class Loop:
     def tell(self, what: str, why: object) -> None:
         self.folder.log("events.jsonl", {"step": self.step, "date": now(), "what": what, "why": str(why)})
         self.say(f"step {self.step}: {what}: {why}")
-
-    def _logs_changes(self) -> bool:
-        every = self.settings.changes_every
-        return every > 0 and (self.step + 1) % every == 0
-
-    def _log_changes(self, before: dict[str, torch.Tensor]) -> None:
-        setting = {"policy": self.settings.policy, "learning_rate": self.settings.learning_rate, "step": self.step}
-        for row in changes.log_rows(changes.changed(before, self.trainer.tensors()), **setting):
-            self.folder.log("changes.jsonl", row)
 
     def _pilot(self, shape: tuple[int, int]) -> None:
         """A rollout and an update that is not applied, both timed when warm; then the arm's plan, written."""
@@ -262,7 +215,7 @@ class Loop:
             found = error
             self.tell("no plan", error)
         said = predicted.foreseen(found, self.precision)
-        said |= {name: getattr(self.settings, name) for name in ("at_once", "mode")}
+        said["at_once"] = self.settings.at_once
         said["pilot_reward"] = sum(rewards) / len(rewards)
         responses = [tokens for _, tokens in lengths]
         said["pilot_response_tokens"] = {"mean": sum(responses) / len(responses), "longest": max(responses)}

@@ -2,7 +2,6 @@
 
     python -m benchmarks.learning.run FOLDER --policy qk-norm --arms main control    # on a GPU machine: all its GPUs
     python -m benchmarks.learning.run FOLDER --policy tiny-qk-norm --device cpu      # one after the other
-    python -m benchmarks.learning.run FOLDER --table                                 # predicted beside observed, again
 
 It can be broken off at any time: what is done stays, and the rest goes on from its checkpoints with the same command.
 FOLDER/POLICY/model has the policy; FOLDER/POLICY/ARM/SEED a run (benchmarks/learning/state.py says what).
@@ -14,15 +13,14 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
-from benchmarks.learning import predicted
-from benchmarks.learning.arms import ARMS, GROUPS, LOGGED, arm_named, chosen
+from benchmarks.learning.arms import ARMS, GROUPS, arm_named, chosen
 from benchmarks.learning.policies.table import POLICIES
 from benchmarks.learning.state import RunFolder
 from fp8plan import jsonl
@@ -36,8 +34,6 @@ SIZES: Final[dict[str, dict[str, Any]]] = {
 OWN: Final[dict[str, dict[str, Any]]] = {
     "smollm2": {"learning_rate": 3e-6, "micro_tokens": 4096},  # pretrained; its logits have 49,152 columns
     "gemma": {"learning_rate": 3e-6, "micro_tokens": 1024},  # 262,144 columns
-    # AdamW moves each of 8 copies of a unit by the rate. A checkpoint would have 40 GB.
-    "wide": {"learning_rate": 1.25e-5, "micro_tokens": 8192, "save_every": 0},
 }
 
 SEEDS: Final = 3  # of an arm
@@ -55,29 +51,16 @@ def main(words: Sequence[str] | None = None) -> int:
     given = arguments(words)
     if given.one:
         return one(given)
-    folder = given.folder / given.policy
-    if given.table and not folder.is_dir():
-        raise ConfigError(
-            f"{folder} does not exist; allowed: the FOLDER and --policy of runs; without --table they run"
-        )
-    failed: list[str] = []
-    if not given.table:
-        # In a process of its own, which leaves nothing on the GPU.
-        made = [given.policy, str(folder / "model"), "--device", given.device, "--seed", str(given.seed)]
-        subprocess.run([sys.executable, "-m", f"{__package__}.policies", *made], check=True)
-        kept = {
-            (row["arm"], row["seed"])
-            for path in given.kept
-            for row in jsonl.rows(path)
-            if row["policy"] == given.policy
-        }
-        runs = [run for arms in given.arms for run in jobs(arms, given.seeds) if run not in kept]
-        failed = side_by_side(given, list(dict.fromkeys(runs)))
-        if failed:
-            print(f"failed, see their log.txt: {', '.join(failed)}", file=sys.stderr)
-    text = predicted.table(found_runs(folder))
-    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
-    print(text)
+    # In a process of its own, which leaves nothing on the GPU.
+    model = str(given.folder / given.policy / "model")
+    words = [given.policy, model, "--device", given.device, "--seed", str(given.seed)]
+    subprocess.run([sys.executable, "-m", f"{__package__}.policies", *words], check=True)
+    lines = (row for path in given.kept for row in jsonl.rows(path))
+    kept = {(row["arm"], row["seed"]) for row in lines if row["policy"] == given.policy}
+    runs = [run for arms in given.arms for run in jobs(arms, given.seeds) if run not in kept]
+    failed = side_by_side(given, list(dict.fromkeys(runs)))
+    if failed:
+        print(f"failed, see their log.txt: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -100,11 +83,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=1, help="runs that share a GPU: their seconds say nothing then")
     for name in ("steps", "prompts", "samples", "save-every", "micro-tokens"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--mode", choices=("inprocess", "multiprocess"), default="inprocess", help="of the engine")
-    parser.add_argument("--changes-every", type=int, default=0, help="steps between two logs of change ratios")
     for name in ("learning-rate", "memory"):
         parser.add_argument(f"--{name}", type=float)
-    parser.add_argument("--table", action="store_true", help="only write the table of what is there")
     parser.add_argument("--one", metavar="ARM/SEED", help="this run alone, in this process")
     given = parser.parse_args(words)
     given.arms = [chosen(names) for names in given.arms or [["main"]]]
@@ -169,10 +149,10 @@ def one(given: argparse.Namespace) -> int:
 
     arm, _, seed = given.one.rpartition("/")
     folder = given.folder / given.policy
-    sizes = sizes_of(given.policy, given.device)
+    sizes = SIZES[given.device] | OWN.get(given.policy, {})
     names = ("steps", "prompts", "samples", "learning_rate", "save_every", "micro_tokens", "memory")
     sizes |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-    sizes |= {"changes_every": given.changes_every, "at_once": given.at_once, "mode": given.mode}
+    sizes |= {"at_once": given.at_once}
     settings = Settings(given.policy, folder / "model", given.device, **sizes)
     target = RunFolder(folder / given.one)
     with target.locked():
@@ -184,22 +164,14 @@ def one(given: argparse.Namespace) -> int:
     return 0
 
 
-def sizes_of(policy: str, device: str) -> dict[str, Any]:
-    """The settings of a policy's runs on a device, unless others are asked for."""
-    return SIZES[device] | OWN.get(policy, {})
-
-
-def found_runs(folder: Path) -> dict[tuple[str, int], RunFolder]:
+def begun_runs(folder: Path) -> dict[tuple[str, int], RunFolder]:
     """(arm, seed) -> the runs that have begun to train, in the order of the table of arms."""
-
-    def known() -> Iterator[tuple[tuple[str, int], RunFolder]]:
-        for arm in LOGGED:
-            for path in sorted((folder / arm).glob("[0-9]*"), key=lambda x: int(x.name)):
-                run = RunFolder(path)
-                if (path / "predicted.json").is_file() and (path / "steps.jsonl").is_file():
-                    yield (arm, int(path.name)), run
-
-    return dict(known())
+    begun = {}
+    for arm in ARMS:
+        for path in sorted((folder / arm).glob("[0-9]*"), key=lambda x: int(x.name)):
+            if (path / "predicted.json").is_file() and (path / "steps.jsonl").is_file():
+                begun[arm, int(path.name)] = RunFolder(path)
+    return begun
 
 
 if __name__ == "__main__":

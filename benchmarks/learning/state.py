@@ -3,7 +3,7 @@
 plan.json, predicted.json    written before the first step
 run.jsonl                    the Monitor's record of each step, which `fp8plan monitor`, `report` and `validate` read
 steps.jsonl                  the loop's own: reward, lengths, seconds
-changes.jsonl, events.jsonl  change ratios; what went wrong, and what was done about it
+events.jsonl                 what the controller asked for, and what was done about it
 checkpoint.pt                the newest; done.json: the run is over
 
 A run goes on from its checkpoint: lines of later steps are dropped first, so that each step is in the logs once.
@@ -22,8 +22,7 @@ from typing import Any, Final
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 
-DRILL: Final = "drill"  # the folder of a fault drill, beside those of arms
-LOGS: Final = ("run.jsonl", "steps.jsonl", "changes.jsonl")  # lines with a step
+LOGS: Final = ("run.jsonl", "steps.jsonl")  # lines with a step
 
 
 class RunFolder:
@@ -89,3 +88,7 @@ class RunFolder:
     def _replace(self, name: str, text: bytes) -> None:
         (self / f"{name}.new").write_bytes(text)
         os.replace(self / f"{name}.new", self / name)
+
+
+def read_json(path: Path) -> Any:
+    return jsonl.parse(path.read_text(encoding="utf-8"), str(path))

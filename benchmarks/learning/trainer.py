@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.learning.grpo import Batch, micro_batches, token_losses, train_logprobs
-
-
-class GradientError(NamedTuple):
-    """Squared parts of the error of a corrected gradient, and the squared norm of the exact one, all without bias.
-
-    Exact is the gradient whose tokens weigh pi_train / pi_rollout, untruncated: its expectation is right. g and e are
-    the corrected and the exact gradients of two halves of a batch.
-
-    bias2:    (g1 - e1) . (g2 - e2)
-    variance: |g1 - g2|^2 / 4
-    norm2:    e1 . e2
-    """
-
-    bias2: float
-    variance: float
-    norm2: float
 
 
 class Trainer:
@@ -35,7 +19,6 @@ class Trainer:
     clip:         of PPO's ratio, which matters from the second update on a rollout on
     max_norm:     of the gradient
     micro_tokens: padded tokens of a micro-batch
-    frozen_layers: the lowest layers, which are not trained, and are in BF16 on a GPU; nor are the embeddings then
     """
 
     def __init__(
@@ -47,17 +30,12 @@ class Trainer:
         clip: float,
         max_norm: float,
         micro_tokens: int,
-        frozen_layers: int = 0,
     ) -> None:
         import transformers
 
         self.device, self.temperature, self.clip = device, temperature, clip
         self.max_norm, self.micro_tokens = max_norm, micro_tokens
         self.policy = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        if frozen_layers:
-            layers = self.policy.model.layers[:frozen_layers].requires_grad_(False)
-            layers.to(torch.float32 if device == "cpu" else torch.bfloat16)
-            self.policy.get_input_embeddings().requires_grad_(False)
         self.policy.to(device)
         self.optimiser = torch.optim.AdamW(self.policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -80,20 +58,6 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_norm)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-
-    def error(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> GradientError:
-        """Return the error of the gradient that `update` would take first. It changes nothing."""
-        exact = (old - batch.rollout_logprobs).clamp(-20, 20).exp()  # clamped as DESIGN's weights
-        half = len(batch.tokens) // 2
-        corrected, wanted = [], []
-        for part in (slice(0, half), slice(half, 2 * half)):
-            few = batch.rows(part)
-            length = few.mask.shape[1]
-            own = None if weights is None else weights[part, :length]
-            corrected.append(self._gradient(few, old[part, :length], mask[part, :length], own))
-            wanted.append(self._gradient(few, old[part, :length], few.mask, exact[part, :length]))
-        (g1, g2), (e1, e2) = corrected, wanted
-        return GradientError(float((g1 - e1) @ (g2 - e2)), float((g1 - g2).square().sum()) / 4, float(e1 @ e2))
 
     def timed(self, batch: Batch) -> tuple[float, float]:
         """Seconds of the log-probs of a batch, and of gradients on it, which change nothing."""
@@ -134,13 +98,6 @@ class Trainer:
     def _forward(self, few: Batch) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device != "cpu"):
             return train_logprobs(self.policy, few, self.temperature)
-
-    def _gradient(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> Tensor:
-        """The gradient of a batch as one vector. It leaves none in the policy."""
-        self._gradients(batch, old, mask, weights)
-        parts = [p.grad.flatten() for p in self.policy.parameters() if p.grad is not None]
-        self.optimiser.zero_grad(set_to_none=True)
-        return torch.cat(parts)
 
     def _gradients(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> None:
         """Gradients of the mean loss over the tokens that count."""

@@ -1,13 +1,8 @@
-"""The accuracy of fp8plan's predictions as the documentation states it: totals, then by model, precision and workload.
-
-`python -m benchmarks.tables.accuracy RECORDS` prints it.
-"""
+"""The accuracy of fp8plan's predictions in the pages: totals, then by model, precision and workload."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -239,13 +234,3 @@ def _precision(cell: Cell) -> str:
 
 def _workload(cell: Cell) -> str:
     return str(cell["workload"])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("records", type=Path)
-    print(tables(validate(read_records(parser.parse_args().records))))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.tables.attention_kernels
 
-`benchmarks/gpu/lease/jobs/attention.sh` measured them on H200s with vLLM 0.26. Prompts are the same in every rollout,
-so that all but the first find them in the prefix cache, and time decode.
+`git show 4f9b9518:benchmarks/gpu/lease/jobs/attention.sh` measured them on H200s with vLLM 0.26. Prompts are the same
+in every rollout, so that all but the first find them in the prefix cache, and time decode.
 """
 
 from __future__ import annotations

@@ -42,14 +42,12 @@ LABELS = {
     "datasheet profile": "fp8plan, uncalibrated (datasheet profile)",
     "roofline": "datasheet roofline on fp8plan's schedule",
     "aic-vllm-estimate": "AIConfigurator, vLLM tables: its estimate",
-    "aic-vllm-either": "- its estimate, simulated where it refuses or warns",
     "aic-vllm-simulated": "- its step times on fp8plan's schedule",
     "aic-vllm+trtllm-estimate": "AIConfigurator, vLLM tables mended by TRT-LLM's: its estimate",
     "aic-vllm+trtllm-simulated": "- its step times on fp8plan's schedule",
     "aic-vllm+sglang-estimate": "AIConfigurator, vLLM tables mended by SGLang's: its estimate",
     "aic-vllm+sglang-simulated": "- its step times on fp8plan's schedule",
     "aic-sglang-estimate": "AIConfigurator, SGLang tables: its estimate",
-    "aic-sglang-either": "- its estimate, simulated where it refuses or warns",
     "aic-sglang-simulated": "- its step times on fp8plan's schedule",
 }
 # The methods that are compared with the goal, each by AIConfigurator's step times on fp8plan's schedule.
@@ -147,20 +145,10 @@ def table(rows: Sequence[Row], lines: Sequence[Row]) -> str:
 
 
 def predictions(lines: Sequence[Row]) -> dict[str, Predictions]:
-    """Method -> its predictions, in the order of LABELS.
-
-    `aic-*-either` is the estimate, but the simulation where the estimate is refused or comes with a warning.
-    """
+    """Method -> its predictions, in the order of LABELS."""
     answers: dict[str, dict[tuple[Any, ...], float | None]] = {}
-    doubted = {(line["method"], cell_of(line)) for line in lines if "warning" in line or "refusal" in line}
     for line in lines:
         answers.setdefault(line["method"], {})[cell_of(line)] = line["predicted_s"]
-    for name in [name for name in LABELS if name.endswith("-either")]:
-        own, instead = (name.replace("either", kind) for kind in ("estimate", "simulated"))
-        answers[name] = {
-            cell: answers[instead][cell] if (own, cell) in doubted else seconds
-            for cell, seconds in answers[own].items()
-        }
     return {name: answers[name] for name in LABELS}
 
 

@@ -2,13 +2,12 @@
 
     python -m benchmarks.tables.correction_gpu
 
-`bash benchmarks/h200.sh FOLDER correction` made them. Rows with the path "fused" are of Triton kernels that fp8plan no
-longer has.
+`git show 4f9b9518:benchmarks/gpu/correction.py` made them. Rows with the path "fused" are of Triton kernels that were
+deleted.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from benchmarks.tables import markdown
@@ -19,9 +18,9 @@ FORMS = {"padded_int64": "padded, mask int64", "padded_bool": "padded, mask bool
 FUNCTIONS = {"pack": "pack", "measure": "measure", "correct": "correct, token TIS", "step": "Monitor.step, all of it"}
 
 
-def table(path: Path = RESULTS) -> str:
+def table() -> str:
     """Table of the time that a caller waits for, by form, and what it was measured on."""
-    rows = jsonl.rows(path)
+    rows = jsonl.rows(RESULTS)
     timed = {(row["what"], row["form"]): row for row in rows if row["what"] in FUNCTIONS and row.get("path") != "fused"}
     lines = []
     for what, name in FUNCTIONS.items():
@@ -34,11 +33,5 @@ def table(path: Path = RESULTS) -> str:
     return "\n\n".join([markdown.table(("call", *FORMS.values()), lines), about])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, nargs="?", default=RESULTS)
-    print(table(parser.parse_args().file))
-
-
 if __name__ == "__main__":
-    main()
+    print(table())

@@ -1,14 +1,12 @@
 """The mismatch of four precisions, measured on an H200 on a small model, from committed files.
 
-    python -m benchmarks.tables.probe profiles/h200_sxm/vllm-0.26.0/probe            # a model that was trained there
-    python -m benchmarks.tables.probe profiles/h200_sxm/vllm-0.26.0/probe/smollm2    # or gemma
+    python -m benchmarks.tables.probe
 
-What made them: `bash benchmarks/h200.sh FOLDER probe`, and `fp8plan probe` (profiles/README.md).
+`fp8plan probe` made them (profiles/README.md).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from math import exp, log
@@ -36,9 +34,9 @@ def read(folder: Path) -> dict[str, Any]:
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
 
-def table(folder: Path = MEASURED) -> str:
+def table() -> str:
     """A row for each precision, and what was measured with."""
-    found = read(folder)
+    found = read(MEASURED)
     rows = _rows(found)
     floor = rows["bf16"]["figures"]["kl_k3"]["value"]
     heads = ("precision", "KL k3 (90%)", "of bf16's", "raw ESS", "tokens beyond 2x (90%)", "expected (90%)", "tokens")
@@ -177,11 +175,5 @@ def _shares(found: Mapping[str, float]) -> str:
     return f"{found['value']:.3%} ({found['low']:.3%}-{found['high']:.3%})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=MEASURED)
-    print(table(parser.parse_args().folder))
-
-
 if __name__ == "__main__":
-    main()
+    print(table(), small_models(), fixed_scales(), sep="\n\n")

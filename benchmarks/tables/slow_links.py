@@ -1,6 +1,6 @@
-"""Print the tables on slow links, from the committed measurements. Two of them stand in docs/evidence/weight_sync.md.
+"""Tables of docs/evidence/weight_sync.md on slow links, from committed measurements.
 
-python -m benchmarks.tables.slow_links
+python -m benchmarks.tables.slow_links     prints the fit of the plan's seconds of a patched sync
 """
 
 from __future__ import annotations
@@ -35,23 +35,6 @@ def mb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.3g} MB"
 
 
-def bits() -> str:
-    """Syncs of small models: how many were patched, and how many kept steps have the bits of a sync of everything."""
-    heads = ["model", "precision", "way", "patched", "bits equal", "patches / all weights"]
-    cells = [
-        [
-            row["kind"],
-            row["precision"],
-            row["way"],
-            f"{row['patched']} of {row['steps']}",
-            f"{row['equal']} of {row['kept']}",
-            f"{median(row['patch_bytes']) / row['whole_bytes']:.0%}",
-        ]
-        for row in read("bits")
-    ]
-    return markdown.table(heads, cells)
-
-
 def steps() -> str:
     """Bytes of a step's sync of a real model, in several encodings: medians over steps."""
     logged = read("steps")
@@ -75,62 +58,6 @@ def steps() -> str:
     ]
     heads = [f"sync, {len(steps)} steps", "linears", "byte a weight", "times fewer than dense FP8", "other tensors"]
     return markdown.table(heads, cells)
-
-
-def top_k() -> str:
-    """Sparse syncs beside exact ones: bytes, residual and added KL as the steps go on."""
-    logged = [row for row in read("steps") if row["what"] == "top_k"]
-    exact = {row["step"]: row for row in read("steps") if row["what"] == "step"}
-    heads = ["budget", "step", "of the exact bytes so far", "residual", "KL added", "without error feedback"]
-    cells = []
-    for budget in dict.fromkeys(row["budget"] for row in logged):
-        sent = whole = 0
-        for row in (row for row in logged if row["budget"] == budget):
-            sent, whole = sent + _bytes(row), whole + _bytes(exact[row["step"]])
-            if "kl" in row:
-                forgotten = row.get("kl_without_feedback")
-                cells.append(
-                    [
-                        f"{budget} {row['limit']:.0e}",
-                        str(row["step"]),
-                        f"{sent / whole:.0%}",
-                        f"{row['residual']:.1e}",
-                        f"{row['kl']:.1e}",
-                        "-" if forgotten is None else f"{forgotten:.1e}",
-                    ]
-                )
-    return markdown.table(heads, cells)
-
-
-def _bytes(row: Row) -> int:
-    return int(row["fp8_bytes"] + row["bf16_bytes"])
-
-
-def links() -> str:
-    """Seconds of a whole sync over shaped links, and of that the link's."""
-    by_mode: dict[str, dict[float, Row]] = defaultdict(dict)
-    for row in read("links"):
-        by_mode[row["mode"]][row["gigabits"]] = row
-    rates = sorted({rate for measured in by_mode.values() for rate in measured})
-    heads = ["sync", "bytes", "encode + apply, s", *(f"{rate:g} Gb/s, s" for rate in rates)]
-    cells = []
-    for mode, measured in by_mode.items():
-        first = measured[rates[0]]
-        own = first["encode_s"] + first["apply_s"]
-        seconds = [f"{own + measured[rate]['link_s']:.2f} ({measured[rate]['link_s']:.2f})" for rate in rates]
-        cells.append([mode, mb(first["bytes"]), f"{own:.2f}", *seconds])
-    return markdown.table(heads, cells)
-
-
-def kernels() -> str:
-    """Seconds and bytes of the kernels of a delta sync on a GPU, over 32 matrices of 12,288 x 4,096."""
-    rows = [row for row in read("gpu") if row["what"] == "kernel" and row["model"] == "Qwen/Qwen3-8B"]
-    cells = [
-        [row["kernel"], row["dtype"], f"{row['seconds'] * 1e3:.2f}", f"{row['nbytes'] / row['seconds'] / 1e12:.2f}"]
-        for row in rows
-        if (row["count"], row["shape"]) == (32, [12288, 4096]) and row["kernel"] != "copy"
-    ]
-    return markdown.table(["kernel", "values", "ms", "TB/s read and written"], cells)
 
 
 def _key(row: Row) -> tuple[str, str, str, float]:
@@ -158,26 +85,6 @@ def gpu_syncs() -> dict[tuple[str, str, str, float], Row]:
     }
 
 
-def on_gpus() -> str:
-    """Seconds of syncs of all weights and of patches, with all GPUs in one machine."""
-    where = {"cuda:0": "the engine's", "cuda:1": "another", "nccl": "another, NCCL"}
-    cells = [
-        [
-            model,
-            where[way],
-            what if what != "delta" else f"patches, {rate:.0e}",
-            mb(row["bytes"]),
-            f"{row['before_s']:.3f}",
-            f"{row['wall_s']:.3f}",
-            f"{_planned(model, FAST, row['bytes'])[Mode.DELTA]:.3f}" if what == "delta" else "-",
-        ]
-        for (model, way, what, rate), row in gpu_syncs().items()
-    ]
-    return markdown.table(
-        ["model", "trainer's GPU", "sent", "bytes", "quantise or encode, s", "sync, s", "planned, s"], cells
-    )
-
-
 def fitted() -> tuple[float, float, float]:
     """Fit the planner's seconds of a patched sync: for each BF16 byte of the trainer, each matrix and each patch byte.
 
@@ -197,7 +104,6 @@ def fitted() -> tuple[float, float, float]:
 
 
 MEASURED_WITH: Final = "0.26.0"
-FAST: Final = "9999Tb/s"  # a link that takes no time
 LINKS: Final = ("1Gb/s", "5Gb/s", "25Gb/s", "100Gb/s", "400Gb/s", "3.2Tb/s")
 
 
@@ -259,18 +165,5 @@ def tables() -> dict[str, str]:
     return {"bytes of a step": steps(), "modes over links": link_modes()}
 
 
-def main() -> None:
-    others = {
-        "bits after fifty steps": bits(),
-        "sparse syncs": top_k(),
-        "shaped links": links(),
-        "kernels of a delta": kernels(),
-        "syncs on GPUs": on_gpus(),
-    }
-    print("\n\n".join(f"{name}\n\n{text}" for name, text in (tables() | others).items()))
-    byte, matrix, patch_byte = fitted()
-    print(f"\nfitted: {byte:.3g} s for a BF16 byte, {matrix:.3g} for a matrix, {patch_byte:.3g} for a patch's byte")
-
-
 if __name__ == "__main__":
-    main()
+    print("fitted: {:.3g} s for a BF16 byte, {:.3g} for a matrix, {:.3g} for a patch's byte".format(*fitted()))

@@ -7,7 +7,6 @@ benchmarks.gpu.verl_grpo, trl_server and trl_colocated made them, as the rows by
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -29,7 +28,8 @@ Row = dict[str, Any]
 def verl() -> str:
     """A row for each run of verl's main_ppo that came to its end: medians of its seconds, and what it learnt."""
     heads = ("verl", "GPUs", "mode", "rollout (s)", "weight sync (s)", "step (s)", "reward", "KL k3", "threshold")
-    return table(heads, (_verl(run) for file in (VERL, VERL_H100) for run in runs_of(jsonl.rows(file)) if _ended(run)))
+    runs = (run for file in (VERL, VERL_H100) for run in runs_of(jsonl.rows(file), "command"))
+    return table(heads, map(_verl, filter(_ended, runs)))
 
 
 def _verl(run: list[Row]) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def _trl_steps(run: list[Row]) -> list[Row]:
     return [row for row in _steps(run) if "step_time" in row]
 
 
-def runs_of(rows: Iterable[Row], first: str = "command") -> Iterator[list[Row]]:
+def runs_of(rows: Iterable[Row], first: str) -> Iterator[list[Row]]:
     """The rows of one run after the other; a run begins with a row of what `first` says."""
     run: list[Row] = []
     for row in rows:
@@ -138,10 +138,5 @@ def _from_to(values: Sequence[float], form: str) -> str:
     return " to ".join(dict.fromkeys(format(values[at], form) for at in (0, -1)))
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
-    print(verl(), trl(), trl_auto(), sep="\n\n")
-
-
 if __name__ == "__main__":
-    main()
+    print(verl(), trl(), trl_auto(), sep="\n\n")

@@ -1,26 +1,22 @@
-"""Table of the time that a weight sync and its quantiser take on an H200, from the committed measurements.
+"""Tables of docs/evidence/weight_sync.md: the time that weight syncs and their quantiser take on H200s with vLLM 0.26.
 
-    python -m benchmarks.tables.weight_sync profiles/h200_sxm/vllm-0.26.0/weight_sync
+    python -m benchmarks.tables.weight_sync
 
-Medians. A column is of one machine, the last that measured all it needs, and of the last run there of each kind. The
-first sync, which also checks the manifest and tries the shortcut, has a row of its own, and the first of each other
-kind, which may compile, is left out. A table before it has the models of other families, beside the folder.
+Medians of committed measurements (profiles/README.md), a model's on one machine. The first sync, which also checks the
+manifest and tries the shortcut, has a row of its own, and the first of each other kind, which may compile, is left out.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.tables.markdown import table
-from fp8plan.errors import ConfigError
 from fp8plan.jsonl import rows as read
 
-ROOT = Path(__file__).resolve().parents[2]
-MEASURED = ROOT / "profiles" / "h200_sxm" / "vllm-0.26.0" / "weight_sync"
+MEASURED = Path(__file__).resolve().parents[2] / "profiles" / "h200_sxm" / "vllm-0.26.0" / "weight_sync"
 FAMILIES = MEASURED.with_name("families") / "weight_sync.jsonl"
 Row = dict[str, Any]
 
@@ -32,8 +28,6 @@ QUANTISERS: dict[str, dict[str, Any]] = {
     "vLLM 0.26, eager": {"kernel": "quantise.vllm", "mode": "eager"},
 }
 MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")
-NEEDED = ("engine", "step", "scales", "fp8_in", "native", "stock")
-NOT_MEASURED = "not measured"
 
 
 def quantiser_table(rows: Sequence[Row]) -> str:
@@ -51,38 +45,22 @@ def quantiser_table(rows: Sequence[Row]) -> str:
 
 
 def sync_table(rows: Sequence[Row], quantise: Sequence[Row]) -> str:
-    """Seconds of a whole sync by every way, per model: of one machine each, which is named below."""
+    """Seconds of a whole sync by every way, per model."""
     copy = max(row["gb_per_s"] for row in quantise if row["kernel"] == "copy") * 1e9
-    measured = [one_machine([row for row in rows if row["model"] == model], NEEDED) for model in MODELS]
-    columns = [column(found, copy) for found in measured]
-    lines = ((name, *(found[name] for found in columns)) for name in columns[0])
-    where = "; ".join(f"{_short(model)} {_machine(found)}" for model, found in zip(MODELS, measured, strict=True))
+    measured = [[row for row in rows if row["model"] == model] for model in MODELS]
+    columns = [column(own, copy) for own in measured]
+    lines = ((name, *(cells[name] for cells in columns)) for name in columns[0])
+    where = "; ".join(f"{_short(model)} {_machine(own)}" for model, own in zip(MODELS, measured, strict=True))
     return f"{table(('sync of', *map(_short, MODELS)), lines)}\n\nEach column is one machine's: {where}."
 
 
-def one_machine(rows: Sequence[Row], needed: Collection[str]) -> list[Row]:
-    """The rows of the last boot that has all kinds that are needed. Raises ConfigError if none has."""
-    boots = list(dict.fromkeys(row["boot"] for row in reversed(rows)))
-    missing = {boot: set(needed) - {row["what"] for row in rows if row["boot"] == boot} for boot in boots}
-    if complete := [boot for boot in boots if not missing[boot]]:
-        return [row for row in rows if row["boot"] == complete[0]]
-    lacks = "; ".join(f"{boot[:8]} lacks {', '.join(sorted(missing[boot]))}" for boot in boots)
-    raise ConfigError(
-        f"no machine has measured all of {', '.join(needed)} ({lacks or 'no rows'}); measure them in one lease: "
-        "python -m benchmarks.gpu.weight_sync --model MODEL --output FILE"
-    )
-
-
 def column(rows: Sequence[Row], copy: float) -> dict[str, str]:
-    """Row of the table -> cell, from rows of one model; copy: bytes/s. Raises ConfigError for rows of two machines:
-    they differ by more than some of what is compared here."""
-    if len(boots := sorted({row["boot"][:8] for row in rows})) > 1:
-        raise ConfigError(f"a column mixes the machines {', '.join(boots)}; give rows of one (one_machine)")
+    """Row of the table -> cell, from rows of one model; copy: bytes/s."""
     here, other = ([row for row in rows if row["mode"] == mode] for mode in ("inprocess", "multiprocess"))
-    steps, bare, natives, fp8s, stocks = (_of(here, what)[1:] for what in ("step", "bare", "native", "fp8_in", "stock"))
-    checked = _of(here, "checked")[1:] or steps
-    apart = _of(other, "step")[1:]
-    guard = [row for row in _of(here, "guard") if "observe_s" in row][1:]
+    steps, natives, fp8s, stocks, checked, bare = (
+        _of(here, what)[1:] for what in ("step", "native", "fp8_in", "stock", "checked", "bare")
+    )
+    apart, guard = _of(other, "step")[1:], _of(here, "guard")[1:]
     stock = median(row["seconds"] for row in stocks)
     bytes_in = steps[0]["report"]["bytes"]
     weights = _of(here, "engine")[0]["engine"]["weight_bytes"]
@@ -94,12 +72,12 @@ def column(rows: Sequence[Row], copy: float) -> dict[str, str]:
         "fp8plan, all left to vLLM's layerwise reload": f"{native:.3f} s",
         "fp8plan, written in place": f"**{without:.3f} s** ({stock / without:.0f}x)",
         "fp8plan, E4M3 and scales sent": f"{fp8:.3f} s ({stock / fp8:.0f}x)",
-        "KV scales measured on 16 sequences": f"{median(_of(here, 'scales')[-1]['recalibrate_s']):.3f} s",
+        "KV scales measured on 16 sequences": f"{median(_of(here, 'scales')[0]['recalibrate_s']):.3f} s",
         "fp8plan, in place, with KV scales": f"**{whole:.3f} s** ({stock / whole:.1f}x)",
-        "the same, engine in a process of its own": f"{_seconds(apart, _total):.3f} s" if apart else NOT_MEASURED,
+        "the same, engine in a process of its own": f"{_seconds(apart, _total):.3f} s" if apart else "not measured",
         "floor: every byte read and written once": f"{(bytes_in + weights) / copy:.3f} s",
-        "self-check": _self_check(checked, bare, whole),
-        "guard, after a rollout": _share(median(row["observe_s"] for row in guard), whole) if guard else NOT_MEASURED,
+        "self-check": _share(_check_s(checked, bare), whole),
+        "guard, after a rollout": _share(median(row["observe_s"] for row in guard), whole),
         "in the RL steps measured, with KV scales": f"{_seconds(steps, _total):.3f} s",
         "first sync (manifest tried, kernels compiled)": f"{_total(_of(here, 'step')[0]):.1f} s",
         "weight error, RMS": f"{median(row['report']['weight_error'] for row in steps):.2%}",
@@ -107,17 +85,12 @@ def column(rows: Sequence[Row], copy: float) -> dict[str, str]:
 
 
 def _of(rows: Sequence[Row], what: str) -> list[Row]:
-    """Rows of one kind, of the last run that has any: a run begins with its engine."""
-    starts = [at for at, row in enumerate(rows) if row["what"] == "engine"] or [0]
-    runs = [rows[start:stop] for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True)]
-    found = ([row for row in run if row["what"] == what] for run in reversed(runs))
-    return next(filter(None, found), [])
+    return [row for row in rows if row["what"] == what]
 
 
 def _machine(rows: Sequence[Row]) -> str:
-    sources = sorted({row["source"] for row in rows if "source" in row})
-    code = f", source {' and '.join(sources)}" if sources else ""
-    return f"of {rows[-1]['date'][:10]} (boot {rows[-1]['boot'][:8]}{code})"
+    (source,) = {row["source"] for row in rows}
+    return f"of {rows[-1]['date'][:10]} (boot {rows[-1]['boot'][:8]}, source {source})"
 
 
 def _short(model: str) -> str:
@@ -137,20 +110,15 @@ def _total(row: Row) -> float:
     return float(row["report"]["seconds"]["total"])
 
 
-def _self_check(checked: Sequence[Row], bare: Sequence[Row], whole: float) -> str:
+def _check_s(checked: Sequence[Row], bare: Sequence[Row]) -> float:
     """Seconds of the self-check as the worker timed it; for older rows, the difference from syncs without it."""
     if "check" in checked[0]["report"]["seconds"]:
-        return _share(_seconds(checked, lambda row: float(row["report"]["seconds"]["check"])), whole)
-    if not bare or checked[0]["what"] == "step":
-        return NOT_MEASURED
-    return _share(_seconds(checked, _checking) - _seconds(bare, _checking), whole)
+        return _seconds(checked, lambda row: float(row["report"]["seconds"]["check"]))
+    return _seconds(checked, _checking) - _seconds(bare, _checking)
 
 
 def _checking(row: Row) -> float:
-    """Seconds of the phases that choose, take and compare samples.
-
-    KV scales, which are not checked, are left out: they vary by more than the check takes.
-    """
+    """Seconds of the phases that choose, take and compare samples. KV scales vary by more than the check takes."""
     return float(sum(row["report"]["seconds"][phase] for phase in ("begin", "load", "finish")))
 
 
@@ -160,7 +128,6 @@ def _without_kv(row: Row) -> float:
 
 def transfer_table(rows: Sequence[Row]) -> str:
     """A sync of Qwen3-8B from one GPU to another over NCCL, by what is sent."""
-    rows = one_machine(rows, ("copy", "sync", "quantise"))
     copy = next(row["gb_per_s"] for row in rows if row["what"] == "copy")
     names = {
         "bf16_large": "BF16, broadcasts of 1 GiB",
@@ -184,7 +151,6 @@ def family_table(rows: Sequence[Row]) -> str:
     lines = []
     for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
         mine = [row for row in rows if (row["model"], row["precision"]) == (model, precision)]
-        mine = one_machine(mine, ("step", "stock", "equal", "rollback"))
         steps, stock = _of(mine, "step"), _seconds(_of(mine, "stock")[1:], lambda row: float(row["seconds"]))
         whole, [equal] = _seconds(steps[1:], _total), [x for x in _of(mine, "equal") if x["other"] == "stock"]
         same, sent = equal["tensors"] - len(equal["differ"]), steps[0]["report"]["bytes"]
@@ -197,21 +163,16 @@ def family_table(rows: Sequence[Row]) -> str:
     )
 
 
-def tables(folder: Path = MEASURED) -> dict[str, str]:
-    quantise = read(folder / "quantize.jsonl")
+def tables() -> dict[str, str]:
+    """Name of a block -> its text."""
+    quantise = read(MEASURED / "quantize.jsonl")
     return {
         "syncs of families": family_table(read(FAMILIES)),
         "quantisers": quantiser_table(quantise),
-        "syncs": sync_table(read(folder / "weight_sync.jsonl"), quantise),
-        "transfers": transfer_table(read(folder / "transfer.jsonl")),
+        "syncs": sync_table(read(MEASURED / "weight_sync.jsonl"), quantise),
+        "transfers": transfer_table(read(MEASURED / "transfer.jsonl")),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=MEASURED)
-    print("\n\n".join(tables(parser.parse_args().folder).values()))
-
-
 if __name__ == "__main__":
-    main()
+    print("\n\n".join(tables().values()))

@@ -43,7 +43,7 @@ from fp8plan.model.weights import Weights
 DEFAULT_OPTIMIZER: Final = "adamw"
 OPTIMIZERS: Final = (DEFAULT_OPTIMIZER, "muon")
 BETA_1: Final = 0.9
-SIGNAL: Final = 0.1  # least squares of the log ratios in benchmarks/change_ratios.py, at rates to 1e-4
+SIGNAL: Final = 0.1  # least squares of the log ratios in benchmarks/tables/change_ratios.py, at rates to 1e-4
 MUON_RMS: Final = 0.2
 MEAN_OF_NORMAL: Final = float(np.sqrt(2 / np.pi))  # E|N(0, 1)|
 

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.process import end
+from benchmarks.gpu.process import end, run
 
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
 LEADER = f"""
@@ -68,3 +69,13 @@ def test_one_that_has_ended_by_itself_is_no_error(waited: bool) -> None:
     assert process.poll() is not None
     assert process.stdout is not None
     process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "failed"),
+    [("print('here')", ""), ("exit(3)", "ended with 3"), ("import time; time.sleep(60)", "ended after 2 s")],
+)
+def test_a_command_says_how_it_failed(code: str, failed: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert run([sys.executable, "-c", code], log, 2.0) == failed
+    assert log.read_text() == ("" if failed else "here\n")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -25,26 +23,21 @@ def test_each_precision_has_its_process_and_its_run_file_names_the_model(
     folder.mkdir()
     started = list[str]()
 
-    class Started:
-        def __init__(self, words: list[str], **_: Any) -> None:
-            self.precision = words[words.index("--train") + 1]
-            started.append(self.precision)
-            assert words[words.index("--folder") + 1] == str(folder)
-            record = json.dumps({"model": str(folder), "seconds": 1.0}, separators=(",", ":"))
-            (tmp_path / f"rows.{self.precision}.run.jsonl").write_text(record + "\n")
+    def run(words: list[str], log: Path, limit_s: float) -> str:
+        precision = words[words.index("--train") + 1]
+        started.append(precision)
+        log.touch()
+        assert words[words.index("--folder") + 1] == str(folder)
+        record = json.dumps({"model": str(folder), "seconds": 1.0}, separators=(",", ":"))
+        (tmp_path / f"rows.{precision}.run.jsonl").write_text(record + "\n")
+        return f"ended after {limit_s:g} s" if precision == "fp8_kv" else ""
 
-        def wait(self, _: float) -> int:
-            if self.precision == "fp8_kv":
-                raise subprocess.TimeoutExpired("trainer", 1.0)
-            return 0
-
-    monkeypatch.setattr(trl_colocated.subprocess, "Popen", Started)
-    monkeypatch.setattr(trl_colocated, "end", lambda process: None)
+    monkeypatch.setattr(trl_colocated.process, "run", run)
     words = ["--model", "fp8plan/dense-9m", "--folder", str(folder), "--output", str(output), "--gpu", "cpu"]
     trl_colocated.main([*words, "--precisions", "fp8_kv", "bf16"])
     assert started == ["fp8_kv", "bf16"]
     (row,) = [json.loads(line) for line in output.read_text().splitlines()]
-    assert (row["what"], row["precision"], row["error"]) == ("failed", "fp8_kv", "the trainer ended with -1")
+    assert (row["what"], row["precision"], row["error"]) == ("failed", "fp8_kv", "the trainer ended after 460 s")
     for precision in started:
         assert json.loads((tmp_path / f"rows.{precision}.run.jsonl").read_text())["model"] == "fp8plan/dense-9m"
 

@@ -15,12 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.peers.adapted import stand_in_modules
-
 
 def install(patch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:
-    """Put a module, and the packages around it, where `import` finds it."""
-    made = stand_in_modules(name, **contents)
+    """Put a module, and empty packages around it that are not imported so far, where `import` finds it."""
+    parts = name.split(".")
+    packages = [".".join(parts[:end]) for end in range(1, len(parts))]
+    made = {package: ModuleType(package) for package in packages if package not in sys.modules}
+    for package in made.values():
+        package.__path__ = []
+    made[name] = ModuleType(name)
+    vars(made[name]).update(contents)
     for place, module in made.items():
         patch.setitem(sys.modules, place, module)
     return made[name]

@@ -38,9 +38,9 @@ kernels() { # MODEL[@RANKS]...: compile the FP8 kernels of those that have none 
     mkdir -p ~/compiled
     for model in "${todo[@]}"; do touch ~/compiled/"${model//\//.}"; done
 }
-emptied() { # wait until what used the GPUs, or the lane's own, has gone
+emptied() { # wait until what used the GPUs has gone
     for _ in $(seq 30); do
-        nvidia-smi ${CUDA_VISIBLE_DEVICES:+--id=$CUDA_VISIBLE_DEVICES} --query-gpu=memory.used --format=csv,noheader,nounits | awk '$1 > 3000 { exit 1 }' && return
+        nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | awk '$1 > 3000 { exit 1 }' && return
         sleep 2
     done
     nvidia-smi --query-compute-apps=pid,used_memory --format=csv
@@ -60,18 +60,6 @@ unpacked() { # NAME...: of parts of wheels in ~/lease, which may have come after
             cat ~/lease/"$name".*/part | tar -C ~ -xf - && touch ~/unpacked."$name"
         ) 9> ~/unpacked.lock || return
     done
-}
-lane() { # CARD: of a machine of two, with half of the cores. Later commands run there, with caches of their own
-    local half=$(($(nproc) / 2))
-    export CUDA_VISIBLE_DEVICES=$1
-    taskset -cp $(($1 * half))-$(($1 * half + half - 1)) $$
-    if [ "$1" != 0 ]; then # a record counts the files that are compiled during its rollout
-        export VLLM_CACHE_ROOT=$HOME/caches/vllm TRITON_CACHE_DIR=$HOME/caches/triton TRTLLM_DG_CACHE_DIR=$HOME/caches/trtllm
-        export TORCHINDUCTOR_CACHE_DIR=$HOME/caches/inductor
-        mkdir -p ~/caches
-        [ ! -e ~/.cache/vllm ] || cp -r ~/.cache/vllm ~/caches
-        [ ! -e ~/.tensorrt_llm ] || cp -r ~/.tensorrt_llm ~/caches/trtllm
-    fi
 }
 teach() { # POLICY: of benchmarks/learning
     python3 -m benchmarks.learning.policies "$1" ~/res/learning/"$1"/model --device cuda

@@ -10,40 +10,47 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.gpu.structured_model import Size
-from benchmarks.learning.policies.grow import Growth
 from benchmarks.learning.policies.tasks import VOCABULARY, ReasoningGym, Recurrence, Task
 from fp8plan.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Size of a model and of its training. Every width is a multiple of 128, as blockwise FP8 likes it.
+
+    batch: problems of a step; positions: the longest sequence that the model takes
+    """
+
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    positions: int
+    steps: int
+    learning_rate: float
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A model and its task.
 
-    kind: "qk_norm" (Qwen3), "plain" (Llama: no QK-norm), "moe" (Qwen3-MoE), or a name in gguf_models.SOURCES
+    kind: "qk_norm" (Qwen3), "moe" (Qwen3-MoE), or a name in gguf_models.SOURCES
     size: of what is trained here; None: it comes trained
     task: of a tokenizer, which only those that come trained have
-    cpu:  small enough for two cores
-    from_: name of the policy that it is grown from
-    growth: what it is grown to; the layers that are added are not trained, nor are the embeddings below them
     """
 
     kind: str
     size: Size | None
     task: Callable[[Any], Task]
-    cpu: bool
-    from_: str = ""
-    growth: Growth | None = None
-
-    @property
-    def frozen_layers(self) -> int:
-        """The lowest layers, which are not trained."""
-        return self.growth.layers - self.size.layers if self.growth and self.size else 0
 
 
-TINY: Final = Size(VOCABULARY, 128, 256, 2, 2, 2, 64, batch=32, lines=4, steps=600, learning_rate=5e-3)
+TINY: Final = Size(VOCABULARY, 128, 256, 2, 2, 2, 64, batch=32, positions=128, steps=600, learning_rate=5e-3)
 # 25M parameters: its checkpoint, 50 MB, can leave a lent GPU, so that all arms of several leases begin with one policy.
-LARGE: Final = Size(VOCABULARY, 512, 1536, 8, 4, 2, 128, batch=32, lines=132, steps=3000, learning_rate=1e-3)
+LARGE: Final = Size(VOCABULARY, 512, 1536, 8, 4, 2, 128, batch=32, positions=8192, steps=3000, learning_rate=1e-3)
 
 
 def _short(_: Any) -> Task:
@@ -67,18 +74,12 @@ QUESTION: Final = "State the final answer to the following arithmetic problem:"
 CONTINUED: Final = _sums(f"{QUESTION} 4 + 3 = 7\n{QUESTION} 5 - 9 = -4\n", ends=("\n", "\n\n", "<eos>"))
 
 POLICIES: Final = {
-    "tiny-qk-norm": Policy("qk_norm", TINY, _short, cpu=True),
-    "tiny-plain": Policy("plain", TINY, _short, cpu=True),
-    "tiny-moe": Policy("moe", TINY, _short, cpu=True),
-    "qk-norm": Policy("qk_norm", LARGE, _long, cpu=False),
-    "plain": Policy("plain", LARGE, _long, cpu=False),
-    "moe": Policy("moe", LARGE, _long, cpu=False),
-    # The widths and the depth of Qwen3-8B, for which FP8 is faster. The 25M one answers in it.
-    "wide": Policy(
-        "qk_norm", LARGE, _long, cpu=False, from_="qk-norm", growth=Growth(8, heads=32, kv_heads=8, layers=36)
-    ),
-    "smollm2": Policy("smollm2", None, ASKED, cpu=True),
-    "gemma": Policy("gemma", None, CONTINUED, cpu=False),
+    "tiny-qk-norm": Policy("qk_norm", TINY, _short),
+    "tiny-moe": Policy("moe", TINY, _short),
+    "qk-norm": Policy("qk_norm", LARGE, _long),
+    "moe": Policy("moe", LARGE, _long),
+    "smollm2": Policy("smollm2", None, ASKED),
+    "gemma": Policy("gemma", None, CONTINUED),
 }
 
 

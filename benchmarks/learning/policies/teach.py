@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.gpu.structured_model import Size, losses_of
-from benchmarks.learning.policies.table import Policy
+from benchmarks.learning.policies.table import Policy, Size
 from benchmarks.learning.policies.tasks import LENGTHS, STOP, TEACH, Recurrence
 
 IGNORED: Final = -100  # transformers' label of a token that is not learnt
@@ -45,6 +44,29 @@ def teach(
     return facts
 
 
+def losses_of(model: Any, size: Size, device: str, batches: Iterator[tuple[Any, Any]]) -> Iterator[Any]:
+    """Train; yield losses, one per step: AdamW, a tenth of the steps of warm-up, then a cosine down to 0.
+
+    batches: tokens and labels [batch, length]; a label of -100 is not learnt
+    """
+    import torch
+
+    optimiser = torch.optim.AdamW(model.parameters(), size.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    warm = max(1, size.steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda n: min((n + 1) / warm, 0.5 * (1 + np.cos(np.pi * n / size.steps)))
+    )
+    for tokens, labels in islice(batches, size.steps):
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            loss = model(input_ids=tokens.to(device), labels=labels.to(device)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        schedule.step()
+        yield loss.detach()
+
+
 def answers(task: Recurrence, batch: int, seed: int) -> Iterator[tuple[Any, Any]]:
     """Batches of problems with their answers, as tokens and labels [batch, length], without end."""
     import torch
@@ -72,7 +94,7 @@ def new_model(kind: str, size: Size) -> Any:
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.kv_heads,
         "head_dim": size.head_dim,
-        "max_position_embeddings": 1 << math.ceil(math.log2(32 * size.lines)),
+        "max_position_embeddings": size.positions,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": STOP,
@@ -81,6 +103,4 @@ def new_model(kind: str, size: Size) -> Any:
     if kind == "moe":
         experts = {"moe_intermediate_size": size.intermediate // 2, "num_experts": EXPERTS, "num_experts_per_tok": 2}
         return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**common, **experts, norm_topk_prob=True))
-    if kind == "plain":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**common))
     return hf.Qwen3ForCausalLM(hf.Qwen3Config(**common))

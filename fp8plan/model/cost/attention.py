@@ -6,8 +6,8 @@
               tile = its pairs * (FLOPs of a pair / (peak / SMs * eff) + pair_seconds) (+ wide heads)
     seconds = launch + decode + prefill
 
-Decode: in each round an SM takes one KV head of one request (a tile), or a part of it (`parts_of`;
-benchmarks/steps_by_batch.py shows the rounds). Other backends than FlashAttention 3 are assumed to fill the SMs.
+Decode: in each round an SM takes one KV head of one request (a tile), or a part of it (`parts_of`).
+Other backends than FlashAttention 3 are assumed to fill the SMs.
 An SM computes whole key blocks (`key_block`): on average half a block more than it reads. A window begins anywhere in a
 block, and adds another half.
 Limits of an SM: converting E4M3 in the inner loop takes time per byte and per token, so FP8 KV does not halve the time

@@ -13,13 +13,10 @@ from benchmarks.learning import run
 from benchmarks.learning.arms import (
     ARMS,
     CORRECTIONS,
-    DELETED,
+    DEFAULTS,
     FP8,
     GROUPS,
     JUDGED,
-    LOGGED,
-    MASKS,
-    NEWS,
     Arm,
     arm_named,
     broken,
@@ -27,9 +24,9 @@ from benchmarks.learning.arms import (
     strength,
     uncorrected,
 )
-from benchmarks.learning.evidence.places import NEWS as NEWS_LINES
-from benchmarks.learning.run import arguments, found_runs, jobs, side_by_side
+from benchmarks.learning.run import arguments, begun_runs, jobs, side_by_side
 from benchmarks.learning.state import RunFolder
+from benchmarks.learning.tables import RULED
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import find_precision
@@ -80,11 +77,10 @@ def test_a_sync_is_broken_for_five_steps() -> None:
     assert not any(strength(name, step, 60) for name in ("staler", "broken") for step in range(60))
 
 
-def test_the_runs_of_the_plans_that_are_left_have_names_of_committed_ones() -> None:
-    committed = {row["arm"] for row in jsonl.rows(NEWS_LINES)}
+def test_the_arms_of_defaults_have_names_of_committed_runs() -> None:
+    committed = {row["arm"] for row in jsonl.rows(RULED)}
     judged = [f"{mismatch}-{name}" for mismatch in JUDGED for name in ("none", "tis", "tis-1.4", "adaptive")]
-    assert set(judged) < set(NEWS) < committed
-    assert {"mis", "icepop", "geometric"} == {arm.correction for arm in NEWS.values()} & MASKS.keys()
+    assert set(judged) < set(DEFAULTS) < committed
 
 
 @pytest.mark.parametrize(
@@ -109,17 +105,6 @@ def test_groups_and_names_choose_arms_once() -> None:
         chosen(["fp9"])
 
 
-def test_arms_of_deleted_laws_are_in_the_tables_of_logs_and_run_no_more(tmp_path: Path) -> None:
-    gone = [name for name, arm in LOGGED.items() if arm.correction in DELETED]
-    assert {"fp8-least-error", "lasting-least-error", "growing-news", "broken-news-free", "staler-mix"} <= set(gone)
-    assert not set(gone) & {*ARMS, *(name for group in GROUPS.values() for name in group)}
-    with pytest.raises(ConfigError, match="arm is 'fp8-least-error'; allowed: "):
-        arm_named("fp8-least-error")
-    RunFolder(tmp_path / "fp8-least-error/0").write("predicted.json", {})
-    (tmp_path / "fp8-least-error/0/steps.jsonl").touch()
-    assert list(found_runs(tmp_path)) == [("fp8-least-error", 0)]
-
-
 def test_every_arm_has_its_first_seed_before_any_has_its_second() -> None:
     assert jobs(["bf16", "fp8"], 2) == [("bf16", 0), ("fp8", 0), ("bf16", 1), ("fp8", 1)]
     assert jobs(["bf16"], 1) == [("bf16", 0)]
@@ -136,7 +121,6 @@ def test_later_arms_come_after_all_seeds_of_those_before(tmp_path: Path, monkeyp
     seen: list[tuple[str, int]] = []
     monkeypatch.setattr(run, "side_by_side", lambda given, runs: seen.extend(runs) or [])
     monkeypatch.setattr(run.subprocess, "run", lambda words, check: None)
-    (tmp_path / "tiny-qk-norm").mkdir()
     words = ["--device", "cpu", "--seeds", "2", "--arms", "fp8", "bf16", "--arms", "bf16", "fp8-tis"]
     assert run.main([str(tmp_path), *words]) == 0
     first = [("fp8", 0), ("bf16", 0), ("fp8", 1), ("bf16", 1)]
@@ -174,4 +158,4 @@ def test_only_runs_that_have_begun_are_in_the_table(tmp_path: Path) -> None:
         RunFolder(tmp_path / name).write("predicted.json", {})
         (tmp_path / name / "steps.jsonl").touch()
     RunFolder(tmp_path / "fp8" / "0")
-    assert list(found_runs(tmp_path)) == [("bf16", 0), ("fp8", 2), ("fp8", 10)]
+    assert list(begun_runs(tmp_path)) == [("bf16", 0), ("fp8", 2), ("fp8", 10)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.learning.policies import gguf_models, teach
-from benchmarks.learning.policies.grow import Growth, grow
 from benchmarks.learning.policies.make import fp8_linears, make
 from benchmarks.learning.policies.table import LARGE, POLICIES, TINY, policy_named
-from benchmarks.learning.policies.tasks import GO, STOP, VOCABULARY, ReasoningGym, Recurrence
+from benchmarks.learning.policies.tasks import GO, STOP, ReasoningGym, Recurrence
 from benchmarks.learning.policies.teach import IGNORED, answers, new_model
-from benchmarks.learning.trainer import Trainer
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.theory import quantise_blocks, rounding_errors
 from fp8plan.runtime.apply.quantize.block_fp8 import BLOCK
@@ -51,7 +48,7 @@ def test_labels_are_of_the_answer_alone() -> None:
             assert answer[-1] == STOP
 
 
-@pytest.mark.parametrize("kind", ["qk_norm", "plain", "moe"])
+@pytest.mark.parametrize("kind", ["qk_norm", "moe"])
 def test_blockwise_fp8_takes_every_linear_but_lm_head_and_the_router(kind: str, tmp_path: Path) -> None:
     new_model(kind, TINY).config.save_pretrained(tmp_path)
     taken = fp8_linears(tmp_path)
@@ -63,10 +60,10 @@ def test_blockwise_fp8_takes_every_linear_but_lm_head_and_the_router(kind: str, 
 def test_a_policy_is_taught_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teach, "WRONG_PER_ANSWER", 12.0)  # about what digits by chance have: a few steps
     said: list[str] = []
-    make("tiny-plain", tmp_path, say=said.append)
+    make("tiny-qk-norm", tmp_path, say=said.append)
     assert '"steps": ' in said[0]
     assert {"config.json", "model.safetensors", "training.json"} <= {path.name for path in tmp_path.iterdir()}
-    make("tiny-plain", tmp_path, say=said.append)  # it is there
+    make("tiny-qk-norm", tmp_path, say=said.append)  # it is there
     assert len(said) == 1
     with pytest.raises(ConfigError, match="policy is 'gpt'; allowed: tiny-qk-norm"):
         make("gpt", tmp_path)
@@ -167,43 +164,3 @@ def test_weights_of_four_bits_are_rounded_to_e4m3_as_gaussian_ones(smollm2: Path
         weight = tensors[f"model.layers.{name}.weight"][:512, :512].double().numpy()
         lost = quantise_blocks(weight, (128, 128)) - weight
         assert float((lost**2).mean() / (weight**2).mean()) ** 0.5 == pytest.approx(expected, rel=0.02)
-
-
-def test_a_grown_policy_answers_as_the_small_one(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    size = replace(TINY, heads=4)  # two queries to a key, as the large one has
-    torch.manual_seed(0)
-    small = new_model("qk_norm", size)
-    small.save_pretrained(tmp_path / "small")
-    grow(tmp_path / "small", tmp_path / "large", Growth(4, heads=16, kv_heads=4, layers=30))
-    large = AutoModelForCausalLM.from_pretrained(tmp_path / "large", dtype=torch.float32)
-    config = large.config
-    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (512, 1024, 30)
-    assert (config.num_attention_heads, config.num_key_value_heads) == (16, 4)
-    tokens = torch.randint(0, VOCABULARY, (2, 40))
-    with torch.no_grad():
-        expected, found = small(tokens).logits, large(tokens).logits
-        shuffled = large(tokens.flip(1)).logits
-    spread = float(expected.std())
-    assert (found - expected).abs().max() < 0.05 * spread  # the weights are in BF16
-    assert (shuffled - expected).abs().max() > spread
-
-
-def test_a_growth_that_would_lose_heads_is_refused(tmp_path: Path) -> None:
-    new_model("qk_norm", replace(TINY, heads=4)).save_pretrained(tmp_path)  # two queries to each of two keys
-    with pytest.raises(
-        ConfigError, match="8 heads and 8 KV heads; allowed: a multiple of 2 KV heads, with a multiple of 2"
-    ):
-        grow(tmp_path, tmp_path / "large", Growth(4, heads=8, kv_heads=8, layers=4))
-
-
-def test_what_a_policy_was_grown_by_is_not_trained(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    new_model("qk_norm", TINY).save_pretrained(tmp_path)
-    trainer = Trainer(tmp_path, "cpu", 1e-3, 1.0, 0.2, 1.0, 4096, frozen_layers=1)
-    trained = {name for name, x in trainer.policy.named_parameters() if x.requires_grad}
-    assert {name.partition(".layers.")[2][:1] for name in trained if ".layers." in name} == {"1"}
-    assert {name for name in trained if ".layers." not in name} == {"model.norm.weight", "lm_head.weight"}
-    assert policy_named("wide").frozen_layers == 28
-    assert policy_named("qk-norm").frozen_layers == 0

@@ -96,18 +96,3 @@ def test_a_trainer_goes_on_from_its_state(checkpoint: Path, batch: Batch, tmp_pa
     for policy in (one, other):
         policy.update(batch, old, batch.mask, None)
     assert torch.equal(one.logprobs(batch), other.logprobs(batch))
-
-
-def test_the_error_of_a_gradient_is_that_of_its_weights_and_changes_nothing(checkpoint: Path, batch: Batch) -> None:
-    policy = trainer(checkpoint)
-    old = policy.logprobs(batch)
-    batch = batch._replace(rollout_logprobs=(old - 0.5) * batch.mask)  # each exact weight is e^0.5
-    ratio = torch.full_like(old, 0.5).exp()
-    exact = policy.error(batch, old, batch.mask, ratio)
-    assert abs(exact.bias2) < 1e-9 * exact.variance
-    plain = policy.error(batch, old, batch.mask, None)
-    assert plain.norm2 == pytest.approx(exact.norm2)
-    assert plain.variance == pytest.approx(exact.variance / float(ratio[0, 0]) ** 2, rel=1e-4)
-    assert plain.bias2 == pytest.approx(plain.norm2 * (1 - 1 / float(ratio[0, 0])) ** 2, rel=1e-3)
-    assert torch.equal(policy.logprobs(batch), old)
-    assert all(p.grad is None for p in policy.policy.parameters())

@@ -1,5 +1,5 @@
 # What plan="auto" chooses in TRL with the host timed and with one that is not known, and rollouts of both choices in the
-# trainer's engine: predict_trl_auto.sh. Kernels are compiled beside gpu_tests, but not beside the self-test's engine.
+# trainer's engine. Kernels are compiled beside gpu_tests, but not beside the self-test's engine.
 . ~/lease.env
 export VLLM_USE_DEEP_GEMM_E8M0=0
 model=meta-llama/Llama-3.2-3B

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from quantise_cases import CASES, by_triton, case_weight, vllm_function
 
-from benchmarks.gpu import quantize_cases
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.quantize.block_fp8 import (
     AMAX_FLOOR,
@@ -82,14 +82,14 @@ def weights(draw: st.DrawFn) -> torch.Tensor:
 @example(torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).reshape(256, 256))
 @example(torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.float16).reshape(256, 256))
 def test_equals_vllms_function_bit_for_bit(weight: torch.Tensor) -> None:
-    assert_equal(quantize(weight), quantize_cases.vllm_function("eager")(weight))
+    assert_equal(quantize(weight), vllm_function("eager")(weight))
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("case", quantize_cases.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_equals_vllms_function_as_vllm_compiles_it(case: str) -> None:
-    weight = quantize_cases.weight(case, "cpu")[:700, :900]
-    assert_equal(quantize(weight), quantize_cases.vllm_function("compiled")(weight))
+    weight = case_weight(case, "cpu")[:700, :900]
+    assert_equal(quantize(weight), vllm_function("compiled")(weight))
 
 
 def test_what_becomes_of_blocks_without_a_finite_maximum() -> None:
@@ -263,12 +263,14 @@ def test_a_group_is_copied_and_flags_say_what_it_holds(device: str, dtype: torch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", quantize_cases.CASES)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("ours", "mode"), [("compiled", "compiled"), ("eager", "eager"), ("torch", "eager")])
 def test_each_rounding_equals_vllm_where_it_divides_so(case: str, ours: str, mode: str) -> None:
     pytest.importorskip("vllm")
-    found = quantize_cases.differences(quantize_cases.weight(case), ours)
-    assert (getattr(found, f"q_from_{mode}"), getattr(found, f"scales_from_{mode}")) == (0, 0)
+    weight = case_weight(case)
+    mine = quantize(weight) if ours == "torch" else by_triton(weight, ours)
+    for values, theirs in zip(mine, vllm_function(mode)(weight), strict=True):
+        assert torch.equal(values.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @pytest.mark.parametrize("targets", [QuantizeTargets([], []), CopyTargets([])], ids=["quantize", "copy"])

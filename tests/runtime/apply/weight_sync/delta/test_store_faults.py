@@ -325,6 +325,14 @@ def test_a_latest_json_of_another_shape_is_named(store: Path, number: int) -> No
     assert Follower(str(store)).pull(engine)
 
 
+@pytest.mark.parametrize("text", [b"", b"[" * 100_000, b'{"chain": "\xff"}'], ids=["empty", "deep", "no UTF-8"])
+def test_a_latest_json_that_cannot_be_parsed_is_named(store: Path, text: bytes) -> None:
+    Publisher(str(store)).publish(tensors())
+    (store / "latest.json").write_bytes(text)
+    with pytest.raises(SyncError, match=rf"latest\.json.*{HARMLESS}"):
+        Follower(str(store)).pull(Engine())
+
+
 @pytest.mark.parametrize(
     "shape", [*SHAPES, {"manifest": [], "fp8": 3, "reloaded": {}}, FORMATS | {"reloaded": {"a": "x"}}]
 )

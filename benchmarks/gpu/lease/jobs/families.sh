@@ -1,2 +1,0 @@
-. ~/lease.env
-alone bash benchmarks/families.sh ~/res/families 600
