@@ -11,7 +11,7 @@ prompts, the reward (verl_reward.py) and the sampler (verl_sampler.py) are made 
 
     command  the words of main_ppo
     step     step and rollout seconds, reward, KL, thresholds and the other figures that verl logged for a step
-    done     seconds of the whole part, and the medians of its steps but the first two
+    done     seconds of the whole part
     failed   the same of a part that did not come to its end; how it has ended, and the end of its log
 
 On a machine without a registry: verl_bundle.sh. flash-attn is not needed.
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -239,7 +238,7 @@ def run(part: str, words: list[str], folder: Path, options: Any) -> None:
     for row in rows:
         note("step", **row)
     failure = {"error": failed, "log": log.read_text(errors="replace")[-6000:]} if failed else {}
-    note("failed" if failed else "done", seconds=seconds, steps=len(rows), **medians(rows), **failure)
+    note("failed" if failed else "done", seconds=seconds, steps=len(rows), **failure)
 
 
 def steps_of(figures: Path) -> list[dict[str, Any]]:
@@ -250,13 +249,6 @@ def steps_of(figures: Path) -> list[dict[str, Any]]:
 
 def kept(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in data.items() if name in KEPT or name.startswith("fp8plan/")}
-
-
-def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians of the steps' seconds, without the first two, in which engines warm up."""
-    names = [name for name in KEPT if name.startswith("timing_s/")]
-    found = {name: [row[name] for row in rows[2:] if name in row] for name in names}
-    return {name: statistics.median(values) for name, values in found.items() if values}
 
 
 if __name__ == "__main__":
