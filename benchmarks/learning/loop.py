@@ -102,8 +102,8 @@ class Loop:
         if (folder / "plan.json").is_file():
             plan = fp8plan.Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
         sinks = [fp8plan.JsonLines(str(folder / "run.jsonl"))]
-        settings, controller = self.correction.settings, self.correction.controller
-        self.monitor = fp8plan.Monitor(settings, controller, sinks, plan=plan, engine=self.engine)
+        laws = self.correction
+        self.monitor = fp8plan.Monitor(laws.settings, laws.controller, sinks, plan=plan, engine=self.engine)
         if saved is not None:
             self.monitor.load_state_dict(saved["monitor"])
 
