@@ -11,7 +11,7 @@ prompts, the reward (verl_reward.py) and the sampler (verl_sampler.py) are made 
 
     command  the words of main_ppo
     step     step and rollout seconds, reward, KL, thresholds and the other figures that verl logged for a step
-    done     seconds of the whole part, and the medians of its steps but the first two
+    done     seconds of the whole part
     failed   the same of a part that did not come to its end; how it has ended, and the end of its log
 
 On a machine without a registry: verl_bundle.sh. flash-attn is not needed.
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -74,15 +73,15 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--limit-s", type=float, default=720.0, help="after which a part is ended")
     parser.add_argument("--folder", type=Path, help="for the model and the prompts; kept, and used again")
     parser.add_argument("--dry-run", action="store_true")
-    told = parser.parse_args(words)
-    folder = (told.folder or Path(mkdtemp(prefix="verl-grpo-"))).absolute()
-    make(folder, told.model, told.vocabulary)
-    for part in told.parts:
-        line = command(part, folder, told)
-        if told.dry_run:
+    options = parser.parse_args(words)
+    folder = (options.folder or Path(mkdtemp(prefix="verl-grpo-"))).absolute()
+    make(folder, options.model, options.vocabulary)
+    for part in options.parts:
+        line = command(part, folder, options)
+        if options.dry_run:
             print(json.dumps({"what": "command", "part": part, "words": compose(line)}))
         else:
-            run(part, line, folder, told)
+            run(part, line, folder, options)
 
 
 def make(folder: Path, model: str, vocabulary: int) -> None:
@@ -139,10 +138,10 @@ def prompt(number: int) -> dict[str, Any]:
     }
 
 
-def command(part: str, folder: Path, told: Any) -> list[str]:
+def command(part: str, folder: Path, options: Any) -> list[str]:
     """The words after `python -m verl.trainer.main_ppo`: one command for all parts, but for the plugin's."""
-    separate = told.mode == "separate_async"
-    trains = 1 if separate else told.gpus
+    separate = options.mode == "separate_async"
+    trains = 1 if separate else options.gpus
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     settings: dict[str, Any] = {
         "algorithm.adv_estimator": "grpo",
@@ -150,7 +149,7 @@ def command(part: str, folder: Path, told: Any) -> list[str]:
         "data.val_files": folder / "prompts.parquet",
         "data.train_batch_size": BATCH,
         "data.max_prompt_length": PROMPT,
-        "data.max_response_length": told.response,
+        "data.max_response_length": options.response,
         "data.seed": 0,
         "reward.custom_reward_function.path": verl_reward.__file__,
         "actor_rollout_ref.model.path": folder / "model",
@@ -160,18 +159,18 @@ def command(part: str, folder: Path, told: Any) -> list[str]:
         "actor_rollout_ref.model.use_fused_kernels": True,
         f"{actor}.optim.lr": 1e-5,
         f"{actor}.ppo_mini_batch_size": BATCH // 4 if separate else BATCH,
-        f"{actor}.ppo_micro_batch_size_per_gpu": told.micro_batch,
+        f"{actor}.ppo_micro_batch_size_per_gpu": options.micro_batch,
         f"{actor}.use_kl_loss": False,
         f"{rollout}.n": SAMPLES,
-        f"{rollout}.tensor_model_parallel_size": told.tensor_parallel,
-        f"{rollout}.gpu_memory_utilization": told.memory or (0.8 if separate else 0.4),
-        f"{rollout}.max_model_len": PROMPT + told.response,
+        f"{rollout}.tensor_model_parallel_size": options.tensor_parallel,
+        f"{rollout}.gpu_memory_utilization": options.memory or (0.8 if separate else 0.4),
+        f"{rollout}.max_model_len": PROMPT + options.response,
         f"{rollout}.max_num_seqs": BATCH * SAMPLES,
-        f"{rollout}.log_prob_micro_batch_size_per_gpu": told.micro_batch,
+        f"{rollout}.log_prob_micro_batch_size_per_gpu": options.micro_batch,
         f"{rollout}.calculate_log_probs": True,
         f"{rollout}.name": "vllm",
         "ray_kwargs.ray_init.num_cpus": CPUS,
-        "trainer.v1.trainer_mode": told.mode,
+        "trainer.v1.trainer_mode": options.mode,
         "trainer.n_gpus_per_node": trains,
         "trainer.nnodes": 1,
         "trainer.logger": "[console,file]",
@@ -179,32 +178,32 @@ def command(part: str, folder: Path, told: Any) -> list[str]:
         "trainer.test_freq": -1,
         "trainer.save_freq": -1,
         "trainer.resume_mode": "disable",
-        "trainer.total_training_steps": told.steps,
+        "trainer.total_training_steps": options.steps,
         "trainer.default_local_dir": folder / part,
     }
     if separate:
         settings |= {
             f"{rollout}.nnodes": 1,
-            f"{rollout}.n_gpus_per_node": told.gpus - 1,
+            f"{rollout}.n_gpus_per_node": options.gpus - 1,
             f"{rollout}.checkpoint_engine.backend": "nccl",
             "actor_rollout_ref.hybrid_engine": False,
         }
-    if told.mode == "sync":  # the other modes have a sampler of their own
+    if options.mode == "sync":  # the other modes have a sampler of their own
         settings["trainer.v1.sampler.custom_sampler.path"] = Path(__file__).with_name("verl_sampler.py")
         settings["trainer.v1.sampler.custom_sampler.name"] = "Impatient"
-    if told.tensor_parallel > 1:  # its workspace wants NVLink multicast, which is off where this was written
+    if options.tensor_parallel > 1:  # its workspace wants NVLink multicast, which is off where this was written
         settings[f"+{rollout}.engine_kwargs.vllm.compilation_config"] = "{pass_config:{fuse_allreduce_rms:false}}"
     if part != "stock":
         ours = f"+{rollout}.custom.fp8plan"
-        settings |= {f"{rollout}.name": "fp8plan", f"{ours}.choice": precision(part, told), f"{ours}.accept": "high"}
+        settings |= {f"{rollout}.name": "fp8plan", f"{ours}.choice": precision(part, options), f"{ours}.accept": "high"}
         settings[f"{ours}.run_file"] = folder / f"{part}.run.jsonl"
-        if told.target_kl:
-            settings |= {f"{ours}.thresholds": "level", f"{ours}.target_kl": told.target_kl}
+        if options.target_kl:
+            settings |= {f"{ours}.thresholds": "level", f"{ours}.target_kl": options.target_kl}
     return [f"{name}={value}" for name, value in settings.items()]
 
 
-def precision(part: str, told: Any) -> str:
-    return told.precision if part == "fp8plan" else "bf16"
+def precision(part: str, options: Any) -> str:
+    return options.precision if part == "fp8plan" else "bf16"
 
 
 def compose(words: list[str]) -> list[str]:
@@ -217,29 +216,29 @@ def compose(words: list[str]) -> list[str]:
     return words
 
 
-def run(part: str, words: list[str], folder: Path, told: Any) -> None:
+def run(part: str, words: list[str], folder: Path, options: Any) -> None:
     """Run a part to its end, and write its rows."""
     log, figures = folder / f"{part}.log", folder / f"{part}.jsonl"
     figures.unlink(missing_ok=True)
     env = os.environ | {"VERL_FILE_LOGGER_PATH": str(figures), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     env["VERL_LOGGING_LEVEL"] = "WARNING"  # verl 0.9.1's separate_async dies of one of its lines at INFO
-    about = {"part": part, "mode": told.mode, "gpus": told.gpus, "precision": precision(part, told)}
-    about |= {"model": told.model, "vocabulary": told.vocabulary, "response": told.response}
+    about = {"part": part, "mode": options.mode, "gpus": options.gpus, "precision": precision(part, options)}
+    about |= {"model": options.model, "vocabulary": options.vocabulary, "response": options.response}
 
     def note(what: str, **found: Any) -> None:
-        write(told.output, {"what": what} | about | found)
+        write(options.output, {"what": what} | about | found)
 
     versions = {name: version(name) for name in ("verl", "vllm", "torch")}
     note("command", date=now(), **gpu_facts(), words=words, source=source_hash(), versions=versions)
     begun = time.perf_counter()
-    failed = process.run([sys.executable, "-m", "verl.trainer.main_ppo", *words], log, told.limit_s, env)
+    failed = process.run([sys.executable, "-m", "verl.trainer.main_ppo", *words], log, options.limit_s, env)
     seconds = time.perf_counter() - begun
-    name_model(folder / f"{part}.run.jsonl", folder / "model", told.model)
+    name_model(folder / f"{part}.run.jsonl", folder / "model", options.model)
     rows = steps_of(figures)
     for row in rows:
         note("step", **row)
     failure = {"error": failed, "log": log.read_text(errors="replace")[-6000:]} if failed else {}
-    note("failed" if failed else "done", seconds=seconds, steps=len(rows), **medians(rows), **failure)
+    note("failed" if failed else "done", seconds=seconds, steps=len(rows), **failure)
 
 
 def steps_of(figures: Path) -> list[dict[str, Any]]:
@@ -250,13 +249,6 @@ def steps_of(figures: Path) -> list[dict[str, Any]]:
 
 def kept(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in data.items() if name in KEPT or name.startswith("fp8plan/")}
-
-
-def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians of the steps' seconds, without the first two, in which engines warm up."""
-    names = [name for name in KEPT if name.startswith("timing_s/")]
-    found = {name: [row[name] for row in rows[2:] if name in row] for name in names}
-    return {name: statistics.median(values) for name, values in found.items() if values}
 
 
 if __name__ == "__main__":

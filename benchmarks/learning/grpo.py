@@ -51,12 +51,12 @@ class Batch(NamedTuple):
 
 def samples_of(problems: Sequence[Problem], outputs: Sequence[Any]) -> list[Sample]:
     """vLLM's outputs, in the order of the problems, with the log-prob of each sampled token."""
-    found = []
+    samples = []
     for problem, output in zip(problems, outputs, strict=True):
-        (one,) = output.outputs
-        logprobs = [at[token].logprob for token, at in zip(one.token_ids, one.logprobs, strict=True)]
-        found.append(Sample(problem, list(one.token_ids), logprobs))
-    return found
+        (response,) = output.outputs
+        logprobs = [at[token].logprob for token, at in zip(response.token_ids, response.logprobs, strict=True)]
+        samples.append(Sample(problem, list(response.token_ids), logprobs))
+    return samples
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -70,18 +70,17 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 def batch_of(samples: Sequence[Sample], rewards: Sequence[float], group: int) -> Batch:
-    """The padded batch; samples of one prompt, `group` of them, follow each other."""
-    rows, longest = len(samples), max(len(one.tokens) for one in samples)
-    length = max(len(one.problem.prompt) + len(one.tokens) for one in samples)
+    """The padded batch; samples of sample prompt, `group` of them, follow each other."""
+    rows, longest = len(samples), max(len(sample.tokens) for sample in samples)
+    length = max(len(sample.problem.prompt) + len(sample.tokens) for sample in samples)
     tokens, mask = torch.zeros(rows, length, dtype=torch.long), torch.zeros(rows, longest, dtype=torch.bool)
-    logprobs, first = torch.zeros(rows, longest), torch.tensor([len(one.problem.prompt) for one in samples])
-    for row, one in enumerate(samples):
-        both = [*one.problem.prompt, *one.tokens]
+    logprobs, first = torch.zeros(rows, longest), torch.tensor([len(sample.problem.prompt) for sample in samples])
+    for row, sample in enumerate(samples):
+        both = [*sample.problem.prompt, *sample.tokens]
         tokens[row, : len(both)] = torch.tensor(both)
-        mask[row, : len(one.tokens)] = True
-        logprobs[row, : len(one.tokens)] = torch.tensor(one.logprobs)
-    found = advantages(torch.tensor(rewards).view(-1, group)).view(-1, 1)
-    return Batch(tokens, first, mask, logprobs, found)
+        mask[row, : len(sample.tokens)] = True
+        logprobs[row, : len(sample.tokens)] = torch.tensor(sample.logprobs)
+    return Batch(tokens, first, mask, logprobs, advantages(torch.tensor(rewards).view(-1, group)).view(-1, 1))
 
 
 def micro_batches(batch: Batch, most_tokens: int) -> Iterator[slice]:
@@ -97,8 +96,8 @@ def train_logprobs(policy: Any, batch: Batch, temperature: float) -> Tensor:
     steps = torch.arange(batch.mask.shape[1], device=batch.tokens.device)
     at = (batch.first[:, None] + steps).clamp(max=batch.tokens.shape[1] - 1)
     wanted = batch.tokens.gather(1, at)
-    found = logits.log_softmax(-1).gather(1, (at - 1)[..., None].expand(-1, -1, logits.shape[-1]))
-    return found.gather(-1, wanted[..., None]).squeeze(-1).masked_fill(~batch.mask, 0.0)
+    logprobs = logits.log_softmax(-1).gather(1, (at - 1)[..., None].expand(-1, -1, logits.shape[-1]))
+    return logprobs.gather(-1, wanted[..., None]).squeeze(-1).masked_fill(~batch.mask, 0.0)
 
 
 def token_losses(new: Tensor, old: Tensor, advantage: Tensor, clip: float) -> Tensor:

@@ -102,8 +102,8 @@ class Loop:
         if (folder / "plan.json").is_file():
             plan = fp8plan.Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
         sinks = [fp8plan.JsonLines(str(folder / "run.jsonl"))]
-        given = self.correction
-        self.monitor = fp8plan.Monitor(given.settings, given.controller, sinks, plan=plan, engine=self.engine)
+        laws = self.correction
+        self.monitor = fp8plan.Monitor(laws.settings, laws.controller, sinks, plan=plan, engine=self.engine)
         if saved is not None:
             self.monitor.load_state_dict(saved["monitor"])
 
@@ -128,23 +128,23 @@ class Loop:
         old = self.trainer.logprobs(batch)
         mean = sum(rewards) / len(rewards)
         versions = [self.engine.state.version] * len(samples)
-        found = self.monitor.step(
+        corrected = self.monitor.step(
             old, batch.rollout_logprobs, batch.mask, versions=versions, metrics={schemas.REWARD: mean}
         )
-        self.trainer.update(batch, old, found.mask, found.weights)
+        self.trainer.update(batch, old, corrected.mask, corrected.weights)
         self.step += 1
         trained = self.trainer.clock()
         if self.correction.follow:
-            self.follow(found)
+            self.follow(corrected.decided)
         if not self.arm.stale(self.step - 1, self.settings.steps) or not self.engine.serving:  # a step down ended it
             self.sync(strength(self.arm.mismatch, self.step, self.settings.steps))
         ended = self.trainer.clock()
         row = {"step": self.step, "date": now(), "reward": mean, "response_tokens": int(batch.mask.sum())}
-        row |= {"finished": sum(one.tokens[-1] in self.task.stop for one in samples) / len(samples)}
+        row |= {"finished": sum(sample.tokens[-1] in self.task.stop for sample in samples) / len(samples)}
         row |= {"rollout_s": rollout_s, "train_s": trained - begun - rollout_s, "sync_s": ended - trained}
         self.folder.log("steps.jsonl", row | {"step_s": ended - begun, "precision": self.engine.launch.precision})
         self.say(
-            f"step {self.step}: reward {mean:.3f}, k3 {found.mismatch.k3:.1e}, {found.decided.decision.value}, "
+            f"step {self.step}: reward {mean:.3f}, k3 {corrected.mismatch.k3:.1e}, {corrected.decided.decision.value}, "
             f"{ended - begun:.1f} s"
         )
 
@@ -153,23 +153,22 @@ class Loop:
         from vllm import SamplingParams
 
         problems = [p for p in self.task.problems(prompts, (self.seed, use, number)) for _ in range(samples)]
-        given = [{"prompt_token_ids": one.prompt} for one in problems]
+        inputs = [{"prompt_token_ids": problem.prompt} for problem in problems]
         sampling = SamplingParams(
             temperature=self.settings.temperature, max_tokens=self.task.max_response_tokens, logprobs=0,
             stop_token_ids=list(self.task.stop), detokenize=False, flat_logprobs=True,
         )  # fmt: skip
         begun = time.perf_counter()
-        found = samples_of(problems, self.engine.generate(given, sampling))
+        drawn = samples_of(problems, self.engine.generate(inputs, sampling))
         seconds = time.perf_counter() - begun
-        return found, [self.task.reward(one.problem, one.tokens) for one in found], seconds
+        return drawn, [self.task.reward(sample.problem, sample.tokens) for sample in drawn], seconds
 
-    def follow(self, found: Any) -> None:
+    def follow(self, decided: Any) -> None:
         """Do what the controller asks for beyond thresholds."""
-        if found.decided.escalate is not None:
+        if decided.escalate is not None:
             before = self.engine.launch.precision
-            self.engine.apply(None, found.decided.escalate)
-            ran = f"{before}, then {self.engine.launch.precision}"
-            self.tell(found.decided.escalate.value, f"{ran}: {found.decided.reason}")
+            self.engine.apply(None, decided.escalate)
+            self.tell(decided.escalate.value, f"{before}, then {self.engine.launch.precision}: {decided.reason}")
 
     def tensors(self, noise: float) -> dict[str, torch.Tensor]:
         """The tensors that are sent to the engine. noise: as a share of each matrix's RMS"""
@@ -204,19 +203,18 @@ class Loop:
         samples, rewards, _ = self.rollout(*shape, PILOT, 0)
         batch = batch_of(samples, rewards, self.settings.samples).to(self.settings.device)
         times = [self.trainer.timed(batch) for _ in range(2)][-1]
-        lengths = [(len(one.problem.prompt), len(one.tokens)) for one in samples]
+        lengths = [(len(sample.problem.prompt), len(sample.tokens)) for sample in samples]
         steps = StepTimes(train_s=times[1], logprob_s=times[0])
         try:
-            found: Any = predicted.plan_of_pilot(
+            plan: Any = predicted.plan_of_pilot(
                 self.settings.checkpoint, self.gpu.name, shape, lengths, self.limits, steps
             )
-            self.folder.write("plan.json", found.to_dict())
+            self.folder.write("plan.json", plan.to_dict())
         except ProfileError as error:  # experts on a CPU: the run is worth its while without
-            found = error
+            plan = error
             self.tell("no plan", error)
-        said = predicted.foreseen(found, self.precision)
-        said["at_once"] = self.settings.at_once
-        said["pilot_reward"] = sum(rewards) / len(rewards)
+        foreseen = predicted.foreseen(plan, self.precision)
+        foreseen |= {"at_once": self.settings.at_once, "pilot_reward": sum(rewards) / len(rewards)}
         responses = [tokens for _, tokens in lengths]
-        said["pilot_response_tokens"] = {"mean": sum(responses) / len(responses), "longest": max(responses)}
-        self.folder.write("predicted.json", said)
+        foreseen["pilot_response_tokens"] = {"mean": sum(responses) / len(responses), "longest": max(responses)}
+        self.folder.write("predicted.json", foreseen)

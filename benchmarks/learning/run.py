@@ -48,17 +48,17 @@ ENV_OF: Final = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    given = arguments(words)
-    if given.one:
-        return one(given)
+    options = arguments(words)
+    if options.one:
+        return run_one(options)
     # In a process of its own, which leaves nothing on the GPU.
-    model = str(given.folder / given.policy / "model")
-    words = [given.policy, model, "--device", given.device, "--seed", str(given.seed)]
+    model = str(options.folder / options.policy / "model")
+    words = [options.policy, model, "--device", options.device, "--seed", str(options.seed)]
     subprocess.run([sys.executable, "-m", f"{__package__}.policies", *words], check=True)
-    lines = (row for path in given.kept for row in jsonl.rows(path))
-    kept = {(row["arm"], row["seed"]) for row in lines if row["policy"] == given.policy}
-    runs = [run for arms in given.arms for run in jobs(arms, given.seeds) if run not in kept]
-    failed = side_by_side(given, list(dict.fromkeys(runs)))
+    lines = (row for path in options.kept for row in jsonl.rows(path))
+    kept = {(row["arm"], row["seed"]) for row in lines if row["policy"] == options.policy}
+    runs = [run for arms in options.arms for run in jobs(arms, options.seeds) if run not in kept]
+    failed = side_by_side(options, list(dict.fromkeys(runs)))
     if failed:
         print(f"failed, see their log.txt: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -86,17 +86,17 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     for name in ("learning-rate", "memory"):
         parser.add_argument(f"--{name}", type=float)
     parser.add_argument("--one", metavar="ARM/SEED", help="this run alone, in this process")
-    given = parser.parse_args(words)
-    given.arms = [chosen(names) for names in given.arms or [["main"]]]
-    given.words = list(sys.argv[1:] if words is None else words)
-    for path in given.kept:
+    options = parser.parse_args(words)
+    options.arms = [chosen(names) for names in options.arms or [["main"]]]
+    options.words = list(sys.argv[1:] if words is None else words)
+    for path in options.kept:
         if not path.is_file():
             raise ConfigError(f"{path} does not exist; allowed: tables that benchmarks.learning.keep wrote")
-    if given.at_once < 1:
-        raise ConfigError(f"--at-once is {given.at_once}; allowed: 1 and more")
-    if given.device is None:
-        given.device = "cuda" if gpus() else "cpu"
-    return given
+    if options.at_once < 1:
+        raise ConfigError(f"--at-once is {options.at_once}; allowed: 1 and more")
+    if options.device is None:
+        options.device = "cuda" if gpus() else "cpu"
+    return options
 
 
 def jobs(arms: Sequence[str], seeds: int) -> list[tuple[str, int]]:
@@ -106,8 +106,8 @@ def jobs(arms: Sequence[str], seeds: int) -> list[tuple[str, int]]:
 
 def gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [x for x in given.split(",") if x]
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [x for x in visible.split(",") if x]
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -115,23 +115,32 @@ def gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(listed.splitlines())]
 
 
-def side_by_side(given: argparse.Namespace, runs: Sequence[tuple[str, int]]) -> list[str]:
+def side_by_side(options: argparse.Namespace, runs: Sequence[tuple[str, int]]) -> list[str]:
     """Do all runs, --at-once on each GPU or on the CPU. Returns those that failed."""
-    places = given.at_once * (gpus() if given.device == "cuda" else [""])
+    places = options.at_once * (gpus() if options.device == "cuda" else [""])
     free: SimpleQueue[str] = SimpleQueue()
     for place in places:
         free.put(place)
 
     def do(run: tuple[str, int]) -> str | None:
         name, place = f"{run[0]}/{run[1]}", free.get()
-        target = given.folder / given.policy / name
+        target = options.folder / options.policy / name
         try:
             if (target / "done.json").is_file():
                 return None
             target.mkdir(parents=True, exist_ok=True)
             print(f"{name}: begins{f' on GPU {place}' if place else ''}", flush=True)
-            words = [sys.executable, "-m", f"{__package__}.run", *given.words, "--device", given.device, "--one", name]
-            env = ENV | ENV_OF[given.device] | os.environ | ({"CUDA_VISIBLE_DEVICES": place} if place else {})
+            words = [
+                sys.executable,
+                "-m",
+                f"{__package__}.run",
+                *options.words,
+                "--device",
+                options.device,
+                "--one",
+                name,
+            ]
+            env = ENV | ENV_OF[options.device] | os.environ | ({"CUDA_VISIBLE_DEVICES": place} if place else {})
             with (target / "log.txt").open("a") as log:
                 code = subprocess.run(words, env=env, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
             print(f"{name}: {'done' if code == 0 else f'failed ({code})'}", flush=True)
@@ -143,18 +152,18 @@ def side_by_side(given: argparse.Namespace, runs: Sequence[tuple[str, int]]) -> 
         return [name for name in pool.map(do, runs) if name is not None]
 
 
-def one(given: argparse.Namespace) -> int:
+def run_one(options: argparse.Namespace) -> int:
     """Do one run to its end, or go on with it."""
     from benchmarks.learning.loop import Loop, Settings
 
-    arm, _, seed = given.one.rpartition("/")
-    folder = given.folder / given.policy
-    sizes = SIZES[given.device] | OWN.get(given.policy, {})
+    arm, _, seed = options.one.rpartition("/")
+    folder = options.folder / options.policy
+    sizes = SIZES[options.device] | OWN.get(options.policy, {})
     names = ("steps", "prompts", "samples", "learning_rate", "save_every", "micro_tokens", "memory")
-    sizes |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-    sizes |= {"at_once": given.at_once}
-    settings = Settings(given.policy, folder / "model", given.device, **sizes)
-    target = RunFolder(folder / given.one)
+    sizes |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    sizes |= {"at_once": options.at_once}
+    settings = Settings(options.policy, folder / "model", options.device, **sizes)
+    target = RunFolder(folder / options.one)
     with target.locked():
         loop = Loop(settings, arm_named(arm), int(seed), target, lambda x: print(x, flush=True))
         try:

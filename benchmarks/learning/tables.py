@@ -14,7 +14,6 @@ from statistics import fmean, median, stdev
 from typing import Any, Final, NamedTuple
 
 from benchmarks.learning.arms import ARMS, BASELINE, JUDGED, uncorrected
-from benchmarks.learning.state import read_json
 from benchmarks.tables.markdown import table
 from fp8plan import jsonl
 
@@ -24,12 +23,9 @@ Runs = dict[Key, Run]
 Rewards = Mapping[str, Mapping[Hashable, float]]  # arm -> seed -> reward after the run
 
 _CPU, _GPUS = (Path(__file__).parent / place for place in ("cpu/tiny-qk-norm", "gpus"))
-# The tiny policy's runs, of 512 sequences a step and of 32, and those of the rule.
-LARGE_BATCHES, SMALL_BATCHES, RULED = (_CPU / f"{name}.jsonl" for name in ("control", "small_batches", "news"))
-# Runs that shared a GPU, and those that the end of a lease broke off.
-H200, H100, BROKEN_OFF = (_GPUS / f"{name}.jsonl" for name in ("h200", "h100", "h200_broken_off"))
+RULED: Final = _CPU / "news.jsonl"  # the tiny policy's runs for the rule
+H200, H100 = (_GPUS / f"{name}.jsonl" for name in ("h200", "h100"))  # runs that shared a GPU
 ALONE: Final = _GPUS / "h200_alone.jsonl.gz"  # runs that had the GPU for themselves, with the seconds of each step
-DRILL: Final = _GPUS / "drill.json"  # rewards over five faults in a run on an H200
 
 UNSEEN: Final = "-"
 SEEDS: Final = 6  # of an arm that is compared by the rule
@@ -115,67 +111,7 @@ def _learnt(arms: Mapping[str, Runs]) -> Iterator[list[str]]:
         yield [*cells, f"{min(bounds):.2f}" if bounds else UNSEEN]
 
 
-def drill() -> str:
-    """A line for each fault of a drill, in Markdown: how the reward on held-out prompts changed over it."""
-    return table(
-        ("fault", "after step", "change of the reward three steps later", "its standard error"),
-        ((x["fault"], str(x["step"]), f"{x['change']:+.3f}", f"{x['error']:.3f}") for x in read_json(DRILL)["scars"]),
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------- thresholds
-
-
-class Setting(NamedTuple):
-    """A line of `laws`: runs in Markdown, with a link; sequences in a step; the mismatch; their tables.
-
-    unfinished: with runs that were broken off, whose reward is that of the last ten steps
-    """
-
-    runs: str
-    batch: int
-    mismatch: str
-    tables: tuple[Path, ...]
-    policy: str
-    unfinished: bool = False
-
-
-TINY: Final = "[tiny](#learning-under-an-artificial-mismatch-on-a-cpu), a CPU"
-SETTINGS: Final = (
-    Setting("[25M parameters](#a-mismatch-that-lasts), two H100s", 256, "lasting", (H100,), "qk-norm"),
-    Setting(
-        "these and two of an H200 that were broken off: reward in the last ten steps",
-        256, "lasting", (BROKEN_OFF, H100), "qk-norm", unfinished=True,
-    ),
-    Setting("[25M parameters](#on-an-h200), an H200", 256, "growing", (H200,), "qk-norm"),
-    *(
-        Setting(TINY, 512, name, (LARGE_BATCHES,), "tiny-qk-norm")
-        for name in ("lasting", "growing", "spiking", "moderate")
-    ),
-    *(
-        Setting("[tiny](#small-batches), a CPU", 32, name, (SMALL_BATCHES,), "tiny-qk-norm")
-        for name in ("lasting", "moderate")
-    ),
-)  # fmt: skip
-
-
-def laws(settings: Iterable[Setting] = SETTINGS) -> str:
-    """A line for each setting, in Markdown: rewards with no correction and with `LevelThresholds`, less those of C = 2.
-
-    The seeds are those that C = 2 shares with `LevelThresholds`; k3 is that of C = 2 over the last ten steps.
-    """
-    heads = ("runs", "batch", "mismatch", "seeds", "k3 at last", "none", NAMES["adaptive"])
-    return table(heads, map(_law, settings))
-
-
-def _law(setting: Setting) -> list[str]:
-    arms = kept_runs(*setting.tables, policy=setting.policy, unfinished=setting.unfinished)
-    rewards = rewards_of(arms, "reward_late" if setting.unfinished else "reward_after")
-    usual, none, adaptive = (f"{setting.mismatch}-{name}" for name in (USUAL, "none", "adaptive"))
-    seeds = len(rewards[usual].keys() & rewards[adaptive].keys())
-    kl = fmean(figure(arms[usual], "kl_late").values())
-    cells = [setting.runs, str(setting.batch), setting.mismatch, str(seeds), f"{kl:.1g}"]
-    return [*cells, *(apart(rewards.get(other, {}), rewards[usual]) for other in (none, adaptive))]
 
 
 class Margin(NamedTuple):
@@ -285,11 +221,9 @@ def _gained(policy: str) -> Iterator[list[str]]:
 def tables() -> dict[str, str]:
     """The block of a page that a table fills -> the table, in Markdown."""
     return {
-        "laws": laws(),
         "laws by a rule": ruled(),
         "rewards of masks": masks(),
         "gained": gained("qk-norm", "wide"),
-        "drill": drill(),
         "learnt": learnt("qk-norm", H200),
         "learnt qk-norm on H100s": learnt("qk-norm", H100),
         "learnt smollm2": learnt("smollm2", H200, H100),

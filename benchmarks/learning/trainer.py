@@ -42,11 +42,11 @@ class Trainer:
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
         """The policy's log-probs of the batch, [rows, longest response]."""
-        found = torch.zeros_like(batch.rollout_logprobs)
+        values = torch.zeros_like(batch.rollout_logprobs)
         for part in micro_batches(batch, self.micro_tokens):
             few = batch.rows(part)
-            found[part, : few.mask.shape[1]] = self._forward(few)
-        return found
+            values[part, : few.mask.shape[1]] = self._forward(few)
+        return values
 
     def update(self, batch: Batch, old: Tensor, mask: Tensor, weights: Tensor | None) -> None:
         """One optimiser step.
@@ -72,15 +72,15 @@ class Trainer:
         """The policy as its checkpoint has it, in BF16. noise: on each matrix, as a share of its RMS"""
         from transformers.core_model_loading import revert_weight_conversion
 
-        found = {name: x.detach().bfloat16() for name, x in self.policy.named_parameters()}
-        found = dict(revert_weight_conversion(self.policy, found))  # transformers holds all experts in one tensor
+        sent = {name: x.detach().bfloat16() for name, x in self.policy.named_parameters()}
+        sent = dict(revert_weight_conversion(self.policy, sent))  # transformers holds all experts in one tensor
         if noise:
             chance = torch.Generator(self.device).manual_seed(seed)
-            for name, x in found.items():
+            for name, x in sent.items():
                 if x.dim() == 2:
                     drawn = torch.randn(x.shape, generator=chance, device=x.device)
-                    found[name] = (x.float() + noise * x.float().square().mean().sqrt() * drawn).bfloat16()
-        return found
+                    sent[name] = (x.float() + noise * x.float().square().mean().sqrt() * drawn).bfloat16()
+        return sent
 
     def state_dict(self) -> dict[str, Any]:
         return {"policy": self.policy.state_dict(), "optimiser": self.optimiser.state_dict()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -58,11 +59,8 @@ def tables(result: Validation) -> str:
     """The tables in Markdown. Runs that repeat a cell count as one, with their median."""
     cells, noise = merged(result.records), noise_floor(result.records) or 0.0
     parts = [_totals(cells, noise, max(spreads(result.records), default=0.0)), _halves(result)]
-    for title, name, order in (
-        ("model", _model, None),
-        ("precision", _precision, PRESETS),
-        ("workload", _workload, None),
-    ):
+    for title, order in (("model", None), ("precision", PRESETS), ("workload", None)):
+        name = itemgetter(title)
         names = order or dict.fromkeys(map(name, cells))
         parts.append(_by(title, cells, name, [x for x in names if any(name(cell) == x for cell in cells)]))
     return "\n\n".join(parts)
@@ -117,7 +115,7 @@ def summary(
 
 def _off(rows: Sequence[Cell]) -> tuple[str, ...]:
     """The number of cells, and how far off they are."""
-    judged = _judged(rows)
+    judged = accuracy(merged(rows))
     points = "" if judged.speedup_mae_points is None else f"{judged.speedup_mae_points:.1f}"
     return f"{len(merged(rows))} cells", f"{judged.makespan_mape:.1%}", f"{judged.makespan_worst:.1%}", points
 
@@ -144,18 +142,10 @@ def coverage(sets: Mapping[str, Validation]) -> str:
     return table(("rollouts", "runs", "MAPE", "90% interval holds", "median half-width"), rows)
 
 
-def _judged(rows: Sequence[Cell]) -> Accuracy:
-    return accuracy(merged(rows))
-
-
 def _named(rows: Sequence[Cell], noise: float) -> str:
     """The groups whose fastest precision is named right, of all."""
     found = accuracy(merged(rows), noise)
     return f"{found.ranked_right} of {found.ranked}"
-
-
-def _named_within(rows: Sequence[Cell], noise: float) -> str:
-    return f"named in {_named(rows, 0.0)} groups, within {noise:.1%} in {_named(rows, noise)}"
 
 
 def _most_fp8(rows: Sequence[Cell], noise: float) -> str:
@@ -171,6 +161,7 @@ def _totals(cells: Sequence[Cell], noise: float, largest: float) -> str:
     kv = max(abs(x["predicted_kv_cache_tokens"] / x["measured_kv_cache_tokens"] - 1) for x in cells)
     starved = [x for x in cells if x["preemptions"]]
     counts = "; ".join(f"{x['preemptions']} / {x['predicted_preemptions']}" for x in starved)
+    named = f"named in {_named(cells, 0.0)} groups, within {noise:.1%} in {_named(cells, noise)}"
     others_named = f"most FP8 wins in {_most_fp8(cells, 0.0)} and {_most_fp8(cells, noise)}"
     rows = [
         (
@@ -181,7 +172,7 @@ def _totals(cells: Sequence[Cell], noise: float, largest: float) -> str:
             "speed-up over BF16",
             f"mean error {found.speedup_mae_points:.1f} points, worst {found.speedup_worst_points:.1f}",
         ),
-        ("fastest precision", f"{_named_within(cells, noise)}; {others_named}"),
+        ("fastest precision", f"{named}; {others_named}"),
         ("KV cache tokens", f"within {kv:.2%}"),
         ("preemptions, measured / predicted", f"{counts}; 0 / 0 in all other cells"),
         ("noise: spread of a repeated cell on one card", repeats),
@@ -220,17 +211,5 @@ def _gains(cells: Sequence[Cell]) -> dict[int, float]:
     return found
 
 
-def _model(cell: Cell) -> str:
-    return str(cell["model"])
-
-
 def _engine(cell: Cell) -> str:
     return f"{cell['model']} {cell['precision']}"
-
-
-def _precision(cell: Cell) -> str:
-    return str(cell["precision"])
-
-
-def _workload(cell: Cell) -> str:
-    return str(cell["workload"])

@@ -79,25 +79,25 @@ class Recurrence:
 
         The pilot's starts are never taught or trained on. Of one digit there are 84 problems in all: too few for that.
         """
-        chance, found = np.random.default_rng(list(seed)), list[Problem]()
-        while len(found) < count:
+        chance, drawn = np.random.default_rng(list(seed)), list[Problem]()
+        while len(drawn) < count:
             first, second = chance.integers(0, TEN**self.digits, 2).tolist()
             held_back = (first + TEN**self.digits * second) % HELD_BACK == 0
             if self.digits > 1 and held_back != (seed[1] == PILOT):
                 continue
             if answer := self.answer(first, second):
                 prompt = [RUN, *self._tokens(first), *self._tokens(second), GO]
-                found.append(Problem(prompt, answer))
-        return found
+                drawn.append(Problem(prompt, answer))
+        return drawn
 
     def answer(self, first: int, second: int) -> list[int] | None:
         """The tokens of the right answer, with STOP; None if it has more than `terms` terms."""
-        found = list[int]()
+        tokens = list[int]()
         for _ in range(self.terms):
             first, second = second, (first + second) % TEN**self.digits
-            found += self._tokens(second)
+            tokens += self._tokens(second)
             if second == 0:
-                return [*found, STOP]
+                return [*tokens, STOP]
         return None
 
     def reward(self, problem: Problem, response: Sequence[int]) -> float:
@@ -135,13 +135,13 @@ class ReasoningGym:
     def problems(self, count: int, seed: Sequence[int]) -> list[Problem]:
         """Draw problems. Raises ConfigError for a prompt that is too long."""
         data = self._data(count, int(np.random.default_rng(list(seed)).integers(2**31)))
-        found = [Problem(self._prompt(entry["question"]), entry) for entry in data]
-        longest = max(len(one.prompt) for one in found)
+        drawn = [Problem(self._prompt(entry["question"]), entry) for entry in data]
+        longest = max(len(problem.prompt) for problem in drawn)
         if longest > self.max_prompt_tokens:
             raise ConfigError(
                 f"a prompt of {self.name} has {longest} tokens; allowed: {self.max_prompt_tokens} (max_prompt_tokens)"
             )
-        return found
+        return drawn
 
     def reward(self, problem: Problem, response: Sequence[int]) -> float:
         """The package's score of the response's last word but punctuation; 0 for an answer that was cut off."""

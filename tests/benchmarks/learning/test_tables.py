@@ -17,7 +17,6 @@ from benchmarks.learning.tables import (
     MASKS,
     RULED,
     SEEDS,
-    Setting,
     kept_runs,
     margin,
     margins,
@@ -107,30 +106,6 @@ def test_the_same_seed_on_another_machine_is_another_run(tmp_path: Path, runs: P
     line = tables.learnt("qk-norm", *both).splitlines()[3]
     assert line.startswith("| fp8-tis | 3 | 1.00 (1.00 to 1.00) | 0.80 (0.60 to 1.00) |")
     assert "| +0.00 ± 0.10 |" in line  # -0.1 here, +0.1 there
-
-
-def test_the_level_law_stands_beside_c_of_2_after_runs_and_in_training(tmp_path: Path) -> None:
-    rewards = {"lasting-tis": (0.5, 0.7), "lasting-adaptive": (0.6, 0.9), "lasting-none": (0.1, 0.4)}
-    for arm, after in rewards.items():
-        for seed, reward in enumerate(after):
-            a_run(tmp_path / "runs" / arm / str(seed), reward)
-    broken_off = a_run(tmp_path / "runs" / "lasting-adaptive" / "2", None)
-    broken_off.log("steps.jsonl", {"step": 21, "reward": 1.5, "precision": "bf16"})  # 0.1 more in the last ten steps
-    a_run(tmp_path / "runs" / "lasting-tis" / "2", None)
-    table = kept_in(tmp_path / "kept.jsonl", tmp_path / "runs", "--unfinished")
-    settings = [Setting(str(part), 8, "lasting", (table,), "runs", unfinished=part) for part in (False, True)]
-    kl = f"{fmean(0.1 / step for step in range(11, 21)):.1g}"
-    assert tables.laws(settings).splitlines()[2:] == [
-        f"| False | 8 | lasting | 2 | {kl} | -0.35 ± 0.05 | +0.15 ± 0.05 |",
-        f"| True | 8 | lasting | 3 | {kl} | +0.00 ± 0.00 | +0.03 ± 0.03 |",
-    ]
-
-
-def test_every_setting_has_runs_of_both() -> None:
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in tables.laws().splitlines()[2:]]
-    assert len(rows) == len(tables.SETTINGS)
-    assert all(int(row[3]) > 1 for row in rows if "an H200" not in row[0] or row[2] != "growing")
-    assert all(row[6] != tables.UNSEEN for row in rows)
 
 
 def test_in_the_committed_runs_no_law_is_ahead_of_c_of_2_under_all_mismatches_that_were_new() -> None:
