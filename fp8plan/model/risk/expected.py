@@ -4,16 +4,13 @@
     advice = recommended_thresholds(risk, response_lengths)      advice.thresholds -> Plan.thresholds
 
 The KL is a theory of rounding errors (`theory`), scaled to published observations (`fit`). It is modelled, not measured
-here, and its band is wide. It holds for the start of a run; the Monitor watches its drift. tools/risk_report.py refits,
-and prints every residual and the leave-one-source-out error.
+here, and its band is wide. It holds for the start of a run; the Monitor watches its drift.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from math import exp, sqrt
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -26,7 +23,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk import theory
-from fp8plan.model.risk.fit import FIT, Z90, MismatchFit, coefficient_variance, from_dict, log_gradient, predicted_kl
+from fp8plan.model.risk.fit import Z90, coefficient_variance, committed_fit, log_gradient, predicted_kl
 from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
 from fp8plan.options import Option, group_of
 
@@ -152,19 +149,14 @@ CLIPPED_KV_KL: Final = 0.43
 # expect of another model (benchmarks/tables/probe.py, unit_sd).
 UNIT_SCALES_SD: Final = 0.33
 
-# The largest ratio of the variance of a sequence's log-ratio to the sum over its tokens. Tokens are uncorrelated (see
-# sequence_rejection), so only differences between sequences add to it. If these have a standard deviation of half the
-# mean KL, it is two at 8 nats per sequence. Assumed; no published number.
-MAX_INFLATION: Final = 2.0
-
 
 @dataclass(frozen=True, slots=True)
 class MismatchRisk:
-    """Expected train/rollout mismatch of one precision. *_low and *_high are the ends of a 90% band.
+    """Expected train/rollout mismatch of one precision.
 
     kl_k3:               mean over tokens of ratio - 1 - log ratio, the floor of BF16 kernels included
-    quantisation_kl:     the part of kl_k3 that the precision adds; exactly 0 for BF16
-    ess_raw:             1 / mean(ratio^2) over tokens, untruncated, a fraction; *_low belongs to kl_k3_high
+    kl_k3_low, kl_k3_high: the ends of its 90% band
+    ess_raw:             1 / mean(ratio^2) over tokens, untruncated, a fraction
     clip_fraction:       share of tokens whose ratio exceeds COUNTED_TIS
     seq_reject_fraction: share of sequences whose product of ratios leaves COUNTED_MIS, over the given lengths
     level, reasons:      the level by RiskBudget's rules, and the reasons for it, in sentences
@@ -174,16 +166,9 @@ class MismatchRisk:
     kl_k3: float
     kl_k3_low: float
     kl_k3_high: float
-    quantisation_kl: float
     ess_raw: float
-    ess_raw_low: float
-    ess_raw_high: float
     clip_fraction: float
-    clip_fraction_low: float
-    clip_fraction_high: float
     seq_reject_fraction: float
-    seq_reject_fraction_low: float
-    seq_reject_fraction_high: float
     level: Level
     reasons: tuple[str, ...]
     moe: bool
@@ -191,24 +176,10 @@ class MismatchRisk:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdAdvice:
-    """The thresholds to start the correction with.
-
-    thresholds:           name in THRESHOLDS -> bound or band
-    sequence_mis_usable:  a sequence-level MIS keeps enough sequences at these lengths
-    sequence_mis_tokens:  the longest response, in tokens, at which it does
-    notes:                sentences
-    """
+    """The thresholds to start the correction with: name in THRESHOLDS -> bound or band. notes: sentences on them"""
 
     thresholds: dict[str, Any]
-    sequence_mis_usable: bool
-    sequence_mis_tokens: int
     notes: tuple[str, ...]
-
-
-@lru_cache(maxsize=1)
-def committed_fit() -> MismatchFit:
-    """The coefficients in data/mismatch_fit.json."""
-    return from_dict(json.loads(FIT.read_text(encoding="utf-8")))
 
 
 def mismatch_risk(
@@ -237,25 +208,24 @@ def mismatch_risk(
     unmeasured = (*theory.unmeasured_parts(shape), *one_scale)
     calibrated = kv_scales_calibrated or not setting.fp8_kv
     clipped = setting.fp8_kv and theory.clipped_keys(shape)
-    kl, quantisation = _kl_band(setting, calibrated, clipped, unmeasured)
-    tokens = [token_log_ratio(value, setting.moe) for value in kl]
-    clip = [t.fraction_above(COUNTED_TIS) for t in tokens]
-    ess = [t.ess for t in tokens]
-    reject = [
-        [float(np.mean(sequence_rejection(value, lengths, *COUNTED_MIS, f))) for f in (1.0, MAX_INFLATION)]
-        for value in kl
-    ]
-    level, reasons = _level(setting, calibrated, clipped, unmeasured, budget, kl[2], clip[2], ess[2])
+    low, kl, high = _kl_band(setting, calibrated, clipped, unmeasured)
+    tokens, worst = (token_log_ratio(value, setting.moe) for value in (kl, high))
+    level, reasons = _level(
+        setting, calibrated, clipped, unmeasured, budget, high, worst.fraction_above(COUNTED_TIS), worst.ess
+    )
     if shape.stored is not None:
         reasons = (*_of_checkpoint(reasons, shape.stored), _FP8_CHECKPOINT)
     return MismatchRisk(
-        kl_k3=kl[1], kl_k3_low=kl[0], kl_k3_high=kl[2], quantisation_kl=quantisation,
-        ess_raw=ess[1], ess_raw_low=ess[2], ess_raw_high=ess[0],
-        clip_fraction=clip[1], clip_fraction_low=clip[0], clip_fraction_high=clip[2],
-        seq_reject_fraction=reject[1][0],
-        seq_reject_fraction_low=min(map(min, reject)), seq_reject_fraction_high=max(map(max, reject)),
-        level=level, reasons=reasons, moe=setting.moe,
-    )  # fmt: skip
+        kl_k3=kl,
+        kl_k3_low=low,
+        kl_k3_high=high,
+        ess_raw=tokens.ess,
+        clip_fraction=tokens.fraction_above(COUNTED_TIS),
+        seq_reject_fraction=float(np.mean(sequence_rejection(kl, lengths, *COUNTED_MIS))),
+        level=level,
+        reasons=reasons,
+        moe=setting.moe,
+    )
 
 
 def recommended_thresholds(
@@ -265,8 +235,6 @@ def recommended_thresholds(
     budget = budget or RiskBudget()
     lengths = _checked(response_lengths)
     threshold = TOKEN_TIS[risk.level]
-    usable = risk.seq_reject_fraction <= budget.max_sequence_rejection
-    longest = _longest_usable(risk.kl_k3, budget.max_sequence_rejection)
     low, high = COUNTED_MIS
     clipped = token_log_ratio(risk.kl_k3, risk.moe).fraction_above(threshold)
     tis_note = f"token TIS at {threshold:g} clips about {clipped:.2g} of the tokens"
@@ -274,8 +242,9 @@ def recommended_thresholds(
         f"sequence MIS [{low:g}, {high:g}] is not used: it would reject {risk.seq_reject_fraction:.0%} of the "
         f"sequences (mean length {np.mean(lengths):,.0f})"
     )
+    usable = risk.seq_reject_fraction <= budget.max_sequence_rejection
     notes = (tis_note,) if usable else (tis_note, mis_note)
-    return ThresholdAdvice({"token_tis": threshold}, usable, longest, notes)
+    return ThresholdAdvice({"token_tis": threshold}, notes)
 
 
 def _checked(lengths: ArrayLike) -> FloatArray:
@@ -291,25 +260,19 @@ def _checked(lengths: ArrayLike) -> FloatArray:
 
 def _kl_band(
     setting: Setting, calibrated: bool, clipped: bool, unmeasured: Sequence[str]
-) -> tuple[tuple[float, float, float], float]:
-    """The 90% band of KL as (low, middle, high), and the middle's part that is due to quantisation."""
+) -> tuple[float, float, float]:
+    """The 90% band of KL as (low, middle, high)."""
     result = committed_fit()
     coefficients = np.array(result.coefficients)
     size = theory.SMALL_LANGUAGE_FACTOR if theory.SMALL_LANGUAGE in unmeasured else 1.0
-    kl, quantisation = (size * x for x in predicted_kl(setting, coefficients, result.errors))
+    kl = size * predicted_kl(setting, coefficients, result.errors)[0]
     variance = coefficient_variance(result, log_gradient(setting, coefficients, result.errors)) + result.noise_sd**2
     variance += 0.0 if calibrated else UNIT_SCALES_SD**2
     factor = exp(Z90 * sqrt(variance + theory.unmeasured_sd(unmeasured) ** 2))
     damage = CLIPPED_KV_KL if clipped and not calibrated else 0.0
     # With scales that follow the weights the failure is possible (verl#4435), not expected: only the upper end has it.
     high = (kl + damage) * factor if not clipped else max((kl + damage) * factor, CLIPPED_KV_KL)
-    return (kl / factor + damage / factor, kl + damage, high), quantisation + damage
-
-
-def _longest_usable(kl: float, share: float) -> int:
-    """The longest sequence length at which at most `share` are rejected; 0 if none (rejection grows with length)."""
-    lengths = np.unique(np.geomspace(1, 1e6, 400).astype(np.int64)).astype(np.float64)
-    return int(max(lengths[sequence_rejection(kl, lengths, *COUNTED_MIS) <= share], default=0))
+    return kl / factor + damage / factor, kl + damage, high
 
 
 def _level(

@@ -19,8 +19,8 @@ from benchmarks.learning.policies.tasks import GO, STOP, VOCABULARY, ReasoningGy
 from benchmarks.learning.policies.teach import IGNORED, answers, new_model
 from benchmarks.learning.trainer import Trainer
 from fp8plan.errors import ConfigError
-from fp8plan.model.risk.theory import quantise_blocks, rounding_errors
 from fp8plan.runtime.apply.quantize.block_fp8 import BLOCK
+from tools.risk_report import quantise_blocks, rounding_errors
 
 
 @pytest.mark.parametrize("size", [TINY, LARGE])

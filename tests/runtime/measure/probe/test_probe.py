@@ -21,7 +21,6 @@ from fp8plan import cli
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.risk.fit import read_observations
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.measure.probe import probe as probe_module
 from fp8plan.runtime.measure.probe.probe import Probe, compared, probe
@@ -29,6 +28,7 @@ from fp8plan.runtime.measure.probe.reference import Reference
 from fp8plan.runtime.measure.probe.results import Interval, Probed, append_observations, columns, observations
 from fp8plan.runtime.measure.probe.sampling import Sampled, SampleSettings, read_prompts
 from fp8plan.views.findings import probe_report
+from tools.risk_report import read_observations
 
 torch = pytest.importorskip("torch")
 vllm = pytest.mark.vllm
