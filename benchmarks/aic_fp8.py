@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 
 from fp8plan.model.architecture import Linear
-from fp8plan.model.calibrate import aic as aic_tables
 from fp8plan.model.calibrate.fit import Observations, fit
 from fp8plan.model.cost.base import Cost, together
 from fp8plan.model.cost.gemm import gemm_cost, quantise_cost
@@ -24,6 +23,7 @@ from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.precision import find_precision
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.profile.profile import Profile
+from tools import import_aic
 
 GPUS = ("h200", "h100", "b200", "l40s")
 ROWS = 1000  # more do not move the coefficients
@@ -40,11 +40,11 @@ PRIOR = {
 
 def main() -> None:
     """Print the fitted coefficients, and the median error that they leave, of each GPU and each architecture."""
-    data, _ = aic_tables.find_data()
+    data, _ = import_aic.find_data()
     logs = defaultdict[str, list[list[float]]](list)
     for card in map(find_gpu, GPUS):
         prior = _prior(card)
-        seen = _linears(aic_tables._folder(data, card), card)
+        seen = _linears(import_aic._folder(data, card), card)
         found = fit([seen], prior, list(PRIOR)).profile
         print(f"{card.name}: median error {np.median(np.abs(seen.errors(found))):.1%}")
         logs[card.architecture].append([float(np.log(found.coefficients[name])) for name in PRIOR])
@@ -63,11 +63,11 @@ def _prior(card: Gpu) -> Profile:
     )
 
 
-def _linears(folder: aic_tables.Path, card: Gpu) -> Observations:
-    rows = aic_tables._read(folder, "gemm/vllm/*/gemm", dtype="gemm_dtype", m="m", n="n", k="k")
-    run = (rows.m <= aic_tables.LONGEST_STEP) & (rows.n >= aic_tables.NARROWEST)
-    run &= rows.k.between(aic_tables.NARROWEST, aic_tables.DEEPEST)
-    rows = rows[run & (rows.dtype == "fp8") & aic_tables._cold(rows.n * rows.k, card)]
+def _linears(folder: import_aic.Path, card: Gpu) -> Observations:
+    rows = import_aic._read(folder, "gemm/vllm/*/gemm", dtype="gemm_dtype", m="m", n="n", k="k")
+    run = (rows.m <= import_aic.LONGEST_STEP) & (rows.n >= import_aic.NARROWEST)
+    run &= rows.k.between(import_aic.NARROWEST, import_aic.DEEPEST)
+    rows = rows[run & (rows.dtype == "fp8") & import_aic._cold(rows.n * rows.k, card)]
 
     def cost(part: pd.DataFrame, profile: Profile) -> Cost:
         one = [Linear("measured", int(part.n.iloc[0]), int(part.k.iloc[0]), 1, True, False)]

@@ -21,11 +21,11 @@ import pandas as pd
 
 from benchmarks.tables.markdown import table as markdown
 from fp8plan.model.architecture import Experts
-from fp8plan.model.calibrate.aic import SYSTEMS, find_data
 from fp8plan.model.cost.moe import moe_cost
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
+from tools.import_aic import SYSTEMS, find_data
 
 RESULTS = Path(__file__).parent / "results" / "expert_parallel.csv"
 GPUS, HOPPER = ("h100_sxm", "b200", "l40s"), ("h100_sxm",)

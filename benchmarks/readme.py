@@ -73,7 +73,7 @@ LEARNING = (
     *("learnt", "learnt qk-norm on H100s", "learnt smollm2", "learnt gemma", "learnt moe on H100s"),
 )
 COMMANDS = (
-    *("plan", "tune", "emit", "validate", "models", "profiles", "profiles import-aic"),
+    *("plan", "tune", "emit", "validate", "models", "profiles"),
     *("calibrate", "probe", "monitor", "report", "import", "doctor"),
 )
 

@@ -12,8 +12,12 @@ import pandas as pd
 import pytest
 
 from fp8plan.errors import ConfigError, ProfileError
-from fp8plan.model.calibrate import aic as aic_import
-from fp8plan.model.calibrate.aic import (
+from fp8plan.model.calibrate.kernel_rows import observe, read_rows
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.profile.library import datasheet_profile, load_profile, profile_path, profiles_path
+from fp8plan.model.profile.profile import VERSION_SD, Profile
+from tools import import_aic
+from tools.import_aic import (
     OWN_ERROR,
     Tables,
     Trial,
@@ -23,10 +27,6 @@ from fp8plan.model.calibrate.aic import (
     importable,
     read_tables,
 )
-from fp8plan.model.calibrate.kernel_rows import observe, read_rows
-from fp8plan.model.hardware import find_gpu
-from fp8plan.model.profile.library import datasheet_profile, load_profile, profile_path, profiles_path
-from fp8plan.model.profile.profile import VERSION_SD, Profile
 
 H100 = find_gpu("h100")
 LAUNCH = 0.06  # ms: what vLLM's fp8_block rows cannot be shorter than
@@ -190,7 +190,7 @@ def test_a_gpu_without_tables_and_a_table_without_a_column_are_named(data: Path)
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
     with pytest.raises(ConfigError, match=r"type: pip install 'fp8plan\[aic\]'"):
-        import_all(None, [], [], tmp_path)
+        import_all([], [], [], tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -264,7 +264,7 @@ def package(data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytes
 def test_profiles_are_written_where_they_are_found(package: Path, tmp_path: Path) -> None:
     assert find_data() == (package, "0.12.0")
     output = tmp_path / "profiles"
-    ((path, profile),) = import_all(None, [], [], output)  # of the measured GPU there is none
+    ((path, profile),) = import_all([], [], [], output)  # of the measured GPU there is none
     assert path == profile_path(output, "h100_sxm", "0.24.0")
     same, said = load_profile(H100, "0.24.0", profiles_dir=output)
     assert same == profile.on_unknown_host()
@@ -276,7 +276,7 @@ def test_profiles_are_written_where_they_are_found(package: Path, tmp_path: Path
     assert near.model_error == pytest.approx(np.hypot(profile.model_error, VERSION_SD))
     assert ["wider interval" in said[0], "not measured here" in said[1]] == [True, True]
     measured = replace(profile, kind="calibrated", engine_version="0.20.0")
-    aic_import._written(measured, output)
+    import_aic._written(measured, output)
     assert load_profile(H100, "0.26.0", profiles_dir=output)[0].engine_version == "0.20.0"
 
 

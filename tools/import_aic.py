@@ -1,5 +1,9 @@
 """Profiles of GPUs that nobody measured here, fitted to the tables of aiconfigurator-core (Apache-2.0).
 
+    python tools/import_aic.py [--gpu b200 ...] [--rollouts FILE ...] [--kernels FILE ...] [--output FOLDER]
+
+It needs `pip install 'fp8plan[aic]'`. The rollouts and kernels are measurements of an H200, which test its import.
+
 `read_tables` gives the tables in the form of our own measurements: a row per timing, in seconds. It leaves out rows
 that differ from a step of an engine, and counts them by reason:
 
@@ -21,14 +25,15 @@ ones. `try_out` imports the tables of a GPU that we measured; its error is every
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -38,7 +43,13 @@ from fp8plan.model.calibrate.fit import Observations, fit, robust_sd
 from fp8plan.model.calibrate.kernel_rows import flat_kernels, hull, observe, read_all
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES
-from fp8plan.model.profile.library import datasheet_profile, profile_path, rare_parts, without_rare_parts
+from fp8plan.model.profile.library import (
+    datasheet_profile,
+    profile_path,
+    profiles_path,
+    rare_parts,
+    without_rare_parts,
+)
 from fp8plan.model.profile.profile import FITTED, KEPT, Profile
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
@@ -285,19 +296,15 @@ class Trial:
 
 
 def import_all(
-    names: Sequence[str] | None,
-    rollouts: Sequence[Path],
-    kernels: Sequence[Path],
-    output: Path,
-    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    names: Sequence[str], rollouts: Sequence[Path], kernels: Sequence[Path], output: Path
 ) -> list[tuple[Path, Profile]]:
-    """Write the profiles of the GPUs called `names` (None: all) to `output`. Returns (path, profile) of each.
+    """Write the profiles of the GPUs called `names` (none: all) to `output`. Returns (path, profile) of each.
 
     rollouts, kernels: measurements of TRIED_ON, which test its import
 
     Raises ConfigError without the package, for a GPU without tables in it, and for TRIED_ON.
     """
-    named = [find_gpu(name) for name in names or []]
+    named = [find_gpu(name) for name in names]
     data, version = find_data()
     cards = named or [card for card in importable(data) if card.name != TRIED_ON]
     if any(card.name == TRIED_ON for card in cards):
@@ -312,7 +319,7 @@ def import_all(
         card, rows = find_gpu(TRIED_ON), read_all(kernels)
         records = [record for path in rollouts for record in read_records(path)]
         trial = try_out(card, read_tables(card, data, version), rows, records)
-    return [_written(import_profile(card, tables, trial), output) for card, tables in progress(imports)]
+    return [_written(import_profile(card, tables, trial), output) for card, tables in imports]
 
 
 def _written(profile: Profile, folder: Path) -> tuple[Path, Profile]:
@@ -364,3 +371,18 @@ def _split(observation: Observations) -> tuple[Observations, Observations]:
     few = np.unique(observation.groups).size < FEWEST_SHAPES
     unseen = np.zeros_like(observation.groups, dtype=bool) if few else observation.groups % UNSEEN == 0
     return observation.subset(~unseen), observation.subset(unseen)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="append", default=[], metavar="NAME", help="repeat; all that the tables have")
+    parser.add_argument("--rollouts", action="append", default=[], type=Path, metavar="FILE")
+    parser.add_argument("--kernels", action="append", default=[], type=Path, metavar="FILE")
+    parser.add_argument("--output", default=profiles_path(), type=Path, metavar="FOLDER", help="fp8plan's own")
+    typed = parser.parse_args()
+    for path, profile in import_all(typed.gpu, typed.rollouts, typed.kernels, typed.output):
+        print(f"{path}: {profile.label}, {profile.source}")
+
+
+if __name__ == "__main__":
+    main()
