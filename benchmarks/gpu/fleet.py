@@ -207,10 +207,9 @@ class Measurement:
         found = fleet.routing
         assert found is not None
         tokens = sum(found.tokens)
-        kept = asdict(found) | {"replicas": None, "expected": None, "tokens": tokens}
-        predicted = found.predicted_routed_s and tokens / found.predicted_routed_s
-        speeds = {"tokens_per_s": tokens / found.seconds, "predicted_tokens_per_s": predicted}
-        self.note("rollout", routing=routing, repeat=repeat, warm=repeat > 0, report=kept, **speeds)
+        kept = found.to_dict() | {"replicas": None, "expected": None, "tokens": tokens}
+        speed = tokens / found.observation.seconds
+        self.note("rollout", routing=routing, repeat=repeat, warm=repeat > 0, report=kept, tokens_per_s=speed)
 
     def copy(self) -> None:
         """Measure what carries weights: the copy to the host, and from GPU to GPU."""

@@ -24,7 +24,7 @@ from fp8plan.runtime.apply.engine.launch import Launch, launch, workers_of
 from fp8plan.runtime.apply.engine.options import arguments_of
 from fp8plan.runtime.apply.fleet.members import Calls, Members, Terms
 from fp8plan.runtime.apply.fleet.placement import FleetGuard
-from fp8plan.runtime.apply.fleet.report import Finished, Routing
+from fp8plan.runtime.apply.fleet.report import Routing
 from fp8plan.runtime.apply.fleet.rollouts import Requests, Rollouts
 from fp8plan.runtime.apply.fleet.routing import mean_response
 from fp8plan.runtime.apply.fleet.sync import Kept
@@ -232,14 +232,8 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
 
     @property
     def routing(self) -> Routing | None:
-        """The routing of the last rollout beside the planner's static split; None before the first.
-
-        Both makespans are worked out when it is read.
-        """
-        done = self._judged()
-        if done is None:
-            return None
-        return done.routing(super().engine_facts(), self.replicas, self._guard_settings.anchor)
+        """The routing of the last rollout beside the planner's static split; None before the first."""
+        return self._judged()
 
     @property
     def verdicts(self) -> dict[int, Verdict | None]:
@@ -341,7 +335,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         refuse_shut_down(self.state)
         return self._members.collect(self._members.submit(method, dict.fromkeys(self._members.living, arguments)))
 
-    def _judged(self) -> Finished | None:
+    def _judged(self) -> Routing | None:
         """Return the last rollout once the guards have judged it. Note the reason if one of them cannot."""
         done = self._rollouts.judged()
         if done is not None and self.guard is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +11,12 @@ from fleet_fakes import MANIFEST, FakeLaunch, FakeMembers, FakeReplica, made
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.plan.anchor import Anchor
-from fp8plan.model.profile.profile import PACES
 from fp8plan.runtime.apply.engine.base import EngineBase
 from fp8plan.runtime.apply.fleet.fleet import RolloutFleet
-from fp8plan.runtime.apply.fleet.report import Finished
 from fp8plan.runtime.apply.weight_sync.nccl import RemoteSource, Rendezvous
-from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.watch.controller.state import Escalation
-from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
-from fp8plan.runtime.watch.guard.guard import Judged
-from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.watch.guard.fallback import Action
+from fp8plan.runtime.watch.guard.observation import EngineFacts
 
 PROMPTS = [[1, 2], [3]]
 
@@ -229,24 +223,6 @@ def test_every_replica_knows_the_rungs_that_were_taken(monkeypatch: pytest.Monke
     assert known() == {fleet.guard.state.rung} == {Action.KV_TO_BF16}
     fleet.shutdown()
     fleet.guard.load_state_dict({"rung": "none", "slow": 0, "mismatched": 0})  # nobody is left to be told
-
-
-def test_a_plans_anchor_reaches_the_prediction_of_the_routing(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = EngineFacts("Qwen/Qwen3-8B", "h200_sxm", "0.26.0", "bf16", EngineLimits(max_model_len=1024))
-    monkeypatch.setattr(EngineBase, "engine_facts", lambda fleet: facts)
-    monkeypatch.setattr(FakeReplica, "judgement", lambda replica: Judged(), raising=False)
-    anchor = Anchor(dict.fromkeys(PACES, math.log(1.3)), (), ())
-    predicted = []
-    for guard in (None, GuardSettings(anchor=anchor)):
-        members = FakeMembers(0)
-        members.count, members.terms.guard = 2, guard
-        fleet = RolloutFleet(FakeLaunch(), SyncSettings(), members)  # type: ignore[arg-type]
-        seen = Observation(9.0, [64] * 4, [200, 300, 400, 500])
-        fleet._rollouts._last = Finished(seen, {0: [0, 1], 1: [2, 3]}, [1] * 4, [350.0] * 4, {0: 8.0, 1: 9.0}, 0)
-        assert fleet.routing is not None
-        predicted.append(fleet.routing.predicted_routed_s)
-    alone, corrected = predicted
-    assert corrected == pytest.approx(1.3 * (alone or 0.0), rel=0.01)
 
 
 def test_after_shutdown_nothing_is_done() -> None:
