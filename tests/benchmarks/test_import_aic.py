@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,7 @@ import pytest
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.calibrate.kernel_rows import observe, read_rows
+from fp8plan.model.calibrate.profile_of import kernel_rows
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profile_path, profiles_path
 from fp8plan.model.profile.profile import VERSION_SD, Profile
@@ -22,6 +24,7 @@ from tools.import_aic import (
     Tables,
     Trial,
     find_data,
+    flat_kernels,
     import_all,
     import_profile,
     importable,
@@ -304,3 +307,24 @@ def test_the_import_of_an_h200_is_tested_on_our_measurements(package: Path, tmp_
     (tmp_path / "other.jsonl").write_text(lines[0].replace('"h200_sxm"', '"h100_sxm"') + "\n")
     with pytest.raises(ConfigError, match="no rollout on h200_sxm"):
         import_all(["h100"], [tmp_path / "other.jsonl"], [], tmp_path / "none")
+
+
+def flat_of(seconds: Any, m: Any = 1) -> dict[str, str]:
+    n = 1024 * 2 ** np.arange(6)
+    return flat_kernels(pd.DataFrame({"kernel": "gemm.bf16", "m": m, "n": n, "k": 4096, "seconds": seconds}))
+
+
+def test_a_time_that_does_not_grow_with_the_traffic_is_flat() -> None:
+    grows = 2e-6 + 1024 * 2 ** np.arange(6) * 4096 * 2 / 4.8e12  # launch and memory of an H200
+    assert flat_of(grows) == {}
+    assert flat_of(60e-6) == {"gemm.bf16": "60 us with the least traffic, 60 with 4 times"}
+    assert list(flat_of([90e-6, *[60e-6] * 5])) == ["gemm.bf16"]  # a slow first launch does not hide it
+    assert flat_of(60e-6, m=4096) == {}  # math bounds these
+    same = pd.DataFrame({"kernel": "gemm.bf16", "m": [1, 2, 4], "n": 4096, "k": 4096, "seconds": 1e-5})
+    assert flat_kernels(same) == {}  # they all read as much
+    assert flat_kernels(same.assign(kernel="norm")) == {}
+
+
+def test_our_own_timings_are_not_flat() -> None:
+    rows = kernel_rows(profiles_path() / "h200_sxm" / "vllm-0.26.0" / "kernels")
+    assert flat_kernels(rows) == {}
