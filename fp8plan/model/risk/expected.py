@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import exp, sqrt
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -76,60 +76,16 @@ class RiskBudget:
 BUDGET_OPTIONS: Final = group_of(RiskBudget)
 
 
-Dropped = Literal["seq_sum", "seq_mean"]
-
-
-class Threshold(NamedTuple):
-    """One threshold of a plan: a bound C of TIS, or a band [low, high]. Bounds are on pi_train / pi_rollout.
-
-    weight: (level, mode) of the importance weight that it bounds, as in CorrectionSettings; None: it drops sequences
-    drops:  the ratio by which it drops sequences, as in Rejection; verl's mode is the same with "_k1"
-    trl:    TRL's vllm_importance_sampling_mode; None: TRL has none
-    """
-
-    weight: tuple[Literal["token", "sequence"], Literal["tis", "icepop"]] | None
-    drops: Dropped | None
-    trl: str | None
-
-    @property
-    def is_band(self) -> bool:
-        return self.weight is None or self.weight[1] != "tis"
-
-
-# The thresholds that a plan may have. seq_sum is exp of the sum of a sequence's log-ratios, seq_mean of their mean.
-THRESHOLDS: Final[Mapping[str, Threshold]] = {
-    "token_tis": Threshold(("token", "tis"), None, "token_truncate"),
-    "sequence_tis": Threshold(("sequence", "tis"), None, "sequence_truncate"),
-    "token_mis": Threshold(("token", "icepop"), None, "token_mask"),
-    "sequence_mis": Threshold(None, "seq_sum", "sequence_mask"),
-    "geometric_mis": Threshold(None, "seq_mean", None),
-}
+THRESHOLD: Final = "token_tis"  # the threshold that a plan may have: C of token TIS, on pi_train / pi_rollout
 
 
 def check_thresholds(thresholds: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a name that is not in THRESHOLDS, and for a value that is no bound or band of ratios."""
-    if unknown := sorted(thresholds.keys() - THRESHOLDS.keys()):
-        raise ConfigError(f"unknown thresholds: {', '.join(unknown)}; allowed: {', '.join(THRESHOLDS)}")
-    for name, value in thresholds.items():
-        if THRESHOLDS[name].is_band:
-            good = (
-                isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and 0 < value[0] < value[1]
-            )
-            allowed = "[low, high], two numbers with 0 < low < high"
-        else:
-            good, allowed = is_number(value) and value > 0, "a number above 0"
-        if not good:
-            raise ConfigError(f"thresholds[{name!r}] is {value!r}; allowed: {allowed}")
-
-
-def weights_in(thresholds: Mapping[str, Any]) -> list[str]:
-    """The names of the thresholds that bound importance weights."""
-    return [name for name, threshold in THRESHOLDS.items() if threshold.weight and name in thresholds]
-
-
-def rejections_in(thresholds: Mapping[str, Any]) -> dict[Dropped, tuple[float, float]]:
-    """The bands of the thresholds that drop sequences: `Threshold.drops` -> (low, high)."""
-    return {t.drops: tuple(thresholds[name]) for name, t in THRESHOLDS.items() if t.drops and name in thresholds}
+    """Raise ConfigError unless a plan's thresholds are empty, or a bound of token TIS."""
+    if unknown := sorted(thresholds.keys() - {THRESHOLD}):
+        raise ConfigError(f"unknown thresholds: {', '.join(unknown)}; allowed: {THRESHOLD}")
+    bound = thresholds.get(THRESHOLD, COUNTED_TIS)
+    if not is_number(bound) or bound <= 0:
+        raise ConfigError(f"thresholds[{THRESHOLD!r}] is {bound!r}; allowed: a number above 0")
 
 
 # Token TIS at 2 is verl's, slime's and the FP8-RL paper's choice. miles reports an FP8 MoE run that collapsed at 2 and
@@ -176,7 +132,7 @@ class MismatchRisk:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdAdvice:
-    """The thresholds to start the correction with: name in THRESHOLDS -> bound or band. notes: sentences on them"""
+    """The thresholds to start the correction with: {THRESHOLD: C}. notes: sentences on them"""
 
     thresholds: dict[str, Any]
     notes: tuple[str, ...]
@@ -244,7 +200,7 @@ def recommended_thresholds(
     )
     usable = risk.seq_reject_fraction <= budget.max_sequence_rejection
     notes = (tis_note,) if usable else (tis_note, mis_note)
-    return ThresholdAdvice({"token_tis": threshold}, notes)
+    return ThresholdAdvice({THRESHOLD: threshold}, notes)
 
 
 def _checked(lengths: ArrayLike) -> FloatArray:
