@@ -433,6 +433,6 @@ def test_every_gpu_has_the_kernels_of_its_generation(card: Gpu) -> None:
     assert (kernels["attention.bf16"] == "flash_attn_2") == (major in (8, 12))
     if card.has_fp8:
         assert ("deep_gemm" in kernels["gemm.fp8_block"]) == (major in (9, 10))
-    spark = find_gpu("datasheet:memory=110,bandwidth=273,bf16=60,sms=48,cc=12.1")
+    spark = find_gpu("datasheet:memory_gib=110,bandwidth_gb_s=273,bf16_tflops=60,sms=48,compute_capability=12.1")
     assert datasheet_profile(spark).kernel_backends == datasheet_profile(find_gpu("rtx_5090")).kernel_backends
     assert datasheet_profile(find_gpu("a10")).kernel_backends == datasheet_profile(find_gpu("a100")).kernel_backends
