@@ -72,7 +72,8 @@ def quantize_into(source: Tensor, q_out: Tensor, scale_out: Tensor) -> None:
     """
     check_weight(source)
     check_quantized(q_out, scale_out)
-    check_shape(source, q_out)
+    if source.shape != q_out.shape:
+        raise ConfigError(f"the weight is {list(source.shape)} and q {list(q_out.shape)}; give two of one shape")
     for scale, tiles, q in _tiles(scale_out, source.detach(), q_out):
         amax = tiles.abs().amax(dim=(-3, -1), keepdim=True).float().clamp(min=AMAX_FLOOR)
         scale.copy_(amax / E4M3_MAX)
@@ -91,20 +92,6 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Te
     for factor, tiles, out in _tiles(scale, q, weight):
         out.copy_(tiles.float() * factor)
     return weight
-
-
-def relative_error(weight: Tensor, q: Tensor, scale: Tensor) -> float:
-    """Return the RMS of q * scale - weight over that of the weight: 0.0264 for Gaussian weights, 0 for zeros.
-
-    Waits for the GPU. Raises ConfigError if the three do not belong together.
-    """
-    import torch
-
-    check_weight(weight)
-    check_shape(weight, q)
-    exact = weight.detach().float()
-    error, size = (matrix.norm().item() for matrix in (dequantize(q, scale, torch.float32) - exact, exact))
-    return error / size if error else 0.0
 
 
 def _tiles(scale: Tensor, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -144,12 +131,6 @@ def check_quantized(q: Tensor, scale: Tensor) -> None:
     expected = (*q.shape[:-2], *scale_shape(*q.shape[-2:]))
     if scale.shape != expected or scale.dtype != torch.float32:
         raise ConfigError(f"scale is {described(scale)}; for q {list(q.shape)} it is torch.float32 {list(expected)}")
-
-
-def check_shape(weight: Tensor, q: Tensor) -> None:
-    """Raises ConfigError unless weight and q have one shape."""
-    if weight.shape != q.shape:
-        raise ConfigError(f"the weight is {list(weight.shape)} and q {list(q.shape)}; give two of one shape")
 
 
 def described(tensor: Tensor) -> str:
