@@ -21,11 +21,12 @@ from subprocess import PIPE
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.tables.cells import accuracy, merged
 from benchmarks.tables.markdown import table as markdown
 from fp8plan import jsonl
 from fp8plan.model.profile.library import profiles_path
 from fp8plan.model.validate.records import read_records
-from fp8plan.model.validate.validate import accuracy, merged, validate
+from fp8plan.model.validate.validate import validate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "first_sight.jsonl"

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.own_host import own_loop_s
+from benchmarks.tables.cells import accuracy
 from fp8plan.model.profile.library import profiles_path
 from fp8plan.model.validate.records import Record, read_records
-from fp8plan.model.validate.validate import accuracy, validate
+from fp8plan.model.validate.validate import validate
 
 BASELINE = Path(__file__).parent / "results" / "gate.jsonl"
 LIMIT = 2.0  # points
