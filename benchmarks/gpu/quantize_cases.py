@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from fp8plan.runtime.apply.quantize.block_fp8 import BLOCK, quantize, scale_shape
+from fp8plan.runtime.apply.quantize.block_fp8 import BLOCK, quantize_into, scale_shape
 from fp8plan.runtime.measure.kernels.sweep import Work
 
 if TYPE_CHECKING:
@@ -84,12 +84,14 @@ def different_bits(a: Tensor, b: Tensor) -> int:
 def _quantised(weight: Tensor, ours: str) -> Quantised:
     import torch
 
+    device = "cpu" if ours == "torch_cpu" else weight.device
+    q = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty(scale_shape(*weight.shape), device=device)
     if ours.startswith("torch"):
-        return quantize(weight.cpu() if ours == "torch_cpu" else weight)
+        quantize_into(weight.to(device), q, scale)
+        return q, scale
     from fp8plan.runtime.apply.quantize import triton_kernels as quantize_triton
 
-    q = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scale = torch.empty(scale_shape(*weight.shape), device=weight.device)
     flags = torch.zeros(1, dtype=torch.int32, device=weight.device)
     outs = quantize_triton.addresses([q], [scale])
     quantize_triton.run(quantize_triton.quantize_calls([weight], outs, flags, ours), weight.device)

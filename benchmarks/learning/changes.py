@@ -71,9 +71,9 @@ def changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[s
 def _codes(before: Tensor, after: Tensor) -> dict[str, int]:
     import torch
 
-    from fp8plan.runtime.apply.quantize.block_fp8 import quantize
+    from fp8plan.runtime.apply.quantize.targets import quantized
 
-    (old, old_scale), (new, new_scale) = quantize(before), quantize(after)
+    (old, old_scale), (new, new_scale) = quantized([before, after])
     codes, scales = old.view(torch.uint8) != new.view(torch.uint8), old_scale != new_scale
     moved = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: codes.shape[0], : codes.shape[1]]
     return {

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
+from block_weights import dequantize, quantize
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -13,8 +14,6 @@ from benchmarks.gpu import quantize_cases
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.quantize.block_fp8 import (
     AMAX_FLOOR,
-    dequantize,
-    quantize,
     quantize_into,
     scale_shape,
     stands_alone,
@@ -299,7 +298,7 @@ Q, SCALE = quantize(ONES)
         (lambda: quantize_into(ONES[:128], Q, SCALE), r"the weight is \[128, 256\] and q \[256, 256\]"),
         (lambda: quantize_into(ONES, ONES, SCALE), "it must be torch.float8_e4m3fn"),
         (lambda: quantize_into(ONES, Q, SCALE[:1]), r"torch.float32 \[2, 2\]"),
-        (lambda: dequantize(Q, SCALE.double()), "scale is torch.float64"),
+        (lambda: quantize_into(ONES, Q, SCALE.double()), "scale is torch.float64"),
         (lambda: QuantizeTargets([Q], []), "1 q_outs for 0 scale_outs"),
         (lambda: QuantizeTargets([Q.T], [SCALE]), "the last contiguous"),
         (lambda: QuantizeTargets([Q[None]], [SCALE[None]]), "give 2 dimensions"),

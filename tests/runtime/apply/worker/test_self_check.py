@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from block_weights import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8plan.runtime.apply.quantize.block_fp8 import BLOCK, dequantize, quantize
+from fp8plan.runtime.apply.quantize.block_fp8 import BLOCK
 from fp8plan.runtime.apply.weight_sync.manifest import Entry
 from fp8plan.runtime.apply.worker.binding import Binding, Move
 

@@ -216,9 +216,8 @@ def test_rounding_explains_the_mismatch(
 
 def round_linears(body: Any) -> None:
     """Weights of its decoder layers to E4M3 by block, and activations by groups of 128, as vLLM's fp8_per_block."""
+    from block_weights import dequantize, quantize
     from fp8plan_cpu_kernels import quantised_activations
-
-    from fp8plan.runtime.apply.quantize.block_fp8 import dequantize, quantize
 
     for module in body.layers.modules():
         if isinstance(module, torch.nn.Linear):
