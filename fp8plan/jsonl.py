@@ -32,40 +32,17 @@ BROKEN: Final = (OSError, EOFError, zlib.error)  # errors of files that cannot b
 TORN: Final = object()  # the value of a line that breaks off
 
 
-class Lines(NamedTuple):
-    """The lines of a file.
-
-    rows: (line number, value) of each line, without blank ones
-    torn: the number of a last line that breaks off, which is in no row: its writer is at work, or was killed
-    """
-
-    rows: list[tuple[int, Any]]
-    torn: int | None
-
-
-def read(path: Path, what: str = "file", hint: str = "mend or delete that line", whole: bool = True) -> Lines:
-    """The lines of a file, which may be compressed (.gz).
-
-    what:  the kind of file, for errors
-    hint:  the end of the error for a line that is not JSON
-    whole: a last line that breaks off is an error, too; else it is left out, unless it is the only one
-
-    Raises ConfigError for a file that cannot be read, and, naming the line, for a line that is not JSON.
-    """
-    rows = list[tuple[int, Any]]()
-    for number, row in lines(path, what, hint, whole):
-        if row is TORN:
-            return Lines(rows, number)
-        rows.append((number, row))
-    return Lines(rows, None)
-
-
 def lines(
     path: Path, what: str = "file", hint: str = "mend or delete that line", whole: bool = False
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, value) of each line as it is read. Takes and raises what `read` does.
+    """Yield (line number, value) of each line that is not blank, as it is read. The file may be compressed (.gz).
 
-    The value of a last line that breaks off is TORN. NaN and Infinity are floats, as an unread field may be anything.
+    what:  the kind of file, for errors
+    hint:  the end of the error for a line that is not JSON
+    whole: a last line that breaks off is an error, too; else its value is TORN, unless it is the only one
+
+    NaN and Infinity are floats, as an unread field may be anything. Raises ConfigError for a file that cannot be read,
+    and, naming the line, for a line that is not JSON.
     """
     if not path.exists():
         raise ConfigError(f"there is no {what} {path}; give a file of JSON lines")
@@ -98,12 +75,12 @@ def uncompressed(stored: IO[bytes], packed: bool) -> Any:
     return gzip.GzipFile(fileobj=stored) if packed else nullcontext(stored)
 
 
-def rows(path: Path) -> list[Any]:
+def rows(path: Path, what: str = "file") -> list[Any]:
     """The values in the lines of a file, without a last line that breaks off; [] if there is no file.
 
-    Raises ConfigError as `read` does.
+    Raises ConfigError as `lines` does.
     """
-    return [row for _, row in read(path, whole=False).rows] if path.exists() else []
+    return [row for _, row in lines(path, what) if row is not TORN] if path.exists() else []
 
 
 def line(row: Mapping[str, Any]) -> bytes:
