@@ -346,12 +346,7 @@ def _source(rows: pd.DataFrame, powers: pd.DataFrame, steps: Sequence[Windows]) 
     engines = len({x.engine for x in steps})
     kernels = [f"{len(rows)} timings of {rows.kernel.nunique()} kernels"] if len(rows) else []
     kernels += [f"{len(powers)} readings of their power"] if len(powers) else []
-    rollouts = f"{len(steps)} rollouts of {engines} engines, measured on {_cards_of([x.record for x in steps])}"
-    return " and ".join(filter(None, [", ".join(kernels), rollouts]))
-
-
-def _cards_of(records: Iterable[Record]) -> str:
-    """The GPUs, or CPUs, on which these rollouts were measured."""
-    fields = [record.fields for record in records]
+    fields = [run.record.fields for run in steps]
     cards = {str(x.get("gpu_uuid") or f"{x.get('cpu_count')} cores of {x.get('cpu_model')}") for x in fields}
-    return ", ".join(sorted(cards))
+    rollouts = f"{len(steps)} rollouts of {engines} engines, measured on {', '.join(sorted(cards))}"
+    return " and ".join(filter(None, [", ".join(kernels), rollouts]))

@@ -231,7 +231,7 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
             break
         where = f"line {number} of {file}"
         check_version(fields, "record", where)
-        if _without_rollout(fields):
+        if is_of_monitor(fields) and fields.get("seconds") is None:  # it trained on earlier samples
             without_rollout += 1
             continue
         record = record_of(fields, number, where)
@@ -273,11 +273,6 @@ def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool
     guard: Any = fields.get("guard")
     verdict = guard.get("verdict") if isinstance(guard, Mapping) else None
     return isinstance(verdict, Mapping) and verdict.get("cold") is True
-
-
-def _without_rollout(fields: dict[str, Any]) -> bool:
-    """True for a Monitor's record of a step that trained on earlier samples, without a rollout."""
-    return is_of_monitor(fields) and fields.get("seconds") is None
 
 
 def record_of(fields: dict[str, Any], number: int, where: str) -> Record:
