@@ -1,7 +1,7 @@
 """Mismatch risk: how far a rollout precision moves the rollout policy from the trainer's, and what that costs.
 
     risk = mismatch_risk(shape, precision, response_lengths)     risk.kl_k3, risk.level, risk.reasons
-    advice = recommended_thresholds(risk, response_lengths)      advice.thresholds -> Plan.thresholds
+    bound, notes = recommended_tis(risk, response_lengths)       bound -> Plan.thresholds
 
 The KL is a theory of rounding errors (`theory`), scaled to published observations (`fit`). It is modelled, not measured
 here, and its band is wide. It holds for the start of a run; the Monitor watches its drift.
@@ -130,14 +130,6 @@ class MismatchRisk:
     moe: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ThresholdAdvice:
-    """The thresholds to start the correction with: {THRESHOLD: C}. notes: sentences on them"""
-
-    thresholds: dict[str, Any]
-    notes: tuple[str, ...]
-
-
 def mismatch_risk(
     shape: ModelShape,
     precision: Precision,
@@ -184,10 +176,10 @@ def mismatch_risk(
     )
 
 
-def recommended_thresholds(
+def recommended_tis(
     risk: MismatchRisk, response_lengths: ArrayLike, *, budget: RiskBudget | None = None
-) -> ThresholdAdvice:
-    """The thresholds to start the correction with at this risk. A controller may move them from there."""
+) -> tuple[float, tuple[str, ...]]:
+    """C of token TIS to start the correction with at this risk, and sentences on it. A controller may move C."""
     budget = budget or RiskBudget()
     lengths = _checked(response_lengths)
     threshold = TOKEN_TIS[risk.level]
@@ -200,7 +192,7 @@ def recommended_thresholds(
     )
     usable = risk.seq_reject_fraction <= budget.max_sequence_rejection
     notes = (tis_note,) if usable else (tis_note, mis_note)
-    return ThresholdAdvice({THRESHOLD: threshold}, notes)
+    return threshold, notes
 
 
 def _checked(lengths: ArrayLike) -> FloatArray:

@@ -16,7 +16,7 @@ from uniform_models import uniform
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
-from fp8plan.model.risk.expected import RiskBudget, mismatch_risk, recommended_thresholds
+from fp8plan.model.risk.expected import RiskBudget, mismatch_risk, recommended_tis
 from fp8plan.model.risk.fit import FIT, OBSERVATIONS, committed_fit, predicted_kl
 from fp8plan.model.risk.theory import normal_cdf, sequence_rejection, setting_of, token_log_ratio
 from tools.risk_report import (
@@ -262,19 +262,19 @@ def test_budget_decides_the_level_and_what_is_accepted() -> None:
 
 def test_advice_tells_when_a_sequence_mis_would_drop_too_many() -> None:
     short, long = [20] * 4, [20_000] * 4
-    advice = recommended_thresholds(mismatch_risk(DENSE, BF16, long), long)
-    assert set(advice.thresholds) == {"token_tis"}
-    assert any("20,000" in note and "sequence MIS" in note for note in advice.notes)
+    bound, notes = recommended_tis(mismatch_risk(DENSE, BF16, long), long)
+    assert bound == 2.0
+    assert any("20,000" in note and "sequence MIS" in note for note in notes)
     few = mismatch_risk(DENSE, BF16, short)
     assert few.seq_reject_fraction <= RiskBudget().max_sequence_rejection
-    assert not any("sequence MIS" in note for note in recommended_thresholds(few, short).notes)
+    assert not any("sequence MIS" in note for note in recommended_tis(few, short)[1])
 
 
 def test_higher_risk_never_loosens_the_threshold() -> None:
     risks = [mismatch_risk(DENSE, BF16, LENGTHS), mismatch_risk(DENSE, FP8_BLOCK, LENGTHS)]
     risks.append(mismatch_risk(QWEN2, FP8_KV, LENGTHS))
     assert [risk.level for risk in risks] == ["low", "moderate", "high"]
-    bounds = [recommended_thresholds(risk, LENGTHS).thresholds["token_tis"] for risk in risks]
+    bounds = [recommended_tis(risk, LENGTHS)[0] for risk in risks]
     assert bounds == sorted(bounds, reverse=True)
 
 
