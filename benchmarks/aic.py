@@ -25,11 +25,11 @@ import numpy as np
 import pandas as pd
 
 from fp8plan.model.architecture import Experts
-from fp8plan.model.calibrate.aic import find_data
 from fp8plan.model.configs import find_config
 from fp8plan.model.cost.base import Array, StepBatch
 from fp8plan.model.rollout import Simulated, step_batch
 from fp8plan.model.validate.records import Record
+from tools.import_aic import find_data
 
 BACKENDS = ("vllm", "vllm+trtllm", "vllm+sglang", "sglang")
 LINEAR_MODE = {"bf16": "bfloat16", "fp8_block": "fp8_block"}

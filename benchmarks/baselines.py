@@ -27,12 +27,13 @@ import aic
 from tqdm import tqdm
 
 from benchmarks.tables.baselines import SETS, records, results
+from benchmarks.tables.cells import CELL, cell_of
 from fp8plan.errors import Fp8PlanError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.rollout import Simulated, rollout, step_batch
 from fp8plan.model.validate.records import Record
-from fp8plan.model.validate.validate import CELL, cell_of, simulated
+from fp8plan.model.validate.validate import simulated
 
 Answer = tuple[float, str | None]  # seconds, and a warning that came with them
 Method = Callable[[Record, Simulated], Answer]  # raises where it refuses

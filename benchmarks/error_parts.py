@@ -22,13 +22,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.tables.cells import cell_of
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.plan.choice import speed_up
 from fp8plan.model.profile.library import datasheet_profile, load_profile, profiles_path
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Rollout, Simulated
 from fp8plan.model.validate.records import Record, read_records
-from fp8plan.model.validate.validate import cell_of, simulated
+from fp8plan.model.validate.validate import simulated
 
 FOLDERS = {"h200": "h200_sxm/vllm-0.26.0", "h100": "h100_sxm/vllm-0.26.0", "cpu": "cpu/vllm-0.30.0"}
 H200 = ("validation/rollouts", "validation/again", "validation/anchor", "first_look/rollouts", "families/held_out")

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables.cells import accuracy, merged
 from benchmarks.tables.markdown import table as markdown
 from fp8plan import jsonl
 from fp8plan.model.profile.library import profiles_path
 from fp8plan.model.validate.records import read_records
-from fp8plan.model.validate.validate import accuracy, merged, validate
+from fp8plan.model.validate.validate import validate
 
 RESULTS = Path(__file__).parent / "results" / "first_sight.jsonl"
 RECORDS = profiles_path() / "h200_sxm" / "vllm-0.26.0" / "families" / "held_out.jsonl"

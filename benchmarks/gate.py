@@ -23,11 +23,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables.cells import accuracy
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.profile.library import profile_path, profiles_path
 from fp8plan.model.profile.profile import HOST_LOOP, Profile
 from fp8plan.model.validate.records import Record, read_records
-from fp8plan.model.validate.validate import accuracy, validate
+from fp8plan.model.validate.validate import validate
 
 BASELINE = Path(__file__).parent / "results" / "gate.jsonl"
 LIMIT = 2.0  # points

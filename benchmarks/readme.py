@@ -66,7 +66,7 @@ from fp8plan.model.workload import Fixed, LogNormal, Workload  # noqa: E402
 from fp8plan.views.report import power  # noqa: E402
 
 COMMANDS = (
-    *("plan", "tune", "emit", "validate", "models", "profiles", "profiles import-aic"),
+    *("plan", "tune", "emit", "validate", "models", "profiles"),
     *("calibrate", "probe", "monitor", "report", "import", "doctor"),
 )
 

@@ -65,47 +65,10 @@ if TYPE_CHECKING:
     from fp8plan.runtime.watch.monitor.sinks import Prometheus as Prometheus
     from fp8plan.runtime.watch.monitor.sinks import TensorBoard as TensorBoard
 
-# The module of each public name, as above.
-_HOME = {
-    name: f"fp8plan.{module}"
-    for module, names in {
-        "errors": "Fp8PlanError",
-        "importers.records": "import_rollouts",
-        "model.architecture": "ModelShape",
-        "model.hardware": "find_gpu Gpu",
-        "model.limits": "EngineLimits",
-        "model.plan.plan": "Plan",
-        "model.plan.planner": "plan",
-        "model.precision": "Precision",
-        "model.profile.library": "load_profile",
-        "model.risk.expected": "RiskBudget",
-        "model.rl_step": "StepTimes",
-        "model.setup": "EngineSetup",
-        "model.tune.search": "tune",
-        "model.validate.records": "read_records recorded_workload",
-        "model.weight_changes": "TopK",
-        "model.workload": "Batch Fixed LogNormal Trace Workload",
-        "runtime.watch.controller.laws": "ConstantThresholds LevelThresholds",
-        "runtime.watch.controller.state": "AlarmLimits",
-        "runtime.watch.correction.correct": "correct Correction",
-        "runtime.watch.correction.settings": "CorrectionSettings Rejection Thresholds",
-        "runtime.watch.correction.verl": "from_verl",
-        "runtime.apply.doctor.doctor": "async_doctor Diagnosis doctor",
-        "runtime.apply.engine.async_engine": "AsyncRolloutEngine",
-        "runtime.apply.engine.engine": "RolloutEngine",
-        "runtime.apply.fleet.fleet": "RolloutFleet",
-        "runtime.watch.guard.fallback": "GuardSettings",
-        "runtime.watch.guard.observation": "Observation observation_of",
-        "runtime.watch.mismatch.measure": "measure pack",
-        "runtime.watch.mismatch.metrics": "Mismatch",
-        "runtime.watch.mismatch.sampling": "kept_logprobs Sampling",
-        "runtime.watch.monitor.monitor": "Monitor",
-        "runtime.watch.monitor.sinks": "Callback JsonLines Prometheus TensorBoard",
-        "runtime.measure.probe.probe": "probe",
-        "runtime.apply.weight_sync.settings": "Scored SyncSettings",
-    }.items()
-    for name in names.split()
-}
+# Public name -> its module, read from the imports above, which a type checker alone runs.
+with open(__file__, encoding="utf-8") as _file:
+    _imports = [line.split() for line in _file if line.startswith("    from fp8plan.")]
+_HOME = {name: module for _, module, _, name, *_ in _imports}
 
 __all__ = sorted(_HOME)  # noqa: PLE0605
 

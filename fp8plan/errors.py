@@ -1,13 +1,4 @@
-"""The errors of fp8plan. Every message has the given value, the allowed ones, and the words to type.
-
-Fp8PlanError                     catch this one
-├── ConfigError (ValueError)     an argument, file or combination that cannot be used
-├── ProfileError (LookupError)   a profile, or its number for a kernel, is missing
-├── CapacityError (ValueError)   the model or a request does not fit the GPU
-└── SyncError (RuntimeError)     new weights did not arrive; says which weights serve now
-    ├── NotServingError          the engine refuses to generate until a complete sync
-    └── LostEngineError          the engine cannot be used any more; the next sync starts another, or from_plan
-"""
+"""The errors of fp8plan. Every message has the given value, the allowed ones, and the words to type."""
 
 import sys
 import warnings

@@ -32,76 +32,17 @@ BROKEN: Final = (OSError, EOFError, zlib.error)  # errors of files that cannot b
 TORN: Final = object()  # the value of a line that breaks off
 
 
-class Lines(NamedTuple):
-    """The lines of a file.
-
-    rows: (line number, value) of each line, without blank ones
-    torn: the number of a last line that breaks off, which is in no row: its writer is at work, or was killed
-    """
-
-    rows: list[tuple[int, Any]]
-    torn: int | None
-
-
-def read(path: Path, what: str = "file", hint: str = "mend or delete that line", whole: bool = True) -> Lines:
-    """The lines of a file, which may be compressed (.gz).
-
-    what:  the kind of file, for errors
-    hint:  the end of the error for a line that is not JSON
-    whole: a last line that breaks off is an error, too; else it is left out, unless it is the only one
-
-    Raises ConfigError for a file that cannot be read, and, naming the line, for a line that is not JSON.
-    """
-    rows = list[tuple[int, Any]]()
-    for number, row in lines(path, what, hint, whole):
-        if row is TORN:
-            return Lines(rows, number)
-        rows.append((number, row))
-    return Lines(rows, None)
-
-
 def lines(
     path: Path, what: str = "file", hint: str = "mend or delete that line", whole: bool = False
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, value) of each line as it is read. Takes and raises what `read` does.
+    """Yield (line number, value) of each line that is not blank, as it is read. The file may be compressed (.gz).
 
-    The value of a last line that breaks off is TORN. NaN and Infinity are floats, as an unread field may be anything.
-    """
-    for number, text in texts(path, what):
-        if not whole and number > 1 and breaks_off(text):
-            yield number, TORN
-        else:
-            yield number, parsed(text, number, path, hint)
+    what:  the kind of file, for errors
+    hint:  the end of the error for a line that is not JSON
+    whole: a last line that breaks off is an error, too; else its value is TORN, unless it is the only one
 
-
-def parsed(text: bytes, number: int, path: Path, hint: str = "mend or delete that line") -> Any:
-    """Parse one line of a file. Raises ConfigError, which names the line, if it is not JSON."""
-    try:
-        return parse(text.removesuffix(b"\n"), f"line {number} of {path}", finite=False)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; {hint}") from None
-
-
-def breaks_off(text: bytes) -> bool:
-    """True for a torn line: it is not JSON, and has no end, as only a last line may."""
-    if text.endswith(b"\n"):
-        return False
-    try:
-        parse(text, "it", finite=False)
-    except ConfigError:
-        return True
-    return False
-
-
-def torn_note(number: int, path: Path) -> str:
-    """A note on a last line that breaks off."""
-    return f"line {number} of {path}, the last one, is left out: it breaks off"
-
-
-def texts(path: Path, what: str = "file") -> Iterator[tuple[int, bytes]]:
-    """Yield (line number, text) of each line that is not blank, one at a time, as a file may not fit in memory.
-
-    Raises ConfigError for a file that cannot be read.
+    NaN and Infinity are floats, as an unread field may be anything. Raises ConfigError for a file that cannot be read,
+    and, naming the line, for a line that is not JSON.
     """
     if not path.exists():
         raise ConfigError(f"there is no {what} {path}; give a file of JSON lines")
@@ -109,9 +50,24 @@ def texts(path: Path, what: str = "file") -> Iterator[tuple[int, bytes]]:
         with path.open("rb") as stored, uncompressed(stored, path.suffix == ".gz") as file:
             for number, text in enumerate(file, 1):
                 if text.strip():
-                    yield number, text
+                    yield number, _value(text, f"line {number} of {path}", hint, torn=not whole and number > 1)
     except BROKEN as error:
         raise ConfigError(f"cannot read the {what} {path}: {error}; give a file of JSON lines") from None
+
+
+def _value(text: bytes, where: str, hint: str, torn: bool) -> Any:
+    """The value of a line. torn: one that is not JSON and has no end, as only a last line may, is TORN"""
+    try:
+        return parse(text.removesuffix(b"\n"), where, finite=False)
+    except ConfigError as error:
+        if torn and not text.endswith(b"\n"):
+            return TORN
+        raise ConfigError(f"{error}; {hint}") from None
+
+
+def torn_note(number: int, path: Path) -> str:
+    """A note on a last line that breaks off."""
+    return f"line {number} of {path}, the last one, is left out: it breaks off"
 
 
 def uncompressed(stored: IO[bytes], packed: bool) -> Any:
@@ -119,12 +75,12 @@ def uncompressed(stored: IO[bytes], packed: bool) -> Any:
     return gzip.GzipFile(fileobj=stored) if packed else nullcontext(stored)
 
 
-def rows(path: Path) -> list[Any]:
+def rows(path: Path, what: str = "file") -> list[Any]:
     """The values in the lines of a file, without a last line that breaks off; [] if there is no file.
 
-    Raises ConfigError as `read` does.
+    Raises ConfigError as `lines` does.
     """
-    return [row for _, row in read(path, whole=False).rows] if path.exists() else []
+    return [row for _, row in lines(path, what) if row is not TORN] if path.exists() else []
 
 
 def line(row: Mapping[str, Any]) -> bytes:
@@ -167,7 +123,9 @@ class Ended(NamedTuple):
 
 
 def append(path: Path, text: bytes) -> Ended:
-    """Append whole lines in one write, behind the last whole line.
+    """Append whole lines in one write, behind the last whole line. A file that does not exist is created.
+
+    text: empty: cut off a torn last line, and no more
 
     Raises OSError if the lines cannot be written. Then the file has no part of them.
     """
@@ -180,17 +138,6 @@ def append(path: Path, text: bytes) -> Ended:
             problem = f"No space left: only {written} of {len(text)} bytes could be written"
             raise OSError(errno.ENOSPC, problem, str(path))
     return Ended(cut, size + cut, size + written)
-
-
-def repair(path: Path) -> Ended:
-    """Cut off a torn last line. A file that does not exist is created.
-
-    Raises OSError as the operating system does.
-    """
-    with _opened(path) as file:
-        cut = _repair(path, file)
-        size = os.fstat(file).st_size
-    return Ended(cut, size + cut, size)
 
 
 def to_disk(path: Path) -> None:

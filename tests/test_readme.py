@@ -184,7 +184,6 @@ NEEDS = (
     "fp8plan calibrate",
     "fp8plan doctor",
     "fp8plan probe",
-    "import-aic",
     "run.jsonl",
     "MODEL",
     "./my-model",

@@ -4,30 +4,215 @@
 
 It writes fp8plan/model/risk/data/mismatch_fit.json. It prints residuals, bounds, coefficients and the error for each
 source, predicted without that source.
+
+Replaying the routes removes half of the KL of MoE routing (R3, arXiv 2510.11370: 1.535e-3 -> 7.5e-4) to two thirds
+(prime-rl#3543). The five exponents are fitted on log KL by Gauss-Newton steps, each one scikit-learn Ridge, which
+shrinks them to 0, the theory.
 """
 
 from __future__ import annotations
 
+import csv
 import json
-from math import exp, sqrt
+from dataclasses import asdict, dataclass
+from math import exp, log, sqrt
 from pathlib import Path
 from statistics import median
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import ArrayLike
+from sklearn.linear_model import Ridge
 
+from fp8plan.model.cost.base import FloatArray
+from fp8plan.model.precision import E4M3_MANTISSA_BITS, E4M3_MAX
 from fp8plan.model.risk.fit import (
     COEFFICIENTS,
     FIT,
-    LeftOut,
+    OBSERVATIONS,
+    Z90,
     MismatchFit,
-    Observation,
-    compared_kl,
-    fit,
-    leave_one_source_out,
-    read_observations,
-    to_dict,
+    coefficient_variance,
+    log_gradient,
+    predicted_kl,
 )
-from fp8plan.model.risk.theory import rounding_errors
+from fp8plan.model.risk.theory import REFERENCE_LAYERS, RoundingErrors, Setting
+
+GROUP: Final = 128  # weights in GROUP x GROUP blocks, activations in 1 x GROUP groups (vLLM's FP8_BLOCK)
+E4M3_MIN_EXPONENT: Final = -6  # below 2^-6 E4M3 is subnormal: a fixed step of 2^-9 (OCP OFP8 specification)
+BF16_MANTISSA_BITS: Final = 7
+
+# Standard deviations of the theory's log KL before any data: a factor of two for each term. The common level of all
+# runs (first coefficient) is free.
+PRIOR_SD: Final = (7.0, 0.7, 0.7, 0.7, 0.7)
+
+
+def round_e4m3(values: ArrayLike) -> FloatArray:
+    """Round to the nearest E4M3 "fn" numbers (ties to even, saturating at 448), as float64 of the same shape."""
+    exact = np.asarray(values, dtype=np.float64)
+    magnitude = np.minimum(np.abs(exact), E4M3_MAX)
+    exponent = np.floor(np.log2(np.maximum(magnitude, 2.0**E4M3_MIN_EXPONENT)))
+    step = 2.0 ** (exponent - E4M3_MANTISSA_BITS)
+    rounded: FloatArray = np.copysign(np.minimum(np.round(magnitude / step) * step, E4M3_MAX), exact)
+    return rounded
+
+
+def round_bf16(values: ArrayLike) -> FloatArray:
+    """Round to the nearest bfloat16 numbers of normal range (ties to even), as float64 of the same shape."""
+    mantissa, exponent = np.frexp(np.asarray(values, dtype=np.float64))
+    steps = 2.0 ** (BF16_MANTISSA_BITS + 1)
+    return np.asarray(np.ldexp(np.round(mantissa * steps) / steps, exponent), dtype=np.float64)
+
+
+def quantise_blocks(values: FloatArray, block: tuple[int, int], e8m0: bool = False) -> FloatArray:
+    """Round `values`, shape (rows, columns), to E4M3 with one amax/448 scale per block, which divides both sizes.
+
+    e8m0: the scale is the next power of two, never smaller, so that nothing saturates
+    """
+    rows, columns = values.shape
+    tiles = values.reshape(rows // block[0], block[0], columns // block[1], block[1])
+    scale = np.abs(tiles).max(axis=(1, 3), keepdims=True) / E4M3_MAX
+    scale = 2.0 ** np.ceil(np.log2(scale)) if e8m0 else scale
+    return np.asarray(round_e4m3(tiles / scale) * scale).reshape(rows, columns)
+
+
+def rounding_errors(size: int = 1024) -> RoundingErrors:
+    """Measure RoundingErrors on a (size, size) standard normal matrix; deterministic, about 0.2 s at 1024."""
+    exact = np.random.default_rng(0).standard_normal((size, size))
+    square, row = (GROUP, GROUP), (1, GROUP)
+    weight = quantise_blocks(exact, square)
+
+    def error(rounded: FloatArray) -> float:
+        return float(np.sqrt(np.mean((rounded - exact) ** 2) / np.mean(exact**2)))
+
+    return RoundingErrors(
+        weight=error(weight),
+        weight_e8m0=error(quantise_blocks(weight, square, e8m0=True)),
+        activation=error(quantise_blocks(exact, row)),
+        activation_e8m0=error(quantise_blocks(exact, row, e8m0=True)),
+        kv=error(quantise_blocks(exact, exact.shape)),
+        bf16=error(round_bf16(exact)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One row of the table (data/README.md explains its columns).
+
+    kl, spread: a point and 0, or the geometric centre of a range and the standard deviation of log KL whose 90% it
+    spans
+    """
+
+    source: str
+    model: str
+    setting: Setting
+    quantisation_only: bool
+    kind: str
+    kl: float | None
+    spread: float
+    weight: float
+
+    def variance(self, noise_variance: float) -> float:
+        """The variance of log KL around the model: 1/weight times that of a run, plus the width of a range."""
+        return noise_variance / self.weight + self.spread**2
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """One row predicted from the other sources. residual (predicted - observed) and halfwidth (90%) are of log KL."""
+
+    observation: Observation
+    predicted: float
+    residual: float
+    halfwidth: float
+
+
+def read_observations(path: Path = OBSERVATIONS) -> list[Observation]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return [_observation(row) for row in csv.DictReader(file)]
+
+
+def _observation(row: dict[str, str]) -> Observation:
+    layers = float(row["layers"] or REFERENCE_LAYERS)
+    fp8 = row["weights"] == "fp8_block"
+    kl, spread = (float(row["kl"]) if row["kl"] else None), 0.0
+    if row["kind"] == "range":
+        low, high = float(row["kl_low"]), float(row["kl_high"])
+        kl, spread = sqrt(low * high), log(high / low) / (2 * Z90)
+    setting = Setting(
+        layers=layers,
+        quantised_layers=layers if fp8 else 0.0,
+        kv_layers=float(row.get("kv_layers") or layers),
+        moe=row["moe"] == "1",
+        qk_norm=row["qk_norm"] != "0",
+        fp8_weights=fp8,
+        fp8_kv=row["kv"] == "fp8",
+        e8m0=row["e8m0"] == "1",
+    )
+    return Observation(
+        source=row["source"],
+        model=row["model"],
+        setting=setting,
+        quantisation_only=row["scope"] == "quantisation",
+        kind=row["kind"],
+        kl=kl,
+        spread=spread,
+        weight=float(row["weight"]),
+    )
+
+
+def fit(observations: list[Observation], errors: RoundingErrors, steps: int = 100) -> MismatchFit:
+    """Fit the coefficients and the spread between runs to the rows of positive weight."""
+    rows = [(o, log(o.kl)) for o in observations if o.weight > 0 and o.kl is not None]
+    prior = np.array(PRIOR_SD)
+    beta, noise = np.zeros(len(COEFFICIENTS)), 0.5
+    for _ in range(steps):
+        jacobian = np.array([log_gradient(o.setting, beta, errors, o.quantisation_only) for o, _ in rows])
+        residual = np.array([y - log(compared_kl(o, beta, errors)) for o, y in rows])
+        weights = np.array([1 / o.variance(noise**2) for o, _ in rows])
+        # Columns scaled by the prior make Ridge's penalty of 1 that prior.
+        model = Ridge(alpha=1.0, fit_intercept=False, solver="cholesky")
+        model.fit(jacobian * prior, residual + jacobian @ beta, sample_weight=weights)
+        beta = model.coef_ * prior
+        # The spread for which the weighted squares average 1: the scatter of rows beyond their own width.
+        noise *= float(np.sqrt(weights @ residual**2 / (len(rows) - len(COEFFICIENTS))))
+    covariance = np.linalg.inv(jacobian.T @ (jacobian * weights[:, None]) + np.diag(prior**-2))
+    return MismatchFit(_rounded(beta), tuple(_rounded(row) for row in covariance), round(noise, 6), errors)
+
+
+def _rounded(values: FloatArray) -> tuple[float, ...]:
+    return tuple(round(float(v), 6) for v in values)
+
+
+def compared_kl(observation: Observation, coefficients: FloatArray, errors: RoundingErrors) -> float:
+    return predicted_kl(observation.setting, coefficients, errors)[observation.quantisation_only]
+
+
+def leave_one_source_out(observations: list[Observation], errors: RoundingErrors) -> list[LeftOut]:
+    """Predict every fitted row from a fit that has seen no row of its source."""
+    rows = []
+    for source in sorted({o.source for o in observations if o.weight > 0}):
+        others = fit([o for o in observations if o.source != source], errors)
+        rows += [_left_out(o, others) for o in observations if o.source == source and o.weight > 0]
+    return rows
+
+
+def _left_out(observation: Observation, result: MismatchFit) -> LeftOut:
+    beta = np.array(result.coefficients)
+    predicted = compared_kl(observation, beta, result.errors)
+    gradient = log_gradient(observation.setting, beta, result.errors, observation.quantisation_only)
+    halfwidth = Z90 * sqrt(coefficient_variance(result, gradient) + observation.variance(result.noise_sd**2))
+    assert observation.kl is not None  # rows of positive weight have one
+    return LeftOut(observation, predicted, log(predicted / observation.kl), halfwidth)
+
+
+def to_dict(result: MismatchFit) -> dict[str, Any]:
+    return {
+        "coefficients": dict(zip(COEFFICIENTS, result.coefficients, strict=True)),
+        "covariance": [list(row) for row in result.covariance],
+        "noise_sd": result.noise_sd,
+        "errors": {name: round(value, 8) for name, value in asdict(result.errors).items()},
+    }
 
 
 def run(path: Path | None = FIT) -> str:

@@ -8,22 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.tables.cells import Accuracy, accuracy, merged, names_the_fastest, noise_floor, spreads
 from benchmarks.tables.markdown import table
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import profiles_path
 from fp8plan.model.validate.records import Record, read_records
-from fp8plan.model.validate.validate import (
-    Accuracy,
-    Validation,
-    accuracy,
-    by_group,
-    merged,
-    names_the_fastest,
-    noise_floor,
-    speedups,
-    spreads,
-    validate,
-)
+from fp8plan.model.validate.validate import Validation, by_group, speedups, validate
 
 # Rollouts by which no constant of an interval was chosen.
 OUTSIDE = {

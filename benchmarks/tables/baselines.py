@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import markdown
+from benchmarks.tables.cells import Accuracy, accuracy, cell_of, merged, noise_floor
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import profiles_path
 from fp8plan.model.validate.records import Record, read_records
-from fp8plan.model.validate.validate import Accuracy, accuracy, cell_of, merged, noise_floor, validate
+from fp8plan.model.validate.validate import validate
 
 # Set of measured rollouts -> its files in profiles/. Fits have seen those of "families" only.
 SETS = {

@@ -10,8 +10,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from fp8plan.cli.console import print_notes, progress, show, starting_engines
-from fp8plan.cli.program import Program, app, option
+from fp8plan.cli.console import print_notes, show, starting_engines
+from fp8plan.cli.program import app, option
 from fp8plan.errors import ConfigError
 from fp8plan.options import ENGINE, OUTPUT
 
@@ -146,15 +146,9 @@ def calibrate_command(
     print(f"written: {folder / 'profile.json'}", file=sys.stderr)
 
 
-profiles_app = Program(help="List the profiles, or import some.", invoke_without_command=True)
-app.add_typer(profiles_app, name="profiles")
-
-
-@profiles_app.callback()
-def profiles_command(context: typer.Context, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+@app.command("profiles")
+def profiles_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """List the profiles: which GPU and engine version was measured."""
-    if context.invoked_subcommand is not None:
-        return
     from fp8plan.model.profile.library import list_profiles, unused_folder
 
     entries = list_profiles()
@@ -165,32 +159,6 @@ def profiles_command(context: typer.Context, as_json: Annotated[bool, typer.Opti
         from fp8plan.views.known import profiles_report
 
         show(profiles_report(entries))
-
-
-@profiles_app.command("import-aic")
-def import_aic_command(
-    gpu: Annotated[
-        list[str] | None, option(None, "h100, b200, ...; repeat", "all that the tables have", metavar="NAME")
-    ] = None,
-    rollouts: Annotated[
-        list[Path] | None, option(None, "records of an H200, to test its import with; repeat", metavar="FILE")
-    ] = None,
-    kernels: Annotated[list[Path] | None, option(None, "timings of kernels on an H200; repeat", metavar="FILE")] = None,
-    output: Annotated[Path | None, option(None, "folder of profiles", "fp8plan's own", metavar="FOLDER")] = None,
-) -> None:
-    """Import profiles of GPUs that nobody measured here.
-
-    They are fitted to the tables of aiconfigurator-core.
-
-    \b
-    Needs: pip install 'fp8plan[aic]'
-    """
-    from fp8plan.model.calibrate.aic import import_all
-    from fp8plan.model.profile.library import profiles_path
-
-    written = import_all(gpu, rollouts or [], kernels or [], output or profiles_path(), progress("fitting"))
-    for path, profile in written:
-        print(f"{path}: {profile.label}, {profile.source}")
 
 
 @app.command("models")

@@ -17,7 +17,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.importers import skyrl, trl, verl
 from fp8plan.importers.figures import Figures, figures
 from fp8plan.importers.logged import Counted, Logged, Measured, Note, Request, Source, Text, counted, name_of
-from fp8plan.importers.turns import Turns, notes, split
+from fp8plan.importers.turns import Turns, split
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import find_precision
@@ -105,7 +105,8 @@ class Counter:
     def _prompt_tokens(self, prompts: Sequence[Text]) -> list[int]:
         if all(isinstance(prompt, str) for prompt in prompts):
             return self._tokens(prompts, self.special_tokens)
-        return self._tokens([self._rendered(_messages(prompt)) for prompt in prompts])
+        conversations = ([{"role": "user", "content": x}] if isinstance(x, str) else x for x in prompts)
+        return self._tokens([self._rendered(messages) for messages in conversations])
 
     def _turns(self, request: Request) -> Turns:
         """The texts of one response, one for each of its turns. A mask in the log goes before them."""
@@ -163,10 +164,6 @@ def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _messages(prompt: Text) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _bare(value: Any) -> str:
@@ -259,26 +256,25 @@ class RolloutStream:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         sizes = [logged.path.stat().st_size for logged in self._chosen]
-        means, missing, timed = _Means(self._known, self._source), dict[str, None](), 0
-        tools = _Tools()
+        totals, missing, timed = _Totals(self._known, self._source), dict[str, None](), 0
         for number, logged in enumerate(self._chosen):
             done = sum(sizes[:number])
             rollout = self._counted(logged, done, sizes[number], sum(sizes))
-            means.add(rollout)
-            tools.add(rollout)
+            totals.add(rollout)
             record = self._record(rollout)
             missing |= dict.fromkeys(name for name in REQUIRED if name not in record)
             timed += "seconds" in record
             yield record
             self._progress(done + sizes[number], sum(sizes))
-        for note in tools.notes():
+        for note in totals.of_tools():
             self._note(note)
-        if missing:
-            absent = [name for name in REQUIRED if name in missing]
-            means.notes.append(_absent(absent, self._trainer, self._source, self._log, timed, len(sizes)))
         if self._tools and not (self._counter and self._counter.rendered):
             self._note(UNUSED_TOOLS)
-        self.notes += means.notes
+        if totals.gap_note:
+            self._note(totals.gap_note)
+        if missing:
+            absent = [name for name in REQUIRED if name in missing]
+            self._note(_absent(absent, self._trainer, self._source, self._log, timed, len(sizes)))
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -345,7 +341,10 @@ class RolloutStream:
             record["tool_tokens"] = rollout.tool_tokens
         if rollout.unclear:
             record["unclear_responses"] = rollout.unclear
-        return record | _seconds(self._known.get(rollout.step, {}), self._source)
+        seconds = self._known.get(rollout.step, {}).get(self._source.seconds or "")
+        if is_number(seconds):
+            record["seconds"] = seconds
+        return record
 
 
 def _checked(engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -361,20 +360,22 @@ def _checked(engine: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _seconds(known: Mapping[str, float], source: Source) -> dict[str, float]:
-    seconds = known.get(source.seconds or "")
-    return {"seconds": seconds} if seconds is not None and is_number(seconds) else {}
-
-
 @dataclass(slots=True)
-class _Tools:
-    """Numbers of responses and tokens in all rollouts."""
+class _Totals:
+    """Numbers of responses and tokens in all rollouts, and a note on the mean length that is furthest off the log's.
 
+    known: the trainer's own figures
+    """
+
+    known: Figures
+    source: Source
     responses: int = 0
     multi_turn: int = 0
     unclear: int = 0
     generated: int = 0
     others: int = 0
+    gap: float = NEAR
+    gap_note: str | None = None
 
     def add(self, rollout: Counted) -> None:
         self.responses += len(rollout.tool_tokens)
@@ -382,31 +383,34 @@ class _Tools:
         self.unclear += rollout.unclear
         self.generated += sum(rollout.response_lengths)
         self.others += sum(rollout.tool_tokens)
+        logged = self.known.get(rollout.step, {}).get(self.source.mean_response or "")
+        if not logged or not is_number(logged):
+            return
+        mean = rollout.mean_response(self.source.mean_with_tools)
+        off = mean / logged - 1
+        if abs(off) > self.gap:
+            self.gap = abs(off)
+            self.gap_note = (
+                f"step {rollout.step}: {mean:,.1f} tokens a response by the text, {logged:,.1f} in the log "
+                f"({off:+.1%}); the text has no special tokens; a large gap means another tokenizer, or figures that "
+                "average over steps"
+            )
 
-    def notes(self) -> list[str]:
-        share = self.others / max(1, self.generated + self.others)
-        return notes(self.responses, self.multi_turn, self.unclear, share)
-
-
-class _Means:
-    """Counted mean lengths, compared with the trainer's own figures.
-
-    notes: a note on the rollout with the largest gap, if that is large
-    """
-
-    def __init__(self, known: Figures, source: Source) -> None:
-        self._known, self._name, self._with_tools = known, source.mean_response, source.mean_with_tools
-        self._worst, self.notes = NEAR, list[str]()
-
-    def add(self, rollout: Counted) -> None:
-        logged = self._known.get(rollout.step, {}).get(self._name or "")
-        mean = rollout.mean_response(self._with_tools)
-        off = mean / logged - 1 if logged and is_number(logged) else 0.0
-        if abs(off) > self._worst:
-            means = f"step {rollout.step}: {mean:,.1f} tokens a response by the text"
-            hint = "a large gap means another tokenizer, or figures that average over steps"
-            note = f"{means}, {logged:,.1f} in the log ({off:+.1%}); the text has no special tokens; {hint}"
-            self._worst, self.notes = abs(off), [note]
+    def of_tools(self) -> Iterator[str]:
+        """Remarks on tool output."""
+        if self.multi_turn:
+            share = self.others / (self.generated + self.others)
+            yield (
+                f"{self.multi_turn:,} of {self.responses:,} responses have several turns. {share:.1%} of the tokens of "
+                "all responses are tool output or a user's, which no engine generated: they are in tool_tokens, not in "
+                "response_lengths. They were in the KV cache, and the seconds hold the tools' own"
+            )
+        if self.unclear:
+            yield (
+                f"{self.unclear:,} of {self.responses:,} responses ({self.unclear / self.responses:.1%}) may hold tool "
+                "output: they show a marker of a tool or of a second turn, or their mask is missing. The log cannot "
+                "tell its share, so all of their tokens count as generated"
+            )
 
 
 def _absent(

@@ -11,12 +11,11 @@ for generated tokens and 0 for tool output.
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,20 +24,17 @@ from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Measured, Note, Source, name_of
 
 WRITER = "skyrl.backends.skyrl_train.training_batch"
-LARGE: Final = 1 << 20  # bytes of a tensor that stays in the file
 
 
 def requests(file: Path, note: Note) -> Iterator[Measured]:
     """Read the requests of a file. Raises ConfigError for one that is not SkyRL's."""
     try:
         with file.open("rb") as content:
-            state = _Reader(_Content(content)).load()
+            state = _Reader(content).load()
         batch, padding = state["batch_dict"], int((state["metadata"] or {}).get("pad_size", 0))
-        tokens, mask, responses = (
-            _array(batch[name], file) for name in ("sequences", "attention_mask", "response_mask")
-        )
+        tokens, mask, responses = (_array(batch[name]) for name in ("sequences", "attention_mask", "response_mask"))
         counts = [int(row.sum()) for row in responses[: len(tokens) - padding]]
-        losses = _generated(batch.get("loss_mask"), responses, file)
+        losses = _generated(batch.get("loss_mask"), responses)
     except Exception as error:  # a damaged pickle raises anything
         raise ConfigError(f"cannot read {file} as a SkyRL training batch: {type(error).__name__}: {error}") from None
     several = losses is not None and any(0 < losses[row] < response for row, response in enumerate(counts))
@@ -51,14 +47,14 @@ def requests(file: Path, note: Note) -> Iterator[Measured]:
         yield Measured(name_of(prompt.tobytes()), len(prompt), response - tools, tools, unclear)
 
 
-def _generated(mask: Any, responses: NDArray[Any], file: Path) -> list[int] | None:
+def _generated(mask: Any, responses: NDArray[Any]) -> list[int] | None:
     """The generated tokens of each response by the loss mask; None: there is no such mask that can be read.
 
     A response has 0 where a filter, as of overlong ones, took it out of the loss.
     """
     if not isinstance(mask, dict) or mask.get("format", "numpy") != "numpy":
         return None
-    losses = _array(mask, file)
+    losses = _array(mask)
     return [int(((loss != 0) & (real != 0)).sum()) for loss, real in zip(losses, responses, strict=True)]
 
 
@@ -77,39 +73,15 @@ def _rebuilt(_: Any, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-class _Held(NamedTuple):
-    """Bytes that stay in the file: their place and number."""
-
-    offset: int
-    size: int
-
-
-class _Content:
-    """A file whose large parts are not read, as it may be larger than the memory."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.readline = file, file.readline
-
-    def read(self, size: int) -> Any:
-        if size < LARGE:
-            return self._file.read(size)
-        held = _Held(self._file.tell(), size)
-        self._file.seek(size, os.SEEK_CUR)
-        return held
-
-
-class _Reader(pickle._Unpickler):  # Python's own: the one in C wants bytes
+class _Reader(pickle.Unpickler):
     """A reader of the data of a pickle that runs none of its code. SkyRL need not be installed."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _rebuilt if (module, name) == (WRITER, "_rebuild_tensor_batch") else _State
 
 
-def _array(tensor: dict[str, Any], file: Path) -> NDArray[Any]:
-    data, dtype, shape = tensor["data"], np.dtype(tensor["dtype"]), tensor["shape"]
-    if isinstance(data, _Held):
-        return np.memmap(file, dtype, "r", data.offset, shape)
-    return np.frombuffer(data, dtype).reshape(shape)
+def _array(tensor: dict[str, Any]) -> NDArray[Any]:
+    return np.frombuffer(tensor["data"], np.dtype(tensor["dtype"])).reshape(tensor["shape"])
 
 
 SOURCE = Source(

@@ -70,25 +70,3 @@ def masked(mask: Any) -> tuple[int, int] | None:
     generated = sum(map(int, mask))
     last = next((at for at in range(len(mask), 0, -1) if mask[at - 1]), 0)
     return (generated, last - generated) if generated else None
-
-
-def notes(responses: int, multi_turn: int, unclear: int, share: float) -> list[str]:
-    """Remarks on the tool output of an import.
-
-    responses, multi_turn, unclear: numbers of responses: all, those with turns of others, those with unknown ones
-    share: of the tokens of all responses, those of others
-    """
-    remarks = []
-    if multi_turn:
-        remarks.append(
-            f"{multi_turn:,} of {responses:,} responses have several turns. {share:.1%} of the tokens of all responses "
-            "are tool output or a user's, which no engine generated: they are in tool_tokens, not in response_lengths. "
-            "They were in the KV cache, and the seconds hold the tools' own"
-        )
-    if unclear:
-        remarks.append(
-            f"{unclear:,} of {responses:,} responses ({unclear / responses:.1%}) may hold tool output: they show a "
-            "marker of a tool or of a second turn, or their mask is missing. The log cannot tell its share, so all of "
-            "their tokens count as generated"
-        )
-    return remarks

@@ -13,23 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
-
-import msgspec
+from typing import Any
 
 from fp8plan.errors import ConfigError
 from fp8plan.importers.logged import Note, Request, Source
 from fp8plan.importers.turns import masked
-from fp8plan.jsonl import breaks_off, parsed, texts, torn_note
-
-
-class _Line(msgspec.Struct):
-    input: str
-    output: str
-    response_mask: Any = None
-
-
-LINE: Final = msgspec.json.Decoder(_Line)
+from fp8plan.jsonl import TORN, lines, torn_note
 
 
 def requests(file: Path, note: Note) -> Iterator[Request]:
@@ -37,18 +26,12 @@ def requests(file: Path, note: Note) -> Iterator[Request]:
 
     Raises ConfigError for a line that is not one of verl's.
     """
-    for number, text in texts(file, "rollout dump"):
-        if breaks_off(text):
+    for number, row in lines(file, "rollout dump"):
+        if row is TORN:
             note(torn_note(number, file))
             return
-        try:
-            line = LINE.decode(text)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            row = parsed(text, number, file)
-            texts_of_row = _text(row, "input", number, file), _text(row, "output", number, file)
-            yield Request(*texts_of_row, masked(row.get("response_mask")))
-        else:
-            yield Request(line.input, line.output, masked(line.response_mask))
+        prompt, response = (_text(row, name, number, file) for name in ("input", "output"))
+        yield Request(prompt, response, masked(row.get("response_mask")))
 
 
 def _text(row: Any, name: str, number: int, file: Path) -> str:

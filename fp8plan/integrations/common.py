@@ -18,7 +18,7 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as make_plan
-from fp8plan.model.risk.expected import THRESHOLDS, rejections_in, weights_in
+from fp8plan.model.risk.expected import THRESHOLD
 from fp8plan.model.workload import Fixed, Lengths, LogNormal, Workload
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
@@ -27,7 +27,7 @@ from fp8plan.runtime.this_host import TIMED, said
 from fp8plan.runtime.watch.controller.fit import constant
 from fp8plan.runtime.watch.controller.laws import Controller, LevelThresholds
 from fp8plan.runtime.watch.controller.state import Escalation
-from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Rejection, Thresholds
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
 from fp8plan.runtime.watch.guard.fallback import DEPTH, Action, stepped_down
 from fp8plan.runtime.watch.monitor.sinks import JsonLines
 from fp8plan.schemas import parse
@@ -185,24 +185,10 @@ def plan_for(
 
 
 def settings_of(thresholds: Mapping[str, Any]) -> CorrectionSettings:
-    """The correction that a plan's thresholds ask for; without any, token TIS at C = 2.
-
-    Raises ConfigError for two weights.
-    """
-    weights = weights_in(thresholds)
-    if len(weights) > 1:
-        raise ConfigError(f"the plan asks for {' and '.join(weights)}; allowed: one importance weight")
-    for name in weights:
-        level, mode = THRESHOLDS[name].weight or ("token", "tis")
-        bound = thresholds[name]
-        bounds = Thresholds(tis=None, band=(*bound,)) if THRESHOLDS[name].is_band else Thresholds(tis=bound)
-        return CorrectionSettings(level, mode, bounds, dropped(thresholds))
-    return CorrectionSettings(reject=dropped(thresholds))
-
-
-def dropped(thresholds: Mapping[str, Any]) -> tuple[Rejection, ...]:
-    """The rejections of sequences that a plan's thresholds ask for."""
-    return tuple(Rejection(over, "k1", high, low) for over, (low, high) in rejections_in(thresholds).items())
+    """The correction that a plan's thresholds ask for: token TIS, at C = 2 without any."""
+    if THRESHOLD in thresholds:
+        return CorrectionSettings(thresholds=Thresholds(thresholds[THRESHOLD]))
+    return CorrectionSettings()
 
 
 # ----------------------------------------------------------------------------------------------------------- log

@@ -10,7 +10,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
-from fp8plan.checks import nearest_hint
+from fp8plan.checks import nearest_hint, refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import Precision
 
@@ -41,7 +41,6 @@ class Gpu:
     fp8_flops:          dense FP8 FLOP/s; None without FP8 tensor cores (the GPU can still store FP8)
     nvlink_bandwidth:   bytes/s per GPU in one direction; None without NVLink
     pcie_bandwidth:     bytes/s in one direction
-    sources:            field name -> source of the number
     gpus_per_node:      GPUs that reach each other without the network: those of a host (8 in HGX and DGX hosts), or of
                         a larger NVLink domain. `--gpus-per-node` overrides it
     power_limit_watts:  power limit of the GPU alone, as shipped; None: not known
@@ -63,7 +62,6 @@ class Gpu:
     fp8_flops: float | None
     nvlink_bandwidth: float | None
     pcie_bandwidth: float
-    sources: dict[str, str]
     gpus_per_node: int = 8
     power_limit_watts: float | None = None
     tuned_fp8_experts: frozenset[tuple[int, int]] | None = None
@@ -181,16 +179,13 @@ def _device(name: str) -> Gpu:
         "product": facts["product"],
         "compute_capability": capability and tuple(map(int, capability.split("."))),
     }
-    sources: dict[str, str] = {}
     for key, fact in facts.items():
         if key in ("like", "aliases", "product", "compute_capability", "sold_as_gb", "forms"):
             continue
         field, unit = _UNITS.get(key, (key, 1))
-        value, source = fact or (None, None)
+        value, _ = fact or (None, None)
         values[field] = frozenset(map(tuple, value)) if isinstance(value, list) else value and value * unit
-        if source:
-            sources[field] = source
-    return Gpu(name=name, sources=sources, **values)
+    return Gpu(name=name, **values)
 
 
 _DEVICES: Final = tuple(map(_device, _TABLE))
@@ -329,21 +324,20 @@ _NUMBERS: Final = {
     "gpus_per_node": _Number("gpus_per_node", 1, 1, 1024, "left out: 8", needed=False),
 }
 _WHOLE: Final = ("sms", "gpus_per_node")
-_OTHER_WORDS: Final = {"cc": "compute_capability", "capability": "compute_capability", "sm_count": "sms", "sm": "sms"}
 
 
 def datasheet(text: str) -> Gpu:
     """The GPU of these numbers: "memory_gib=24, bandwidth_gb_s=1008, ...", in any order.
 
-    Its name is the text by which `find_gpu` makes it again. Names of numbers may be shortened ("bf16=165"), and commas,
-    semicolons or spaces separate them. Required: memory_gib, bandwidth_gb_s, bf16_tflops, sms and compute_capability.
-    Optional: fp8_tflops, nvlink_gb_s, pcie_gb_s, power_w and gpus_per_node.
+    Its name is the text by which `find_gpu` makes it again. Commas, semicolons or spaces separate the numbers.
+    Required: memory_gib, bandwidth_gb_s, bf16_tflops, sms and compute_capability. Optional: fp8_tflops, nvlink_gb_s,
+    pcie_gb_s, power_w and gpus_per_node.
     Raises ConfigError for a number that is missing, unknown, given twice or impossible.
     """
     numbers: dict[str, float] = {}
     for part in filter(None, re.split(r"[\s,;]+", re.sub(r"\s*[=:]\s*", "=", text.lower().lstrip(": ")))):
-        word, _, value = part.partition("=")
-        name = _number_named(word)
+        name, _, value = part.partition("=")
+        refuse_names("--gpu datasheet", [name], _NUMBERS)
         if name in numbers:
             raise ConfigError(f"--gpu datasheet: {name} is given twice; allowed: once")
         numbers[name] = _number(name, value)
@@ -368,27 +362,8 @@ def datasheet(text: str) -> Gpu:
     return Gpu(
         name=DATASHEET + ",".join(f"{name}={value!r}".removesuffix(".0") for name, value in numbers.items()),
         product=f"a GPU of {numbers['memory_gib']:g} GiB",
-        sources={_NUMBERS[name].field: "given with --gpu datasheet:" for name in numbers},
         **values | {"compute_capability": (major, minor)},
     )
-
-
-def _number_named(word: str) -> str:
-    """The number that a word means: its name, a synonym, or the only name that begins with the word."""
-    written = word.replace("-", "_")
-    fitting = [name for name in _NUMBERS if name.startswith(written)] if len(written) > 2 else []
-    name = fitting[0] if len(fitting) == 1 else None
-    if written in _NUMBERS:
-        name = written
-    elif written in _OTHER_WORDS:
-        name = _OTHER_WORDS[written]
-    if name is None:
-        hint = nearest_hint(written, {number: number for number in _NUMBERS})
-        raise ConfigError(
-            f"--gpu datasheet: {word[:40]!r} is no number of a GPU; {hint}allowed: {', '.join(_NUMBERS)}; for example: "
-            f"--gpu {EXAMPLE}"
-        )
-    return name
 
 
 def _number(name: str, value: str) -> float:

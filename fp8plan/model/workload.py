@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fp8plan.checks import is_number, nearest, number_hint, whole
 from fp8plan.errors import ConfigError
-from fp8plan.jsonl import read
+from fp8plan.jsonl import lines
 from fp8plan.options import WORKLOAD, Option, group_of
 
 PROMPT, RESPONSE = "prompt_length", "response_length"  # columns of a trace
@@ -365,7 +365,7 @@ def _parquet(path: Path, read: Callable[[Any], list[Any]]) -> list[Any]:
 
 def _rows(path: Path, column: str) -> list[tuple[int, Any]]:
     """(line number, value) of each line in a file of JSON lines, without blank lines."""
-    return read(path, "trace file", hint=f'allowed: a number, or an object with "{column}"').rows
+    return list(lines(path, "trace file", f'allowed: a number, or an object with "{column}"', whole=True))
 
 
 def _has(names: list[str], column: str) -> str:

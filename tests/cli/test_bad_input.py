@@ -420,10 +420,6 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
             "type: fp8plan calibrate --help",
         ),
     ),
-    "import for an unknown GPU": (
-        ["profiles", "import-aic", "--gpu", "h300"],
-        ("unknown GPU 'h300'", "nearest: h800, h200_sxm, h100_sxm; known:"),
-    ),
     # probe: all of these are found before an engine starts
     "probe nothing": (["probe"], ("Missing argument", "fp8plan probe --help")),
     "probe an absent folder": (["probe", "./absent", "--gpu", "cpu"], ("absent",)),

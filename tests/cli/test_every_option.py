@@ -216,12 +216,6 @@ ROWS: dict[str, dict[str, Row]] = {
         "--fit-only": row("--fit-only --output mine", measure=ABSENT),
     },
     "profiles": {"--json": row("--json", is_json=True)},
-    "profiles import-aic": {
-        "--gpu": row("--gpu h100 --gpu b200", import_all__names=["h100", "b200"]),
-        "--rollouts": row("--rollouts a.jsonl", import_all__rollouts=[Path("a.jsonl")]),
-        "--kernels": row("--kernels k.csv", import_all__kernels=[Path("k.csv")]),
-        "--output": row("--output mine", import_all__output=Path("mine")),
-    },
     "models": {"--json": row("--json", is_json=True)},
 }
 # The words of each command, which a row's own words follow. Words that begin with an argument replace them.
@@ -271,7 +265,6 @@ CALLED: tuple[tuple[str, str, str, Any], ...] = (
     ("fp8plan.runtime.measure.rollouts.jobs", "", "engine_version", "0.33.0"),
     ("fp8plan.model.calibrate.profile_of", "", "measured_version", "0.33.0"),
     ("fp8plan.model.calibrate.profile_of", "", "calibrate", KeyboardInterrupt()),  # so that no profile is written
-    ("fp8plan.model.calibrate.aic", "", "import_all", []),
 )
 PLAN = package.plan(MODEL, "h200", package.Workload(2, 2, 16, 32), precisions=["bf16", "fp8_kv"])
 Seen = dict[str, Any]  # name of a function -> its arguments

@@ -561,7 +561,7 @@ def test_a_budget_lowers_the_number_of_requests_that_nobody_gave(fp8plan: Callab
 
 
 def test_a_card_without_a_name_is_planned_saved_emitted_and_validated(fp8plan: Callable[..., Done]) -> None:
-    card = "datasheet: memory=11.6 bandwidth=504 bf16=58 sms=46 cc=8.9"
+    card = "datasheet: memory_gib=11.6 bandwidth_gb_s=504 bf16_tflops=58 sms=46 compute_capability=8.9"
     done = fp8plan(*PLAN, "--gpu", card, "--json", "plan.json")
     assert "no measured profile of datasheet:memory_gib=11.6" in done.err
     saved = json.loads(Path("plan.json").read_text())

@@ -20,7 +20,7 @@ BAD_PLANS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("'a100-20gb'", "nearest: a100_sxm", "--gpu datasheet:memory_"),
     ),
     "a card without its bandwidth": (
-        ["--gpu", "datasheet:memory_gib=24,bf16=165,sms=128,cc=8.9"],
+        ["--gpu", "datasheet:memory_gib=24,bf16_tflops=165,sms=128,compute_capability=8.9"],
         ("lacks bandwidth_gb_s", "for example: --gpu datasheet:memory_gib="),
     ),
     "all of the memory": (["--gpu-memory-utilization", "1"], ("is 1, 139.80 GiB", "allowed: at most 0.99; type 0.97")),

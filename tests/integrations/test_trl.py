@@ -212,9 +212,8 @@ def test_a_checkpoint_carries_the_thresholds_and_the_guards_memory_on(run: Run) 
 @pytest.mark.vllm
 def test_fp8_weights_and_experts_are_synced_colocated_from_the_file_of_a_plan(tmp_path: Path) -> None:
     """Transformers holds the experts of a layer in one tensor, the checkpoint does not."""
+    from block_weights import quantize
     from transformers.core_model_loading import revert_weight_conversion
-
-    from fp8plan.runtime.apply.quantize.block_fp8 import quantize
 
     path = tmp_path / "plan.json"
     made = replace(cpu_plan("fp8_block+fp8_kv"), model=model("moe"), choices=tuple(map(predicted, PRESETS)))

@@ -21,7 +21,7 @@ from fp8plan.integrations.common import announce
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.apply.engine.options import options_of, remarks
 from fp8plan.runtime.this_host import said
-from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Rejection, Thresholds
+from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 pytestmark = pytest.mark.trl
@@ -257,31 +257,13 @@ def test_trls_settings_decide_the_correction_where_the_user_changed_them(
     from fp8plan.integrations.trl import trainer as correction
 
     told = args(**changed)
-    assert correction.settings_for(told, correction.thresholds_for(told, {"token_tis": 1.5})) == expected
+    assert correction.correction_of(told, {"token_tis": 1.5}) == expected
 
 
-@pytest.mark.parametrize(
-    ("thresholds", "expected"),
-    [
-        ({}, CorrectionSettings()),
-        (
-            {"token_tis": 2.0, "sequence_mis": [0.5, 2.0], "geometric_mis": [0.99, 1.01]},
-            CorrectionSettings(
-                reject=(Rejection("seq_sum", "k1", 2.0, 0.5), Rejection("seq_mean", "k1", 1.01, 0.99)),
-            ),
-        ),
-        (
-            {"sequence_mis": [0.5, 2.0], "geometric_mis": [0.99, 1.01]},
-            CorrectionSettings(
-                "sequence", "icepop", Thresholds(None, (0.5, 2.0)), (Rejection("seq_mean", "k1", 1.01, 0.99),)
-            ),
-        ),
-    ],
-)
-def test_a_plans_thresholds_become_one_correction(thresholds: dict[str, Any], expected: CorrectionSettings) -> None:
+def test_without_thresholds_of_a_plan_it_is_token_tis_at_2() -> None:
     from fp8plan.integrations.trl import trainer as correction
 
-    assert correction.settings_for(args(), thresholds) == expected
+    assert correction.correction_of(args(), {}) == CorrectionSettings(thresholds=Thresholds(2.0))
 
 
 @pytest.mark.parametrize(
@@ -295,9 +277,7 @@ def test_a_truncation_from_below_is_refused(changed: dict[str, Any], match: str)
     from fp8plan.integrations.trl import trainer as correction
 
     with pytest.raises(ConfigError, match=match):
-        correction.thresholds_for(args(**changed), {})
-    with pytest.raises(ConfigError, match="token_tis and token_mis; allowed: one importance weight"):
-        correction.settings_for(args(), {"token_tis": 2.0, "token_mis": [0.5, 2.0]})
+        correction.correction_of(args(**changed), {})
 
 
 def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> None:
@@ -320,12 +300,11 @@ def test_trls_own_ratio_and_the_monitors_are_one_where_the_thresholds_are() -> N
     }
     for mode, wanted in expected.items():
         told = args(mode=mode, clip_max=1.2, clip_min=0.8 if mode.endswith("mask") else None)
-        thresholds = correction.thresholds_for(told, {})
-        settings = correction.settings_for(told, thresholds)
+        settings = correction.correction_of(told, {})
         monitor = Monitor(settings, ConstantThresholds(settings.thresholds.tis, settings.thresholds.band))
         ratio = correction.ratio_of(monitor.step(train, rollout, mask), mask)
         assert torch.allclose(ratio, torch.where(mask, wanted, 1.0), rtol=1e-5), mode
-    measured = Monitor(correction.settings_for(args(correction=False), {})).step(train, rollout, mask)
+    measured = Monitor(correction.correction_of(args(correction=False), {})).step(train, rollout, mask)
     assert torch.equal(correction.ratio_of(measured, mask), torch.ones(6, 20))
     assert measured.mismatch.k3 > 0.01
 
@@ -350,7 +329,7 @@ def test_trls_losses_get_from_a_plans_ratio_what_trls_own_gives(mode: str) -> No
     own = torch.exp((train - rollout) * mask)
     own = own.clamp(max=3.0) if mode == "token_truncate" else own.masked_fill((own < 0.2) | (own > 3.0), 0.0)
     told = args(mode=mode, clip_max=3.0, clip_min=None if mode == "token_truncate" else 0.2)
-    settings = correction.settings_for(told, correction.thresholds_for(told, {}))
+    settings = correction.correction_of(told, {})
     monitor = Monitor(settings, ConstantThresholds(settings.thresholds.tis, settings.thresholds.band))
     ratio = correction.ratio_of(monitor.step(train, rollout, mask), mask)
     assert torch.allclose(ratio, own, rtol=1e-5)  # everywhere, so that no loss can tell them apart

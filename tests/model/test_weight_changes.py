@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from block_weights import quantize
 
 import fp8plan
 from fp8plan.errors import ConfigError
@@ -23,7 +24,6 @@ from fp8plan.model.weight_changes import (
     patch_bytes,
 )
 from fp8plan.model.weights import normal
-from fp8plan.runtime.apply.quantize.block_fp8 import quantize
 from fp8plan.runtime.apply.weight_sync.delta.base import in_format
 from fp8plan.runtime.apply.weight_sync.delta.patch import changes, packed
 from fp8plan.runtime.apply.weight_sync.delta.tiles import bits

@@ -128,9 +128,6 @@ class FakeMembers:
     def close(self) -> None:
         self.stop()
 
-    def get(self, reference: Any) -> Any:
-        return reference
-
     def put(self, value: Any) -> Any:
         self.put_count += 1
         return value
@@ -191,10 +188,10 @@ class FakeLaunch(SimpleNamespace):
         return self
 
 
-def made(replicas: int = 2, keep_weights: bool = True, **settings: Any) -> tuple[RolloutFleet, FakeMembers]:
+def made(replicas: int = 2, **settings: Any) -> tuple[RolloutFleet, FakeMembers]:
     members = FakeMembers(0)
     members.count = replicas
     launched: Any = FakeLaunch()
-    fleet = RolloutFleet(launched, SyncSettings(**settings), members, keep_weights=keep_weights)  # type: ignore[arg-type]
+    fleet = RolloutFleet(launched, SyncSettings(**settings), members)  # type: ignore[arg-type]
     members.calls = 0
     return fleet, members

@@ -97,7 +97,7 @@ def weights(kind: str, which: str) -> dict[str, Any]:
 
 def quantised(tensors: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The same as E4M3 and scales, for the tensors named."""
-    from fp8plan.runtime.apply.quantize.block_fp8 import quantize
+    from block_weights import quantize
 
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():

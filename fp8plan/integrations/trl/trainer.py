@@ -1,7 +1,7 @@
 """A GRPOTrainer that chooses its rollout precision, corrects the mismatch and watches the gain.
 
-Without a plan it is TRL's own. TRL's importance-sampling settings and a plan's thresholds become one
-CorrectionSettings, and a Monitor's step becomes TRL's ratio.
+Without a plan it is TRL's own. TRL's importance-sampling settings, or a plan's thresholds, become CorrectionSettings,
+and a Monitor's step becomes TRL's ratio.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from fp8plan.checks import refuse_names
 from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import (
     announce,
-    dropped,
     load_state,
     metrics_of,
     plan_for,
@@ -41,7 +40,6 @@ from fp8plan.integrations.trl.settings import check_trl, generating_with
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
-from fp8plan.model.risk.expected import THRESHOLDS, weights_in
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.engine.launch import launch
 from fp8plan.runtime.this_host import host_loop_s
@@ -62,43 +60,37 @@ NEEDED: Final = ("completion_mask", "importance_sampling_ratio", "old_per_token_
 LOGGED_RATIO: Final = "sampling/importance_sampling_ratio"
 Advice = tuple[Action, Escalation | None]  # the guard's and the controller's
 OWN: Final = ("plan", "choice", "controller", "sinks")  # arguments of a planned trainer
-# TRL's modes as thresholds of a plan. Its ratio is pi_train / pi_rollout too, and a masked token weighs 0.
-MODES: Final = {threshold.trl: name for name, threshold in THRESHOLDS.items() if threshold.trl}
 FIELDS: Final = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
 
 
-def thresholds_for(args: Any, planned: Mapping[str, Any]) -> dict[str, Any]:
-    """The thresholds to begin with: TRL's if the user has changed one of its settings, else the plan's.
+def correction_of(args: Any, planned: Mapping[str, Any]) -> CorrectionSettings:
+    """TRL's correction if the user has changed one of its settings, else that of the plan's thresholds.
+
+    If TRL's correction is off, the mismatch is still measured, and all weights are 1.
 
     args: the GRPOConfig. Raises ConfigError for a truncation with a lower bound, or without an upper one.
     """
-    defaults = {field.name: field.default for field in fields(args)}
-    if all(getattr(args, name) == defaults[name] for name in FIELDS):
-        return dict(planned)
+    if not args.vllm_importance_sampling_correction:
+        return CorrectionSettings(level=None)
+    if not changed(args):
+        return settings_of(planned)
     mode, low, high = (getattr(args, name) for name in FIELDS)
-    if mode.endswith("mask"):
-        return {MODES[mode]: [low or sys.float_info.min, high or sys.float_info.max]}
+    level, _, kind = mode.partition("_")
+    if kind == "mask":  # TRL's ratio is pi_train / pi_rollout too, and a masked token weighs 0
+        band = low or sys.float_info.min, high or sys.float_info.max
+        return CorrectionSettings(level, "icepop", Thresholds(tis=None, band=band))
     if low is not None or high is None:
         raise ConfigError(
             f"vllm_importance_sampling_mode is {mode!r}, with clip_min {low} and clip_max {high}; allowed with a plan: "
             "clip_min=None and a clip_max"
         )
-    return {MODES[mode]: high}
+    return CorrectionSettings(level, thresholds=Thresholds(high))
 
 
-def settings_for(args: Any, thresholds: Mapping[str, Any]) -> CorrectionSettings:
-    """The correction of TRL's settings and the thresholds; without thresholds, token TIS at C = 2.
-
-    If TRL's correction is off, the mismatch is still measured, and all weights are 1. Raises ConfigError for two
-    weights.
-    """
-    if not args.vllm_importance_sampling_correction:
-        return CorrectionSettings(level=None)
-    if "sequence_mis" in thresholds and not weights_in(thresholds):  # TRL's sequence_mask
-        band = Thresholds(tis=None, band=(*thresholds["sequence_mis"],))
-        beside = {name: bound for name, bound in thresholds.items() if name != "sequence_mis"}
-        return CorrectionSettings("sequence", "icepop", band, dropped(beside))
-    return settings_of(thresholds)
+def changed(args: Any) -> bool:
+    """True if the user has changed one of TRL's settings of its correction."""
+    defaults = {field.name: field.default for field in fields(args)}
+    return any(getattr(args, name) != defaults[name] for name in FIELDS)
 
 
 def ratio_of(step: Step, mask: torch.Tensor) -> torch.Tensor:
@@ -176,10 +168,11 @@ class GRPOTrainer(trl.GRPOTrainer):
                 raise ConfigError("TRL did not start the engine where it was expected to; type: plan=None")
             with self.rollout_engine.rollout():  # an evaluation before the first is none
                 pass
-            settings = settings_for(self.args, self.plan.thresholds)
             engine: Any = self.rollout_engine
             sampling = planning.sampling_in(self.args)
-            self.monitor = Monitor(settings, controller, sinks, plan=self.plan, engine=engine, sampling=sampling)
+            self.monitor = Monitor(
+                self._correction, controller, sinks, plan=self.plan, engine=engine, sampling=sampling
+            )
         except BaseException:
             if self.rollout_engine is not None:
                 self.rollout_engine.shutdown()
@@ -244,11 +237,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
 
     def _planned(self, model: str, on_cpu: bool) -> Plan:
-        """The checked plan, with the thresholds to begin with. model: the trained model"""
+        """The checked plan, without thresholds that TRL's settings replace. model: the trained model"""
         assert self.plan is not None
         planning.check_plan(self.plan, self._choice, self.args, on_cpu)
         self.plan.setup(self._choice).check_model(model)
-        self.plan = replace(self.plan, thresholds=thresholds_for(self.args, self.plan.thresholds))
+        self._correction = correction_of(self.args, self.plan.thresholds)
+        if changed(self.args):
+            self.plan = replace(self.plan, thresholds={})
         if self.accelerator.is_main_process:
             announce(self.plan, self._source, self._choice)
         return self.plan

@@ -63,15 +63,6 @@ class Observations:
         """The errors log(predicted / measured), shape (rows,)."""
         return np.asarray(np.log(self.predict(profile).seconds / self.seconds))
 
-    def subset(self, keep: Array) -> Observations:
-        """The rows where `keep` (bool, shape (rows,)) is true."""
-
-        def predict(profile: Profile) -> Cost:
-            cost = self.predict(profile)
-            return Cost(cost.seconds[keep], {name: partial[keep] for name, partial in cost.partials.items()})
-
-        return replace(self, seconds=self.seconds[keep], groups=self.groups[keep], predict=predict)
-
 
 @dataclass(frozen=True, slots=True)
 class Fit:

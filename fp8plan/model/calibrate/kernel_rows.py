@@ -26,7 +26,7 @@ from fp8plan.model.cost.host import activation_cost, norm_cost, rotary_cost, sam
 from fp8plan.model.cost.moe import moe_cost
 from fp8plan.model.cost.power import CLOCK, sustained, with_sustained
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.precision import BF16, BF16_BYTES, FP8_BLOCK, FP8_BYTES, FP8_KV
+from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_KV
 from fp8plan.model.profile.profile import Profile, layer_name
 
 # Kernel, without its dtype -> (columns that name a group, columns that vary within it).
@@ -113,27 +113,6 @@ def layer_residuals(rows: pd.DataFrame, card: Gpu, profile: Profile) -> dict[str
             shape: [part[quantity[0]].tolist(), part.missed.round(4).tolist()] for shape, part in shapes.items()
         }
     return layers
-
-
-# A GEMM of so few rows waits for memory. If those with FLAT_TRAFFIC times the traffic of the smallest tenth take less
-# than FLAT_TIMES as long in the median, the host launched them too slowly. AIConfigurator 0.12 has vLLM's fp8_block
-# tables of four GPUs with 1.01 to 1.05 times, and the other tables that are imported with 2.3 to 18 times.
-FEW_ROWS, FLAT_TRAFFIC, FLAT_TIMES = 64, 4.0, 1.5
-
-
-def flat_kernels(rows: pd.DataFrame) -> dict[str, str]:
-    """The kinds of GEMMs whose time does not grow with their traffic -> their median times, in words."""
-    flat, gemms = {}, rows[rows.kernel.astype(str).str.startswith(("gemm.", "linear."))]
-    for kernel, group in gemms.groupby("kernel"):
-        group = group[group.m <= FEW_ROWS]
-        element = BF16_BYTES if str(kernel).endswith(".bf16") else FP8_BYTES
-        bytes_ = element * (group.n + group.m) * group.k + BF16_BYTES * group.m * group.n
-        least = bytes_ <= bytes_.quantile(0.1)
-        more = bytes_ >= FLAT_TRAFFIC * bytes_[least].median()
-        little, much = (group.seconds[part].median() for part in (least, more))
-        if more.any() and much < FLAT_TIMES * little:
-            flat[str(kernel)] = f"{1e6 * little:.0f} us with the least traffic, {1e6 * much:.0f} with 4 times"
-    return flat
 
 
 def hull(rows: pd.DataFrame) -> dict[str, dict[str, tuple[float, float]]]:

@@ -31,7 +31,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention, Experts
 from fp8plan.model.calibrate.fit import LeavingOut, Observations, Windows, fit, read_traces, robust_sd, windows
-from fp8plan.model.calibrate.kernel_rows import flat_kernels, hull, layer_residuals, observe, read_all
+from fp8plan.model.calibrate.kernel_rows import hull, layer_residuals, observe, read_all
 from fp8plan.model.calibrate.power import power_coefficients
 from fp8plan.model.cost.attention import NARROW
 from fp8plan.model.cost.base import QUANTITIES, Array, Cost, together
@@ -156,7 +156,6 @@ def calibrate(folder: Path, card: Gpu, engine_version: str, other: Profile | Non
         date=max(str(w.record.fields.get("date", ""))[:10] for w in steps) or datetime.now(UTC).date().isoformat(),
         notes=_unmoved(whole, sheet),
         layers=layer_residuals(rows[kept], card, fitted.profile),
-        flat=flat_kernels(rows),
         tensor_parallel=sorted({size for size, whole in (w.record.limits.cut for w in steps) if not whole}),
     )
     profile = profile.with_errors(*error_parts(total_error(steps, leaving_out)))
@@ -347,12 +346,7 @@ def _source(rows: pd.DataFrame, powers: pd.DataFrame, steps: Sequence[Windows]) 
     engines = len({x.engine for x in steps})
     kernels = [f"{len(rows)} timings of {rows.kernel.nunique()} kernels"] if len(rows) else []
     kernels += [f"{len(powers)} readings of their power"] if len(powers) else []
-    rollouts = f"{len(steps)} rollouts of {engines} engines, measured on {_cards_of([x.record for x in steps])}"
-    return " and ".join(filter(None, [", ".join(kernels), rollouts]))
-
-
-def _cards_of(records: Iterable[Record]) -> str:
-    """The GPUs, or CPUs, on which these rollouts were measured."""
-    fields = [record.fields for record in records]
+    fields = [run.record.fields for run in steps]
     cards = {str(x.get("gpu_uuid") or f"{x.get('cpu_count')} cores of {x.get('cpu_model')}") for x in fields}
-    return ", ".join(sorted(cards))
+    rollouts = f"{len(steps)} rollouts of {engines} engines, measured on {', '.join(sorted(cards))}"
+    return " and ".join(filter(None, [", ".join(kernels), rollouts]))

@@ -8,7 +8,6 @@ quantised model has a BF16 copy beside it, as trainers keep one: fp8plan/NAME-bf
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from fp8plan.checks import nearest_hint
 from fp8plan.errors import ConfigError
@@ -25,7 +24,11 @@ from fp8plan.model.configs.fields import shown
 
 ADVICE: Final = "give a hub id, such as Qwen/Qwen3-8B, or a folder with a config.json"
 MOST_CHARACTERS: Final = 4096  # the longest path on Linux
-HUBS: Final = ("huggingface.co", "www.huggingface.co", "hf.co")
+# The address of a model's page on the hub: its id, and the revision that a longer path names.
+PAGE: Final = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?.*",
+    re.IGNORECASE | re.DOTALL,
+)
 BF16_MODEL: Final = "give the hub id of the BF16 model that it was made from, or a folder with that model's config.json"
 
 # File in a folder without config.json -> the contents of the folder, and advice.
@@ -40,18 +43,21 @@ OTHERS: Final = {
 
 
 def _spelt(text: str) -> str:
-    """The hub id or path in a user's text: a URL of the hub or of a file, or a name with spaces, slashes, backslashes.
+    """The hub id or path in a user's text: an address of the hub, or a name with spaces, slashes, backslashes.
 
     Raises ConfigError for any other text.
     """
     text = text.strip()
-    if text.partition("/")[0].lower() in HUBS:
-        text = f"https://{text}"
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
-        text = _of_url(text)
     if not text or len(text) > MOST_CHARACTERS or any(ord(x) < ord(" ") for x in text):
         long = f" ({len(text):,} characters)" if len(text) > MOST_CHARACTERS else ""
         raise ConfigError(f"model is {shown(text)}{long}; {ADVICE}")
+    if page := PAGE.fullmatch(text):
+        text, revision = page.groups()
+        if revision not in (None, "main"):
+            advice = "give a folder with the config.json of that revision"
+            raise ConfigError(f"{shown(text)}: names another revision, and fp8plan reads main; {advice}")
+    if "://" in text:
+        raise ConfigError(f"{shown(text)}: not a page of a model on the hub; {ADVICE}")
     return text if _exists(Path(text)) else text.replace("\\", "/").rstrip("/") or text
 
 
@@ -83,31 +89,6 @@ def _config_file(text: str) -> Path:
     if path.name == "adapter_config.json" or not _exists(file):
         _check_contents(folder)
     return file
-
-
-def _of_url(text: str) -> str:
-    """The hub id of a URL of the hub, or the path of a file URL."""
-    try:
-        url = urlsplit(text)
-    except ValueError as error:  # an unfinished IPv6 address
-        raise ConfigError(f"model is {shown(text)}; {ADVICE}") from error
-    if url.scheme == "file":
-        from urllib.request import url2pathname  # with http and ssl, which a name needs not load
-
-        return url2pathname(url.path)
-    hubs = (*HUBS, urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname)
-    parts = [unquote(part) for part in url.path.split("/") if part]
-    if url.scheme == "hf":
-        parts = [url.netloc, *parts]
-    elif url.hostname not in hubs or url.scheme not in ("http", "https"):
-        raise ConfigError(f"{shown(text)}: not a page of a model on the hub; {ADVICE}")
-    if len(parts) < 2 or parts[0] in ("datasets", "spaces", "collections", "papers", "docs"):
-        raise ConfigError(f"{shown(text)}: names no model; {ADVICE}")
-    owner, name, *rest = parts
-    if len(rest) > 1 and rest[0] in ("tree", "blob", "resolve", "raw") and rest[1] != "main":
-        advice = "give a folder with the config.json of that revision"
-        raise ConfigError(f"{shown(text)}: names another revision, and fp8plan reads main; {advice}")
-    return f"{owner}/{name}"
 
 
 def _check_contents(folder: Path) -> None:

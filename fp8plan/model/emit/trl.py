@@ -23,7 +23,7 @@ from fp8plan.model.emit.vllm import (
     vllm_env,
     vllm_kwargs,
 )
-from fp8plan.model.risk.expected import THRESHOLDS
+from fp8plan.model.risk.expected import THRESHOLD
 from fp8plan.model.setup import EngineSetup
 
 MODES: Final = ("auto", "colocate", "server")
@@ -175,19 +175,11 @@ def _colocate_problems(job: Job) -> list[str]:
 
 def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:
     """TRL's vllm_importance_sampling_* arguments; its ratio is pi_train / pi_rollout, as ours."""
-    if not thresholds:
+    if THRESHOLD not in thresholds:
         return {"vllm_importance_sampling_correction": False}
-    name, *others = thresholds
-    if others or THRESHOLDS[name].trl is None:
-        known = ", ".join(name for name, threshold in THRESHOLDS.items() if threshold.trl)
-        raise ConfigError(
-            f"TRL applies one correction of {known}; the plan asks for {' and '.join(thresholds)}: keep one of them, "
-            "or emit for verl"
-        )
-    low, high = thresholds[name] if THRESHOLDS[name].is_band else (None, thresholds[name])
     return {
         "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": THRESHOLDS[name].trl,
-        "vllm_importance_sampling_clip_min": low,
-        "vllm_importance_sampling_clip_max": high,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_min": None,
+        "vllm_importance_sampling_clip_max": thresholds[THRESHOLD],
     }

@@ -10,10 +10,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fp8plan.errors import ConfigError
 from fp8plan.model.emit.vllm import Job, measured_notes, model_name, refuse_for, replicas_note, shared_gpu_note
 from fp8plan.model.limits import VERLS
-from fp8plan.model.risk.expected import THRESHOLDS, rejections_in, weights_in
+from fp8plan.model.risk.expected import THRESHOLD
 
 _ROLLOUT: Final = "actor_rollout_ref.rollout"
 _CORRECTION: Final = "algorithm.rollout_correction"
@@ -77,25 +76,10 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
 
 
 def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:
-    weights, bands = weights_in(thresholds), rejections_in(thresholds)
-    if len(weights) > 1:
-        raise ConfigError(
-            f"verl applies one importance weight, the plan asks for {' and '.join(weights)}; keep one of them"
-        )
     settings: dict[str, Any] = {"rollout_is": None, "rollout_rs": None}
-    for name in weights:
-        settings["rollout_is"] = name.split("_")[0]
-        bound = thresholds[name]
-        settings["rollout_is_threshold"] = _band(*bound) if THRESHOLDS[name].is_band else float(bound)
-    if bands:
-        settings["rollout_rs"] = ",".join(f"{over}_k1" for over in bands)
-        # verl's k1 is -log(ratio): its bounds are on pi_rollout / pi_train, so ours are inverted and swapped.
-        settings["rollout_rs_threshold"] = ",".join(_band(1 / high, 1 / low) for low, high in bands.values())
+    if THRESHOLD in thresholds:
+        settings |= {"rollout_is": "token", "rollout_is_threshold": float(thresholds[THRESHOLD])}
     return {f"{_CORRECTION}.{key}": value for key, value in settings.items()}
-
-
-def _band(low: float, high: float) -> str:
-    return f"{low:.12g}_{high:.12g}"
 
 
 def _hydra(value: Any) -> str:

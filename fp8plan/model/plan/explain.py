@@ -14,7 +14,7 @@ from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, over
 from fp8plan.model.plan.syncs import sync_sentences
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import UNCALIBRATED, Profile
-from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget, ThresholdAdvice
+from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget
 from fp8plan.model.rl_step import WeightSync
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
 from fp8plan.model.setup import EngineSetup
@@ -132,7 +132,7 @@ def explain(
     chosen: int,
     rollouts: Sequence[Rollout | None],
     risk: MismatchRisk,
-    advice: ThresholdAdvice,
+    corrections: Sequence[str],
     budget: RiskBudget,
     profile: Profile,
     gpus_per_node: int | None = None,
@@ -147,7 +147,7 @@ def explain(
     Each ratio names its baseline, and has its 90% interval.
 
     rollouts: one for each choice, None if it cannot run
-    risk, advice: those of the chosen choice
+    risk: of the chosen choice; corrections: sentences on its correction
     gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
     baseline, observed: as in Answer
     tried: the candidates behind the choices; empty: no sentence on other limits
@@ -168,7 +168,7 @@ def explain(
         *([] if shape is None else _left_in_bf16(choices, shape)),
         *([shape.note] if shape is not None and shape.note else []),
         *(f"Mismatch: {reason}." for reason in risk.reasons),
-        *(f"Correction: {note}." for note in advice.notes),
+        *(f"Correction: {note}." for note in corrections),
         *_of_a_sample(answer.rollout(picked)),
         *_grounds(picked, profile),
         *_caveats(choices, answer.rollout(picked), profile),

@@ -94,7 +94,7 @@ class Plan:
     choices:    every precision and layout that was scored
     chosen:     index into `choices`
     baseline:   index of the BF16 choice that `speedup_over_best` is over; None: BF16 cannot run
-    thresholds: correction to start with, by names of risk.expected.THRESHOLDS; empty: none needed
+    thresholds: correction to start with, {"token_tis": C}; empty: none needed
     reasons:    plain sentences
     warnings:   caveats about the profile and the workload, one line each
     budget:     the limits of each level of risk, and the highest level that was accepted

@@ -19,7 +19,7 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.request import PlanRequest, of_fields
 from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels
 from fp8plan.model.profile.profile import HOST_LOOP, Profile
-from fp8plan.model.risk.expected import recommended_thresholds
+from fp8plan.model.risk.expected import THRESHOLD, recommended_tis
 from fp8plan.model.rollout import Rollout
 from fp8plan.model.validate.records import Record, host_of
 from fp8plan.model.workload import Batch, Workload
@@ -84,13 +84,13 @@ def predict(request: PlanRequest) -> Prediction:
     baseline, chosen = baseline_of(tried, seen), choose(tried, budget)
     best = tried[chosen]
     choices = as_choices(tried, used, best.setup.limits.max_num_seqs, baseline)
-    advice = recommended_thresholds(best.expected, request.batch.responses, budget=budget)
+    bound, corrections = recommended_tis(best.expected, request.batch.responses, budget=budget)
     reasons = explain(
         choices,
         chosen,
         rollouts,
         best.expected,
-        advice,
+        corrections,
         budget,
         used,
         gpus_per_node=card.gpus_per_node,
@@ -110,7 +110,7 @@ def predict(request: PlanRequest) -> Prediction:
         choices=choices,
         chosen=chosen,
         baseline=baseline,
-        thresholds=advice.thresholds,
+        thresholds={THRESHOLD: bound},
         reasons=(
             *request.workload.turns.sentence(),
             *reasons,

@@ -187,7 +187,8 @@ def _nearest(gpu: Gpu, engine_version: str, profiles_dir: Path | None) -> list[P
     """
 
     def distance(entry: ProfileEntry) -> tuple[Any, ...]:
-        return (entry.kind == "imported", entry.gpu != gpu.name, *_apart(entry.engine_version, engine_version))
+        versions = zip(_version(entry.engine_version), _version(engine_version), strict=True)
+        return (entry.kind == "imported", entry.gpu != gpu.name, *(abs(a - b) for a, b in versions))
 
     names = [gpu.name, *(other.name for other in gpus() if other != gpu and _are_siblings(gpu, other))]
     files = (path for root in _folders(profiles_dir) for name in names for path in sorted(_files(root, name)))
@@ -202,11 +203,6 @@ def _are_siblings(gpu: Gpu, other: Gpu) -> bool:
     if gpu.is_blackwell_data_center:
         return other.is_blackwell_data_center
     return gpu.compute_capability in WITH_HBM and gpu.compute_capability == other.compute_capability
-
-
-def _apart(one: str, other: str) -> tuple[int, ...]:
-    """The distance of two versions: major, minor, patch."""
-    return tuple(abs(a - b) for a, b in zip(_version(one), _version(other), strict=True))
 
 
 def _version(text: str) -> tuple[int, int, int]:

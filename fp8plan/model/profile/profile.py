@@ -10,9 +10,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, repeat
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from fp8plan.checks import is_number
@@ -25,7 +26,6 @@ T = TypeVar("T")
 
 ENGINE = "vllm"
 CALIBRATE_COMMAND = "fp8plan calibrate --gpu auto"
-KINDS = ("datasheet", "calibrated", "imported")
 UNCALIBRATED = "uncalibrated"  # the word for a profile whose GPU was not measured
 ASSUMED = "not measured on this GPU: "  # start of the note on a coefficient that the datasheet profile lent
 FITTED = "fitted to "  # start of the note on a coefficient that was fitted to imported tables or on another GPU
@@ -81,7 +81,7 @@ class Profile:
     notes:           coefficient -> source of its value
     tensor_parallel: the sizes whose rollouts are behind model_error
     table_rows:      kernel -> KEPT, or the reason why it was left out -> rows of imported tables; None: not recorded
-    flat:            kernel whose time does not grow with its traffic -> its times, in words
+    flat:            kernel whose imported times do not grow with its traffic -> its times, in words
     layers:          kernel -> shape ("NxK" of a GEMM, "EXPERTSxTOP_KxHIDDENxINNER") -> [rows, log(measured seconds /
                      seconds by the coefficients)]: layers that were timed themselves
     """
@@ -89,24 +89,22 @@ class Profile:
     gpu: str
     engine: str
     engine_version: str
-    kind: str
+    kind: Literal["datasheet", "calibrated", "imported"]
     source: str
     kernel_backends: dict[str, str]
     coefficients: dict[str, float]
     log_covariance: dict[str, dict[str, float]]
     residuals: dict[str, float]
-    model_error: float
+    model_error: Annotated[float, Meta(ge=0)]
     hull: dict[str, dict[str, tuple[float, float]]] | None
     date: str
     notes: dict[str, str] = field(default_factory=dict)
     layers: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
-    tensor_parallel: list[int] = field(default_factory=lambda: [1])
+    tensor_parallel: Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=1)] = field(
+        default_factory=lambda: [1]
+    )
     table_rows: dict[str, dict[str, int]] | None = None
     flat: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if problem := _problem(self):
-            raise ProfileError(f"profile {self.label}: {problem}")
 
     def with_errors(self, shared: float, own: float) -> Profile:
         """A copy of the profile whose error has these standard deviations. The doubt about its host stays.
@@ -292,12 +290,10 @@ class Profile:
         """Parse `to_json`'s text. Raises ProfileError naming `path` and the field that cannot be used."""
         profile = parsed(text, path, cls)
         # Here alone: a check of the tables takes as long as a simulation, and fits derive thousands of profiles.
-        tables = _covariance_problem(profile.coefficients, profile.log_covariance) or _layers_problem(profile.layers)
-        if tables:
-            raise ProfileError(f"{path}: {tables}")
-        if GPU_PACE in profile.coefficients:
-            return profile
-        return profile.with_errors(*error_parts(profile.model_error))  # written before 2026-11-27
+        covariance = _covariance_problem(profile.coefficients, profile.log_covariance)
+        if problem := _problem(profile) or covariance or _layers_problem(profile.layers):
+            raise ProfileError(f"{path}: {problem}")
+        return profile
 
 
 def precision_pace(name: str) -> str:
@@ -333,13 +329,9 @@ def parsed(text: str, path: str, kind: type[T]) -> T:
 
 
 def _problem(profile: Profile) -> str | None:
-    """The problem that makes a profile without its tables unusable, naming the field; None if there is none."""
-    if profile.kind not in KINDS:
-        return f"kind is {profile.kind!r}; allowed: {', '.join(KINDS)}"
-    if not is_number(profile.model_error) or profile.model_error < 0:
-        return f"model_error is {profile.model_error!r}; allowed: a number of at least 0"
+    """The problem that makes a profile's coefficients or hull unusable, naming the field; None if there is none."""
     for name, value in profile.coefficients.items():
-        if not is_number(value) or value <= 0:
+        if value <= 0:
             return f"coefficients[{name!r}] is {value!r}; allowed: a number above 0"
         if name.endswith("_efficiency") and value > 1:
             return f"coefficients[{name!r}] is {value!r}; allowed: at most 1, it is a fraction of the datasheet's peak"
@@ -347,17 +339,14 @@ def _problem(profile: Profile) -> str | None:
         for quantity, (low, high) in ranges.items():
             if not low <= high:
                 return f"hull[{kernel!r}][{quantity!r}] is {[low, high]}; allowed: [lowest, highest]"
-    if not profile.tensor_parallel or any(not isinstance(size, int) or size < 1 for size in profile.tensor_parallel):
-        return f"tensor_parallel is {profile.tensor_parallel!r}; allowed: whole numbers of at least 1"
     return None
 
 
-def _layers_problem(layers: Mapping[str, Any]) -> str | None:
+def _layers_problem(layers: Mapping[str, Mapping[str, list[list[float]]]]) -> str | None:
     for kernel, shapes in layers.items():
-        for shape, timed in shapes.items() if isinstance(shapes, Mapping) else [("", shapes)]:
-            good = isinstance(timed, list) and len(timed) == 2 and all(isinstance(x, list) for x in timed)
-            good = good and 0 < len(timed[0]) == len(timed[1]) and all(is_number(x) for row in timed for x in row)
-            if not good or timed[0][0] < 1 or any(b <= a for a, b in pairwise(timed[0])):
+        for shape, timed in shapes.items():
+            good = len(timed) == 2 and 0 < len(timed[0]) == len(timed[1]) and timed[0][0] >= 1
+            if not good or any(b <= a for a, b in pairwise(timed[0])):
                 return f"layers[{kernel!r}][{shape!r}] is not [rising numbers of rows, as many log ratios]"
     return None
 

@@ -1,21 +1,18 @@
 """Mismatch risk: how far a rollout precision moves the rollout policy from the trainer's, and what that costs.
 
     risk = mismatch_risk(shape, precision, response_lengths)     risk.kl_k3, risk.level, risk.reasons
-    advice = recommended_thresholds(risk, response_lengths)      advice.thresholds -> Plan.thresholds
+    bound, notes = recommended_tis(risk, response_lengths)       bound -> Plan.thresholds
 
 The KL is a theory of rounding errors (`theory`), scaled to published observations (`fit`). It is modelled, not measured
-here, and its band is wide. It holds for the start of a run; the Monitor watches its drift. tools/risk_report.py refits,
-and prints every residual and the leave-one-source-out error.
+here, and its band is wide. It holds for the start of a run; the Monitor watches its drift.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from math import exp, sqrt
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,7 +23,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk import theory
-from fp8plan.model.risk.fit import FIT, Z90, MismatchFit, coefficient_variance, from_dict, log_gradient, predicted_kl
+from fp8plan.model.risk.fit import Z90, coefficient_variance, committed_fit, log_gradient, predicted_kl
 from fp8plan.model.risk.theory import Setting, sequence_rejection, token_log_ratio
 from fp8plan.options import Option, group_of
 
@@ -79,60 +76,16 @@ class RiskBudget:
 BUDGET_OPTIONS: Final = group_of(RiskBudget)
 
 
-Dropped = Literal["seq_sum", "seq_mean"]
-
-
-class Threshold(NamedTuple):
-    """One threshold of a plan: a bound C of TIS, or a band [low, high]. Bounds are on pi_train / pi_rollout.
-
-    weight: (level, mode) of the importance weight that it bounds, as in CorrectionSettings; None: it drops sequences
-    drops:  the ratio by which it drops sequences, as in Rejection; verl's mode is the same with "_k1"
-    trl:    TRL's vllm_importance_sampling_mode; None: TRL has none
-    """
-
-    weight: tuple[Literal["token", "sequence"], Literal["tis", "icepop"]] | None
-    drops: Dropped | None
-    trl: str | None
-
-    @property
-    def is_band(self) -> bool:
-        return self.weight is None or self.weight[1] != "tis"
-
-
-# The thresholds that a plan may have. seq_sum is exp of the sum of a sequence's log-ratios, seq_mean of their mean.
-THRESHOLDS: Final[Mapping[str, Threshold]] = {
-    "token_tis": Threshold(("token", "tis"), None, "token_truncate"),
-    "sequence_tis": Threshold(("sequence", "tis"), None, "sequence_truncate"),
-    "token_mis": Threshold(("token", "icepop"), None, "token_mask"),
-    "sequence_mis": Threshold(None, "seq_sum", "sequence_mask"),
-    "geometric_mis": Threshold(None, "seq_mean", None),
-}
+THRESHOLD: Final = "token_tis"  # the threshold that a plan may have: C of token TIS, on pi_train / pi_rollout
 
 
 def check_thresholds(thresholds: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a name that is not in THRESHOLDS, and for a value that is no bound or band of ratios."""
-    if unknown := sorted(thresholds.keys() - THRESHOLDS.keys()):
-        raise ConfigError(f"unknown thresholds: {', '.join(unknown)}; allowed: {', '.join(THRESHOLDS)}")
-    for name, value in thresholds.items():
-        if THRESHOLDS[name].is_band:
-            good = (
-                isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and 0 < value[0] < value[1]
-            )
-            allowed = "[low, high], two numbers with 0 < low < high"
-        else:
-            good, allowed = is_number(value) and value > 0, "a number above 0"
-        if not good:
-            raise ConfigError(f"thresholds[{name!r}] is {value!r}; allowed: {allowed}")
-
-
-def weights_in(thresholds: Mapping[str, Any]) -> list[str]:
-    """The names of the thresholds that bound importance weights."""
-    return [name for name, threshold in THRESHOLDS.items() if threshold.weight and name in thresholds]
-
-
-def rejections_in(thresholds: Mapping[str, Any]) -> dict[Dropped, tuple[float, float]]:
-    """The bands of the thresholds that drop sequences: `Threshold.drops` -> (low, high)."""
-    return {t.drops: tuple(thresholds[name]) for name, t in THRESHOLDS.items() if t.drops and name in thresholds}
+    """Raise ConfigError unless a plan's thresholds are empty, or a bound of token TIS."""
+    if unknown := sorted(thresholds.keys() - {THRESHOLD}):
+        raise ConfigError(f"unknown thresholds: {', '.join(unknown)}; allowed: {THRESHOLD}")
+    bound = thresholds.get(THRESHOLD, COUNTED_TIS)
+    if not is_number(bound) or bound <= 0:
+        raise ConfigError(f"thresholds[{THRESHOLD!r}] is {bound!r}; allowed: a number above 0")
 
 
 # Token TIS at 2 is verl's, slime's and the FP8-RL paper's choice. miles reports an FP8 MoE run that collapsed at 2 and
@@ -152,19 +105,14 @@ CLIPPED_KV_KL: Final = 0.43
 # expect of another model (benchmarks/tables/probe.py, unit_sd).
 UNIT_SCALES_SD: Final = 0.33
 
-# The largest ratio of the variance of a sequence's log-ratio to the sum over its tokens. Tokens are uncorrelated (see
-# sequence_rejection), so only differences between sequences add to it. If these have a standard deviation of half the
-# mean KL, it is two at 8 nats per sequence. Assumed; no published number.
-MAX_INFLATION: Final = 2.0
-
 
 @dataclass(frozen=True, slots=True)
 class MismatchRisk:
-    """Expected train/rollout mismatch of one precision. *_low and *_high are the ends of a 90% band.
+    """Expected train/rollout mismatch of one precision.
 
     kl_k3:               mean over tokens of ratio - 1 - log ratio, the floor of BF16 kernels included
-    quantisation_kl:     the part of kl_k3 that the precision adds; exactly 0 for BF16
-    ess_raw:             1 / mean(ratio^2) over tokens, untruncated, a fraction; *_low belongs to kl_k3_high
+    kl_k3_low, kl_k3_high: the ends of its 90% band
+    ess_raw:             1 / mean(ratio^2) over tokens, untruncated, a fraction
     clip_fraction:       share of tokens whose ratio exceeds COUNTED_TIS
     seq_reject_fraction: share of sequences whose product of ratios leaves COUNTED_MIS, over the given lengths
     level, reasons:      the level by RiskBudget's rules, and the reasons for it, in sentences
@@ -174,41 +122,12 @@ class MismatchRisk:
     kl_k3: float
     kl_k3_low: float
     kl_k3_high: float
-    quantisation_kl: float
     ess_raw: float
-    ess_raw_low: float
-    ess_raw_high: float
     clip_fraction: float
-    clip_fraction_low: float
-    clip_fraction_high: float
     seq_reject_fraction: float
-    seq_reject_fraction_low: float
-    seq_reject_fraction_high: float
     level: Level
     reasons: tuple[str, ...]
     moe: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ThresholdAdvice:
-    """The thresholds to start the correction with.
-
-    thresholds:           name in THRESHOLDS -> bound or band
-    sequence_mis_usable:  a sequence-level MIS keeps enough sequences at these lengths
-    sequence_mis_tokens:  the longest response, in tokens, at which it does
-    notes:                sentences
-    """
-
-    thresholds: dict[str, Any]
-    sequence_mis_usable: bool
-    sequence_mis_tokens: int
-    notes: tuple[str, ...]
-
-
-@lru_cache(maxsize=1)
-def committed_fit() -> MismatchFit:
-    """The coefficients in data/mismatch_fit.json."""
-    return from_dict(json.loads(FIT.read_text(encoding="utf-8")))
 
 
 def mismatch_risk(
@@ -237,36 +156,33 @@ def mismatch_risk(
     unmeasured = (*theory.unmeasured_parts(shape), *one_scale)
     calibrated = kv_scales_calibrated or not setting.fp8_kv
     clipped = setting.fp8_kv and theory.clipped_keys(shape)
-    kl, quantisation = _kl_band(setting, calibrated, clipped, unmeasured)
-    tokens = [token_log_ratio(value, setting.moe) for value in kl]
-    clip = [t.fraction_above(COUNTED_TIS) for t in tokens]
-    ess = [t.ess for t in tokens]
-    reject = [
-        [float(np.mean(sequence_rejection(value, lengths, *COUNTED_MIS, f))) for f in (1.0, MAX_INFLATION)]
-        for value in kl
-    ]
-    level, reasons = _level(setting, calibrated, clipped, unmeasured, budget, kl[2], clip[2], ess[2])
+    low, kl, high = _kl_band(setting, calibrated, clipped, unmeasured)
+    tokens, worst = (token_log_ratio(value, setting.moe) for value in (kl, high))
+    level, reasons = _level(
+        setting, calibrated, clipped, unmeasured, budget, high, worst.fraction_above(COUNTED_TIS), worst.ess
+    )
     if shape.stored is not None:
         reasons = (*_of_checkpoint(reasons, shape.stored), _FP8_CHECKPOINT)
     return MismatchRisk(
-        kl_k3=kl[1], kl_k3_low=kl[0], kl_k3_high=kl[2], quantisation_kl=quantisation,
-        ess_raw=ess[1], ess_raw_low=ess[2], ess_raw_high=ess[0],
-        clip_fraction=clip[1], clip_fraction_low=clip[0], clip_fraction_high=clip[2],
-        seq_reject_fraction=reject[1][0],
-        seq_reject_fraction_low=min(map(min, reject)), seq_reject_fraction_high=max(map(max, reject)),
-        level=level, reasons=reasons, moe=setting.moe,
-    )  # fmt: skip
+        kl_k3=kl,
+        kl_k3_low=low,
+        kl_k3_high=high,
+        ess_raw=tokens.ess,
+        clip_fraction=tokens.fraction_above(COUNTED_TIS),
+        seq_reject_fraction=float(np.mean(sequence_rejection(kl, lengths, *COUNTED_MIS))),
+        level=level,
+        reasons=reasons,
+        moe=setting.moe,
+    )
 
 
-def recommended_thresholds(
+def recommended_tis(
     risk: MismatchRisk, response_lengths: ArrayLike, *, budget: RiskBudget | None = None
-) -> ThresholdAdvice:
-    """The thresholds to start the correction with at this risk. A controller may move them from there."""
+) -> tuple[float, tuple[str, ...]]:
+    """C of token TIS to start the correction with at this risk, and sentences on it. A controller may move C."""
     budget = budget or RiskBudget()
     lengths = _checked(response_lengths)
     threshold = TOKEN_TIS[risk.level]
-    usable = risk.seq_reject_fraction <= budget.max_sequence_rejection
-    longest = _longest_usable(risk.kl_k3, budget.max_sequence_rejection)
     low, high = COUNTED_MIS
     clipped = token_log_ratio(risk.kl_k3, risk.moe).fraction_above(threshold)
     tis_note = f"token TIS at {threshold:g} clips about {clipped:.2g} of the tokens"
@@ -274,8 +190,9 @@ def recommended_thresholds(
         f"sequence MIS [{low:g}, {high:g}] is not used: it would reject {risk.seq_reject_fraction:.0%} of the "
         f"sequences (mean length {np.mean(lengths):,.0f})"
     )
+    usable = risk.seq_reject_fraction <= budget.max_sequence_rejection
     notes = (tis_note,) if usable else (tis_note, mis_note)
-    return ThresholdAdvice({"token_tis": threshold}, usable, longest, notes)
+    return threshold, notes
 
 
 def _checked(lengths: ArrayLike) -> FloatArray:
@@ -291,25 +208,19 @@ def _checked(lengths: ArrayLike) -> FloatArray:
 
 def _kl_band(
     setting: Setting, calibrated: bool, clipped: bool, unmeasured: Sequence[str]
-) -> tuple[tuple[float, float, float], float]:
-    """The 90% band of KL as (low, middle, high), and the middle's part that is due to quantisation."""
+) -> tuple[float, float, float]:
+    """The 90% band of KL as (low, middle, high)."""
     result = committed_fit()
     coefficients = np.array(result.coefficients)
     size = theory.SMALL_LANGUAGE_FACTOR if theory.SMALL_LANGUAGE in unmeasured else 1.0
-    kl, quantisation = (size * x for x in predicted_kl(setting, coefficients, result.errors))
+    kl = size * predicted_kl(setting, coefficients, result.errors)[0]
     variance = coefficient_variance(result, log_gradient(setting, coefficients, result.errors)) + result.noise_sd**2
     variance += 0.0 if calibrated else UNIT_SCALES_SD**2
     factor = exp(Z90 * sqrt(variance + theory.unmeasured_sd(unmeasured) ** 2))
     damage = CLIPPED_KV_KL if clipped and not calibrated else 0.0
     # With scales that follow the weights the failure is possible (verl#4435), not expected: only the upper end has it.
     high = (kl + damage) * factor if not clipped else max((kl + damage) * factor, CLIPPED_KV_KL)
-    return (kl / factor + damage / factor, kl + damage, high), quantisation + damage
-
-
-def _longest_usable(kl: float, share: float) -> int:
-    """The longest sequence length at which at most `share` are rejected; 0 if none (rejection grows with length)."""
-    lengths = np.unique(np.geomspace(1, 1e6, 400).astype(np.int64)).astype(np.float64)
-    return int(max(lengths[sequence_rejection(kl, lengths, *COUNTED_MIS) <= share], default=0))
+    return kl / factor + damage / factor, kl + damage, high
 
 
 def _level(

@@ -1,8 +1,9 @@
 """The theory of mismatch: closed forms from rounding errors to KL, ESS, clipping and rejection.
 
-It has three steps. Rounding: the relative RMS error of E4M3 blocks, computed by rounding Gaussian numbers. Propagation:
-the sum of those errors as the variance of a token's log-ratio. Statistics: the importance weights of a log-ratio of
-that variance. Nothing here is fitted; fp8plan.model.risk.fit scales the propagation step to published observations.
+It has three steps. Rounding: the relative RMS error of E4M3 blocks, computed by rounding Gaussian numbers
+(tools/risk_report.py). Propagation: the sum of those errors as the variance of a token's log-ratio. Statistics: the
+importance weights of a log-ratio of that variance. Nothing here is fitted; fp8plan.model.risk.fit scales the
+propagation step to published observations.
 
 `setting_of` gives the model's properties that matter, and `unmeasured_parts` those without observations.
 """
@@ -15,16 +16,11 @@ from math import erfc, hypot, log, sqrt
 from typing import Final
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.architecture.parts import Attention, LatentAttention, Layer, Mamba2, Mixer, Mlp, mixers
 from fp8plan.model.cost.base import FloatArray
-from fp8plan.model.precision import E4M3_MANTISSA_BITS, E4M3_MAX, Precision
-
-GROUP: Final = 128  # weights in GROUP x GROUP blocks, activations in 1 x GROUP groups (vLLM's FP8_BLOCK)
-E4M3_MIN_EXPONENT: Final = -6  # below 2^-6 E4M3 is subnormal: a fixed step of 2^-9 (OCP OFP8 specification)
-BF16_MANTISSA_BITS: Final = 7
+from fp8plan.model.precision import Precision
 
 # Layers of Qwen3-8B, the model with the best matched BF16 and FP8 runs: a unit, not a limit.
 REFERENCE_LAYERS: Final = 36.0
@@ -67,35 +63,6 @@ SMALL_LANGUAGE_FACTOR: Final = 4.64
 SMALL_SD: Final = {SMALL: log(5.5), SMALL_LANGUAGE: UNMEASURED_SD}
 
 
-def round_e4m3(values: ArrayLike) -> FloatArray:
-    """Round to the nearest E4M3 "fn" numbers (ties to even, saturating at 448), as float64 of the same shape."""
-    exact = np.asarray(values, dtype=np.float64)
-    magnitude = np.minimum(np.abs(exact), E4M3_MAX)
-    exponent = np.floor(np.log2(np.maximum(magnitude, 2.0**E4M3_MIN_EXPONENT)))
-    step = 2.0 ** (exponent - E4M3_MANTISSA_BITS)
-    rounded: FloatArray = np.copysign(np.minimum(np.round(magnitude / step) * step, E4M3_MAX), exact)
-    return rounded
-
-
-def round_bf16(values: ArrayLike) -> FloatArray:
-    """Round to the nearest bfloat16 numbers of normal range (ties to even), as float64 of the same shape."""
-    mantissa, exponent = np.frexp(np.asarray(values, dtype=np.float64))
-    steps = 2.0 ** (BF16_MANTISSA_BITS + 1)
-    return np.asarray(np.ldexp(np.round(mantissa * steps) / steps, exponent), dtype=np.float64)
-
-
-def quantise_blocks(values: FloatArray, block: tuple[int, int], e8m0: bool = False) -> FloatArray:
-    """Round `values`, shape (rows, columns), to E4M3 with one amax/448 scale per block, which divides both sizes.
-
-    e8m0: the scale is the next power of two, never smaller, so that nothing saturates
-    """
-    rows, columns = values.shape
-    tiles = values.reshape(rows // block[0], block[0], columns // block[1], block[1])
-    scale = np.abs(tiles).max(axis=(1, 3), keepdims=True) / E4M3_MAX
-    scale = 2.0 ** np.ceil(np.log2(scale)) if e8m0 else scale
-    return np.asarray(round_e4m3(tiles / scale) * scale).reshape(rows, columns)
-
-
 @dataclass(frozen=True, slots=True)
 class RoundingErrors:
     """The relative RMS errors of rounding Gaussian numbers, as fractions.
@@ -114,25 +81,6 @@ class RoundingErrors:
     activation_e8m0: float
     kv: float
     bf16: float
-
-
-def rounding_errors(size: int = 1024) -> RoundingErrors:
-    """Measure RoundingErrors on a (size, size) standard normal matrix; deterministic, about 0.2 s at 1024."""
-    exact = np.random.default_rng(0).standard_normal((size, size))
-    square, row = (GROUP, GROUP), (1, GROUP)
-    weight = quantise_blocks(exact, square)
-
-    def error(rounded: FloatArray) -> float:
-        return float(np.sqrt(np.mean((rounded - exact) ** 2) / np.mean(exact**2)))
-
-    return RoundingErrors(
-        weight=error(weight),
-        weight_e8m0=error(quantise_blocks(weight, square, e8m0=True)),
-        activation=error(quantise_blocks(exact, row)),
-        activation_e8m0=error(quantise_blocks(exact, row, e8m0=True)),
-        kv=error(quantise_blocks(exact, exact.shape)),
-        bf16=error(round_bf16(exact)),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +140,6 @@ class TokenLogRatio:
     variance: FloatArray
 
     @property
-    def kl(self) -> float:
-        """The KL, E[ratio - 1 - log ratio] = E[s^2] / 2: k1 and k3 have the same mean."""
-        return float(self.probability @ self.variance) / 2
-
-    @property
     def ess(self) -> float:
         """The effective sample size, 1 / E[ratio^2] = 1 / E[exp(s^2)], with exponents clamped at 20 as in verl."""
         return float(1 / (self.probability @ np.exp(np.minimum(self.variance, 20.0))))
@@ -218,14 +161,13 @@ def token_log_ratio(kl: float, moe: bool) -> TokenLogRatio:
     return TokenLogRatio(probability, 2 * kl * scale / (probability @ scale))
 
 
-def sequence_rejection(kl: float, lengths: FloatArray, low: float, high: float, inflation: float = 1.0) -> FloatArray:
+def sequence_rejection(kl: float, lengths: FloatArray, low: float, high: float) -> FloatArray:
     """The probability that the product of a sequence's ratios is outside [low, high], for each length (n,) in tokens.
 
     The log-ratio less its conditional mean is a martingale under rollout sampling, so token terms are uncorrelated. The
-    sum is about N(-T kl, 2 T kl inflation), and hardly shows the heavy tail of the tokens. `inflation`, at least 1,
-    stands for differences between sequences.
+    sum is about N(-T kl, 2 T kl), and hardly shows the heavy tail of the tokens.
     """
-    mean, deviation = -lengths * kl, np.sqrt(2 * lengths * kl * inflation)
+    mean, deviation = -lengths * kl, np.sqrt(2 * lengths * kl)
     return 1 - (normal_cdf((log(high) - mean) / deviation) - normal_cdf((log(low) - mean) / deviation))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.jsonl import TORN, lines, read, torn_note
+from fp8plan.jsonl import TORN, lines, torn_note
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import RECORDED, EngineLimits
@@ -57,8 +57,10 @@ def recorded_workload(path: str | Path) -> tuple[Workload, list[str]]:
     Raises ConfigError, naming the line, for a file without a rollout, and for impossible lengths.
     """
     file = Path(path)
-    lines, torn = read(file, "file of rollout records", whole=False)
-    for number, fields in reversed(lines):
+    read = list(lines(file, "file of rollout records"))
+    torn = [torn_note(number, file) for number, fields in read if fields is TORN]
+    whole = read[: len(read) - len(torn)]
+    for number, fields in reversed(whole):
         where = f"line {number} of {file}"
         check_version(fields, "record", where)
         if fields.get("response_lengths") is None:  # a Monitor's step that had no rollout
@@ -69,9 +71,9 @@ def recorded_workload(path: str | Path) -> tuple[Workload, list[str]]:
             workload = replace(workload, turns=turns_of(fields))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        return workload, notes + ([torn_note(torn, file)] if torn else [])
+        return workload, notes + torn
     none = f"no line of {file} has prompt_lengths and response_lengths"
-    if any(is_of_monitor(fields) for _, fields in lines):
+    if any(is_of_monitor(fields) for _, fields in whole):
         raise ConfigError(f"{none}: {NO_ROLLOUT}; give a run file that has them, or the output of `fp8plan import`")
     raise ConfigError(
         f"{none}; give the output of `fp8plan import`, or the run file of a Monitor. A trace of one length per line is "
@@ -229,7 +231,7 @@ def read_run(path: str | Path, include_first: bool = False) -> Run:
             break
         where = f"line {number} of {file}"
         check_version(fields, "record", where)
-        if _without_rollout(fields):
+        if is_of_monitor(fields) and fields.get("seconds") is None:  # it trained on earlier samples
             without_rollout += 1
             continue
         record = record_of(fields, number, where)
@@ -271,11 +273,6 @@ def _begins(fields: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool
     guard: Any = fields.get("guard")
     verdict = guard.get("verdict") if isinstance(guard, Mapping) else None
     return isinstance(verdict, Mapping) and verdict.get("cold") is True
-
-
-def _without_rollout(fields: dict[str, Any]) -> bool:
-    """True for a Monitor's record of a step that trained on earlier samples, without a rollout."""
-    return is_of_monitor(fields) and fields.get("seconds") is None
 
 
 def record_of(fields: dict[str, Any], number: int, where: str) -> Record:

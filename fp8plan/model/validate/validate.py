@@ -1,4 +1,4 @@
-"""The accuracy of predictions against rollout records: of makespans, of speed-ups, and in naming the fastest precision.
+"""Predictions beside rollout records: the errors of makespans and of speed-ups.
 
 A row is a mapping with `group` (one workload on one GPU with the same limits), `precision`, `seconds` and
 `predicted_s`, which is None without a prediction. Its other fields are kept.
@@ -28,56 +28,7 @@ from fp8plan.version import has
 K = TypeVar("K")
 R = TypeVar("R")
 Row: TypeAlias = Mapping[str, Any]
-SECONDS = ("seconds", "predicted_s", "predicted_low_s", "predicted_high_s")
 ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # environment variable of vLLM
-CELL = ("group", "precision", "kv_cache_tokens")  # the inputs of a prediction; rows that agree in them are repeats
-
-
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """The accuracy of a set of predictions. Errors are fractions, (predicted - measured) / measured; points are
-    speed-up errors x 100.
-
-    answered:          rows with a prediction; when there is none, the makespan's figures are nan
-    makespan_bias:     mean of the errors with their signs; above 0: predicted too slow
-    mape_by_precision: mean absolute error of the rows of each precision
-    ranked, ranked_right: groups of two precisions or more that are answered in full, and those of them whose predicted
-                       fastest row was measured the fastest, or within the noise of it
-    groups:            groups of two precisions or more, answered or not
-    """
-
-    answered: int
-    makespan_mape: float
-    makespan_worst: float
-    makespan_bias: float
-    mape_by_precision: dict[str, float]
-    speedup_mae_points: float | None  # None: no group has an answered bf16 row and another
-    speedup_worst_points: float | None
-    groups: int
-    ranked: int
-    ranked_right: int
-
-
-def accuracy(rows: Sequence[Row], noise: float = 0.0) -> Accuracy:
-    """The accuracy of `rows`. noise: relative difference of two measured times below which they count as equal"""
-    answered = [row for row in rows if row["predicted_s"] is not None]
-    errors = {name: [relative_error(r) for r in answered if r["precision"] == name] for name in _precisions(answered)}
-    every = [error for values in errors.values() for error in values] or [np.nan]
-    points = [gain["error_points"] for group in by_group(answered).values() for gain in speedups(group)]
-    contests = [group for group in by_group(rows).values() if len(_precisions(group)) > 1]
-    ranked = [group for group in contests if all(row["predicted_s"] is not None for row in group)]
-    return Accuracy(
-        answered=len(answered),
-        makespan_mape=float(np.abs(every).mean()),
-        makespan_worst=float(np.abs(every).max()),
-        makespan_bias=float(np.mean(every)),
-        mape_by_precision={name: float(np.abs(values).mean()) for name, values in errors.items()},
-        speedup_mae_points=float(np.abs(points).mean()) if points else None,
-        speedup_worst_points=float(np.abs(points).max()) if points else None,
-        groups=len(contests),
-        ranked=len(ranked),
-        ranked_right=sum(names_the_fastest(group, noise) for group in ranked),
-    )
 
 
 def relative_error(row: Row) -> float:
@@ -86,7 +37,7 @@ def relative_error(row: Row) -> float:
 
 def by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """The rows of each group, in order."""
-    return _grouped(rows, itemgetter("group"))
+    return grouped(rows, itemgetter("group"))
 
 
 def on_same_card(row: Row, bf16: Sequence[Row]) -> Sequence[Row]:
@@ -119,55 +70,12 @@ def speedups(group: Sequence[Row]) -> list[dict[str, Any]]:
     return gains
 
 
-def names_the_fastest(group: Sequence[Row], noise: float) -> bool:
-    """True if the row predicted the fastest is measured the fastest, or slower by no more than `noise`, a fraction."""
-    fastest = min(row["seconds"] for row in group)
-    chosen = min(group, key=lambda row: row["predicted_s"])
-    return bool(chosen["seconds"] <= fastest * (1 + noise))
-
-
-def merged(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """One row per cell: the first of its repeats, with the medians of all their seconds, and their error.
-
-    Repeats differ in the speed of their host, and so in their prediction.
-    """
-    return [_median_of(runs) for runs in _grouped(rows, cell_of).values()]
-
-
-def _median_of(runs: Sequence[Row]) -> dict[str, Any]:
-    columns = {key: [run[key] for run in runs if run.get(key) is not None] for key in SECONDS if key in runs[0]}
-    medians = {key: float(np.median(values)) if values else None for key, values in columns.items()}
-    error = {"error": relative_error(medians)} if "error" in runs[0] and medians["predicted_s"] else {}
-    return {**runs[0]} | medians | error
-
-
-def spreads(rows: Iterable[Row]) -> list[float]:
-    """Relative spread, (slowest - fastest) / median, of each cell measured more than once on one card."""
-    cells = _grouped(rows, lambda row: (*cell_of(row), row.get("gpu_uuid")))
-    times = [[row["seconds"] for row in runs] for runs in cells.values() if len(runs) > 1]
-    return [float(np.ptp(seconds) / np.median(seconds)) for seconds in times]
-
-
-def noise_floor(rows: Iterable[Row]) -> float | None:
-    """The median spread of the repeated cells; None if no cell was repeated."""
-    repeated = spreads(rows)
-    return float(np.median(repeated)) if repeated else None
-
-
-def cell_of(row: Row) -> tuple[Any, ...]:
-    """The values that identify the row's cell."""
-    return tuple(row.get(name) for name in CELL)
-
-
-def _grouped(rows: Iterable[R], key: Callable[[R], K]) -> dict[K, list[R]]:
+def grouped(rows: Iterable[R], key: Callable[[R], K]) -> dict[K, list[R]]:
+    """The rows by their key, in order."""
     groups: dict[K, list[R]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
-
-
-def _precisions(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(row["precision"] for row in rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +106,19 @@ def validate(
     warnings: dict[str, None] = {}
     compared = [_compare(record, strict, warnings) for record in progress(records)]
     rows = [result.row for result in compared]
-    summary = accuracy(rows)
+    by_precision = grouped(rows, itemgetter("precision")).values()
+    errors = np.abs([row["error"] for group in by_precision for row in group])
+    groups = grouped(compared, lambda result: result.row["group"])
+    points = np.abs([gain["error_points"] for group in by_group(rows).values() for gain in speedups(group)])
     half = [(row["predicted_high_s"] - row["predicted_low_s"]) / 2 / row["predicted_s"] for row in rows]
     inside = [row["predicted_low_s"] <= row["seconds"] <= row["predicted_high_s"] for row in rows]
     return Validation(
         records=rows,
-        groups=[_group_result(group) for group in _grouped(compared, lambda result: result.row["group"]).values()],
-        makespan_mape=summary.makespan_mape,
-        makespan_worst=summary.makespan_worst,
-        speedup_mae_points=summary.speedup_mae_points,
-        speedup_worst_points=summary.speedup_worst_points,
+        groups=[_group_result(group) for group in groups.values()],
+        makespan_mape=float(errors.mean()),
+        makespan_worst=float(errors.max()),
+        speedup_mae_points=float(points.mean()) if points.size else None,
+        speedup_worst_points=float(points.max()) if points.size else None,
         coverage=float(np.mean(inside)),
         interval_median_halfwidth=float(np.median(half)),
         warnings=tuple(warnings),

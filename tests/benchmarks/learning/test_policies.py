@@ -16,8 +16,8 @@ from benchmarks.learning.policies.table import LARGE, POLICIES, TINY, policy_nam
 from benchmarks.learning.policies.tasks import GO, STOP, ReasoningGym, Recurrence
 from benchmarks.learning.policies.teach import IGNORED, answers, new_model
 from fp8plan.errors import ConfigError
-from fp8plan.model.risk.theory import quantise_blocks, rounding_errors
 from fp8plan.runtime.apply.quantize.block_fp8 import BLOCK
+from tools.risk_report import quantise_blocks, rounding_errors
 
 
 @pytest.mark.parametrize("size", [TINY, LARGE])

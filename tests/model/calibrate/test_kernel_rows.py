@@ -13,8 +13,7 @@ import pytest
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.calibrate.fit import Observations
-from fp8plan.model.calibrate.kernel_rows import LONG_S, flat_kernels, hull, layer_residuals, observe, read_rows
-from fp8plan.model.calibrate.profile_of import kernel_rows
+from fp8plan.model.calibrate.kernel_rows import LONG_S, hull, layer_residuals, observe, read_rows
 from fp8plan.model.cost.base import QUANTITIES, StepBatch
 from fp8plan.model.cost.gemm import gemm_cost
 from fp8plan.model.cost.power import CLOCK, MEMORY
@@ -22,7 +21,7 @@ from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import find_precision
-from fp8plan.model.profile.library import datasheet_profile, profiles_path
+from fp8plan.model.profile.library import datasheet_profile
 
 H200 = find_gpu("h200")
 _DATASHEET = datasheet_profile(H200)
@@ -232,24 +231,3 @@ def test_the_hull_says_what_was_timed_as_steps_name_it() -> None:
             "prefill_pairs": (4 * 64 * 65 / 2, 512 * 9 + 512 * 513 / 2),
         },
     }
-
-
-def flat_of(seconds: Any, m: Any = 1) -> dict[str, str]:
-    n = 1024 * 2 ** np.arange(6)
-    return flat_kernels(pd.DataFrame({"kernel": "gemm.bf16", "m": m, "n": n, "k": 4096, "seconds": seconds}))
-
-
-def test_a_time_that_does_not_grow_with_the_traffic_is_flat() -> None:
-    grows = 2e-6 + 1024 * 2 ** np.arange(6) * 4096 * 2 / 4.8e12  # launch and memory of an H200
-    assert flat_of(grows) == {}
-    assert flat_of(60e-6) == {"gemm.bf16": "60 us with the least traffic, 60 with 4 times"}
-    assert list(flat_of([90e-6, *[60e-6] * 5])) == ["gemm.bf16"]  # a slow first launch does not hide it
-    assert flat_of(60e-6, m=4096) == {}  # math bounds these
-    same = pd.DataFrame({"kernel": "gemm.bf16", "m": [1, 2, 4], "n": 4096, "k": 4096, "seconds": 1e-5})
-    assert flat_kernels(same) == {}  # they all read as much
-    assert flat_kernels(same.assign(kernel="norm")) == {}
-
-
-def test_our_own_timings_are_not_flat() -> None:
-    rows = kernel_rows(profiles_path() / "h200_sxm" / "vllm-0.26.0" / "kernels")
-    assert flat_kernels(rows) == {}

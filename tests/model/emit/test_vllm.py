@@ -243,36 +243,6 @@ def test_verl_truncates_tokens_at_the_planned_bound() -> None:
 
 
 @pytest.mark.verl
-def test_verl_truncates_sequences_at_the_planned_bound() -> None:
-    weights, _ = verl_keeps({"sequence_tis": 5.0}, [[math.log(2), math.log(2)], [math.log(3), math.log(3)]])
-    assert weights == [pytest.approx([4.0, 4.0]), pytest.approx([5.0, 5.0])]
-
-
-@pytest.mark.verl
-def test_verl_masks_tokens_outside_the_planned_band() -> None:
-    weights, _ = verl_keeps({"token_mis": [0.5, 5.0]}, [[math.log(4), math.log(6), math.log(0.6), math.log(0.4)]])
-    assert weights[0] == pytest.approx([4.0, 0.0, 0.6, 0.0])
-
-
-@pytest.mark.verl
-@pytest.mark.parametrize(("name", "per_token"), [("sequence_mis", 0.5), ("geometric_mis", 1.0)])
-def test_verl_drops_sequences_outside_the_planned_band(name: str, per_token: float) -> None:
-    """An asymmetric band on pi_train / pi_rollout: verl's own bounds are on the inverse ratio."""
-    sequences = [[math.log(r) * per_token] * 2 for r in (0.45, 0.55, 1.0, 3.9, 4.1)]
-    _, mask = verl_keeps({name: [0.5, 4.0]}, sequences)
-    assert [row[0] for row in mask] == [0.0, 1.0, 1.0, 1.0, 0.0]
-
-
-@pytest.mark.verl
-def test_verl_can_weigh_tokens_and_drop_sequences_at_once() -> None:
-    weights, mask = verl_keeps(
-        {"token_tis": 2.0, "geometric_mis": [0.5, 2.0]}, [[math.log(8), 0.0], [math.log(3), 0.0]]
-    )
-    assert mask == [[0.0, 0.0], [1.0, 1.0]]
-    assert weights[1] == pytest.approx([2.0, 1.0])
-
-
-@pytest.mark.verl
 @pytest.mark.parametrize(
     "path", ["/models/a b", "/m/x=1,2", "/m/it's", "null", "8", r"C:\m", r"C:\'m", "C:\\", "/m/[x]{y}", "/m/${x}"]
 )
@@ -300,7 +270,7 @@ def test_the_verl_text_pastes_into_a_shell_and_reaches_verl(name: str, tmp_path:
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text(json.dumps(bundled_configs()["Qwen/Qwen3-8B"]))
     model = str(tmp_path / name)
-    plan = layout(2, 4, model=model, chosen=plans.index("fp8_block+fp8_kv"), thresholds={"sequence_mis": [0.5, 4.0]})
+    plan = layout(2, 4, model=model, chosen=plans.index("fp8_block+fp8_kv"), thresholds={"token_tis": 2.5})
     text = plan.emit("verl")
     (tmp_path / "verl.args").write_text(text + "\n")
     (words,) = pasted(f'eval "python $(cat {tmp_path}/verl.args)"', tmp_path, "")
@@ -483,11 +453,6 @@ def test_the_next_best_for_verl_is_the_fastest_that_is_no_riskier() -> None:
         with_refusals(plans.plan(model="Qwen/Qwen3-4B", choices=tuple(rows[:1]), chosen=0)).emit("verl")
 
 
-def test_two_importance_weights_are_too_many_for_verl() -> None:
-    with pytest.raises(ConfigError, match="token_tis and token_mis"):
-        plans.plan(thresholds={"token_tis": 2.0, "token_mis": [0.5, 5.0]}).verl_overrides()
-
-
 # ---------------------------------------------------------------------------------------------------- TRL
 
 
@@ -507,25 +472,8 @@ def test_trl_accepts_the_config_and_runs_it_colocated(tmp_path: Path) -> None:
     assert (config.max_completion_length, config.vllm_max_model_length) == (7168, 8192)
     assert (config.vllm_gpu_memory_utilization, config.vllm_tensor_parallel_size) == (0.33, 2)
     assert config.vllm_importance_sampling_correction is True
-    assert (config.vllm_importance_sampling_mode, config.vllm_importance_sampling_clip_max) == ("token_truncate", 1.75)
-
-
-@pytest.mark.trl
-@pytest.mark.parametrize(
-    ("thresholds", "expected"),
-    [
-        ({"token_tis": 2.0}, ("token_truncate", None, 2.0)),
-        ({"sequence_tis": 5.0}, ("sequence_truncate", None, 5.0)),
-        ({"token_mis": [0.5, 5.0]}, ("token_mask", 0.5, 5.0)),
-        ({"sequence_mis": [0.25, 4.0]}, ("sequence_mask", 0.25, 4.0)),
-    ],
-)
-def test_trl_is_told_which_correction(
-    thresholds: dict[str, Any], expected: tuple[str, float | None, float], tmp_path: Path
-) -> None:
-    config = grpo(plans.plan(limits=plans.TRL_LIMITS, thresholds=thresholds).trl_config(), tmp_path)
-    told = ("mode", "clip_min", "clip_max")
-    assert tuple(getattr(config, f"vllm_importance_sampling_{key}") for key in told) == expected
+    clips = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    assert (config.vllm_importance_sampling_mode, *clips) == ("token_truncate", None, 1.75)
 
 
 @pytest.mark.trl
@@ -634,9 +582,7 @@ ODD = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1,
 @given(
     st.sampled_from(list(PRESETS)),
     st.sampled_from([1, 2]),
-    st.sampled_from(
-        [{}, {"token_tis": 2.0}, {"sequence_tis": 5}, {"token_mis": [0.5, 5.0]}, {"sequence_mis": [1 / 3, 4.0]}]
-    ),
+    st.sampled_from([{}, {"token_tis": 2.0}, {"token_tis": 4 / 3}]),
     ODD | st.just("two\nlines") | st.just('it\'s "a" \\ # \r x'),
     st.none() | ODD,
 )
@@ -707,14 +653,6 @@ def test_trl_refuses_what_neither_of_its_modes_can_do() -> None:
     plan = layout(2, 4, limits=plans.TRL_LIMITS, chosen=plans.index("fp8_kv"))
     with pytest.raises(ConfigError, match=r"kv_cache_dtype \| server: it is one replica, the plan has 4"):
         plan.trl_config()
-
-
-@pytest.mark.parametrize(
-    "thresholds", [{"geometric_mis": [0.99, 1.01]}, {"token_tis": 2.0, "sequence_mis": [0.5, 2.0]}]
-)
-def test_trl_refuses_a_correction_it_does_not_have(thresholds: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="TRL applies one correction"):
-        plans.plan(limits=plans.TRL_LIMITS, thresholds=thresholds).trl_config()
 
 
 def test_trl_needs_two_samples_per_prompt() -> None:

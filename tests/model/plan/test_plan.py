@@ -26,7 +26,7 @@ from fp8plan.model.setup import KV_SCALES
     makespan=st.floats(allow_nan=False, allow_infinity=False),
     step=st.none() | st.floats(allow_nan=False, allow_infinity=False),
     tokens=st.integers(0, 10**12),
-    thresholds=st.sampled_from([{}, {"token_tis": 2.0}, {"sequence_mis": (0.5, 2.0), "token_tis": 1.5}]),
+    thresholds=st.sampled_from([{}, {"token_tis": 2.0}, {"token_tis": 1.5}]),
     limits=st.builds(EngineLimits, max_model_len=st.none() | st.integers(1, 10**6), enforce_eager=st.booleans()),
     reason=st.text(),
     budget=st.builds(RiskBudget, accept=st.sampled_from(LEVELS), low_kl=st.floats(0, 1)),
@@ -195,17 +195,9 @@ def test_a_number_that_overflows_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 0, "x", None, True, [0.5, 2]])
-@pytest.mark.parametrize("name", ["token_tis", "sequence_tis"])
-def test_a_bound_is_a_number_above_0(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"thresholds\['{name}'\] is .*; allowed: a number above 0"):
-        plans.plan(thresholds={name: value})
-
-
-@pytest.mark.parametrize("value", [[5, 0.5], [0, 2], [1, 1], [0.5], [0.5, 1, 2], None, 2.0, "ab", ["1", "2"], {}])
-@pytest.mark.parametrize("name", ["token_mis", "sequence_mis", "geometric_mis"])
-def test_a_band_is_two_numbers_above_0_in_order(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"thresholds\['{name}'\] is .*; allowed: \[low, high\], two numbers"):
-        plans.plan(thresholds={name: value})
+def test_a_bound_is_a_number_above_0(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"thresholds\['token_tis'\] is .*; allowed: a number above 0"):
+        plans.plan(thresholds={"token_tis": value})
 
 
 @pytest.mark.parametrize("thing", [None, {}, 5])

@@ -32,11 +32,9 @@ from fp8plan.model.profile.profile import (
     HOST_PACE,
     KNOWN_HOST_SD,
     OTHER_HOST_SD,
-    PACES,
     SEEN_LOOP_S,
     VERSION_SD,
     Profile,
-    error_parts,
 )
 from fp8plan.model.workload import Fixed, Workload
 from fp8plan.version import DEFAULT_VERSION
@@ -291,17 +289,6 @@ def test_a_layout_nobody_measured_adds_what_an_engine_nobody_measured_does() -> 
     assert seen.layout_error(2) == seen.layout_error(8) == own.layout_error(2)
 
 
-def test_a_file_without_paces_has_its_error_split_into_a_shared_part_and_the_rest() -> None:
-    raw = json.loads(calibrated(model_error=0.1).to_json())
-    for name in PACES:
-        del raw["coefficients"][name], raw["log_covariance"][name]
-    old = Profile.from_json(json.dumps(raw))
-    assert (old.shared_error, old.model_error) == pytest.approx(error_parts(0.1))
-    assert np.hypot(old.shared_error, old.model_error) == pytest.approx(0.1)
-    assert [old.coefficients[name] for name in PACES] == [1, 1]
-    assert Profile.from_json(old.to_json()) == old
-
-
 @pytest.mark.parametrize("entry", [entry for entry in list_profiles(profiles_path()) if entry.kind != "datasheet"])
 def test_no_coefficient_is_wider_than_in_the_datasheet_profile(entry: ProfileEntry) -> None:
     profile = Profile.from_json(entry.path.read_text())
@@ -432,8 +419,8 @@ def test_the_sizes_that_were_measured_are_kept_and_may_be_missing() -> None:
     raw = json.loads(profile.to_json())
     del raw["tensor_parallel"]
     assert Profile.from_json(json.dumps(raw)).tensor_parallel == [1]
-    with pytest.raises(ProfileError, match="tensor_parallel is \\[0\\]; allowed"):
-        calibrated(tensor_parallel=[0])
+    with pytest.raises(ProfileError, match=r"tensor_parallel\[0\] is 0; allowed: a whole number >= 1"):
+        Profile.from_json(json.dumps(raw | {"tensor_parallel": [0]}))
 
 
 @pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
@@ -446,6 +433,6 @@ def test_every_gpu_has_the_kernels_of_its_generation(card: Gpu) -> None:
     assert (kernels["attention.bf16"] == "flash_attn_2") == (major in (8, 12))
     if card.has_fp8:
         assert ("deep_gemm" in kernels["gemm.fp8_block"]) == (major in (9, 10))
-    spark = find_gpu("datasheet:memory=110,bandwidth=273,bf16=60,sms=48,cc=12.1")
+    spark = find_gpu("datasheet:memory_gib=110,bandwidth_gb_s=273,bf16_tflops=60,sms=48,compute_capability=12.1")
     assert datasheet_profile(spark).kernel_backends == datasheet_profile(find_gpu("rtx_5090")).kernel_backends
     assert datasheet_profile(find_gpu("a10")).kernel_backends == datasheet_profile(find_gpu("a100")).kernel_backends

@@ -16,27 +16,21 @@ from uniform_models import uniform
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
-from fp8plan.model.risk.expected import RiskBudget, committed_fit, mismatch_risk, recommended_thresholds
-from fp8plan.model.risk.fit import (
-    FIT,
-    OBSERVATIONS,
+from fp8plan.model.risk.expected import RiskBudget, mismatch_risk, recommended_tis
+from fp8plan.model.risk.fit import FIT, OBSERVATIONS, committed_fit, predicted_kl
+from fp8plan.model.risk.theory import normal_cdf, sequence_rejection, setting_of, token_log_ratio
+from tools.risk_report import (
     compared_kl,
     fit,
+    leave_one_out_summary,
     leave_one_source_out,
-    predicted_kl,
-    read_observations,
-)
-from fp8plan.model.risk.theory import (
-    normal_cdf,
     quantise_blocks,
+    read_observations,
     round_bf16,
     round_e4m3,
     rounding_errors,
-    sequence_rejection,
-    setting_of,
-    token_log_ratio,
+    run,
 )
-from tools.risk_report import leave_one_out_summary, run
 
 
 def shape(layers: int = 36, moe: bool = False, qk_norm: bool = True, attention_bias: bool = False) -> ModelShape:
@@ -114,7 +108,7 @@ def test_token_statistics_match_a_simulation(kl: float, moe: bool, spread: float
     ratio = np.exp(log_ratio)
     model = token_log_ratio(kl, moe)
     assert np.mean(ratio) == pytest.approx(1, abs=1e-3)
-    assert model.kl == pytest.approx(np.mean(ratio - 1 - log_ratio), rel=0.03)
+    assert model.probability @ model.variance / 2 == pytest.approx(np.mean(ratio - 1 - log_ratio), rel=0.03)
     assert 1 / model.ess - 1 == pytest.approx(np.mean(ratio**2) / np.mean(ratio) ** 2 - 1, rel=0.06)
     for threshold in (1.1, 1.5, 2.0):
         clipped = np.mean(ratio > threshold)
@@ -152,8 +146,8 @@ def test_published_chi2_beside_published_kl(kl: float, chi2: float) -> None:
 
 @pytest.mark.parametrize("model", SHAPES)
 def test_bf16_adds_no_quantisation_kl_but_has_a_floor(model: ModelShape) -> None:
-    risk = mismatch_risk(model, BF16, LENGTHS)
-    assert risk.quantisation_kl == 0
+    risk, fitted = mismatch_risk(model, BF16, LENGTHS), committed_fit()
+    assert predicted_kl(setting_of(model, BF16), np.array(fitted.coefficients), fitted.errors)[1] == 0
     assert risk.kl_k3 > 0
     assert mismatch_risk(model, BF16, LENGTHS, e8m0=False, kv_scales_calibrated=False) == risk
 
@@ -209,11 +203,8 @@ def test_bands_are_ordered_and_fractions_are_fractions(
     model: ModelShape, precision: Precision, calibrated: bool
 ) -> None:
     risk = mismatch_risk(model, precision, LENGTHS, kv_scales_calibrated=calibrated)
-    for name in ("kl_k3", "ess_raw", "clip_fraction", "seq_reject_fraction"):
-        low, middle, high = (getattr(risk, name + end) for end in ("_low", "", "_high"))
-        assert 0 <= low <= middle <= high
-        assert name == "kl_k3" or high <= 1
-    assert 0 <= risk.quantisation_kl < risk.kl_k3
+    assert 0 <= risk.kl_k3_low <= risk.kl_k3 <= risk.kl_k3_high
+    assert all(0 <= share <= 1 for share in (risk.ess_raw, risk.clip_fraction, risk.seq_reject_fraction))
 
 
 @pytest.mark.parametrize("bounds", [(0.5, 2.0), (0.2, 5.0), (0.9, 1.1), (0.1, 2.0), (0.5, 10.0)])
@@ -269,23 +260,21 @@ def test_budget_decides_the_level_and_what_is_accepted() -> None:
         RiskBudget(accept="medium")  # type: ignore[arg-type]
 
 
-def test_advice_tells_when_a_sequence_mis_is_usable() -> None:
+def test_advice_tells_when_a_sequence_mis_would_drop_too_many() -> None:
     short, long = [20] * 4, [20_000] * 4
-    advice = recommended_thresholds(mismatch_risk(DENSE, BF16, long), long)
-    assert not advice.sequence_mis_usable
-    assert set(advice.thresholds) == {"token_tis"}
-    assert any("20,000" in note and "sequence MIS" in note for note in advice.notes)
-    assert recommended_thresholds(mismatch_risk(DENSE, BF16, short), short).sequence_mis_usable
-    at_limit = [advice.sequence_mis_tokens]
-    rejected = mismatch_risk(DENSE, BF16, at_limit).seq_reject_fraction
-    assert 0.17 < rejected <= RiskBudget().max_sequence_rejection
+    bound, notes = recommended_tis(mismatch_risk(DENSE, BF16, long), long)
+    assert bound == 2.0
+    assert any("20,000" in note and "sequence MIS" in note for note in notes)
+    few = mismatch_risk(DENSE, BF16, short)
+    assert few.seq_reject_fraction <= RiskBudget().max_sequence_rejection
+    assert not any("sequence MIS" in note for note in recommended_tis(few, short)[1])
 
 
 def test_higher_risk_never_loosens_the_threshold() -> None:
     risks = [mismatch_risk(DENSE, BF16, LENGTHS), mismatch_risk(DENSE, FP8_BLOCK, LENGTHS)]
     risks.append(mismatch_risk(QWEN2, FP8_KV, LENGTHS))
     assert [risk.level for risk in risks] == ["low", "moderate", "high"]
-    bounds = [recommended_thresholds(risk, LENGTHS).thresholds["token_tis"] for risk in risks]
+    bounds = [recommended_tis(risk, LENGTHS)[0] for risk in risks]
     assert bounds == sorted(bounds, reverse=True)
 
 

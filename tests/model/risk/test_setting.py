@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 from family_configs import config_of, shape_of
 from uniform_models import uniform
@@ -17,10 +18,10 @@ from benchmarks.tables import probe
 from fp8plan import jsonl
 from fp8plan.model.architecture import ModelShape, bundled_models
 from fp8plan.model.architecture.parts import Attention, LatentAttention
-from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS
+from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESETS, Precision
 from fp8plan.model.risk import theory as setting
-from fp8plan.model.risk.expected import committed_fit, mismatch_risk
-from fp8plan.model.risk.fit import read_observations
+from fp8plan.model.risk.expected import mismatch_risk
+from fp8plan.model.risk.fit import committed_fit, predicted_kl
 from fp8plan.model.risk.theory import (
     SMALL,
     SMALL_LANGUAGE,
@@ -31,6 +32,7 @@ from fp8plan.model.risk.theory import (
     setting_of,
     unmeasured_parts,
 )
+from tools.risk_report import read_observations
 
 ROOT = Path(__file__).resolve().parents[3]
 LENGTHS = [2000.0] * 8
@@ -43,6 +45,11 @@ ALIKE = [
 
 def of(name: str, **changes: Any) -> ModelShape:
     return shape_of(config_of(name, changes), name)
+
+
+def quantisation_kl(shape: ModelShape, precision: Precision, tp: int = 1) -> float:
+    fitted = committed_fit()
+    return predicted_kl(setting_of(shape, precision, True, tp), np.array(fitted.coefficients), fitted.errors)[1]
 
 
 @pytest.fixture
@@ -97,7 +104,7 @@ def test_linears_that_stay_in_bf16_count_as_such() -> None:
     shape = ModelShape.from_hf("zai-org/GLM-4.5-Air")
     found = {tp: setting_of(shape, FP8_BLOCK, tensor_parallel_size=tp).quantised_layers for tp in (1, 2)}
     assert found == {1: 46 - 1 / 4, 2: 46 - 1 / 4 - 45 / 8}
-    risks = [mismatch_risk(shape, FP8_BLOCK, [1000], tensor_parallel_size=tp).quantisation_kl for tp in (1, 2)]
+    risks = [quantisation_kl(shape, FP8_BLOCK, tp) for tp in (1, 2)]
     assert risks[1] < risks[0]
     assert risks[1] / risks[0] == pytest.approx(found[2] / found[1])
 
@@ -107,7 +114,7 @@ def test_few_layers_of_attention_add_less_by_an_fp8_cache_than_all_would(name: s
     shape = of(name)
     [(attention, number)] = shape.parts_of(Attention)
     whole = replace(shape, layers=tuple(replace(layer, mixer=attention, parallel=()) for layer in shape.layers))
-    few, all_layers = (mismatch_risk(x, FP8_KV, LENGTHS).quantisation_kl for x in (shape, whole))
+    few, all_layers = (quantisation_kl(x, FP8_KV) for x in (shape, whole))
     assert few / all_layers == pytest.approx(number / shape.num_layers)
 
 

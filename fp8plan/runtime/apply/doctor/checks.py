@@ -16,7 +16,7 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import E4M3_MAX, Precision, find_precision
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.apply.doctor import weights_checks
-from fp8plan.runtime.apply.doctor.observed import Finding, Logged, Observed, fault, ok, unknown, warning
+from fp8plan.runtime.apply.doctor.observed import Finding, Logged, Observed, fault, ok, some, unknown, warning
 from fp8plan.runtime.apply.weight_sync.kv_scales import INSTEAD, keeps_scales
 from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm, Meaning
 from fp8plan.runtime.watch.controller.state import AlarmLimits
@@ -209,13 +209,13 @@ def kv_scales(seen: Observed) -> Finding:
         return fault("kv_scales", "kv_scales_unit", says, RECALIBRATE)
     torn = [layer for layer, scales in seen.kv_scales.items() if any(_torn(scales, part) for part in "kv")]
     if torn:
-        says = f"the host's copy is another than the device's in {_some(torn)}: what reads it uses old scales"
+        says = f"the host's copy is another than the device's in {some(torn)}: what reads it uses old scales"
         return fault("kv_scales", "kv_scales_torn", says, RECALIBRATE)
     amax = {layer: most[1:] for layer, most in (seen.kv_amax or {}).items() if layer in parts}
     clips = {layer: max(most / scale for most, scale in zip(amax[layer], parts[layer], strict=True)) for layer in amax}
     if wrong := {layer: most for layer, most in clips.items() if most > MOST_CLIP * E4M3_MAX}:
         worst = max(wrong, key=wrong.__getitem__)
-        says = f"{_some(list(wrong))} clip: {worst} has seen {wrong[worst] / E4M3_MAX:.2f} times what its scale holds"
+        says = f"{some([*wrong])} clip: {worst} has seen {wrong[worst] / E4M3_MAX:.2f} times what its scale holds"
         return fault("kv_scales", "kv_scales_clip", says, INSTEAD if fixed else RECALIBRATE)
     every = [scale for pair in parts.values() for scale in pair]
     room = f", with room for {E4M3_MAX / max(clips.values()):.2f} times what was seen" if any(clips.values()) else ""
@@ -243,11 +243,6 @@ def _torn(scales: Mapping[str, float], part: str) -> bool:
     """True if host and device have different scales; the device's are float32, the host's are not."""
     host = scales.get(f"{part}_host")
     return host is not None and not isclose(host, scales[part], rel_tol=1e-6)
-
-
-def _some(names: list[str]) -> str:
-    """The first names of a list, and their number."""
-    return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} ({len(names)})"
 
 
 # Limit of k3 per token between trainer and FP8 rollout, for a run without one: the risk budget's limit of high risk.

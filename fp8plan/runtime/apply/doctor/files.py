@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import msgspec
 
+from fp8plan import jsonl
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.importers.figures import figures
-from fp8plan.jsonl import plain, read
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.validate.records import NO_ROLLOUT
 from fp8plan.runtime.apply.doctor.observe import Notes, Request, measured_kernels
@@ -45,7 +45,7 @@ def observe_file(path: Path, request: Request) -> Observed:
     Raises ConfigError for a file that is neither a Monitor's nor holds a trainer's figures.
     """
     if path.name.endswith((".jsonl", ".jsonl.gz")) and path.exists():
-        rows = [row for _, row in read(path, "run file", whole=False).rows]
+        rows = jsonl.rows(path, "run file")
         if rows and isinstance(rows[-1], dict) and "metrics" in rows[-1]:
             return _of_monitor(path, rows, request)
     return _of_trainer(path, request)
@@ -106,7 +106,7 @@ def _record(row: dict[str, Any], path: Path) -> tuple[dict[str, Any], RunRecord 
     where = f"step {row.get('step')} of {path}"
     check_version(row, "record", where)
     try:
-        record: dict[str, Any] = plain(row)
+        record: dict[str, Any] = jsonl.plain(row)
     except RecursionError:
         raise ConfigError(f"{where} is nested too deeply; give a Monitor's run file") from None
     checked(record, Read, where)

@@ -36,10 +36,9 @@ from fp8plan.runtime.apply.doctor.observed import Finding, Observed, fault, ok, 
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.engine.launch import held_back
 from fp8plan.runtime.apply.vllm_versions import imported_names, installed, supported
-from fp8plan.runtime.apply.weight_sync.calls import Call, rpc
+from fp8plan.runtime.apply.weight_sync.calls import rpc
 from fp8plan.runtime.apply.weight_sync.procedure import announced, prepared
 from fp8plan.runtime.apply.weight_sync.settings import Scored, SyncSettings
-from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.version import RANGE, is_newer
 
 if TYPE_CHECKING:
@@ -102,7 +101,9 @@ def self_test(gpu: str | None = None, note: Callable[[str], None] = lambda _: No
         if not left:
             raise
         check, *later = left
-        findings.append(fault(check, CHECKS[check], _text_of(error), ADVICE.format(package=package)))
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))  # the file of the engine's output
+        says = f"{' '.join(text_of(error).split())[:600]}{notes}"
+        findings.append(fault(check, CHECKS[check], says, ADVICE.format(package=package)))
         findings += [unknown(name, f"not checked, as {check} failed") for name in later]
     in_bf16 = []
     if preset.weights == "bf16":
@@ -138,8 +139,8 @@ def _checked(setup: EngineSetup) -> Generator[str, None, None]:
             kernels = {"attention": ", ".join(engine.facts["attention"]), **engine.facts["kernels"]}
             seconds = f"starts with random weights in {time.perf_counter() - begun:.0f} s"
             yield f"{seconds}; {', '.join(f'{part} {name}' for part, name in kernels.items())}"
-            modules = engine.ask(_traced(engine.state, weights))
-            yield f"{len(weights)} tensors fill every parameter of {modules} modules"
+            traced = engine.ask(prepared(engine.state, announced(engine.state, weights, None)))
+            yield f"{len(weights)} tensors fill every parameter of {len(traced.sizes)} modules"
             yield str(engine.sync_weights(weights, kv_prompts=[TOKENS], scored=scored))
             (synced,) = engine.ask(rpc("fp8plan_digests"))
         with _started(setup, len(weights)) as engine:
@@ -199,15 +200,3 @@ def _started(setup: EngineSetup, samples: int, **vllm_kwargs: Any) -> Iterator[R
         yield engine
     finally:
         engine.shutdown()
-
-
-def _traced(state: SyncState, weights: Mapping[str, torch.Tensor]) -> Generator[Call, Any, int]:
-    """Let the worker trace the load map of a checkpoint's tensors; return the number of modules."""
-    checked = yield from prepared(state, announced(state, weights, None))
-    return len(checked.sizes)
-
-
-def _text_of(error: BaseException) -> str:
-    """The error in one line, and the file of the engine's output."""
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return f"{' '.join(text_of(error).split())[:600]}{notes}"

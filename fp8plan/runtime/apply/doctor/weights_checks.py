@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Final
 
-from fp8plan.runtime.apply.doctor.observed import Finding, Observed, fault, ok, unknown
+from fp8plan.runtime.apply.doctor.observed import Finding, Observed, fault, ok, some, unknown
 
 # Allowed k3 per token. Kernels that add in another order leave 0.0001 to 0.003 between two ways through one engine; a
 # broken way shows 0.1 and more.
@@ -56,9 +56,9 @@ def weights(seen: Observed) -> Finding:
     if not seen.weights:
         return unknown("weights", seen.unseen.get("weights", "nothing tells"))
     if broken := _placed([[f"{name}: {why}" for name, why in rank.unsound.items()] for rank in seen.weights]):
-        return fault("weights", "corrupted_layer", _some(broken), SYNC)
+        return fault("weights", "corrupted_layer", some(broken), SYNC)
     if changed := _placed([rank.changed or () for rank in seen.weights]):
-        says = f"changed since they were last looked at, though no sync has come between: {_some(changed)}"
+        says = f"changed since they were last looked at, though no sync has come between: {some(changed)}"
         return fault("weights", "corrupted_layer", says, SYNC)
     if apart := [pair for rank in seen.weights for pair in rank.apart]:
         says = f"{' and '.join(apart[0])} of the trainer differ, and the engine has one storage for both"
@@ -70,7 +70,7 @@ def weights(seen: Observed) -> Finding:
         says = f"{where} serves other weights than the trainer's: {shares[stale[0]]:.0%} of the tensors differ"
         return fault("weights", "stale_weights", says, SYNC)
     if differ := _placed([rank.differ or () for rank in seen.weights]):
-        return fault("weights", "corrupted_layer", f"not what the trainer has: {_some(differ)}", SYNC)
+        return fault("weights", "corrupted_layer", f"not what the trainer has: {some(differ)}", SYNC)
     if seen.weights[0].compared is not None:
         compared = sum(rank.compared or 0 for rank in seen.weights)
         every = sum(rank.of or 0 for rank in seen.weights)
@@ -159,7 +159,3 @@ def _placed(ranks: Sequence[Sequence[str]]) -> list[str]:
     """The words on all ranks in one list, with the rank if there are several."""
     several = len(ranks) > 1
     return [f"{text} (rank {rank})" if several else text for rank, texts in enumerate(ranks) for text in texts]
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} others' if len(names) > 3 else ''}"

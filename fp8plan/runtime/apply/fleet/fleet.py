@@ -12,7 +12,7 @@ weights. runtime.apply.fleet.sync merges the replicas' answers in a sync, runtim
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -24,17 +24,15 @@ from fp8plan.runtime.apply.engine.launch import Launch, launch, workers_of
 from fp8plan.runtime.apply.engine.options import arguments_of
 from fp8plan.runtime.apply.fleet.members import Calls, Members, Terms
 from fp8plan.runtime.apply.fleet.placement import FleetGuard
-from fp8plan.runtime.apply.fleet.report import Finished, Routing
+from fp8plan.runtime.apply.fleet.report import Routing
 from fp8plan.runtime.apply.fleet.rollouts import Requests, Rollouts
 from fp8plan.runtime.apply.fleet.routing import mean_response
-from fp8plan.runtime.apply.fleet.sync import Kept
 from fp8plan.runtime.apply.weight_sync.calls import Call, Procedure, Restart, driven, rpc
 from fp8plan.runtime.apply.weight_sync.kv_calibration import rescaled
 from fp8plan.runtime.apply.weight_sync.nccl import RemoteSource
-from fp8plan.runtime.apply.weight_sync.procedure import replace_weights
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
-from fp8plan.runtime.apply.weight_sync.state import Event, SyncState, generating, refuse_dead, refuse_shut_down
+from fp8plan.runtime.apply.weight_sync.state import Event, generating, refuse_dead, refuse_shut_down
 from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation, rollout_fields
@@ -42,7 +40,6 @@ from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation, ro
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
     from fp8plan.model.setup import EngineSetup
-    from fp8plan.runtime.apply.weight_sync.manifest import Manifest
     from fp8plan.runtime.apply.weight_sync.nccl import Rendezvous
     from fp8plan.runtime.watch.guard.guard import Guard, Verdict
 
@@ -67,12 +64,10 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         members: Members,
         *,
         expected_tokens: float = 1.0,
-        keep_weights: bool = True,
     ) -> None:
         super().__init__(launched, settings, None, members.terms.guard or GuardSettings())
-        self._members, self._keep = members, keep_weights
+        self._members = members
         self._rollouts = Rollouts(members, expected_tokens)
-        self._kept: Kept | None = None
         self._met: tuple[list[int], int] | None = None  # the line-up that met a trainer over NCCL
         self._waiting: set[int] = set()
         try:
@@ -95,7 +90,6 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         keep_bf16: tuple[int, int] = (0, 0),
         precisions: Sequence[str] | None = None,
         expected_tokens: float = 1.0,
-        keep_weights: bool = True,
         cpus_per_replica: float = 1.0,
         wait_s: float = 60.0,
         env: Mapping[str, str] | None = None,
@@ -106,8 +100,6 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         model_path:       folder or Hugging Face id of the BF16 checkpoint, at hand on every host
         replicas:         number of replicas; None: the setup's data_parallel_size
         expected_tokens:  tokens to expect of a response to a new prompt
-        keep_weights:     keep what the last sync sent in Ray's object store, from which `replace` gives a new replica
-                          its weights: as many bytes of host memory, during a sync twice as many
         cpus_per_replica: CPUs that Ray reserves for each replica
         wait_s:           seconds to wait until Ray's cluster has free places
         env:              environment variables of the replicas, beside their host's
@@ -125,7 +117,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         )
         count = whole("replicas", setup.limits.data_parallel_size if replicas is None else replicas)
         members = Members(count, terms)
-        return cls(launched, settings, members, expected_tokens=expected_tokens, keep_weights=keep_weights)
+        return cls(launched, settings, members, expected_tokens=expected_tokens)
 
     @classmethod
     def from_plan(
@@ -177,15 +169,12 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         refuse_shut_down(self.state)
         return self._rollouts.rollout(self.state)
 
-    def replace(self, number: int) -> bool:
-        """Start another replica in the place of one that died, or still lives. Returns whether it serves now.
+    def replace(self, number: int) -> None:
+        """Start another replica in the place of one that died, or still lives. It serves from the next sync on.
 
-        It gets the kept stream of the last sync, or the trainer's copy (SyncSettings.delta), checked again, and the KV
-        scales of the others. If nothing is kept (keep_weights=False, NCCL) or nothing serves, it waits for the
-        next sync.
+        Before the first sync it serves at once, with the checkpoint's weights and the KV scales of the others.
 
-        Raises ConfigError for an unknown number, NotServingError if no replica lives (then sync_weights starts all),
-        SyncError if the new one does not take the weights.
+        Raises ConfigError for an unknown number, NotServingError if no replica lives (then sync_weights starts all).
         """
         refuse_shut_down(self.state)
         if not isinstance(number, int) or not 0 <= number < self._members.count:
@@ -195,15 +184,15 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
             try:
                 self._waiting.add(number)  # first of all, so that it never serves without the weights, whatever fails
                 self.state.prepared.clear()  # the new one has not seen any manifest
+                self.state.base = None  # nor the weights that a patch changes, so the next sync sends all
                 self._members.stop([number])
                 self._members.start([number], self.launch)
                 self._remind()
-                if self.state.refusal is None and (self.state.version == 0 or self._held() is not None):
-                    self._seed(number)
+                if self.state.refusal is None and self.state.version == 0:
+                    driven(rescaled(self.state), Calls(self._members, [number]).answer)
                     self._waiting.discard(number)
             finally:
                 self._count_dead()
-        return number in self.serves
 
     @property
     def replicas(self) -> int:
@@ -232,14 +221,8 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
 
     @property
     def routing(self) -> Routing | None:
-        """The routing of the last rollout beside the planner's static split; None before the first.
-
-        Both makespans are worked out when it is read.
-        """
-        done = self._judged()
-        if done is None:
-            return None
-        return done.routing(super().engine_facts(), self.replicas, self._guard_settings.anchor)
+        """The routing of the last rollout beside the planner's static split; None before the first."""
+        return self._judged()
 
     @property
     def verdicts(self) -> dict[int, Verdict | None]:
@@ -279,7 +262,6 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         """Stop all replicas and give their places back, for good: every later call raises LostEngineError."""
         self.state.note(Event.CLOSE)
         self._members.close()
-        self._kept = None
 
     def sizes(self) -> tuple[int, int]:
         return self._members.sizes
@@ -341,7 +323,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         refuse_shut_down(self.state)
         return self._members.collect(self._members.submit(method, dict.fromkeys(self._members.living, arguments)))
 
-    def _judged(self) -> Finished | None:
+    def _judged(self) -> Routing | None:
         """Return the last rollout once the guards have judged it. Note the reason if one of them cannot."""
         done = self._rollouts.judged()
         if done is not None and self.guard is not None:
@@ -349,7 +331,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         return done
 
     def drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
-        calls = Calls(self._members, keep=self._keep and self.state.settings.delta is None)
+        calls = Calls(self._members)
 
         def reply(call: Call) -> Any:
             if isinstance(call, Restart):
@@ -362,41 +344,10 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
                 self._count_dead()
 
         answer = driven(procedure, reply)
-        if calls.number is not None:  # a sync
+        if calls.synced:
             self._waiting.clear()
-            sent = next(key[0] for key, checked in self.state.prepared.items() if checked.number == calls.number)
-            self._kept = Kept(sent, calls.chunks) if calls.chunks else None
         return answer
 
     def _count_dead(self) -> None:
         if not self._members.living:
             self.state.note(Event.DIE)
-
-    def _held(self) -> tuple[Iterable[Any], Manifest, str | None] | None:
-        """Return the weights that serve: pairs, manifest and stamp; None if they are kept nowhere."""
-        base = self.state.base
-        if base is not None and base.stamp is not None:
-            return base.pairs(), base.manifest, base.stamp
-        if self._kept is not None:
-            return self._kept.pairs(self._members.get), self._kept.manifest, self.state.stamp
-        return None
-
-    def _seed(self, number: int) -> None:
-        """Give a new replica the weights and KV scales that serve. It is lost if it does not take them."""
-        state, calls = self.state, Calls(self._members, [number])
-        try:
-            held = self._held()
-            if held is None:  # the weights of the checkpoint, as in all replicas
-                driven(rescaled(state), calls.answer)
-                return
-            pairs, manifest, stamp = held
-            own = SyncState(replace(state.settings, rollback=None, delta=None), None, state.fp8_kv)
-            own.version, own.expected, own.quantised = state.version - 1, state.expected, state.quantised
-            driven(replace_weights(own, pairs, manifest, kv_known=state.kv_scales, stamp=stamp), calls.answer)
-        except BaseException as error:
-            self._members.lose(number, "it did not take the weights that serve")
-            if isinstance(error, Exception):
-                raise SyncError(
-                    f"replica {number} did not take the weights that serve, and is lost; the others serve them: {error}"
-                ) from error
-            raise

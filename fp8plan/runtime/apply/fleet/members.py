@@ -251,10 +251,6 @@ class Members:
         """Put a value into Ray's object store, once for all who read it."""
         return self._ray.put(value)
 
-    def get(self, reference: Any) -> Any:
-        """Read a value from Ray's object store, without a copy on this host."""
-        return self._ray.get(reference)
-
     def _seeded(self, launched: Launch) -> Launch:
         """Give an engine a seed that no other had.
 
@@ -294,17 +290,16 @@ class Calls:
     """The way of one procedure's Calls to replicas, and of their answers back.
 
     numbers: replicas that are asked; None: all that live
-    keep:    keep the chunks of tensors that a sync loads in the object store
+    synced:  a sync has begun
 
     While replicas load a chunk of tensors, the next one is packed. So sending a chunk returns the answers to the
     one before.
     """
 
-    def __init__(self, members: Members, numbers: Sequence[int] | None = None, keep: bool = False) -> None:
-        self._members, self._numbers, self._keep = members, numbers, keep
+    def __init__(self, members: Members, numbers: Sequence[int] | None = None) -> None:
+        self._members, self._numbers = members, numbers
         self._under_way: tuple[Call, dict[int, Any]] | None = None
-        self.chunks: list[tuple[Sequence[int], Any]] = []
-        self.number: int | None = None  # number of the manifest of the sync that has begun
+        self.synced = False
 
     def answer(self, call: Call) -> Any:
         """Ask the replicas, and return their answer as one. Raises NotServingError if none is left."""
@@ -318,8 +313,7 @@ class Calls:
             late = self._landed()
             if any("error" in answer for answer in late):
                 return late
-        if isinstance(call, Rpc) and method == "fp8plan_begin":
-            self.number, self.chunks = call.arguments[0], []
+        self.synced |= method == "fp8plan_begin"
         numbers, workers = self._asked(), self._members.terms.workers
         parts = {number: (addressed(call, at, len(numbers), workers),) for at, number in enumerate(numbers)}
         return self._collected(call, self._members.submit("answer", parts))
@@ -328,8 +322,6 @@ class Calls:
         """Send a chunk, and return the answers to the one before."""
         numbers, tensors = call.arguments
         reference = self._members.put(packed(tensors))
-        if self._keep and call.method == "fp8plan_load":
-            self.chunks.append((numbers, reference))
         late = self._landed()
         sent = self._members.submit("load", dict.fromkeys(self._asked(), (call.method, numbers, reference)))
         self._under_way = Rpc(call.method), sent

@@ -1,20 +1,14 @@
-"""The report of a fleet's rollout: the replica of each request, compared with the planner's static split."""
+"""The report of a fleet's rollout: its requests by replica, beside the planner's static split."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from fp8plan.errors import Fp8PlanError
-from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.anchor import Anchor, corrected
-from fp8plan.model.profile.library import load_profile
-from fp8plan.model.rollout import rollout, schedules
-from fp8plan.runtime.apply.fleet.routing import Split, consecutive, largest
-from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation, joined, with_pool
+from fp8plan.runtime.apply.fleet.routing import consecutive, largest
+from fp8plan.runtime.watch.guard.observation import Observation, joined
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -23,55 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The routing of one rollout, beside the static split (consecutive parts, as the planner assumes).
+    """The routing of one rollout.
 
-    replicas:        number of the replica that answered each request
+    count:           number of replicas
+    observation:     of all replicas together
+    parts:           replica -> the requests that it answered, in the order in which it got them
+    samples:         responses of each request that have tokens
     expected:        tokens that were expected of each request, over its samples
-    tokens:          tokens generated, over its samples
-    seconds:         wall time of the whole call
     replica_seconds: replica -> wall time of its part, with that of a part that it took over
-    routed_tokens, static_tokens: tokens of the replica with most, as routed and in the static split
-    predicted_routed_s, predicted_static_s: predicted makespans of the lengths that came; None if the cost model cannot
-                     predict them (`off` says why). Their ratio is the gain of routing; only the first was really run
     rerouted:        requests whose replica died, which others then answered
+    judgements:      those of the replicas' guards on their parts; empty until they are asked
     """
 
-    replicas: Sequence[int]
-    expected: Sequence[float]
-    tokens: Sequence[int]
-    seconds: float
-    replica_seconds: Mapping[int, float]
-    routed_tokens: int
-    static_tokens: int
-    predicted_routed_s: float | None
-    predicted_static_s: float | None
-    rerouted: int
-    off: str | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for a record."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        """Return one line for a log."""
-        text = f"{len(self.tokens)} requests in {self.seconds:.3f} s; most tokens of a replica: {self.routed_tokens:,}"
-        text += f" routed, {self.static_tokens:,} split statically"
-        if self.predicted_routed_s is not None and self.predicted_static_s is not None:
-            text += f"; predicted {self.predicted_routed_s:.3f} s and {self.predicted_static_s:.3f} s"
-        return text + (f"; {self.rerouted} requests routed again" if self.rerouted else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The raw figures of a rollout. A Routing is made of them on request.
-
-    observation: of all replicas together
-    parts:       replica -> the requests that it answered, in the order in which it got them
-    samples:     responses of each request that have tokens
-    expected, replica_seconds, rerouted: as in Routing
-    judgements:  those of the replicas' guards on their parts; empty until they are asked
-    """
-
+    count: int
     observation: Observation
     parts: Mapping[int, Sequence[int]]
     samples: Sequence[int]
@@ -81,7 +39,7 @@ class Finished:
     judgements: Mapping[int, Judged] = field(default_factory=dict)
 
     @classmethod
-    def joined(cls, parts: Sequence[Finished]) -> Finished:
+    def joined(cls, parts: Sequence[Routing]) -> Routing:
         """One rollout of several calls, one after the other; not judged so far."""
         by_replica: dict[int, list[int]] = {}
         seconds: dict[int, float] = {}
@@ -93,6 +51,7 @@ class Finished:
                 seconds[number] = seconds.get(number, 0.0) + took_s
             before += len(part.samples)
         return cls(
+            count=parts[0].count,
             observation=parts[0].observation if len(parts) == 1 else joined([part.observation for part in parts]),
             parts=by_replica,
             samples=[count for part in parts for count in part.samples],
@@ -101,7 +60,7 @@ class Finished:
             rerouted=sum(part.rerouted for part in parts),
         )
 
-    def judged(self, judgements: Mapping[int, Judged]) -> Finished:
+    def judged(self, judgements: Mapping[int, Judged]) -> Routing:
         """Return the same with the guards' judgements, and their counts and sampling in the observation."""
         ours = {number: judged for number, judged in judgements.items() if number in self.parts}
         seen = [judged.observation for judged in ours.values() if judged.observation is not None]
@@ -114,50 +73,43 @@ class Finished:
         )
         return replace(self, observation=whole, judgements=ours)
 
-    def routing(self, facts: EngineFacts, count: int, anchor: Anchor | None = None) -> Routing:
-        """Compare both splits. facts: of one replica; count: of replicas; anchor: as for `makespans`"""
-        rows = np.split(np.arange(sum(self.samples)), np.cumsum(self.samples)[:-1])
-        lengths = self.observation.response_lengths
-        tokens = [sum(lengths[row] for row in some) for some in rows]
-        splits: list[Split] = [[list(part) for part in self.parts.values()], consecutive(len(tokens), count)]
+    @property
+    def replicas(self) -> list[int]:
+        """The replica that answered each request."""
         owner = {request: replica for replica, part in self.parts.items() for request in part}
-        predicted: list[float | None] = [None, None]
-        off = None
-        try:
-            by_row = [[np.concatenate([rows[n] for n in part]) for part in split if part] for split in splits]
-            predicted = [*makespans(facts, self.observation, by_row, anchor)]
-        except Fp8PlanError as error:
-            off = str(error)
-        return Routing(
-            replicas=[owner[request] for request in range(len(tokens))],
-            expected=self.expected,
-            tokens=tokens,
-            seconds=self.observation.seconds,
-            replica_seconds=self.replica_seconds,
-            routed_tokens=int(largest(splits[0], tokens)),
-            static_tokens=int(largest(splits[1], tokens)),
-            predicted_routed_s=predicted[0],
-            predicted_static_s=predicted[1],
-            rerouted=self.rerouted,
-            off=off,
-        )
+        return [owner[request] for request in range(len(self.samples))]
 
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens generated for each request, over its samples."""
+        lengths = self.observation.response_lengths
+        return [sum(lengths[start:stop]) for start, stop in pairwise(accumulate(self.samples, initial=0))]
 
-def makespans(
-    facts: EngineFacts, seen: Observation, splits: Sequence[Sequence[Any]], anchor: Anchor | None = None
-) -> list[float]:
-    """Predict the makespan of each split of the responses that came, in seconds: of its slowest replica.
+    @property
+    def routed_tokens(self) -> int:
+        """The tokens of the replica with most."""
+        return int(largest([list(part) for part in self.parts.values()], self.tokens))
 
-    facts:  of one replica
-    splits: for each the rows of every replica
-    anchor: corrects the profile; None: the profile stands alone
+    @property
+    def static_tokens(self) -> int:
+        """The tokens of the replica with most, had the batch been split into consecutive parts."""
+        return int(largest(consecutive(len(self.samples), self.count), self.tokens))
 
-    Raises ProfileError, ConfigError or CapacityError if the cost model cannot predict this engine.
-    """
-    batch = seen.batch
-    setup = with_pool(facts.setup.holding(batch.longest), seen.kv_cache_tokens)
-    profile, _ = load_profile(find_gpu(facts.gpu), facts.engine_version)
-    profile = corrected(profile, anchor, facts.host_loop_s)
-    memory, model = setup.memory(batch.longest), setup.step_model(profile)
-    parts = ([batch.take(rows) for rows in split] for split in splits)
-    return [rollout(schedules(part, memory.kv, setup.limits), model).makespan_s for part in parts]
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for a record."""
+        return {
+            "replicas": self.replicas,
+            "expected": list(self.expected),
+            "tokens": self.tokens,
+            "seconds": self.observation.seconds,
+            "replica_seconds": dict(self.replica_seconds),
+            "routed_tokens": self.routed_tokens,
+            "static_tokens": self.static_tokens,
+            "rerouted": self.rerouted,
+        }
+
+    def __str__(self) -> str:
+        """Return one line for a log."""
+        text = f"{len(self.samples)} requests in {self.observation.seconds:.3f} s; most tokens of a replica: "
+        text += f"{self.routed_tokens:,} routed, {self.static_tokens:,} split statically"
+        return text + (f"; {self.rerouted} requests routed again" if self.rerouted else "")

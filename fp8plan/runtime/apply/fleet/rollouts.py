@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fp8plan.errors import ConfigError, NotServingError
 from fp8plan.runtime.apply.engine.judge import How
 from fp8plan.runtime.apply.fleet.members import Members
-from fp8plan.runtime.apply.fleet.report import Finished
+from fp8plan.runtime.apply.fleet.report import Routing
 from fp8plan.runtime.apply.fleet.routing import SeenLengths, given_lengths, routed
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.watch.guard.observation import observation_of
@@ -78,9 +78,9 @@ class Rollouts:
     def __init__(self, members: Members, expected_tokens: float) -> None:
         self._members = members
         self._seen = SeenLengths(expected_tokens)
-        self._last: Finished | None = None
+        self._last: Routing | None = None
         self.opened = False
-        self._open: list[Finished] | None = None  # the calls of the open rollout
+        self._open: list[Routing] | None = None  # the calls of the open rollout
         self._followed: object = None  # the weights of the last rollout; None: a step has followed
 
     @contextmanager
@@ -89,7 +89,7 @@ class Rollouts:
         if self._open is not None:
             yield
             return
-        calls: list[Finished] = []
+        calls: list[Routing] = []
         self._last = self._last if self.opened else None
         self.opened, self._open, broken = True, calls, True
         try:
@@ -101,7 +101,7 @@ class Rollouts:
         if calls:
             weights = ("weights", state.version)
             before = [self._last] if self._last is not None and self._followed == weights else []
-            self._last, self._followed = Finished.joined([*before, *calls]), weights
+            self._last, self._followed = Routing.joined([*before, *calls]), weights
 
     @property
     def how(self) -> How:
@@ -132,7 +132,8 @@ class Rollouts:
         if how == "alone":
             self._last = None
         if any(samples) and how != "beside":
-            finished = Finished(
+            finished = Routing(
+                count=self._members.count,
                 observation=observation_of(done.outputs, seconds),
                 parts=done.parts,
                 samples=[len(some) for some in samples],
@@ -147,7 +148,7 @@ class Rollouts:
             self._seen.learn(names, [sum(some) / max(1, len(some)) for some in samples])
         return done.outputs
 
-    def judged(self) -> Finished | None:
+    def judged(self) -> Routing | None:
         """Return the last rollout once the replicas' guards have judged it; None before the first."""
         if self._last is not None and not self._last.judgements:
             judging = self._members.submit("judgement", dict.fromkeys(self._last.parts, ()))

@@ -8,13 +8,11 @@ A replica that dies drops out, and the others go on. Nothing here does input or 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Method, Rpc
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest, dtype_name, dtype_named, gathered
+from fp8plan.runtime.apply.weight_sync.manifest import dtype_name, dtype_named, gathered
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,24 +100,3 @@ def unpacked(parts: Sequence[Packed]) -> list[torch.Tensor]:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         flat = [torch.from_numpy(part.data) for part in parts]
     return [bits.view(dtype_named(part.dtype)).view(part.shape) for bits, part in zip(flat, parts, strict=True)]
-
-
-@dataclass(slots=True)
-class Kept:
-    """The stream of one sync, kept in the object store for new replicas.
-
-    manifest: entries of the tensors sent
-    chunks:   (numbers in the manifest, reference to their Packed tensors), in order
-    """
-
-    manifest: Manifest
-    chunks: list[tuple[Sequence[int], Any]]
-
-    def pairs(self, fetch: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names and tensors again. fetch: reads a reference. Raises ConfigError if one is gone."""
-        for numbers, reference in self.chunks:
-            try:
-                tensors = unpacked(fetch(reference))
-            except Exception as error:
-                raise ConfigError(f"the weights are no longer in Ray's object store: {error}") from error
-            yield from zip((self.manifest[number].name for number in numbers), tensors, strict=True)

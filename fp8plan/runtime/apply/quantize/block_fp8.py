@@ -24,7 +24,6 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.precision import E4M3_MAX
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 BLOCK = 128
@@ -50,61 +49,22 @@ def stands_alone(shape: Sequence[int], rows: slice, columns: slice) -> bool:
     return all(part.start % BLOCK == 0 and (part.stop % BLOCK == 0 or part.stop == size) for size, part in sides)
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_into(source: Tensor, q_out: Tensor, scale_out: Tensor) -> None:
     """Quantise weights [..., N, K] in bf16, fp16 or fp32. Leading dimensions, experts for example, are done together.
 
-    Returns q, E4M3 [..., N, K], and scale, FP32 [..., ceil(N/128), ceil(K/128)]. Raises ConfigError for other weights.
-    """
-    import torch
-
-    check_weight(weight)
-    q = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scales = (*weight.shape[:-2], *scale_shape(*weight.shape[-2:]))
-    scale = torch.empty(scales, dtype=torch.float32, device=weight.device)
-    quantize_into(weight, q, scale)
-    return q, scale
-
-
-def quantize_into(source: Tensor, q_out: Tensor, scale_out: Tensor) -> None:
-    """Quantise as `quantize` into tensors of any strides: rows or columns of a fused weight, for example.
+    q_out, scale_out: E4M3 [..., N, K] and FP32 [..., ceil(N/128), ceil(K/128)], of any strides: rows or columns of a
+                      fused weight, for example
 
     Raises ConfigError for other shapes and dtypes.
     """
     check_weight(source)
     check_quantized(q_out, scale_out)
-    check_shape(source, q_out)
+    if source.shape != q_out.shape:
+        raise ConfigError(f"the weight is {list(source.shape)} and q {list(q_out.shape)}; give two of one shape")
     for scale, tiles, q in _tiles(scale_out, source.detach(), q_out):
         amax = tiles.abs().amax(dim=(-3, -1), keepdim=True).float().clamp(min=AMAX_FLOOR)
         scale.copy_(amax / E4M3_MAX)
         q.copy_(tiles * (1.0 / scale))
-
-
-def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the weights q * scale [..., N, K], multiplied in FP32 and rounded to `dtype` (bf16 unless given).
-
-    Raises ConfigError if q and scale are not what `quantize` returns.
-    """
-    import torch
-
-    check_quantized(q, scale)
-    weight = torch.empty(q.shape, dtype=dtype or torch.bfloat16, device=q.device)
-    for factor, tiles, out in _tiles(scale, q, weight):
-        out.copy_(tiles.float() * factor)
-    return weight
-
-
-def relative_error(weight: Tensor, q: Tensor, scale: Tensor) -> float:
-    """Return the RMS of q * scale - weight over that of the weight: 0.0264 for Gaussian weights, 0 for zeros.
-
-    Waits for the GPU. Raises ConfigError if the three do not belong together.
-    """
-    import torch
-
-    check_weight(weight)
-    check_shape(weight, q)
-    exact = weight.detach().float()
-    error, size = (matrix.norm().item() for matrix in (dequantize(q, scale, torch.float32) - exact, exact))
-    return error / size if error else 0.0
 
 
 def _tiles(scale: Tensor, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -144,12 +104,6 @@ def check_quantized(q: Tensor, scale: Tensor) -> None:
     expected = (*q.shape[:-2], *scale_shape(*q.shape[-2:]))
     if scale.shape != expected or scale.dtype != torch.float32:
         raise ConfigError(f"scale is {described(scale)}; for q {list(q.shape)} it is torch.float32 {list(expected)}")
-
-
-def check_shape(weight: Tensor, q: Tensor) -> None:
-    """Raises ConfigError unless weight and q have one shape."""
-    if weight.shape != q.shape:
-        raise ConfigError(f"the weight is {list(weight.shape)} and q {list(q.shape)}; give two of one shape")
 
 
 def described(tensor: Tensor) -> str:

@@ -60,7 +60,8 @@ _FLOOR_BITS = tl.constexpr(int(np.float32(AMAX_FLOOR).view(np.int32)))
 
 def addresses(*tensors: Sequence[Tensor]) -> np.ndarray:
     """Tabulate sequences of equal length: row i has address and row stride of the i-th tensor of each sequence."""
-    rows = [[number for tensor in place for number in _address(tensor)] for place in zip(*tensors, strict=True)]
+    places = zip(*tensors, strict=True)
+    rows = [[number for tensor in place for number in (tensor.data_ptr(), tensor.stride(0))] for place in places]
     return np.array(rows, dtype=np.int64).reshape(len(rows), 2 * len(tensors))
 
 
@@ -127,10 +128,6 @@ def moved(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 def _bits(dtype: torch.dtype) -> dict[str, Any]:
     return dict(zip(("BITS", "MAGNITUDE", "NOT_FINITE"), BITS[dtype], strict=True))
-
-
-def _address(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.stride(0)
 
 
 def _as_copied(source: Tensor, out: Tensor) -> Key:

@@ -132,7 +132,6 @@ def replace_weights(
     kv_source: str = "calibration prompts",
     scored: Scored | None = None,
     kv_known: Scales | None = None,
-    stamp: str | None = None,
 ) -> Generator[Call, Any, SyncReport]:
     """Send `source` (see manifest_of) and make it serve. The engine answers each Call.
 
@@ -141,7 +140,6 @@ def replace_weights(
     kv_source:  where those prompts come from, for the report
     scored:     a sequence that the new weights must score as the trainer has
     kv_known:   KV scales of another replica with these weights, taken over instead of measured
-    stamp:      name of this state of the weights, as other replicas have it; None: a new one
 
     Raises SyncError; its message says which weights serve.
     """
@@ -177,7 +175,7 @@ def replace_weights(
         used = yield from readied(state, kv_amax, kv_prompts, kv_source, kv_known, seconds)
         with _timed(seconds, "score"):
             score = None if scored is None else (yield from _score(scored, state.settings.scored_k3))
-            state.stamp = sending.stamp or stamp or uuid4().hex
+            state.stamp = sending.stamp or uuid4().hex
             yield from rpc("fp8plan_commit", state.stamp)
             if state.base is not None:
                 state.base.commit(state.stamp)

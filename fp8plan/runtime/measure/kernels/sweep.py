@@ -105,7 +105,7 @@ def sweep(points: Sequence[Point], prepare: Prepare, output: Path, *, seconds: f
 def remaining(points: Sequence[Point], output: Path) -> list[Point]:
     """The points that `output` lacks, earlier failures last. A torn last line is cut off."""
     for file in (output, failed_file(output)):
-        if lost := file.exists() and jsonl.repair(file).cut:
+        if lost := file.exists() and jsonl.append(file, b"").cut:
             note(f"{file}: the last line was torn ({lost} bytes) and is cut off")
     done, failed = ({row["key"] for row in jsonl.rows(file)} for file in (output, failed_file(output)))
     return sorted((point for point in points if point.key not in done), key=lambda point: point.key in failed)

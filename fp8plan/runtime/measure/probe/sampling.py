@@ -8,9 +8,9 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from fp8plan import jsonl
 from fp8plan.checks import in_range, whole
 from fp8plan.errors import ConfigError
-from fp8plan.jsonl import read
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.apply.engine.launch import held_back
@@ -173,7 +173,7 @@ Prompt = Sequence[int] | str | Mapping[str, Any]
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Read prompts, one of FORMS in each line. Raises ConfigError that names the first other line."""
-    lines = read(path, "file of prompts", hint=f"allowed: {FORMS}").rows
+    lines = list(jsonl.lines(path, "file of prompts", f"allowed: {FORMS}", whole=True))
     if not lines:
         raise ConfigError(f"{path} holds no prompts; allowed: lines like {FORMS}")
     return [_prompt(row, f"line {number} of {path}") for number, row in lines]

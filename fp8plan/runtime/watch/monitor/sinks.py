@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 
 from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError, warn
-from fp8plan.jsonl import Ended, append, line, repair, to_disk, torn_path
+from fp8plan.jsonl import Ended, append, line, to_disk, torn_path
 
 Record = Mapping[str, Any]  # one step, a line of the run file
 PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN)  # errors that may pass
@@ -77,7 +77,7 @@ class JsonLines:
 
     def open(self) -> None:
         try:
-            self._took(repair(self.path))
+            self._took(append(self.path, b""))
         except OSError as error:
             if error.errno in PASSING:
                 return  # the first record tries again

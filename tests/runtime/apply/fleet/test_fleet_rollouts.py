@@ -11,7 +11,7 @@ from fleet_fakes import FakeLaunch, FakeReplica, made
 
 from fp8plan.runtime.apply.engine.judge import How, Judge
 from fp8plan.runtime.apply.fleet.members import Replica
-from fp8plan.runtime.apply.fleet.report import Finished
+from fp8plan.runtime.apply.fleet.report import Routing
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.watch.guard.guard import Judged
 from fp8plan.runtime.watch.guard.observation import Observation
@@ -70,9 +70,10 @@ def test_a_fleets_rollout_is_all_calls_in_it_and_none_outside(fleet: Any) -> Non
 
 
 def test_calls_of_a_rollout_are_one_in_the_report() -> None:
-    first = Finished(Observation(3.0, [1, 1, 1], [4, 5, 6]), {0: [0], 1: [1]}, [1, 2], [9.0, 9.0], {0: 3.0, 1: 2.0}, 1)
-    last = Finished(Observation(2.0, [1], [7]), {1: [0]}, [1], [8.0], {1: 2.0}, 0)
-    both = Finished.joined([first, last])
+    earlier, later = Observation(3.0, [1, 1, 1], [4, 5, 6]), Observation(2.0, [1], [7])
+    first = Routing(2, earlier, {0: [0], 1: [1]}, [1, 2], [9.0, 9.0], {0: 3.0, 1: 2.0}, 1)
+    last = Routing(2, later, {1: [0]}, [1], [8.0], {1: 2.0}, 0)
+    both = Routing.joined([first, last])
     assert (both.parts, both.samples, both.expected) == ({0: [0], 1: [1, 2]}, [1, 2, 1], [9.0, 9.0, 8.0])
     assert (both.replica_seconds, both.rerouted) == ({0: 3.0, 1: 4.0}, 1)
     assert (both.observation.seconds, list(both.observation.response_lengths)) == (5.0, [4, 5, 6, 7])

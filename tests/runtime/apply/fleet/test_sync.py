@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import SyncError
 from fp8plan.runtime.apply.fleet.members import Calls
-from fp8plan.runtime.apply.fleet.sync import Kept, Packed, addressed, merged, packed, unpacked
+from fp8plan.runtime.apply.fleet.sync import addressed, merged, packed, unpacked
 from fp8plan.runtime.apply.weight_sync.calls import Generate, Rpc, driven, rpc
 from fp8plan.runtime.apply.weight_sync.procedure import replace_weights
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
@@ -35,7 +35,7 @@ def fresh(**settings: Any) -> SyncState:
 
 
 def synced(members: FakeMembers, state: SyncState, value: float, **more: Any) -> Calls:
-    calls = Calls(members, keep=True)  # type: ignore[arg-type]
+    calls = Calls(members)  # type: ignore[arg-type]
     driven(replace_weights(state, sent(value), kv_prompts=PROMPTS, **more), calls.answer)
     return calls
 
@@ -106,7 +106,7 @@ def test_a_sync_is_read_once_and_serves_everywhere() -> None:
     assert members.put_count == len(MANIFEST)  # one chunk for each tensor, whatever the number of replicas
     assert state.version == 1
     assert state.refusal is None
-    assert len(calls.chunks) == len(MANIFEST)
+    assert calls.synced
 
 
 def test_all_have_the_scales_of_the_largest_magnitudes() -> None:
@@ -197,26 +197,3 @@ def test_without_a_copy_a_refusal_leaves_nobody_serving() -> None:
     synced(members, state, 6.0)
     assert [replica.weights for replica in members.living.values()] == [{"w": 6.0, "v": 6.0}] * 2
     assert state.refusal is None
-
-
-def test_a_new_replica_is_given_what_the_others_serve() -> None:
-    members, state = FakeMembers(2), fresh()
-    calls = synced(members, state, 5.0)
-    newcomer = FakeMembers(1)
-    own = SyncState(state.settings, None, fp8_kv=True, version=state.version - 1)
-    (manifest,) = {key[0] for key in state.prepared}
-    pairs = Kept(manifest, calls.chunks).pairs(lambda reference: reference)
-    again = Calls(newcomer, [0])  # type: ignore[arg-type]
-    report = driven(replace_weights(own, pairs, manifest, kv_known=state.kv_scales), again.answer)
-    assert newcomer.living[0].weights == members.living[0].weights
-    assert newcomer.living[0].scales == state.kv_scales
-    assert (report.version, report.kv_source) == (1, "another replica")
-    assert not [name for name, _ in newcomer.living[0].heard if name == "fp8plan_record_amax"]  # nothing is measured
-
-
-def test_a_stream_that_is_gone_is_a_clear_error() -> None:
-    def fetch(reference: Any) -> list[Packed]:
-        raise RuntimeError("ObjectLostError")
-
-    with pytest.raises(ValueError, match="the weights are no longer in Ray's object store: ObjectLostError"):
-        list(Kept((), [([0], None)]).pairs(fetch))

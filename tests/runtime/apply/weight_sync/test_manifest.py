@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from block_weights import quantize
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.apply.quantize.block_fp8 import quantize
 from fp8plan.runtime.apply.weight_sync.manifest import (
     FORMATS,
     SCALE_SUFFIX,

@@ -9,10 +9,10 @@ import pytest
 
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.risk.fit import read_observations
 from fp8plan.model.risk.theory import setting_of
 from fp8plan.runtime.measure.probe.results import Interval, Probe, Probed, append_observations, observations
 from fp8plan.runtime.measure.probe.sampling import SampleSettings
+from tools.risk_report import read_observations
 
 LFM2 = {
     "model_type": "lfm2", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "vocab_size": 65536,

@@ -22,7 +22,6 @@ from fp8plan import cli
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS
-from fp8plan.model.risk.fit import read_observations
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.measure.probe import probe as probe_module
 from fp8plan.runtime.measure.probe.probe import Probe, compared, probe
@@ -30,6 +29,7 @@ from fp8plan.runtime.measure.probe.reference import Reference
 from fp8plan.runtime.measure.probe.results import Interval, Probed, append_observations, columns, observations
 from fp8plan.runtime.measure.probe.sampling import Sampled, SampleSettings, read_prompts
 from fp8plan.views.findings import probe_report
+from tools.risk_report import read_observations
 
 torch = pytest.importorskip("torch")
 vllm = pytest.mark.vllm
@@ -218,9 +218,8 @@ def test_rounding_explains_the_mismatch(
 
 def round_linears(body: Any) -> None:
     """Weights of its decoder layers to E4M3 by block, and activations by groups of 128, as vLLM's fp8_per_block."""
+    from block_weights import dequantize, quantize
     from fp8plan_cpu_kernels import quantised_activations
-
-    from fp8plan.runtime.apply.quantize.block_fp8 import dequantize, quantize
 
     for module in body.layers.modules():
         if isinstance(module, torch.nn.Linear):

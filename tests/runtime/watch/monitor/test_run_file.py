@@ -27,7 +27,7 @@ from simulated_run import simulated
 
 from fp8plan import jsonl as record
 from fp8plan.errors import ConfigError
-from fp8plan.jsonl import append, line, repair, torn_path
+from fp8plan.jsonl import append, line, torn_path
 from fp8plan.runtime.watch.monitor.record import DECODER, RunReader
 from fp8plan.runtime.watch.monitor.steps import Steps
 from fp8plan.schemas import K3
@@ -79,7 +79,7 @@ def test_fifty_writers_killed_at_any_time_lose_no_record_but_the_one_in_flight(t
         reader.read()  # readable as the kill has left it
         assert said == list(range(first, len(reader.steps)))[: len(said)]  # all that was said to be written is there
         assert len(reader.steps) - (said[-1] + 1) <= 1  # and the one in flight, perhaps
-        torn += repair(path).cut > 0
+        torn += append(path, b"").cut > 0
     assert (reader.skipped, reader.replaced) == (0, 0)
     assert checks(reader) == [(n, 7 * n) for n in range(len(reader.steps))]
     assert steps(path) == list(range(len(reader.steps)))
@@ -108,9 +108,9 @@ def test_a_line_cut_anywhere_is_repaired_to_the_last_whole_one_and_kept_beside(
 def test_a_long_torn_line_is_cut_at_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(line(row(0)) + b"x" * 200_000)
-    assert repair(path) == (200_000, 200_000 + len(line(row(0))), len(line(row(0))))
+    assert append(path, b"") == (200_000, 200_000 + len(line(row(0))), len(line(row(0))))
     assert path.read_bytes() == line(row(0))
-    assert repair(path).cut == 0
+    assert append(path, b"").cut == 0
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def test_a_reader_follows_a_file_that_grows_is_rewound_and_is_begun_anew(tmp_pat
     path = tmp_path / "run.jsonl"
     with pytest.raises(ConfigError, match=r"run\.jsonl.*Monitor"):
         RunReader(path).read()
-    repair(path)  # makes it
+    append(path, b"")  # makes it
     reader = RunReader(path)
     assert (reader.read(), len(reader.steps)) == (0, 0)
     for step in range(5):

@@ -16,11 +16,24 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.doctor.over_http.client import GIVE_URL, CannotLook, shown
+from fp8plan.schemas import checked
 
 Samples = Mapping[str, Sequence[tuple[Mapping[str, str], str]]]  # name -> (labels, value) of each sample
 
 SAMPLE: Final = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.M)  # Prometheus's text format
 LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# Fact -> its place in vLLM's configuration. The last that a server has counts.
+SETTINGS: Final = (
+    ("enforce_eager", "model_config", "enforce_eager"),
+    ("logprobs_mode", "model_config", "logprobs_mode"),
+    ("quantization", "model_config", "quantization"),
+    ("routed_experts", "model_config", "enable_return_routed_experts"),
+    ("routed_experts", "aux_output_config", "enable_return_routed_experts"),  # from 0.31 on
+    ("cudagraph_mode", "compilation_config", "cudagraph_mode"),
+    ("device", "device_config", "device"),
+    ("experts", "parallel_config", "is_moe_model"),
+    ("weight_transfer", "weight_transfer_config", "backend"),
+)
 # Values of vLLM's CUDAGraphMode in JSON.
 GRAPHS: Final = {
     "0": "NONE",
@@ -82,10 +95,8 @@ class Scales(Struct):
 
     k: float
     v: float
-    q: float | UnsetType = UNSET
     k_host: float | UnsetType = UNSET
     v_host: float | UnsetType = UNSET
-    q_host: float | UnsetType = UNSET
 
 
 class KvScales(Struct):
@@ -112,60 +123,10 @@ class Status(Struct):
     kv_scales: KvScales | None = None
 
 
-class ModelConfig(Struct):
-    """vLLM's configuration of a model."""
-
-    enforce_eager: bool | UnsetType = UNSET
-    logprobs_mode: str | UnsetType = UNSET
-    quantization: str | UnsetType | None = UNSET
-    enable_return_routed_experts: bool | UnsetType = UNSET
-
-
-class AuxOutputConfig(Struct):
-    """vLLM's configuration of what is returned beside tokens, which has a field of the model's from 0.31 on."""
-
-    enable_return_routed_experts: bool | UnsetType = UNSET
-
-
-class CompilationConfig(Struct):
-    """vLLM's configuration of CUDA graphs."""
-
-    cudagraph_mode: int | str | list[int] | UnsetType | None = UNSET
-
-
-class DeviceConfig(Struct):
-    """vLLM's configuration of the device."""
-
-    device: str | UnsetType = UNSET
-
-
-class ParallelConfig(Struct):
-    """vLLM's configuration of ranks."""
-
-    is_moe_model: bool | UnsetType | None = UNSET
-
-
-class TransferConfig(Struct):
-    """vLLM's configuration of weight updates."""
-
-    backend: str | None = None
-
-
-class Config(Struct):
-    """vLLM's configuration."""
-
-    model_config: ModelConfig | None = None
-    aux_output_config: AuxOutputConfig | None = None
-    compilation_config: CompilationConfig | None = None
-    device_config: DeviceConfig | None = None
-    parallel_config: ParallelConfig | None = None
-    weight_transfer_config: TransferConfig | UnsetType | None = UNSET
-
-
 class Info(Struct):
     """The answer of /server_info. vllm_config: text from a server that does not know config_format"""
 
-    vllm_config: Config | str | None = None
+    vllm_config: dict[str, Any] | str | None = None
 
 
 class Entry(Struct):
@@ -234,33 +195,32 @@ def _count(name: str, text: str) -> float:
 
 
 def facts_of(info: Info, metrics: Samples) -> dict[str, Any]:
-    """Facts from a server's own pages, under the names of runtime.apply.worker.facts."""
-    config = info.vllm_config if isinstance(info.vllm_config, Config) else Config()
-    model, transfer = config.model_config or ModelConfig(), config.weight_transfer_config
-    graphs = (config.compilation_config or CompilationConfig()).cudagraph_mode
-    experts = (config.parallel_config or ParallelConfig()).is_moe_model
-    facts = Facts(
-        enforce_eager=model.enforce_eager,
-        logprobs_mode=model.logprobs_mode,
-        quantization=model.quantization,
-        e8m0=None if model.quantization is None else UNSET,  # no weights are FP8
-        cudagraph_mode=UNSET if graphs is UNSET else GRAPHS.get(str(graphs)),
-        device=(config.device_config or DeviceConfig()).device,
-        experts=UNSET if experts is None else experts,
-        routed_experts=(config.aux_output_config or model).enable_return_routed_experts,
-        weight_transfer=transfer.backend if isinstance(transfer, TransferConfig) else transfer,
-    )
+    """Facts from a server's own pages, under the names of runtime.apply.worker.facts.
+
+    Raises CannotLook for a setting of another type than vLLM's.
+    """
+    settings = info.vllm_config if isinstance(info.vllm_config, dict) else {}
+    facts: dict[str, Any] = {}
+    for fact, config, field in SETTINGS:
+        part = settings.get(config)
+        if isinstance(part, dict) and field in part:
+            facts[fact] = part[field]
+    if settings.get("weight_transfer_config", "unknown") is None:
+        facts["weight_transfer"] = None
+    if "cudagraph_mode" in facts:
+        facts["cudagraph_mode"] = GRAPHS.get(str(facts["cudagraph_mode"]))
+    if facts.get("experts", True) is None:
+        del facts["experts"]
+    if facts.get("quantization", "") is None:
+        facts["e8m0"] = None  # no weights are FP8
     cache = [labels.get("cache_dtype") for labels, _ in metrics.get("vllm:cache_config_info", ())]
-    fields = plain(facts)
     if cache and cache[0]:
-        fields["kv_cache_dtype"] = cache[0]
-    return fields
-
-
-def plain(answer: Struct) -> dict[str, Any]:
-    """The fields of an answer as plain data."""
-    fields: dict[str, Any] = msgspec.to_builtins(answer)
-    return fields
+        facts["kv_cache_dtype"] = cache[0]
+    try:
+        checked(facts, Facts, "/server_info")
+    except ConfigError as error:
+        raise CannotLook(f"{shown(error)}; {GIVE_URL}") from None
+    return facts
 
 
 def output_of(answer: Completion, prompt: Sequence[int], settings: Mapping[str, Any]) -> Any:

@@ -10,13 +10,12 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from functools import partial
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
-from io import BufferedReader, RawIOBase
+from threading import Timer
 from time import monotonic
 from typing import Any, Final, TypeVar
-from urllib.error import HTTPError
-from urllib.request import HTTPHandler, HTTPSHandler, Request, build_opener
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import msgspec
@@ -41,7 +40,7 @@ class CannotLook(ConfigError):
 
 
 class Refused(ConfigError):
-    """An answer with an error's status, such as 404 for a page that this server does not have."""
+    """An answer with another status than success, such as 404 for a page that this server does not have."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -91,10 +90,9 @@ class Server:
         until = self._until if body is not None else min(self._until, begun + PAGE_S)
         try:
             return self._answer(where, body, until)
-        except HTTPError as error:
-            with error:
-                raise Refused(f"{where} answers {error.code}: {_beginning(error)}{_typed(error)}", error.code) from None
         except (OSError, HTTPException, ValueError) as error:
+            if isinstance(error, Refused):
+                raise
             if monotonic() < until:
                 raise CannotLook(f"{where} does not answer: {_cause(error)}; {GIVE_URL}") from None
             waited = self._timeout_s if until == self._until else PAGE_S
@@ -102,24 +100,56 @@ class Server:
             raise CannotLook(f"{where} does not answer within {waited:g} s; {more}{GIVE_URL}") from None
 
     def _answer(self, where: str, body: Mapping[str, Any] | None, until: float) -> bytes:
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(where, data)
-        if body is not None:
-            request.add_header("Content-Type", "application/json")
-            request.add_header("X-Request-Id", f"{PROBE}-{uuid4().hex}")
-        if self._key is not None:
-            for name, value in authorization(self._key).items():
-                request.add_unredirected_header(name, value)  # not for another server
-        left = until - monotonic()
+        url, left = urlsplit(where), until - monotonic()
+        if not url.hostname:
+            raise ValueError("it names no host")
         if left <= 0:
             raise TimeoutError
-        with build_opener(_Http(until), _Https(until)).open(request, timeout=left) as answer:
-            content: bytes = answer.read(MOST_BYTES)
-            if len(content) == MOST_BYTES:
-                raise ValueError(f"the answer has more than {MOST_BYTES} bytes")
-            if getattr(answer, "length", None):  # bytes are missing; `read` leaves that check to its caller
-                raise IncompleteRead(content, answer.length)
+        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        connection = kind(url.hostname, url.port, timeout=left)
+        connection.connect()
+        # A socket's own timeout begins anew with each byte.
+        deadline = Timer(until - monotonic(), _break_off, [connection.sock])
+        deadline.start()
+        try:
+            path = url._replace(scheme="", netloc="").geturl()
+            headers = {} if self._key is None else authorization(self._key)
+            if body is None:
+                connection.request("GET", path, headers=headers)
+            else:
+                own = {"Content-Type": "application/json", "X-Request-Id": f"{PROBE}-{uuid4().hex}"}
+                connection.request("POST", path, json.dumps(body).encode(), headers | own)
+            with connection.getresponse() as answer:
+                return _content(where, answer, until)
+        finally:
+            deadline.cancel()
+            connection.close()
+
+
+def _break_off(sock: socket.socket) -> None:
+    """End a connection under whoever reads from it."""
+    with suppress(OSError):  # it has ended by itself
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # an SSLSocket's own would let the reader go on in plain text
+
+
+def _content(where: str, answer: HTTPResponse, until: float) -> bytes:
+    """A whole answer. Raises Refused for another status than success."""
+    content = answer.read(MOST_BYTES)
+    if monotonic() >= until:  # the end may be that of `_break_off`
+        raise TimeoutError
+    if len(content) == MOST_BYTES:
+        raise ValueError(f"the answer has more than {MOST_BYTES} bytes")
+    if answer.length:  # bytes are missing; `read` leaves that check to its caller
+        raise IncompleteRead(content, answer.length)
+    if answer.status < 300:
         return content
+    todo = ""
+    if answer.status < 400:
+        todo = f"; give the URL that it sends to: {shown(answer.headers['Location'])}"
+    elif answer.status in (401, 403):
+        todo = f"; type: --api-key KEY, or export {KEYS[0]}=KEY"
+    beginning = shown(content[:1000].decode(errors="replace"))
+    raise Refused(f"{where} answers {answer.status}: {beginning}{todo}", answer.status)
 
 
 def _key(key: str | None) -> str | None:
@@ -132,79 +162,13 @@ def _key(key: str | None) -> str | None:
     return key or None
 
 
-def _beginning(error: HTTPError) -> str:
-    try:
-        return shown(error.read(1000).decode(errors="replace"))
-    except (OSError, HTTPException, ValueError):
-        return "an answer that breaks off"
-
-
 def _cause(error: Exception) -> str:
-    """Text of an error, or of the error inside urllib's "<urlopen error ...>"."""
-    cause = getattr(error, "reason", error)
-    if isinstance(cause, IncompleteRead):
+    if isinstance(error, IncompleteRead):
         return "its answer breaks off"
-    return shown(f"{type(cause).__name__}: {cause}" if isinstance(cause, HTTPException) else cause)
-
-
-def _typed(error: HTTPError) -> str:
-    return f"; type: --api-key KEY, or export {KEYS[0]}=KEY" if error.code in (401, 403) else ""
+    return shown(f"{type(error).__name__}: {error}" if isinstance(error, HTTPException) else error)
 
 
 def shown(answer: Any) -> str:
     """A server's answer as printable text of one line."""
     text = " ".join((str(answer) or type(answer).__name__).split())
     return "".join(character if character.isprintable() else "?" for character in text)[:200]
-
-
-class _Timed(RawIOBase):
-    """The bytes of a connection until a deadline. A socket's own timeout begins anew with each byte."""
-
-    def __init__(self, sock: socket.socket, raw: Any, until: float) -> None:
-        self._sock, self._raw, self._until = sock, raw, until
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        left = self._until - monotonic()
-        if left <= 0:
-            raise TimeoutError("the time is up")
-        self._sock.settimeout(left)
-        count: int | None = self._raw.readinto(buffer)
-        return count
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-class _Response(HTTPResponse):
-    def __init__(self, until: float, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self.fp = BufferedReader(_Timed(sock, self.fp.detach(), until))
-
-
-def _timed(kind: type[HTTPConnection], until: float, *args: Any, **kwargs: Any) -> HTTPConnection:
-    """A connection whose responses end at a deadline."""
-    connection = kind(*args, **kwargs)
-    connection.response_class = partial(_Response, until)  # type: ignore[assignment]
-    return connection
-
-
-class _Http(HTTPHandler):
-    def __init__(self, until: float) -> None:
-        super().__init__()
-        self._until = until
-
-    def http_open(self, request: Request) -> HTTPResponse:
-        return self.do_open(partial(_timed, HTTPConnection, self._until), request)
-
-
-class _Https(HTTPSHandler):
-    def __init__(self, until: float) -> None:
-        super().__init__()
-        self._until = until
-
-    def https_open(self, request: Request) -> HTTPResponse:
-        return self.do_open(partial(_timed, HTTPSConnection, self._until), request)

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.apply.doctor.observe import Notes, Request, measured_on, observed_by_requests, refuse_given
@@ -55,7 +57,7 @@ def observe_server(server: Server, request: Request) -> Observed:
     facts = answers.facts_of(info or answers.Info(), page or {})
     if version is not None:
         facts["vllm_version"] = version.version
-    facts |= answers.plain(status.facts)
+    facts |= msgspec.to_builtins(status.facts)
     if status.weights is not None:
         facts["weights"] = status.weights.version
     inside = dict.fromkeys(("ranks", "kv_scales", "version", "kernels"), UNSEEN)
@@ -83,7 +85,7 @@ def observe_server(server: Server, request: Request) -> Observed:
         ranks=[facts] if facts else [],
         kernels=names,
         measured_kernels=kernels,
-        kv_scales=None if status.kv_scales is None else answers.plain(status.kv_scales)["scales"],
+        kv_scales=None if status.kv_scales is None else msgspec.to_builtins(status.kv_scales.scales),
         preemptions=None if counts is None else counts[0],
         requests=None if counts is None else counts[1],
         refusal=refusal,

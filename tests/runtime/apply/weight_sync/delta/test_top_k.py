@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_weights import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import CALIBRATION, started, weights
@@ -16,7 +17,6 @@ from tiny_models import CALIBRATION, started, weights
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
-from fp8plan.runtime.apply.quantize.block_fp8 import dequantize
 from fp8plan.runtime.apply.weight_sync.calls import Rpc
 from fp8plan.runtime.apply.weight_sync.delta.base import Base, in_format
 from fp8plan.runtime.apply.weight_sync.delta.follower import Follower

@@ -1,5 +1,9 @@
 """Profiles of GPUs that nobody measured here, fitted to the tables of aiconfigurator-core (Apache-2.0).
 
+    python tools/import_aic.py [--gpu b200 ...] [--rollouts FILE ...] [--kernels FILE ...] [--output FOLDER]
+
+It needs `pip install 'fp8plan[aic]'`. The rollouts and kernels are measurements of an H200, which test its import.
+
 `read_tables` gives the tables in the form of our own measurements: a row per timing, in seconds. It leaves out rows
 that differ from a step of an engine, and counts them by reason:
 
@@ -21,24 +25,32 @@ ones. `try_out` imports the tables of a GPU that we measured; its error is every
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
 
 from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.calibrate.fit import Observations, fit, robust_sd
-from fp8plan.model.calibrate.kernel_rows import flat_kernels, hull, observe, read_all
+from fp8plan.model.calibrate.kernel_rows import hull, observe, read_all
+from fp8plan.model.cost.base import Array, Cost
 from fp8plan.model.hardware import Gpu, find_gpu, gpus
 from fp8plan.model.precision import BF16_BYTES, FP8_BYTES
-from fp8plan.model.profile.library import datasheet_profile, profile_path, rare_parts, without_rare_parts
+from fp8plan.model.profile.library import (
+    datasheet_profile,
+    profile_path,
+    profiles_path,
+    rare_parts,
+    without_rare_parts,
+)
 from fp8plan.model.profile.profile import FITTED, KEPT, Profile
 from fp8plan.model.validate.records import Record, read_records
 from fp8plan.model.validate.validate import simulated
@@ -82,7 +94,7 @@ class Tables:
                                                    rank), skew (exponent of the power law of the experts' shares)
           all_reduce:                              gpus, bytes
     counts: kernel -> KEPT, or the reason why it was left out -> rows of vLLM's tables
-    flat:   kernel -> times of vLLM's rows, as in `kernel_rows.flat_kernels`
+    flat:   kernel -> times of vLLM's rows, as in `flat_kernels`
     engine_version: version of the vLLM whose kernels were timed
     source:         package, versions, and what stands in for vLLM's own rows
     """
@@ -255,6 +267,27 @@ def _all_reduce(folder: Path, counts: Counts) -> pd.DataFrame:
     return _keep(rows, {"outside of CUDA graphs": graphed, SHAPES: rows.bytes <= LARGEST_MESSAGE}, counts)
 
 
+# A GEMM of so few rows waits for memory. If those with FLAT_TRAFFIC times the traffic of the smallest tenth take less
+# than FLAT_TIMES as long in the median, the host launched them too slowly. AIConfigurator 0.12 has vLLM's fp8_block
+# tables of four GPUs with 1.01 to 1.05 times, and the other tables that are imported with 2.3 to 18 times.
+FEW_ROWS, FLAT_TRAFFIC, FLAT_TIMES = 64, 4.0, 1.5
+
+
+def flat_kernels(rows: pd.DataFrame) -> dict[str, str]:
+    """The kinds of GEMMs whose time does not grow with their traffic -> their median times, in words."""
+    flat, gemms = {}, rows[rows.kernel.astype(str).str.startswith(("gemm.", "linear."))]
+    for kernel, group in gemms.groupby("kernel"):
+        group = group[group.m <= FEW_ROWS]
+        element = BF16_BYTES if str(kernel).endswith(".bf16") else FP8_BYTES
+        bytes_ = element * (group.n + group.m) * group.k + BF16_BYTES * group.m * group.n
+        least = bytes_ <= bytes_.quantile(0.1)
+        more = bytes_ >= FLAT_TRAFFIC * bytes_[least].median()
+        little, much = (group.seconds[part].median() for part in (least, more))
+        if more.any() and much < FLAT_TIMES * little:
+            flat[str(kernel)] = f"{1e6 * little:.0f} us with the least traffic, {1e6 * much:.0f} with 4 times"
+    return flat
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A test of the import on a measured GPU: its errors against the measurements.
@@ -285,19 +318,15 @@ class Trial:
 
 
 def import_all(
-    names: Sequence[str] | None,
-    rollouts: Sequence[Path],
-    kernels: Sequence[Path],
-    output: Path,
-    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    names: Sequence[str], rollouts: Sequence[Path], kernels: Sequence[Path], output: Path
 ) -> list[tuple[Path, Profile]]:
-    """Write the profiles of the GPUs called `names` (None: all) to `output`. Returns (path, profile) of each.
+    """Write the profiles of the GPUs called `names` (none: all) to `output`. Returns (path, profile) of each.
 
     rollouts, kernels: measurements of TRIED_ON, which test its import
 
     Raises ConfigError without the package, for a GPU without tables in it, and for TRIED_ON.
     """
-    named = [find_gpu(name) for name in names or []]
+    named = [find_gpu(name) for name in names]
     data, version = find_data()
     cards = named or [card for card in importable(data) if card.name != TRIED_ON]
     if any(card.name == TRIED_ON for card in cards):
@@ -312,7 +341,7 @@ def import_all(
         card, rows = find_gpu(TRIED_ON), read_all(kernels)
         records = [record for path in rollouts for record in read_records(path)]
         trial = try_out(card, read_tables(card, data, version), rows, records)
-    return [_written(import_profile(card, tables, trial), output) for card, tables in progress(imports)]
+    return [_written(import_profile(card, tables, trial), output) for card, tables in imports]
 
 
 def _written(profile: Profile, folder: Path) -> tuple[Path, Profile]:
@@ -363,4 +392,29 @@ def _split(observation: Observations) -> tuple[Observations, Observations]:
     """Split the rows into (seen, unseen), by whole groups."""
     few = np.unique(observation.groups).size < FEWEST_SHAPES
     unseen = np.zeros_like(observation.groups, dtype=bool) if few else observation.groups % UNSEEN == 0
-    return observation.subset(~unseen), observation.subset(unseen)
+    return subset(observation, ~unseen), subset(observation, unseen)
+
+
+def subset(observation: Observations, keep: Array) -> Observations:
+    """The rows where `keep` (bool, shape (rows,)) is true."""
+
+    def predict(profile: Profile) -> Cost:
+        cost = observation.predict(profile)
+        return Cost(cost.seconds[keep], {name: partial[keep] for name, partial in cost.partials.items()})
+
+    return replace(observation, seconds=observation.seconds[keep], groups=observation.groups[keep], predict=predict)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="append", default=[], metavar="NAME", help="repeat; all that the tables have")
+    parser.add_argument("--rollouts", action="append", default=[], type=Path, metavar="FILE")
+    parser.add_argument("--kernels", action="append", default=[], type=Path, metavar="FILE")
+    parser.add_argument("--output", default=profiles_path(), type=Path, metavar="FOLDER", help="fp8plan's own")
+    typed = parser.parse_args()
+    for path, profile in import_all(typed.gpu, typed.rollouts, typed.kernels, typed.output):
+        print(f"{path}: {profile.label}, {profile.source}")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,27 +6,30 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from fp8plan.errors import ConfigError, ProfileError
-from fp8plan.model.calibrate import aic as aic_import
-from fp8plan.model.calibrate.aic import (
+from fp8plan.model.calibrate.kernel_rows import observe, read_rows
+from fp8plan.model.calibrate.profile_of import kernel_rows
+from fp8plan.model.hardware import find_gpu
+from fp8plan.model.profile.library import datasheet_profile, load_profile, profile_path, profiles_path
+from fp8plan.model.profile.profile import VERSION_SD, Profile
+from tools import import_aic
+from tools.import_aic import (
     OWN_ERROR,
     Tables,
     Trial,
     find_data,
+    flat_kernels,
     import_all,
     import_profile,
     importable,
     read_tables,
 )
-from fp8plan.model.calibrate.kernel_rows import observe, read_rows
-from fp8plan.model.hardware import find_gpu
-from fp8plan.model.profile.library import datasheet_profile, load_profile, profile_path, profiles_path
-from fp8plan.model.profile.profile import VERSION_SD, Profile
 
 H100 = find_gpu("h100")
 LAUNCH = 0.06  # ms: what vLLM's fp8_block rows cannot be shorter than
@@ -190,7 +193,7 @@ def test_a_gpu_without_tables_and_a_table_without_a_column_are_named(data: Path)
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
     with pytest.raises(ConfigError, match=r"type: pip install 'fp8plan\[aic\]'"):
-        import_all(None, [], [], tmp_path)
+        import_all([], [], [], tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -264,7 +267,7 @@ def package(data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytes
 def test_profiles_are_written_where_they_are_found(package: Path, tmp_path: Path) -> None:
     assert find_data() == (package, "0.12.0")
     output = tmp_path / "profiles"
-    ((path, profile),) = import_all(None, [], [], output)  # of the measured GPU there is none
+    ((path, profile),) = import_all([], [], [], output)  # of the measured GPU there is none
     assert path == profile_path(output, "h100_sxm", "0.24.0")
     same, said = load_profile(H100, "0.24.0", profiles_dir=output)
     assert same == profile.on_unknown_host()
@@ -276,7 +279,7 @@ def test_profiles_are_written_where_they_are_found(package: Path, tmp_path: Path
     assert near.model_error == pytest.approx(np.hypot(profile.model_error, VERSION_SD))
     assert ["wider interval" in said[0], "not measured here" in said[1]] == [True, True]
     measured = replace(profile, kind="calibrated", engine_version="0.20.0")
-    aic_import._written(measured, output)
+    import_aic._written(measured, output)
     assert load_profile(H100, "0.26.0", profiles_dir=output)[0].engine_version == "0.20.0"
 
 
@@ -304,3 +307,24 @@ def test_the_import_of_an_h200_is_tested_on_our_measurements(package: Path, tmp_
     (tmp_path / "other.jsonl").write_text(lines[0].replace('"h200_sxm"', '"h100_sxm"') + "\n")
     with pytest.raises(ConfigError, match="no rollout on h200_sxm"):
         import_all(["h100"], [tmp_path / "other.jsonl"], [], tmp_path / "none")
+
+
+def flat_of(seconds: Any, m: Any = 1) -> dict[str, str]:
+    n = 1024 * 2 ** np.arange(6)
+    return flat_kernels(pd.DataFrame({"kernel": "gemm.bf16", "m": m, "n": n, "k": 4096, "seconds": seconds}))
+
+
+def test_a_time_that_does_not_grow_with_the_traffic_is_flat() -> None:
+    grows = 2e-6 + 1024 * 2 ** np.arange(6) * 4096 * 2 / 4.8e12  # launch and memory of an H200
+    assert flat_of(grows) == {}
+    assert flat_of(60e-6) == {"gemm.bf16": "60 us with the least traffic, 60 with 4 times"}
+    assert list(flat_of([90e-6, *[60e-6] * 5])) == ["gemm.bf16"]  # a slow first launch does not hide it
+    assert flat_of(60e-6, m=4096) == {}  # math bounds these
+    same = pd.DataFrame({"kernel": "gemm.bf16", "m": [1, 2, 4], "n": 4096, "k": 4096, "seconds": 1e-5})
+    assert flat_kernels(same) == {}  # they all read as much
+    assert flat_kernels(same.assign(kernel="norm")) == {}
+
+
+def test_our_own_timings_are_not_flat() -> None:
+    rows = kernel_rows(profiles_path() / "h200_sxm" / "vllm-0.26.0" / "kernels")
+    assert flat_kernels(rows) == {}

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fp8plan.model.validate.validate import accuracy, cell_of, merged, names_the_fastest, noise_floor, speedups, spreads
+from benchmarks.tables.cells import accuracy, cell_of, merged, names_the_fastest, noise_floor, spreads
+from fp8plan.model.validate.validate import speedups
 
 
 def row(precision: str, seconds: float, predicted: float | None, group: str = "a", **more: Any) -> dict[str, Any]:
