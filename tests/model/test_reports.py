@@ -18,7 +18,7 @@ MEASURED = ROOT / "profiles/h100_sxm/vllm-0.26.0/reports/rollouts.jsonl"
 def test_the_memory_of_the_first_report_is_as_much_larger_as_the_page_says() -> None:
     assert "3.0 GiB less than predicted" in PAGE
     assert dict(reports.memory_rows())["left for KV"] == pytest.approx(reports.REPORTED_KV_GIB + 3.01, abs=0.005)
-    assert reports.SERVED.memory().kv.bytes_per_token == 48_128
+    assert reports.SERVED.memory().kv.block_bytes == 16 * 48_128
 
 
 def test_the_second_reports_gain_needs_the_responses_that_the_page_names() -> None:
