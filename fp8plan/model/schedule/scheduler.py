@@ -36,8 +36,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8plan.errors import CapacityError, ConfigError
-from fp8plan.model.architecture.mixers import CacheKind
-from fp8plan.model.cost.base import FloatArray, IntArray
+from fp8plan.model.cost.base import FloatArray, IntArray, WindowReads
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
 from fp8plan.model.schedule.windows import admission_cap
@@ -59,21 +58,6 @@ COLUMNS = (  # of a Schedule, in the order of c/state.h
     "sampled_requests",  # that decode, or whose prefill ends here
     "cached_tokens",  # prefill that the prefix cache saved for requests admitted here
 )
-
-
-@dataclass(frozen=True, slots=True)
-class WindowWork:
-    """The reads of attention over one window in each row of a schedule: int64 arrays of shape (rows,).
-
-    `decode_kv_tokens` does not grow evenly, so it is the sum over the row's steps. That of Schedule is for the first
-    step. The mean step of a row reads decode_kv_tokens / steps, and has as many query-key pairs.
-    """
-
-    kind: CacheKind  # sliding: the last `window` tokens; chunked: those of the current chunk
-    window: int
-    decode_kv_tokens: IntArray
-    prefill_kv_tokens: IntArray  # KV tokens that the chunks of prefill read, summed
-    prefill_pairs: IntArray  # query-key pairs of those chunks, summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +96,9 @@ class Schedule:
     num_blocks: int  # size of the pool that it was made for
     groups: tuple[Spec, ...]  # the groups that shared the pool
     blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
-    windows: tuple[WindowWork, ...] = ()  # one for each distinct window among the KV-cache groups
+    # One for each distinct window among the KV-cache groups. `decode_kv_tokens` does not grow evenly, so it is the sum
+    # over the row's steps. The mean step reads decode_kv_tokens / steps, and has as many query-key pairs.
+    windows: tuple[WindowReads, ...] = ()
     sampled: Sampled | None = None  # None: the schedule is of all requests, not of a sample
     ended: IntArray | None = None  # the row that ended each request, shape (requests,); None with `sampled`
     gained: float = 1.0  # tokens that a decoding request gains in a step
@@ -208,7 +194,7 @@ class Run(NamedTuple):
     """
 
     columns: dict[str, IntArray]
-    windows: tuple[WindowWork, ...]
+    windows: tuple[WindowReads, ...]
     ended: IntArray
     least_free: int
     hits_mattered: bool
@@ -278,7 +264,7 @@ def run_compiled(
     library.fp8plan_columns(rows, made, len(table), table.ctypes.data_as(Numbers))
     columns = dict(zip(COLUMNS, table, strict=False))
     reads = [table[at : at + 3] for at in range(len(COLUMNS), len(table), 3)]
-    work = tuple(WindowWork(*window, *read) for window, read in zip(windows, reads, strict=True))
+    work = tuple(WindowReads(*window, *read) for window, read in zip(windows, reads, strict=True))
     least_free, *facts_of_pool = facts.tolist()
     return Run(columns, work, ended, least_free, any(facts_of_pool))
 
@@ -337,7 +323,7 @@ def run_reference(
     columns = {name: np.array([row[name] for row in state.rows], dtype=np.int64) for name in COLUMNS}
     tables = [np.array(rows, dtype=np.int64).reshape(-1, 3).T for rows in state.window_rows]
     windows = tuple(
-        WindowWork(window.kind, window.window, *table) for window, table in zip(state.windows, tables, strict=True)
+        WindowReads(window.kind, window.window, *table) for window, table in zip(state.windows, tables, strict=True)
     )
     mattered = state.refused or pool.hit_freed_blocks or pool.missed_evicted
     return Run(columns, windows, np.array(state.ended, dtype=np.int64), state.least_free, mattered)

@@ -68,7 +68,7 @@ class State:
         self.preemptions = 0  # number since the last row
         self.lost = 0  # tokens that the preempted requests had computed
         self.rows: list[dict[str, int]] = []  # by the names of COLUMNS
-        # By window and row: the columns of a WindowWork.
+        # By window and row: the columns of a WindowReads.
         self.window_rows: list[list[tuple[int, int, int]]] = [[] for _ in self.windows]
         self.ended = [0] * requests  # the row that ended each request
 
