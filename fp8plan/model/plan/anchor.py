@@ -166,12 +166,12 @@ class Anchor:
             [abs(math.log(row["seconds"] / row[key])) for row in self.rollouts] for key in ("predicted_s", "anchored_s")
         ]
         before, now = (math.expm1(sum(gap) / len(gap)) for gap in gaps)
-        count = f"{len(self.rollouts)} measured rollout{'s' * (len(self.rollouts) > 1)}"
         odd = [str(row["line"]) for row in self.rollouts if row["weight"] < ODD]
         but = f" Line {', '.join(odd)} disagrees with the others and counts little." if odd else ""
-        verb = "correct" if len(self.rollouts) > 1 else "corrects"
         but += f" {self.left_out} of another GPU are left out." if self.left_out else ""
-        return f"{count} {verb} the profile: it was off by {before:.1%}, and is by {now:.1%}.{but}"
+        count = len(self.rollouts)
+        subject = "1 measured rollout corrects" if count == 1 else f"{count} measured rollouts correct"
+        return f"{subject} the profile: it was off by {before:.1%}, and is by {now:.1%}.{but}"
 
 
 def _half(variance: float) -> float:

@@ -76,8 +76,8 @@ def _moved(mine: Rollout, theirs: Rollout) -> tuple[str, float, float]:
 def where_from(answer: Answer) -> list[str]:
     """Sentences on the preemptions that FP8 saves, and on the parts of the time of a rollout and of its tail."""
     sentences, picked, rollout = [], answer.picked, answer.rollout(answer.picked)
-    there = [c for c in answer.choices if c.available and c.layout == picked.layout]
-    baseline = next((c for c in there if c.precision == "bf16"), None)
+    same_layout = [c for c in answer.choices if c.available and c.layout == picked.layout]
+    baseline = next((c for c in same_layout if c.precision == "bf16"), None)
     if baseline is not None and baseline.preemptions and (picked.preemptions or 0) < baseline.preemptions:
         sentences.append(
             f"The KV cache holds {picked.kv_cache_tokens:,} tokens instead of {baseline.kv_cache_tokens:,} with bf16, "
@@ -101,11 +101,11 @@ def _largest(parts: dict[str, float]) -> str:
 
 def slower(answer: Answer) -> list[str]:
     """A sentence on each precision that is slower than bf16 on the chosen layout, and on the part that takes longer."""
-    there = [c for c in answer.choices if c.gain is not None and c.layout == answer.picked.layout]
-    bf16 = next((answer.rollout(c) for c in there if c.precision == "bf16"), None)
+    compared = [c for c in answer.choices if c.gain is not None and c.layout == answer.picked.layout]
+    bf16 = next((answer.rollout(c) for c in compared if c.precision == "bf16"), None)
     than = "bf16 on the chosen layout" if several_layouts(answer.choices) else "bf16"
     sentences = []
-    for choice in there:
+    for choice in compared:
         if bf16 is None or choice.gain is None or choice.gain.ratio >= 1 - SLOWER:
             continue
         part, less, more = _moved(bf16, answer.rollout(choice))

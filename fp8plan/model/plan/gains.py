@@ -69,12 +69,12 @@ def gains(answer: Answer, stored: Stored | None) -> list[str]:
 def over_another_layout(answer: Answer) -> list[str]:
     """A sentence on the speed-up over the baseline, if its layout is not the chosen one. Call it if bf16 can run."""
     runnable = [c for c in answer.choices if c.precision == "bf16" and c.makespan_s is not None]
-    given, picked = answer.baseline, answer.picked
-    best = min(runnable, key=lambda c: c.seconds) if given is None else answer.choices[given]
+    picked = answer.picked
+    best = min(runnable, key=lambda c: c.seconds) if answer.baseline is None else answer.choices[answer.baseline]
     if best.layout == picked.layout:
         return []
-    there = where(best, answer.choices)
-    than = f"bf16{there}, as observed" if answer.observed else f"the best bf16,{there}"
+    layout = where(best, answer.choices)
+    than = f"bf16{layout}, as observed" if answer.observed else f"the best bf16,{layout}"
     gain = answer.gain(picked, best)
     subject = "The whole RL step" if answer.of_the_step else "It"
     return [f"{subject} is {gain.over(than)}{_doubt(gain)}."]

@@ -158,8 +158,11 @@ class Tuned:
         else:
             yield "Limits: no other setting makes a better plan."
         seqs, budgets = (", ".join(map(str, x)) for x in (grid.max_num_seqs, grid.max_num_batched_tokens))
-        graphs = ", with CUDA graphs as vLLM captures them and for all requests that may run" * any(grid.whole_graphs)
-        caching = " and prefix caching on or off" * (len(grid.prefix_caching) > 1)
+        graphs, caching = "", ""
+        if any(grid.whole_graphs):
+            graphs = ", with CUDA graphs as vLLM captures them and for all requests that may run"
+        if len(grid.prefix_caching) > 1:
+            caching = " and prefix caching on or off"
         yield (
             f"The best of {self.settings} settings tried, up to half a percent: max_num_seqs {seqs}{graphs}, in every "
             f"precision and layout, and around the best of them max_num_batched_tokens {budgets}{caching}."
