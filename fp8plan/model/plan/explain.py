@@ -11,11 +11,11 @@ from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.plan.candidates import Candidate
 from fp8plan.model.plan.choice import Choice, seconds, several_layouts
 from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, over_another_layout, where
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.plan.syncs import sync_sentences
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import UNCALIBRATED, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget, ThresholdAdvice
-from fp8plan.model.rl_step import WeightSync
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
@@ -128,59 +128,46 @@ def limits_matter(setup: EngineSetup, rollout: Rollout) -> tuple[str, ...]:
 
 
 def explain(
-    choices: Sequence[Choice],
-    chosen: int,
-    rollouts: Sequence[Rollout | None],
+    answer: Answer,
     risk: MismatchRisk,
     advice: ThresholdAdvice,
-    budget: RiskBudget,
-    profile: Profile,
-    gpus_per_node: int | None = None,
-    shape: ModelShape | None = None,
-    baseline: int | None = None,
-    observed: bool = False,
+    request: PlanRequest,
     tried: Sequence[Candidate] = (),
-    sync: WeightSync | None = None,
 ) -> tuple[str, ...]:
     """The sentences of a plan: the choice and its gain, the others, where the time goes, the risk, the caveats.
 
     Each ratio names its baseline, and has its 90% interval.
 
-    rollouts: one for each choice, None if it cannot run
     risk, advice: those of the chosen choice
-    gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
-    baseline, observed: as in Answer
-    tried: the candidates behind the choices; empty: no sentence on other limits
-    sync: the weight sync that they were timed with; None: no sentence on it
-    shape: the model's; None: no sentence on linears that stay in BF16, or on parts that are not modelled
+    tried: the candidates behind the choices; empty: no sentence on other limits and on the sync
     """
-    answer = Answer(choices, chosen, rollouts, profile, baseline, observed)
-    stored, picked = None if shape is None else shape.stored, answer.picked
+    choices, picked, profile, shape = answer.choices, answer.picked, answer.profile, request.shape
+    timed = answer.rollout(picked)
     return (
-        _headline(answer, budget, stored),
+        _headline(answer, shape.stored),
         *of_the_step(picked),
-        *([] if stored is None else _as_stored(stored)),
-        *_passed_over(answer, budget),
+        *([] if shape.stored is None else _as_stored(shape.stored)),
+        *_passed_over(answer),
         *slower(answer),
-        *_not_measured(answer, budget),
+        *_not_measured(answer),
         *whole_or_sliced(answer),
         *where_from(answer),
-        *([] if shape is None else _left_in_bf16(choices, shape)),
-        *([shape.note] if shape is not None and shape.note else []),
+        *_left_in_bf16(choices, shape),
+        *([shape.note] if shape.note else []),
         *(f"Mismatch: {reason}." for reason in risk.reasons),
         *(f"Correction: {note}." for note in advice.notes),
-        *_of_a_sample(answer.rollout(picked)),
+        *_of_a_sample(timed),
         *_grounds(picked, profile),
-        *_caveats(choices, answer.rollout(picked), profile),
+        *_caveats(choices, timed, profile),
         *_estimated(choices, profile),
-        *_network(picked, gpus_per_node),
-        *(limits_matter(tried[chosen].setup, answer.rollout(picked)) if tried else ()),
-        *(sync_sentences(tried, tried[chosen], sync) if sync else ()),
+        *_network(picked, request.card.gpus_per_node),
+        *(limits_matter(tried[answer.chosen].setup, timed) if tried else ()),
+        *(sync_sentences(tried, tried[answer.chosen], request.sync) if tried and request.sync else ()),
     )
 
 
-def _headline(answer: Answer, budget: RiskBudget, stored: Stored | None) -> str:
-    picked = answer.picked
+def _headline(answer: Answer, stored: Stored | None) -> str:
+    picked, budget = answer.picked, answer.budget
     name = f"{picked.precision}{where(picked, answer.choices)}"
     doubt = f", {UNCALIBRATED}" if answer.profile.is_uncalibrated else ""
     if _refused(picked, budget):
@@ -191,7 +178,7 @@ def _headline(answer: Answer, budget: RiskBudget, stored: Stored | None) -> str:
     rollout = f"{name}: {_seconds(picked)} for the rollout{doubt}"
     if picked.precision != "bf16":
         return " ".join([f"Choose {rollout}.", *gains(answer, stored)])
-    why_not = _why_not_fp8(answer, budget)
+    why_not = _why_not_fp8(answer)
     if faster := over_another_layout(answer):
         return " ".join([f"Choose {rollout}.", *faster, f"{why_not[0].upper()}{why_not[1:]}."])
     return f"Stay with {rollout}; {why_not}."
@@ -208,7 +195,8 @@ def _as_stored(stored: Stored) -> list[str]:
     return [compare, *([cache] if stored.kv_fp8 else [])]
 
 
-def _why_not_fp8(answer: Answer, budget: RiskBudget) -> str:
+def _why_not_fp8(answer: Answer) -> str:
+    budget = answer.budget
     picked, others = answer.picked, [c for c in answer.choices if c.precision != "bf16"]
     if not others:
         return "no other precision was asked for"
@@ -232,14 +220,14 @@ def _refused(choice: Choice, budget: RiskBudget) -> bool:
     return not budget.accepts(cast("Level", choice.risk))
 
 
-def _passed_over(answer: Answer, budget: RiskBudget) -> list[str]:
+def _passed_over(answer: Answer) -> list[str]:
     """The reason why each other precision was not chosen, on its fastest layout among the `_compared` ones."""
     picked, compared, sentences = answer.picked, _compared(answer), []
     for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
         choice = min((c for c in compared if c.precision == precision), key=lambda c: c.seconds)
         gain, than = answer.gain(choice, picked), f"the chosen {picked.precision}{answer.of_the_step}"
         name = f"{choice.precision}{where(choice, answer.choices)}"
-        if gain.ratio > 1 + NO_FASTER and _refused(choice, budget):
+        if gain.ratio > 1 + NO_FASTER and _refused(choice, answer.budget):
             sentences.append(f"{name} would be {gain.over(than)}. Its mismatch risk is {choice.risk}.")
         elif gain.ratio > 1 + NO_FASTER:
             sentences.append(f"{name} is only {gain.percent(than)}. That does not pay for its mismatch.")
@@ -255,9 +243,9 @@ def _compared(answer: Answer) -> list[Choice]:
     return [c for c in runnable if any_layout or not _unmeasured(c, answer.profile)]
 
 
-def _not_measured(answer: Answer, budget: RiskBudget) -> list[str]:
+def _not_measured(answer: Answer) -> list[str]:
     """A sentence on the fastest unmeasured layout, if it is faster than the chosen one."""
-    picked, profile = answer.picked, answer.profile
+    picked, profile, budget = answer.picked, answer.profile, answer.budget
     if _unmeasured(picked, profile):
         return []
     stood_back = [c for c in answer.choices if c.makespan_s is not None and _unmeasured(c, profile)]
@@ -278,8 +266,8 @@ def _unmeasured(choice: Choice, profile: Profile) -> bool:
     return profile.layout_error(*choice.cut) > 0
 
 
-def _network(picked: Choice, gpus_per_node: int | None) -> list[str]:
-    if gpus_per_node is None or picked.tensor_parallel <= gpus_per_node:
+def _network(picked: Choice, gpus_per_node: int) -> list[str]:
+    if picked.tensor_parallel <= gpus_per_node:
         return []
     crossing = f"tensor_parallel_size {picked.tensor_parallel} crosses nodes of {gpus_per_node} GPUs"
     link = f"{NETWORK_BANDWIDTH * 8 / 1e9:.0f} Gb/s a GPU"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fp8plan.model.plan.choice import Choice, SpeedUp, several_layouts, speed_up
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import Profile
+from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.rollout import Rollout
 
 NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
@@ -16,12 +17,13 @@ STEP_SHARES = (0.5, 0.8)  # shares of a rollout in an RL step
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A plan's choices and their rollouts; a choice that cannot run has None."""
+    """A plan's choices and their rollouts, in the same order; a choice that cannot run has None."""
 
     choices: Sequence[Choice]
     chosen: int
     rollouts: Sequence[Rollout | None]
     profile: Profile
+    budget: RiskBudget = field(default_factory=RiskBudget)
     baseline: int | None = None  # as in Plan; None: the fastest bf16
     observed: bool = False  # the baseline's layout is that of an observed rollout
 
