@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.choice import SpeedUp, speed_up
-from fp8plan.model.plan.gains import Answer
+from fp8plan.model.plan.choice import Answer, SpeedUp, speed_up
 from fp8plan.model.precision import PRESETS, STORED_PRESETS
 from fp8plan.model.profile.library import with_kernels
 from fp8plan.model.profile.profile import (

@@ -388,3 +388,39 @@ def _speedups(bf16: Candidate, candidate: Candidate, profile: Profile, end: str)
     for stem, gain in gains.items():
         made |= {f"{stem}{end}": gain.ratio, f"{stem}{end}_low": gain.low, f"{stem}{end}_high": gain.high}
     return made
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A plan's choices and their rollouts, in the same order; a choice that cannot run has None."""
+
+    choices: Sequence[Choice]
+    chosen: int
+    rollouts: Sequence[Rollout | None]
+    profile: Profile
+    budget: RiskBudget = field(default_factory=RiskBudget)
+    baseline: int | None = None  # as in Plan; None: the fastest bf16
+    observed: bool = False  # the baseline's layout is that of an observed rollout
+
+    @property
+    def picked(self) -> Choice:
+        """The chosen choice."""
+        return self.choices[self.chosen]
+
+    @property
+    def of_the_step(self) -> str:
+        """The words for the time by which choices are compared, if that is not the rollout's."""
+        return " for the whole RL step" if self.picked.rl_step_s is not None else ""
+
+    def rollout(self, choice: Choice) -> Rollout:
+        """The rollout of a choice that can run."""
+        rollout = next(rollout for c, rollout in zip(self.choices, self.rollouts, strict=True) if c is choice)
+        assert rollout is not None
+        return rollout
+
+    def gain(self, choice: Choice, than: Choice) -> SpeedUp:
+        """The ratio of a choice's speed to that of `than`. Both can run."""
+        steps_s = None
+        if than.rl_step_s is not None and choice.rl_step_s is not None:
+            steps_s = than.rl_step_s, choice.rl_step_s
+        return speed_up(self.rollout(than), self.rollout(choice), self.profile, steps_s)

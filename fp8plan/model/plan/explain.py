@@ -1,4 +1,7 @@
-"""The reasons of a plan in plain sentences: the choice and its gain, the other choices, the time, the caveats."""
+"""The reasons of a plan in plain sentences: the choice and its gain, the other choices, the time, the caveats.
+
+A speed-up is named over the best BF16 first, then over BF16 on the same layout.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.plan.candidates import Candidate
-from fp8plan.model.plan.choice import Choice, seconds, several_layouts
-from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, over_another_layout, where
+from fp8plan.model.plan.choice import Answer, Choice, SpeedUp, seconds, several_layouts
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.plan.syncs import sync_sentences
 from fp8plan.model.precision import Stored
@@ -20,7 +22,9 @@ from fp8plan.model.rollout import TAIL_SHARE, Rollout
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
+NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
 SLOWER = 0.01  # smaller losses are not either
+STEP_SHARES = (0.5, 0.8)  # shares of a rollout in an RL step
 LEAST_SHARE, MOST_PARTS = 0.005, 3  # of the grounds that a sentence names, and of the parts of each
 
 COMPONENTS = {
@@ -145,7 +149,7 @@ def explain(
     timed = answer.rollout(picked)
     return (
         _headline(answer, shape.stored),
-        *of_the_step(picked),
+        *_of_the_step(picked),
         *([] if shape.stored is None else _as_stored(shape.stored)),
         *_passed_over(answer),
         *slower(answer),
@@ -168,7 +172,7 @@ def explain(
 
 def _headline(answer: Answer, stored: Stored | None) -> str:
     picked, budget = answer.picked, answer.budget
-    name = f"{picked.precision}{where(picked, answer.choices)}"
+    name = f"{picked.precision}{_where(picked, answer.choices)}"
     doubt = f", {UNCALIBRATED}" if answer.profile.is_uncalibrated else ""
     if _refused(picked, budget):
         return (
@@ -177,11 +181,74 @@ def _headline(answer: Answer, stored: Stored | None) -> str:
         )
     rollout = f"{name}: {_seconds(picked)} for the rollout{doubt}"
     if picked.precision != "bf16":
-        return " ".join([f"Choose {rollout}.", *gains(answer, stored)])
+        return " ".join([f"Choose {rollout}.", *_gains(answer, stored)])
     why_not = _why_not_fp8(answer)
-    if faster := over_another_layout(answer):
+    if faster := _over_another_layout(answer):
         return " ".join([f"Choose {rollout}.", *faster, f"{why_not[0].upper()}{why_not[1:]}."])
     return f"Stay with {rollout}; {why_not}."
+
+
+def _gains(answer: Answer, stored: Stored | None) -> list[str]:
+    """Sentences on the speed-up over the baseline, and behind it over bf16 on the same layout if that is another."""
+    picked = answer.picked
+    bf16 = [c for c in answer.choices if c.precision == "bf16"]
+    runnable = [c for c in bf16 if c.makespan_s is not None]
+    if not bf16:
+        return ["bf16 was not asked for, so there is no speed-up to name."]
+    if stored is not None:
+        return [f"There is no speed-up to name, as the checkpoint holds its weights in {stored.label}."]
+    if not runnable:
+        return ["bf16 does not fit, so there is no speed-up to name."]
+    if elsewhere := _over_another_layout(answer):
+        return [*elsewhere, *_of_both(picked.gain, picked.step_gain, "bf16 on the same layout")]
+    than = ("the observed bf16" if answer.observed else "the best bf16") + ", on the same layout"
+    return _of_both(picked.gain, picked.step_gain, than if several_layouts(answer.choices) else "bf16")
+
+
+def _over_another_layout(answer: Answer) -> list[str]:
+    """A sentence on the speed-up over the baseline, if its layout is not the chosen one. Call it if bf16 can run."""
+    runnable = [c for c in answer.choices if c.precision == "bf16" and c.makespan_s is not None]
+    picked = answer.picked
+    best = min(runnable, key=lambda c: c.seconds) if answer.baseline is None else answer.choices[answer.baseline]
+    if best.layout == picked.layout:
+        return []
+    layout = _where(best, answer.choices)
+    than = f"bf16{layout}, as observed" if answer.observed else f"the best bf16,{layout}"
+    gain = answer.gain(picked, best)
+    subject = "The whole RL step" if answer.of_the_step else "It"
+    return [f"{subject} is {gain.over(than)}{_doubt(gain)}."]
+
+
+def _of_both(gain: SpeedUp | None, step: SpeedUp | None, than: str) -> list[str]:
+    """Sentences on the speed-up of the rollout, and on that of the RL step."""
+    sentences = [] if gain is None else [f"It is {gain.over(than)}{_doubt(gain)}."]
+    return sentences + ([] if step is None else [f"The whole RL step is {step.over(f'with {than}')}{_doubt(step)}."])
+
+
+def _doubt(gain: SpeedUp) -> str:
+    """The words for a gain that may be none."""
+    return ", and may be no faster: its interval holds 1.00" if gain.in_doubt and round(gain.ratio, 2) >= 1 else ""
+
+
+def _of_the_step(picked: Choice) -> list[str]:
+    """Sentences on the speed-up of the whole RL step, for two shares of the rollout in it (Amdahl's law)."""
+    gain = picked.best_gain
+    if picked.step_gain is not None or gain is None or gain.ratio < 1 + NO_FASTER:
+        return []
+    less, more = (gain.of_step(share).over("with bf16") for share in STEP_SHARES)
+    half, most = STEP_SHARES
+    return [
+        f"The whole RL step becomes {less} if {half:.0%} of it is rollout there. It becomes {more} if {most:.0%} is.",
+        "Give --train-s and --logprob-s to have the whole RL step worked out.",
+    ]
+
+
+def _where(choice: Choice, choices: Sequence[Choice]) -> str:
+    """The words for a choice's layout; empty if all choices share it."""
+    if not several_layouts(choices):
+        return ""
+    replicas = f"{choice.data_parallel} replicas" if choice.data_parallel > 1 else "1 replica"
+    return f" on {replicas} of {choice.sizes}"
 
 
 def _as_stored(stored: Stored) -> list[str]:
@@ -226,7 +293,7 @@ def _passed_over(answer: Answer) -> list[str]:
     for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
         choice = min((c for c in compared if c.precision == precision), key=lambda c: c.seconds)
         gain, than = answer.gain(choice, picked), f"the chosen {picked.precision}{answer.of_the_step}"
-        name = f"{choice.precision}{where(choice, answer.choices)}"
+        name = f"{choice.precision}{_where(choice, answer.choices)}"
         if gain.ratio > 1 + NO_FASTER and _refused(choice, answer.budget):
             sentences.append(f"{name} would be {gain.over(than)}. Its mismatch risk is {choice.risk}.")
         elif gain.ratio > 1 + NO_FASTER:
@@ -256,7 +323,7 @@ def _not_measured(answer: Answer) -> list[str]:
     gain = answer.gain(best, picked)
     if gain.ratio <= 1 + NO_FASTER:
         return []
-    name = f"{best.precision}{where(best, answer.choices)}"
+    name = f"{best.precision}{_where(best, answer.choices)}"
     than = f"the chosen {picked.precision}{answer.of_the_step}"
     doubt = f"That layout was not measured, and its times are in doubt by {profile.layout_error(*best.cut):.0%}"
     return [f"{name} is predicted {gain.over(than)}. {doubt}: what was measured goes first."]

@@ -13,9 +13,8 @@ from fp8plan.model.attention_backend import TRITON_NAMED
 from fp8plan.model.memory.plan import check_share
 from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.plan.candidates import Candidate, candidates, evaluated
-from fp8plan.model.plan.choice import as_choices, baseline_of, choose
+from fp8plan.model.plan.choice import Answer, as_choices, baseline_of, choose
 from fp8plan.model.plan.explain import explain
-from fp8plan.model.plan.gains import Answer
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.request import PlanRequest, of_fields
 from fp8plan.model.profile.library import NO_BLOCKS, load_profile, with_kernels

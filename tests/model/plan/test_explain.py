@@ -11,9 +11,8 @@ import plans
 import pytest
 
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.choice import Choice
+from fp8plan.model.plan.choice import Answer, Choice
 from fp8plan.model.plan.explain import explain
-from fp8plan.model.plan.gains import Answer
 from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.profile.profile import Profile
