@@ -30,7 +30,6 @@ from fp8plan.version import DEFAULT_VERSION, has
 # A token's latent in FP8 if an indexer picks tokens: 512 numbers, four scales, and 64 numbers of BF16 (fp8_ds_mla:
 # vllm/v1/attention/backends/mla/flashmla_sparse.py). In BF16 it is the plain latent.
 SPARSE_FP8_LATENT_BYTES: Final = 656
-INDEXER_SCALE_BLOCK: Final = 128  # a scale of four bytes for each (DeepseekV32IndexerCache in deepseek_v2.py)
 
 MLA_HYBRID_BLOCK: Final = 128  # tokens
 GDN_CHECKPOINT: Final = "gated delta nets have a checkpoint block"  # of version.SINCE
@@ -57,11 +56,6 @@ def in_bytes(cache: Cache, kv_bytes: int, sparse: bool = False) -> LayerCache:
     if sparse and cache.kind == "latent" and kv_bytes == 1:
         token_bytes = SPARSE_FP8_LATENT_BYTES
     return LayerCache(cache.kind, token_bytes, cache.window, cache.state_bytes)
-
-
-def indexer_cache(head_dim: int) -> LayerCache:
-    """The cache of an indexer's keys: FP8 with scales for any KV dtype, and the same on every rank."""
-    return LayerCache("latent", head_dim + head_dim // INDEXER_SCALE_BLOCK * 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,9 +309,9 @@ def _of_mixer(mixer: Mixer, kv_bytes: int, tp: int, packed: bool) -> tuple[Layer
     if isinstance(mixer, Mamba2 | DeltaNet):
         checkpoint = "Mamba 2 has a checkpoint block" if isinstance(mixer, Mamba2) else GDN_CHECKPOINT
         return tuple(cache._replace(checkpoint=checkpoint) for cache in caches)
-    if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
-        return *caches, indexer_cache(mixer.indexer.head_dim)
-    return caches
+    # An indexer's keys are a cache of their own: FP8 with scales for any KV dtype, and the same on every rank.
+    keys = [cache.index_bytes_per_token for cache in mixer.caches(tp) if cache.index_bytes_per_token]
+    return *caches, *(LayerCache("latent", each) for each in keys)
 
 
 def _check_states(shape: ModelShape, limits: EngineLimits, vllm: str) -> None:

@@ -12,7 +12,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.mixers import Cache
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import plan_kv_cache
-from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, indexer_cache, model_caches
+from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, model_caches
 from fp8plan.model.precision import find_precision
 
 # No two of one size in bytes: see _equal_groups.
@@ -173,7 +173,6 @@ def test_an_fp8_latent_is_larger_with_an_indexer() -> None:
     assert in_bytes(Cache("latent", 576), 1) == LayerCache("latent", 576)
     assert in_bytes(Cache("latent", 576), 1, sparse=True) == LayerCache("latent", 656)
     assert in_bytes(Cache("latent", 576), 2, sparse=True) == LayerCache("latent", 1152)
-    assert indexer_cache(128) == LayerCache("latent", 132)
     assert in_bytes(Cache("state", state_bytes=7), 1) == LayerCache("state", state_bytes=7)
 
 
