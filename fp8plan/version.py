@@ -35,7 +35,6 @@ SINCE: Final = {
     "FP8 KV of values shorter than keys": (0, 32),  # MiMo-V2 (models/mimo_v2.py); the same
     "states are always aligned": (0, 30),
     "states of two sizes are two types": (0, 30),
-    "one block size without the hybrid manager": (0, 30),
     "latents are not padded": (0, 30),
     "windows start from the largest block": (0, 30),
     "latents beside states have blocks of 128": (0, 30),

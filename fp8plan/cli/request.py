@@ -137,8 +137,8 @@ def request_of(kind: type[Asked], words: Words, doing: str) -> tuple[Asked, Plan
     accept = words[RiskBudget]["accept"]
     if accept not in LEVELS:
         raise ConfigError(f"--accept is {accept!r}; allowed: {', '.join(LEVELS)}")
-    layout = limits["tensor_parallel_size"], limits["data_parallel_size"], limits["enable_expert_parallel"]
-    if "gpus" in own and layout != (1, 1, False):
+    sizes = {"tensor_parallel_size", "data_parallel_size"} & limits.keys()
+    if "gpus" in own and (sizes or limits["enable_expert_parallel"]):
         raise ConfigError(
             "both --gpus and a layout are given; give --gpus, which tries every layout, or --tensor-parallel-size, "
             "--data-parallel-size and --expert-parallel"

@@ -129,8 +129,8 @@ class EngineLimits:
     enable_prefix_caching: Annotated[
         bool, Option(ENGINE, default="on, off for recurrent layers", name=PREFIX_CACHING)
     ] = True
-    tensor_parallel_size: Annotated[int, Option(ENGINE)] = 1
-    data_parallel_size: Annotated[int, Option(ENGINE, "replicas")] = 1
+    tensor_parallel_size: Annotated[int, Option(ENGINE, default="1")] = 1
+    data_parallel_size: Annotated[int, Option(ENGINE, "replicas", "1")] = 1
     async_scheduling: Annotated[bool, Option(ENGINE)] = True
     enforce_eager: Annotated[bool, Option(ENGINE, name="--enforce-eager")] = False
     scheduler_reserve_full_isl: bool = True

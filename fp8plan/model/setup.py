@@ -140,8 +140,8 @@ class EngineSetup:
         planned = self.shape
         if (shape.hidden_size, shape.layers) == (planned.hidden_size, planned.layers):
             return
-        there, here = (f"{x.num_layers} layers of width {x.hidden_size}" for x in (planned, shape))
-        differ = f"both have {here}, of other parts" if there == here else f"{there}, and {here}"
+        sizes, others = (f"{x.num_layers} layers of width {x.hidden_size}" for x in (planned, shape))
+        differ = f"both have {sizes}, of other parts" if sizes == others else f"{sizes}, and {others}"
         raise ConfigError(
             f"the plan is for {planned.name}, and the model is {model} ({differ}); "
             f"plan again: fp8plan plan {model} --gpu {self.gpu.name}"
@@ -162,11 +162,11 @@ class EngineSetup:
         memory, seqs = self.memory(), self.limits.max_num_seqs
         if self.limits.enforce_eager or not memory.kv.keeps_states:
             return self, memory
-        given = not isinstance(seqs, Derived | Lowerable)
-        if seqs <= (memory.num_gpu_blocks if given else memory.sure_blocks):
+        fixed = not isinstance(seqs, Derived | Lowerable)
+        if seqs <= (memory.num_gpu_blocks if fixed else memory.sure_blocks):
             return self, memory
         most = self._most_running()
-        if given:
+        if fixed:
             raise CapacityError(self._too_many(memory, most))
         lowered = self._running(Lowerable(most))
         return lowered, lowered.memory()

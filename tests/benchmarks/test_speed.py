@@ -16,7 +16,7 @@ COMMITTED = [row for row in jsonl.rows(speed.RESULTS / "speed.jsonl") if "most_s
 UNUSED = (
     "fp8plan.runtime.watch",
     *("fp8plan.views.page", "fp8plan.views.plan_page", "fp8plan.views.run_plots", "fp8plan.model.emit.trl"),
-    *("fp8plan.model.emit.verl", "fp8plan.model.validate.validate", "fp8plan.model.schedule.group_state"),
+    *("fp8plan.model.emit.verl", "fp8plan.model.validate.validate", "fp8plan.model.schedule.state"),
     *("fp8plan.model.calibrate", "fp8plan.model.tune"),
     *("torch", "vllm", "pandas", "scipy", "sklearn", "matplotlib", "plotly", "pyarrow", "huggingface_hub"),
 )

@@ -183,6 +183,13 @@ def test_expert_parallelism_is_one_of_the_layouts_or_asked_for(fp8plan: Callable
     assert "has no experts" in fp8plan(*PLAN, "--expert-parallel").err
 
 
+@pytest.mark.parametrize("layout", [["--tensor-parallel-size", "1"], ["--data-parallel-size", "2"]])
+def test_gpus_beside_a_layout_is_refused_even_if_it_is_the_usual_one(
+    fp8plan: Callable[..., Done], layout: list[str]
+) -> None:
+    assert "both --gpus and a layout are given; give --gpus" in fp8plan(*PLAN, "--gpus", "2", *layout).err
+
+
 LOGNORMAL = ["--response-lengths", "lognormal:mean=40,sigma=1,max=200"]
 
 

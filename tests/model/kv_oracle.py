@@ -68,15 +68,15 @@ def _config(rules: KvRules):
             block_size=rules.block_size,
             cache_dtype="auto",
             kv_cache_dtype_skip_layers=[],
-            mamba_cache_mode=rules.kept_states,
-            mamba_block_size=rules.max_model_len if rules.kept_states == "none" else rules.block_size,
+            mamba_cache_mode="align" if rules.enable_prefix_caching else "none",
+            mamba_block_size=rules.block_size if rules.enable_prefix_caching else rules.max_model_len,
             mamba_page_size_padded=None,
             user_specified_mamba_block_size=False,
             num_gpu_blocks_override=None,
             prefix_cache_retention_interval=None,
             get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
         ),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not rules.hybrid_manager),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, pipeline_parallel_size=1, tensor_parallel_size=1
         ),
@@ -90,7 +90,7 @@ def _config(rules: KvRules):
 
 
 @contextmanager
-def _model(config, rules: KvRules, shape: Shape, state_bytes: int):
+def _model(config, shape: Shape, state_bytes: int):
     """A hybrid model class and config, for _align_hybrid_block_size."""
     import torch
 
@@ -98,7 +98,6 @@ def _model(config, rules: KvRules, shape: Shape, state_bytes: int):
     config.model_config.dtype = torch.uint8
     config.model_config.get_num_kv_heads = lambda _: shape.kv_heads or 1
     config.model_config.get_head_size = lambda: shape.head_dim
-    config.model_config.get_mamba_chunk_size = lambda: rules.state_chunk
     config.model_config.hf_text_config = SimpleNamespace()
     model = SimpleNamespace(
         get_mamba_state_shape_from_config=lambda _: ((state_bytes,),),
@@ -116,7 +115,7 @@ def _align(config, rules: KvRules, caches: list[LayerCache], shapes: list[Shape]
     attention = [shape for shape, cache in zip(shapes, caches, strict=True) if cache.kind != "state"]
     states = [cache.state_bytes for cache in caches if cache.kind == "state"]
     if attention and states:
-        with _model(config, rules, attention[0], max(states)):
+        with _model(config, attention[0], max(states)):
             Platform._align_hybrid_block_size(config, _Backend)
 
 

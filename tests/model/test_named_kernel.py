@@ -53,7 +53,7 @@ def test_no_engine_keeps_scales_that_clip_its_keys_where_another_kernel_measures
 def test_a_plan_names_triton_for_keys_that_scales_of_one_clip(gpu: str) -> None:
     engine = EngineSetup(CLIPPED, gpu, FP8_KV)
     assert vllm_kwargs(engine)["attention_backend"] == "TRITON_ATTN"
-    assert measured_scales(engine, "unit") == "calibrated"
+    assert measured_scales(engine) == "calibrated"
     made = plan(CLIPPED, gpu, WORKLOAD, budget=RiskBudget(accept="high"))
     assert any("TRITON_ATTN" in warning for warning in made.warnings)
     assert not any("taken to stay at 1.0" in warning for warning in made.warnings)

@@ -19,7 +19,7 @@ def test_the_memory_of_the_first_report_is_as_much_larger_as_the_page_says() -> 
     assert "3.0 GiB less than predicted" in PAGE
     memory = reports.SERVED.memory()
     assert memory.available_bytes / 2**30 == pytest.approx(reports.REPORTED_KV_GIB + 3.01, abs=0.005)
-    assert memory.kv.bytes_per_token == 48_128
+    assert memory.kv.block_bytes == 16 * 48_128
 
 
 def test_the_second_reports_gain_needs_the_responses_that_the_page_names() -> None:

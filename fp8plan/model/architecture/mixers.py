@@ -18,7 +18,8 @@ CacheKind: TypeAlias = Literal["full", "sliding", "chunked", "latent", "state"]
 QkNorm: TypeAlias = Literal["none", "head", "width"]
 
 INPUT_BLOCK: Final = FP8_BLOCK.weight_block[1]  # inputs that share a scale; vLLM needs whole blocks of them on a rank
-INDEX_BLOCK: Final = 128  # elements of an indexer's key that share one FP32 scale (deepseek_v2.py, Indexer)
+# Elements of an indexer's key that share one FP32 scale (deepseek_v2.py, Indexer and DeepseekV32IndexerCache).
+INDEX_BLOCK: Final = 128
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,7 @@ class ModelShape:
     def kv_bytes_per_token(self, precision: Precision, tensor_parallel_size: int = 1) -> int:
         """Bytes that one token of a short request adds to the caches of all layers on one rank, windows included.
 
-        In a long request full windows do not grow, and blocks may be padded: see `KvPlan.bytes_per_token`.
+        In a long request full windows do not grow, and blocks may be padded.
         """
         caches = self.caches(tensor_parallel_size)
         elements = sum(cache.elements_per_token for cache in caches)

@@ -262,12 +262,12 @@ class Windows:
         loop_s = self.record.fields.get("host_loop_s")
         timed = loop_s is not None and HOST_LOOP in profile.coefficients
         # Without the covariance, which a copy would check each time.
-        there = replace(profile, log_covariance={}).on_host(loop_s) if timed else profile
-        model = self.record.setup.step_model(there, self.record.fields.get("experts_hit"))
+        on_host = replace(profile, log_covariance={}).on_host(loop_s) if timed else profile
+        model = self.record.setup.step_model(on_host, self.record.fields.get("experts_hit"))
         steps = model.cost(self.batch)
         partials = {name: self.weights @ partial for name, partial in steps.partials.items()}
         prompts, first = self.record.batch.prompts, np.eye(1, self.seconds.size)[0]
-        start = start_cost(prompts.size, int(prompts.sum()), there).scaled(first)
+        start = start_cost(prompts.size, int(prompts.sum()), on_host).scaled(first)
         cost = Cost(self.weights @ steps.seconds, partials) + start
         if not timed:
             return cost

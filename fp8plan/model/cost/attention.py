@@ -34,7 +34,7 @@ from fp8plan.model.cost.base import (
     Cost,
     StepBatch,
     WindowReads,
-    norm8,
+    p_norm,
     streaming_cost,
     times,
     traffic,
@@ -195,7 +195,7 @@ def _decode(
     if f"{prefix}.decode_token_seconds" in profile.coefficients:
         part = part + times(share, *coefficient("token_seconds"))
     part = part + _wide_cost(share * (attention.head_dim / WIDE), "decode_token", attention, precision, profile)
-    read = norm8(traffic(bytes_, gpu.memory_bandwidth, coefficient("bandwidth_efficiency")), part.scaled(rounds))
+    read = p_norm(8, traffic(bytes_, gpu.memory_bandwidth, coefficient("bandwidth_efficiency")), part.scaled(rounds))
     if cuts:
         read = read + times(np.where(parts > heads, 1.0, 0.0), *coefficient("join_seconds"))
     return read

@@ -149,22 +149,11 @@ def traffic(bytes_: Array, bandwidth: float, efficiency: tuple[str, float]) -> C
     return Cost(seconds, {efficiency[0]: -seconds})
 
 
-def norm2(*terms: Cost) -> Cost:
-    """The root of the sum of squares, for limits that overlap in part: between the largest term and the sum."""
-    return _norm(2, terms)
+def p_norm(power: int, *terms: Cost) -> Cost:
+    """The root of the sum of powers, for limits that overlap: the largest term, or more beside others as large.
 
-
-def norm4(*terms: Cost) -> Cost:
-    """The fourth root of the sum of fourth powers, for limits that overlap almost fully."""
-    return _norm(4, terms)
-
-
-def norm8(*terms: Cost) -> Cost:
-    """The eighth root of the sum of eighth powers: the largest term, or up to 9% more beside another as large."""
-    return _norm(8, terms)
-
-
-def _norm(power: int, terms: Sequence[Cost]) -> Cost:
+    power: 2: up to 41% more; 4: up to 19%, for limits that overlap almost fully; 8: up to 9%
+    """
     total = norm_seconds(power, [term.seconds for term in terms])
     if not any(term.partials for term in terms):
         return Cost(total, {})
@@ -178,7 +167,7 @@ def _norm(power: int, terms: Sequence[Cost]) -> Cost:
 
 
 def norm_seconds(power: int, terms: Sequence[Array]) -> Array:
-    """The seconds of `norm2`, `norm4` or `norm8`. power: 2, 4 or 8"""
+    """The seconds of `p_norm`. power: 2, 4 or 8"""
     largest = reduce(np.maximum, terms)
     scale = np.where(largest > 0, largest, 1.0)  # an eighth power would overflow in a fit
     if len(terms) == 2:  # the larger one's part is 1

@@ -42,8 +42,8 @@ from fp8plan.model.cost.base import (
     FloatArray,
     IntArray,
     constant,
-    norm4,
     norm_seconds,
+    p_norm,
     times,
     traffic,
     zero,
@@ -324,7 +324,7 @@ def _same_dtype(
         tiles = tiling(backend, rows, n, k, gpu.sm_count)
     else:
         tiles = _in_blocks(rows, TILE_POLICIES[backend].blocks(rows), cheapest)
-    each = sum(added(tiles), norm4(*limits(rows, tiles)))
+    each = sum(added(tiles), p_norm(4, *limits(rows, tiles)))
     factors = layers * np.array([profile.layer_factor(f"gemm.{dtype}", (x.n, x.k), rows) for x in linears])
 
     def of_all(values: Array) -> Array:

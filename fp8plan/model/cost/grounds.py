@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8plan.model.architecture import Linear
 from fp8plan.model.cost.base import QUANTITIES, Array, Component, Cost, StepBatch
 from fp8plan.model.cost.power import Engine
-from fp8plan.model.profile.profile import FITTED, Profile
+from fp8plan.model.profile.profile import FITTED
 
 UNSEEN = ("extrapolated", "theory")
 GROUNDS = ("measured", "imported", *UNSEEN)
@@ -27,17 +26,6 @@ MOST_UNSEEN = 0.1
 FACTORS = ("clock.", "memory.", "power.")  # starts of coefficients that slow a whole GPU, as paces do
 OF_LAYERS = ("n", "k")  # quantities of linear layers, which count below their range too
 WITH_RANGES = ("attention", "gemm", "sampling")  # components whose kernels have ranges; other ranges are of all
-
-
-class Profiled(Engine, Protocol):
-    """The fields of fp8plan.model.cost.step.StepModel that are used here."""
-
-    @property
-    def profile(self) -> Profile: ...
-    @property
-    def main_linears(self) -> Sequence[Linear]: ...
-    @property
-    def cut(self) -> tuple[int, bool]: ...
 
 
 class Excess(NamedTuple):
@@ -65,7 +53,7 @@ class Excess(NamedTuple):
         return f"{self.kernel}: {self.quantity} {span}, measured {self.low:g} to {self.high:g}"
 
 
-def excesses(model: Profiled, batch: StepBatch, padded: Array) -> Iterator[Excess]:
+def excesses(model: Engine, batch: StepBatch, padded: Array) -> Iterator[Excess]:
     """The quantities of these steps that leave the profile's hull.
 
     padded: tokens that the engine runs in each step, shape (steps,)
@@ -89,7 +77,7 @@ def excesses(model: Profiled, batch: StepBatch, padded: Array) -> Iterator[Exces
 
 
 def rests_on(
-    parts: Sequence[tuple[Component, Array]], start: Cost, front: Cost, model: Profiled, outside: list[Excess]
+    parts: Sequence[tuple[Component, Array]], start: Cost, front: Cost, model: Engine, outside: list[Excess]
 ) -> dict[str, dict[str, Any]]:
     """The shares of a time by their grounds: {"shares": ground -> share, "kernels": component -> ground -> share}.
 
@@ -127,7 +115,7 @@ def rests_on(
     }
 
 
-def _theory(cost: Cost, model: Profiled) -> Array:
+def _theory(cost: Cost, model: Engine) -> Array:
     """The share of a cost that coefficients with the datasheet's value make up, of the shape of its seconds or ()."""
     if model.profile.hull is None:
         return np.ones(())
@@ -145,7 +133,7 @@ def _is_factor(name: str) -> bool:
     return name.startswith(FACTORS) or name.endswith(".pace")
 
 
-def _outside(component: str, model: Profiled, outside: list[Excess], steps: int) -> Array:
+def _outside(component: str, model: Engine, outside: list[Excess], steps: int) -> Array:
     """The share of a component in each step that is outside of what was measured, shape (steps,).
 
     A linear layer's share of a GEMM's seconds is taken as that of its weights. Without a measurement of the layout,

@@ -21,8 +21,7 @@ from fp8plan.model.cost.base import (
     Cost,
     StepBatch,
     constant,
-    norm2,
-    norm4,
+    p_norm,
     paced,
     streaming_cost,
     times,
@@ -135,7 +134,7 @@ def sampler_cost(rows: Array, vocabulary: int, runner: str, gpu: Gpu, profile: P
     once = Cost(rows * row / gpu.memory_bandwidth, {})
     if sm in profile.coefficients:
         alone = np.where(rows > 0, row, 0.0)
-        once = norm4(once, traffic(alone, 1.0, profile.named(sm)))
+        once = p_norm(4, once, traffic(alone, 1.0, profile.named(sm)))
     all_passes = once.scaled(profile.coefficient(passes))
     sampled = all_passes.plus_partials({passes: all_passes.seconds})
     return sampled + times(np.where(rows > 0, 1.0, 0.0), *profile.named(launch))
@@ -232,7 +231,7 @@ def front_cost(inside: str, engine: Array, tokens: Array, profile: Profile) -> C
             continue
         cost = times(np.asarray(count, dtype=np.float64), *profile.named(coefficient))
         if part == "thread_seconds":
-            both = norm2(Cost(engine, {}), cost)
+            both = p_norm(2, Cost(engine, {}), cost)
             cost = Cost(both.seconds - engine, both.partials)
         total = total + cost
     return total

@@ -60,7 +60,7 @@ from fp8plan.model.cost.attention import (
     seen,
     wide_kernel,
 )
-from fp8plan.model.cost.base import Array, Cost, StepBatch, norm2, norm8, times, traffic, zero
+from fp8plan.model.cost.base import Array, Cost, StepBatch, p_norm, times, traffic, zero
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16, BF16_BYTES, FP32_BYTES, Precision
 from fp8plan.model.profile.profile import Profile
@@ -151,7 +151,7 @@ def _decode(
     memory = traffic(bytes_, gpu.memory_bandwidth, profile.named(f"{prefix}_bandwidth_efficiency"))
     queries = read.decode_requests * float(read.queries * (latent.heads // tp) * latent.latent_width * BF16_BYTES)
     absorbed = times(queries / gpu.memory_bandwidth, *profile.named(f"mla.{precision.kv}.absorbed_passes"))
-    return norm8(memory, part.scaled(rounds)) + absorbed
+    return p_norm(8, memory, part.scaled(rounds)) + absorbed
 
 
 def _tiles(latent: LatentAttention, tp: int, queries: int) -> int:
@@ -181,7 +181,8 @@ def _index_cost(batch: StepBatch, indexer: Indexer, gpu: Gpu, profile: Profile) 
     pairs = batch.decode_kv_tokens * batch.queries + batch.prefill_pairs
     flops = pairs * float(2 * indexer.heads * indexer.head_dim)
     keys = (batch.decode_kv_tokens + batch.prefill_kv_tokens) * float(indexer.head_dim)
-    product = norm2(
+    product = p_norm(
+        2,
         traffic(flops, gpu.fp8_flops or gpu.bf16_flops, profile.named("mla.index.compute_efficiency")),
         traffic(keys, gpu.memory_bandwidth, profile.named("memory.sustained_efficiency")),
     )

@@ -27,7 +27,7 @@ from math import erf, sqrt
 import numpy as np
 
 from fp8plan.model.architecture import Experts
-from fp8plan.model.cost.base import Array, Cost, constant, norm2, times, traffic
+from fp8plan.model.cost.base import Array, Cost, constant, p_norm, times, traffic
 from fp8plan.model.cost.gemm import peak_flops
 from fp8plan.model.hardware import Gpu
 from fp8plan.model.precision import BF16_BYTES, Precision
@@ -160,7 +160,8 @@ def moe_cost(
         math = untuned
     tile = tile_rows(m, on_rank, inner, precision, gpu)
     flops = padded_rows(computed, hit, tile) * (2 * matrices * width * inner)
-    grouped = norm2(
+    grouped = p_norm(
+        2,
         traffic(read, gpu.memory_bandwidth, profile.named(hbm)),
         traffic(flops, peak_flops(gpu, dtype), profile.named(math)),
     )

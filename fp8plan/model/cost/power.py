@@ -44,7 +44,7 @@ from fp8plan.model.profile.sibling import IDLE, LIMIT, LIMIT_SHARE, MEMORY_WATTS
 
 
 class Engine(Protocol):
-    """The fields of fp8plan.model.cost.step.StepModel that are used here."""
+    """The fields of fp8plan.model.cost.step.StepModel that are used here and in `grounds`."""
 
     @property
     def shape(self) -> ModelShape: ...
@@ -58,6 +58,12 @@ class Engine(Protocol):
     def layers(self) -> Sequence[Linear]: ...
     @property
     def head(self) -> Linear: ...
+    @property
+    def main_linears(self) -> Sequence[Linear]: ...
+    @property
+    def profile(self) -> Profile: ...
+    @property
+    def cut(self) -> tuple[int, bool]: ...
 
 
 def bytes_bound(model: Engine, batch: StepBatch) -> Array:

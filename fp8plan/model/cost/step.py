@@ -22,7 +22,7 @@ from fp8plan.model.cost.base import (
     StepBatch,
     following,
     gradient_of,
-    norm8,
+    p_norm,
     paced,
     tokens_of,
     total_of,
@@ -159,8 +159,8 @@ class StepModel:
         the GPU waits for the schedule, but not for the launches of its next kernels. A CPU does all in turn.
         """
         if self.limits.async_scheduling:
-            return norm8(ahead + gpu, scheduling + launching) + ahead.scaled(-1.0)
-        return scheduling + (gpu + launching if self.gpu.is_cpu else norm8(gpu, launching))
+            return p_norm(8, ahead + gpu, scheduling + launching) + ahead.scaled(-1.0)
+        return scheduling + (gpu + launching if self.gpu.is_cpu else p_norm(8, gpu, launching))
 
     def least_seconds(self, batch: StepBatch) -> Array:
         """Seconds of each step at the datasheet's bandwidth and peak, shape (steps,)."""
@@ -422,7 +422,7 @@ def lead(gpu: Cost, host: Cost, led: Array) -> Cost:
     vLLM schedules and launches a step as soon as the one before it runs. So a host that needs long for a step can also
     use the spare time of the step before.
     """
-    spare = norm8(gpu, host) + host.scaled(-1.0)
+    spare = p_norm(8, gpu, host) + host.scaled(-1.0)
     return spare.rows(np.arange(led.size) - 1).scaled(np.where(led, 1.0, 0.0))
 
 

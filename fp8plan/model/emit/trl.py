@@ -78,7 +78,7 @@ def server_command(setup: EngineSetup) -> str:
     return serve_command(vllm_kwargs(setup), vllm_env(setup) | _SERVER_ENV, _SERVER_FLAGS)
 
 
-def emit_trl(job: Job, _: str) -> str:
+def emit_trl(job: Job) -> str:
     """The settings as JSON {"grpo_config", "trainer", "command", "env", "notes"}.
 
     trainer: the line that runs the plan, or null if TRL's own GRPOTrainer does
@@ -87,7 +87,7 @@ def emit_trl(job: Job, _: str) -> str:
     return json.dumps(_settings(job), indent=2)
 
 
-def emit_trl_python(job: Job, _: str) -> str:
+def emit_trl_python(job: Job) -> str:
     """The same settings as Python to paste, which makes `training_args`. Comments name the parts that you fill in."""
     settings = _settings(job)
     config = "".join(f"    {name}={value!r},\n" for name, value in settings["grpo_config"].items())

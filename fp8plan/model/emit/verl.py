@@ -27,7 +27,7 @@ def verl_overrides(job: Job) -> list[str]:
     return [f"{key}={_hydra(value)}" for key, value in settings.items()]
 
 
-def emit_verl(job: Job, _: str) -> str:
+def emit_verl(job: Job) -> str:
     """The overrides as shell words, to paste after `python -m verl.trainer.main_ppo \\`.
 
     Each line but the last ends in a continuation. The comments come last, as bash would drop any words after them.

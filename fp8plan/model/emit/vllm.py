@@ -26,7 +26,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
 from fp8plan.model.precision import Precision, Stored
 from fp8plan.model.risk.expected import Level, RiskBudget
-from fp8plan.model.setup import EngineSetup, check_kv_scales
+from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
 # A quantised router picks other experts, so it stays in BF16. vLLM quantises any linear that gets the quantisation
@@ -93,6 +93,7 @@ class Job:
     setup:      the engine, with max_model_len filled in; data_parallel_size: the number of them that the trainer starts
     workload:   prompts, samples, max_prompt_tokens, max_response_tokens, and other facts on the rollout
     thresholds: the correction's, as in Plan
+    kv_scales:  one of KV_SCALES: the K and V scales of the engine that the settings start
     choice:     the plan's name for the engine: its precision, or its number if several layouts have that precision
     plan_file:  full path of the plan; None: it has not been written
     refused:    target -> the reason why it cannot start this engine though vLLM can, and the way out
@@ -102,6 +103,7 @@ class Job:
     workload: Mapping[str, Any]
     thresholds: Mapping[str, Any]
     expected: Expected
+    kv_scales: str
     choice: int | str
     plan_file: str | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -131,11 +133,8 @@ def workload_tokens(workload: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def measured_scales(setup: EngineSetup, kv_scales: str) -> str:
+def measured_scales(setup: EngineSetup) -> str:
     """The K and V scales in verl and TRL, where fp8plan's engines calibrate those of an FP8 cache if they can."""
-    check_kv_scales(kv_scales)
-    if setup.precision.kv != "fp8":
-        return kv_scales
     return "unit" if setup.why_fixed_kv_scales else "calibrated"
 
 
@@ -262,22 +261,21 @@ def _beyond(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in settings.items() if name not in others or others[name] != value}
 
 
-def emit_vllm(job: Job, kv_scales: str) -> str:
+def emit_vllm(job: Job) -> str:
     """The settings as JSON {"engine_args", "env", "command", "notes"}."""
     setup, kwargs, env = job.setup, vllm_kwargs(job.setup), vllm_env(job.setup)
     notes = [replicas_note(setup, "start this engine once per replica")] if setup.limits.data_parallel_size > 1 else []
     if (shape := _known_shape(setup)) is not None:
         notes += filter(None, [left_in_bf16(shape, setup.precision, setup.limits.tensor_parallel_size)])
-    notes += _risk_notes(job, kv_scales)
+    notes += _risk_notes(job)
     settings = {"engine_args": kwargs, "env": env, "command": serve_command(kwargs, env), "notes": notes}
     return json.dumps(settings, indent=2)
 
 
-def check_risk(job: Job, kv_scales: str) -> None:
+def check_risk(job: Job) -> None:
     """Raise ConfigError if the plan accepts the risk of calibrated K and V scales, but not that of scales of 1.0."""
-    check_kv_scales(kv_scales)
     at_one, budget, risk = job.expected.at_one, job.expected.budget, job.expected.risk
-    if at_one is None or risk is None or kv_scales == "calibrated":
+    if at_one is None or risk is None or job.kv_scales == "calibrated":
         return
     if not budget.accepts(risk) or budget.accepts(at_one["risk"]):
         return
@@ -289,7 +287,7 @@ def check_risk(job: Job, kv_scales: str) -> None:
     )
 
 
-def _risk_notes(job: Job, kv_scales: str) -> list[str]:
+def _risk_notes(job: Job) -> list[str]:
     """Notes on the expected mismatch of vLLM's own engine, and on the K and V scales that it assumes."""
     known = job.expected
     planned = (known.kl_k3, known.kl_k3_high, known.risk)
@@ -299,7 +297,7 @@ def _risk_notes(job: Job, kv_scales: str) -> list[str]:
     if stored is not None and stored.kv_fp8:
         return ["K and V scales are those of the checkpoint", *_risk_note("expected mismatch", *planned)]
     stay, counted = "vLLM leaves K and V scales at 1.0", known.kv_scales == "calibrated"
-    if kv_scales == "calibrated":
+    if job.kv_scales == "calibrated":
         role = "and the plan counts on it" if counted else "and the plan, made for scales of 1.0, does not count on it"
         expected = _risk_note("expected mismatch" if counted else "expected mismatch at 1.0", *planned)
         return [f"{stay}: calibrating them after each weight sync is yours, {role}", *expected]

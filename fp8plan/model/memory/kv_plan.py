@@ -56,11 +56,6 @@ class CacheGroup:
 
 def group_layers(specs: Sequence[Spec], rules: KvRules) -> tuple[CacheGroup, ...]:
     """The groups of a model's layers. Raises ConfigError if vLLM would not start."""
-    if not rules.hybrid_manager and not _one_type(specs, rules):
-        specs = _keep_all(specs, rules)
-        if not _one_type(specs, rules):
-            kinds = ", ".join(sorted({spec.kind for spec in specs}))
-            raise ConfigError(f"hybrid_manager is off and the layers keep caches of kinds {kinds}; allowed: True")
     if _one_type(specs, rules):
         return (CacheGroup(tuple(range(len(specs))), tuple(specs)),)
     try:
@@ -86,26 +81,6 @@ def _one_type(specs: Sequence[Spec], rules: KvRules) -> bool:
     return len(types) <= 1
 
 
-def _keep_all(specs: Sequence[Spec], rules: KvRules) -> list[Spec]:
-    """Specs with whole windows if any layer has full attention (_promote_local_kv_cache_specs in 0.30)."""
-    full = {spec.block_size for spec in specs if spec.keeps_all}
-    if not full:
-        return list(specs)
-    single_size = rules.has("one block size without the hybrid manager")
-    common = full.pop() if len(full) == 1 and single_size else 0
-    kept = [
-        spec._replace(kind="full", block_size=common or spec.block_size, window=0)
-        if spec.kind in ("sliding", "chunked")
-        else spec
-        for spec in specs
-    ]
-    for kind in ("sliding", "chunked"):  # merge_window_sizes
-        windows = {spec.window for spec in specs if spec.kind == kind}
-        if len(windows) > 1 and all(spec.kind == "full" for spec in kept):
-            raise ConfigError(f"without the hybrid manager {kind} layers have windows {sorted(windows)}; allowed: one")
-    return kept
-
-
 class _Unalike(Exception):
     """Pages that vLLM cannot make equal."""
 
@@ -129,7 +104,12 @@ def _with_page(spec: Spec, page: int, rules: KvRules) -> Spec:
 
 def _all_kept(specs: Sequence[Spec], rules: KvRules, unalike: _Unalike) -> CacheGroup:
     """All layers in one group with windows kept whole (_try_get_full_allocation_fallback_groups in 0.30)."""
-    kept = _keep_all(specs, rules)
+    full = {spec.block_size for spec in specs if spec.keeps_all}
+    common = full.pop() if len(full) == 1 else 0
+    kept = [
+        spec._replace(kind="full", block_size=common or spec.block_size, window=0) if spec.kind == "sliding" else spec
+        for spec in specs
+    ]
     kinds = {spec.kind for spec in specs}
     if "chunked" in kinds or "sliding" not in kinds or not _one_type(kept, rules):
         raise ConfigError(f"vLLM {rules.vllm} cannot keep these layers in pages of one size: {unalike}")
@@ -210,12 +190,6 @@ class KvPlan:
     def tokens(self) -> int:
         """The engine's "GPU KV cache size": tokens in requests of max_model_len."""
         return int(self.num_blocks / self.request_blocks * self.rules.max_model_len)
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of one more token in a long request, including padding and excluding full windows."""
-        growing = ("full", "latent", *(["state"] if self.rules.kept_states == "all" else []))
-        return self.block_bytes * sum(1 / group.block_size for group in self.groups if group.kind in growing)
 
 
 def plan_kv_cache(

@@ -2,7 +2,9 @@
 
 The functions here and in `kv_plan` follow vllm/v1/kv_cache_interface.py, vllm/v1/core/kv_cache_utils.py and
 vllm/platforms/interface.py (_align_hybrid_block_size); `SINCE` names the differences of versions. They hold for one
-pipeline stage, without context parallelism, speculative decoding and KV connectors. They assume layouts of the cache
+pipeline stage, without context parallelism, speculative decoding and KV connectors, so for the hybrid manager, with
+which layers of several kinds get groups of their own. With prefix caching a request keeps its states at multiples of
+the block size (mamba_cache_mode "align"), else one of them ("none"). They assume layouts of the cache
 with layers outermost: vLLM's choice on Hopper and on a CPU for every family except DeepSeek-V4.
 
 Kernels that read FP8 caches, and their blocks, are in fp8plan.model.attention_backend.
@@ -14,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, lcm
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
@@ -28,14 +30,11 @@ from fp8plan.version import DEFAULT_VERSION, has
 # A token's latent in FP8 if an indexer picks tokens: 512 numbers, four scales, and 64 numbers of BF16 (fp8_ds_mla:
 # vllm/v1/attention/backends/mla/flashmla_sparse.py). In BF16 it is the plain latent.
 SPARSE_FP8_LATENT_BYTES: Final = 656
-INDEXER_SCALE_BLOCK: Final = 128  # a scale of four bytes for each (DeepseekV32IndexerCache in deepseek_v2.py)
 
 MLA_HYBRID_BLOCK: Final = 128  # tokens
 GDN_CHECKPOINT: Final = "gated delta nets have a checkpoint block"  # of version.SINCE
 GDN_CHECKPOINT_TOKENS: Final = 64  # blocks are whole multiples (vllm/v1/attention/backends/gdn_attn.py)
 FIRST_GDN_CHECKPOINT: Final = (9, 0)  # compute capability: FlashInfer's prefill alone has it (qwen_gdn_linear_attn.py)
-
-StateMode: TypeAlias = Literal["none", "align", "all"]
 
 
 class LayerCache(NamedTuple):
@@ -59,21 +58,12 @@ def in_bytes(cache: Cache, kv_bytes: int, sparse: bool = False) -> LayerCache:
     return LayerCache(cache.kind, token_bytes, cache.window, cache.state_bytes)
 
 
-def indexer_cache(head_dim: int) -> LayerCache:
-    """The cache of an indexer's keys: FP8 with scales for any KV dtype, and the same on every rank."""
-    return LayerCache("latent", head_dim + head_dim // INDEXER_SCALE_BLOCK * 4)
-
-
 @dataclass(frozen=True, slots=True)
 class KvRules:
     """The engine's settings that the KV cache depends on.
 
     max_model_len, max_num_batched_tokens, block_size, enable_prefix_caching, async_scheduling: as in EngineLimits
-    hybrid_manager: layers of several kinds get groups of their own; vLLM turns this off only for KV connectors and for
-                    chunked attention with EAGLE (VllmConfig.__post_init__ in vllm/config/vllm.py)
     kernel_block:   tokens; the attention kernel's smallest block (get_supported_kernel_block_sizes)
-    state_mode:     the kept states of a request; None: vLLM's choice (see `kept_states`)
-    state_chunk:    tokens; for mode "all", the config's mamba_chunk_size or chunk_size
     vllm:           the version whose rules apply
     """
 
@@ -82,20 +72,12 @@ class KvRules:
     block_size: int = 16
     enable_prefix_caching: bool = True
     async_scheduling: bool = True
-    hybrid_manager: bool = True
     kernel_block: int = 16
-    state_mode: StateMode | None = None
-    state_chunk: int = 0
     vllm: str = DEFAULT_VERSION
 
     @classmethod
     def of(
-        cls,
-        limits: EngineLimits,
-        longest_request: int,
-        kernel_block: int = 16,
-        state_chunk: int = 0,
-        vllm: str = DEFAULT_VERSION,
+        cls, limits: EngineLimits, longest_request: int, kernel_block: int = 16, vllm: str = DEFAULT_VERSION
     ) -> KvRules:
         """The rules of an engine with `limits`. longest_request: tokens, used if max_model_len is None"""
         return cls(
@@ -105,7 +87,6 @@ class KvRules:
             enable_prefix_caching=limits.enable_prefix_caching,
             async_scheduling=limits.async_scheduling,
             kernel_block=kernel_block,
-            state_chunk=state_chunk,
             vllm=vllm,
         )
 
@@ -117,20 +98,6 @@ class KvRules:
     def in_flight_tokens(self) -> int:
         """Tokens that are scheduled and not yet settled (VllmConfig.max_in_flight_tokens)."""
         return (2 if self.async_scheduling else 1) * self.max_num_batched_tokens
-
-    @property
-    def kept_states(self) -> StateMode:
-        """The kept states: "none": one per request; "align": two, at multiples of the block size; "all": one per block.
-
-        With prefix caching 0.30 always chooses "align" (MambaModelConfig in vllm/model_executor/models/config.py). 0.26
-        chooses "all" for model classes with SupportsMambaPrefixCaching (Nemotron-H, Granite-4-H, Falcon-H1, Bamba,
-        Jamba, Zamba2), and "align" for others. A given state_chunk marks the former.
-        """
-        if not self.enable_prefix_caching:
-            return "none"
-        if self.state_mode is not None:
-            return self.state_mode
-        return "all" if self.state_chunk and not self.has("states are always aligned") else "align"
 
 
 class Spec(NamedTuple):
@@ -187,7 +154,7 @@ class CacheRules(NamedTuple):
 def blocks_of(spec: Spec, rules: KvRules, tokens: int) -> int:
     """The most blocks that one request of `tokens` holds at once (max_memory_usage_bytes of each spec)."""
     if spec.kind == "state":
-        return {"none": 1, "align": 2 + spec.checkpoints, "all": ceil(tokens / spec.block_size)}[rules.kept_states]
+        return 2 + spec.checkpoints if rules.enable_prefix_caching else 1
     if spec.window:
         return blocks_of_window(spec, rules.in_flight_tokens, tokens)
     return ceil(tokens / spec.block_size)
@@ -228,32 +195,24 @@ def block_sizes(caches: Iterable[LayerCache], rules: KvRules) -> tuple[int, int,
     caches = list(caches)
     state = max((cache.state_bytes for cache in caches), default=0)
     tokens = {cache.token_bytes for cache in caches if cache.kind != "state"}
-    mode = rules.kept_states
-    between = rules.max_model_len if mode == "none" else rules.block_size
-    if not (state and tokens):
-        return rules.block_size, between, 0
-    if len(tokens) > 1:
+    block_size, padded = rules.block_size, 0
+    if len(tokens) > 1 and state:
         raise ConfigError(
             f"the attention layers beside recurrent ones keep {sorted(tokens)} bytes per token; allowed: one size"
         )
-    token_bytes = tokens.pop()
-    step = max(rules.kernel_block, rules.block_size)
-    if rules.has("latents beside states have blocks of 128") and any(cache.kind == "latent" for cache in caches):
-        step = max(step, MLA_HYBRID_BLOCK)
-    if mode == "align" and rules.has(GDN_CHECKPOINT) and any(cache.checkpoint == GDN_CHECKPOINT for cache in caches):
-        step = lcm(step, GDN_CHECKPOINT_TOKENS)
-    if mode == "all":
-        if not rules.state_chunk:
-            raise ConfigError(
-                "state_mode is 'all' and state_chunk is 0; allowed: the config's mamba_chunk_size or chunk_size (2048 "
-                "if it has none)"
-            )
-        step = lcm(step, rules.state_chunk)
-    enlarged = step * ceil(state / (step * token_bytes))
-    block_size = max(rules.block_size, enlarged)
-    between = {"none": rules.max_model_len, "align": block_size, "all": enlarged}[mode]
-    page = block_size * token_bytes
-    return block_size, between, page if page != state else 0
+    if state and tokens:
+        token_bytes = tokens.pop()
+        step = max(rules.kernel_block, block_size)
+        if rules.has("latents beside states have blocks of 128") and any(cache.kind == "latent" for cache in caches):
+            step = max(step, MLA_HYBRID_BLOCK)
+        checkpoints = rules.has(GDN_CHECKPOINT) and any(cache.checkpoint == GDN_CHECKPOINT for cache in caches)
+        if rules.enable_prefix_caching and checkpoints:
+            step = lcm(step, GDN_CHECKPOINT_TOKENS)
+        block_size = max(block_size, step * ceil(state / (step * token_bytes)))
+        page = block_size * token_bytes
+        padded = page if page != state else 0
+    between = block_size if rules.enable_prefix_caching else rules.max_model_len
+    return block_size, between, padded
 
 
 CPU_BLOCK: Final = 32  # tokens; vllm/v1/attention/backends/cpu_attn.py
@@ -350,9 +309,9 @@ def _of_mixer(mixer: Mixer, kv_bytes: int, tp: int, packed: bool) -> tuple[Layer
     if isinstance(mixer, Mamba2 | DeltaNet):
         checkpoint = "Mamba 2 has a checkpoint block" if isinstance(mixer, Mamba2) else GDN_CHECKPOINT
         return tuple(cache._replace(checkpoint=checkpoint) for cache in caches)
-    if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
-        return *caches, indexer_cache(mixer.indexer.head_dim)
-    return caches
+    # An indexer's keys are a cache of their own: FP8 with scales for any KV dtype, and the same on every rank.
+    keys = [cache.index_bytes_per_token for cache in mixer.caches(tp) if cache.index_bytes_per_token]
+    return *caches, *(LayerCache("latent", each) for each in keys)
 
 
 def _check_states(shape: ModelShape, limits: EngineLimits, vllm: str) -> None:

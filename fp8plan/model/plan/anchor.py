@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.choice import Choice, SpeedUp, speed_up
+from fp8plan.model.plan.choice import Answer, SpeedUp, speed_up
 from fp8plan.model.precision import PRESETS, STORED_PRESETS
 from fp8plan.model.profile.library import with_kernels
 from fp8plan.model.profile.profile import (
@@ -118,21 +118,14 @@ class Anchor:
             source=f"{profile.source}; corrected by {len(self.rollouts)} measured rollouts",
         )
 
-    def sentences(
-        self,
-        alone: Profile,
-        corrected: Profile,
-        choices: Sequence[Choice],
-        chosen: int,
-        rollouts: Sequence[Rollout | None],
-    ) -> tuple[str, ...]:
+    def sentences(self, alone: Profile, answer: Answer) -> tuple[str, ...]:
         """The sentences of a plan on what the measured rollouts taught, and on the one that would teach most.
 
-        alone, corrected: the profile without and with the correction
-        rollouts:         one for each choice by the corrected profile, None if it cannot run
+        alone:  the profile without the correction
+        answer: the plan's, by the corrected profile
         """
-        picked = choices[chosen]
-        beside = zip(choices, rollouts, strict=True)
+        picked, corrected = answer.picked, answer.profile
+        beside = zip(answer.choices, answer.rollouts, strict=True)
         runs = {c.precision: run for c, run in beside if run is not None and c.layout == picked.layout}
         slopes, cut = runs[picked.precision].log_gradient, picked.cut
         before, now = (_half(_variance(profile, slopes, cut)) for profile in (alone, corrected))
@@ -166,12 +159,12 @@ class Anchor:
             [abs(math.log(row["seconds"] / row[key])) for row in self.rollouts] for key in ("predicted_s", "anchored_s")
         ]
         before, now = (math.expm1(sum(gap) / len(gap)) for gap in gaps)
-        count = f"{len(self.rollouts)} measured rollout{'s' * (len(self.rollouts) > 1)}"
         odd = [str(row["line"]) for row in self.rollouts if row["weight"] < ODD]
         but = f" Line {', '.join(odd)} disagrees with the others and counts little." if odd else ""
-        verb = "correct" if len(self.rollouts) > 1 else "corrects"
         but += f" {self.left_out} of another GPU are left out." if self.left_out else ""
-        return f"{count} {verb} the profile: it was off by {before:.1%}, and is by {now:.1%}.{but}"
+        count = len(self.rollouts)
+        subject = "1 measured rollout corrects" if count == 1 else f"{count} measured rollouts correct"
+        return f"{subject} the profile: it was off by {before:.1%}, and is by {now:.1%}.{but}"
 
 
 def _half(variance: float) -> float:

@@ -140,34 +140,34 @@ class Choice:
     data_parallel: int
     available: bool
     reason: str | None
-    makespan_s: float | None
-    makespan_low_s: float | None
-    makespan_high_s: float | None
-    output_tokens_per_s: float | None
-    speedup_over_best: float | None = field(default=None, kw_only=True)
-    speedup_over_best_low: float | None = field(default=None, kw_only=True)
-    speedup_over_best_high: float | None = field(default=None, kw_only=True)
-    step_speedup_over_best: float | None = field(default=None, kw_only=True)
-    step_speedup_over_best_low: float | None = field(default=None, kw_only=True)
-    step_speedup_over_best_high: float | None = field(default=None, kw_only=True)
-    speedup: float | None
-    speedup_low: float | None
-    speedup_high: float | None
-    rl_step_s: float | None
-    step_speedup: float | None
-    kv_cache_tokens: int | None
-    preemptions: int | None
-    tail_fraction: float | None
-    kl_k3: float | None
-    kl_k3_low: float | None
-    kl_k3_high: float | None
-    ess_raw: float | None
-    clip_fraction: float | None
-    seq_reject_fraction: float | None
-    risk: str | None
-    unit_kv_scales: dict[str, Any] | None
-    extrapolated: bool | None
-    refused_by: dict[str, str]
+    makespan_s: float | None = None
+    makespan_low_s: float | None = None
+    makespan_high_s: float | None = None
+    output_tokens_per_s: float | None = None
+    speedup_over_best: float | None = None
+    speedup_over_best_low: float | None = None
+    speedup_over_best_high: float | None = None
+    step_speedup_over_best: float | None = None
+    step_speedup_over_best_low: float | None = None
+    step_speedup_over_best_high: float | None = None
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    rl_step_s: float | None = None
+    step_speedup: float | None = None
+    kv_cache_tokens: int | None = None
+    preemptions: int | None = None
+    tail_fraction: float | None = None
+    kl_k3: float | None = None
+    kl_k3_low: float | None = None
+    kl_k3_high: float | None = None
+    ess_raw: float | None = None
+    clip_fraction: float | None = None
+    seq_reject_fraction: float | None = None
+    risk: str | None = None
+    unit_kv_scales: dict[str, Any] | None = None
+    extrapolated: bool | None = None
+    refused_by: dict[str, str] = field(default_factory=dict)
     expert_parallel: bool = False
     step_speedup_low: float | None = None
     step_speedup_high: float | None = None
@@ -327,54 +327,100 @@ def as_choices(
     """
     bf16 = {c.setup.limits.layout: c for c in candidates if c.setup.precision.name == "bf16" and c.rollout is not None}
     best = None if baseline is None else candidates[baseline]
-    choices = [_choice(c, bf16.get(c.setup.limits.layout), best, profile) for c in candidates]
-    own = [c.setup.limits.max_num_seqs if c.rollout is not None else max_num_seqs for c in candidates]
-    return tuple(
-        choice if seqs == max_num_seqs else replace(choice, max_num_seqs=int(seqs))
-        for choice, seqs in zip(choices, own, strict=True)
-    )
+    return tuple(_choice(c, bf16.get(c.setup.limits.layout), best, profile, max_num_seqs) for c in candidates)
 
 
 _OF_ROLLOUT = (
-    *("makespan_s", "makespan_low_s", "makespan_high_s", "output_tokens_per_s", "preemptions", "tail_fraction"),
-    "rests_on",
-)
+    "makespan_s makespan_low_s makespan_high_s output_tokens_per_s preemptions tail_fraction rests_on"
+).split()
 _OF_KL = ("kl_k3", "kl_k3_low", "kl_k3_high")
 _OF_RISK = (*_OF_KL, "ess_raw", "clip_fraction", "seq_reject_fraction")
 
 
-def _choice(candidate: Candidate, bf16: Candidate | None, best: Candidate | None, profile: Profile) -> Choice:
+def _choice(
+    candidate: Candidate, bf16: Candidate | None, best: Candidate | None, profile: Profile, max_num_seqs: int
+) -> Choice:
     rollout, risk, memory, setup = candidate.rollout, candidate.risk, candidate.memory, candidate.setup
     size, whole_experts = setup.limits.cut
-    figures: dict[str, Any] = dict.fromkeys(f.name for f in fields(Choice))
-    figures |= {"precision": setup.precision.name, "reason": candidate.reason, "refused_by": {}, "available": False}
-    figures["rests_on"] = {}
-    figures |= {"tensor_parallel": size, "data_parallel": setup.limits.data_parallel_size}
-    figures["expert_parallel"] = whole_experts
+    seqs = int(setup.limits.max_num_seqs)
+    choice = Choice(
+        setup.precision.name,
+        size,
+        setup.limits.data_parallel_size,
+        available=False,
+        reason=candidate.reason,
+        expert_parallel=whole_experts,
+    )
     if rollout is None or risk is None or memory is None:
-        return Choice(**figures)
-    figures |= _named(rollout, _OF_ROLLOUT) | _named(risk, _OF_RISK)
-    if (at_one := candidate.unit_risk) is not None:
-        figures["unit_kv_scales"] = _named(at_one, _OF_KL) | {"risk": at_one.level}
-    figures |= {"available": True, "risk": risk.level, "rl_step_s": candidate.step_s}
-    figures |= {"kv_cache_tokens": memory.kv_cache_tokens, "extrapolated": candidate.extrapolated}
-    figures["refused_by"] = refusals(setup.shape, setup.precision, size, whole_experts)
-    for other, end in ((best, "_over_best"), (bf16, "")):
-        figures |= {} if other is None else _speedups(other, candidate, profile, end)
-    return Choice(**figures)
+        return choice
+    at_one = candidate.unit_risk
+    choice = replace(
+        choice,
+        available=True,
+        **_named(rollout, _OF_ROLLOUT),
+        **_named(risk, _OF_RISK),
+        risk=risk.level,
+        unit_kv_scales=None if at_one is None else _named(at_one, _OF_KL) | {"risk": at_one.level},
+        rl_step_s=candidate.step_s,
+        kv_cache_tokens=memory.kv_cache_tokens,
+        extrapolated=candidate.extrapolated,
+        refused_by=refusals(setup.shape, setup.precision, size, whole_experts),
+        max_num_seqs=None if seqs == max_num_seqs else seqs,
+    )
+    if best is not None:
+        choice = replace(choice, **_speedups(best, candidate, profile, "_over_best"))
+    if bf16 is not None:
+        choice = replace(choice, **_speedups(bf16, candidate, profile, ""))
+    return choice
 
 
 def _named(record: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
-def _speedups(bf16: Candidate, candidate: Candidate, profile: Profile, end: str) -> dict[str, float | None]:
+def _speedups(bf16: Candidate, candidate: Candidate, profile: Profile, end: str) -> dict[str, Any]:
     """The fields of a Choice on its speed-up over a BF16 candidate: of the rollout, and of a known RL step."""
     gains = {"speedup": speed_up(bf16.timed, candidate.timed, profile)}
     if bf16.step_s is not None and candidate.step_s is not None:
         steps_s = bf16.step_s, candidate.step_s
         gains["step_speedup"] = speed_up(bf16.timed, candidate.timed, profile, steps_s)
-    made = dict[str, float | None]()
+    made = dict[str, Any]()
     for stem, gain in gains.items():
         made |= {f"{stem}{end}": gain.ratio, f"{stem}{end}_low": gain.low, f"{stem}{end}_high": gain.high}
     return made
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A plan's choices and their rollouts, in the same order; a choice that cannot run has None."""
+
+    choices: Sequence[Choice]
+    chosen: int
+    rollouts: Sequence[Rollout | None]
+    profile: Profile
+    budget: RiskBudget = field(default_factory=RiskBudget)
+    baseline: int | None = None  # as in Plan; None: the fastest bf16
+    observed: bool = False  # the baseline's layout is that of an observed rollout
+
+    @property
+    def picked(self) -> Choice:
+        """The chosen choice."""
+        return self.choices[self.chosen]
+
+    @property
+    def of_the_step(self) -> str:
+        """The words for the time by which choices are compared, if that is not the rollout's."""
+        return " for the whole RL step" if self.picked.rl_step_s is not None else ""
+
+    def rollout(self, choice: Choice) -> Rollout:
+        """The rollout of a choice that can run."""
+        rollout = next(rollout for c, rollout in zip(self.choices, self.rollouts, strict=True) if c is choice)
+        assert rollout is not None
+        return rollout
+
+    def gain(self, choice: Choice, than: Choice) -> SpeedUp:
+        """The ratio of a choice's speed to that of `than`. Both can run."""
+        steps_s = None
+        if than.rl_step_s is not None and choice.rl_step_s is not None:
+            steps_s = than.rl_step_s, choice.rl_step_s
+        return speed_up(self.rollout(than), self.rollout(choice), self.profile, steps_s)

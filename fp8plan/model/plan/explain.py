@@ -1,4 +1,7 @@
-"""The reasons of a plan in plain sentences: the choice and its gain, the other choices, the time, the caveats."""
+"""The reasons of a plan in plain sentences: the choice and its gain, the other choices, the time, the caveats.
+
+A speed-up is named over the best BF16 first, then over BF16 on the same layout.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,19 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.cost.collective import NETWORK_BANDWIDTH
 from fp8plan.model.cost.grounds import MOST_UNSEEN, UNSEEN
 from fp8plan.model.plan.candidates import Candidate
-from fp8plan.model.plan.choice import Choice, seconds, several_layouts
-from fp8plan.model.plan.gains import NO_FASTER, Answer, gains, of_the_step, over_another_layout, where
+from fp8plan.model.plan.choice import Answer, Choice, SpeedUp, seconds, several_layouts
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.plan.syncs import sync_sentences
 from fp8plan.model.precision import Stored
 from fp8plan.model.profile.profile import UNCALIBRATED, Profile
 from fp8plan.model.risk.expected import LEAST_GAIN, Level, MismatchRisk, RiskBudget
-from fp8plan.model.rl_step import WeightSync
 from fp8plan.model.rollout import TAIL_SHARE, Rollout
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import left_in_bf16
 
+NO_FASTER = 0.005  # gains below half a percent are not worth a sentence of their own
 SLOWER = 0.01  # smaller losses are not either
+STEP_SHARES = (0.5, 0.8)  # shares of a rollout in an RL step
 LEAST_SHARE, MOST_PARTS = 0.005, 3  # of the grounds that a sentence names, and of the parts of each
 
 COMPONENTS = {
@@ -76,8 +80,8 @@ def _moved(mine: Rollout, theirs: Rollout) -> tuple[str, float, float]:
 def where_from(answer: Answer) -> list[str]:
     """Sentences on the preemptions that FP8 saves, and on the parts of the time of a rollout and of its tail."""
     sentences, picked, rollout = [], answer.picked, answer.rollout(answer.picked)
-    there = [c for c in answer.choices if c.available and c.layout == picked.layout]
-    baseline = next((c for c in there if c.precision == "bf16"), None)
+    same_layout = [c for c in answer.choices if c.available and c.layout == picked.layout]
+    baseline = next((c for c in same_layout if c.precision == "bf16"), None)
     if baseline is not None and baseline.preemptions and (picked.preemptions or 0) < baseline.preemptions:
         sentences.append(
             f"The KV cache holds {picked.kv_cache_tokens:,} tokens instead of {baseline.kv_cache_tokens:,} with bf16, "
@@ -101,11 +105,11 @@ def _largest(parts: dict[str, float]) -> str:
 
 def slower(answer: Answer) -> list[str]:
     """A sentence on each precision that is slower than bf16 on the chosen layout, and on the part that takes longer."""
-    there = [c for c in answer.choices if c.gain is not None and c.layout == answer.picked.layout]
-    bf16 = next((answer.rollout(c) for c in there if c.precision == "bf16"), None)
+    compared = [c for c in answer.choices if c.gain is not None and c.layout == answer.picked.layout]
+    bf16 = next((answer.rollout(c) for c in compared if c.precision == "bf16"), None)
     than = "bf16 on the chosen layout" if several_layouts(answer.choices) else "bf16"
     sentences = []
-    for choice in there:
+    for choice in compared:
         if bf16 is None or choice.gain is None or choice.gain.ratio >= 1 - SLOWER:
             continue
         part, less, more = _moved(bf16, answer.rollout(choice))
@@ -128,60 +132,47 @@ def limits_matter(setup: EngineSetup, rollout: Rollout) -> tuple[str, ...]:
 
 
 def explain(
-    choices: Sequence[Choice],
-    chosen: int,
-    rollouts: Sequence[Rollout | None],
+    answer: Answer,
     risk: MismatchRisk,
     corrections: Sequence[str],
-    budget: RiskBudget,
-    profile: Profile,
-    gpus_per_node: int | None = None,
-    shape: ModelShape | None = None,
-    baseline: int | None = None,
-    observed: bool = False,
+    request: PlanRequest,
     tried: Sequence[Candidate] = (),
-    sync: WeightSync | None = None,
 ) -> tuple[str, ...]:
     """The sentences of a plan: the choice and its gain, the others, where the time goes, the risk, the caveats.
 
     Each ratio names its baseline, and has its 90% interval.
 
-    rollouts: one for each choice, None if it cannot run
     risk: of the chosen choice; corrections: sentences on its correction
-    gpus_per_node: beyond it tensor parallelism crosses the network; None: it does not
-    baseline, observed: as in Answer
-    tried: the candidates behind the choices; empty: no sentence on other limits
-    sync: the weight sync that they were timed with; None: no sentence on it
-    shape: the model's; None: no sentence on linears that stay in BF16, or on parts that are not modelled
+    tried: the candidates behind the choices; empty: no sentence on other limits and on the sync
     """
-    answer = Answer(choices, chosen, rollouts, profile, baseline, observed)
-    stored, picked = None if shape is None else shape.stored, answer.picked
+    choices, picked, profile, shape = answer.choices, answer.picked, answer.profile, request.shape
+    timed = answer.rollout(picked)
     return (
-        _headline(answer, budget, stored),
-        *of_the_step(picked),
-        *([] if stored is None else _as_stored(stored)),
-        *_passed_over(answer, budget),
+        _headline(answer, shape.stored),
+        *_of_the_step(picked),
+        *([] if shape.stored is None else _as_stored(shape.stored)),
+        *_passed_over(answer),
         *slower(answer),
-        *_not_measured(answer, budget),
+        *_not_measured(answer),
         *whole_or_sliced(answer),
         *where_from(answer),
-        *([] if shape is None else _left_in_bf16(choices, shape)),
-        *([shape.note] if shape is not None and shape.note else []),
+        *_left_in_bf16(choices, shape),
+        *([shape.note] if shape.note else []),
         *(f"Mismatch: {reason}." for reason in risk.reasons),
         *(f"Correction: {note}." for note in corrections),
-        *_of_a_sample(answer.rollout(picked)),
+        *_of_a_sample(timed),
         *_grounds(picked, profile),
-        *_caveats(choices, answer.rollout(picked), profile),
+        *_caveats(choices, timed, profile),
         *_estimated(choices, profile),
-        *_network(picked, gpus_per_node),
-        *(limits_matter(tried[chosen].setup, answer.rollout(picked)) if tried else ()),
-        *(sync_sentences(tried, tried[chosen], sync) if sync else ()),
+        *_network(picked, request.card.gpus_per_node),
+        *(limits_matter(tried[answer.chosen].setup, timed) if tried else ()),
+        *(sync_sentences(tried, tried[answer.chosen], request.sync) if tried and request.sync else ()),
     )
 
 
-def _headline(answer: Answer, budget: RiskBudget, stored: Stored | None) -> str:
-    picked = answer.picked
-    name = f"{picked.precision}{where(picked, answer.choices)}"
+def _headline(answer: Answer, stored: Stored | None) -> str:
+    picked, budget = answer.picked, answer.budget
+    name = f"{picked.precision}{_where(picked, answer.choices)}"
     doubt = f", {UNCALIBRATED}" if answer.profile.is_uncalibrated else ""
     if _refused(picked, budget):
         return (
@@ -190,11 +181,74 @@ def _headline(answer: Answer, budget: RiskBudget, stored: Stored | None) -> str:
         )
     rollout = f"{name}: {_seconds(picked)} for the rollout{doubt}"
     if picked.precision != "bf16":
-        return " ".join([f"Choose {rollout}.", *gains(answer, stored)])
-    why_not = _why_not_fp8(answer, budget)
-    if faster := over_another_layout(answer):
+        return " ".join([f"Choose {rollout}.", *_gains(answer, stored)])
+    why_not = _why_not_fp8(answer)
+    if faster := _over_another_layout(answer):
         return " ".join([f"Choose {rollout}.", *faster, f"{why_not[0].upper()}{why_not[1:]}."])
     return f"Stay with {rollout}; {why_not}."
+
+
+def _gains(answer: Answer, stored: Stored | None) -> list[str]:
+    """Sentences on the speed-up over the baseline, and behind it over bf16 on the same layout if that is another."""
+    picked = answer.picked
+    bf16 = [c for c in answer.choices if c.precision == "bf16"]
+    runnable = [c for c in bf16 if c.makespan_s is not None]
+    if not bf16:
+        return ["bf16 was not asked for, so there is no speed-up to name."]
+    if stored is not None:
+        return [f"There is no speed-up to name, as the checkpoint holds its weights in {stored.label}."]
+    if not runnable:
+        return ["bf16 does not fit, so there is no speed-up to name."]
+    if elsewhere := _over_another_layout(answer):
+        return [*elsewhere, *_of_both(picked.gain, picked.step_gain, "bf16 on the same layout")]
+    than = ("the observed bf16" if answer.observed else "the best bf16") + ", on the same layout"
+    return _of_both(picked.gain, picked.step_gain, than if several_layouts(answer.choices) else "bf16")
+
+
+def _over_another_layout(answer: Answer) -> list[str]:
+    """A sentence on the speed-up over the baseline, if its layout is not the chosen one. Call it if bf16 can run."""
+    runnable = [c for c in answer.choices if c.precision == "bf16" and c.makespan_s is not None]
+    picked = answer.picked
+    best = min(runnable, key=lambda c: c.seconds) if answer.baseline is None else answer.choices[answer.baseline]
+    if best.layout == picked.layout:
+        return []
+    layout = _where(best, answer.choices)
+    than = f"bf16{layout}, as observed" if answer.observed else f"the best bf16,{layout}"
+    gain = answer.gain(picked, best)
+    subject = "The whole RL step" if answer.of_the_step else "It"
+    return [f"{subject} is {gain.over(than)}{_doubt(gain)}."]
+
+
+def _of_both(gain: SpeedUp | None, step: SpeedUp | None, than: str) -> list[str]:
+    """Sentences on the speed-up of the rollout, and on that of the RL step."""
+    sentences = [] if gain is None else [f"It is {gain.over(than)}{_doubt(gain)}."]
+    return sentences + ([] if step is None else [f"The whole RL step is {step.over(f'with {than}')}{_doubt(step)}."])
+
+
+def _doubt(gain: SpeedUp) -> str:
+    """The words for a gain that may be none."""
+    return ", and may be no faster: its interval holds 1.00" if gain.in_doubt and round(gain.ratio, 2) >= 1 else ""
+
+
+def _of_the_step(picked: Choice) -> list[str]:
+    """Sentences on the speed-up of the whole RL step, for two shares of the rollout in it (Amdahl's law)."""
+    gain = picked.best_gain
+    if picked.step_gain is not None or gain is None or gain.ratio < 1 + NO_FASTER:
+        return []
+    less, more = (gain.of_step(share).over("with bf16") for share in STEP_SHARES)
+    half, most = STEP_SHARES
+    return [
+        f"The whole RL step becomes {less} if {half:.0%} of it is rollout there. It becomes {more} if {most:.0%} is.",
+        "Give --train-s and --logprob-s to have the whole RL step worked out.",
+    ]
+
+
+def _where(choice: Choice, choices: Sequence[Choice]) -> str:
+    """The words for a choice's layout; empty if all choices share it."""
+    if not several_layouts(choices):
+        return ""
+    replicas = f"{choice.data_parallel} replicas" if choice.data_parallel > 1 else "1 replica"
+    return f" on {replicas} of {choice.sizes}"
 
 
 def _as_stored(stored: Stored) -> list[str]:
@@ -208,7 +262,8 @@ def _as_stored(stored: Stored) -> list[str]:
     return [compare, *([cache] if stored.kv_fp8 else [])]
 
 
-def _why_not_fp8(answer: Answer, budget: RiskBudget) -> str:
+def _why_not_fp8(answer: Answer) -> str:
+    budget = answer.budget
     picked, others = answer.picked, [c for c in answer.choices if c.precision != "bf16"]
     if not others:
         return "no other precision was asked for"
@@ -232,14 +287,14 @@ def _refused(choice: Choice, budget: RiskBudget) -> bool:
     return not budget.accepts(cast("Level", choice.risk))
 
 
-def _passed_over(answer: Answer, budget: RiskBudget) -> list[str]:
+def _passed_over(answer: Answer) -> list[str]:
     """The reason why each other precision was not chosen, on its fastest layout among the `_compared` ones."""
     picked, compared, sentences = answer.picked, _compared(answer), []
     for precision in dict.fromkeys(c.precision for c in compared if c.precision != picked.precision):
         choice = min((c for c in compared if c.precision == precision), key=lambda c: c.seconds)
         gain, than = answer.gain(choice, picked), f"the chosen {picked.precision}{answer.of_the_step}"
-        name = f"{choice.precision}{where(choice, answer.choices)}"
-        if gain.ratio > 1 + NO_FASTER and _refused(choice, budget):
+        name = f"{choice.precision}{_where(choice, answer.choices)}"
+        if gain.ratio > 1 + NO_FASTER and _refused(choice, answer.budget):
             sentences.append(f"{name} would be {gain.over(than)}. Its mismatch risk is {choice.risk}.")
         elif gain.ratio > 1 + NO_FASTER:
             sentences.append(f"{name} is only {gain.percent(than)}. That does not pay for its mismatch.")
@@ -255,9 +310,9 @@ def _compared(answer: Answer) -> list[Choice]:
     return [c for c in runnable if any_layout or not _unmeasured(c, answer.profile)]
 
 
-def _not_measured(answer: Answer, budget: RiskBudget) -> list[str]:
+def _not_measured(answer: Answer) -> list[str]:
     """A sentence on the fastest unmeasured layout, if it is faster than the chosen one."""
-    picked, profile = answer.picked, answer.profile
+    picked, profile, budget = answer.picked, answer.profile, answer.budget
     if _unmeasured(picked, profile):
         return []
     stood_back = [c for c in answer.choices if c.makespan_s is not None and _unmeasured(c, profile)]
@@ -268,7 +323,7 @@ def _not_measured(answer: Answer, budget: RiskBudget) -> list[str]:
     gain = answer.gain(best, picked)
     if gain.ratio <= 1 + NO_FASTER:
         return []
-    name = f"{best.precision}{where(best, answer.choices)}"
+    name = f"{best.precision}{_where(best, answer.choices)}"
     than = f"the chosen {picked.precision}{answer.of_the_step}"
     doubt = f"That layout was not measured, and its times are in doubt by {profile.layout_error(*best.cut):.0%}"
     return [f"{name} is predicted {gain.over(than)}. {doubt}: what was measured goes first."]
@@ -278,8 +333,8 @@ def _unmeasured(choice: Choice, profile: Profile) -> bool:
     return profile.layout_error(*choice.cut) > 0
 
 
-def _network(picked: Choice, gpus_per_node: int | None) -> list[str]:
-    if gpus_per_node is None or picked.tensor_parallel <= gpus_per_node:
+def _network(picked: Choice, gpus_per_node: int) -> list[str]:
+    if picked.tensor_parallel <= gpus_per_node:
         return []
     crossing = f"tensor_parallel_size {picked.tensor_parallel} crosses nodes of {gpus_per_node} GPUs"
     link = f"{NETWORK_BANDWIDTH * 8 / 1e9:.0f} Gb/s a GPU"

@@ -264,28 +264,27 @@ class Plan:
         """Environment variables to set before vLLM is imported."""
         return vllm.vllm_env(self.setup(choice))
 
-    def verl_overrides(self, choice: int | str | None = None, kv_scales: str = "unit") -> list[str]:
+    def verl_overrides(self, choice: int | str | None = None) -> list[str]:
         """Hydra overrides for `python -m verl.trainer.main_ppo` (verl 0.9.1), with fp8plan.integrations.verl.
 
-        kv_scales: without effect: fp8plan measures the scales of an FP8 cache after each weight sync
+        fp8plan measures the scales of an FP8 cache after each weight sync.
         """
         from fp8plan.model.emit import verl
 
-        return verl.verl_overrides(self._job("verl", choice, measured_scales(self.setup(choice), kv_scales)))
+        return verl.verl_overrides(self._job("verl", choice))
 
-    def trl_config(
-        self, choice: int | str | None = None, mode: str = "auto", kv_scales: str = "unit"
-    ) -> dict[str, Any]:
+    def trl_config(self, choice: int | str | None = None, mode: str = "auto") -> dict[str, Any]:
         """Arguments of `trl.GRPOConfig` (TRL 1.16).
 
         mode: "colocate": vLLM in the trainer's processes, run by fp8plan.integrations.trl if the engine has one GPU;
               "server": a `vllm serve` beside it, whose command is in `emit("trl")`;
               "auto": colocate if that can keep the plan, else server
-        kv_scales: without effect: fp8plan measures the scales of an FP8 cache after each weight sync
+
+        fp8plan measures the scales of an FP8 cache after each weight sync.
         """
         from fp8plan.model.emit import trl
 
-        return trl.trl_config(self._job("trl", choice, measured_scales(self.setup(choice), kv_scales)), mode)
+        return trl.trl_config(self._job("trl", choice), mode)
 
     def emit(
         self,
@@ -302,7 +301,8 @@ class Plan:
         trl:  JSON {"grpo_config", "trainer", "command", "env", "notes"}: the line with fp8plan.integrations.trl, and
               the command of a vLLM server; each null if there is none
 
-        kv_scales: "unit", as vllm leaves the K and V scales of an FP8 cache, or "calibrated" if you calibrate them
+        kv_scales: for vllm: "unit", as it leaves the K and V scales of an FP8 cache, or "calibrated" if you calibrate
+                   them. In verl and TRL fp8plan measures them
         plan_file: full path of this plan's JSON, which a trainer's settings name; None: "plan.json", and a note says so
         python:    trl: Python to paste instead of JSON, `training_args = GRPOConfig(...)` and comments
 
@@ -315,10 +315,9 @@ class Plan:
         check_target(target)
         if choice is None:
             self._check_budget(target)
-        scales = kv_scales if target == "vllm" else measured_scales(self.setup(choice), kv_scales)
         emitters = {"vllm": vllm.emit_vllm, "verl": verl.emit_verl, "trl": trl.emit_trl}
         emitter = trl.emit_trl_python if python and target == "trl" else emitters[target]
-        return emitter(self._job(target, choice, scales, plan_file), scales)
+        return emitter(self._job(target, choice, kv_scales, plan_file))
 
     def _check_budget(self, target: str) -> None:
         """Raise ConfigError if the plan chose a precision that its own risk budget rules out."""
@@ -332,12 +331,16 @@ class Plan:
             f"save the plan (--json plan.json), and type: fp8plan emit plan.json {target} --choice {picked.precision}"
         )
 
-    def _job(self, target: str, choice: int | str | None, kv_scales: str, plan_file: str | None = None) -> Job:
-        """The input of `target`'s settings for one choice.
+    def _job(self, target: str, choice: int | str | None, kv_scales: str = "unit", plan_file: str | None = None) -> Job:
+        """The input of `target`'s settings for one choice. kv_scales: those of vLLM's own engine
 
         Raises ConfigError if its K and V scales are too risky, or if the plan is of a vLLM that is not started.
         """
         check_starts(self.engine_version)
+        check_kv_scales(kv_scales)
+        setup = self.setup(choice)
+        if target != "vllm":
+            kv_scales = measured_scales(setup)
         picked = self.select(choice)
         risk = cast("Level | None", picked.risk)
         at_one, scales, budget = picked.unit_kv_scales, self.kv_scales, self.budget
@@ -345,8 +348,8 @@ class Plan:
         refused = {name: f"{why}; {self._way_out(picked, name)}" for name, why in picked.refused_by.items()}
         number = self.index(choice)
         word = picked.precision if self.index(picked.precision) == number else number
-        job = Job(self.setup(choice), self.workload, self.thresholds, expected, word, plan_file, refused)
-        vllm.check_risk(job, kv_scales)
+        job = Job(setup, self.workload, self.thresholds, expected, kv_scales, word, plan_file, refused)
+        vllm.check_risk(job)
         return job
 
     def _way_out(self, choice: Choice, target: str) -> str:

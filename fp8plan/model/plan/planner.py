@@ -13,7 +13,7 @@ from fp8plan.model.attention_backend import TRITON_NAMED
 from fp8plan.model.memory.plan import check_share
 from fp8plan.model.plan.anchor import anchored
 from fp8plan.model.plan.candidates import Candidate, candidates, evaluated
-from fp8plan.model.plan.choice import as_choices, baseline_of, choose
+from fp8plan.model.plan.choice import Answer, as_choices, baseline_of, choose
 from fp8plan.model.plan.explain import explain
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.request import PlanRequest, of_fields
@@ -69,10 +69,10 @@ def plan(request: PlanRequest) -> Plan:
 
 def predict(request: PlanRequest) -> Prediction:
     """The Plan of a request, with the rollouts behind it. Raises as `plan` does."""
-    shape, card, limits, budget = request.shape, request.card, request.engine, request.risk_budget
+    card, limits, budget = request.card, request.engine, request.risk_budget
     risky = check_share(card, limits)
     alone, warnings = _profile(request)
-    anchor = anchored(alone, shape, request.vllm, request.observed) if request.observed else None
+    anchor = anchored(alone, request.shape, request.vllm, request.observed) if request.observed else None
     used = anchor.applied(alone) if anchor else alone
     layouts = candidates(request)
     warnings += _engine_warnings(request, layouts)
@@ -85,22 +85,9 @@ def predict(request: PlanRequest) -> Prediction:
     best = tried[chosen]
     choices = as_choices(tried, used, best.setup.limits.max_num_seqs, baseline)
     bound, corrections = recommended_tis(best.expected, request.batch.responses, budget=budget)
-    reasons = explain(
-        choices,
-        chosen,
-        rollouts,
-        best.expected,
-        corrections,
-        budget,
-        used,
-        gpus_per_node=card.gpus_per_node,
-        shape=shape,
-        baseline=baseline,
-        observed=bool(seen),
-        tried=tried,
-        sync=request.sync,
-    )
-    answer = Plan(
+    answer = Answer(choices, chosen, rollouts, used, budget, baseline, observed=bool(seen))
+    reasons = explain(answer, best.expected, corrections, request, tried)
+    planned = Plan(
         model=best.setup.path,
         gpu=card.name,
         profile={"kind": used.kind, "engine_version": used.engine_version, "source": used.source},
@@ -114,7 +101,7 @@ def predict(request: PlanRequest) -> Prediction:
         reasons=(
             *request.workload.turns.sentence(),
             *reasons,
-            *(anchor.sentences(alone, used, choices, chosen, rollouts) if anchor else ()),
+            *(anchor.sentences(alone, answer) if anchor else ()),
         ),
         warnings=(
             *version_warnings(request.vllm),
@@ -128,7 +115,7 @@ def predict(request: PlanRequest) -> Prediction:
         inside=request.caller,
         engine_version=request.vllm,
     )
-    return Prediction(answer, tuple(tried), request, used)
+    return Prediction(planned, tuple(tried), request, used)
 
 
 def _profile(request: PlanRequest) -> tuple[Profile, list[str]]:

@@ -138,9 +138,9 @@ def load_profile(
             return profile, [*unused, *profile.remarks]
     entries, absent = _nearest(gpu, engine_version, profiles_dir), f"no profile of {gpu.name}"
     near = entries[0] if entries else None
-    there = "" if near is None or near.gpu == gpu.name else f"{near.gpu}'s "
+    whose = "" if near is None or near.gpu == gpu.name else f"{near.gpu}'s "
     if strict:
-        have = f"the nearest is {there}{near.path.parent.name}" if near else "there is only the datasheet profile"
+        have = f"the nearest is {whose}{near.path.parent.name}" if near else "there is only the datasheet profile"
         raise ProfileError(
             f"{absent} for {ENGINE} {engine_version}, and {have}, which --strict does not allow; type "
             "`fp8plan profiles` to see what was measured, or leave --strict out"
@@ -150,10 +150,10 @@ def load_profile(
         warnings = [*unused, f"no measured profile of {gpu.name}: {generic}"]
         return datasheet_profile(gpu, engine_version, profiles_dir).on_unknown_host(), warnings
     profile = _for(near.path, gpu, engine_version)
-    which = f"{there or 'the one of '}{profile.engine} {profile.engine_version}"
-    alike = " (same architecture)" if there else ""
+    which = f"{whose or 'the one of '}{profile.engine} {profile.engine_version}"
+    alike = " (same architecture)" if whose else ""
     warning = f"{absent} for {ENGINE} {engine_version}: using {which}{alike} with a wider interval"
-    return profile, [*unused, warning, *([] if there else profile.remarks)]
+    return profile, [*unused, warning, *([] if whose else profile.remarks)]
 
 
 def of_another_version(gpu: Gpu, engine_version: str, profiles_dir: Path | None = None) -> Profile | None:

@@ -213,7 +213,7 @@ class Profile:
         power = power_sd(*cards)
         shared = math.hypot(self.shared_error, SIBLING_SD, power)
         own = math.hypot(self.model_error, SIBLING_OWN_SD, power / 2)
-        there = replace(
+        sibling = replace(
             self,
             gpu=gpu,
             kind="imported",
@@ -221,7 +221,7 @@ class Profile:
             coefficients=rates_of_sibling(watts_of_sibling(self.coefficients, *cards), *cards),
             layers=layers_of_sibling(self.layers, *cards),
         )
-        return there.with_notes(f"{FITTED}{origin}").with_errors(shared, own)
+        return sibling.with_notes(f"{FITTED}{origin}").with_errors(shared, own)
 
     def on_host(self, loop_s: float | None) -> Profile:
         """The profile with the speed and the error of an engine's host, which was timed.

@@ -15,7 +15,7 @@ with an end-of-sequence token, because the end is seen a step late. Speculation 
 (fp8plan.model.tune.speculation).
 
 The simulation is written twice. The one in c/scheduler.c is used. The first plan has a C compiler build it, in less
-than half a second. `GroupState` in group_state.py is the reference, which serves where there is no compiler. It is
+than half a second. `State` in state.py is the reference, which serves where there is no compiler. It is
 hundreds of times slower.
 """
 
@@ -35,28 +35,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8plan.errors import CapacityError
-from fp8plan.model.architecture.mixers import CacheKind
-from fp8plan.model.cost.base import FloatArray, IntArray
+from fp8plan.errors import CapacityError, ConfigError
+from fp8plan.model.cost.base import FloatArray, IntArray, WindowReads
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.group_pool import GroupPool, admission_cap, check_groups, too_few_blocks
-from fp8plan.model.schedule.state import PREFILL, ROW
+from fp8plan.model.schedule.windows import admission_cap
 
-
-@dataclass(frozen=True, slots=True)
-class WindowWork:
-    """The reads of attention over one window in each row of a schedule: int64 arrays of shape (rows,).
-
-    `decode_kv_tokens` does not grow evenly, so it is the sum over the row's steps. That of Schedule is for the first
-    step. The mean step of a row reads decode_kv_tokens / steps, and has as many query-key pairs.
-    """
-
-    kind: CacheKind  # sliding: the last `window` tokens; chunked: those of the current chunk
-    window: int
-    decode_kv_tokens: IntArray
-    prefill_kv_tokens: IntArray  # KV tokens that the chunks of prefill read, summed
-    prefill_pairs: IntArray  # query-key pairs of those chunks, summed
+COLUMNS = (  # of a Schedule, in the order of c/state.h
+    "steps",  # alike steps in this row
+    "decode_requests",  # requests that get one token in each step
+    "decode_kv_tokens",  # KV tokens they read in the row's first step, summed; grows by decode_requests a step
+    "recomputed_tokens",  # work thrown away: tokens that the requests of `preemptions` had computed
+    "running",
+    "waiting",
+    "used_blocks",  # while the last step of the row runs
+    "preemptions",  # in this row, or in a step without tokens before it, which costs nothing and has no row
+    "finished",
+    "prefill_tokens",
+    "prefill_requests",
+    "prefill_kv_tokens",  # KV tokens the chunks read: context before them + their own, summed
+    "prefill_pairs",  # query-key pairs of the chunks, summed
+    "sampled_requests",  # that decode, or whose prefill ends here
+    "cached_tokens",  # prefill that the prefix cache saved for requests admitted here
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of the engine in order: int64 arrays of shape (rows,), one for each name of state.ROW and PREFILL."""
+    """The actions of the engine in order: int64 arrays of shape (rows,), one for each name of COLUMNS."""
 
     steps: IntArray
     decode_requests: IntArray
@@ -95,7 +96,9 @@ class Schedule:
     num_blocks: int  # size of the pool that it was made for
     groups: tuple[Spec, ...]  # the groups that shared the pool
     blocks_wanted: int | None  # any pool with at least this many blocks gives this very schedule; None: not known
-    windows: tuple[WindowWork, ...] = ()  # one for each distinct window among the KV-cache groups
+    # One for each distinct window among the KV-cache groups. `decode_kv_tokens` does not grow evenly, so it is the sum
+    # over the row's steps. The mean step reads decode_kv_tokens / steps, and has as many query-key pairs.
+    windows: tuple[WindowReads, ...] = ()
     sampled: Sampled | None = None  # None: the schedule is of all requests, not of a sample
     ended: IntArray | None = None  # the row that ended each request, shape (requests,); None with `sampled`
     gained: float = 1.0  # tokens that a decoding request gains in a step
@@ -156,7 +159,7 @@ def schedule(
     groups whose prefix caching is not modelled.
     """
     groups = groups or (Spec("full", limits.block_size),)
-    check_groups(groups, limits)
+    _check_groups(groups, limits)
     least_pool = _check_fits(prompts, responses, num_blocks, limits, groups)
     work = prompts, responses, prompt_ids, num_blocks, limits, longest_run, groups, rules
     made = run_compiled(*work) or run_reference(*work)
@@ -183,7 +186,7 @@ TOO_FEW_BLOCKS = -2
 class Run(NamedTuple):
     """A simulated batch.
 
-    columns:       int64 arrays of shape (rows,), one for each name of state.ROW and PREFILL
+    columns:       int64 arrays of shape (rows,), one for each name of COLUMNS
     windows:       as in Schedule
     ended:         the row that ended each request, shape (requests,)
     least_free:    fewest free blocks, also of those that an admission needed
@@ -191,7 +194,7 @@ class Run(NamedTuple):
     """
 
     columns: dict[str, IntArray]
-    windows: tuple[WindowWork, ...]
+    windows: tuple[WindowReads, ...]
     ended: IntArray
     least_free: int
     hits_mattered: bool
@@ -252,15 +255,16 @@ def run_compiled(
     pointers = [table.ctypes.data_as(Numbers) for table in (*arrays, facts, ended)]
     made = library.fp8plan_schedule(*pointers, ctypes.byref(rows))
     if made == TOO_FEW_BLOCKS:
+        from fp8plan.model.schedule.pool import too_few_blocks
+
         raise too_few_blocks(num_blocks)
     if made < 0:
         return None
-    names = (*ROW, *PREFILL)
-    table = np.empty((len(names) + 3 * len(windows), made), dtype=np.int64)
+    table = np.empty((len(COLUMNS) + 3 * len(windows), made), dtype=np.int64)
     library.fp8plan_columns(rows, made, len(table), table.ctypes.data_as(Numbers))
-    columns = dict(zip(names, table, strict=False))
-    reads = [table[at : at + 3] for at in range(len(names), len(table), 3)]
-    work = tuple(WindowWork(*window, *read) for window, read in zip(windows, reads, strict=True))
+    columns = dict(zip(COLUMNS, table, strict=False))
+    reads = [table[at : at + 3] for at in range(len(COLUMNS), len(table), 3)]
+    work = tuple(WindowReads(*window, *read) for window, read in zip(windows, reads, strict=True))
     least_free, *facts_of_pool = facts.tolist()
     return Run(columns, work, ended, least_free, any(facts_of_pool))
 
@@ -307,22 +311,46 @@ def run_reference(
     groups: tuple[Spec, ...],
     rules: CacheRules,
 ) -> Run:
-    """Simulate with `GroupState`. longest: most steps in one row"""
-    from fp8plan.model.schedule.group_cache import CachingGroupPool
-    from fp8plan.model.schedule.group_holders import HoldersWaitPool
-    from fp8plan.model.schedule.group_state import GroupState
+    """Simulate with `State`. longest: most steps in one row"""
+    from fp8plan.model.schedule.holders import HoldersWaitPool
+    from fp8plan.model.schedule.pool import Pool
+    from fp8plan.model.schedule.state import State
 
-    pool: GroupPool
-    if limits.enable_prefix_caching:
-        caching = HoldersWaitPool if rules.holders_wait else CachingGroupPool
-        pool = caching(num_blocks, groups, limits, prompts, prompt_ids, rules)
-    else:
-        pool = GroupPool(num_blocks, groups, limits, len(prompts))
-    state = GroupState(prompts.tolist(), responses.tolist(), pool, groups, limits, rules)
-    columns = state.run(longest)
+    kind = HoldersWaitPool if rules.holders_wait and limits.enable_prefix_caching else Pool
+    pool = kind(num_blocks, groups, limits, prompts.tolist(), prompt_ids.tolist(), rules)
+    state = State(prompts.tolist(), responses.tolist(), pool, groups, limits, rules)
+    state.run(longest)
+    columns = {name: np.array([row[name] for row in state.rows], dtype=np.int64) for name in COLUMNS}
+    tables = [np.array(rows, dtype=np.int64).reshape(-1, 3).T for rows in state.window_rows]
+    windows = tuple(
+        WindowReads(window.kind, window.window, *table) for window, table in zip(state.windows, tables, strict=True)
+    )
     mattered = state.refused or pool.hit_freed_blocks or pool.missed_evicted
-    windows = tuple(WindowWork(group.kind, group.window, *work) for group, work in state.window_columns())
     return Run(columns, windows, np.array(state.ended, dtype=np.int64), state.least_free, mattered)
+
+
+def _check_groups(groups: tuple[Spec, ...], limits: EngineLimits) -> None:
+    """Raise ConfigError for malformed groups, or if their prefix caching is not modelled."""
+    for group in groups:
+        windowed = group.kind in ("sliding", "chunked")
+        if group.block_size < 1 or (group.window > 0) != windowed:
+            raise ConfigError(
+                f"{group} is no KV-cache group; allowed: a block_size of at least 1, and a window of at least 1 for "
+                "sliding and chunked, 0 for the others"
+            )
+    if not limits.enable_prefix_caching:
+        return
+    sizes = sorted({group.block_size for group in groups})
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"the KV-cache groups have block sizes {sizes}; with prefix caching only one size for all is modelled; "
+            "set enable_prefix_caching=False"
+        )
+    if all(group.kind == "state" for group in groups):
+        raise ConfigError(
+            "prefix caching of a model without attention is not modelled (vLLM leaves it off); "
+            "set enable_prefix_caching=False"
+        )
 
 
 def _check_fits(

@@ -1,172 +1,415 @@
-"""The state of vLLM V1's scheduler between two steps, and the rows of its history.
+"""The state of vLLM V1's scheduler between two steps, and the rows of its history: the reference in Python.
 
-`next_row` adds a row: a run of quiet steps, or one step in which anything may happen.
+Blocks may come free while requests decode, when they leave a window. Several requests may be partly prefilled. With
+prefix caching, a model with states is prefilled in whole blocks (`_mamba_block_aligned_split` in
+vllm/v1/core/sched/scheduler.py), which may leave some budget to the next request. Then even a decoding request may get
+no token in a step.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
-from heapq import heappop, heappush
-
-import numpy as np
-
-from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
+from fp8plan.model.memory.kv_specs import CacheRules, Spec
+from fp8plan.model.schedule.pool import Pool, too_few_blocks
+from fp8plan.model.schedule.windows import pairs_read, tokens_read
 
 Chunk = tuple[int, int, int]  # (request, tokens computed before, after)
-
-ROW = (
-    "steps",  # alike steps in this row
-    "decode_requests",  # requests that get one token in each step
-    "decode_kv_tokens",  # KV tokens they read in the row's first step, summed; grows by decode_requests a step
-    "recomputed_tokens",  # work thrown away: tokens that the requests of `preemptions` had computed
-    "running",
-    "waiting",
-    "used_blocks",  # while the last step of the row runs
-    "preemptions",  # in this row, or in a step without tokens before it, which costs nothing and has no row
-    "finished",
-)
-# Columns of rows with prefill; zero in the others, which are most.
-PREFILL = (
-    "prefill_tokens",
-    "prefill_requests",
-    "prefill_kv_tokens",  # KV tokens the chunks read: context before them + their own, summed
-    "prefill_pairs",  # query-key pairs of the chunks, summed
-    "sampled_requests",  # whose prefill ends here; `State.run` adds the decoding requests
-    "cached_tokens",  # prefill that the prefix cache saved for requests admitted here
-)
 
 
 class State:
     """The requests that run or wait, and the rows so far. `now` is the number of the next step.
 
-    A decoding request i has computed `now + self.offset[i]` tokens.
+    A decoding request is steady if it got its last token in the step before. It has computed `now + offset` tokens, and
+    a step changes none of its fields. Of the others `computed` counts the computed tokens, and `target` those that they
+    can reach.
     """
 
-    def __init__(self, prompts: list[int], responses: list[int], num_blocks: int, limits: EngineLimits) -> None:
+    def __init__(
+        self,
+        prompts: list[int],
+        responses: list[int],
+        pool: Pool,
+        groups: tuple[Spec, ...],
+        limits: EngineLimits,
+        rules: CacheRules,
+    ) -> None:
         requests = len(prompts)
-        self.num_blocks = num_blocks
+        self.pool, self.num_blocks = pool, pool.free
+        self.prompts = prompts
         self.final = [p + r - 1 for p, r in zip(prompts, responses, strict=True)]  # tokens computed at the end
         self.budget, self.max_num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         self.reserve_full_prompt = limits.scheduler_reserve_full_isl
         self.lag = int(limits.async_scheduling)
+        # States are prefilled in whole blocks if the prefix cache is to keep them.
+        caching = limits.enable_prefix_caching
+        self.aligned = groups[0].block_size if caching and any(g.kind == "state" for g in groups) else 0
+        self.keeps_all = all(group.keeps_all for group in groups)
+        self.leaves_one = int(rules.leaves_one)
+        self.checkpoints = self.aligned > 0 and all(g.checkpoints for g in groups if g.kind == "state")
+        self.retain_all = rules.retain_all
+        self.windows = list({(group.kind, group.window): group for group in groups if group.window}.values())
         self.now = 0
-        self.waiting = requests
+        self.queue = list(range(requests - 1, -1, -1))  # the waiting requests; the head is the last entry
         self.running: list[int] = []  # in order of admission, which is the order of arrival; includes `leaving`
-        self.head_needs = 0  # with fewer free blocks, the head of the queue stays where it is
-        self.offset = [0] * requests
-        self.decoding = 0
-        self.context = 0  # tokens computed so far, summed over decoding requests
-        self.finishes: list[int] = []  # heap of finish step * requests + request; outdated where finish_of differs
-        self.finish_of = [-1] * requests
-        self.ended = [0] * requests  # the row that ended each request
         self.leaving: list[int] = []  # finished requests of which the scheduler does not know yet (asynchronous)
-        self.least_free = num_blocks
+        self.offset: dict[int, int] = {}  # of the steady requests
+        self.steady_from = [0] * requests
+        self.length = list(prompts)  # tokens to prefill: prompt + generated ones at admission
+        self.target = list(prompts)  # tokens that can be computed: `length`, and one more in each step after
+        self.computed = [0] * requests
+        self.junction = [0] * requests  # tokens at which prefill has to stop: the end of a hit of some groups
+        self.last_step = [-2] * requests  # the step that last served it
+        self.last_tokens = [0] * requests  # its tokens in that step
+        self.hashed = [0] * requests  # tokens whose blocks had a hash after that step
+        self.refused = False  # true once a waiting request found too few blocks
+        self.refused_at = (-1, 0)  # the pool's changes and the steady requests when the head last had to wait
+        self.alone = 0  # preemptions in a row that left nobody running
+        self.least_free = pool.free
         self.preemptions = 0  # number since the last row
         self.lost = 0  # tokens that the preempted requests had computed
-        self.rows: list[int] = []  # the ROW columns of each row in turn: lists of numbers grow fastest
-        self.prefills: list[int] = []  # (row, *PREFILL) of each row with prefill, in turn
+        self.rows: list[dict[str, int]] = []  # by the names of COLUMNS
+        # By window and row: the columns of a WindowReads.
+        self.window_rows: list[list[tuple[int, int, int]]] = [[] for _ in self.windows]
+        self.ended = [0] * requests  # the row that ended each request
 
-    def next_row(self, longest: int) -> None:
-        """Advance by one step, or by a run of at most `longest` alike steps."""
-        raise NotImplementedError
+    def run(self, longest: int) -> None:
+        """Advance to the end. longest: most steps in one row"""
+        while self.queue or self.running:
+            if self.offset and len(self.offset) + len(self.leaving) == len(self.running):
+                self._decode(longest)
+            else:
+                self._step()
 
-    def run(self, longest: int) -> dict[str, IntArray]:
-        """Advance to the end. Returns int64 arrays of shape (rows,), one per name in ROW and PREFILL.
+    def _decode(self, longest: int) -> None:
+        """Run steps until a request finishes or is admitted, while every decoding request is sure to find its blocks.
 
-        longest: most steps in one row
+        Without such a step, run one in which anything may happen.
         """
-        while self.waiting or self.running:
-            self.next_row(longest)
-        table = table_of(self.rows, len(ROW))
-        columns = dict(zip(ROW, table, strict=True))
-        at, *more = table_of(self.prefills, 1 + len(PREFILL))
-        for name, values in zip(PREFILL, more, strict=True):
-            columns[name] = np.zeros(table.shape[1], dtype=np.int64)
-            columns[name][at] = values
-        columns["sampled_requests"] += columns["decode_requests"]
-        return columns
-
-    def _start_decoding(self, request: int, computed: int) -> None:
-        """Let a request decode from the next step on (`now` already points there)."""
-        self.offset[request] = offset = computed - self.now
-        self.decoding += 1
-        self.context += computed
-        self.finish_of[request] = finish = (self.final[request] - offset - 1) * len(self.final) + request
-        heappush(self.finishes, finish)
-
-    def _stop_decoding(self, request: int) -> int:
-        """Stop the decoding of a request, and return the tokens it has computed."""
-        computed = self.now + self.offset[request]
-        self.decoding -= 1
-        self.context -= computed
-        self.finish_of[request] = -1
-        return computed
+        pool, steps = self.pool, 0
+        if self.keeps_all and self._may_admit():  # decoding frees no block: a row of its own, admitted or not
+            self._step()
+            return
+        wanted = min(longest, self._steps_to_finish())
+        while steps < wanted:
+            pool.begin_step(self.now + steps)
+            free, left = pool.free, pool.free - pool.takes(self.now + steps)  # if no block comes free in the step
+            self.least_free = min(self.least_free, left)
+            if left < 0:
+                break
+            pool.serve(self.now + steps)
+            if self._may_admit():
+                if steps:
+                    self._end(steps, free, [], [], 0)
+                chunks: list[Chunk] = []
+                cached = self._admit(self.budget - len(self.offset), chunks)
+                self._end(1, pool.free, chunks, [], cached)
+                return
+            steps += 1
+        if steps:
+            self._end(steps, pool.free, [], [], 0)
+        else:
+            self._step()
 
     def _steps_to_finish(self) -> int:
         """Steps up to and including the next finish of a request; 1 if a finished one still holds blocks."""
         if self.leaving:
             return 1
-        finishes, requests = self.finishes, len(self.final)
-        while self.finish_of[finishes[0] % requests] != finishes[0]:
-            heappop(finishes)
-        return finishes[0] // requests - self.now + 1
+        return min(self.final[request] - offset for request, offset in self.offset.items()) - self.now
 
-    def _pass_finishes(self) -> list[int]:
-        """The requests that have finished by now."""
-        finished: list[int] = []
-        finishes, requests = self.finishes, len(self.final)
-        end = self.now * requests
-        while finishes and finishes[0] < end:
-            finish = heappop(finishes)
-            request = finish % requests
-            if self.finish_of[request] == finish:
-                self._finish(request)
-                self.ended[request] = len(self.rows) // len(ROW) - 1
-                finished.append(request)
-        return finished
+    # One step in which anything may happen
 
-    def _finish(self, request: int) -> None:
-        self._stop_decoding(request)
+    def _step(self) -> None:
+        self.pool.begin_step(self.now)
+        idle = not self.running  # then a step that admits nobody would repeat for ever
+        chunks: list[Chunk] = []
+        again: list[Chunk] = []  # tokens of requests that decode, but got none in the step before
+        cached = 0
+        budget, preemptions = self._serve_running(chunks, again)
+        if not preemptions:
+            cached = self._admit(budget, chunks)
+        if idle and not chunks:
+            raise too_few_blocks(self.num_blocks)
+        self.preemptions += preemptions
+        self._end(1, self.pool.free, chunks, again, cached)
 
-    def _gone(self, finished: list[int]) -> list[int]:
-        """The requests to release now: under asynchronous scheduling those that finished before this time."""
-        if not self.lag:
-            return finished
-        gone, self.leaving = self.leaving, finished
-        return gone
+    def _serve_running(self, chunks: list[Chunk], again: list[Chunk]) -> tuple[int, int]:
+        """Serve the running requests in turn; returns the budget left, and the number of preemptions."""
+        budget, preemptions, i = self.budget, 0, self._steady_first()
+        left = self.pool.free - self.pool.takes(self.now)
+        if i and left >= 0 and len(self.offset) <= budget:
+            self.pool.serve(self.now)
+            self.least_free = min(self.least_free, left)
+            budget -= len(self.offset)
+            due = set()
+        else:
+            due, i = set(self.pool.due(self.now)), 0
+        while i < len(self.running) and budget:
+            request = self.running[i]
+            i += 1
+            if request in self.offset:
+                budget -= 1
+                if request in due:
+                    preemptions += self._serve_due(request)
+                continue
+            if request in self.leaving:
+                continue
+            computed = self.computed[request]
+            tokens = min(self.target[request] - computed, budget)
+            if self.aligned:
+                tokens = self._whole_blocks(request, computed, tokens)
+            if not tokens:
+                continue
+            served_before = self.lag and self.last_step[request] == self.now - 1
+            self.pool.drop(request, max(0, computed - (self.last_tokens[request] if served_before else 0)))
+            checkpoint = self._has_checkpoint(request, computed, computed + tokens)
+            preemptions += self._make_room(request, self.pool.needs(request, computed + tokens, checkpoint))
+            if i > len(self.running):  # it preempted itself
+                break
+            self.pool.take(request, computed + tokens, checkpoint)
+            self.least_free = min(self.least_free, self.pool.free)
+            budget -= tokens
+            chunk = (request, computed, computed + tokens)
+            (again if self.target[request] > self.length[request] else chunks).append(chunk)
+            self._computed(request, computed + tokens)
+        if not budget:
+            for request in self.running[i:]:
+                if request in self.offset:
+                    self._stall(request)
+        return budget, preemptions
 
-    def _record(self, steps: int, requests: int, kv_tokens: int, free: int) -> None:
-        """Record a row, with 0 finished requests."""
-        self.rows += (
-            steps,
-            requests,
-            kv_tokens,
-            self.lost,
-            len(self.running),
-            self.waiting,
-            self.num_blocks - free,
-            self.preemptions,
-            0,
-        )
+    def _steady_first(self) -> int:
+        """The number of running requests up to the last steady one; 0 if one that is not steady has its turn before."""
+        steady, i = len(self.offset), 0
+        while steady and (self.running[i] in self.offset or self.running[i] in self.leaving):
+            steady -= self.running[i] in self.offset
+            i += 1
+        return 0 if steady else i
+
+    def _serve_due(self, request: int) -> int:
+        """Give a steady request the blocks that it needs in this step; returns the number of preemptions."""
+        self.pool.drop_due(request, self.now)
+        preemptions = self._make_room(request, self.pool.takes_due(request, self.now))
+        if request in self.offset:
+            self.pool.take_due(request, self.now)
+            self.least_free = min(self.least_free, self.pool.free)
+        return preemptions
+
+    def _make_room(self, request: int, blocks: int) -> int:
+        """Preempt until that many blocks are free, at last the request itself; returns the number of preemptions."""
+        preemptions = 0
+        while blocks > self.pool.free:
+            victim = self.running[-1]
+            self._preempt_last()
+            preemptions += 1
+            if victim == request:
+                break
+        return preemptions
+
+    def _computed(self, request: int, after: int) -> None:
+        """Note that a request, which is not steady, was computed up to `after` tokens."""
+        self.hashed[request] = after  # a generated token is known: the request got none in the step before
+        self.pool.cache(request, after)
+        self.last_tokens[request] = after - self.computed[request]
+        self.last_step[request] = self.now
+        self.computed[request] = after
+
+    # Admission
+
+    def _may_admit(self) -> bool:
+        """True if the head of the queue may be admitted now, in a step in which all others decode."""
+        if not self.queue or len(self.running) >= self.max_num_seqs:
+            return False
+        counts = (self.pool.changes, len(self.offset))
+        if counts == self.refused_at:
+            return False
+        tokens, _ = self._admissible(self.queue[-1], self.budget - len(self.offset))
+        if not tokens:
+            self.refused_at = counts
+        return tokens > 0
+
+    def _admit(self, budget: int, chunks: list[Chunk]) -> int:
+        """Admit waiting requests while they find budget, slots and blocks; returns the tokens found in the cache."""
+        pool, cached = self.pool, 0
+        while self.queue and budget and len(self.running) < self.max_num_seqs:
+            request = self.queue[-1]
+            tokens, hit = self._admissible(request, budget)
+            if not tokens:
+                break
+            self.running.append(self.queue.pop())
+            pool.admit(request, hit)
+            pool.take(request, hit + tokens, self._has_checkpoint(request, hit, hit + tokens))
+            cached += hit
+            budget -= tokens
+            self.computed[request] = hit
+            self.target[request] = self.length[request]
+            self._computed(request, hit + tokens)
+            chunks.append((request, hit, hit + tokens))
+        return cached
+
+    def _admissible(self, request: int, budget: int) -> tuple[int, int]:
+        """The pair (tokens that the head of the queue may compute in this step, 0 if it must wait; tokens hit)."""
+        pool, length = self.pool, self.length[request]
+        if not budget:
+            return 0, 0
+        hit = pool.lookup(request, length)
+        self.junction[request] = pool.shared_prefix
+        tokens = min(length - hit, budget)
+        if self.aligned:
+            tokens = self._whole_blocks(request, hit, tokens)
+            if not tokens:
+                return 0, hit
+        end, needed = hit + tokens, 0
+        if self.reserve_full_prompt:
+            needed = pool.admission_needs(request, length, hit, True, self._has_checkpoint(request, hit, length))
+        if needed <= pool.free:
+            checkpoint = self._has_checkpoint(request, hit, end)
+            needed = max(needed, pool.admission_needs(request, end, hit, False, checkpoint))
+        if needed > pool.free:
+            self.refused = True
+            return 0, hit
+        self.least_free = min(self.least_free, pool.free - needed)
+        return tokens, hit
+
+    def _whole_blocks(self, request: int, start: int, tokens: int) -> int:
+        """The tokens of a chunk, cut to end where a state can be kept, as in vLLM 0.30 and 0.32.
+
+        vLLM 0.26 has no chunks shorter than a block. Its chunks that start within a block run past the block's end.
+        """
+        size, length = self.aligned, self.length[request]
+        prefill_end = self._prefill_end(request)
+        if start >= prefill_end:
+            return tokens
+        end = start + tokens
+        whole_prefill = end >= prefill_end and self._covers_block(start, prefill_end)
+        if end < prefill_end:
+            whole = end // size * size
+            if whole > start or size <= self.budget:
+                end = whole
+        junction = self.junction[request]
+        stops = [] if whole_prefill else [(length - self.leaves_one) // size * size]
+        if start % size:
+            stops.append((start // size + 1) * size)
+        if start < junction < end:
+            stops.append(start + (junction - start) // size * size)
+        inside = [stop for stop in stops if start < stop < end]
+        return max((min(inside) if inside else end) - start, 0)
+
+    def _prefill_end(self, request: int) -> int:
+        """The tokens of a request's prefill, as vLLM counts them if it resumes."""
+        return max(self.prompts[request], self.length[request] - 1)
+
+    def _covers_block(self, start: int, end: int) -> bool:
+        """True if kernels keep the state of the last whole block inside a chunk (is_mamba_prefill_checkpoint_valid)."""
+        size = self.aligned
+        return self.checkpoints and start % size == 0 and start + size <= (end - 1) // size * size
+
+    def _has_checkpoint(self, request: int, start: int, end: int) -> bool:
+        """True if a chunk keeps a state inside, which takes a block (MambaManager._needs_internal_checkpoint)."""
+        kept = self.retain_all or end >= self._prefill_end(request)
+        return kept and self._covers_block(start, end)
+
+    # Between running and waiting
+
+    def _preempt_last(self) -> None:
+        request = self.running.pop()
+        computed = self.computed[request]
+        hashed = self._hashed_tokens(request)
+        if request in self.leaving:  # its last token is on the way: nothing to resume
+            self.leaving.remove(request)
+            self.pool.release(request, hashed)
+            return
+        if request in self.offset:
+            computed = self._stop_decoding(request)
+            self.target[request] = computed + 1
+        self.lost += computed
+        self.length[request] = self.target[request]
+        self.computed[request] = 0
+        self.last_step[request] = -2
+        self.queue.append(request)
+        self.pool.release(request, hashed)
+        self.alone = 0 if self.running else self.alone + 1
+        if self.alone > 1000:  # over and over, before it gets any further
+            raise too_few_blocks(self.num_blocks)
+
+    def _hashed_tokens(self, request: int) -> int:
+        """The number of tokens whose full blocks have a hash by now."""
+        if request in self.offset:
+            computed = self.now + self.offset[request]
+            return computed - (1 if self.lag and self.now > self.steady_from[request] else 0)
+        if self.lag and self.last_step[request] == self.now - 1:
+            return self.hashed[request]
+        return self.computed[request]
+
+    def _stall(self, request: int) -> None:
+        """Give a decoding request no token in this step, because those before it have used up the budget."""
+        self.computed[request] = self._stop_decoding(request)
+        self.target[request] = self.computed[request] + 1
+
+    def _start_decoding(self, request: int, computed: int) -> None:
+        """Let a request decode from the next step on (`now` already points there)."""
+        self.offset[request] = computed - self.now
+        self.steady_from[request] = self.now
+        self.pool.start(request, self.now, computed, self.last_tokens[request] if self.lag else 0)
+
+    def _stop_decoding(self, request: int) -> int:
+        """Stop the decoding of a request, and return the tokens it has computed."""
+        self.pool.stop(request)
+        return self.now + self.offset.pop(request)
+
+    # The end of a row
+
+    def _end(self, steps: int, free: int, chunks: list[Chunk], again: list[Chunk], cached: int) -> None:
+        """Record a row, advance, start decoding after a whole prefill, and release finished requests."""
+        started = [(request, after) for request, _, after in chunks if after == self.target[request]]
+        served = bool(self.offset or chunks or again)
+        if served:
+            self._record(steps, free, chunks, again, len(started), cached)
+        self.now += steps
+        for request, computed in started + [(request, after) for request, _, after in again]:
+            self._start_decoding(request, computed)
+        finished = sorted(r for r, offset in self.offset.items() if self.final[r] - offset <= self.now)
+        for request in finished:
+            if self.now > self.steady_from[request]:
+                self.hashed[request] = self.final[request] - self.lag
+                self.last_step[request] = self.now - 1
+            self.computed[request] = self._stop_decoding(request)
+            self.ended[request] = len(self.rows) - 1
+        if finished:
+            self.rows[-1]["finished"] = len(finished)
+        gone = finished
+        if self.lag:  # the scheduler knows of a finish one step later
+            gone, self.leaving = self.leaving, finished
+        for request in gone:
+            self.running.remove(request)
+            self.pool.release(request, self.final[request])
+
+    def _record(
+        self, steps: int, free: int, chunks: list[Chunk], again: list[Chunk], started: int, cached: int
+    ) -> None:
+        """Record a row with no finished request. started: number of requests whose prefill ends in it"""
+        context = [self.now + offset for offset in self.offset.values()]
+        decoding = [(before, before + steps) for before in context] + [(before, after) for _, before, after in again]
+        row = {
+            "steps": steps,
+            "decode_requests": len(decoding),
+            "decode_kv_tokens": sum(before + 1 for before, _ in decoding),
+            "recomputed_tokens": self.lost,
+            "running": len(self.running),
+            "waiting": len(self.queue),
+            "used_blocks": self.num_blocks - free,
+            "preemptions": self.preemptions,
+            "finished": 0,
+            "prefill_tokens": sum(after - before for _, before, after in chunks),
+            "prefill_requests": len(chunks),
+            "prefill_kv_tokens": sum(after for _, _, after in chunks),
+            "prefill_pairs": sum((after - before) * (after + before + 1) // 2 for _, before, after in chunks),
+            "sampled_requests": started + len(decoding),
+            "cached_tokens": cached,
+        }
+        self.rows.append(row)
+        for window, rows in zip(self.windows, self.window_rows, strict=True):
+            reads = sum(pairs_read(window, before, after) for before, after in decoding)
+            read = sum(tokens_read(window, before, after) for _, before, after in chunks)
+            pairs = sum(pairs_read(window, before, after) for _, before, after in chunks)
+            rows.append((reads, read, pairs))
         self.preemptions = self.lost = 0
-
-    def _record_prefill(self, chunks: Sequence[Chunk], started: int, cached: int) -> None:
-        """Record the prefill of the last row. started: number of requests whose prefill it ends"""
-        self.prefills += (len(self.rows) // len(ROW) - 1, *prefill_work(chunks), started, cached)
-
-
-def prefill_work(chunks: Sequence[tuple[int, int, int]]) -> tuple[int, int, int, int]:
-    """The (tokens, chunks, KV tokens read, query-key pairs) of chunks (request, tokens computed before, after)."""
-    tokens = read = pairs = 0
-    for _, before, after in chunks:
-        tokens += after - before
-        read += after
-        pairs += (after - before) * (after + before + 1) // 2
-    return tokens, len(chunks), read, pairs
-
-
-def table_of(values: list[int], columns: int) -> IntArray:
-    """The table of `values`, row by row, as an int64 array of shape (columns, rows)."""
-    return np.frombuffer(array("q", values), dtype=np.int64).reshape(-1, columns).T

@@ -69,8 +69,14 @@ class Waterfall:
                 left -= parts[part] * after.seconds
                 beyond.append(Level(COMPONENTS[part], left))
         beyond.append(Level("kernels slower than the datasheet", limit))
-        changes, end = tuple(_changes(first, tuned)), Level("datasheet's bandwidth and peak", limit)
-        return cls(_plan("before", first), changes, after, tuple(beyond), end, scene.longest_alone_s)
+        return cls(
+            before=_plan("before", first),
+            changes=tuple(_changes(first, tuned)),
+            tuned=after,
+            beyond=tuple(beyond),
+            limit=Level("datasheet's bandwidth and peak", limit),
+            longest_alone_s=scene.longest_alone_s,
+        )
 
 
 def _first(base: Prediction) -> Candidate:
@@ -90,8 +96,10 @@ def _engine(candidate: Candidate) -> str:
     """The precision of a candidate, and its layout if that is not one GPU."""
     limits = candidate.setup.limits
     size, replicas = limits.tensor_parallel_size, limits.data_parallel_size
-    experts = " EP" * limits.enable_expert_parallel
-    return candidate.setup.precision.name + f", TP {size}{experts} x DP {replicas}" * (size * replicas > 1)
+    if size * replicas == 1:
+        return candidate.setup.precision.name
+    experts = " EP" if limits.enable_expert_parallel else ""
+    return f"{candidate.setup.precision.name}, TP {size}{experts} x DP {replicas}"
 
 
 def _changes(first: Candidate, tuned: Tuned) -> Iterator[Level]:
@@ -141,8 +149,7 @@ class Answer:
         every = levers(tuned, scene)
         working = [lever for lever in every if abs(lever.gain.ratio - 1) >= WORTH_A_CHANGE]
         idle = dict.fromkeys(lever.name for lever in every if lever not in working)
-        ways = _limited_by(scene), _floor(scene), Waterfall.of(tuned, scene)
-        return cls(tuned, tuple(working), tuple(idle), *ways)
+        return cls(tuned, tuple(working), tuple(idle), _limited_by(scene), _floor(scene), Waterfall.of(tuned, scene))
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -156,12 +163,18 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """The answer as plain data, for JSON."""
         tuned = self.tuned
-        limits = {name: {"before": old, "after": new} for name, (old, new) in tuned.changes.items()}
-        search = {"settings": tuned.settings, "changes": limits, "least_gpu_memory_utilization": tuned.least_share}
-        before = {"before_s": tuned.base.chosen.seconds, "after_s": tuned.best.chosen.seconds}
-        sentences = {"limited_by": self.limited_by, "floor": self.floor, "changes_nothing": list(self.idle)}
-        levels = {"waterfall": asdict(self.waterfall)}
-        return search | before | {"levers": [lever.to_dict() for lever in self.levers]} | sentences | levels
+        return {
+            "settings": tuned.settings,
+            "changes": {name: {"before": old, "after": new} for name, (old, new) in tuned.changes.items()},
+            "least_gpu_memory_utilization": tuned.least_share,
+            "before_s": tuned.base.chosen.seconds,
+            "after_s": tuned.best.chosen.seconds,
+            "levers": [lever.to_dict() for lever in self.levers],
+            "limited_by": self.limited_by,
+            "floor": self.floor,
+            "changes_nothing": list(self.idle),
+            "waterfall": asdict(self.waterfall),
+        }
 
 
 def _limited_by(scene: Scene) -> str:

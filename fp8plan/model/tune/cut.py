@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from fp8plan.model.cost.base import Array, FloatArray, IntArray
+from fp8plan.model.cost.base import READS, Array, FloatArray, IntArray, WindowReads
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.memory.kv_plan import KvPlan
 from fp8plan.model.rollout import Rollout, clocks, rollout, schedules
-from fp8plan.model.schedule.scheduler import Schedule, WindowWork
+from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import Batch
 
@@ -76,8 +76,7 @@ def _first_rows(plan: Schedule, done: int, part: int) -> Schedule:
     """The schedule up to a cut, with `part` steps of the row after those that are done; at least a step in all."""
     rows = max(1, done + (part > 0))
     columns: dict[str, Any] = {f.name: getattr(plan, f.name)[:rows] for f in fields(plan) if f.type == "IntArray"}
-    work = [f.name for f in fields(WindowWork) if f.type == "IntArray"]
-    windows = tuple(replace(x, **{name: getattr(x, name)[:rows] for name in work}) for x in plan.windows)
+    windows = tuple(replace(x, **{name: getattr(x, name)[:rows] for name in READS}) for x in plan.windows)
     if rows > done:
         before, after = int(plan.steps[done]), max(1, part)
         columns["steps"] = np.append(columns["steps"][:-1], after)
@@ -85,7 +84,7 @@ def _first_rows(plan: Schedule, done: int, part: int) -> Schedule:
     return replace(plan, **columns, windows=windows, ended=None)
 
 
-def _shorter(window: WindowWork, share: float) -> WindowWork:
+def _shorter(window: WindowReads, share: float) -> WindowReads:
     """The reads with this share of the last row's steps. Those of decoding are summed over the steps."""
     reads = window.decode_kv_tokens.copy()
     reads[-1] = round(float(reads[-1]) * share)

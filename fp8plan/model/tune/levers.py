@@ -79,7 +79,9 @@ def _precisions(tuned: Tuned, scene: Scene) -> Iterator[Lever]:
         name, vllms = FP8_PARTS[differing[0]], precision_words(with_it.setup, without.setup.precision)
         words = ({"vllm": vllms} if vllms else {}) | dict.fromkeys(("verl", "trl"), "by fp8plan's engine")
         levels = with_it.expected.level, without.expected.level
-        price = f"risk {levels[0]}" + f", {levels[1]} without" * (levels[0] != levels[1])
+        price = f"risk {levels[0]}"
+        if levels[0] != levels[1]:
+            price += f", {levels[1]} without"
         kl = f"KL k3 {with_it.expected.kl_k3:.1e} instead of {without.expected.kl_k3:.1e}"
         gain = speed_up(before, after, scene.profile)
         setting = f"the plan's {with_it.setup.precision.name}"
@@ -209,7 +211,8 @@ def _balance(scene: Scene, seconds: Callable[[int], float], trainer: float, step
     steps:   that a response may span
     """
     if scene.longest_alone_s > steps * trainer:
-        return f"the longest response alone takes longer than training{f' {steps} times' * (steps > 1)}"
+        times = f" {steps} times" if steps > 1 else ""
+        return f"the longest response alone takes longer than training{times}"
     own, most = _replicas(scene), len(scene.request.batch.prompts)
     too_few, enough = 0, min(most, max(1, math.floor(own * seconds(own) / trainer)))  # replicas seldom help more
     while seconds(enough) > trainer and enough < most:

@@ -71,13 +71,24 @@ class Lever:
     def to_dict(self) -> dict[str, Any]:
         """The lever as plain data, for JSON."""
         saved, low, high = self.saved_s
-        gain = {"gain": self.gain.ratio, "gain_low": self.gain.low, "gain_high": self.gain.high}
-        times = {"before_s": self.before_s, "after_s": self.after_s, "saved_s": saved}
-        named = {"lever": self.name, "setting": self.setting, "words": dict(self.words), "in_plan": self.in_plan}
-        ground = "measured" if self.measured else "modelled"
-        of = {"of": "RL step" if self.step else "rollout", "ground": ground}
-        price = {"price": self.price, "mismatch": self.mismatch}
-        return named | of | times | {"saved_low_s": low, "saved_high_s": high} | gain | price
+        return {
+            "lever": self.name,
+            "setting": self.setting,
+            "words": dict(self.words),
+            "in_plan": self.in_plan,
+            "of": "RL step" if self.step else "rollout",
+            "ground": "measured" if self.measured else "modelled",
+            "before_s": self.before_s,
+            "after_s": self.after_s,
+            "saved_s": saved,
+            "saved_low_s": low,
+            "saved_high_s": high,
+            "gain": self.gain.ratio,
+            "gain_low": self.gain.low,
+            "gain_high": self.gain.high,
+            "price": self.price,
+            "mismatch": self.mismatch,
+        }
 
 
 @dataclass(frozen=True)

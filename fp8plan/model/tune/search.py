@@ -2,13 +2,12 @@
 
 The search is exact over the grid of max_num_seqs and CUDA graphs: each setting is simulated with every precision on
 every layout, and chosen from as `plan` would choose. From the best setting the search goes on by single changes of
-max_num_batched_tokens and prefix caching, until none gains WORTH_A_CHANGE. A candidate is left out only if a lower
-bound on its time is too long. Only makespans are computed, several settings at a time. The result is planned in full.
+max_num_batched_tokens and prefix caching, until none gains WORTH_A_CHANGE. Only makespans are computed, several
+settings at a time. The result is planned in full.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +24,11 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import Prediction, predict
 from fp8plan.model.plan.request import of_fields
 from fp8plan.model.precision import Precision
-from fp8plan.model.risk.expected import LEAST_GAIN, RiskBudget
+from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.model.rollout import makespans, schedules
 from fp8plan.model.schedule.scheduler import Schedule
-from fp8plan.model.tune.bound import Least
 from fp8plan.model.tune.request import SEARCHED, TuneRequest
 from fp8plan.model.workers import mapper
-from fp8plan.model.workload import Batch
 
 LEAST_SEQS, MOST_SEQS = 64, 2048  # beyond them nothing was measured
 BUDGETS: Final = (8192, 16384, 32768)
@@ -158,8 +155,11 @@ class Tuned:
         else:
             yield "Limits: no other setting makes a better plan."
         seqs, budgets = (", ".join(map(str, x)) for x in (grid.max_num_seqs, grid.max_num_batched_tokens))
-        graphs = ", with CUDA graphs as vLLM captures them and for all requests that may run" * any(grid.whole_graphs)
-        caching = " and prefix caching on or off" * (len(grid.prefix_caching) > 1)
+        graphs, caching = "", ""
+        if any(grid.whole_graphs):
+            graphs = ", with CUDA graphs as vLLM captures them and for all requests that may run"
+        if len(grid.prefix_caching) > 1:
+            caching = " and prefix caching on or off"
         yield (
             f"The best of {self.settings} settings tried, up to half a percent: max_num_seqs {seqs}{graphs}, in every "
             f"precision and layout, and around the best of them max_num_batched_tokens {budgets}{caching}."
@@ -192,7 +192,7 @@ def search(request: TuneRequest) -> Tuned:
     base = predict(quiet)
     limits, budget = base.plan.limits, base.plan.budget
     grid = Grid.around(base, request.limits, request.keep)
-    groups, rivals = grid.settings(base), Field.of(base, grid)
+    groups, rivals = grid.settings(base), Field.of(base)
     tried: list[Setting] = []
     with mapper(min(request.workers, len(groups))) as map_groups:
         for _, choices in zip(request.progress(groups), map_groups(rivals.choices, groups), strict=True):
@@ -227,35 +227,21 @@ class Field:
     """The candidates that settings choose from.
 
     candidates: those of the plan that can run, or do not fit, with their risks
-    bounds:     the least seconds of their kernels
-    most_s:     seconds beyond which a candidate cannot change the result, so that its lower bound is enough
     base:       the plan
     """
 
     candidates: tuple[Candidate, ...]
-    bounds: dict[Engine, Least]
-    most_s: float
     base: Prediction
 
     @classmethod
-    def of(cls, base: Prediction, grid: Grid) -> Field:
-        """The field of a plan.
-
-        `choose` looks LEAST_GAIN beyond the fastest accepted candidate on a measured layout: under some limits, and
-        then among all limits.
-        """
-        budget = base.plan.budget
+    def of(cls, base: Prediction) -> Field:
+        """The field of a plan."""
         those = [c for c in base.tried if c.memory or c.unfit]
         risks = risks_of([c.setup for c in those], base.request)
-        rated = tuple(replace(c, rollout=None, risk=risks[risk_key(c.setup)][0]) for c in those)
-        most = max(grid.max_num_batched_tokens)
-        bounds = {_engine(c): Least.of(c.setup, base.profile, most) for c in those}
-        known = [c for c in base.tried if c.rollout and not c.layout_doubt and budget.accepts(c.expected.level)]
-        most_s = min((c.seconds for c in known), default=math.inf) * (1 + LEAST_GAIN) ** 2
-        return cls(rated, bounds, most_s, base)
+        return cls(tuple(replace(c, rollout=None, risk=risks[risk_key(c.setup)][0]) for c in those), base)
 
     def choices(self, settings: Sequence[EngineLimits]) -> list[Setting]:
-        """The choice under each of some limits; none where nothing fits, or all candidates take more than `most_s`.
+        """The choice under each of some limits; none where nothing fits.
 
         Candidates with equally many replicas share schedules, as in a plan; so do settings that allow more requests
         than there are. Settings with the same CUDA graphs are timed together.
@@ -268,7 +254,7 @@ class Field:
             for i in group:
                 alike = defaultdict[Any, list[tuple[int, Candidate, list[Schedule]]]](list)
                 for number, limits in enumerate(settings):
-                    candidate = self._under(limits, self.candidates[i], batches)
+                    candidate = self._under(limits, self.candidates[i])
                     if candidate is None or candidate.memory is None:
                         continue
                     setup, kv = candidate.setup, candidate.memory.kv
@@ -298,14 +284,10 @@ class Field:
     def _replicas(self, index: int) -> int:
         return self.candidates[index].setup.limits.data_parallel_size
 
-    def _under(self, limits: EngineLimits, candidate: Candidate, batches: Sequence[Batch]) -> Candidate | None:
-        """A candidate under other limits; None if it cannot run so, or takes more than `most_s`."""
+    def _under(self, limits: EngineLimits, candidate: Candidate) -> Candidate | None:
+        """A candidate under other limits; None if it cannot run so."""
         changes: dict[str, Any] = {name: getattr(limits, name) for name in SEARCHED}
         setup = replace(candidate.setup, limits=replace(candidate.setup.limits, **changes))
-        bound = self.bounds[_engine(candidate)]
-        least = replace(candidate, quick_s=bound.makespan(batches, setup.limits))
-        if in_a_step(least, bound.model, self.base.request).seconds > self.most_s:
-            return None
         try:
             started, memory = setup.placed()
             return replace(candidate, setup=started, memory=memory)

@@ -17,7 +17,7 @@ from fp8plan.errors import ConfigError, ProfileError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention, Mlp
 from fp8plan.model.cost.attention import FLASH_ATTENTION_3
-from fp8plan.model.cost.base import QUANTITIES, Component, Cost, StepBatch, gradient_of, norm8
+from fp8plan.model.cost.base import QUANTITIES, Component, Cost, StepBatch, gradient_of, p_norm
 from fp8plan.model.cost.collective import all_reduce_cost, with_network
 from fp8plan.model.cost.host import layer_cost
 from fp8plan.model.cost.power import bytes_bound, flops_bound
@@ -338,7 +338,7 @@ def test_slopes_of_steps_in_order_by_finite_differences() -> None:
 
 def test_a_sum_of_powers_does_not_overflow() -> None:
     parts = [Cost(np.array([3e200, 0.0]), {"a": np.array([3e200, 0.0])}), Cost(np.array([4e200, 0.0]), {})]
-    found = norm8(*parts)
+    found = p_norm(8, *parts)
     assert found.seconds.tolist() == [pytest.approx(4e200 * (1 + 0.75**8) ** 0.125), 0.0]
     assert np.isfinite(found.partials["a"]).all()
 

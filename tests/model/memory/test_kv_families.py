@@ -9,7 +9,7 @@ from kv_oracle import VLLM, Shape, of_ours, plan, specs
 
 from fp8plan.model.architecture.mixers import Cache
 from fp8plan.model.memory.kv_plan import plan_kv_cache
-from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, indexer_cache
+from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes
 
 MAX_MODEL_LEN, BUDGET = 32768, 2048
 CPU_KERNEL_BLOCK = 32  # cpu_attn.py
@@ -107,7 +107,7 @@ def test_an_indexer_has_a_cache_of_its_own(kv_cache_dtype: str, kv_bytes: int) -
     rules = KvRules(163840, 16384, block_size=64, kernel_block=64, vllm=VLLM)
     config, _ = specs([], [], rules)
     layers = _sparse_layers(config, kv_cache_dtype)
-    caches = [in_bytes(Cache("latent", LATENT), kv_bytes, sparse=True), indexer_cache(128)] * 61
+    caches = [in_bytes(Cache("latent", LATENT), kv_bytes, sparse=True), LayerCache("latent", 132)] * 61
     assert of_ours(plan_kv_cache(caches, rules, 30 * GIB)) == plan(config, layers, 30 * GIB)
 
 

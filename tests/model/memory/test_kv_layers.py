@@ -61,10 +61,10 @@ def test_rules_are_those_of_the_machine_and_of_the_engines_version() -> None:
 def test_a_state_for_every_block_is_not_modelled() -> None:
     with pytest.raises(ConfigError, match=r"enable_prefix_caching is True.*'all'.*allowed: False"):
         model_caches(NEMOTRON, BF16, EngineLimits(), 4096, vllm="0.26.0")
-    assert model_caches(NEMOTRON, BF16, EngineLimits(), 4096).rules.kept_states == "align"
+    assert plan_kv_cache(*model_caches(NEMOTRON, BF16, EngineLimits(), 4096), num_blocks=100).keeps_states
     off = model_caches(NEMOTRON, BF16, EngineLimits(enable_prefix_caching=False), 4096, vllm="0.26.0")
     assert plan_kv_cache(*off, num_blocks=100).block_size == 1040
-    assert model_caches(QWEN3_5, BF16, EngineLimits(), 4096).rules.kept_states == "align"
+    assert plan_kv_cache(*model_caches(QWEN3_5, BF16, EngineLimits(), 4096), num_blocks=100).keeps_states
 
 
 def test_a_model_of_states_alone_has_no_fp8_kv_cache() -> None:

@@ -12,9 +12,8 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.mixers import Cache
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_plan import plan_kv_cache
-from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, indexer_cache, model_caches
+from fp8plan.model.memory.kv_specs import KvRules, LayerCache, in_bytes, model_caches
 from fp8plan.model.precision import find_precision
-from fp8plan.version import at_least
 
 # No two of one size in bytes: see _equal_groups.
 SHAPES = [Shape(1, 64), Shape(2, 64), Shape(1, 192), Shape(3, 128), Shape(4, 128), Shape(8, 128), Shape(4, 512)]
@@ -67,10 +66,7 @@ def rules_of_vllm(draw: st.DrawFn) -> KvRules:
         block_size=draw(st.sampled_from([16, 32, 48, 128])),
         enable_prefix_caching=draw(st.booleans()),
         async_scheduling=draw(st.booleans()),
-        hybrid_manager=draw(st.sampled_from([True, True, False])),
         kernel_block=draw(st.sampled_from([16, 32, 64])),
-        state_mode=draw(st.sampled_from([None, "align"] if at_least(VLLM, (0, 32)) else [None, "align", "all"])),
-        state_chunk=256,
         vllm=VLLM,
     )
 
@@ -94,9 +90,7 @@ NEMOTRON = [LayerCache("state", state_bytes=4_255_744)] * 24 + [LayerCache("full
 
 def test_rules_of_limits() -> None:
     limits = EngineLimits(max_num_batched_tokens=8192, enable_prefix_caching=False, async_scheduling=False)
-    assert KvRules.of(limits, 4096, state_chunk=128) == KvRules(
-        4096, 8192, enable_prefix_caching=False, async_scheduling=False, state_chunk=128
-    )
+    assert KvRules.of(limits, 4096) == KvRules(4096, 8192, enable_prefix_caching=False, async_scheduling=False)
     assert KvRules.of(replace(limits, max_model_len=9000, block_size=64), 4096).max_model_len == 9000
     assert KvRules.of(replace(limits, block_size=64), 4096).block_size == 64
 
@@ -105,19 +99,11 @@ def test_windows_cost_nothing_at_long_context() -> None:
     plan_ = plan_kv_cache(WINDOWED, KvRules(131072, 8192), 1 << 30)
     assert [len(group.layers) for group in plan_.groups] == [12, 12]
     assert [(group.kind, group.window) for group in plan_.groups] == [("sliding", 128), ("full", 0)]
-    assert plan_.bytes_per_token == 12 * 2048
     in_window = (128 - 1 + 2 * 8192 + 15) // 16 + 1  # two steps are in flight, and a window need not start at a block
     assert plan_.request_blocks == in_window + 131072 // 16
     assert plan_.num_blocks == (1 << 30) // (12 * 16 * 2048)
     one_step = replace(plan_.rules, async_scheduling=False)
     assert plan_kv_cache(WINDOWED, one_step, 1 << 30).request_blocks == plan_.request_blocks - 8192 // 16
-
-
-def test_without_the_hybrid_manager_windows_cost_as_much_as_full_attention() -> None:
-    plan_ = plan_kv_cache(WINDOWED, KvRules(131072, 8192, hybrid_manager=False), 1 << 30)
-    assert len(plan_.groups) == 1
-    assert plan_.bytes_per_token == 24 * 2048
-    assert plan_.request_blocks * plan_.block_bytes == 131072 * 24 * 2048
 
 
 def test_blocks_grow_until_one_holds_a_state() -> None:
@@ -126,7 +112,6 @@ def test_blocks_grow_until_one_holds_a_state() -> None:
     assert align.block_size == 1040
     assert [len(group.layers) for group in align.groups] == [4] * 7
     assert align.request_blocks == 6 * 2 + 32  # two states of each group, and 32,768 tokens
-    assert align.bytes_per_token == 4 * 4096
     nothing_shared = plan_kv_cache(NEMOTRON, KvRules(32768, 8192, enable_prefix_caching=False), 10 << 30)
     assert nothing_shared.request_blocks == 6 + 32
 
@@ -160,15 +145,6 @@ def test_gated_delta_nets_keep_checkpoints_where_flashinfer_fills_prompts(
     assert plan_kv_cache(on_cpu, rules, 10 << 30).request_blocks == 3 * 2 + 576
 
 
-def test_0_26_keeps_a_state_for_every_block_of_some_families() -> None:
-    rules = KvRules(32768, 8192, state_chunk=128, vllm="0.26")
-    every = plan_kv_cache(NEMOTRON, rules, 10 << 30)
-    assert every.block_size == 1152  # whole chunks
-    assert every.request_blocks == 7 * 29
-    assert every.bytes_per_token == pytest.approx(7 * 4 * 4096)
-    assert plan_kv_cache(NEMOTRON, replace(rules, vllm="0.30"), 10 << 30).block_size == 1040
-
-
 def test_0_30_takes_the_null_block_off_and_0_26_does_not() -> None:
     caches = [LayerCache("full", 4096)] * 36
     rules = KvRules(16 * 100, 8192, vllm="0.26")
@@ -197,7 +173,6 @@ def test_an_fp8_latent_is_larger_with_an_indexer() -> None:
     assert in_bytes(Cache("latent", 576), 1) == LayerCache("latent", 576)
     assert in_bytes(Cache("latent", 576), 1, sparse=True) == LayerCache("latent", 656)
     assert in_bytes(Cache("latent", 576), 2, sparse=True) == LayerCache("latent", 1152)
-    assert indexer_cache(128) == LayerCache("latent", 132)
     assert in_bytes(Cache("state", state_bytes=7), 1) == LayerCache("state", state_bytes=7)
 
 
@@ -213,14 +188,6 @@ STATE, FULL = LayerCache("state", state_bytes=100_000), LayerCache("full", 4096)
         ([FULL], RULES, {"num_blocks": 10, "available_bytes": 10}, "one of the two"),
         ([FULL], RULES, {"available_bytes": -1}, "at least 0"),
         ([FULL, STATE, LayerCache("full", 2048)], RULES, {"num_blocks": 10}, r"\[2048, 4096\] bytes per token"),
-        ([FULL, STATE], replace(RULES, hybrid_manager=False), {"num_blocks": 10}, "full, state"),
-        ([FULL, STATE], replace(RULES, state_mode="all"), {"num_blocks": 10}, "state_chunk"),
-        (
-            [FULL, LayerCache("sliding", 4096, 128), LayerCache("sliding", 4096, 512)],
-            replace(RULES, hybrid_manager=False),
-            {"num_blocks": 10},
-            r"windows \[128, 512\]",
-        ),
         (
             [LayerCache("latent", 1152), LayerCache("chunked", 4096, 128)],
             replace(RULES, vllm="0.30"),

@@ -11,12 +11,14 @@ import plans
 import pytest
 
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.plan.choice import Choice
+from fp8plan.model.plan.choice import Answer, Choice
 from fp8plan.model.plan.explain import explain
+from fp8plan.model.plan.request import PlanRequest
 from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import MismatchRisk, RiskBudget
 from fp8plan.model.rollout import Rollout, Timeline
+from fp8plan.model.workload import Workload
 
 NOTHING = np.zeros(0, dtype=np.int64)
 TIMED = Rollout(
@@ -28,6 +30,7 @@ MEASURED = replace(DATASHEET, kind="calibrated", source="a test")
 SENTENCES = {"reasons": ("KL up to something", "a second thing")}
 RISK = MismatchRisk(**dict.fromkeys(f.name for f in fields(MismatchRisk)) | SENTENCES)  # type: ignore[arg-type]
 CORRECTIONS = ("token TIS at 2", "sequence MIS")
+REQUEST = PlanRequest("Qwen/Qwen3-8B", "h200", Workload(1, 1, 1, 1))
 
 
 def row(precision: str, seconds: float, risk: str = "low", **known: Any) -> Choice:
@@ -61,7 +64,7 @@ def reasons(
     tail: float = 0.0,
 ) -> list[str]:
     rollouts = [x and replace(x, tail_fraction=tail) for x in runs(*choices)]
-    found = explain(choices, chosen, rollouts, RISK, CORRECTIONS, RiskBudget(accept=accept), profile)
+    found = explain(Answer(choices, chosen, rollouts, profile, RiskBudget(accept=accept)), RISK, CORRECTIONS, REQUEST)
     return [sentence for sentence in found if not sentence.startswith(("Mismatch: ", "Correction: ", "The time goes"))]
 
 
@@ -99,7 +102,7 @@ def test_the_gain_of_the_step_is_named_for_two_shares_of_the_rollout_where_it_is
 def test_what_makes_a_precision_slower_than_bf16_is_named() -> None:
     def told(parts: dict[str, float], *rows: Choice) -> list[str]:
         spent = [x and replace(x, parts=parts if i else TIMED.parts) for i, x in enumerate(runs(*rows))]
-        found = explain(rows, 0, spent, RISK, CORRECTIONS, RiskBudget(), MEASURED)
+        found = explain(Answer(rows, 0, spent, MEASURED), RISK, CORRECTIONS, REQUEST)
         return [sentence for sentence in found if sentence.startswith("fp8_")]
 
     slower = "fp8_kv is 20% slower than bf16 (90%: 27% slower to 12% slower): it spends"
@@ -226,7 +229,7 @@ def test_a_long_tail_is_named_with_what_binds_it() -> None:
 
 
 def test_it_says_where_the_time_goes() -> None:
-    found = explain((row("bf16", 100),), 0, [TIMED], RISK, CORRECTIONS, RiskBudget(), MEASURED)
+    found = explain(Answer((row("bf16", 100),), 0, [TIMED], MEASURED), RISK, CORRECTIONS, REQUEST)
     assert "The time goes to attention over the KV cache (70%) and linear layers (25%)." in found
 
 
@@ -251,7 +254,7 @@ def test_the_profile_s_limits_are_said(profile: Profile, extrapolated: bool, par
 def test_what_was_not_measured_is_named() -> None:
     timed = replace(TIMED, extrapolated=("gemm.bf16: m 20000, measured 1 to 16384",))
     choices = (row("bf16", 100, extrapolated=True),)
-    found = explain(choices, 0, [timed], RISK, CORRECTIONS, RiskBudget(), MEASURED)
+    found = explain(Answer(choices, 0, [timed], MEASURED), RISK, CORRECTIONS, REQUEST)
     assert found[-1].endswith("was measured for (gemm.bf16: m 20000, measured 1 to 16384).")
 
 
@@ -287,7 +290,7 @@ def test_theory_is_outside_of_a_calibration_and_a_part_of_every_import() -> None
 
 
 def test_risk_and_correction_are_passed_on_as_sentences() -> None:
-    found = explain((row("bf16", 100),), 0, [TIMED], RISK, CORRECTIONS, RiskBudget(), MEASURED)
-    for text in (*RISK.reasons, *CORRECTIONS):
+    found = explain(Answer((row("bf16", 100),), 0, [TIMED], MEASURED), RISK, CORRECTIONS, REQUEST)
+    for text in (*RISK.reasons, *CORRECTIONS.notes):
         assert any(text in sentence for sentence in found)
     assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in found)

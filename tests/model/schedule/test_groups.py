@@ -17,9 +17,9 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.group_pool import next_drop
+from fp8plan.model.schedule.pool import next_change
 from fp8plan.model.schedule.scheduler import Schedule, schedule
-from fp8plan.model.schedule.windows import WindowMeter, pairs_read, tokens_read
+from fp8plan.model.schedule.windows import pairs_read, tokens_read
 from fp8plan.version import has
 
 COMPARED = ("prefill_tokens", "decode_requests", "used_blocks", "preemptions")
@@ -154,34 +154,12 @@ def test_chunks_read_what_their_queries_look_at(kind: CacheKind, window: int, be
 
 
 @given(
-    st.sampled_from(["sliding", "chunked"]),
-    st.integers(1, 20),
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(1, 30)), max_size=20),
-)
-def test_a_meter_adds_up_what_decoding_requests_read(
-    kind: CacheKind, window: int, events: list[tuple[int, int, int]]
-) -> None:
-    group = Spec(kind, 16, window)
-    meter = WindowMeter(group, requests=4)
-    computed: dict[int, int] = {}
-    for request, tokens, steps in events:
-        if request in computed:
-            meter.stop(request, computed.pop(request))
-        else:
-            computed[request] = tokens
-            meter.start(request, tokens)
-        queries = [at + step for at in computed.values() for step in range(steps)]
-        assert meter.advance(steps) == sum(len(positions_read(group, query)) for query in queries)
-        computed = {request: at + steps for request, at in computed.items()}
-
-
-@given(
     st.sampled_from(["full", "sliding", "chunked", "state"]),
     st.integers(1, 70),
     st.integers(0, 200),
     st.integers(0, 1),
 )
-def test_nothing_comes_free_before_the_next_drop(kind: CacheKind, window: int, computed: int, lag: int) -> None:
+def test_no_block_comes_free_before_the_next_change(kind: CacheKind, window: int, computed: int, lag: int) -> None:
     group = Spec(kind, 16, window if kind in ("sliding", "chunked") else 0)
 
     def first_held(tokens: int) -> int:
@@ -193,7 +171,7 @@ def test_nothing_comes_free_before_the_next_drop(kind: CacheKind, window: int, c
             return positions_read(group, processed).start // 16
         return 0
 
-    change = next_drop(group, computed, lag)
+    change = next_change(group, computed, lag)
     assert change > computed
     until = min(change, computed + 300)
     assert all(first_held(tokens) == first_held(computed) for tokens in range(computed + 1, until))

@@ -1,4 +1,4 @@
-"""The search of an engine's limits against plans at every setting, and its lower bound."""
+"""The search of an engine's limits against plans at every setting."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from measured_families import shape_of
 
 import fp8plan
@@ -24,7 +22,6 @@ from fp8plan.model.profile.library import datasheet_profile
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.rollout import makespans, rollout, schedules
 from fp8plan.model.setup import EngineSetup, default_limits
-from fp8plan.model.tune.bound import Least
 from fp8plan.model.tune.request import SEARCHED, TuneRequest
 from fp8plan.model.tune.search import WORTH_A_CHANGE, Field, Grid, Tuned, search
 from fp8plan.model.workload import Fixed, LogNormal, Workload
@@ -87,52 +84,12 @@ def test_no_plan_under_any_setting_is_better(case: dict[str, Any]) -> None:
 def test_the_choice_at_a_setting_is_that_of_a_plan(case: dict[str, Any]) -> None:
     base = predict(PlanRequest(gpu="h200", **case))
     grid = Grid.around(base, case.get("limits"), ())
-    field = replace(Field.of(base, grid), most_s=float("inf"))
+    field = Field.of(base)
     for limits, choice in (pair for group in grid.settings(base) for pair in field.choices(group)):
         whole = predict(PlanRequest(gpu="h200", **case | {"limits": limits})).chosen
         assert (choice.setup.precision, choice.setup.limits) == (whole.setup.precision, whole.setup.limits)
         assert choice.seconds == pytest.approx(whole.seconds, rel=1e-9)
         assert choice.layout_doubt == whole.layout_doubt
-
-
-def test_a_candidate_is_left_out_if_its_bound_is_too_long() -> None:
-    base = predict(PlanRequest(DENSE, "h200", STARVED, precisions=["bf16"]))
-    field, batches = Field.of(base, Grid.around(base, None, ())), [base.request.batch]
-    (candidate,), limits = field.candidates, base.plan.limits
-    (bound,) = field.bounds.values()
-    least = bound.makespan(batches, limits)
-    assert field._under(limits, candidate, batches) is not None
-    assert replace(field, most_s=least * 1.001)._under(limits, candidate, batches) is not None
-    assert replace(field, most_s=least * 0.999)._under(limits, candidate, batches) is None
-    assert bound.makespan(batches, replace(limits, max_num_seqs=1)) > 10 * least  # each response then runs alone
-
-
-MODELS = (SMALL, "fp8plan/moe-7b", "google/gemma-3-12b-it", "Qwen/Qwen3.5-9B", "deepseek-ai/DeepSeek-V2-Lite")
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    model=st.sampled_from(MODELS),
-    precision=st.sampled_from(["bf16", "fp8_block"]),
-    prompts=st.integers(1, 12),
-    samples=st.integers(1, 12),
-    mean=st.integers(2, 400),
-    prompt=st.integers(1, 600),
-    seqs=st.sampled_from([4, 64, 1024]),
-    caching=st.booleans(),
-    seed=st.integers(0, 5),
-)
-def test_no_rollout_is_faster_than_the_bound(
-    model: str, precision: str, prompts: int, samples: int, mean: int, prompt: int, seqs: int, caching: bool, seed: int
-) -> None:
-    batch = Workload(prompts, samples, Fixed(prompt), LogNormal(mean, 1.0, 2000), seed).batch()
-    limits = EngineLimits(max_num_seqs=seqs, enable_prefix_caching=caching, max_num_batched_tokens=2048)
-    setup = EngineSetup(model, "h200", precision, limits.holding(batch.longest), engine_version="0.26.0")
-    profile = fp8plan.load_profile(setup.gpu, "0.26.0")[0]
-    timed_model, memory = setup.step_model(profile), setup.memory()
-    plans = schedules([batch], memory.kv, setup.limits)
-    (seconds,) = makespans([plans], timed_model)
-    assert 0 < Least.of(setup, profile, 2048).makespan([batch], setup.limits) <= seconds
 
 
 def test_makespans_are_those_of_whole_rollouts() -> None:

@@ -78,20 +78,13 @@ static number look_up(State *s, number request, number tokens) {
     number hit = tokens - 1, longest = 0, size = s->groups->spec.block_size;
     int simple = s->num_searched == 1 || (s->num_searched == 2 && s->groups[s->searched[0]].spec.kind == FULL);
     simple = s->num_groups == 1 || (s->num_searched == 2 && simple);
-    for (number g = 0; g < s->num_groups; g++) {
-        s->groups[g].hit_first = 0;
-        s->full_hit[g] = NONE;
-    }
-    for (number current = hit;; current = hit) {
+    for (number g = 0; g < s->num_groups; g++) s->groups[g].hit_first = 0;
+    for (number current = hit, round = 0;; current = hit, round++) {
         for (number i = 0; i < s->num_searched; i++) {
-            number g = s->searched[i];
-            if (s->full_hit[g] != NONE) {
-                current = least(current, s->full_hit[g]);
-                continue;
-            }
-            current = find(s, s->groups + g, request, current) * size;
+            Group *group = s->groups + s->searched[i];
+            if (round && group->spec.kind == FULL) continue;
+            current = find(s, group, request, current) * size;
             longest = most(longest, current);
-            if (s->groups[g].spec.kind == FULL) s->full_hit[g] = current;
         }
         if (current >= hit) break;
         hit = current;
@@ -242,7 +235,7 @@ static void admit(State *s, number request, number hit) {
     s->changes++;
 }
 
-/* ---- a kept state makes other requests wait (group_holders.HoldersWaitPool) ---- */
+/* ---- a kept state makes other requests wait (holders.HoldersWaitPool) ---- */
 
 /* The number of whole blocks before the last token of a prompt. */
 static number prompt_end(const State *s, number request) {

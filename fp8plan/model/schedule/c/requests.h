@@ -1,4 +1,4 @@
-/* Requests between waiting, prefill, decoding and finished, and their admission (group_state.GroupState;
+/* Requests between waiting, prefill, decoding and finished, and their admission (state.State;
    vllm/v1/core/sched/scheduler.py).
 */
 #ifndef FP8PLAN_REQUESTS_H
@@ -83,11 +83,8 @@ static number stop_decoding(State *s, number request) {
 
 /* Give a decoding request no token in this step, because those before it have used up the budget. */
 static void stall(State *s, number request) {
-    s->hashed[request] = hashed_tokens(s, request);
-    if (s->now > s->steady_from[request]) s->last_tokens[request] = 1;
     s->computed[request] = stop_decoding(s, request);
     s->target[request] = s->computed[request] + 1;
-    s->last_step[request] = s->now - 1;
     s->unsteady++;
 }
 

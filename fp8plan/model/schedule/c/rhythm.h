@@ -1,4 +1,4 @@
-/* Steady requests take and free their blocks in a rhythm (group_pool.GroupPool). */
+/* Steady requests take and free their blocks in a rhythm. */
 #ifndef FP8PLAN_RHYTHM_H
 #define FP8PLAN_RHYTHM_H
 
@@ -69,7 +69,7 @@ static number next_after(number above, number start, number period) {
     return start + most(cycles, 1) * period;
 }
 
-/* The next number of computed tokens at which a decoding request frees a block (group_pool.next_drop). */
+/* The next number of computed tokens at which a decoding request frees a block. */
 static number next_drop(const State *s, const Group *group, number computed) {
     number window = group->spec.window, size = group->spec.block_size, lag = s->settings.lag;
     if (group->spec.kind == SLIDING) return next_after(computed, window - 1 + lag, size);
@@ -214,8 +214,7 @@ static number serve_in_turn(State *s, number step, number first) {
         if (event == NEVER && request == NEVER) return NONE;
         if (event <= request) {
             request = event;
-            drop_due(s, request, step); /* it may enter the phase */
-            at = place_of(phase, request);
+            drop_due(s, request, step); /* it may enter the phase, at `at` */
         } else {
             drop_member(s, phase->members + at, step);
         }

@@ -13,7 +13,7 @@ typedef int64_t number;
 
 enum { FULL, SLIDING, CHUNKED, STATE }; /* kinds of groups; a latent one is FULL */
 
-enum { /* columns of a row: state.ROW and state.PREFILL; three of each window follow */
+enum { /* columns of a row: scheduler.COLUMNS; three of each window follow */
     STEPS, DECODE_REQUESTS, DECODE_KV_TOKENS, RECOMPUTED_TOKENS, RUNNING, WAITING, USED_BLOCKS, PREEMPTIONS, FINISHED,
     PREFILL_TOKENS, PREFILL_REQUESTS, PREFILL_KV_TOKENS, PREFILL_PAIRS, SAMPLED_REQUESTS, CACHED_TOKENS, COLUMNS
 };
@@ -96,7 +96,7 @@ typedef struct { number size, blocks; } Growth; /* the blocks of one size that a
 /* Requests by key; the least key comes first. */
 typedef struct { number *key, *items, *place, size; } Heap;
 
-/* KV tokens that decoding requests read in a window (windows.WindowMeter). */
+/* KV tokens that decoding requests read in a window. */
 typedef struct { Window window; number reads, growing; Heap turns; } Meter;
 
 typedef struct { number request, before, after; } Chunk;
@@ -126,7 +126,6 @@ typedef struct {
     /* the last look-up */
     number *searched, num_searched;
     number looked_up, looked_up_tokens, looked_up_changes, hit, hit_free, shared_prefix;
-    number *full_hit;
     /* states that this step computes */
     number began, new_states, again_in, num_again, again_room;
     Held *again;

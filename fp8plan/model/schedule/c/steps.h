@@ -1,4 +1,4 @@
-/* The scheduler's steps, and the rows that record them (group_state.GroupState; vllm/v1/core/sched/scheduler.py). */
+/* The scheduler's steps, and the rows that record them (state.State; vllm/v1/core/sched/scheduler.py). */
 #ifndef FP8PLAN_STEPS_H
 #define FP8PLAN_STEPS_H
 

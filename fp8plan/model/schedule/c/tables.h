@@ -172,7 +172,7 @@ static void let_go_at(State *s, Table *table, number block) {
     if (state) let_go(s, state);
 }
 
-/* States follow mamba_cache_mode "align" (group_blocks.Table): the state before the last is a step's input. */
+/* States follow mamba_cache_mode "align" (pool.Table): the state before the last is a step's input. */
 
 static int has_state_before_last(const Table *table, const Group *group, number processed) {
     return 0 <= table->last_state && table->last_state < blocks_for(group, processed) - 1;

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8plan.model.schedule.group_blocks import Block
-from fp8plan.model.schedule.group_cache import CachingGroupPool
+from fp8plan.model.schedule.pool import Block, Pool
 
 
-class HoldersWaitPool(CachingGroupPool):
+class HoldersWaitPool(Pool):
     """A pool with the prefix cache of vLLM 0.32."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -23,8 +22,6 @@ class HoldersWaitPool(CachingGroupPool):
         self._again_at = -1
 
     def begin_step(self, step: int) -> None:
-        if self._new_states:
-            self.changes += 1  # a request that hit them may be admitted now
         super().begin_step(step)
         if step == self._again_at:
             for held in self._again.values():
@@ -45,9 +42,9 @@ class HoldersWaitPool(CachingGroupPool):
             self._again[request] = self._held(request)
         super().start(request, step, computed, in_flight)
 
-    def stop(self, request: int, step: int) -> None:
+    def stop(self, request: int) -> None:
         self._again.pop(request, None)  # a request of one token is not served again
-        super().stop(request, step)
+        super().stop(request)
 
     def _end(self, request: int) -> int:
         """The number of whole blocks before the last token of a prompt."""
@@ -57,8 +54,8 @@ class HoldersWaitPool(CachingGroupPool):
         """The copies of the state of the last such block, in each group in which the request holds it."""
         number = self._end(request) - 1
         return [
-            self._copies(at, i, request, number)
+            self._same(at, request, number)
             for at in self._states
-            for i, states in enumerate(self._tables[at][request].blocks)
-            if 0 <= number < len(states) and states[number] is not None
+            if 0 <= number < len(self._tables[at][request].blocks)
+            and self._tables[at][request].blocks[number] is not None
         ]
