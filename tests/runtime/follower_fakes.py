@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8plan.errors import ConfigError, SyncError
-from fp8plan.runtime.apply.weight_sync.calls import Call, Reset, driven
+from fp8plan.runtime.apply.engine.base import driven
+from fp8plan.runtime.apply.weight_sync.calls import Call, Reset
 from fp8plan.runtime.apply.weight_sync.delta.base import Chain
 from fp8plan.runtime.apply.weight_sync.delta.listing import held_of
 from fp8plan.runtime.apply.weight_sync.delta.patch import changed_values

@@ -16,7 +16,8 @@ from fp8plan.runtime.apply.doctor.ask import Ask, asking_llm, counts_of
 from fp8plan.runtime.apply.doctor.observed import Observed
 from fp8plan.runtime.apply.doctor.over_http.client import CannotLook
 from fp8plan.runtime.apply.weight_sync.calls import Call, rpc
-from fp8plan.runtime.apply.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.apply.weight_sync.scored import Scored
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.apply.worker.facts import preset_of
 from fp8plan.runtime.tokens import refuse_tokens

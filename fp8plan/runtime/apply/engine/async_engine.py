@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.apply.engine.base import requests
+from fp8plan.runtime.apply.engine.base import requests, until_reset
+from fp8plan.runtime.apply.engine.engine import VllmEngine
 from fp8plan.runtime.apply.engine.judge import Judge
 from fp8plan.runtime.apply.engine.launch import Launch, launch
 from fp8plan.runtime.apply.engine.options import arguments_of
-from fp8plan.runtime.apply.engine.vllm_engine import VllmEngine
 from fp8plan.runtime.apply.engine.warm_up import freeze_garbage
 from fp8plan.runtime.apply.interrupts import LAST_WORDS_S, PATIENCE_S, WATCH_S, in_thread, started_apart
-from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Generate, until_reset
+from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Generate, Reset, Restart, Rpc, Sleep, WakeUp
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import Event, generating, refuse_shut_down
@@ -122,6 +122,26 @@ class AsyncRolloutEngine(
     async def drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         return await driven(procedure, lambda call: self._whole(self.answer(call)))
 
+    async def answer(self, call: Call) -> Any:
+        """Do a Call, and return its answer. Not for users: nothing is checked."""
+        match call:
+            case Rpc(method, arguments):
+                try:
+                    return await self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
+                except Exception as error:
+                    raise self.lost(error) from error
+            case Generate():
+                return await self._outputs(call)
+            case Reset():
+                return await self._reset_prefix_cache()
+            case Sleep(level):
+                return await self._alive(lambda: self.llm.sleep(level))
+            case WakeUp(tags):
+                return await self._alive(lambda: self.llm.wake_up(tags))
+            case Restart():
+                self._stop()
+                return await self._start()
+
     async def _outputs(self, call: Generate) -> Any:
         prompts, params = requests(call)
         tasks = [asyncio.ensure_future(self._last(prompt, params)) for prompt in prompts]
@@ -132,12 +152,6 @@ class AsyncRolloutEngine(
             for task in tasks:  # if one has failed, the others must not run on
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _rpc(self, method: str, arguments: Sequence[Any]) -> Any:
-        try:
-            return await self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
-        except Exception as error:
-            raise self.lost(error) from error
 
     async def _last(self, prompt: Any, params: Any) -> Any:
         """Return the last output of one request."""

@@ -9,18 +9,19 @@ Each public call is a procedure: a generator that yields Calls (apply.weight_syn
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from math import isnan
 from operator import index
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
+from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError, SyncError
 from fp8plan.runtime.apply.engine.judge import How
 from fp8plan.runtime.apply.engine.launch import Launch, facts_of, has_fixed_scales
 from fp8plan.runtime.apply.engine.warm_up import warm_up_batches
-from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Procedure, Reset, Restart, rpc
+from fp8plan.runtime.apply.interrupts import let_in, released
+from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Generate, Procedure, Reset, Restart, rpc
 from fp8plan.runtime.apply.weight_sync.delta.base import Chain
 from fp8plan.runtime.apply.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
@@ -35,7 +36,8 @@ from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.apply.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.apply.weight_sync.procedure import learn_quantised, replace_weights
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
-from fp8plan.runtime.apply.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.apply.weight_sync.scored import Scored
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import (
     Event,
     SyncState,
@@ -60,6 +62,7 @@ Source = TypeVar("Source")  # recalibrate_kv: where the KV scales come from
 LiveScales = TypeVar("LiveScales")  # kv_scales
 Reply = TypeVar("Reply")  # ask: what the procedure returns
 Done = TypeVar("Done")  # all others: None
+Answer = TypeVar("Answer")
 
 Amaxes = Mapping[str, Sequence[float]]  # layer -> largest |q|, |k|, |v|
 Prompts = Sequence[Sequence[int]]  # token ids of each
@@ -183,7 +186,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
 
     def _alone(self) -> AbstractContextManager[None]:
         """Keep everybody else away from the engine. Raises SyncError while requests or another procedure run."""
-        return alone(self.state, self._busy)
+        return alone(self.state, self._busy())
 
     def _opening(self) -> Procedure:
         """Take over an engine that has started: read its facts, refuse one that was not planned, compile kernels."""
@@ -377,6 +380,37 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
 
 
 AnyEngine = EngineBase[Any, Any, Any, Any, Any, Any]
+
+
+# With async scheduling vLLM frees the last blocks a moment after the last token is out.
+RESET_TRIES, RESET_WAIT_S = 50, 0.1
+
+
+def until_reset() -> Iterator[float]:
+    """Yield seconds to wait before each further try to empty the prefix cache. Raises SyncError after the last."""
+    for _ in range(RESET_TRIES):
+        yield RESET_WAIT_S
+    raise SyncError(f"vLLM did not empty its prefix cache within {RESET_TRIES * RESET_WAIT_S:.0f} s")
+
+
+def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call], Any]) -> Answer:
+    """Run a procedure to its end. answer: does a Call to the engine. Work on files is done here"""
+    try:
+        call = next(procedure)
+        while True:
+            try:
+                let_in()
+                if isinstance(call, Files):
+                    with released():  # Ctrl-C may break it off anywhere
+                        reply = call.act(*call.arguments)
+                else:
+                    reply = answer(call)
+            except BaseException as error:
+                call = procedure.throw(error)
+            else:
+                call = procedure.send(reply)
+    except StopIteration as end:
+        return cast("Answer", end.value)
 
 
 def requests(call: Generate) -> tuple[list[dict[str, list[int]]], Any]:

@@ -23,11 +23,11 @@ from typing import Any, ClassVar, Final, Self
 
 from fp8plan.errors import ConfigError, SyncError, text_of
 from fp8plan.runtime.apply.engine.async_engine import answered_or_dead, driven, forgetting_unsent, named, while_alive
-from fp8plan.runtime.apply.engine.base import has_nan, requests
+from fp8plan.runtime.apply.engine.base import has_nan, requests, until_reset
 from fp8plan.runtime.apply.engine.launch import has_fixed_scales
 from fp8plan.runtime.apply.plugin import PROBE
 from fp8plan.runtime.apply.server.rollout import finished
-from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Method, Procedure, Reset, Rpc, rpc, until_reset
+from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Method, Procedure, Reset, Rpc, rpc
 from fp8plan.runtime.apply.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,

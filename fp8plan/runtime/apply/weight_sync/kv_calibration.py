@@ -155,7 +155,8 @@ def refuse_calibration(
     if amax is not None and not isinstance(amax, Mapping):
         raise ConfigError(f"kv_amax is of type {type(amax).__name__}; allowed: a dict, {{layer: (q, k, v)}}")
     if not state.fp8_kv:
-        refuse_tokens("kv_prompts", () if prompts is None else prompts, state.vocabulary, state.longest_prompt)
+        if prompts is not None:
+            refuse_tokens("kv_prompts", prompts, state.vocabulary, state.longest_prompt)
         return
     if amax is not None:
         if prompts is not None:

@@ -171,11 +171,6 @@ def read_manifest(triples: Any) -> Manifest:
         ) from None
 
 
-def plain(manifest: Manifest) -> list[list[Any]]:
-    """Return a manifest as plain data, which vLLM can send to another process."""
-    return [[name, dtype, list(shape)] for name, dtype, shape in manifest]
-
-
 def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> None:
     """Raises ConfigError for errors that show without the engine: names sent twice, and dtypes of the other format.
 

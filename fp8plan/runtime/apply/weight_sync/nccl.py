@@ -48,7 +48,6 @@ from fp8plan.runtime.apply.weight_sync.manifest import (
     manifest_of,
     read_manifest,
 )
-from fp8plan.runtime.apply.weight_sync.stream import wait
 
 if TYPE_CHECKING:
     import torch
@@ -360,7 +359,8 @@ class TrainerTransfer:
         group, where, failures = working(self._group.result()), self._where, list[str]()
         agree(group, digest(manifest), misaligned(manifest, where.buffer_bytes))
         with torch.no_grad(), _current(self._device), limited(group, where.limit_s):
-            wait(self._device)  # for writes of the weights that are still under way, on other streams
+            # Writes of the weights may still be under way, on other streams.
+            torch.get_device_module(self._device).synchronize(self._device)
             packed_nccl_broadcast_producer(
                 iterator=completed(pairs, manifest, self._device, failures),
                 group=group,
@@ -369,7 +369,7 @@ class TrainerTransfer:
                 buffer_size_bytes=where.buffer_bytes,
                 num_buffers=where.buffers,
             )
-            wait(self._device)
+            torch.get_device_module(self._device).synchronize(self._device)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # gives the buffers back to the GPU
         agree(group, digest(manifest), next(iter(failures), None))

@@ -21,13 +21,12 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isfinite
 from typing import Any
 from uuid import uuid4
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError, warn
 from fp8plan.runtime.apply.weight_sync import manifest as manifests
-from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Procedure, Reset, rpc
+from fp8plan.runtime.apply.weight_sync.calls import Call, Method, Procedure, Reset, rpc
 from fp8plan.runtime.apply.weight_sync.delta.base import Base, Chain
 from fp8plan.runtime.apply.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.apply.weight_sync.delta.top_k import refuse_codes
@@ -36,11 +35,9 @@ from fp8plan.runtime.apply.weight_sync.kv_scales import Scales
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest, pairs_of
 from fp8plan.runtime.apply.weight_sync.nccl import RemoteSource, broadcast, received
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
-from fp8plan.runtime.apply.weight_sync.settings import Scored
+from fp8plan.runtime.apply.weight_sync.scored import Scored, refuse_scored, score
 from fp8plan.runtime.apply.weight_sync.state import DIED, Checked, Event, SyncState
-from fp8plan.runtime.apply.weight_sync.stream import Channel, handed, loose_chunks, started, streamed
-from fp8plan.runtime.tokens import refuse_tokens
-from fp8plan.runtime.watch.mismatch.sums import LIMIT, k3
+from fp8plan.runtime.apply.weight_sync.stream import ALIGNMENT, Channel, chunks, loose_chunks, started
 
 # Manifests that workers remember. A trainer sends the same one every step, or one of few.
 MOST_PREPARED = 4
@@ -86,7 +83,7 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
             state.prepared.pop(next(iter(state.prepared)))
         used = {checked.number for checked in state.prepared.values()}
         number = next(number for number in range(MOST_PREPARED) if number not in used)
-        answers = yield from rpc("fp8plan_prepare", manifests.plain(manifest), state.settings.in_place, number)
+        answers = yield from rpc("fp8plan_prepare", manifest, state.settings.in_place, number)
         groups = answers[0]["groups"]
         refuse_leftovers(manifest, [answer["taken"] for answer in answers])
         numbers = {entry.name: number for number, entry in enumerate(manifest)}
@@ -104,8 +101,7 @@ def learn_quantised(state: SyncState) -> Procedure:
     """
     if state.quantised is not None or state.expected is None:
         return
-    sent, in_place = manifests.plain(state.expected), state.settings.in_place
-    answers = yield from rpc("fp8plan_prepare", sent, in_place, MOST_PREPARED)
+    answers = yield from rpc("fp8plan_prepare", state.expected, state.settings.in_place, MOST_PREPARED)
     state.quantised, state.wide = tuple(answers[0]["quantised"]), frozenset(answers[0]["wide"])
 
 
@@ -155,7 +151,8 @@ def replace_weights(
                 yield from rpc("fp8plan_receive", False)
             if kv_known is None:
                 refuse_calibration(state, kv_amax, kv_prompts)
-            _refuse_scored(state, scored)
+            if scored is not None:
+                refuse_scored(state, scored)
             checked = yield from prepared(state, sent)
             pairs: Any = source
             if isinstance(source, Chain):
@@ -176,7 +173,7 @@ def replace_weights(
         state.note(Event.CHECK)
         used = yield from readied(state, kv_amax, kv_prompts, kv_source, kv_known, seconds)
         with _timed(seconds, "score"):
-            score = None if scored is None else (yield from _score(scored, state.settings.scored_k3))
+            k3 = None if scored is None else (yield from score(scored, state.settings.scored_k3))
             state.stamp = sending.stamp or stamp or uuid4().hex
             yield from rpc("fp8plan_commit", state.stamp)
             if state.base is not None:
@@ -207,7 +204,7 @@ def replace_weights(
         kv_scales=state.kv_scales,
         kv_source=used,
         kv_clipped=state.kv_clipped,
-        scored_k3=score,
+        scored_k3=k3,
         patched=sending.patched,
         looked=sending.looked,
         healed=sending.healed,
@@ -329,48 +326,33 @@ class Sending:
             return (yield from rpc("fp8plan_finish", 0))
 
 
+def streamed(
+    state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: Method
+) -> Generator[Call, Any, dict[str, int]]:
+    """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
+    whole, settings = sum(entry.nbytes + ALIGNMENT for entry in manifest), state.settings
+    channel = Channel(state.staged_on, min(settings.chunk_bytes, whole), state.workers)
+    return (yield from handed(channel, chunks(pairs, checked, settings.chunk_bytes), method))
+
+
+def handed(
+    channel: Channel, parts: Iterable[tuple[list[int], list[Any]]], method: Method
+) -> Generator[Call, Any, dict[str, int]]:
+    """Send chunks of tensors to a method of the workers. Returns counts as `streamed`."""
+    with channel:
+        for numbers, tensors in parts:
+            call = channel.message(method, numbers, tensors)
+            yield from rpc(call.method, *call.arguments)
+            channel.close()
+    return channel.counts
+
+
 @contextmanager
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     """Note the seconds of a phase."""
     begun = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - begun
-
-
-def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
-    """Raises ConfigError for tokens that the engine cannot score, and log-probs that do not fit them."""
-    if scored is None:
-        return
-    if not isinstance(scored, Scored):
-        raise ConfigError(f"scored is of type {type(scored).__name__}; allowed: Scored(token ids, log-probs)")
-    refuse_tokens("scored", [scored.tokens], state.vocabulary, state.longest_prompt)
-    try:
-        tokens, logprobs, finite = len(scored.tokens), len(scored.logprobs), [*map(isfinite, scored.logprobs)]
-    except TypeError as error:
-        raise ConfigError(f"scored: {error}; allowed: Scored(list of token ids, list of log-probs)") from None
-    if logprobs != tokens - 1 or not logprobs:
-        raise ConfigError(f"{logprobs} log-probs for {tokens} tokens; allowed: one for each but the first")
-    if not all(finite):
-        raise ConfigError("scored: a log-prob is not finite; allowed: the trainer's, in nats")
-
-
-def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
-    """Return the mean k3 between the trainer and the engine on a sequence: that of the worst replica.
-
-    Raises ConfigError above the limit.
-    """
-    settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-    worst = 0.0
-    for (output,) in (yield Generate([scored.tokens], settings, everywhere=True)):
-        own = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
-        ratios = [float(trainer - engine) for trainer, engine in zip(scored.logprobs, own, strict=True)]
-        mean = sum(k3(min(ratio, LIMIT)) for ratio in ratios) / len(ratios)
-        if not mean <= limit:  # NaN fails, too
-            raise ConfigError(
-                f"the engine's log-probs differ from the trainer's: k3 {mean:.3g} per token; allowed: {limit:g}"
-            )
-        worst = max(worst, mean)
-    return worst
 
 
 def readied(

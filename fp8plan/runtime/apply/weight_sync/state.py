@@ -9,7 +9,7 @@ state. `after` is a pure function of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -267,8 +267,8 @@ def generating(state: SyncState, only: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def alone(state: SyncState, busy: Callable[[], int]) -> Iterator[None]:
-    """Keep everybody else away from the engine. busy: returns the number of unfinished requests that vLLM counts
+def alone(state: SyncState, busy: int) -> Iterator[None]:
+    """Keep everybody else away from the engine. busy: number of unfinished requests that vLLM counts
 
     Raises SyncError while any request or another procedure runs, LostEngineError after shutdown().
     """
@@ -276,7 +276,7 @@ def alone(state: SyncState, busy: Callable[[], int]) -> Iterator[None]:
     with state.lock:
         if state.running:
             raise SyncError("another sync is running; wait for it. The weights that it leaves will serve")
-        if requests := max(busy(), state.generating):
+        if requests := max(busy, state.generating):
             serve = "the old weights serve" if state.refusal is None else "the engine still refuses to generate"
             raise SyncError(f"{requests} requests are running; finish or abort them before. Nothing was sent; {serve}")
         state.running = True

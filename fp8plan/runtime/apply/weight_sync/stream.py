@@ -1,4 +1,4 @@
-"""A trainer's stream of tensors: cut into chunks of complete fused groups, and handed to workers.
+"""A trainer's stream of tensors, cut into chunks of complete fused groups, and the way of chunks to workers.
 
 Tensors reach a worker in another process through memory that both map, a chunk at a time. On a CPU that is a file in
 shared memory, on a GPU a buffer that the worker opens by its CUDA IPC handle. vLLM's messages carry only names, shapes
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.apply.interrupts import released
-from fp8plan.runtime.apply.weight_sync.calls import STAGED, Call, Method, Rpc, rpc
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest, dtype_name, dtype_named, gathered, pair_of
-from fp8plan.runtime.apply.weight_sync.state import Checked, SyncState
+from fp8plan.runtime.apply.weight_sync.calls import Method, Rpc
+from fp8plan.runtime.apply.weight_sync.manifest import dtype_name, dtype_named, gathered, pair_of
+from fp8plan.runtime.apply.weight_sync.state import Checked
 
 if TYPE_CHECKING:
     import torch
@@ -141,16 +141,22 @@ class Channel:
     staged_on: device of the buffer, "cpu" or "cuda"; None: workers are in this process
     nbytes:    its least size
     workers:   number of processes that open it
+
+    counts: "tensors", "bytes" and "chunks" so far
     """
 
     def __init__(self, staged_on: str | None, nbytes: int, workers: int = 1) -> None:
         self._staged_on, self._nbytes, self._workers = staged_on, nbytes, workers
+        self.counts = {"tensors": 0, "bytes": 0, "chunks": 0}
         self._buffer: torch.Tensor | None = None
         self._address: list[Any] = []
         self._path: str | None = None  # name of the file behind the buffer
 
     def message(self, method: Method, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> Rpc:
-        """Return the Call that hands over a chunk. method: that takes tensors in the same process, a key of STAGED"""
+        """Return the Call that hands over a chunk to a method in TAKE_TENSORS."""
+        self.counts["chunks"] += 1
+        self.counts["tensors"] += len(tensors)
+        self.counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
         if self._staged_on is None:
             return Rpc(method, (numbers, tensors))
         need = sum(_padded(tensor.nbytes) for tensor in tensors)
@@ -158,11 +164,16 @@ class Channel:
             self.close()
             self._buffer = self._shared(max(need, self._nbytes), self._staged_on)
             self._address = self._address_of(self._buffer)
-        layout = _pack(self._buffer, numbers, tensors)
-        return Rpc(STAGED[method], (self._address, layout))
+        return Rpc(method, (numbers, {"address": self._address, "layout": _pack(self._buffer, tensors)}))
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
-        """Remove the file's name; processes that have it open keep it."""
+        """Remove the file's name once all workers have it open. Then it cannot outlive a killed process."""
         if self._path is not None:
             Path(self._path).unlink(missing_ok=True)
 
@@ -190,35 +201,8 @@ class Channel:
         return ["cuda", [pickle.dumps(reduce_tensor(buffer)[1]) for _ in range(self._workers)], buffer.numel()]
 
 
-def streamed(
-    state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: Method
-) -> Generator[Call, Any, dict[str, int]]:
-    """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
-    whole, settings = sum(entry.nbytes + ALIGNMENT for entry in manifest), state.settings
-    channel = Channel(state.staged_on, min(settings.chunk_bytes, whole), state.workers)
-    return (yield from handed(channel, chunks(pairs, checked, settings.chunk_bytes), method))
-
-
-def handed(
-    channel: Channel, parts: Iterable[tuple[list[int], list[Any]]], method: Method
-) -> Generator[Call, Any, dict[str, int]]:
-    """Send chunks of tensors to a method of the workers, and close the channel. Returns counts as `streamed`."""
-    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
-    try:
-        for numbers, tensors in parts:
-            counts["chunks"] += 1
-            counts["tensors"] += len(tensors)
-            counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
-            call = channel.message(method, numbers, tensors)
-            yield from rpc(call.method, *call.arguments)
-            channel.close()  # all workers have it open; removed now, it cannot outlive a killed process
-    finally:
-        channel.close()
-    return counts
-
-
-def _pack(buffer: torch.Tensor, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Copy tensors into the buffer, one after the other. Return their layout: [[number, dtype, shape, offset], ...]."""
+def _pack(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Copy tensors into the buffer, one after the other. Return their layout: [[dtype, shape, offset], ...]."""
     import torch
 
     offsets = [0, *accumulate(_padded(tensor.nbytes) for tensor in tensors)][: len(tensors)]
@@ -228,20 +212,22 @@ def _pack(buffer: torch.Tensor, numbers: Sequence[int], tensors: Sequence[torch.
     ]
     with torch.no_grad():
         torch._foreach_copy_(places, list(tensors))
-    wait(buffer.device)
+    torch.get_device_module(buffer.device).synchronize(buffer.device)
     return [
-        [number, dtype_name(tensor.dtype), list(tensor.shape), offset]
-        for number, tensor, offset in zip(numbers, tensors, offsets, strict=True)
+        [dtype_name(tensor.dtype), list(tensor.shape), offset] for tensor, offset in zip(tensors, offsets, strict=True)
     ]
 
 
-def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
-    """Return the buffer behind an address, in the worker. It stays open until `left`."""
+def arrived(worker: Any, staged: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors of a chunk, as views of its buffer. staged: as Channel.message sends it
+
+    The buffer stays open in `worker._fp8plan_stage`.
+    """
     import torch
 
-    kind, where, nbytes = address
+    kind, where, nbytes = staged["address"]
     where = where if kind == "file" else where[worker.rank]
-    stage: tuple[Any, Any] = getattr(worker, "_fp8plan_stage", (None, None))
+    stage = worker._fp8plan_stage
     if stage[0] != where:
         if kind == "file":
             buffer = torch.from_file(where, shared=True, size=nbytes, dtype=torch.uint8)
@@ -252,31 +238,12 @@ def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
             parts[6] = worker.device.index or 0  # the device's number differs between processes, the memory does not
             buffer = rebuild_cuda_tensor(*parts)
         stage = worker._fp8plan_stage = (where, buffer)
-    staged: torch.Tensor = stage[1]
-    return staged
-
-
-def left(worker: Any) -> None:
-    """Close the worker's buffer, so that the trainer's process can free it."""
-    worker._fp8plan_stage = None, None
-
-
-def unpack(buffer: torch.Tensor, layout: Sequence[Sequence[Any]]) -> tuple[list[int], list[torch.Tensor]]:
-    """Return the numbers and the tensors of a layout, as views of the buffer."""
-    numbers, tensors = [], []
-    for number, dtype, shape, offset in layout:
-        kind = dtype_named(dtype)
-        numbers.append(number)
-        tensors.append(buffer[offset : offset + prod(shape) * kind.itemsize].view(kind).view(tuple(shape)))
-    return numbers, tensors
-
-
-def wait(device: torch.device) -> None:
-    """Wait for all work on a GPU."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
+    buffer = stage[1]
+    tensors = []
+    for name, shape, offset in staged["layout"]:
+        dtype = dtype_named(name)
+        tensors.append(buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape)))
+    return tensors
 
 
 def _padded(nbytes: int) -> int:

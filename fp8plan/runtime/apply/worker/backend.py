@@ -25,7 +25,6 @@ from fp8plan.runtime.apply.vllm_versions import check_vllm_version, untested
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest, dtype_named, read_manifest
 from fp8plan.runtime.apply.weight_sync.nccl import limited
 from fp8plan.runtime.apply.weight_sync.plain_group import PlainGroup
-from fp8plan.runtime.apply.weight_sync.stream import wait
 from fp8plan.runtime.apply.worker.extension import Fp8PlanWorker
 from fp8plan.runtime.apply.worker.nccl_receive import Arriving, PlainReceiver
 from fp8plan.runtime.apply.worker.updates import Sink, Updates, over_ranks
@@ -177,7 +176,7 @@ class Fp8PlanTransfer(PlainReceiver):
             return
         with self.loading(arriving), limited(self.model_update_group, self._limit_s) as arriving.renew:
             super().receive_weights(update_info)
-            wait(self.device)
+            torch.get_device_module(self.device).synchronize(self.device)
         torch.cuda.empty_cache()  # gives the buffers back to the GPU
 
     def _left(self, error: Exception) -> str:

@@ -20,7 +20,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_named
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +43,7 @@ class LoadMap:
     copies:   manifest name -> the copies made of it; none for a tensor that vLLM leaves out
     modules:  manifest name -> modules that it is loaded into
     homes:    manifest name -> (module, param) that it fills
-    sent:     manifest name -> shape
+    sent:     manifest name -> meta tensor
     opaque:   modules with a loader that does more than copy boxes
     shapes:   (module, param) -> shape in checkpoint format, of every parameter of the model
     dtypes:   (module, param) -> dtype in checkpoint format
@@ -57,7 +56,7 @@ class LoadMap:
     copies: Mapping[str, tuple[Copy, ...]]
     modules: Mapping[str, tuple[str, ...]]
     homes: Mapping[str, tuple[tuple[str, str], ...]]
-    sent: Mapping[str, tuple[int, ...]]
+    sent: Mapping[str, torch.Tensor]
     opaque: frozenset[str]
     shapes: Mapping[tuple[str, str], tuple[int, ...]]
     dtypes: Mapping[tuple[str, str], torch.dtype]
@@ -67,24 +66,24 @@ class LoadMap:
     shared: tuple[tuple[str, ...], ...]
 
 
-def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
-    """Find the LoadMap of `manifest`. Raises ConfigError, with its name, for a tensor that a loader does not take."""
+def trace(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> LoadMap:
+    """Find the LoadMap of tensors. Raises ConfigError, with its name, for one that a loader does not take.
+
+    sent: manifest name -> meta tensor
+    """
     import torch
 
-    sources: dict[int, str] = {}
     load: Any = model.load_weights  # a method of vLLM's models
-    sent: dict[str, torch.Tensor] = {}  # kept alive: a freed storage would pass its number on to another
+    sources = {_storage(tensor): name for name, tensor in sent.items()}
     seen: list[tuple[str, torch.Tensor, torch.Tensor, bool]] = []
     now, loading = "", Depth()
     live = _storages(model)
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal now
-        for entry in manifest:
-            tensor = torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="meta")
-            sent[entry.name] = tensor
-            sources[_storage(tensor)] = now = entry.name
-            yield entry.name, tensor
+        for name, tensor in sent.items():
+            now = name
+            yield name, tensor
 
     def note(to: torch.Tensor, of: torch.Tensor) -> None:
         seen.append((now, to, of, loading.count > 0))
@@ -96,12 +95,17 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
         try:
             load(stream())
         except Exception as error:
-            raise ConfigError(_refused(now, manifest, error)) from error
+            shape = list(sent[now].shape) if now else []
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise ConfigError(
+                f"vLLM's loader does not take {now} of shape {shape} ({reason}); allowed: the names and shapes of the "
+                "Hugging Face checkpoint that this engine was started with"
+            ) from error
         shapes = {home: tuple(tensor.shape) for home, tensor in parameters.items()}
         dtypes = {home: tensor.dtype for home, tensor in parameters.items()}
 
-    copies: dict[str, list[Copy]] = {entry.name: [] for entry in manifest}
-    fed: dict[str, dict[tuple[str, str], None]] = {entry.name: {} for entry in manifest}
+    copies: dict[str, list[Copy]] = {name: [] for name in sent}
+    fed: dict[str, dict[tuple[str, str], None]] = {name: {} for name in sent}
     covered, taken = dict.fromkeys(shapes, 0), dict.fromkeys(copies, 0)
     opaque, past = set(), set()
     places: dict[Hashable, dict[Box, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -128,7 +132,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
         {name: tuple(made) for name, made in copies.items()},
         {name: tuple(dict.fromkeys(module for module, _ in places)) for name, places in fed.items()},
         {name: tuple(places) for name, places in fed.items()},
-        {entry.name: entry.shape for entry in manifest},
+        sent,
         frozenset(opaque),
         shapes,
         dtypes,
@@ -286,12 +290,3 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _extent(extents: Box) -> list[int]:
     return [stop - start for start, stop in extents if stop - start != 1]
-
-
-def _refused(name: str, manifest: Sequence[Entry], error: Exception) -> str:
-    shape = next((entry.shape for entry in manifest if entry.name == name), ())
-    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return (
-        f"vLLM's loader does not take {name} of shape {list(shape)} ({reason}); allowed: the names and shapes of the "
-        "Hugging Face checkpoint that this engine was started with"
-    )

@@ -19,7 +19,6 @@ from fp8plan.errors import text_of
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.apply.weight_sync.nccl import Rendezvous, agree, chunk_manifest, digest, limited, working
 from fp8plan.runtime.apply.weight_sync.plain_group import PlainGroup, communicator
-from fp8plan.runtime.apply.weight_sync.stream import wait
 
 if TYPE_CHECKING:
     from fp8plan.runtime.apply.worker.live_weights import LiveWeights
@@ -117,7 +116,7 @@ class Receiver(PlainReceiver):
 
     def _taken(self, manifest: Manifest, taker: Taker) -> int:
         agree(self.model_update_group, digest(manifest))
-        wait(self.device)
+        torch.get_device_module(self.device).synchronize(self.device)
         arriving = Arriving(taker, manifest)
         contents = {
             "names": [entry.name for entry in manifest],
@@ -126,7 +125,7 @@ class Receiver(PlainReceiver):
         }
         with self.loading(arriving), limited(self.model_update_group, self._where.limit_s):
             self.receive_weights(_made(self.update_info_cls, contents | self._packing))
-            wait(self.device)
+            torch.get_device_module(self.device).synchronize(self.device)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # gives the buffers back to the GPU
         agree(self.model_update_group, digest(manifest), arriving.failure)

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.apply.quantize.targets import CopyTargets, QuantizeTargets
+from fp8plan.runtime.apply.quantize.targets import CopyTargets, QuantizeTargets, content
 from fp8plan.runtime.apply.weight_sync.manifest import (
     LEFT_OUT,
     SCALE_SUFFIX,
@@ -37,7 +37,7 @@ class Program:
 
     entries, numbers: of the chunk's tensors
     moves:     name -> how it is written in place (fp8plan.runtime.apply.worker.binding)
-    parts:     parts of tensors, for each of which `run` gives a flag (weight_sync.manifest.Part)
+    parts:     parts of tensors, for each of which `run` gives a flag (weight_sync.manifest.Part); the native ones last
     matrices:  which of the parts are matrices
     native:    (position in the chunk, name) of tensors that go through vLLM's loader
     positions: number in the manifest -> position in the chunk
@@ -53,17 +53,25 @@ class Program:
         scales = [move.scale for _, _, move in quantised if move.scale is not None]
         self._quantise = QuantizeTargets([move.target for _, _, move in quantised], scales)
         self._copy = CopyTargets([move.target for _, _, move in copied])
-        self.parts = [Part(e.name, move.source) for _, e, move in (*quantised, *copied)]
+        whole = [e for e in entries if e.name not in moves]
+        self.parts = [
+            *(Part(e.name, move.source) for _, e, move in (*quantised, *copied)),
+            *(Part(e.name) for e in whole),
+        ]
         self.matrices = [is_matrix(move.target.shape) for _, _, move in (*quantised, *copied)]
+        self.matrices += [is_matrix(e.shape) for e in whole]
 
     def run(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Queue the writes. Return the flag of each part, int32 [len(parts)] on the device (quantize.targets)."""
         import torch
 
         flags = torch.zeros(len(self.parts), dtype=torch.int32, device=device)
-        count = len(self._quantised)
-        self._quantise.run([part(tensors[at]) if part else tensors[at] for at, part in self._quantised], flags[:count])
-        self._copy.run([part(tensors[at]) if part else tensors[at] for at, part in self._copied], flags[count:])
+        counts = [len(self._quantised), len(self._copied), len(self.native)]
+        quantised, copied, native = flags.split(counts)
+        self._quantise.run([part(tensors[at]) if part else tensors[at] for at, part in self._quantised], quantised)
+        self._copy.run([part(tensors[at]) if part else tensors[at] for at, part in self._copied], copied)
+        for flag, (at, _) in zip(native, self.native, strict=True):
+            flag.copy_(content(tensors[at]))
         return flags
 
 
@@ -183,7 +191,7 @@ def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
 
     model = worker.model_runner.get_model()
     layers = dict(model.named_modules())
-    traced = trace(model, _in_bf16(sent))
+    traced = trace(model, meta_tensors(_in_bf16(sent)))
     wide = tuple(
         name
         for name, homes in traced.homes.items()
@@ -192,7 +200,7 @@ def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
     manifest = tuple(_written(entry, wide) for entry in sent)
     plain = _in_bf16(manifest)
     if manifest != sent:  # vLLM's loaders treat rounded tensors otherwise than those that they must round
-        traced = trace(model, plain)
+        traced = trace(model, meta_tensors(plain))
     load_map = _with_scales(traced, manifest)
     ignored = tuple(entry.name for entry in manifest if not load_map.modules[entry.name])
     parallel = worker.model_runner.vllm_config.parallel_config
@@ -204,7 +212,7 @@ def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
     every = {module for modules in load_map.modules.values() for module in modules}
     if in_place:  # tried in BF16: with E4M3 and scales vLLM's loaders would have nothing to quantise
         derived = {module: why for module, why in derived_from(model).items() if module in every}
-        reasons = refused(worker, plain, traced, bind(model, traced, plain, derived))
+        reasons = refused(worker, traced, bind(model, traced, plain, derived))
         native = {m: reasons[kind(layers[m])] for m in every if kind(layers[m]) in reasons} | derived
     else:
         native = dict.fromkeys(every, "in_place=False")
@@ -233,6 +241,13 @@ def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
         shared=shared,
         twins=twins,
     )
+
+
+def meta_tensors(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Return name -> a tensor without memory, of each entry."""
+    import torch
+
+    return {e.name: torch.empty(e.shape, dtype=dtype_named(e.dtype), device="meta") for e in manifest}
 
 
 def _written(entry: Entry, wide: Sequence[str]) -> Entry:
@@ -340,13 +355,13 @@ def _twins(
     twins = list(load_map.shared)
     if getattr(config, "tie_word_embeddings", False) and not load_map.modules.get(HEAD):
         embeddings = [name for name, modules in load_map.modules.items() if any(map(embeds, modules))]
-        shape = load_map.sent.get(HEAD)
-        embeddings = [name for name in embeddings if shape in (None, load_map.sent[name])]
+        if (head := load_map.sent.get(HEAD)) is not None:
+            embeddings = [name for name in embeddings if load_map.sent[name].shape == head.shape]
         if len(embeddings) == 1:
             twins.append((embeddings[0], HEAD))
     names = {entry.name for entry in manifest}
     twins += [tuple(n + SCALE_SUFFIX for n in group if n + SCALE_SUFFIX in names) for group in tuple(twins)]
-    return joined(group for group in twins if group)
+    return joined([group for group in twins if group])
 
 
 def _shared(twins: Sequence[Sequence[str]], manifest: Manifest) -> tuple[tuple[str, ...], ...]:

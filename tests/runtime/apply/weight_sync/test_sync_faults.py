@@ -30,7 +30,8 @@ from tiny_models import (
 
 from fp8plan.errors import ConfigError, NotServingError, SyncError
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
-from fp8plan.runtime.apply.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.apply.weight_sync.scored import Scored
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 
 torch = pytest.importorskip("torch")
 E4M3 = torch.float8_e4m3fn

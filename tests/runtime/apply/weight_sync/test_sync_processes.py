@@ -123,7 +123,7 @@ def test_a_process_killed_during_a_sync_is_healed_by_the_next(subject: Subject, 
 # The worker's method that the engine's process, killed, does not answer in a state.
 UNANSWERED = {
     State.OPEN: "fp8plan_begin",
-    State.WRITING: "fp8plan_load_staged",
+    State.WRITING: "fp8plan_load",
     State.CHECKED: "fp8plan_commit",
     State.DEAD: "fp8plan_facts",  # of an engine that is being started again
 }

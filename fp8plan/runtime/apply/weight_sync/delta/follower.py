@@ -17,7 +17,7 @@ from fp8plan.runtime.apply.weight_sync.delta.files import UnreadableError
 from fp8plan.runtime.apply.weight_sync.delta.listing import HELD, LATEST, Latest, Link, Store, formats
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
-from fp8plan.runtime.apply.weight_sync.settings import Scored
+from fp8plan.runtime.apply.weight_sync.scored import Scored
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from uuid import uuid4
 from fp8plan.errors import ConfigError, text_of
 from fp8plan.runtime.apply.weight_sync.calls import Call
 from fp8plan.runtime.apply.weight_sync.delta.files import Files
-from fp8plan.runtime.apply.weight_sync.manifest import SCALE_SUFFIX, Manifest, held_manifest, plain, read_manifest
+from fp8plan.runtime.apply.weight_sync.manifest import SCALE_SUFFIX, Manifest, held_manifest, read_manifest
 from fp8plan.runtime.apply.weight_sync.procedure import learn_quantised, prepared
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.schemas import parse
@@ -87,7 +87,7 @@ class Latest:
 
     def as_json(self) -> dict[str, Any]:
         chain = [link._asdict() for link in self.chain]
-        return {"writer": asdict(self.writer), "manifest": plain(self.manifest), "chain": chain}
+        return {"writer": asdict(self.writer), "manifest": self.manifest, "chain": chain}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Held:
         return frozenset(name for name in wide if not name.endswith(SCALE_SUFFIX))
 
     def as_json(self) -> dict[str, Any]:
-        held = {"manifest": plain(self.manifest), "fp8": sorted(self.fp8), "reloaded": dict(self.reloaded)}
+        held = {"manifest": self.manifest, "fp8": sorted(self.fp8), "reloaded": dict(self.reloaded)}
         return held | {"twins": [list(group) for group in self.twins]}
 
 
