@@ -135,7 +135,7 @@ PATCHES: Final = (
     Patch(
         "wraps",
         "impl.forward",
-        "weight_sync/kv_scales.py",
+        "weight_sync/amax.py",
         "while calibrating: the largest |q|, |k| and |v| of the live engine; attention runs outside of CUDA graphs in "
         "steps that fill prompts",
     ),

@@ -42,18 +42,10 @@ from fp8plan.runtime.apply.engine.options import arguments_of
 from fp8plan.runtime.apply.engine.warm_up import freeze_garbage
 from fp8plan.runtime.apply.interrupts import Held, let_in, released, started_apart, watched
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Procedure, Reset, Restart, Rpc, Sleep, WakeUp
-from fp8plan.runtime.apply.weight_sync.kv_calibration import woken
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
-from fp8plan.runtime.apply.weight_sync.state import (
-    DIED,
-    Event,
-    State,
-    asleep_of,
-    falling_asleep,
-    generating,
-    refuse_shut_down,
-)
+from fp8plan.runtime.apply.weight_sync.sleeping import asleep_of, falling_asleep, woken
+from fp8plan.runtime.apply.weight_sync.state import DIED, Event, State, generating, refuse_shut_down
 from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.watch.guard.fallback import GuardSettings
 

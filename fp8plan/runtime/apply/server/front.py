@@ -33,12 +33,12 @@ from fp8plan.runtime.apply.weight_sync.kv_calibration import (
     CALIBRATION_TOKENS,
     RANDOM,
     random_prompts,
-    woken,
 )
 from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.apply.weight_sync.procedure import ended, readied
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
-from fp8plan.runtime.apply.weight_sync.state import TAGS, UNDER_WAY, Event, State, SyncState
+from fp8plan.runtime.apply.weight_sync.sleeping import TAGS, woken
+from fp8plan.runtime.apply.weight_sync.state import UNDER_WAY, Event, State, SyncState
 from fp8plan.runtime.apply.worker.facts import preset_of
 from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.watch.mismatch.sampling import RAW, Sampling

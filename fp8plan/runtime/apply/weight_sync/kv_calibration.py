@@ -1,16 +1,8 @@
-"""KV scales of a live engine, measured by prompts or taken from the trainer: procedures, as in procedure.py.
-
-A trainer records the largest magnitudes in its own forward passes:
-
-    with recording_amax(model) as amax:
-        model(batch)
-    engine.sync_weights(weights, kv_amax=amax())
-"""
+"""KV scales of a live engine, measured by prompts or taken from the trainer: procedures, as in procedure.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Mapping, Sequence, Sized
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,7 +22,7 @@ from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.tokens import refuse_tokens
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 # Most passes of the calibration prompts. After each, scales that clipped are at least doubled.
 MOST_CALIBRATIONS = 12
@@ -124,15 +116,6 @@ def rescaled(state: SyncState) -> Procedure:
     """Put the KV scales back after vLLM has set them to 1.0."""
     if state.kv_scales is not None:
         yield from rpc("fp8plan_set_kv_scales", state.kv_scales)
-
-
-def woken(state: SyncState, tags: Collection[str]) -> Procedure:
-    """Mend what vLLM's wake_up leaves: arbitrary bytes in the KV cache, and scales of 1.0. tags: the parts that woke"""
-    if "kv_cache" in tags:
-        state.soiled = True
-        yield from clean(state)
-    yield from rescaled(state)
-    state.asleep -= frozenset(tags)
 
 
 def _clips(clipped: Mapping[str, float]) -> str:
@@ -229,44 +212,3 @@ def _recorded(prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
     if not any(any(parts) for parts in amax.values()):
         raise ConfigError("every query, key and value is 0, so there is no scale for them; the weights are wrong")
     return amax
-
-
-@contextmanager
-def recording_amax(model: torch.nn.Module) -> Iterator[Callable[[], Amax]]:
-    """Record the largest magnitudes of a model's attention, over all forward passes inside of this `with`.
-
-    Yields a function that returns {layer, as vLLM names it: [|q|, |k|, |v|]}, after RoPE and QK norms. Ranks that see
-    different data must take the maximum of theirs.
-
-    model: a transformers model whose attention goes through AttentionInterface ("sdpa", "flash_attention_2", ...)
-
-    Raises ConfigError for another attention, such as "eager".
-    """
-    import torch
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    config: Any = model.config
-    name = config._attn_implementation
-    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys() or name == "eager":
-        raise ConfigError(f"attention is {name!r}; allowed: one that transformers looks up: attn_implementation='sdpa'")
-    attend = ALL_ATTENTION_FUNCTIONS[name]
-    layers = {module: f"{where}.attn" for where, module in model.named_modules() if hasattr(module, "layer_idx")}
-    recorded: dict[str, torch.Tensor] = {}
-
-    def recording(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if module in layers:
-            with torch.no_grad():
-                norms = [torch.linalg.vector_norm(t, ord=torch.inf, dtype=torch.float32) for t in (query, key, value)]
-                largest = torch.stack(norms)
-                before = recorded.get(layers[module], largest)
-                recorded[layers[module]] = torch.maximum(before, largest)
-        return attend(module, query, key, value, *args, **kwargs)
-
-    # Set in this table, not registered: its entries, such as that of verl's prefix grouper, hide registered ones.
-    ALL_ATTENTION_FUNCTIONS[name] = recording
-    try:
-        yield lambda: {layer: parts.tolist() for layer, parts in recorded.items()}
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
-        if ALL_ATTENTION_FUNCTIONS.get(name) is not attend:  # it was an entry of this table, not registered
-            ALL_ATTENTION_FUNCTIONS[name] = attend

@@ -183,24 +183,16 @@ def replace_weights(
         yield from _fail(state, error, scales)
     state.note(Event.SERVE)
     state.version += 1
-    done = answers[0]
-    rounded = [*sending.rounded, *done["rounded"]]
+    rounded = [*sending.rounded, *answers[0]["rounded"]]
     if rounded and not state.said_rounded:
         state.said_rounded = True
         warn(manifests.rounding(rounded))
     seconds["check"] = max(answer["check"]["seconds"] for answer in answers)
     seconds["total"] = time.perf_counter() - begun
-    return SyncReport(
+    return SyncReport.of(
+        answers,
         version=state.version,
         seconds=seconds,
-        layers=done["layers"],
-        in_place=done["in_place"],
-        reloaded=done["reloaded"],
-        why_reloaded=done["why_reloaded"],
-        ignored=done["ignored"],
-        checks=[{key: answer["check"][key] for key in ("compared", "weight_error", "seconds")} for answer in answers],
-        compared=sum(answer["check"]["compared"] for answer in answers),
-        weight_error=done["check"]["weight_error"],
         kv_scales=state.kv_scales,
         kv_source=used,
         kv_clipped=state.kv_clipped,

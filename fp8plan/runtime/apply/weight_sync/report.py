@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fp8plan.runtime.apply.weight_sync.kv_scales import Scales
@@ -50,9 +51,9 @@ class SyncReport:
     ignored: Sequence[str]
     compared: int
     weight_error: float | None
-    kv_scales: Scales | None
-    kv_source: str | None
-    scored_k3: float | None
+    kv_scales: Scales | None = None
+    kv_source: str | None = None
+    scored_k3: float | None = None
     checks: Sequence[Mapping[str, Any]] = ()
     patched: bool = False
     looked: int = 0
@@ -60,6 +61,25 @@ class SyncReport:
     residual: float = 0.0
     rounded: int = 0
     kv_clipped: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, workers: Sequence[Mapping[str, Any]], **more: Any) -> SyncReport:
+        """Return the report of a sync. workers: their answers to its end (LiveWeights.finish); more: other fields"""
+        first, checks = workers[0], [worker["check"] for worker in workers]
+        names = ("in_place", "reloaded", "why_reloaded", "ignored", "layers")
+        return cls(
+            **{name: first[name] for name in names},
+            checks=[{name: check[name] for name in ("compared", "weight_error", "seconds")} for check in checks],
+            compared=sum(check["compared"] for check in checks),
+            weight_error=checks[0]["weight_error"],
+            **more,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return the report as a server's status holds it, with the date."""
+        left_out = ("checks", "healed", "kv_scales", "kv_source", "residual", "scored_k3")
+        fields = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return fields | {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
 
     def __str__(self) -> str:
         """Return one line for a log."""

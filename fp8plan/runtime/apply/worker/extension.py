@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
-from fp8plan.runtime.apply.weight_sync.kv_scales import AmaxRecorder, attention_layers, live_scales, set_scales
+from fp8plan.runtime.apply.weight_sync.amax import AmaxRecorder
+from fp8plan.runtime.apply.weight_sync.kv_scales import attention_layers, live_scales, set_scales
 from fp8plan.runtime.apply.weight_sync.manifest import Entry
 from fp8plan.runtime.apply.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.apply.weight_sync.stream import arrived

@@ -17,6 +17,7 @@ from fp8plan.runtime.apply.plugin import logger
 from fp8plan.runtime.apply.weight_sync import manifest as manifests
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.apply.weight_sync.procedure import refuse_leftovers
+from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.worker.live_weights import LiveWeights
 from fp8plan.runtime.apply.worker.prepare import IncompleteError
 
@@ -117,7 +118,15 @@ class Updates:
             logger.warning("fp8plan: %s", manifests.rounding(done["rounded"]))
         _add(update.seconds, "finish", begun)
         _add(update.seconds, "total", update.begun)
-        self.report = self._report(update, done)
+        self.report = SyncReport.of(
+            [done],
+            version=self.live.version,
+            seconds=update.seconds | {"check": done["check"]["seconds"]},
+            tensors=len(update.announced),
+            bytes=sum(entry.nbytes for entry in update.announced),
+            chunks=update.messages,
+            rounded=len(done["rounded"]),
+        ).record()
 
     def fail(self, why: str) -> None:
         """End the open update, if there is one."""
@@ -179,20 +188,6 @@ class Updates:
         for numbers, tensors in staged.parts:
             update.sink.load(numbers, tensors)
         _add(update.seconds, "load", begun)
-
-    def _report(self, update: _Update, done: dict[str, Any]) -> dict[str, Any]:
-        check = done.pop("check")
-        return done | {
-            "rounded": len(done["rounded"]),
-            "version": self.live.version,
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "seconds": update.seconds | {"check": check["seconds"]},
-            "tensors": len(update.announced),
-            "bytes": sum(entry.nbytes for entry in update.announced),
-            "chunks": update.messages,
-            "compared": check["compared"],
-            "weight_error": check["weight_error"],
-        }
 
 
 def over_ranks(mine: Any) -> list[Any]:

@@ -23,16 +23,8 @@ from tiny_models import (
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
-from fp8plan.runtime.apply.weight_sync.state import (
-    TAGS,
-    Event,
-    SyncState,
-    alone,
-    asleep_of,
-    falling_asleep,
-    generating,
-    refuse_asleep,
-)
+from fp8plan.runtime.apply.weight_sync.sleeping import TAGS, asleep_of, falling_asleep
+from fp8plan.runtime.apply.weight_sync.state import Event, SyncState, alone, generating, refuse_asleep
 
 # --- the gate itself ------------------------------------------------------------------------------------------------
 

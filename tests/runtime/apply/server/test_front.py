@@ -24,7 +24,7 @@ from fp8plan.runtime.apply.weight_sync.delta.listing import HELD
 from fp8plan.runtime.apply.weight_sync.delta.store import Publisher
 from fp8plan.runtime.apply.weight_sync.kv_calibration import clean
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
-from fp8plan.runtime.apply.weight_sync.state import Event
+from fp8plan.runtime.apply.weight_sync.state import Event, State
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 
@@ -203,6 +203,39 @@ def test_a_call_beside_the_end_of_an_update_does_not_end_it(call: str, slow: str
             await getattr(front, call)()
         await ending
         assert (front.refusal, front.failure) == (None, None)
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("slow", ["the workers", "the prefix cache"])
+def test_an_update_whose_finish_was_cancelled_ends_all_the_same(slow: str, fails: bool) -> None:
+    async def meeting() -> None:
+        async def waits(*_: Any) -> bool:
+            await asyncio.sleep(0.2)
+            if fails:
+                raise ValueError("missing: a tensor")
+            return True
+
+        front = Silent(engine := Engine(), half=True)
+        await front.start_weight_update()
+        await front.update_weights()
+        if slow == "the workers":
+            front._own["finish_weight_update"] = waits
+        else:
+            engine.reset_prefix_cache = waits  # type: ignore[method-assign]
+        ending = asyncio.create_task(front.finish_weight_update())
+        await asyncio.sleep(0.05)
+        ending.cancel()
+        await asyncio.wait({ending})
+        assert ending.cancelled()
+        assert front.state.weights.is_open
+        assert front.open_update() is None  # no trainer is waited for
+        await asyncio.sleep(0.6)
+        assert front.state.weights.state is (State.REFUSED if fails else State.SERVING)
+        assert front.serving is not fails
+        assert ("missing: a tensor" in (front.failure or "")) is fails
+        await front.start_weight_update()  # the next trainer is taken
 
     asyncio.run(asyncio.wait_for(meeting(), 30))
 

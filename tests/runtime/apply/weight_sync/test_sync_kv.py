@@ -28,8 +28,8 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.model.precision import E4M3_MAX
 from fp8plan.runtime.apply.engine.base import AnyEngine
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
+from fp8plan.runtime.apply.weight_sync.amax import recording_amax
 from fp8plan.runtime.apply.weight_sync.calls import Generate
-from fp8plan.runtime.apply.weight_sync.kv_calibration import recording_amax
 from fp8plan.runtime.apply.weight_sync.kv_scales import (
     FIXED_SCALES,
     MARGIN,

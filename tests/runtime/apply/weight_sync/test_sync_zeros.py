@@ -12,7 +12,8 @@ from tiny_models import CALIBRATION, EXPERTS, Outputs, checkpoint, generate, sta
 
 from fp8plan.errors import NotServingError, SyncError
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
-from fp8plan.runtime.apply.weight_sync.manifest import Part, not_zero
+from fp8plan.runtime.apply.weight_sync.checkpoint import not_zero
+from fp8plan.runtime.apply.weight_sync.manifest import Part
 from fp8plan.runtime.apply.worker.prepare import is_matrix
 
 torch = pytest.importorskip("torch")
