@@ -90,7 +90,7 @@ class AsyncRolloutEngine(
         refuse_prompts([prompt], self.state.vocabulary)
         with generating(self.state), named():
             output, how, ended = None, self._judge.how, self._judge.begin(self.llm, sampling_params)
-            async with aclosing(self._request(prompt, sampling_params, request_id)) as outputs:
+            async with aclosing(self._request(prompt, sampling_params, request_id or uuid4().hex)) as outputs:
                 async for output in outputs:
                     yield output
             if output is not None:
@@ -133,7 +133,7 @@ class AsyncRolloutEngine(
             case Generate():
                 return await self._outputs(call)
             case Reset():
-                return await self._reset_prefix_cache()
+                return await self._alive(lambda: emptied(self.llm))
             case Sleep(level):
                 return await self._alive(lambda: self.llm.sleep(level))
             case WakeUp(tags):
@@ -144,7 +144,7 @@ class AsyncRolloutEngine(
 
     async def _outputs(self, call: Generate) -> Any:
         prompts, params = requests(call)
-        tasks = [asyncio.ensure_future(self._last(prompt, params)) for prompt in prompts]
+        tasks = [asyncio.ensure_future(finished(self._request, prompt, params)) for prompt in prompts]
         try:
             outputs = await asyncio.gather(*tasks)
             return [outputs] if call.everywhere else outputs
@@ -153,20 +153,11 @@ class AsyncRolloutEngine(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _last(self, prompt: Any, params: Any) -> Any:
-        """Return the last output of one request."""
-        output = None
-        async with aclosing(self._request(prompt, params)) as outputs:
-            async for output in outputs:  # noqa: B007 -- the last one is wanted
-                pass
-        return output
-
-    async def _request(self, prompt: Any, params: Any, request_id: str | None = None) -> AsyncGenerator[Any]:
+    async def _request(self, prompt: Any, params: Any, name: str) -> AsyncGenerator[Any]:
         """Yield the outputs of one request, and abort it at a failure.
 
         vLLM itself would not abort a request that is cancelled while it is sent.
         """
-        name = request_id or uuid4().hex
         try:
             with self._noticing_death():
                 async with aclosing(self.llm.generate(prompt, params, name)) as outputs:
@@ -196,17 +187,28 @@ class AsyncRolloutEngine(
                 await asyncio.wait({task}, timeout=LAST_WORDS_S)
             raise
 
-    async def _reset_prefix_cache(self) -> None:
-        if self.llm.model_config.is_multimodal_model:
-            await self._alive(self.llm.reset_encoder_cache)
-        for pause_s in until_reset():
-            if await self._alive(lambda: self.llm.reset_prefix_cache(reset_connector=True)):
-                return
-            await asyncio.sleep(pause_s)
-
     async def _alive(self, act: Callable[[], Awaitable[Answer]]) -> Answer:
         with self._noticing_death():
             return await act()
+
+
+async def finished(generate: Callable[[Any, Any, str], AsyncGenerator[Any]], prompt: Any, params: Any) -> Any:
+    """Return the last output of one request. generate: that of an AsyncLLM, or one like it"""
+    output = None
+    async with aclosing(generate(prompt, params, f"fp8plan-{uuid4().hex}")) as outputs:
+        async for output in outputs:  # noqa: B007 -- the last one is wanted
+            pass
+    return output
+
+
+async def emptied(llm: Any) -> None:
+    """Empty the prefix cache of an AsyncLLM, and that of its encoders. Raises SyncError if vLLM does not."""
+    if llm.model_config.is_multimodal_model:
+        await llm.reset_encoder_cache()
+    for pause_s in until_reset():
+        if await llm.reset_prefix_cache(reset_connector=True):
+            return
+        await asyncio.sleep(pause_s)
 
 
 async def driven(

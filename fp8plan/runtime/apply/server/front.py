@@ -22,11 +22,18 @@ from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager,
 from typing import Any, ClassVar, Final, Self
 
 from fp8plan.errors import ConfigError, SyncError, text_of
-from fp8plan.runtime.apply.engine.async_engine import answered_or_dead, driven, forgetting_unsent, named, while_alive
-from fp8plan.runtime.apply.engine.base import has_nan, requests, until_reset
+from fp8plan.runtime.apply.engine.async_engine import (
+    answered_or_dead,
+    driven,
+    emptied,
+    finished,
+    forgetting_unsent,
+    named,
+    while_alive,
+)
+from fp8plan.runtime.apply.engine.base import has_nan, requests
 from fp8plan.runtime.apply.engine.launch import has_fixed_scales
 from fp8plan.runtime.apply.plugin import PROBE
-from fp8plan.runtime.apply.server.rollout import finished
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Method, Procedure, Reset, Rpc, rpc
 from fp8plan.runtime.apply.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
@@ -416,12 +423,7 @@ class Front:
 
     async def _answer(self, call: Call) -> Any:
         if isinstance(call, Reset):
-            if self.engine.model_config.is_multimodal_model:
-                await self.engine.reset_encoder_cache()
-            for pause_s in until_reset():
-                if await self.engine.reset_prefix_cache():
-                    return None
-                await asyncio.sleep(pause_s)
+            return await emptied(self.engine)
         if isinstance(call, Generate):
             prompts, params = requests(call)
             return await asyncio.gather(*[finished(self._own["generate"], prompt, params) for prompt in prompts])

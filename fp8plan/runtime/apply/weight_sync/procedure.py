@@ -25,14 +25,25 @@ from typing import Any
 from uuid import uuid4
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError, warn
-from fp8plan.runtime.apply.weight_sync import manifest as manifests
 from fp8plan.runtime.apply.weight_sync.calls import Call, Method, Procedure, Reset, rpc
 from fp8plan.runtime.apply.weight_sync.delta.base import Base, Chain
 from fp8plan.runtime.apply.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.apply.weight_sync.delta.top_k import refuse_codes
 from fp8plan.runtime.apply.weight_sync.kv_calibration import clean, kv_scales, refuse_calibration
 from fp8plan.runtime.apply.weight_sync.kv_scales import Scales
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest, pairs_of
+from fp8plan.runtime.apply.weight_sync.manifest import (
+    SCALE_SUFFIX,
+    Manifest,
+    as_held,
+    held_manifest,
+    manifest_of,
+    pairs_of,
+    quantised_manifest,
+    read_manifest,
+    refuse,
+    refuse_quantising,
+    rounding,
+)
 from fp8plan.runtime.apply.weight_sync.nccl import RemoteSource, broadcast, received
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.weight_sync.scored import Scored, refuse_scored, score
@@ -48,11 +59,11 @@ ANY = ""  # stamp of patches that hold all tensors, whatever the engine has
 
 def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
     """Return the manifest of the tensors to come. Raises ConfigError for errors that show without the engine."""
-    own = source.manifest if isinstance(source, Chain) else manifests.manifest_of(source)
+    own = source.manifest if isinstance(source, Chain) else manifest_of(source)
     expected = state.expected
     if expected is not None and state.settings.weights_in == "fp8_block":
-        expected = manifests.quantised_manifest(expected, state.quantised or ())
-    own = manifests.read_manifest(manifest) if manifest is not None else own
+        expected = quantised_manifest(expected, state.quantised or ())
+    own = read_manifest(manifest) if manifest is not None else own
     if isinstance(source, RemoteSource) and source.send is None and state.settings.delta is not None:
         raise ConfigError(
             "delta compares the trainer's tensors, which are in another process; allowed: transfer.source(tensors) in "
@@ -62,8 +73,8 @@ def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
         for entry in own:
             refuse_codes(entry.name, entry.dtype)
     if own is not None and state.settings.delta is not None:
-        manifests.refuse_quantising(own, state.quantised or ())
-        own = manifests.held_manifest(own, state.quantised or (), state.wide)
+        refuse_quantising(own, state.quantised or ())
+        own = held_manifest(own, state.quantised or (), state.wide)
     sent = expected if own is None else own
     if sent is None:
         raise ConfigError(
@@ -71,7 +82,7 @@ def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
             "manifest=[(name, dtype, shape), ...] with it, or a dict, a list of pairs, or vLLM's WeightSource"
         )
     if (sent, state.settings.in_place) not in state.prepared:
-        manifests.refuse(sent, expected, state.settings.weights_in)
+        refuse(sent, expected, state.settings.weights_in)
     return sent
 
 
@@ -111,7 +122,7 @@ def refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None
     vLLM's loaders silently take their part of too large a tensor. ranks: elements of each tensor that a rank loads
     """
     for entry, *loaded in zip(manifest, *ranks, strict=True):
-        scales = entry.name.endswith(manifests.SCALE_SUFFIX)  # the weights that they belong to are checked
+        scales = entry.name.endswith(SCALE_SUFFIX)  # the weights that they belong to are checked
         if sum(loaded) < entry.numel and not scales:
             raise ConfigError(
                 f"vLLM's loader does not take {entry.name} of shape {list(entry.shape)} whole: {sum(loaded)} of "
@@ -158,10 +169,9 @@ def replace_weights(
             if isinstance(source, Chain):
                 pairs = source.patches()
             elif not isinstance(source, RemoteSource):
-                pairs = started(manifests.pairs_of(source))
+                pairs = started(pairs_of(source))
         except ConfigError as error:
-            serve = "the old weights serve, untouched" if serving else "the engine still refuses to generate"
-            raise SyncError(f"{error}. Nothing was sent; {serve}") from error
+            raise SyncError(f"{error}. Nothing was sent; {state.which_serve}") from error
         except LostEngineError as error:  # raised by a trial that could not be undone
             state.note(Event.DIE)
             raise SyncError(f"{error}; {DIED}") from error
@@ -186,7 +196,7 @@ def replace_weights(
     rounded = [*sending.rounded, *answers[0]["rounded"]]
     if rounded and not state.said_rounded:
         state.said_rounded = True
-        warn(manifests.rounding(rounded))
+        warn(rounding(rounded))
     seconds["check"] = max(answer["check"]["seconds"] for answer in answers)
     seconds["total"] = time.perf_counter() - begun
     return SyncReport.of(
@@ -246,7 +256,7 @@ class Sending:
             ordered = ((entry.name, tensors[entry.name]) for entry in pairs.manifest)
             pairs = ordered if isinstance(tensors, Mapping) else pairs_of(tensors)
         if state.settings.delta is not None:
-            pairs = manifests.as_held(pairs, state.wide, self.rounded)
+            pairs = as_held(pairs, state.wide, self.rounded)
         if base is None or not serving or base.stamp is None or base.manifest != self._manifest:
             state.base = None
             if state.settings.delta is not None:

@@ -217,6 +217,11 @@ class SyncState:
         return self.weights.why
 
     @property
+    def which_serve(self) -> str:
+        """The words for an error before anything was sent: which weights serve."""
+        return "the old weights serve" if self.refusal is None else "the engine still refuses to generate"
+
+    @property
     def dead(self) -> bool:
         """True if the engine has died. The next sync starts it again."""
         return self.weights.state is State.DEAD
@@ -274,8 +279,9 @@ def alone(state: SyncState, busy: int) -> Iterator[None]:
         if state.running:
             raise SyncError("another sync is running; wait for it. The weights that it leaves will serve")
         if requests := max(busy, state.generating):
-            serve = "the old weights serve" if state.refusal is None else "the engine still refuses to generate"
-            raise SyncError(f"{requests} requests are running; finish or abort them before. Nothing was sent; {serve}")
+            raise SyncError(
+                f"{requests} requests are running; finish or abort them before. Nothing was sent; {state.which_serve}"
+            )
         state.running = True
     try:
         yield

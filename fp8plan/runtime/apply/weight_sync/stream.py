@@ -51,34 +51,8 @@ def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[
     A group is held back until its last tensor has come. Raises SyncError for a tensor that was not announced, that came
     twice, or that was written to while it was held back: an iterator must not reuse its buffers.
     """
-    missing: dict[int, int] = dict(checked.sizes)
-    waiting: dict[int, list[tuple[int, torch.Tensor]]] = {}
     came: dict[int, tuple[str, int]] = {}
-    numbers: list[int] = []
-    tensors: list[torch.Tensor] = []
-    size = 0
-    for name, tensor in _whole(pairs):
-        number = checked.numbers.get(name)
-        if number is None or number in came:
-            raise SyncError(f"{name} {'was not announced' if number is None else 'came twice'}")
-        came[number] = name, _version(tensor)
-        group = checked.groups[number]
-        waiting.setdefault(group, []).append((number, tensor))
-        missing[group] -= 1
-        if missing[group]:
-            continue
-        for number, tensor in waiting.pop(group):
-            numbers.append(number)
-            tensors.append(tensor)
-            size += tensor.nbytes
-        if size >= most:
-            _refuse_reused(numbers, tensors, came)
-            yield numbers, tensors
-            numbers, tensors, size = [], [], 0
-    for group_tensors in waiting.values():  # incomplete groups: the workers report the missing tensors
-        numbers += [number for number, _ in group_tensors]
-        tensors += [tensor for _, tensor in group_tensors]
-    if numbers:
+    for numbers, tensors in _joined(_groups(pairs, checked, came), most):
         _refuse_reused(numbers, tensors, came)
         yield numbers, tensors
 
@@ -87,13 +61,43 @@ def loose_chunks(
     pairs: Iterable[tuple[str, torch.Tensor]], checked: Checked, most: int
 ) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
     """Cut a stream of tensors that may come in any order into chunks as `chunks`."""
+    return _joined(([(checked.numbers[name], tensor)] for name, tensor in pairs), most)
+
+
+def _groups(
+    pairs: Iterable[Any], checked: Checked, came: dict[int, tuple[str, int]]
+) -> Iterator[list[tuple[int, torch.Tensor]]]:
+    """Yield each group once it is complete, and at the end the incomplete ones, whose tensors the workers miss.
+
+    came: gets name and version of each tensor, by its number
+    """
+    missing: dict[int, int] = dict(checked.sizes)
+    waiting: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    for name, tensor in _whole(pairs):
+        number = checked.numbers.get(name)
+        if number is None or number in came:
+            raise SyncError(f"{name} {'was not announced' if number is None else 'came twice'}")
+        came[number] = name, _version(tensor)
+        group = checked.groups[number]
+        waiting.setdefault(group, []).append((number, tensor))
+        missing[group] -= 1
+        if not missing[group]:
+            yield waiting.pop(group)
+    yield from waiting.values()
+
+
+def _joined(
+    groups: Iterable[list[tuple[int, torch.Tensor]]], most: int
+) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """Join groups into chunks of about `most` bytes, as (numbers, tensors)."""
     numbers: list[int] = []
     tensors: list[torch.Tensor] = []
     size = 0
-    for name, tensor in pairs:
-        numbers.append(checked.numbers[name])
-        tensors.append(tensor)
-        size += tensor.nbytes
+    for group in groups:
+        for number, tensor in group:
+            numbers.append(number)
+            tensors.append(tensor)
+            size += tensor.nbytes
         if size >= most:
             yield numbers, tensors
             numbers, tensors, size = [], [], 0

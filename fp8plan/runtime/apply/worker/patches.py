@@ -17,7 +17,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.quantize.targets import FINITE, NOT_FINITE, content
 from fp8plan.runtime.apply.weight_sync.delta.parts import cuts_of, sums
 from fp8plan.runtime.apply.weight_sync.delta.patch import Change, unpacked
-from fp8plan.runtime.apply.weight_sync.delta.places import Span, Window, write
+from fp8plan.runtime.apply.weight_sync.delta.places import Span, Window, write_values
 from fp8plan.runtime.apply.weight_sync.delta.tiles import TILE, digests, flat, matrix
 from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_named, is_matrix
 from fp8plan.runtime.apply.weight_sync.shared import apart_by_digests, refuse_apart
@@ -82,7 +82,7 @@ class Patches:
                     parts.append(part)
                     places.append(each.places)
                     words.append(each.words)
-        write(parts, places, words)
+        write_values(parts, places, words)
         self._note_values(entries, made)
 
     def _targets(self, entry: Entry) -> tuple[Target, ...]:

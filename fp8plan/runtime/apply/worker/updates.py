@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
 from fp8plan.runtime.apply.plugin import logger
-from fp8plan.runtime.apply.weight_sync import manifest as manifests
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest
+from fp8plan.runtime.apply.weight_sync.manifest import Manifest, refuse, rounding
 from fp8plan.runtime.apply.weight_sync.procedure import refuse_leftovers
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.worker.live_weights import LiveWeights
@@ -115,7 +114,7 @@ class Updates:
             raise
         if done["rounded"] and not self._said_rounded:
             self._said_rounded = True
-            logger.warning("fp8plan: %s", manifests.rounding(done["rounded"]))
+            logger.warning("fp8plan: %s", rounding(done["rounded"]))
         _add(update.seconds, "finish", begun)
         _add(update.seconds, "total", update.begun)
         self.report = SyncReport.of(
@@ -160,7 +159,7 @@ class Updates:
         elements: tuple[int, ...] = ()
         try:
             weights_in = "fp8_block" if any(entry.dtype == "float8_e4m3fn" for entry in sent) else "bf16"
-            manifests.refuse(sent, None, weights_in)
+            refuse(sent, None, weights_in)
             _, prepared = self.live.prepare(sent, True, NUMBER)
             elements = prepared.taken
         except LostEngineError:

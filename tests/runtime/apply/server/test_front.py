@@ -64,7 +64,7 @@ class Engine:
 
     async def other(self, *_: Any, **__: Any) -> None: ...
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, **_: Any) -> bool:
         return True
 
     sleep = wake_up = pause_generation = resume_generation = release_kv_cache_memory = other
@@ -186,7 +186,7 @@ def test_a_call_beside_the_end_of_an_update_does_not_end_it(call: str, slow: str
     """A client that gets no answer in time repeats its call, for example."""
 
     async def meeting() -> None:
-        async def waits(*_: Any) -> bool:
+        async def waits(*_: Any, **__: Any) -> bool:
             await asyncio.sleep(0.2)
             return True
 
@@ -211,7 +211,7 @@ def test_a_call_beside_the_end_of_an_update_does_not_end_it(call: str, slow: str
 @pytest.mark.parametrize("slow", ["the workers", "the prefix cache"])
 def test_an_update_whose_finish_was_cancelled_ends_all_the_same(slow: str, fails: bool) -> None:
     async def meeting() -> None:
-        async def waits(*_: Any) -> bool:
+        async def waits(*_: Any, **__: Any) -> bool:
             await asyncio.sleep(0.2)
             if fails:
                 raise ValueError("missing: a tensor")

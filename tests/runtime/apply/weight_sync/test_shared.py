@@ -119,7 +119,7 @@ def test_unchanged_tensors_are_looked_at_in_turn() -> None:
 def test_a_publisher_refuses_two_values_and_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     held = Held(manifest_of(tensors()) or (), frozenset(), {}, (("embed", "head"),))
-    store.write_json(HELD, held.as_json())
+    store.write_json(HELD, held)
     assert store.held() == held
     publisher = Publisher(str(tmp_path))
     for version in (1, 2):

@@ -9,13 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, NotServingError, SyncError
-from fp8plan.runtime.apply.weight_sync import manifest as manifests
 from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Procedure
 from fp8plan.runtime.apply.weight_sync.delta.archive import Archive
 from fp8plan.runtime.apply.weight_sync.delta.base import Chain
 from fp8plan.runtime.apply.weight_sync.delta.files import UnreadableError
 from fp8plan.runtime.apply.weight_sync.delta.listing import HELD, LATEST, Latest, Link, Store, formats
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest
+from fp8plan.runtime.apply.weight_sync.manifest import Manifest, quantised_manifest, refuse
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.weight_sync.scored import Scored
 from fp8plan.runtime.apply.weight_sync.state import SyncState
@@ -125,7 +124,7 @@ class Follower:
                 held = None  # of no use to anybody
             if held is None:
                 held = yield from engine.asking(formats(engine.state))
-                yield Files(self._store.write_json, (HELD, held.as_json()))
+                yield Files(self._store.write_json, (HELD, held))
 
     def fetching(self, engine: Following, folder: str, refused: str | None) -> Generator[Call, Any, Fetched | None]:
         """Return the files that bring the engine to the newest version; None if it has that. The engine may serve.
@@ -229,7 +228,7 @@ def _refuse_other_model(manifest: Manifest, expected: Manifest | None) -> None:
     """Raise ConfigError for versions of another model than the engine's. expected: its checkpoint's; None: not known"""
     if expected is not None:
         codes = [entry.name for entry in manifest if entry.dtype == "float8_e4m3fn"]
-        manifests.refuse(manifest, manifests.quantised_manifest(expected, codes), "fp8_block")
+        refuse(manifest, quantised_manifest(expected, codes), "fp8_block")
 
 
 def _weights_of(engine: Following) -> str | None:

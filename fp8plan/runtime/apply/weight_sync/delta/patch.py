@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.weight_changes import DIGEST_BYTES, LARGEST_GAPS, PATCH_HEADER
-from fp8plan.runtime.apply.weight_sync.delta import places as places_of
 from fp8plan.runtime.apply.weight_sync.delta.parts import at_cuts, cuts_of, owners_of, sums
+from fp8plan.runtime.apply.weight_sync.delta.places import values_at, whole_window, write_values
 from fp8plan.runtime.apply.weight_sync.delta.tiles import bits, compared, digests, matrix, tiles
 from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_named
 
@@ -77,7 +77,7 @@ def changes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Change | None]:
     for each in compared(news, bases):
         places.append(each.places)
         own.append(each.digests)
-    words = places_of.read(news, places)
+    words = values_at(news, places)
     return [Change(*made) if made[0].numel() else None for made in zip(places, words, own, strict=True)]
 
 
@@ -97,7 +97,7 @@ def unchanged(tensors: Sequence[Tensor]) -> list[Change]:
 def apply(tensors: Sequence[Tensor], made: Sequence[Change]) -> None:
     """Write a Change into each tensor. Both are on one device, tensors contiguous."""
     sparse = [
-        (places_of.whole(matrix(tensor)), *each[:2])
+        (whole_window(matrix(tensor)), *each[:2])
         for tensor, each in zip(tensors, made, strict=True)
         if each.places is not None
     ]
@@ -105,7 +105,7 @@ def apply(tensors: Sequence[Tensor], made: Sequence[Change]) -> None:
         if each.places is None:
             bits(tensor).view(-1).copy_(each.words)
     if sparse:
-        places_of.write(*zip(*sparse, strict=True))
+        write_values(*zip(*sparse, strict=True))
 
 
 def packed(names: Sequence[str], made: Sequence[Change], news: Sequence[Tensor]) -> list[Tensor]:

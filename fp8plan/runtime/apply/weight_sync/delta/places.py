@@ -34,7 +34,7 @@ class Window(NamedTuple):
     width: int
 
 
-def read(matrices: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
+def values_at(matrices: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
     """Return the bit patterns at places of each matrix, an integer dtype [places].
 
     matrices: bit patterns, contiguous; places: int64 [places] on the matrix's device
@@ -42,7 +42,7 @@ def read(matrices: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
     import torch
 
     out: dict[int, Tensor] = {}
-    windows = [whole(matrix) for matrix in matrices]
+    windows = [whole_window(matrix) for matrix in matrices]
     for numbers in _groups(windows):
         first = windows[numbers[0]].matrix
         counts = [places[number].numel() for number in numbers]
@@ -58,7 +58,7 @@ def read(matrices: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
     return [out[number] for number in range(len(windows))]
 
 
-def write(windows: Sequence[Window], places: Sequence[Tensor], words: Sequence[Tensor]) -> None:
+def write_values(windows: Sequence[Window], places: Sequence[Tensor], words: Sequence[Tensor]) -> None:
     """Write values at places of each tensor into its window. Places outside of the window's box are skipped.
 
     places: int64 [values] in the flat tensor, each place at most once
@@ -78,7 +78,7 @@ def write(windows: Sequence[Window], places: Sequence[Tensor], words: Sequence[T
                 _write(windows[number], places[number], words[number])
 
 
-def whole(matrix: Tensor) -> Window:
+def whole_window(matrix: Tensor) -> Window:
     """Return the Window that holds all of a tensor. matrix: its bit patterns [rows, columns]"""
     rows, columns = matrix.shape
     return Window(matrix, (0, rows), (0, columns), columns)

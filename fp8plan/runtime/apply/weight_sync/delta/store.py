@@ -21,17 +21,28 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
+from msgspec.structs import replace
+
 from fp8plan.checks import instance
 from fp8plan.checks import whole as whole_number
 from fp8plan.errors import ConfigError, Fp8PlanError, SyncError, warn
 from fp8plan.model.weight_changes import TopK
-from fp8plan.runtime.apply.weight_sync import manifest as manifests
 from fp8plan.runtime.apply.weight_sync.delta.archive import CODECS, blocks
 from fp8plan.runtime.apply.weight_sync.delta.base import Base
 from fp8plan.runtime.apply.weight_sync.delta.listing import LATEST, Latest, Link, Store, Writer
 from fp8plan.runtime.apply.weight_sync.delta.patch import packed, refuse_values, whole
 from fp8plan.runtime.apply.weight_sync.delta.top_k import for_each_matrix, refuse_codes
-from fp8plan.runtime.apply.weight_sync.manifest import dtype_name, entry_of, gathered, pair_of, pairs_of
+from fp8plan.runtime.apply.weight_sync.manifest import (
+    as_held,
+    dtype_name,
+    entry_of,
+    gathered,
+    is_matrix,
+    pair_of,
+    pairs_of,
+    refuse,
+    rounding,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,15 +127,15 @@ class Publisher:
             patches = list(base.patches(self._pairs(tensors), self._held.reloaded if self._held else {}))
         else:
             base = self._first(tensors)
-        link = Link(1 if latest is None else latest.newest.version + 1, uuid4().hex, 0, 0)
+        link = Link(1 if latest is None else latest.newest.version + 1, uuid4().hex)
         try:
             if chain:
-                link = link._replace(patches=self._write(link, "patches", lambda: patches))
+                link = replace(link, patches=self._write(link, "patches", lambda: patches))
             if _whole_due(chain, self._every):
-                link = link._replace(whole=self._write(link, "whole", lambda: _whole(base)))
+                link = replace(link, whole=self._write(link, "whole", lambda: _whole(base)))
             kept = _kept((*chain, link))
             writer = self._taking(self._store.latest())  # another may have taken over meanwhile
-            self._store.write_json(LATEST, Latest(writer, base.manifest, kept).as_json())
+            self._store.write_json(LATEST, Latest(writer, base.manifest, kept))
         except SyncError as error:
             if not self._arrived(link):
                 raise SyncError(f"{error}. The next publish writes all changes since the last version") from error
@@ -154,10 +165,10 @@ class Publisher:
     def _pairs(self, tensors: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a version as engines hold them. Says once that FP32 is rounded."""
         rounded: list[str] = []
-        yield from manifests.as_held(self._sound(pairs_of(tensors)), self._wide, rounded)
+        yield from as_held(self._sound(pairs_of(tensors)), self._wide, rounded)
         if rounded and not self._said_rounded:
             self._said_rounded = True
-            warn(manifests.rounding(rounded))
+            warn(rounding(rounded))
 
     def _sound(self, pairs: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
         """Yield a trainer's pairs, gathered. Raises ConfigError for a tensor that engines would refuse."""
@@ -166,10 +177,10 @@ class Publisher:
             name, tensor = pair_of(item)
             tensor = gathered(tensor)
             try:
-                manifests.refuse((entry_of(name, tensor),), None, "fp8_block")
+                refuse((entry_of(name, tensor),), None, "fp8_block")
                 if self._top_k is not None:
                     refuse_codes(name, dtype_name(tensor.dtype))
-                refuse_values(name, tensor, manifests.is_matrix(tensor.shape))
+                refuse_values(name, tensor, is_matrix(tensor.shape))
             except ConfigError:
                 for rest in stream:  # the trainer's other ranks gather, too
                     gathered(pair_of(rest)[1])
@@ -184,7 +195,7 @@ class Publisher:
         base = Base((), self._device, fp8, self._top_k)
         base.twins, base.look_every = () if held is None else held.twins, self._every
         base.manifest = tuple(entry_of(name, tensor) for name, tensor in base.recorded(self._pairs(tensors)))
-        manifests.refuse(base.manifest, None if held is None else held.manifest, "fp8_block")
+        refuse(base.manifest, None if held is None else held.manifest, "fp8_block")
         if self._top_k is not None:
             for_each_matrix(self._top_k, base.manifest)  # raises ConfigError for too few bytes
         return base
