@@ -241,7 +241,7 @@ PATCHES: Final = (
         "reads",
         "llm_engine, engine_core, output_processor, get_num_unfinished_requests, request_states, parent_requests, "
         "abort_request, resources.engine_dead, engine_manager.processes, EngineDeadError",
-        "engine/engine.py, interrupts.py, server/routes.py",
+        "engine/engine.py, threads.py, server/routes.py",
         "requests are counted before a sync, and aborted after a broken-off generate; an engine process that hangs is "
         "killed, and one that has died is noticed, for whose outputs an LLM waits for ever",
     ),

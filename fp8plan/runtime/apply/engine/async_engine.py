@@ -16,7 +16,7 @@ from fp8plan.runtime.apply.engine.judge import Judge
 from fp8plan.runtime.apply.engine.launch import Launch, launch
 from fp8plan.runtime.apply.engine.options import arguments_of
 from fp8plan.runtime.apply.engine.warm_up import freeze_garbage
-from fp8plan.runtime.apply.interrupts import LAST_WORDS_S, PATIENCE_S, WATCH_S, in_thread, started_apart
+from fp8plan.runtime.apply.threads import LAST_WORDS_S, PATIENCE_S, WATCH_S, in_thread, started_apart
 from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Generate, Reset, Restart, Rpc, Sleep, WakeUp
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings

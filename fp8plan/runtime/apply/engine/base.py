@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError, SyncError
 from fp8plan.runtime.apply.engine.judge import How
 from fp8plan.runtime.apply.engine.launch import Launch, facts_of, has_fixed_scales
+from fp8plan.runtime.apply.engine.remembered import Remembered
 from fp8plan.runtime.apply.engine.warm_up import warm_up_batches
 from fp8plan.runtime.apply.interrupts import let_in, released
 from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Generate, Procedure, Reset, Restart, rpc
 from fp8plan.runtime.apply.weight_sync.delta.base import Chain
 from fp8plan.runtime.apply.weight_sync.kv_calibration import (
-    CALIBRATION_SEQUENCES,
     RANDOM,
-    Sequences,
     kv_scales,
     random_prompts,
     refuse_calibration,
@@ -86,8 +85,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         self.guard: Guard | None = None
         self.guard_off: str | None = None
         self._guard_settings = guard
-        self._rollout: list[list[int]] = []
-        self._sampled: Sequences | None = None  # those of the rollouts that were opened since the last sync
+        self._remembered = Remembered()
         self._delta_bytes: int | None = None  # as in EngineFacts
 
     @classmethod
@@ -181,7 +179,6 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return self.state.refusal is None
 
     def _busy(self) -> int:
-        """Return the number of unfinished requests that vLLM counts, where it is asked."""
         return 0
 
     def _alone(self) -> AbstractContextManager[None]:
@@ -198,7 +195,6 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         self._watch()
 
     def _read(self) -> Procedure:
-        """Read the facts of the engine. Raises ConfigError if another engine was planned."""
         answers = yield from rpc("fp8plan_facts")
         self.facts = answers[0]
         self.launch.refuse_other(self.facts)
@@ -221,7 +217,6 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return self.launch.limits.max_model_len or 2
 
     def _watch(self) -> None:
-        """Tell the guard about the engine that runs now, if it can be predicted."""
         self.guard_off = None
         try:
             if self.guard is None:
@@ -232,7 +227,6 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
             self.guard, self.guard_off = None, str(error)
 
     def _guarded_facts(self) -> EngineFacts:
-        """Return the facts that the guard compares rollouts with."""
         return self.engine_facts()
 
     def _guarding(self) -> Guard:
@@ -289,8 +283,8 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         """
         if prompts is not None or amax is not None or not self.state.fp8_kv:
             return _as_lists(prompts), "calibration prompts"
-        if self._rollout:
-            return self._rollout, "sequences of the last rollout"
+        if self.last_sequences:
+            return self.last_sequences, "sequences of the last rollout"
         return random_prompts(self.state.vocabulary, self._longest - 1), RANDOM
 
     @property
@@ -299,7 +293,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
 
         They are spread over all calls of the rollouts that were opened since the last sync.
         """
-        return self._rollout
+        return self._remembered.sequences
 
     def asking(self, procedure: Procedure) -> Procedure:
         with self._alone():
@@ -313,24 +307,10 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return workers[0]
 
     def _remember(self, outputs: Sequence[Any], how: How, more: bool = False) -> None:
-        """Keep some sequences of a rollout to calibrate and examine the engine with, and note NaN log-probs.
-
-        how:  what the call was to the rollouts
-        more: keep the sequences of earlier calls that were alone, too
-        """
+        """Keep some sequences of a call as Remembered.add does, and note NaN log-probs."""
         if any(has_nan(response) for output in outputs for response in output.outputs):
             self.state.soiled = True
-        if how == "beside" or not outputs:
-            return
-        sampled = self._sampled
-        if how == "alone" or sampled is None or sampled.weights != self.state.version:
-            sampled = Sequences(self.state.version)
-        for output in outputs:
-            sampled.add((output.prompt_token_ids or (), output.outputs[0].token_ids), self._longest - 1)
-        if how == "open":
-            self._sampled, self._rollout = sampled, sampled.spread
-        else:
-            self._rollout = [*(self._rollout if more else ()), *sampled.spread][-CALIBRATION_SEQUENCES:]
+        self._remembered.add(outputs, how, more, self.state.version, self._longest - 1)
 
     def _recalibrate(self, kv_amax: Amaxes | None, kv_prompts: Any) -> Generator[Call, Any, str | None]:
         """Measure or set the KV scales; after a failure the old ones are back."""

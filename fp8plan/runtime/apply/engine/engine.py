@@ -40,7 +40,8 @@ from fp8plan.runtime.apply.engine.judge import Judge
 from fp8plan.runtime.apply.engine.launch import Launch, launch
 from fp8plan.runtime.apply.engine.options import arguments_of
 from fp8plan.runtime.apply.engine.warm_up import freeze_garbage
-from fp8plan.runtime.apply.interrupts import Held, let_in, released, started_apart, watched
+from fp8plan.runtime.apply.interrupts import Held, let_in, released
+from fp8plan.runtime.apply.threads import started_apart, watched
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Procedure, Reset, Restart, Rpc, Sleep, WakeUp
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
@@ -144,7 +145,6 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
         return error if self.state.staged_on is None or isinstance(error, NotServingError) else self._died()
 
     def _died(self) -> NotServingError:
-        """Note that the engine is dead, and return the error that says so."""
         self.state.note(Event.DIE)
         return NotServingError(DIED)
 
@@ -166,7 +166,6 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
             raise
 
     def _process_ended(self) -> bool:
-        """True once vLLM has noticed that the engine's process is gone."""
         return self.llm is not None and self.mode == "multiprocess" and self._front.engine_core.resources.engine_dead
 
     @property
@@ -194,7 +193,6 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
         gc.collect()
 
     def _shut_down(self) -> None:
-        """Call vLLM's own shutdown."""
         raise NotImplementedError
 
 

@@ -272,7 +272,6 @@ def _config(model: str | Path, planned: str) -> dict[str, Any]:
 
 
 def _cpu_has_blockwise_fp8() -> bool:
-    """Return True if vLLM or a plugin has a blockwise FP8 kernel for this CPU."""
     from vllm.model_executor.kernels import linear
     from vllm.platforms.interface import PlatformEnum
     from vllm.plugins import load_general_plugins

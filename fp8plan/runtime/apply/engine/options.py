@@ -127,7 +127,6 @@ def refuse_unknown(
 
 
 def _given(table: Mapping[str, str], options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the options of each row that change something, with their values, and the row's text."""
     for text, names in table.items():
         if changes := [f"{name}={options[name]!r:.60}" for name in names.split() if _changes(name, options.get(name))]:
             yield ", ".join(changes), text

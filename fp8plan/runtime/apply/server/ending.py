@@ -51,7 +51,6 @@ class Ending:
         return self._shutdown(*args, **kwargs)
 
     async def _watch(self) -> None:
-        """End the HTTP server once the engine has died."""
         while not hasattr(self._state, "server"):
             await asyncio.sleep(LOOK_S)
         server = self._state.server
@@ -70,7 +69,6 @@ class Ending:
         server.should_exit = True
 
     def _deadline(self) -> None:
-        """Leave the process if it still runs some time after its engine's end."""
         while not self._engine.errored:
             time.sleep(LOOK_S)
         time.sleep(self._grace_s)

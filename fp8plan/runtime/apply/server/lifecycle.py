@@ -298,16 +298,12 @@ class LifecycleFront(Front):
     def _noted(self, name: str) -> Iterator[None]:
         """Let the status name a call meanwhile, as the workers cannot answer."""
         self._under_way.append(name)
-        self._kept.set()
         try:
             yield
         finally:
             self._under_way.remove(name)
-            if not self._under_way:
-                self._kept.clear()
 
     async def _called(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Call vLLM's own method."""
         with self._noted(name):
             await self._own[name](*args, **kwargs)
         self._heard = time.monotonic()

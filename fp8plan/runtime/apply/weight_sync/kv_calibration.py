@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence, Sized
-from itertools import chain, islice
+from collections.abc import Generator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, warn
@@ -32,32 +31,6 @@ CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
 RANDOM_TOKENS: Final = 256
 RANDOM: Final = "random tokens, as no rollout has run yet"
 FIXED: Final = "the engine's start"
-
-
-class Sequences:
-    """A sample of the sequences of rollouts, spread evenly over all of them.
-
-    weights: number of the weights that sampled them
-    """
-
-    def __init__(self, weights: int) -> None:
-        self.weights = weights
-        self._kept: list[list[int]] = []  # every n-th of those that came
-        self._every, self._came = 1, 0
-
-    def add(self, parts: Iterable[Sequence[int]], longest: int) -> None:
-        """Add a sequence. parts: its token ids; longest: tokens that the engine takes"""
-        if self._came % self._every == 0:
-            self._kept.append([*islice(chain.from_iterable(parts), min(CALIBRATION_TOKENS, longest))])
-        self._came += 1
-        if len(self._kept) > 2 * CALIBRATION_SEQUENCES:
-            self._kept, self._every = self._kept[::2], 2 * self._every
-
-    @property
-    def spread(self) -> list[list[int]]:
-        """CALIBRATION_SEQUENCES of the sequences, or all if they are fewer."""
-        count = min(len(self._kept), CALIBRATION_SEQUENCES)
-        return [self._kept[number * len(self._kept) // count] for number in range(count)]
 
 
 # Limits of a trainer's amax. Within them scales are normal numbers of float32, with any sensible margin.

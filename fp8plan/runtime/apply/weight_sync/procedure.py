@@ -48,7 +48,7 @@ from fp8plan.runtime.apply.weight_sync.nccl import RemoteSource, broadcast, rece
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.weight_sync.scored import Scored, refuse_scored, score
 from fp8plan.runtime.apply.weight_sync.state import DIED, Checked, Event, SyncState
-from fp8plan.runtime.apply.weight_sync.stream import ALIGNMENT, Channel, chunks, loose_chunks, started
+from fp8plan.runtime.apply.weight_sync.stream import ALIGNMENT, Channel, chunks, loose_chunks
 
 # Manifests that workers remember. A trainer sends the same one every step, or one of few.
 MOST_PREPARED = 4
@@ -169,7 +169,7 @@ def replace_weights(
             if isinstance(source, Chain):
                 pairs = source.patches()
             elif not isinstance(source, RemoteSource):
-                pairs = started(pairs_of(source))
+                pairs = pairs_of(source)
         except ConfigError as error:
             raise SyncError(f"{error}. Nothing was sent; {state.which_serve}") from error
         except LostEngineError as error:  # raised by a trial that could not be undone
@@ -199,7 +199,7 @@ def replace_weights(
         warn(rounding(rounded))
     seconds["check"] = max(answer["check"]["seconds"] for answer in answers)
     seconds["total"] = time.perf_counter() - begun
-    return SyncReport.of(
+    return report_of(
         answers,
         version=state.version,
         seconds=seconds,
@@ -213,6 +213,19 @@ def replace_weights(
         residual=0.0 if state.base is None else state.base.residual.relative,
         rounded=len(rounded),
         **sending.counts,
+    )
+
+
+def report_of(workers: Sequence[Mapping[str, Any]], **more: Any) -> SyncReport:
+    """Return the report of a sync. workers: their answers to its end (LiveWeights.finish); more: its other fields"""
+    first, checks = workers[0], [worker["check"] for worker in workers]
+    names = ("in_place", "reloaded", "why_reloaded", "ignored", "layers")
+    return SyncReport(
+        **{name: first[name] for name in names},
+        checks=[{name: check[name] for name in ("compared", "weight_error", "seconds")} for check in checks],
+        compared=sum(check["compared"] for check in checks),
+        weight_error=checks[0]["weight_error"],
+        **more,
     )
 
 
@@ -260,9 +273,8 @@ class Sending:
         if base is None or not serving or base.stamp is None or base.manifest != self._manifest:
             state.base = None
             if state.settings.delta is not None:
-                fp8, top_k = state.quantised or (), state.settings.top_k
-                state.base = Base(self._manifest, state.settings.delta, fp8, top_k)
-                state.base.twins, state.base.look_every = self._checked.twins, state.settings.look_every
+                settings, fp8, twins = state.settings, state.quantised or (), self._checked.twins
+                state.base = Base(self._manifest, state.settings.delta, fp8, settings.top_k, twins, settings.look_every)
                 pairs = state.base.recorded(pairs)
             return (yield from self._replace(pairs))
         patches = base.patches(pairs, self._checked.reloaded)
@@ -280,7 +292,6 @@ class Sending:
             return (yield from self._replace(base.pairs()))
 
     def _patch(self, patches: Iterable[tuple[str, Any]], stamp: str) -> Sent:
-        """Send patches of the weights with that stamp."""
         settings, names = self._state.settings, set[str]()
 
         def named() -> Iterator[tuple[str, Any]]:
@@ -351,7 +362,6 @@ def handed(
 
 @contextmanager
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Note the seconds of a phase."""
     begun = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - begun

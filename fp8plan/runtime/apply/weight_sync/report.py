@@ -62,19 +62,6 @@ class SyncReport:
     rounded: int = 0
     kv_clipped: Mapping[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, workers: Sequence[Mapping[str, Any]], **more: Any) -> SyncReport:
-        """Return the report of a sync. workers: their answers to its end (LiveWeights.finish); more: other fields"""
-        first, checks = workers[0], [worker["check"] for worker in workers]
-        names = ("in_place", "reloaded", "why_reloaded", "ignored", "layers")
-        return cls(
-            **{name: first[name] for name in names},
-            checks=[{name: check[name] for name in ("compared", "weight_error", "seconds")} for check in checks],
-            compared=sum(check["compared"] for check in checks),
-            weight_error=checks[0]["weight_error"],
-            **more,
-        )
-
     def record(self) -> dict[str, Any]:
         """Return the report as a server's status holds it, with the date."""
         left_out = ("checks", "healed", "kv_scales", "kv_source", "residual", "scored_k3")

@@ -11,12 +11,12 @@ import os
 import pickle
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fp8plan.errors import ConfigError, SyncError
+from fp8plan.errors import SyncError
 from fp8plan.runtime.apply.interrupts import released
 from fp8plan.runtime.apply.weight_sync.calls import Method, Rpc
 from fp8plan.runtime.apply.weight_sync.manifest import dtype_name, dtype_named, gathered, pair_of
@@ -24,25 +24,6 @@ from fp8plan.runtime.apply.weight_sync.state import Checked
 
 if TYPE_CHECKING:
     import torch
-
-
-def started(pairs: Iterable[Any]) -> Iterable[Any]:
-    """Return the trainer's pairs once the first one has come. An error until then leaves the old weights serving.
-
-    Raises ConfigError, even for the trainer's own errors.
-    """
-    stream = iter(pairs)
-    try:
-        with released():
-            first = next(stream)
-        pair_of(first)
-    except StopIteration:
-        raise ConfigError("the iterator is empty; allowed: every tensor of the model's checkpoint") from None
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"the first tensor could not be had: {str(error) or type(error).__name__}") from error
-    return chain([first], stream)
 
 
 def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:

@@ -239,7 +239,6 @@ def _why_not(
 
 
 def _random(like: torch.Tensor, device: torch.device, seed: int) -> torch.Tensor:
-    """Make Gaussian weights in which every block has another magnitude."""
     import torch
 
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -248,7 +247,6 @@ def _random(like: torch.Tensor, device: torch.device, seed: int) -> torch.Tensor
 
 
 def _equal(move: Move, source: torch.Tensor) -> bool:
-    """Return True if vLLM has written the bits that the move would write."""
     import torch
 
     part = source[tuple(slice(*extent) for extent in move.source)].reshape(move.target.shape)

@@ -233,13 +233,9 @@ class Fp8PlanWorker:
         return receiver
 
     def _fp8plan_updates(self) -> Updates:
-        """Return the updates of a server's weights. Raises ConfigError where the backend is another."""
+        """Return the updates of a server's weights. Raises ConfigError where the weight-transfer backend is another."""
         if (updates := self._fp8plan_of_server()) is None:
-            backend = type(self.weight_transfer_engine).__name__
-            raise ConfigError(
-                f"the weight-transfer backend is {backend}; allowed here: fp8plan (start vllm serve with "
-                """--weight-transfer-config '{"backend": "fp8plan"}')"""
-            )
+            raise ConfigError("""type: vllm serve --weight-transfer-config '{"backend": "fp8plan"}'""")
         return updates
 
     def _fp8plan_of_server(self) -> Updates | None:

@@ -20,9 +20,8 @@ from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.apply.weight_sync.shared import Twins, refuse_apart
 from fp8plan.runtime.apply.weight_sync.state import Event, State, Weights, after
 from fp8plan.runtime.apply.worker.comparison import Samples
-from fp8plan.runtime.apply.worker.patches import Patches
+from fp8plan.runtime.apply.worker.patches import Patches, Untouched, refuse_foreign
 from fp8plan.runtime.apply.worker.prepare import Prepared, Program, prepare
-from fp8plan.runtime.apply.worker.untouched import Untouched, refuse_foreign
 from fp8plan.runtime.apply.worker.vllm_reload import NativeReload, Snapshot, refresh
 
 if TYPE_CHECKING:
@@ -95,11 +94,12 @@ class LiveWeights:
             refuse_foreign(self._untouched.changed(version, look_every))
         snapshot = None if keep is None else Snapshot(self._model, keep)
         chosen = Samples(prepared.manifest, prepared.binding, samples, version)
-        self._running = _Running(prepared, chosen, version + 1, snapshot, self.stamp, scales_of(self._model))
-        self._running.look_every = look_every
-        self._running.twins = Twins(prepared.shared) if prepared.shared else None
+        running = _Running(prepared, chosen, version + 1, snapshot, self.stamp, scales_of(self._model), look_every)
+        if prepared.shared:
+            running.twins = Twins(prepared.shared)
         if base is not None:
-            self._running.patches = Patches(prepared, self._device, partial(NativeReload, self._worker, prepared.past))
+            running.patches = Patches(prepared, self._device, partial(NativeReload, self._worker, prepared.past))
+        self._running = running
 
     def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Write tensors, by their numbers in the manifest. FP32 is rounded to BF16 where the model keeps that.
@@ -283,10 +283,10 @@ class _Running:
     snapshot: Snapshot | None
     stamp: str | None  # of the weights before, as are the scales
     scales: Scales
+    look_every: int
     reload: NativeReload | None = None
     patches: Patches | None = None
     flags: list[tuple[torch.Tensor, Program]] = field(default_factory=list)
     done: set[int] = field(default_factory=set)
     rounded: list[str] = field(default_factory=list)  # names of tensors that came in FP32
-    look_every: int = 0
     twins: Twins | None = None  # None: no storage has two names

@@ -269,7 +269,6 @@ def _count(parameter: Any, loading: Depth) -> None:
 
 @contextmanager
 def _recording(note: Any) -> Iterator[None]:
-    """Call note(target, source) for every copy that torch makes."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

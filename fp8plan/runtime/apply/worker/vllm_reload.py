@@ -52,7 +52,6 @@ class Places:
 
 
 def _same(value: Any, before: Any) -> bool:
-    """Return whether two plain settings are equal; objects and tensors count as different."""
     return type(value) is type(before) and isinstance(value, (bool, int, float, str, list, tuple)) and value == before
 
 
@@ -148,7 +147,6 @@ class NativeReload:
         self._loaders = []
 
     def _parameters_past(self) -> list[torch.Tensor]:
-        """Return the parameters in `past` that still wait for values."""
         past = (self._model.get_submodule(module)._parameters.get(param) for module, param in self._past)
         return [tensor for tensor in past if tensor is not None and tensor.is_meta]
 

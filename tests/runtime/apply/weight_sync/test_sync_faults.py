@@ -202,7 +202,7 @@ NO_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         changed(Q, lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8)),
         rf"{Q} is quantised \(torch.qint8\); .*dequantize\(\)",
     ),
-    "an empty iterator": (given(iter(())), "the iterator is empty"),
+    "an empty iterator": (given(iter(())), "announced and not sent"),
     "an iterator that fails at once": (lambda tensors: broken(tensors, 0, RuntimeError("a rank is lost")), "a rank is"),
     "an iterator of meta tensors": (
         lambda tensors: ((name, tensor.to("meta")) for name, tensor in tensors.items()),
@@ -214,7 +214,7 @@ NO_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
 @pytest.mark.parametrize("fault", NO_TENSORS)
 def test_what_cannot_be_sent_leaves_the_old_weights_serving(subject: Subject, fault: str) -> None:
     spoil, says = NO_TENSORS[fault]
-    with pytest.raises(SyncError, match=f"({says}).*{OLD_SERVE}"):
+    with pytest.raises(SyncError, match=f"({says}).*the old weights serve"):
         subject.engine.sync_weights(spoil(subject.sends()))
     assert subject.serves("a")
 

@@ -325,7 +325,7 @@ def test_experts_own_scales_come_back_with_the_weights() -> None:
     layer.quant_method = SimpleNamespace(moe_quant_config=config)
     model = torch.nn.Sequential(layer)
     live = LiveWeights(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model)))
-    live._running = _Running(None, None, 0, Snapshot(model, "cpu"), None, {})  # type: ignore[arg-type]
+    live._running = _Running(None, None, 0, Snapshot(model, "cpu"), None, {}, 0)  # type: ignore[arg-type]
     layer.w13_weight_scale_inv.data.fill_(3.0)
     config.w1_scale.fill_(3.0)
     assert live.abort("it failed")

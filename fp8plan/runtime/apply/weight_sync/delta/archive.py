@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal
 from zlib import crc32
 
@@ -74,12 +73,6 @@ class Archive:
             self.close()
             raise UnreadableError(f"{where} is cut off or damaged: {text_of(error)}", where) from error
 
-    def __enter__(self) -> Archive:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     def close(self) -> None:
         self._file.close()
 
@@ -113,7 +106,6 @@ class Archive:
             yield name, torch.frombuffer(expanded, dtype=torch.uint8)
 
     def _index(self, size: int) -> tuple[bytes, int]:
-        """Return the index's text and the place where it begins. size: of the file"""
         actual = self._file.seek(0, 2)
         if actual != size:
             raise ConfigError(f"it has {actual} bytes of {size}")

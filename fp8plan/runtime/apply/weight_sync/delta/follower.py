@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -190,7 +190,7 @@ class Follower:
         """Return name -> local path of the files that lead over links, once they are here and sound."""
         paths = self._store.fetch({name: link.files[name] for name, link in _files(links, base)}, folder)
         for archive in self._opened(links, base, manifest, paths):
-            with archive:
+            with closing(archive):
                 archive.check()
         return paths
 
@@ -206,7 +206,7 @@ class Follower:
             """All files are opened before the first is read, as their writer may delete them meanwhile."""
             fetched.read = True
             opened = self._opened(fetched.links, fetched.base, fetched.manifest, fetched.paths)
-            archives = [fetched.opened.enter_context(archive) for archive in opened]
+            archives = [fetched.opened.enter_context(closing(archive)) for archive in opened]
             return (pair for archive in archives for pair in archive.patches())
 
         return Chain(fetched.manifest, fetched.base, fetched.links[-1].stamp, patches)
@@ -225,7 +225,6 @@ def _nothing_written(engine: Following) -> Iterator[None]:
 
 
 def _refuse_other_model(manifest: Manifest, expected: Manifest | None) -> None:
-    """Raise ConfigError for versions of another model than the engine's. expected: its checkpoint's; None: not known"""
     if expected is not None:
         codes = [entry.name for entry in manifest if entry.dtype == "float8_e4m3fn"]
         refuse(manifest, quantised_manifest(expected, codes), "fp8_block")

@@ -174,7 +174,6 @@ def _dense(made: Change, new: Tensor) -> bool:
 
 
 def _planes(words: Tensor) -> Tensor:
-    """Return the first bytes of all values, then the second ones."""
     import torch
 
     item = words.element_size()
@@ -195,7 +194,6 @@ def _on_cpu(tensors: Sequence[Tensor]) -> list[Bytes]:
 
 
 def _copied(tensor: Tensor) -> Bytes:
-    """Return a flat tensor's bytes on the CPU."""
     if tensor.device.type != "cpu":
         tensor = _room(tensor.numel(), tensor.dtype, tensor.device).copy_(tensor)
     return tensor.numpy().view(np.uint8)
@@ -293,8 +291,6 @@ def refuse_values(name: str, values: Tensor, matrix: bool) -> None:
 
 
 class _Parts(NamedTuple):
-    """The parts of one patch."""
-
     entry: Entry
     form: int
     changed: int
@@ -320,7 +316,6 @@ def unpacked(patches: Sequence[Tensor], entries: Sequence[Entry], device: torch.
 
 
 def _parts(patch: Tensor, entry: Entry) -> _Parts:
-    """Cut a patch into its parts."""
     data, item = patch.numpy(), dtype_named(entry.dtype).itemsize
     if data.size < HEADER.size:
         raise ConfigError(f"{entry.name}: a patch of {data.size} bytes; allowed: {HEADER.size} and more")
@@ -339,7 +334,6 @@ def _parts(patch: Tensor, entry: Entry) -> _Parts:
 
 
 def _located(form: int, parts: Sequence[_Parts], device: torch.device) -> list[Tensor]:
-    """Return the places of patches with this form of gaps."""
     import torch
 
     for each in parts:
@@ -365,7 +359,6 @@ def _located(form: int, parts: Sequence[_Parts], device: torch.device) -> list[T
 
 
 def _marked(part: _Parts, device: torch.device) -> Tensor:
-    """Return the places of a patch with a bitmap."""
     import torch
 
     size = prod(part.entry.shape)
@@ -380,7 +373,6 @@ def _marked(part: _Parts, device: torch.device) -> Tensor:
 
 
 def _words(parts: Sequence[_Parts], device: torch.device) -> list[Tensor]:
-    """Return the values of patches, by one copy to the device."""
     if not parts:
         return []
     data = _sent([each.planes for each in parts], device)

@@ -93,7 +93,6 @@ def _write(window: Window, places: Tensor, words: Tensor) -> None:
 
 
 def _row(window: Window) -> tuple[int, ...]:
-    """Return the window's row of the kernel's table."""
     matrix = window.matrix
     return matrix.data_ptr(), matrix.stride(0), window.rows[0], window.columns[0], *matrix.shape, window.width
 

@@ -192,8 +192,8 @@ class Publisher:
         held = self._held
         self._wide = frozenset() if held is None else held.wide
         fp8 = held.fp8 if held is not None and self._given is None else self._given or frozenset()
-        base = Base((), self._device, fp8, self._top_k)
-        base.twins, base.look_every = () if held is None else held.twins, self._every
+        twins = () if held is None else held.twins
+        base = Base((), self._device, fp8, self._top_k, twins, self._every)
         base.manifest = tuple(entry_of(name, tensor) for name, tensor in base.recorded(self._pairs(tensors)))
         refuse(base.manifest, None if held is None else held.manifest, "fp8_block")
         if self._top_k is not None:
@@ -201,7 +201,6 @@ class Publisher:
         return base
 
     def _write(self, link: Link, kind: str, patches: Callable[[], Iterable[tuple[str, Tensor]]]) -> int:
-        """Write a file of a version, and return its bytes."""
         return self._store.write_blocks(link.file(kind), lambda: blocks(patches(), self._codec, link.stamp))
 
     def _arrived(self, link: Link) -> bool:
@@ -240,12 +239,10 @@ class Publisher:
 
 
 def _whole(base: Base) -> Iterator[tuple[str, Tensor]]:
-    """Yield a patch of each tensor with all its values."""
     return ((name, packed([name], [whole(tensor)], [tensor])[0]) for name, tensor in base.pairs())
 
 
 def _whole_due(chain: tuple[Link, ...], every: int) -> bool:
-    """Return True if the version after these is to be written whole."""
     wholes = [at for at, link in enumerate(chain) if link.whole]
     return not wholes or len(chain) - wholes[-1] >= every
 

@@ -124,7 +124,6 @@ def has_triton() -> bool:
 
 
 def _digests(words: Tensor) -> Tensor:
-    """Return the digests of a matrix by torch."""
     import torch
 
     height, width = tiles(words.shape, words.element_size())
