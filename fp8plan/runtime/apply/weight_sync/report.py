@@ -74,10 +74,18 @@ class SyncReport:
         text = f"weights {self.version} serve: {self.tensors} {what}, {self.bytes / 1e6:,.1f} MB"
         text += f" in {self.seconds['total']:.3f} s, {self.in_place} modules written in place"
         text += f", {self.reloaded} reloaded by vLLM, {self.compared} samples as sent"
-        text += f", {self.looked} unchanged ones compared" if self.looked else ""
-        text += "" if self.healed is None else f", all sent because {self.healed}"
-        text += "" if self.weight_error is None else f", weight error {self.weight_error:.2%}"
-        text += f", {self.rounded} rounded from FP32" if self.rounded else ""
-        text += "" if self.kv_source is None else f", KV scales from {self.kv_source}"
-        text += f", {len(self.kv_clipped)} layer(s) clip K or V" if self.kv_clipped else ""
-        return text + ("" if self.scored_k3 is None else f", k3 {self.scored_k3:.1e} to the trainer")
+        if self.looked:
+            text += f", {self.looked} unchanged ones compared"
+        if self.healed is not None:
+            text += f", all sent because {self.healed}"
+        if self.weight_error is not None:
+            text += f", weight error {self.weight_error:.2%}"
+        if self.rounded:
+            text += f", {self.rounded} rounded from FP32"
+        if self.kv_source is not None:
+            text += f", KV scales from {self.kv_source}"
+        if self.kv_clipped:
+            text += f", {len(self.kv_clipped)} layer(s) clip K or V"
+        if self.scored_k3 is not None:
+            text += f", k3 {self.scored_k3:.1e} to the trainer"
+        return text

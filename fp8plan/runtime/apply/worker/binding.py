@@ -197,10 +197,10 @@ def kind(layer: torch.nn.Module) -> str:
     method = getattr(layer, "quant_method", None)
     kernel = getattr(method, "fp8_linear", None)
     backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
-    parts = [type(layer).__name__]
-    parts += [] if method is None else [type(method).__name__]
-    parts += [] if kernel is None else [type(kernel).__name__]
-    return " / ".join([*parts, *([] if backend is None else [str(backend)])])
+    parts = [type(part).__name__ for part in (layer, method, kernel) if part is not None]
+    if backend is not None:
+        parts.append(str(backend))
+    return " / ".join(parts)
 
 
 def _shapes(layer: torch.nn.Module) -> tuple[Any, ...]:

@@ -76,8 +76,10 @@ def preset_of(facts: Mapping[str, Any]) -> str | None:
     quantised = [kind for kind in layers if "Fp8" in kind]
     if any("PerBlock" not in kind for kind in quantised):
         return None
-    fp8_kv = str(dtype).startswith("fp8")
-    return "+".join(["fp8_block"] * bool(quantised) + ["fp8_kv"] * fp8_kv) or "bf16"
+    parts = ["fp8_block"] if quantised else []
+    if str(dtype).startswith("fp8"):
+        parts.append("fp8_kv")
+    return "+".join(parts) or "bf16"
 
 
 def attention_classes(layers: Iterable[Any]) -> list[str]:

@@ -76,7 +76,7 @@ def trace(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> LoadMap:
     load: Any = model.load_weights  # a method of vLLM's models
     sources = {_storage(tensor): name for name, tensor in sent.items()}
     seen: list[tuple[str, torch.Tensor, torch.Tensor, bool]] = []
-    now, loading = "", Depth()
+    now, loading = "", list[Any]()
     live = _storages(model)
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
@@ -86,11 +86,11 @@ def trace(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> LoadMap:
             yield name, tensor
 
     def note(to: torch.Tensor, of: torch.Tensor) -> None:
-        seen.append((now, to, of, loading.count > 0))
+        seen.append((now, to, of, bool(loading)))
 
     with checkpoint_format(model) as parameters, _recording(note), torch.no_grad():
         for tensor in parameters.values():
-            _count(tensor, loading)
+            _note_calls(tensor, loading)
         homes = {_storage(tensor): home for home, tensor in parameters.items()}
         try:
             load(stream())
@@ -244,25 +244,19 @@ def _metadata(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return twins, {**buffers, **{name: tensor for name, tensor in layer._buffers.items() if name in SKIP_TENSORS}}
 
 
-class Depth:
-    """The number of parameters' loaders that are running, one inside the other."""
-
-    count = 0
-
-
-def _count(parameter: Any, loading: Depth) -> None:
-    """Let `loading` count the running calls of a parameter's loader. vLLM's reload sees only loads through it."""
+def _note_calls(parameter: Any, loading: list[Any]) -> None:
+    """Keep the parameter in `loading` while its loader runs. vLLM's reload sees only loads through it."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader = getattr(parameter, "weight_loader", default_weight_loader)
 
     @wraps(loader)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        loading.count += 1
+        loading.append(parameter)
         try:
             return loader(*args, **kwargs)
         finally:
-            loading.count -= 1
+            loading.pop()
 
     parameter.weight_loader = counted
 

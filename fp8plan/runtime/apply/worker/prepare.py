@@ -197,7 +197,9 @@ def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
         for name, homes in traced.homes.items()
         if homes and all(traced.dtypes[home] == torch.float32 for home in homes)
     )
-    manifest = tuple(_written(entry, wide) for entry in sent)
+    # BF16 stays so where the model keeps FP32: its loader widens it.
+    rounded = {entry.name: held_dtype(entry.name, "float32", wide) for entry in sent if entry.dtype == "float32"}
+    manifest = tuple(entry._replace(dtype=rounded.get(entry.name, entry.dtype)) for entry in sent)
     plain = _in_bf16(manifest)
     if manifest != sent:  # vLLM's loaders treat rounded tensors otherwise than those that they must round
         traced = trace(model, meta_tensors(plain))
@@ -248,13 +250,6 @@ def meta_tensors(manifest: Manifest) -> dict[str, torch.Tensor]:
     import torch
 
     return {e.name: torch.empty(e.shape, dtype=dtype_named(e.dtype), device="meta") for e in manifest}
-
-
-def _written(entry: Entry, wide: Sequence[str]) -> Entry:
-    """Return the entry of a tensor as it is written. BF16 stays so where the model keeps FP32: its loader widens it."""
-    if entry.dtype != "float32":
-        return entry
-    return entry._replace(dtype=held_dtype(entry.name, entry.dtype, wide))
 
 
 def _refuse_unknown(ignored: Sequence[str], config: Any, shares_experts: bool = False) -> None:

@@ -23,11 +23,10 @@ launches for each one would take longer than the work.
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import inf, isfinite, prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -35,7 +34,7 @@ from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.weight_changes import DIGEST_BYTES, LARGEST_GAPS, PATCH_HEADER
-from fp8plan.runtime.apply.weight_sync.delta.parts import at_cuts, cuts_of, owners_of, sums
+from fp8plan.runtime.apply.weight_sync.delta.parts import at_cuts, cuts_of, numbers_by, owners_of, sums
 from fp8plan.runtime.apply.weight_sync.delta.places import values_at, whole_window, write_values
 from fp8plan.runtime.apply.weight_sync.delta.tiles import bits, compared, digests, matrix, tiles
 from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_named
@@ -119,7 +118,7 @@ def packed(names: Sequence[str], made: Sequence[Change], news: Sequence[Tensor])
     places = [np.empty(0, dtype=np.uint8)] * len(made)
     dense = [not each.words.numel() or _dense(each, new) for each, new in zip(made, news, strict=True)]
     by_device = [None if all_values else each.words.device for each, all_values in zip(made, dense, strict=True)]
-    for numbers in _by(by_device, lambda device: device):
+    for numbers in numbers_by(by_device):
         streams = _placed([made[number] for number in numbers], [news[number] for number in numbers])
         for number, (form, stream) in zip(numbers, streams, strict=True):
             forms[number], places[number] = form, stream
@@ -150,15 +149,6 @@ def _checksum(name: str, body: Bytes) -> int:
     return crc32(body.data, crc32(name.encode("utf-8")))
 
 
-def _by(items: Sequence[Any], key: Any) -> Iterable[list[int]]:
-    """Return the numbers of items with one key; those whose key is None are left out."""
-    groups = defaultdict(list)
-    for number, item in enumerate(items):
-        if (group := key(item)) is not None:
-            groups[group].append(number)
-    return groups.values()
-
-
 def changed_values(patch: Tensor) -> int:
     """Return the number of values that a patch changes; 0 for digests alone, and for a patch that is cut off."""
     if len(patch) < HEADER.size:
@@ -186,7 +176,7 @@ def _on_cpu(tensors: Sequence[Tensor]) -> list[Bytes]:
     import torch
 
     parts: dict[int, Bytes] = {}
-    for numbers in _by(tensors, lambda tensor: (tensor.dtype, tensor.device)):
+    for numbers in numbers_by([(tensor.dtype, tensor.device) for tensor in tensors]):
         some = [tensors[number].reshape(-1) for number in numbers]
         data = _copied(torch.cat(some))
         parts.update(zip(numbers, _split(data, [tensor.nbytes for tensor in some]), strict=True))

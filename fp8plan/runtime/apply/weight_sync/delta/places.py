@@ -6,14 +6,13 @@ tensors that the kernel cannot reach, torch takes one after the other.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from fp8plan.runtime.apply.weight_sync.delta.parts import numbers_by
 from fp8plan.runtime.apply.weight_sync.delta.tiles import has_triton
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 Span = tuple[int, int]  # start and stop
@@ -99,10 +98,7 @@ def _row(window: Window) -> tuple[int, ...]:
 
 def _groups(windows: Sequence[Window]) -> list[list[int]]:
     """Return the numbers of the windows that one launch can serve: alike in device and size of values."""
-    groups: dict[tuple[torch.device, int, bool], list[int]] = defaultdict(list)
-    for number, window in enumerate(windows):
-        groups[window.matrix.device, window.matrix.element_size(), _for_kernel(window)].append(number)
-    return list(groups.values())
+    return numbers_by([(each.matrix.device, each.matrix.element_size(), _for_kernel(each)) for each in windows])
 
 
 def _for_kernel(window: Window) -> bool:

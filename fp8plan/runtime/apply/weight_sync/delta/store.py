@@ -101,7 +101,7 @@ class Publisher:
                 f"no engine has followed {url} yet; type, beside the engine, Follower(url).pull(engine), or give fp8, "
                 "the names of the tensors that engines hold in FP8"
             )
-        self._given = None if fp8 is None else frozenset(fp8)
+        self._fp8 = None if fp8 is None else frozenset(fp8)
         self._base: Base | None = None
         self._wide: frozenset[str] = frozenset()  # names of the tensors that this chain has in FP32
         self._said_rounded = False
@@ -191,7 +191,7 @@ class Publisher:
         """Return a copy of all tensors, which begins a chain. Raises ConfigError for other ones than engines hold."""
         held = self._held
         self._wide = frozenset() if held is None else held.wide
-        fp8 = held.fp8 if held is not None and self._given is None else self._given or frozenset()
+        fp8 = held.fp8 if held is not None and self._fp8 is None else self._fp8 or frozenset()
         twins = () if held is None else held.twins
         base = Base((), self._device, fp8, self._top_k, twins, self._every)
         base.manifest = tuple(entry_of(name, tensor) for name, tensor in base.recorded(self._pairs(tensors)))
