@@ -62,15 +62,12 @@ class Fp8PlanWorker:
         return worker_facts(self)
 
     @answering
-    def fp8plan_prepare(
-        self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None
-    ) -> dict[str, Any]:
-        """Check a manifest in a dry run. `fp8plan_begin` takes the number in the answer."""
+    def fp8plan_prepare(self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int) -> dict[str, Any]:
+        """Check a manifest in a dry run. `fp8plan_begin` takes its number."""
         entries = tuple(Entry(name, dtype, tuple(shape)) for name, dtype, shape in manifest)
-        number, prepared = self._fp8plan_weights().prepare(entries, in_place, number)
+        prepared = self._fp8plan_weights().prepare(entries, in_place, number)
         quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
         return {
-            "number": number,
             "groups": list(prepared.groups),
             "quantised": quantised,
             "wide": list(prepared.wide),

@@ -52,15 +52,11 @@ class LiveWeights:
         self.weights = Weights()
         self.stamp: str | None = None
 
-    def prepare(self, manifest: Manifest, in_place: bool = True, number: int | None = None) -> tuple[int, Prepared]:
-        """Check a manifest (runtime.apply.worker.prepare); `begin` takes the number that this returns.
-
-        number: a number for the manifest that is the same on all ranks; None: the next one of this rank
-        """
-        number = max(self._prepared, default=-1) + 1 if number is None else number
+    def prepare(self, manifest: Manifest, in_place: bool, number: int) -> Prepared:
+        """Check a manifest (runtime.apply.worker.prepare). number: of the manifest, the same on all ranks"""
         with keeping_scales(self._model):  # a trial of the shortcut reloads layers
             self._prepared[number] = prepare(self._worker, manifest, in_place), in_place
-        return number, self._prepared[number][0]
+        return self._prepared[number][0]
 
     @property
     def refusal(self) -> str | None:
@@ -216,9 +212,7 @@ class LiveWeights:
     def still_prepared(self, number: int) -> Prepared:
         """Return a prepared manifest, prepared anew if live tensors have moved."""
         prepared, in_place = self._prepared[number]
-        if prepared.moved:
-            _, prepared = self.prepare(prepared.sent, in_place, number)
-        return prepared
+        return self.prepare(prepared.sent, in_place, number) if prepared.moved else prepared
 
     def _expecting(self) -> _Running:
         if self._running is None:

@@ -158,8 +158,7 @@ class Updates:
         try:
             weights_in = "fp8_block" if any(entry.dtype == "float8_e4m3fn" for entry in sent) else "bf16"
             refuse(sent, None, weights_in)
-            _, prepared = self.live.prepare(sent, True, NUMBER)
-            elements = prepared.taken
+            elements = self.live.prepare(sent, True, NUMBER).taken
         except LostEngineError:
             raise
         except Fp8PlanError as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, BinaryIO, Final, Literal
 from zlib import crc32
 
 import msgspec
@@ -67,8 +67,7 @@ class Archive:
         except OSError as error:
             raise UnreadableError(f"{where}: {text_of(error)}", where) from error
         try:
-            index, end = self._index(size)
-            self._listed = _read_index(index, end, stamp, self._entries, whole)
+            self._index = _read_index(self._file, size, stamp, self._entries, whole)
         except (OSError, ConfigError) as error:
             self.close()
             raise UnreadableError(f"{where} is cut off or damaged: {text_of(error)}", where) from error
@@ -95,31 +94,15 @@ class Archive:
         import torch
 
         self._file.seek(0)
-        for name, stored, nbytes in self._listed.patches:
+        for name, stored, nbytes in self._index.patches:
             data = bytearray(stored)
             try:
                 if self._file.readinto(data) < stored:
                     raise EOFError(f"it ends in the patch of {name}")
-                expanded = _expanded(data, nbytes) if self._listed.codec else data
+                expanded = _expanded(data, nbytes) if self._index.codec else data
             except (OSError, EOFError) as error:
                 raise UnreadableError(f"{self._where} is damaged: {text_of(error)}", self._where) from error
             yield name, torch.frombuffer(expanded, dtype=torch.uint8)
-
-    def _index(self, size: int) -> tuple[bytes, int]:
-        actual = self._file.seek(0, 2)
-        if actual != size:
-            raise ConfigError(f"it has {actual} bytes of {size}")
-        self._file.seek(max(size - TAIL.size, 0))
-        tail = self._file.read(TAIL.size)
-        checksum, length = TAIL.unpack(tail) if len(tail) == TAIL.size else (0, 0)
-        begin = size - TAIL.size - length
-        if length < 1 or begin < 0:
-            raise ConfigError("its index has no length")
-        self._file.seek(begin)
-        text = self._file.read(length)
-        if crc32(text) != checksum:
-            raise ConfigError("its index has another checksum")
-        return text, begin
 
 
 class _Index(Struct):
@@ -130,11 +113,24 @@ class _Index(Struct):
     patches: list[tuple[str, int, int]]
 
 
-def _read_index(text: bytes, end: int, stamp: str, entries: Mapping[str, Entry], whole: bool) -> _Index:
-    """Return the index. end: bytes of all patches
+def _read_index(file: BinaryIO, size: int, stamp: str, entries: Mapping[str, Entry], whole: bool) -> _Index:
+    """Return a file's index. Raises ConfigError for a file of another size, and an index that does not fit the model.
 
-    Raises ConfigError for an index that does not fit the file or the model.
+    size: of the file
     """
+    actual = file.seek(0, 2)
+    if actual != size:
+        raise ConfigError(f"it has {actual} bytes of {size}")
+    file.seek(max(size - TAIL.size, 0))
+    tail = file.read(TAIL.size)
+    checksum, length = TAIL.unpack(tail) if len(tail) == TAIL.size else (0, 0)
+    end = size - TAIL.size - length  # of the patches
+    if length < 1 or end < 0:
+        raise ConfigError("its index has no length")
+    file.seek(end)
+    text = file.read(length)
+    if crc32(text) != checksum:
+        raise ConfigError("its index has another checksum")
     try:
         index = msgspec.convert(parse(text, "its index"), _Index)
     except msgspec.ValidationError as error:

@@ -131,7 +131,8 @@ class Publisher:
         try:
             if chain:
                 link = replace(link, patches=self._write(link, "patches", lambda: patches))
-            if _whole_due(chain, self._every):
+            wholes = [at for at, each in enumerate(chain) if each.whole]
+            if not wholes or len(chain) - wholes[-1] >= self._every:
                 link = replace(link, whole=self._write(link, "whole", lambda: _whole(base)))
             kept = _kept((*chain, link))
             writer = self._taking(self._store.latest())  # another may have taken over meanwhile
@@ -240,11 +241,6 @@ class Publisher:
 
 def _whole(base: Base) -> Iterator[tuple[str, Tensor]]:
     return ((name, packed([name], [whole(tensor)], [tensor])[0]) for name, tensor in base.pairs())
-
-
-def _whole_due(chain: tuple[Link, ...], every: int) -> bool:
-    wholes = [at for at, link in enumerate(chain) if link.whole]
-    return not wholes or len(chain) - wholes[-1] >= every
 
 
 def _kept(chain: tuple[Link, ...]) -> tuple[Link, ...]:
