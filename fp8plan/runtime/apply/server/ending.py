@@ -18,7 +18,7 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, Final
 
-from vllm import envs
+import vllm.envs
 
 from fp8plan.runtime.apply.plugin import logger
 
@@ -44,7 +44,7 @@ class Ending:
         self._grace_s, self._leave = grace_s, leave
         self._shutdown = engine.shutdown
         engine.shutdown = self._end_engine
-        if not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
+        if not vllm.envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
             Thread(target=self._deadline, daemon=True, name="fp8plan-ending").start()
             self._task = asyncio.create_task(self._watch())
 

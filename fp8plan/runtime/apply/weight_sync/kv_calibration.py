@@ -17,6 +17,7 @@ from fp8plan.runtime.apply.weight_sync.kv_scales import (
     largest,
     scales_from,
 )
+from fp8plan.runtime.apply.weight_sync.manifest import some
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.tokens import refuse_tokens
 
@@ -131,7 +132,7 @@ def _refuse_amax(state: SyncState, amax: Mapping[str, Sequence[float]]) -> None:
     scales_from(amax)
     if wrong := sorted(map(str, amax.keys() ^ (state.kv_scales or amax).keys())):
         raise ConfigError(
-            f"kv_amax: {', '.join(wrong[:4])} is missing or unknown; allowed: every attention layer, by vLLM's name, "
+            f"kv_amax: {some(wrong)} is missing or unknown; allowed: every attention layer, by vLLM's name, "
             f"as {next(iter(state.kv_scales or {}))}"
         )
     for layer, parts in amax.items():

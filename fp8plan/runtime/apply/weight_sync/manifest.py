@@ -177,7 +177,7 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
     """
     names = [entry.name for entry in manifest]
     if doubles := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
-        raise ConfigError(f"sent twice: {_some(doubles)}; allowed: every tensor once")
+        raise ConfigError(f"sent twice: {some(doubles)}; allowed: every tensor once")
     if not manifest:
         raise ConfigError("the manifest is empty; allowed: every tensor of the model's checkpoint")
     known = {entry.name: entry for entry in expected or ()}
@@ -186,7 +186,7 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
         return
     if unknown := [name for name in names if name not in known and not LEFT_OUT.match(name)]:
         raise ConfigError(
-            f"unknown: {_some(unknown)}; allowed: the names of the model's checkpoint, as "
+            f"unknown: {some(unknown)}; allowed: the names of the model's checkpoint, as "
             f"{next((name for name in known if 'layers' in name), next(iter(known)))}{_fused_hint(unknown)}"
         )
     for entry in (entry for entry in manifest if entry.name in known):
@@ -200,7 +200,7 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
             raise ConfigError(f"{entry.name} {shapes}")
     if missing := sorted(name for name in known.keys() - set(names) if not LEFT_OUT.match(name)):
         raise ConfigError(
-            f"missing: {_some(missing)}; send every tensor of the model, a fused layer needs all its parts"
+            f"missing: {some(missing)}; send every tensor of the model, a fused layer needs all its parts"
         )
 
 
@@ -283,7 +283,7 @@ def as_held(pairs: Iterable[Any], wide: Collection[str], rounded: list[str]) -> 
 
 def rounding(names: Sequence[str]) -> str:
     """Return a note on tensors that came in FP32 and were rounded."""
-    return f"the engine holds these in BF16, so their FP32 is rounded: {_some(names)}"
+    return f"the engine holds these in BF16, so their FP32 is rounded: {some(names)}"
 
 
 def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest:
@@ -298,7 +298,8 @@ def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest
     return tuple(entries)
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """Return the first names for an error, and how many more they are."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more
 

@@ -16,7 +16,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.quantize.targets import FINITE, NOT_FINITE
 from fp8plan.runtime.apply.weight_sync.checkpoint import checkpoint_manifest, local_folder, not_zero
 from fp8plan.runtime.apply.weight_sync.kv_scales import Scales, keeping_scales, scales_of, set_scales
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest
+from fp8plan.runtime.apply.weight_sync.manifest import Manifest, some
 from fp8plan.runtime.apply.weight_sync.shared import Twins, refuse_apart
 from fp8plan.runtime.apply.weight_sync.state import Event, State, Weights, after
 from fp8plan.runtime.apply.worker.comparison import Samples
@@ -139,7 +139,7 @@ class LiveWeights:
         else:
             if len(running.done) < len(prepared.manifest):
                 missing = [entry.name for number, entry in enumerate(prepared.manifest) if number not in running.done]
-                raise ConfigError(f"announced and not sent: {', '.join(missing[:4])} ({len(missing)} in all)")
+                raise ConfigError(f"announced and not sent: {some(missing)}")
             self._close(running, prepared.binding.native)
             self._refuse_content(running)
             checked, seconds = running.samples.compare(), running.samples.seconds
@@ -173,7 +173,7 @@ class LiveWeights:
         matrices = [matrix for _, program in running.flags for matrix in program.matrices]
         held = dict(zip(odd, flags[odd].tolist(), strict=True))
         if bad := list(dict.fromkeys(parts[at].name for at in odd if held[at] == NOT_FINITE)):
-            raise ConfigError(f"not finite: {', '.join(bad[:4])} ({len(bad)} in all); allowed: no NaN, no Inf")
+            raise ConfigError(f"not finite: {some(bad)}; allowed: no NaN, no Inf")
         zeros = [parts[at] for at in odd if matrices[at] and parts[at].name not in running.prepared.ignored]
         if not zeros:
             return
@@ -181,7 +181,7 @@ class LiveWeights:
         wrong = not_zero(folder, zeros) if folder else [part.name for part in zeros if len(zeros) == sum(matrices)]
         if wrong:
             raise ConfigError(
-                f"all zeros: {', '.join(wrong[:4])} ({len(wrong)} in all), and not in the checkpoint; allowed: the "
+                f"all zeros: {some(wrong)}, and not in the checkpoint; allowed: the "
                 "policy's weights, gathered from where the trainer keeps them"
             )
 

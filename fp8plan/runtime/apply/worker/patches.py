@@ -19,7 +19,7 @@ from fp8plan.runtime.apply.weight_sync.delta.parts import cuts_of, sums
 from fp8plan.runtime.apply.weight_sync.delta.patch import Change, unpacked
 from fp8plan.runtime.apply.weight_sync.delta.places import Span, Window, write_values
 from fp8plan.runtime.apply.weight_sync.delta.tiles import TILE, digests, flat, matrix
-from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_named, is_matrix
+from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_named, is_matrix, some
 from fp8plan.runtime.apply.weight_sync.shared import apart_by_digests, refuse_apart
 from fp8plan.runtime.apply.worker.binding import Move, Target, WholeTiles
 from fp8plan.runtime.apply.worker.facts import digest
@@ -205,8 +205,7 @@ def _whole_tiles(span: Span, side: int, size: int) -> Span:
 def refuse_foreign(names: Sequence[str]) -> None:
     """Raises ConfigError for tensors that are not as the last sync left them."""
     if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        raise ConfigError(f"something else than a sync has written to {', '.join(names[:4])}{more} of the live weights")
+        raise ConfigError(f"something else than a sync has written to {some(names)} of the live weights")
 
 
 class Untouched:

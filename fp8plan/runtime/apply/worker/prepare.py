@@ -24,6 +24,7 @@ from fp8plan.runtime.apply.weight_sync.manifest import (
     dtype_named,
     held_dtype,
     is_matrix,
+    some,
 )
 from fp8plan.runtime.apply.worker.binding import Binding, Move, Target, bind, derived_from, kind, refused
 from fp8plan.runtime.apply.worker.load_map import LoadMap, joined, leaders, trace
@@ -263,7 +264,7 @@ def _refuse_unknown(ignored: Sequence[str], config: Any, shares_experts: bool = 
     tied = bool(getattr(config, "tie_word_embeddings", False))
     unknown = [name for name in ignored if not LEFT_OUT.match(name) or (name.startswith("lm_head.") and not tied)]
     if unknown:
-        raise ConfigError(f"unknown: {', '.join(unknown[:4])}; allowed: the names of the model's checkpoint")
+        raise ConfigError(f"unknown: {some(unknown)}; allowed: the names of the model's checkpoint")
 
 
 def _refuse_missing(load_map: LoadMap, layers: Mapping[str, torch.nn.Module]) -> None:
@@ -317,14 +318,12 @@ def _with_scales(load_map: LoadMap, manifest: Manifest) -> LoadMap:
     """Send scales where their weights go. Raises ConfigError for a weight or scales without the other."""
     scales = {e.name: e.name.removesuffix(SCALE_SUFFIX) for e in manifest if e.name.endswith(SCALE_SUFFIX)}
     if lost := [name for name, weight in scales.items() if weight not in load_map.copies]:
-        raise ConfigError(
-            f"scales without their weight: {', '.join(lost[:4])}; send {lost[0].removesuffix(SCALE_SUFFIX)}"
-        )
+        raise ConfigError(f"scales without their weight: {some(lost)}; send {lost[0].removesuffix(SCALE_SUFFIX)}")
     quantised = [entry.name for entry in manifest if entry.dtype == "float8_e4m3fn"]
     if plain := [weight for weight in scales.values() if weight not in quantised]:
-        raise ConfigError(f"scales for weights that are not float8_e4m3fn: {', '.join(plain[:4])}; quantise them")
+        raise ConfigError(f"scales for weights that are not float8_e4m3fn: {some(plain)}; quantise them")
     if bare := [name for name in quantised if name not in scales.values()]:
-        raise ConfigError(f"FP8 weights without scales: {', '.join(bare[:4])}; send {bare[0]}{SCALE_SUFFIX}")
+        raise ConfigError(f"FP8 weights without scales: {some(bare)}; send {bare[0]}{SCALE_SUFFIX}")
     return replace(
         load_map,
         copies={**load_map.copies, **{name: load_map.copies[weight] for name, weight in scales.items()}},

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.apply.weight_sync.manifest import some
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +157,7 @@ class NativeReload:
 
         infos = ((name, get_layerwise_info(self._model.get_submodule(name))) for name in modules)
         if lost := [name for name, info in infos if info.can_load() and info.load_numel <= 0]:
-            raise ConfigError(f"vLLM's reload did not load {', '.join(lost[:4])} ({len(lost)} modules in all)")
+            raise ConfigError(f"vLLM's reload did not load {some(lost)}")
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -278,7 +278,7 @@ def test_fp8_and_scales_must_be_finite(started_for_fp8: Subject, name: str) -> N
     kind, engine, _ = started_for_fp8
     sent = in_fp8(weights(kind, "b"))
     sent[name].view(-1)[1:2] = math.nan
-    with pytest.raises(SyncError, match=rf"not finite: {name} \(1 in all\).*refuses to generate"):
+    with pytest.raises(SyncError, match=rf"not finite: {name}.*refuses to generate"):
         engine.sync_weights(sent)
     assert not engine.serving
     engine.sync_weights(in_fp8(weights(kind, "b")))
@@ -332,7 +332,7 @@ def test_what_is_not_finite_is_named(subject: Subject, part: str, value: float) 
     name = name if isinstance(name, str) else name[subject.kind]
     if name not in subject.sends():  # a dense model has no router
         name = NORM
-    stops(subject, poisoned(name, value)(subject.sends()), rf"not finite: {name} \(1 in all\)")
+    stops(subject, poisoned(name, value)(subject.sends()), rf"not finite: {name}")
 
 
 def stops(subject: Subject, sent: Any, says: str) -> None:
@@ -348,8 +348,8 @@ def stops(subject: Subject, sent: Any, says: str) -> None:
 
 IN_STREAM: dict[str, Fault] = {
     "it raises": lambda kind: (lambda tensors: broken(tensors, 20, RuntimeError("a rank is lost")), "a rank is lost; "),
-    "it ends early": lambda kind: (lambda tensors: broken(tensors, 20), r"announced and not sent: .* in all\)"),
-    "a tensor less": lambda kind: (streamed(without(UP[kind])), rf"announced and not sent: {UP[kind]} \(1 in all\)"),
+    "it ends early": lambda kind: (lambda tensors: broken(tensors, 20), r"announced and not sent: .* more"),
+    "a tensor less": lambda kind: (streamed(without(UP[kind])), rf"announced and not sent: {UP[kind]}"),
     "a tensor more": lambda kind: (streamed(lambda tensors: {"x.y": tensors[NORM]} | tensors), "x.y was not announced"),
     "a tensor twice": lambda kind: (
         streamed(lambda tensors: [(NORM, tensors[NORM]), *tensors.items()]),

@@ -20,6 +20,7 @@ from fp8plan.runtime.apply.weight_sync.manifest import (
     dtype_name,
     entry_of,
     refuse_quantising,
+    some,
 )
 from fp8plan.runtime.apply.weight_sync.shared import Twins, refuse_apart
 
@@ -140,7 +141,7 @@ class Base:
             yield from self._packed(changed, alone)
             yield from self._looked({name: new for name, new in alone.items() if name not in changed})
         if missing:
-            raise ConfigError(f"announced and not sent: {', '.join(list(missing)[:4])} ({len(missing)} in all)")
+            raise ConfigError(f"announced and not sent: {some(list(missing))}")
         self.complete = True
 
     def _next(
@@ -247,9 +248,9 @@ def in_format(tensors: Mapping[str, Tensor], fp8: Collection[str]) -> dict[str, 
         if name in fp8 and tensor.element_size() > 1:
             by_device[tensor.device][name] = [tensor] if tensor.dim() == 2 else list(tensor.flatten(0, -3))
     for matrices in by_device.values():
-        made = iter(quantized([each for some in matrices.values() for each in some]))
-        for name, some in matrices.items():
-            stacks = zip(*(next(made) for _ in some), strict=True)
+        made = iter(quantized([each for stack in matrices.values() for each in stack]))
+        for name, stack in matrices.items():
+            stacks = zip(*(next(made) for _ in stack), strict=True)
             lead = tensors[name].shape[:-2]
             q, scales = (torch.stack(each).reshape(*lead, *each[0].shape) if lead else each[0] for each in stacks)
             parts[name] = {name: q, name + SCALE_SUFFIX: scales}
