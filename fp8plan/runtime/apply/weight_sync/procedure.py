@@ -199,7 +199,7 @@ def replace_weights(
         warn(rounding(rounded))
     seconds["check"] = max(answer["check"]["seconds"] for answer in answers)
     seconds["total"] = time.perf_counter() - begun
-    return report_of(
+    return finished_report(
         answers,
         version=state.version,
         seconds=seconds,
@@ -216,7 +216,7 @@ def replace_weights(
     )
 
 
-def report_of(workers: Sequence[Mapping[str, Any]], **more: Any) -> SyncReport:
+def finished_report(workers: Sequence[Mapping[str, Any]], **more: Any) -> SyncReport:
     """Return the report of a sync. workers: their answers to its end (LiveWeights.finish); more: its other fields"""
     first, checks = workers[0], [worker["check"] for worker in workers]
     names = ("in_place", "reloaded", "why_reloaded", "ignored", "layers")
@@ -305,17 +305,15 @@ class Sending:
             yield from rpc("fp8plan_begin", *arguments)
         self._state.note(Event.WRITE)
         with _timed(self._seconds, "load"):
-            most = (
-                settings.chunk_bytes if self._remote is None else min(settings.chunk_bytes, self._remote.buffer_bytes)
-            )
-            parts = loose_chunks(named(), self._checked, most)
-            few = sum(entry.nbytes for entry in self._manifest) // 100
-            place = None if self._state.staged_on is None else "cpu"  # where most patches are packed and unpacked
             if self._remote is None:
+                few = sum(entry.nbytes for entry in self._manifest) // 100
+                place = None if self._state.staged_on is None else "cpu"  # where most patches are packed and unpacked
                 channel = Channel(place, min(settings.chunk_bytes, few), self._state.workers)
+                parts = loose_chunks(named(), self._checked, settings.chunk_bytes)
                 self.counts = yield from handed(channel, parts, "fp8plan_patch")
             else:
-                self.counts = yield from broadcast(self._remote, parts)
+                most = min(settings.chunk_bytes, self._remote.buffer_bytes)
+                self.counts = yield from broadcast(self._remote, loose_chunks(named(), self._checked, most))
         self.counts["tensors"] -= self.looked
         if stamp == ANY and len(names) < len(self._manifest):
             raise ConfigError(f"{len(names)} tensors of {len(self._manifest)} have come")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
 from fp8plan.runtime.apply.plugin import logger
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest, refuse, rounding
-from fp8plan.runtime.apply.weight_sync.procedure import refuse_leftovers, report_of
+from fp8plan.runtime.apply.weight_sync.procedure import finished_report, refuse_leftovers
 from fp8plan.runtime.apply.worker.live_weights import LiveWeights
 from fp8plan.runtime.apply.worker.prepare import IncompleteError
 
@@ -114,7 +114,7 @@ class Updates:
             logger.warning("fp8plan: %s", rounding(done["rounded"]))
         _add(update.seconds, "finish", begun)
         _add(update.seconds, "total", update.begun)
-        self.report = report_of(
+        self.report = finished_report(
             [done],
             version=self.live.version,
             seconds=update.seconds | {"check": done["check"]["seconds"]},
