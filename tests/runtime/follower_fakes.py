@@ -12,7 +12,7 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.runtime.apply.engine.base import driven
 from fp8plan.runtime.apply.weight_sync.calls import Call, Reset
 from fp8plan.runtime.apply.weight_sync.delta.base import Chain
-from fp8plan.runtime.apply.weight_sync.delta.listing import Held
+from fp8plan.runtime.apply.weight_sync.delta.listing import Formats
 from fp8plan.runtime.apply.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import SyncState
@@ -48,7 +48,7 @@ class Engine:
     def asking(self, procedure: Any) -> Any:
         procedure.close()
         yield from ()
-        return msgspec.convert(FORMATS, Held)
+        return msgspec.convert(FORMATS, Formats)
 
     def syncing(self, chain: Chain, *_: Any) -> Any:
         if self.busy:

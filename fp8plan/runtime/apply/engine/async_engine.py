@@ -37,7 +37,6 @@ class AsyncRolloutEngine(
         Later[SyncReport],
         Later[str | None],
         Later[dict[str, dict[str, float]]],
-        Later[Any],
         Later[None],
     ]
 ):

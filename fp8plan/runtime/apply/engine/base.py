@@ -59,7 +59,6 @@ Made = TypeVar("Made")  # from_plan: the engine
 Report = TypeVar("Report")  # sync_weights: a SyncReport
 Source = TypeVar("Source")  # recalibrate_kv: where the KV scales come from
 LiveScales = TypeVar("LiveScales")  # kv_scales
-Reply = TypeVar("Reply")  # ask: what the procedure returns
 Done = TypeVar("Done")  # all others: None
 Answer = TypeVar("Answer")
 
@@ -67,7 +66,7 @@ Amaxes = Mapping[str, Sequence[float]]  # layer -> largest |q|, |k|, |v|
 Prompts = Sequence[Sequence[int]]  # token ids of each
 
 
-class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
+class EngineBase(Generic[Made, Report, Source, LiveScales, Done]):
     """An engine or a fleet, and all that fp8plan knows of it.
 
     launch: how it was started
@@ -155,7 +154,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         """
         return self.drive(self._apply(verdict, escalate))
 
-    def ask(self, procedure: Procedure) -> Reply:
+    def ask(self, procedure: Procedure) -> Any:
         """Run a procedure that changes neither weights nor scales, while no request runs (apply.doctor).
 
         Raises SyncError while requests run, NotServingError if the engine has died.
@@ -359,7 +358,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
             self.guard.took(action)
 
 
-AnyEngine = EngineBase[Any, Any, Any, Any, Any, Any]
+AnyEngine = EngineBase[Any, Any, Any, Any, Any]
 
 
 # With async scheduling vLLM frees the last blocks a moment after the last token is out.

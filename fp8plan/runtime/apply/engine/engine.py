@@ -29,7 +29,6 @@ from fp8plan.runtime.apply.engine.base import (
     EngineBase,
     LiveScales,
     Made,
-    Reply,
     Report,
     Source,
     driven,
@@ -59,7 +58,7 @@ Answer = TypeVar("Answer")
 MODES = ("inprocess", "multiprocess")
 
 
-class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
+class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Done]):
     """One vLLM, in this process or in one of its own.
 
     mode: "inprocess" or "multiprocess": where vLLM's engine runs
@@ -196,7 +195,7 @@ class VllmEngine(EngineBase[Made, Report, Source, LiveScales, Reply, Done]):
         raise NotImplementedError
 
 
-class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str, dict[str, float]], Any, None]):
+class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str, dict[str, float]], None]):
     """A vllm.LLM in one of fp8plan's precisions; `from_plan` or `from_setup` makes one.
 
     Calls after `shutdown` raise LostEngineError. Ctrl-C during a call is held back until it does no harm.

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
-class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[str, dict[str, float]]], Any, None]):
+class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[str, dict[str, float]]], None]):
     """Replicas of one engine; `from_plan` or `from_setup` makes them. A context manager, which shuts them down.
 
     A replica that dies drops out, with a warning that names it, and the others go on. Once none is left the fleet

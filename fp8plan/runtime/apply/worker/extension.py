@@ -232,7 +232,9 @@ class Fp8PlanWorker:
     def _fp8plan_updates(self) -> Updates:
         """Return the updates of a server's weights. Raises ConfigError where the weight-transfer backend is another."""
         if (updates := self._fp8plan_of_server()) is None:
-            raise ConfigError("""type: vllm serve --weight-transfer-config '{"backend": "fp8plan"}'""")
+            backend = type(self.weight_transfer_engine).__name__
+            hint = """--weight-transfer-config '{"backend": "fp8plan"}'"""
+            raise ConfigError(f"the weight-transfer backend is {backend}; allowed: fp8plan; type: vllm serve {hint}")
         return updates
 
     def _fp8plan_of_server(self) -> Updates | None:

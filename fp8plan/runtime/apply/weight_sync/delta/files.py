@@ -50,7 +50,7 @@ class CutOffError(Exception):
     """A file that has come in another size than its writer gave it."""
 
 
-class Files:
+class StoreFiles:
     """The files behind a URL. Raises ConfigError for a URL that fsspec does not know.
 
     Its methods raise SyncError, with the file's address, for a store that does not do what it is asked for.

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, field
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.weight_sync.calls import Call
-from fp8plan.runtime.apply.weight_sync.delta.files import Files
+from fp8plan.runtime.apply.weight_sync.delta.files import StoreFiles
 from fp8plan.runtime.apply.weight_sync.manifest import SCALE_SUFFIX, Manifest, held_manifest
 from fp8plan.runtime.apply.weight_sync.procedure import learn_quantised, prepared
 from fp8plan.runtime.apply.weight_sync.state import SyncState
@@ -23,7 +23,7 @@ from fp8plan.schemas import parse
 LATEST: Final = "latest.json"
 HELD: Final = "engine.json"
 Count = Annotated[int, Meta(ge=0)]
-Listed = TypeVar("Listed", "Latest", "Held")
+Listed = TypeVar("Listed", "Latest", "Formats")
 
 
 class Link(Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,7 +90,7 @@ class Latest(Struct, frozen=True, forbid_unknown_fields=True):
         return self.chain[-1]
 
 
-class Held(Struct, frozen=True, forbid_unknown_fields=True):
+class Formats(Struct, frozen=True, forbid_unknown_fields=True):
     """How engines hold the model.
 
     manifest: entries of its tensors in the format that is sent
@@ -120,7 +120,7 @@ def _refuse_empty(manifest: Manifest) -> None:
         raise ValueError("an empty tensor")
 
 
-def formats(state: SyncState) -> Generator[Call, Any, Held]:
+def formats(state: SyncState) -> Generator[Call, Any, Formats]:
     """Return how an engine holds the tensors of its checkpoint.
 
     Raises ConfigError for an engine whose checkpoint's files are not here.
@@ -134,21 +134,21 @@ def formats(state: SyncState) -> Generator[Call, Any, Held]:
     for group in checked.twins:  # also of a name that the checkpoint does not have
         if numbers := [reloaded[name] for name in group if name in reloaded]:
             reloaded |= dict.fromkeys(group, numbers[0])
-    return Held(held, frozenset(state.quantised or ()), reloaded, tuple(map(tuple, checked.twins)))
+    return Formats(held, frozenset(state.quantised or ()), reloaded, tuple(map(tuple, checked.twins)))
 
 
-class Store(Files):
-    """The files of a chain. Raises ConfigError and SyncError as Files, and ConfigError for a JSON file of another
+class Store(StoreFiles):
+    """The files of a chain. Raises ConfigError and SyncError as StoreFiles, and ConfigError for a JSON file of another
     shape."""
 
     def latest(self) -> Latest | None:
         """Return the versions that are there; None without any."""
         return self._listed_in(LATEST, Latest, "Publisher writes", "delete it to begin a new chain")
 
-    def held(self) -> Held | None:
+    def held(self) -> Formats | None:
         """Return how engines hold the model; None if none has followed."""
         advice = "type, beside the engine, Follower(url).pull(engine), which writes it anew"
-        return self._listed_in(HELD, Held, "Follower writes", advice)
+        return self._listed_in(HELD, Formats, "Follower writes", advice)
 
     def _listed_in(self, name: str, kind: type[Listed], written: str, advice: str) -> Listed | None:
         if (data := self.read(name)) is None:
