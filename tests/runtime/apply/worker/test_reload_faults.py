@@ -237,15 +237,6 @@ def test_every_module_that_vllm_loads_is_explained(subject: Subject, settings: C
     assert set(report.why_reloaded.values()) == {"in_place=False"}
 
 
-def test_a_prepared_manifest_has_the_number_that_it_is_given(subject: Subject) -> None:
-    manifest = [[name, "bfloat16", list(tensor.shape)] for name, tensor in weights(subject.kind, "a").items()]
-    for number in (1000, 5):
-        assert len(subject.worker("fp8plan_prepare", manifest, False, number)["ok"]["taken"]) == len(manifest)
-    assert subject.worker("fp8plan_begin", 1000, 0, 0, None) == {"ok": None}
-    assert subject.worker("fp8plan_abort", "it failed") == {"ok": True}
-    assert subject.serves("a")  # nothing was written
-
-
 @pytest.mark.parametrize("weights_in", ["bf16", "fp8_block"])
 def test_a_kernel_that_swaps_halves_of_its_rows_is_not_written_in_place(
     subject: Subject, settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch, weights_in: str
