@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fp8plan.runtime.apply.engine.async_engine import AsyncRolloutEngine as AsyncRolloutEngine
     from fp8plan.runtime.apply.engine.engine import RolloutEngine as RolloutEngine
     from fp8plan.runtime.apply.fleet.fleet import RolloutFleet as RolloutFleet
-    from fp8plan.runtime.apply.weight_sync.settings import Scored as Scored
+    from fp8plan.runtime.apply.weight_sync.scored import Scored as Scored
     from fp8plan.runtime.apply.weight_sync.settings import SyncSettings as SyncSettings
     from fp8plan.runtime.measure.probe.probe import probe as probe
     from fp8plan.runtime.watch.controller.laws import ConstantThresholds as ConstantThresholds

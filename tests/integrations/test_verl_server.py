@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import warm_processes  # noqa: F401 -- it changes how vLLM starts processes
@@ -16,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from fp8plan.errors import SyncError
 from fp8plan.integrations.verl.front import VerlFront
 from fp8plan.runtime.apply.server.front import Front
+from fp8plan.runtime.apply.weight_sync.state import State
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 pytestmark = [pytest.mark.verl, pytest.mark.vllm]
@@ -197,3 +201,30 @@ def test_a_refused_sync_is_an_error_and_garbage_does_not_generate(served: Served
         served.answer([1, 2, 3], "refused")
     served.step(weights("dense", "b").items(), 4)
     assert len(served.answer([1, 2, 3], "again").token_ids) == TOKENS
+
+
+@pytest.mark.parametrize("answer", [{"ok": None}, {"error": "missing: a tensor"}])
+def test_an_update_that_was_cancelled_ends_all_the_same(answer: dict[str, Any]) -> None:
+    async def slow() -> list[dict[str, Any]]:
+        await asyncio.sleep(0.2)
+        return [answer]
+
+    async def meeting() -> None:
+        model = SimpleNamespace(model="m", max_model_len=16, get_vocab_size=lambda: 8, is_multimodal_model=False)
+        config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto", num_gpu_blocks=4, block_size=16))
+        config.model_config = model
+        engine = AsyncMock(errored=False, model_config=model, vllm_config=config)
+        engine.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
+        engine.is_paused.return_value = False
+        status = {"version": 1, "refusal": None, "last_update": None, "kv_scales": {}}
+        engine.collective_rpc.side_effect = lambda method, args: [{"ok": method != "fp8plan_abort" and status}]
+        front = VerlFront(engine)
+        update = asyncio.create_task(front.update(slow))
+        await asyncio.sleep(0.05)
+        update.cancel()
+        await asyncio.wait({update})
+        assert front.state.weights.state is State.WRITING
+        await asyncio.sleep(0.4)
+        assert front.state.weights.state is (State.REFUSED if "error" in answer else State.SERVING)
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))

@@ -55,7 +55,6 @@ class FakeReplica:
 
     def prepare(self, *_: Any) -> dict[str, Any]:
         return {
-            "number": 0,
             "groups": [0, 1],
             "quantised": [],
             "wide": [],

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from fp8plan.errors import ConfigError, SyncError
-from fp8plan.runtime.apply.weight_sync.calls import Call, Reset, driven
+from fp8plan.runtime.apply.engine.base import driven
+from fp8plan.runtime.apply.weight_sync.calls import Call, Reset
 from fp8plan.runtime.apply.weight_sync.delta.base import Chain
-from fp8plan.runtime.apply.weight_sync.delta.listing import held_of
+from fp8plan.runtime.apply.weight_sync.delta.listing import Formats
 from fp8plan.runtime.apply.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import SyncState
@@ -45,7 +48,7 @@ class Engine:
     def asking(self, procedure: Any) -> Any:
         procedure.close()
         yield from ()
-        return held_of(FORMATS, "engine.json")
+        return msgspec.convert(FORMATS, Formats)
 
     def syncing(self, chain: Chain, *_: Any) -> Any:
         if self.busy:

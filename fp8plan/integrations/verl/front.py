@@ -8,6 +8,7 @@ docs/evidence/speed.md.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final, Self
 
@@ -66,9 +67,13 @@ class VerlFront(Front):
     async def update(self, call: Callable[[], Awaitable[list[dict[str, Any]]]]) -> None:
         """Update the weights. call: sends an update to the workers, and returns their answers
 
-        Raises UpdateError, which names the weights that serve, if a worker refuses it.
+        Raises UpdateError, which names the weights that serve, if a worker refuses it. If this is cancelled, the update
+        goes on to its end.
         """
         await self._refuse_running("abort them before (verl: abort_all_requests)")
+        await asyncio.shield(asyncio.create_task(self._updated(call)))
+
+    async def _updated(self, call: Callable[[], Awaitable[list[dict[str, Any]]]]) -> None:
         self._note(Event.BEGIN)
         self._note(Event.WRITE)
         try:

@@ -48,7 +48,7 @@ class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
 
     def _fp8plan_updates(self) -> Updates:
         if not hasattr(self, "_fp8plan_of_verl"):
-            self._fp8plan_of_verl = Updates(self, over_ranks)
+            self._fp8plan_of_verl = Updates(self)
         return self._fp8plan_of_verl
 
 

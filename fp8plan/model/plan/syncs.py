@@ -79,9 +79,16 @@ def _fastest_of_each(tried: Sequence[Candidate], chosen: Candidate, sync: Weight
 
 def _break_even(cost: SyncCost, syncs: Sequence[SyncCost]) -> str:
     """The bandwidth below which a delta is faster than a dense sync, or top-k than a delta."""
-    other = next(each for each in syncs if (each.mode.dense if cost.mode.lossless else each.mode is Mode.DELTA))
+    if cost.mode.lossless:
+        other = next(each for each in syncs if each.mode.dense)
+    else:
+        other = next(each for each in syncs if each.mode is Mode.DELTA)
     below = cost.pays_below(other) * 8 / 1e9
-    pays = "never" if below == 0 else "always" if math.isinf(below) else f"below {below:.3g} Gb/s"
+    pays = f"below {below:.3g} Gb/s"
+    if below == 0:
+        pays = "never"
+    elif math.isinf(below):
+        pays = "always"
     size = "" if cost is syncs[0] else f" of {cost.bytes / 1e9:.3g} GB in {cost.seconds:.3g} s"
     return f"a delta{size} pays {pays}" if cost.mode.lossless else f"top-k{size} pays {pays}, against a delta"
 

@@ -135,7 +135,7 @@ PATCHES: Final = (
     Patch(
         "wraps",
         "impl.forward",
-        "weight_sync/kv_scales.py",
+        "weight_sync/amax.py",
         "while calibrating: the largest |q|, |k| and |v| of the live engine; attention runs outside of CUDA graphs in "
         "steps that fill prompts",
     ),
@@ -241,7 +241,7 @@ PATCHES: Final = (
         "reads",
         "llm_engine, engine_core, output_processor, get_num_unfinished_requests, request_states, parent_requests, "
         "abort_request, resources.engine_dead, engine_manager.processes, EngineDeadError",
-        "engine/vllm_engine.py, engine/engine.py, interrupts.py, server/routes.py",
+        "engine/engine.py, threads.py, server/routes.py",
         "requests are counted before a sync, and aborted after a broken-off generate; an engine process that hangs is "
         "killed, and one that has died is noticed, for whose outputs an LLM waits for ever",
     ),

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from fp8plan.runtime.apply import interrupts
+from fp8plan.runtime.apply import interrupts, threads
 from fp8plan.runtime.apply.interrupts import SAME_PRESS_S, Held, Stopped, let_in, released
+from fp8plan.runtime.apply.threads import started_apart, watched
 
 
 def press() -> None:
@@ -283,8 +284,6 @@ class Engine:
 
 @vllm
 def test_nobody_uses_the_engine_until_the_interrupted_call_has_ended(held: Held) -> None:
-    from fp8plan.runtime.apply.interrupts import watched
-
     engine = Engine()
     with pytest.raises(KeyboardInterrupt), held:
         watched(engine.generate, lambda: False, engine.kill)
@@ -294,8 +293,6 @@ def test_nobody_uses_the_engine_until_the_interrupted_call_has_ended(held: Held)
 
 @vllm
 def test_a_call_that_does_not_end_after_an_interrupt_is_ended(held: Held) -> None:
-    from fp8plan.runtime.apply.interrupts import watched
-
     engine = Engine()
     with pytest.raises(KeyboardInterrupt), held:
         watched(engine.hang, lambda: False, engine.kill, patience_s=0.2)
@@ -306,8 +303,6 @@ def test_a_call_that_does_not_end_after_an_interrupt_is_ended(held: Held) -> Non
 def test_an_exception_that_another_thread_raises_here_is_treated_alike() -> None:
     """As PyThreadState_SetAsyncExc does, and handlers of other signals."""
     import ctypes
-
-    from fp8plan.runtime.apply.interrupts import watched
 
     class Late(BaseException):
         pass
@@ -333,9 +328,6 @@ def test_an_exception_that_another_thread_raises_here_is_treated_alike() -> None
 def test_an_engine_that_starts_after_its_caller_was_interrupted_is_shut_down(
     held: Held, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp8plan.runtime.apply import interrupts as watched
-    from fp8plan.runtime.apply.interrupts import started_apart
-
     go_on, ended = Event(), Event()
     started = SimpleNamespace(engine_core=SimpleNamespace(shutdown=ended.set))
 
@@ -344,7 +336,7 @@ def test_an_engine_that_starts_after_its_caller_was_interrupted_is_shut_down(
         go_on.wait(30)
         return SimpleNamespace(llm_engine=started) if kind == "LLM" else started
 
-    monkeypatch.setattr(watched, "LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(threads, "LAST_WORDS_S", 0.1)
     with pytest.raises(KeyboardInterrupt), held:
         started_apart(start)
     assert not ended.is_set()

@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError, NotServingError
 from fp8plan.runtime.apply.doctor.observed import Compared, RankWeights, Temperatures
-from fp8plan.runtime.apply.engine.base import requests
-from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Rpc, driven, rpc
+from fp8plan.runtime.apply.engine.base import driven, requests
+from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Rpc, rpc
 from fp8plan.runtime.apply.weight_sync.kv_scales import Amax, largest
 from fp8plan.runtime.apply.weight_sync.manifest import pairs_of
-from fp8plan.runtime.apply.weight_sync.procedure import announced, prepared
-from fp8plan.runtime.apply.weight_sync.settings import Scored
+from fp8plan.runtime.apply.weight_sync.procedure import announced, prepared, streamed
+from fp8plan.runtime.apply.weight_sync.scored import Scored
 from fp8plan.runtime.apply.weight_sync.state import SyncState
-from fp8plan.runtime.apply.weight_sync.stream import streamed
 from fp8plan.runtime.apply.worker.extension import EXTENSION, Fp8PlanWorker
 from fp8plan.runtime.watch.mismatch.sums import LIMIT, k3
 

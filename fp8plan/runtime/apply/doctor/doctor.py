@@ -19,7 +19,7 @@ from fp8plan.runtime.apply.doctor.observe import Request, observe_engine, observ
 from fp8plan.runtime.apply.doctor.observed import Finding, Observed, State
 from fp8plan.runtime.apply.doctor.over_http.client import TIMEOUT_S, Server
 from fp8plan.runtime.apply.weight_sync.calls import Call
-from fp8plan.runtime.apply.weight_sync.settings import Scored
+from fp8plan.runtime.apply.weight_sync.scored import Scored
 from fp8plan.runtime.watch.mismatch.sampling import sampled_at
 
 if TYPE_CHECKING:

@@ -11,12 +11,24 @@ from fp8plan.errors import Fp8PlanError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.profile.library import load_profile
-from fp8plan.runtime.apply.doctor import ask as asking
-from fp8plan.runtime.apply.doctor.ask import Ask, asking_llm, counts_of
+from fp8plan.runtime.apply.doctor.ask import (
+    DECODED,
+    MOST_PROMPTS,
+    PROMPT_TOKENS,
+    Ask,
+    amax_of,
+    asking_llm,
+    cached_against_fresh,
+    counts_of,
+    decode_against_prefill,
+    temperatures,
+    weights_of_ranks,
+)
 from fp8plan.runtime.apply.doctor.observed import Observed
 from fp8plan.runtime.apply.doctor.over_http.client import CannotLook
 from fp8plan.runtime.apply.weight_sync.calls import Call, rpc
-from fp8plan.runtime.apply.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.apply.weight_sync.scored import Scored
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.apply.worker.facts import preset_of
 from fp8plan.runtime.tokens import refuse_tokens
@@ -128,7 +140,7 @@ def _inside(
     if runs:
         fields["kernels"] = kernel_names(ranks[0], PRESETS[runs])
     ours = state if state.expected is not None or state.prepared else None
-    fields["weights"] = notes.of("weights", lambda: ask(asking.weights_of_ranks(ours, request.weights)))
+    fields["weights"] = notes.of("weights", lambda: ask(weights_of_ranks(ours, request.weights)))
     return fields
 
 
@@ -152,28 +164,28 @@ def observed_by_requests(
     def tell(what: str, procedure: Generator[Call, Any, Any]) -> Any:
         return notes.of(what, lambda: ask(procedure))
 
-    fields = {"prefix": tell("prefix", asking.cached_against_fresh(sequences)) if sequences else None}
+    fields = {"prefix": tell("prefix", cached_against_fresh(sequences)) if sequences else None}
     if not sequences:
         notes.unseen["prefix"] = (
             "no prompt is known that the engine has had; type: doctor(..., prompts=), --prompts FILE"
         )
-    fields["decode"] = tell("decode", asking.decode_against_prefill(prompts))
+    fields["decode"] = tell("decode", decode_against_prefill(prompts))
     if request.scored:
-        procedure = asking.temperatures(request.scored, request.temperature, most, state.vocabulary)
+        procedure = temperatures(request.scored, request.temperature, most, state.vocabulary)
         fields["temperatures"] = tell("temperatures", procedure)
     if state.fp8_kv and sequences:  # random tokens say nothing about scales
-        fields["kv_amax"] = tell("kv_amax", asking.amax_of(prompts))
+        fields["kv_amax"] = tell("kv_amax", amax_of(prompts))
     return fields
 
 
 def _probes(sequences: Sequence[Sequence[int]], state: SyncState) -> list[list[int]]:
     """Beginnings of the sequences that leave room for a decode; random tokens without sequences."""
-    room = max(1, min(asking.PROMPT_TOKENS, (state.longest_prompt or 2 * asking.PROMPT_TOKENS) - asking.DECODED))
+    room = max(1, min(PROMPT_TOKENS, (state.longest_prompt or 2 * PROMPT_TOKENS) - DECODED))
     if sequences:
-        return [list(tokens[:room]) for tokens in sequences[: asking.MOST_PROMPTS]]
+        return [list(tokens[:room]) for tokens in sequences[:MOST_PROMPTS]]
     import numpy as np
 
-    size = (asking.MOST_PROMPTS, room)
+    size = (MOST_PROMPTS, room)
     random: list[list[int]] = np.random.default_rng(0).integers(0, state.vocabulary or 1000, size).tolist()
     return random
 

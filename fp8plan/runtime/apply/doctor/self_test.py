@@ -38,7 +38,8 @@ from fp8plan.runtime.apply.engine.launch import held_back
 from fp8plan.runtime.apply.vllm_versions import imported_names, installed, supported
 from fp8plan.runtime.apply.weight_sync.calls import rpc
 from fp8plan.runtime.apply.weight_sync.procedure import announced, prepared
-from fp8plan.runtime.apply.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.apply.weight_sync.scored import Scored
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.version import RANGE, is_newer
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.apply.engine.base import requests
+from fp8plan.runtime.apply.engine.base import requests, until_reset
+from fp8plan.runtime.apply.engine.engine import VllmEngine
 from fp8plan.runtime.apply.engine.judge import Judge
 from fp8plan.runtime.apply.engine.launch import Launch, launch
 from fp8plan.runtime.apply.engine.options import arguments_of
-from fp8plan.runtime.apply.engine.vllm_engine import VllmEngine
 from fp8plan.runtime.apply.engine.warm_up import freeze_garbage
-from fp8plan.runtime.apply.interrupts import LAST_WORDS_S, PATIENCE_S, WATCH_S, in_thread, started_apart
-from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Generate, until_reset
+from fp8plan.runtime.apply.threads import LAST_WORDS_S, PATIENCE_S, WATCH_S, in_thread, started_apart
+from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Generate, Reset, Restart, Rpc, Sleep, WakeUp
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import Event, generating, refuse_shut_down
@@ -37,7 +37,6 @@ class AsyncRolloutEngine(
         Later[SyncReport],
         Later[str | None],
         Later[dict[str, dict[str, float]]],
-        Later[Any],
         Later[None],
     ]
 ):
@@ -90,7 +89,7 @@ class AsyncRolloutEngine(
         refuse_prompts([prompt], self.state.vocabulary)
         with generating(self.state), named():
             output, how, ended = None, self._judge.how, self._judge.begin(self.llm, sampling_params)
-            async with aclosing(self._request(prompt, sampling_params, request_id)) as outputs:
+            async with aclosing(self._request(prompt, sampling_params, request_id or uuid4().hex)) as outputs:
                 async for output in outputs:
                     yield output
             if output is not None:
@@ -122,9 +121,29 @@ class AsyncRolloutEngine(
     async def drive(self, procedure: Generator[Call, Any, Answer]) -> Answer:
         return await driven(procedure, lambda call: self._whole(self.answer(call)))
 
+    async def answer(self, call: Call) -> Any:
+        """Do a Call, and return its answer. Not for users: nothing is checked."""
+        match call:
+            case Rpc(method, arguments):
+                try:
+                    return await self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
+                except Exception as error:
+                    raise self.lost(error) from error
+            case Generate():
+                return await self._outputs(call)
+            case Reset():
+                return await self._alive(lambda: emptied(self.llm))
+            case Sleep(level):
+                return await self._alive(lambda: self.llm.sleep(level))
+            case WakeUp(tags):
+                return await self._alive(lambda: self.llm.wake_up(tags))
+            case Restart():
+                self._stop()
+                return await self._start()
+
     async def _outputs(self, call: Generate) -> Any:
         prompts, params = requests(call)
-        tasks = [asyncio.ensure_future(self._last(prompt, params)) for prompt in prompts]
+        tasks = [asyncio.ensure_future(finished(self._request, prompt, params)) for prompt in prompts]
         try:
             outputs = await asyncio.gather(*tasks)
             return [outputs] if call.everywhere else outputs
@@ -133,26 +152,11 @@ class AsyncRolloutEngine(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _rpc(self, method: str, arguments: Sequence[Any]) -> Any:
-        try:
-            return await self._alive(lambda: self.llm.collective_rpc(method, args=arguments))
-        except Exception as error:
-            raise self.lost(error) from error
-
-    async def _last(self, prompt: Any, params: Any) -> Any:
-        """Return the last output of one request."""
-        output = None
-        async with aclosing(self._request(prompt, params)) as outputs:
-            async for output in outputs:  # noqa: B007 -- the last one is wanted
-                pass
-        return output
-
-    async def _request(self, prompt: Any, params: Any, request_id: str | None = None) -> AsyncGenerator[Any]:
+    async def _request(self, prompt: Any, params: Any, name: str) -> AsyncGenerator[Any]:
         """Yield the outputs of one request, and abort it at a failure.
 
         vLLM itself would not abort a request that is cancelled while it is sent.
         """
-        name = request_id or uuid4().hex
         try:
             with self._noticing_death():
                 async with aclosing(self.llm.generate(prompt, params, name)) as outputs:
@@ -182,17 +186,28 @@ class AsyncRolloutEngine(
                 await asyncio.wait({task}, timeout=LAST_WORDS_S)
             raise
 
-    async def _reset_prefix_cache(self) -> None:
-        if self.llm.model_config.is_multimodal_model:
-            await self._alive(self.llm.reset_encoder_cache)
-        for pause_s in until_reset():
-            if await self._alive(lambda: self.llm.reset_prefix_cache(reset_connector=True)):
-                return
-            await asyncio.sleep(pause_s)
-
     async def _alive(self, act: Callable[[], Awaitable[Answer]]) -> Answer:
         with self._noticing_death():
             return await act()
+
+
+async def finished(generate: Callable[[Any, Any, str], AsyncGenerator[Any]], prompt: Any, params: Any) -> Any:
+    """Return the last output of one request. generate: that of an AsyncLLM, or one like it"""
+    output = None
+    async with aclosing(generate(prompt, params, f"fp8plan-{uuid4().hex}")) as outputs:
+        async for output in outputs:  # noqa: B007 -- the last one is wanted
+            pass
+    return output
+
+
+async def emptied(llm: Any) -> None:
+    """Empty the prefix cache of an AsyncLLM, and that of its encoders. Raises SyncError if vLLM does not."""
+    if llm.model_config.is_multimodal_model:
+        await llm.reset_encoder_cache()
+    for pause_s in until_reset():
+        if await llm.reset_prefix_cache(reset_connector=True):
+            return
+        await asyncio.sleep(pause_s)
 
 
 async def driven(

@@ -9,23 +9,23 @@ Each public call is a procedure: a generator that yields Calls (apply.weight_syn
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from math import isnan
 from operator import index
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError
+from fp8plan.errors import ConfigError, Fp8PlanError, NotServingError, SyncError
 from fp8plan.runtime.apply.engine.judge import How
 from fp8plan.runtime.apply.engine.launch import Launch, facts_of, has_fixed_scales
+from fp8plan.runtime.apply.engine.remembered import Remembered
 from fp8plan.runtime.apply.engine.warm_up import warm_up_batches
-from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Procedure, Reset, Restart, rpc
+from fp8plan.runtime.apply.interrupts import let_in, released
+from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Generate, Procedure, Reset, Restart, rpc
 from fp8plan.runtime.apply.weight_sync.delta.base import Chain
 from fp8plan.runtime.apply.weight_sync.kv_calibration import (
-    CALIBRATION_SEQUENCES,
     RANDOM,
-    Sequences,
     kv_scales,
     random_prompts,
     refuse_calibration,
@@ -35,7 +35,8 @@ from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.apply.weight_sync.nccl import Rendezvous
 from fp8plan.runtime.apply.weight_sync.procedure import learn_quantised, replace_weights
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
-from fp8plan.runtime.apply.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.apply.weight_sync.scored import Scored
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import (
     Event,
     SyncState,
@@ -58,14 +59,14 @@ Made = TypeVar("Made")  # from_plan: the engine
 Report = TypeVar("Report")  # sync_weights: a SyncReport
 Source = TypeVar("Source")  # recalibrate_kv: where the KV scales come from
 LiveScales = TypeVar("LiveScales")  # kv_scales
-Reply = TypeVar("Reply")  # ask: what the procedure returns
 Done = TypeVar("Done")  # all others: None
+Answer = TypeVar("Answer")
 
 Amaxes = Mapping[str, Sequence[float]]  # layer -> largest |q|, |k|, |v|
 Prompts = Sequence[Sequence[int]]  # token ids of each
 
 
-class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
+class EngineBase(Generic[Made, Report, Source, LiveScales, Done]):
     """An engine or a fleet, and all that fp8plan knows of it.
 
     launch: how it was started
@@ -83,8 +84,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         self.guard: Guard | None = None
         self.guard_off: str | None = None
         self._guard_settings = guard
-        self._rollout: list[list[int]] = []
-        self._sampled: Sequences | None = None  # those of the rollouts that were opened since the last sync
+        self._remembered = Remembered()
         self._delta_bytes: int | None = None  # as in EngineFacts
 
     @classmethod
@@ -154,7 +154,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         """
         return self.drive(self._apply(verdict, escalate))
 
-    def ask(self, procedure: Procedure) -> Reply:
+    def ask(self, procedure: Procedure) -> Any:
         """Run a procedure that changes neither weights nor scales, while no request runs (apply.doctor).
 
         Raises SyncError while requests run, NotServingError if the engine has died.
@@ -178,12 +178,11 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return self.state.refusal is None
 
     def _busy(self) -> int:
-        """Return the number of unfinished requests that vLLM counts, where it is asked."""
         return 0
 
     def _alone(self) -> AbstractContextManager[None]:
         """Keep everybody else away from the engine. Raises SyncError while requests or another procedure run."""
-        return alone(self.state, self._busy)
+        return alone(self.state, self._busy())
 
     def _opening(self) -> Procedure:
         """Take over an engine that has started: read its facts, refuse one that was not planned, compile kernels."""
@@ -195,7 +194,6 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         self._watch()
 
     def _read(self) -> Procedure:
-        """Read the facts of the engine. Raises ConfigError if another engine was planned."""
         answers = yield from rpc("fp8plan_facts")
         self.facts = answers[0]
         self.launch.refuse_other(self.facts)
@@ -218,7 +216,6 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return self.launch.limits.max_model_len or 2
 
     def _watch(self) -> None:
-        """Tell the guard about the engine that runs now, if it can be predicted."""
         self.guard_off = None
         try:
             if self.guard is None:
@@ -229,7 +226,6 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
             self.guard, self.guard_off = None, str(error)
 
     def _guarded_facts(self) -> EngineFacts:
-        """Return the facts that the guard compares rollouts with."""
         return self.engine_facts()
 
     def _guarding(self) -> Guard:
@@ -286,8 +282,8 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         """
         if prompts is not None or amax is not None or not self.state.fp8_kv:
             return _as_lists(prompts), "calibration prompts"
-        if self._rollout:
-            return self._rollout, "sequences of the last rollout"
+        if self.last_sequences:
+            return self.last_sequences, "sequences of the last rollout"
         return random_prompts(self.state.vocabulary, self._longest - 1), RANDOM
 
     @property
@@ -296,7 +292,7 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
 
         They are spread over all calls of the rollouts that were opened since the last sync.
         """
-        return self._rollout
+        return self._remembered.sequences
 
     def asking(self, procedure: Procedure) -> Procedure:
         with self._alone():
@@ -310,24 +306,10 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
         return workers[0]
 
     def _remember(self, outputs: Sequence[Any], how: How, more: bool = False) -> None:
-        """Keep some sequences of a rollout to calibrate and examine the engine with, and note NaN log-probs.
-
-        how:  what the call was to the rollouts
-        more: keep the sequences of earlier calls that were alone, too
-        """
+        """Keep some sequences of a call as Remembered.add does, and note NaN log-probs."""
         if any(has_nan(response) for output in outputs for response in output.outputs):
             self.state.soiled = True
-        if how == "beside" or not outputs:
-            return
-        sampled = self._sampled
-        if how == "alone" or sampled is None or sampled.weights != self.state.version:
-            sampled = Sequences(self.state.version)
-        for output in outputs:
-            sampled.add((output.prompt_token_ids or (), output.outputs[0].token_ids), self._longest - 1)
-        if how == "open":
-            self._sampled, self._rollout = sampled, sampled.spread
-        else:
-            self._rollout = [*(self._rollout if more else ()), *sampled.spread][-CALIBRATION_SEQUENCES:]
+        self._remembered.add(outputs, how, more, self.state.version, self._longest - 1)
 
     def _recalibrate(self, kv_amax: Amaxes | None, kv_prompts: Any) -> Generator[Call, Any, str | None]:
         """Measure or set the KV scales; after a failure the old ones are back."""
@@ -376,7 +358,38 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Reply, Done]):
             self.guard.took(action)
 
 
-AnyEngine = EngineBase[Any, Any, Any, Any, Any, Any]
+AnyEngine = EngineBase[Any, Any, Any, Any, Any]
+
+
+# With async scheduling vLLM frees the last blocks a moment after the last token is out.
+RESET_TRIES, RESET_WAIT_S = 50, 0.1
+
+
+def until_reset() -> Iterator[float]:
+    """Yield seconds to wait before each further try to empty the prefix cache. Raises SyncError after the last."""
+    for _ in range(RESET_TRIES):
+        yield RESET_WAIT_S
+    raise SyncError(f"vLLM did not empty its prefix cache within {RESET_TRIES * RESET_WAIT_S:.0f} s")
+
+
+def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call], Any]) -> Answer:
+    """Run a procedure to its end. answer: does a Call to the engine. Work on files is done here"""
+    try:
+        call = next(procedure)
+        while True:
+            try:
+                let_in()
+                if isinstance(call, Files):
+                    with released():  # Ctrl-C may break it off anywhere
+                        reply = call.act(*call.arguments)
+                else:
+                    reply = answer(call)
+            except BaseException as error:
+                call = procedure.throw(error)
+            else:
+                call = procedure.send(reply)
+    except StopIteration as end:
+        return cast("Answer", end.value)
 
 
 def requests(call: Generate) -> tuple[list[dict[str, list[int]]], Any]:

@@ -25,8 +25,9 @@ from fp8plan.model.precision import find_precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.options import not_predicted, refuse_unknown, remarks
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version, untested
+from fp8plan.runtime.apply.weight_sync.checkpoint import local_manifest
 from fp8plan.runtime.apply.weight_sync.kv_scales import FIXED_SCALES, INSTEAD, LIVE_SCALES, keeps_scales
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest, local_manifest
+from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.apply.worker.extension import EXTENSION
 from fp8plan.runtime.watch.guard.observation import EngineFacts, kernel_names
 
@@ -271,7 +272,6 @@ def _config(model: str | Path, planned: str) -> dict[str, Any]:
 
 
 def _cpu_has_blockwise_fp8() -> bool:
-    """Return True if vLLM or a plugin has a blockwise FP8 kernel for this CPU."""
     from vllm.model_executor.kernels import linear
     from vllm.platforms.interface import PlatformEnum
     from vllm.plugins import load_general_plugins

@@ -90,18 +90,18 @@ def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def not_predicted(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a text for each kind of option that the cost model does not know, with names and values."""
-    return tuple(f"{names} ({what})" for names, what in _given(NOT_PREDICTED, options))
+    return tuple(f"{names} ({what})" for names, what in _changing(NOT_PREDICTED, options))
 
 
 def remarks(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return remarks for the user on options whose effect on speed or samples fp8plan does not know."""
     of_speed = (
         f"{names}: fp8plan does not model {what}; the prediction leaves it out, and the guard is off"
-        for names, what in _given(NOT_PREDICTED, options)
+        for names, what in _changing(NOT_PREDICTED, options)
     )
     of_samples = (
         f"{names}: {what}; fp8plan cannot tell this from a mismatch of precision"
-        for names, what in _given(NOT_THE_POLICYS, options)
+        for names, what in _changing(NOT_THE_POLICYS, options)
     )
     return (*of_speed, *of_samples)
 
@@ -126,8 +126,7 @@ def refuse_unknown(
         refuse_names(where, options, allowed, beside)
 
 
-def _given(table: Mapping[str, str], options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the options of each row that change something, with their values, and the row's text."""
+def _changing(table: Mapping[str, str], options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for text, names in table.items():
         if changes := [f"{name}={options[name]!r:.60}" for name in names.split() if _changes(name, options.get(name))]:
             yield ", ".join(changes), text

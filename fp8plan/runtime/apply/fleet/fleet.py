@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from fp8plan.checks import whole
 from fp8plan.errors import ConfigError, NotServingError, SyncError
-from fp8plan.runtime.apply.engine.base import EngineBase
+from fp8plan.runtime.apply.engine.base import EngineBase, driven
 from fp8plan.runtime.apply.engine.launch import Launch, launch, workers_of
 from fp8plan.runtime.apply.engine.options import arguments_of
 from fp8plan.runtime.apply.fleet.members import Calls, Members, Terms
@@ -27,7 +27,7 @@ from fp8plan.runtime.apply.fleet.placement import FleetGuard
 from fp8plan.runtime.apply.fleet.report import Routing
 from fp8plan.runtime.apply.fleet.rollouts import Requests, Rollouts
 from fp8plan.runtime.apply.fleet.routing import mean_response
-from fp8plan.runtime.apply.weight_sync.calls import Call, Procedure, Restart, driven, rpc
+from fp8plan.runtime.apply.weight_sync.calls import Call, Procedure, Restart, rpc
 from fp8plan.runtime.apply.weight_sync.kv_calibration import rescaled
 from fp8plan.runtime.apply.weight_sync.nccl import RemoteSource
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
-class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[str, dict[str, float]]], Any, None]):
+class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[str, dict[str, float]]], None]):
     """Replicas of one engine; `from_plan` or `from_setup` makes them. A context manager, which shuts them down.
 
     A replica that dies drops out, with a warning that names it, and the others go on. Once none is left the fleet

@@ -15,7 +15,7 @@ from fp8plan.runtime.apply.engine.judge import How
 from fp8plan.runtime.apply.engine.launch import Launch
 from fp8plan.runtime.apply.fleet.placement import await_places, place, placed, ray
 from fp8plan.runtime.apply.fleet.sync import Packed, addressed, merged, packed, unpacked
-from fp8plan.runtime.apply.weight_sync.calls import STAGED, Call, Method, Rpc
+from fp8plan.runtime.apply.weight_sync.calls import TAKE_TENSORS, Call, Method, Rpc
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import Event, refuse_dead
 from fp8plan.runtime.apply.weight_sync.stream import Channel
@@ -304,7 +304,7 @@ class Calls:
     def answer(self, call: Call) -> Any:
         """Ask the replicas, and return their answer as one. Raises NotServingError if none is left."""
         method = call.method if isinstance(call, Rpc) else None
-        if isinstance(call, Rpc) and method in STAGED:
+        if isinstance(call, Rpc) and method in TAKE_TENSORS:
             return self._streamed(call)
         if method == "fp8plan_abort":
             with suppress(Exception):  # even if the chunk failed, living replicas must close their sync

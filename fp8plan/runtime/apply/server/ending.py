@@ -18,6 +18,8 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, Final
 
+import vllm.envs
+
 from fp8plan.runtime.apply.plugin import logger
 
 GRACE_S: Final = 20.0  # for open requests to get their errors, and for vLLM to end its processes
@@ -31,37 +33,36 @@ class Ending:
     state:  that of the app; vLLM notes its HTTP server there once it listens
     leave:  ends this process at once, with an exit code
 
-    told: True once vLLM ends the engine itself
+    ended: True once vLLM ends the engine itself
     """
 
     def __init__(
         self, engine: Any, state: Any, grace_s: float = GRACE_S, leave: Callable[[int], object] = os._exit
     ) -> None:
-        self.told = False
+        self.ended = False
         self._engine, self._state = engine, state
         self._grace_s, self._leave = grace_s, leave
         self._shutdown = engine.shutdown
         engine.shutdown = self._end_engine
-        if not kept_alive():
+        if not vllm.envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
             Thread(target=self._deadline, daemon=True, name="fp8plan-ending").start()
             self._task = asyncio.create_task(self._watch())
 
     def _end_engine(self, *args: Any, **kwargs: Any) -> Any:
-        self.told = True
+        self.ended = True
         return self._shutdown(*args, **kwargs)
 
     async def _watch(self) -> None:
-        """End the HTTP server once the engine has died."""
         while not hasattr(self._state, "server"):
             await asyncio.sleep(LOOK_S)
         server = self._state.server
         close = server.shutdown
 
         async def close_and_fail(*args: Any, **kwargs: Any) -> None:
-            if self._engine.errored and not self.told:
+            if self._engine.errored and not self.ended:
                 logger.error("fp8plan: the engine's process has ended; the server ends, too")
             await close(*args, **kwargs)
-            if self._engine.errored and not self.told:
+            if self._engine.errored and not self.ended:
                 raise self._engine.dead_error
 
         server.shutdown = close_and_fail
@@ -70,17 +71,9 @@ class Ending:
         server.should_exit = True
 
     def _deadline(self) -> None:
-        """Leave the process if it still runs some time after its engine's end."""
         while not self._engine.errored:
             time.sleep(LOOK_S)
         time.sleep(self._grace_s)
         with suppress(Exception):
             logger.error("fp8plan: %g s after the end of its engine the server still waits; it leaves", self._grace_s)
         self._leave(1)
-
-
-def kept_alive() -> bool:
-    """Return whether the server stays after its engine has died, as vLLM reads it."""
-    import vllm.envs as envs
-
-    return bool(envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH)

@@ -22,23 +22,30 @@ from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager,
 from typing import Any, ClassVar, Final, Self
 
 from fp8plan.errors import ConfigError, SyncError, text_of
-from fp8plan.runtime.apply.engine.async_engine import answered_or_dead, driven, forgetting_unsent, named, while_alive
+from fp8plan.runtime.apply.engine.async_engine import (
+    answered_or_dead,
+    driven,
+    emptied,
+    finished,
+    forgetting_unsent,
+    named,
+    while_alive,
+)
 from fp8plan.runtime.apply.engine.base import has_nan, requests
 from fp8plan.runtime.apply.engine.launch import has_fixed_scales
 from fp8plan.runtime.apply.plugin import PROBE
-from fp8plan.runtime.apply.server.rollout import finished
-from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Method, Procedure, Reset, Rpc, rpc, until_reset
+from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Method, Procedure, Reset, Rpc, rpc
 from fp8plan.runtime.apply.weight_sync.kv_calibration import (
     CALIBRATION_SEQUENCES,
     CALIBRATION_TOKENS,
     RANDOM,
     random_prompts,
-    woken,
 )
 from fp8plan.runtime.apply.weight_sync.kv_scales import PARTS
 from fp8plan.runtime.apply.weight_sync.procedure import ended, readied
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
-from fp8plan.runtime.apply.weight_sync.state import TAGS, UNDER_WAY, Event, State, SyncState
+from fp8plan.runtime.apply.weight_sync.sleeping import TAGS, woken
+from fp8plan.runtime.apply.weight_sync.state import UNDER_WAY, Event, State, SyncState
 from fp8plan.runtime.apply.worker.facts import preset_of
 from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.watch.mismatch.sampling import RAW, Sampling
@@ -47,6 +54,7 @@ from fp8plan.version import __version__
 LAST_SEQUENCES: Final = "the last sequences that were generated"
 # Hundredths of a second that a request which vLLM does not count yet has to show tokens or to end.
 SETTLES: Final = 100
+LOOK_S: Final = 0.1  # seconds between two looks at whether a call blocks the workers
 DEAD: Final = "the engine's process has ended; start the server again"
 
 
@@ -91,7 +99,6 @@ class Front:
         self._measuring = False
         self._entering = 0  # number of requests that may generate and have no output so far
         self._under_way: list[str] = []  # calls that block the workers
-        self._kept = asyncio.Event()  # set while there are such calls
         self._answered: dict[str, Any] = {}  # the workers' last answer
         self._sequences: deque[list[int]] = deque(maxlen=CALIBRATION_SEQUENCES)
 
@@ -133,14 +140,14 @@ class Front:
         under_way:   calls that block the workers, such as "update_weights"; the workers' last answer counts meanwhile
         """
         if not self._under_way and not self.engine.errored:
-            asking, kept = asyncio.create_task(self._ask()), asyncio.create_task(self._kept.wait())
+            asking = asyncio.create_task(self._ask())
             try:
-                await asyncio.wait({asking, kept}, return_when=asyncio.FIRST_COMPLETED)
+                while not asking.done() and not self._under_way:
+                    await asyncio.wait({asking}, timeout=LOOK_S)
                 if asking.done():
                     self._answered = asking.result()
             finally:
                 asking.cancel()
-                kept.cancel()
         config, worker, paused = self.engine.vllm_config, self._answered["worker"], self._answered["paused"]
         cache, update = config.cache_config, worker["last_update"]
         refusal = self.refusal or worker["refusal"]
@@ -261,7 +268,6 @@ class Front:
         return {"worker": worker, "named": named, "paused": await self.engine.is_paused()}
 
     def _outputs(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
-        """Return the outputs of a request that may generate."""
         outputs: AsyncGenerator[Any] = self._own["generate"](*args, **kwargs)
         return outputs
 
@@ -314,14 +320,12 @@ class Front:
             )
 
     def _note(self, event: Event, why: str | None = None) -> None:
-        """Note what has happened to the weights. Raises UpdateError for an event that cannot happen now."""
         try:
             self.state.note(event, why)
         except SyncError as error:
             raise UpdateError(str(error)) from error
 
     async def _changes(self) -> None:
-        """Let the requests that wait look at the permission to generate again."""
         async with self._changed:
             self._changed.notify_all()
 
@@ -402,7 +406,6 @@ class Front:
         self._note(Event.END, why)  # where the workers did not answer
 
     def _failing(self, error: Exception) -> UpdateError:
-        """Note a failure. Return the error to raise, whose text says which weights serve."""
         text = _said(error)
         if self.engine.errored:
             self.failure = f"{text}; {DEAD}"
@@ -416,12 +419,7 @@ class Front:
 
     async def _answer(self, call: Call) -> Any:
         if isinstance(call, Reset):
-            if self.engine.model_config.is_multimodal_model:
-                await self.engine.reset_encoder_cache()
-            for pause_s in until_reset():
-                if await self.engine.reset_prefix_cache():
-                    return None
-                await asyncio.sleep(pause_s)
+            return await emptied(self.engine)
         if isinstance(call, Generate):
             prompts, params = requests(call)
             return await asyncio.gather(*[finished(self._own["generate"], prompt, params) for prompt in prompts])

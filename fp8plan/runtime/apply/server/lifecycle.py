@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final
 
@@ -22,8 +21,8 @@ from fp8plan.runtime.apply.engine.async_engine import driven
 from fp8plan.runtime.apply.plugin import LIMIT, STORE, logger, transfer_limit_s
 from fp8plan.runtime.apply.server.front import Front, UpdateError
 from fp8plan.runtime.apply.weight_sync.calls import Call, Procedure, Reset, Rpc, rpc
+from fp8plan.runtime.apply.weight_sync.checkpoint import local_manifest
 from fp8plan.runtime.apply.weight_sync.delta.follower import Follower
-from fp8plan.runtime.apply.weight_sync.manifest import local_manifest
 from fp8plan.runtime.apply.weight_sync.procedure import learn_quantised, replace_weights
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
@@ -33,17 +32,6 @@ PAUSE: Final = "pause generation before (POST /pause?mode=keep)"
 POLL_S: Final = 0.01  # seconds between two looks at whether requests still run
 PULL: Final = "a pull"
 LOOK_S: Final = 0.2  # seconds between two looks at whether a trainer is still silent
-
-
-@dataclass(slots=True)
-class OpenUpdate:
-    """An update that a trainer has begun.
-
-    begun, heard: monotonic seconds of its start, and of the end of its last call
-    """
-
-    begun: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
 
 
 class LifecycleFront(Front):
@@ -62,8 +50,9 @@ class LifecycleFront(Front):
         super().__init__(engine)
         self.follower: Follower | None = None
         self.limit_s = transfer_limit_s()
-        self._update: OpenUpdate | None = None  # a trainer's last update, which is open while `_updating`
-        self._silence: asyncio.Task[None] | None = None  # watches that update
+        self._begun = self._heard = 0.0  # monotonic seconds: start of the last update, end of its trainer's last call
+        self._silence: asyncio.Task[None] | None = None  # ends that update if its trainer is silent
+        self._finish: asyncio.Task[None] | None = None  # closes that update
         self._exclusive: str | None = None  # the call that refuses others meanwhile
         self._pulls = asyncio.Lock()  # held by a pull, its download included
         self._switching = 0  # calls that pause, resume, sleep or wake up
@@ -84,8 +73,10 @@ class LifecycleFront(Front):
             if self._updating:
                 await self._end("a trainer has begun another")
             self._note(Event.BEGIN)
-            self._update = OpenUpdate()
-            self._silence = asyncio.create_task(self._until_silent(self._update))  # also if this call is cancelled
+            self._begun = self._heard = time.monotonic()
+            if self._silence is not None:
+                self._silence.cancel()
+            self._silence = asyncio.create_task(self._until_silent())  # also if this call is cancelled
             try:
                 await self._called("start_weight_update", *args, **kwargs)
             except Exception as error:
@@ -103,11 +94,17 @@ class LifecycleFront(Front):
             raise await self._failed(error) from error
 
     async def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Close an update: the workers check it, then KV scales are measured, and the new weights serve."""
+        """Close an update: the workers check it, then KV scales are measured, and the new weights serve.
+
+        If the call is cancelled, this goes on: the update ends with weights that serve or are refused.
+        """
         self._refuse_beside("finish an update")
         self._refuse_ended()
         self._refuse_finishing("finish it again")
-        self._update = None  # its trainer need not be heard of any more
+        self._finish = asyncio.create_task(self._finished(*args, **kwargs))
+        await asyncio.shield(self._finish)
+
+    async def _finished(self, *args: Any, **kwargs: Any) -> None:
         try:
             await self._called("finish_weight_update", *args, **kwargs)
             self._note(Event.CHECK)
@@ -119,11 +116,11 @@ class LifecycleFront(Front):
 
     def open_update(self) -> dict[str, float] | None:
         """Return the age of the open update and of its last call, in seconds, and the limit of the latter."""
-        update, now = self._update, time.monotonic()
-        if update is None or not self._updating or self._exclusive == PULL:
+        if not self._updating or self._finishing or self._exclusive == PULL:
             return None
-        silent = 0.0 if self._under_way else now - update.heard
-        return {"age_s": round(now - update.begun, 1), "silent_s": round(silent, 1), "limit_s": self.limit_s}
+        now = time.monotonic()
+        silent = 0.0 if self._under_way else now - self._heard
+        return {"age_s": round(now - self._begun, 1), "silent_s": round(silent, 1), "limit_s": self.limit_s}
 
     @property
     def refusal(self) -> str | None:
@@ -141,15 +138,19 @@ class LifecycleFront(Front):
             last = "" if self.failure is None else f". The last one: {self.failure}"
             raise UpdateError(f"no update is open{last}; begin one (start_weight_update)")
 
+    @property
+    def _finishing(self) -> bool:
+        return self._finish is not None and not self._finish.done()
+
     def _refuse_finishing(self, what: str) -> None:
         """Raise UpdateError while an update is being finished: a call beside that would end it, though it is sound."""
-        if self._measuring or "finish_weight_update" in self._under_way:
+        if self._measuring or self._finishing:
             raise UpdateError(f"an update is being finished; wait for it before you {what}")
 
-    async def _until_silent(self, update: OpenUpdate) -> None:
-        """End an update once its trainer has been silent for too long."""
-        while self._updating and self._update is update and not self.engine.errored:
-            left = update.heard + self.limit_s - time.monotonic()
+    async def _until_silent(self) -> None:
+        """End an update once its trainer has been silent for too long, unless it is being finished."""
+        while self._updating and not self._finishing and not self.engine.errored:
+            left = self._heard + self.limit_s - time.monotonic()
             if left > 0 or self._under_way or self._switching or self._exclusive is not None:
                 await asyncio.sleep(max(left, LOOK_S))
             else:
@@ -199,7 +200,7 @@ class LifecycleFront(Front):
                             self.failure = None
                             return None
                         report, refused = await self._write(self.follower.writing(self, fetched))
-            self.failure, self.pulled = None, recorded(report, self.follower.version)
+            self.failure, self.pulled = None, report.record() | {"store_version": self.follower.version}
             await self.engine.update_weight_version(str(self.follower.version))
             return self.pulled
 
@@ -297,30 +298,18 @@ class LifecycleFront(Front):
     def _noted(self, name: str) -> Iterator[None]:
         """Let the status name a call meanwhile, as the workers cannot answer."""
         self._under_way.append(name)
-        self._kept.set()
         try:
             yield
         finally:
             self._under_way.remove(name)
-            if not self._under_way:
-                self._kept.clear()
 
     async def _called(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Call vLLM's own method."""
         with self._noted(name):
             await self._own[name](*args, **kwargs)
-        if self._update is not None:
-            self._update.heard = time.monotonic()
+        self._heard = time.monotonic()
 
     async def _end(self, why: str) -> None:
         """End the open update, and let vLLM's workers count it as closed."""
         await super()._end(why)
         with suppress(Exception):
             await self._called("finish_weight_update")
-
-
-def recorded(report: SyncReport, version: int | None) -> dict[str, Any]:
-    """Return a report as the status holds it. version: number of the weights in the store"""
-    left_out = ("checks", "healed", "kv_scales", "kv_source", "residual", "scored_k3")
-    fields = {name: value for name, value in asdict(report).items() if name not in left_out}
-    return fields | {"store_version": version, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}

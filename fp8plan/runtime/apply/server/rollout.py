@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from typing import Any, Final
-from uuid import uuid4
 
 from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.runtime.apply.engine.async_engine import finished
 from fp8plan.runtime.apply.engine.base import has_nan
 
 Generate = Callable[[Any, Any, str], AsyncGenerator[Any, None]]  # `generate` of an AsyncLLM or of a Front
@@ -119,15 +118,6 @@ def most_tokens(config: Any) -> int | None:
         most: int | None = config.get_diff_sampling_param().get("max_tokens")
         return most
     return (config.override_generation_config or {}).get("max_new_tokens")
-
-
-async def finished(generate: Generate, prompt: Any, params: Any) -> Any:
-    """The last output of a request."""
-    output = None
-    async with aclosing(generate(prompt, params, f"fp8plan-{uuid4().hex}")) as outputs:
-        async for output in outputs:  # noqa: B007
-            pass
-    return output
 
 
 def enough(sampling_params: Any) -> Any:

@@ -1,16 +1,15 @@
-"""The Calls of a procedure to an engine, and the loop that has them answered.
+"""The Calls of a procedure to an engine.
 
 A procedure is a generator that does no input or output itself. It yields each Call, and is sent the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal
 
-from fp8plan.errors import ConfigError, LostEngineError, SyncError
-from fp8plan.runtime.apply.interrupts import let_in, released
+from fp8plan.errors import ConfigError, LostEngineError
 
 # The methods of runtime.apply.worker.extension.
 Method = Literal[
@@ -18,9 +17,7 @@ Method = Literal[
     "fp8plan_prepare",
     "fp8plan_begin",
     "fp8plan_load",
-    "fp8plan_load_staged",
     "fp8plan_patch",
-    "fp8plan_patch_staged",
     "fp8plan_join",
     "fp8plan_receive",
     "fp8plan_receive_patches",
@@ -38,15 +35,10 @@ Method = Literal[
     "fp8plan_examine",
     "fp8plan_compare",
     "fp8plan_compare_with",
-    "fp8plan_compare_with_staged",
     "fp8plan_compared",
 ]
-# A method that takes tensors -> its twin for tensors in shared memory.
-STAGED: Final[Mapping[Method, Method]] = {
-    "fp8plan_load": "fp8plan_load_staged",
-    "fp8plan_patch": "fp8plan_patch_staged",
-    "fp8plan_compare_with": "fp8plan_compare_with_staged",
-}
+# Those that take a chunk of tensors (weight_sync.stream.Channel).
+TAKE_TENSORS: Final[Collection[Method]] = ("fp8plan_load", "fp8plan_patch", "fp8plan_compare_with")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +95,8 @@ class Files:
     arguments: tuple[Any, ...] = ()
 
 
-# With async scheduling vLLM frees the last blocks a moment after the last token is out.
-RESET_TRIES, RESET_WAIT_S = 50, 0.1
-
-
 Call = Rpc | Reset | Generate | Restart | Sleep | WakeUp | Files
 Procedure = Generator[Call, Any, Any]
-Answer = TypeVar("Answer")
 
 
 def rpc(method: Method | Callable[..., Any], *arguments: Any) -> Generator[Call, Any, list[Any]]:
@@ -125,31 +112,3 @@ def rpc(method: Method | Callable[..., Any], *arguments: Any) -> Generator[Call,
             where = f"{answer.get('who', f'rank {rank}')}: " if len(answers) > 1 or "who" in answer else ""
             raise kind(f"{where}{answer['error']}")
     return [answer["ok"] for answer in answers]
-
-
-def until_reset() -> Iterator[float]:
-    """Yield seconds to wait before each further try to empty the prefix cache. Raises SyncError after the last."""
-    for _ in range(RESET_TRIES):
-        yield RESET_WAIT_S
-    raise SyncError(f"vLLM did not empty its prefix cache within {RESET_TRIES * RESET_WAIT_S:.0f} s")
-
-
-def driven(procedure: Generator[Call, Any, Answer], answer: Callable[[Call], Any]) -> Answer:
-    """Run a procedure to its end. answer: does a Call to the engine. Work on files is done here"""
-    try:
-        call = next(procedure)
-        while True:
-            try:
-                let_in()
-                reply = _with_files(call) if isinstance(call, Files) else answer(call)
-            except BaseException as error:
-                call = procedure.throw(error)
-            else:
-                call = procedure.send(reply)
-    except StopIteration as end:
-        return cast("Answer", end.value)
-
-
-def _with_files(call: Files) -> Any:
-    with released():  # Ctrl-C may break it off anywhere
-        return call.act(*call.arguments)

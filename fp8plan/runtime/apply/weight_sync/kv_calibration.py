@@ -1,17 +1,8 @@
-"""KV scales of a live engine, measured by prompts or taken from the trainer: procedures, as in procedure.py.
-
-A trainer records the largest magnitudes in its own forward passes:
-
-    with recording_amax(model) as amax:
-        model(batch)
-    engine.sync_weights(weights, kv_amax=amax())
-"""
+"""KV scales of a live engine, measured by prompts or taken from the trainer: procedures, as in procedure.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
-from itertools import chain, islice
+from collections.abc import Generator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, warn
@@ -26,11 +17,12 @@ from fp8plan.runtime.apply.weight_sync.kv_scales import (
     largest,
     scales_from,
 )
+from fp8plan.runtime.apply.weight_sync.manifest import some
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.tokens import refuse_tokens
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 # Most passes of the calibration prompts. After each, scales that clipped are at least doubled.
 MOST_CALIBRATIONS = 12
@@ -40,32 +32,6 @@ CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 1024
 RANDOM_TOKENS: Final = 256
 RANDOM: Final = "random tokens, as no rollout has run yet"
 FIXED: Final = "the engine's start"
-
-
-class Sequences:
-    """A sample of the sequences of rollouts, spread evenly over all of them.
-
-    weights: number of the weights that sampled them
-    """
-
-    def __init__(self, weights: int) -> None:
-        self.weights = weights
-        self._kept: list[list[int]] = []  # every n-th of those that came
-        self._every, self._came = 1, 0
-
-    def add(self, parts: Iterable[Sequence[int]], longest: int) -> None:
-        """Add a sequence. parts: its token ids; longest: tokens that the engine takes"""
-        if self._came % self._every == 0:
-            self._kept.append([*islice(chain.from_iterable(parts), min(CALIBRATION_TOKENS, longest))])
-        self._came += 1
-        if len(self._kept) > 2 * CALIBRATION_SEQUENCES:
-            self._kept, self._every = self._kept[::2], 2 * self._every
-
-    @property
-    def spread(self) -> list[list[int]]:
-        """CALIBRATION_SEQUENCES of the sequences, or all if they are fewer."""
-        count = min(len(self._kept), CALIBRATION_SEQUENCES)
-        return [self._kept[number * len(self._kept) // count] for number in range(count)]
 
 
 # Limits of a trainer's amax. Within them scales are normal numbers of float32, with any sensible margin.
@@ -126,15 +92,6 @@ def rescaled(state: SyncState) -> Procedure:
         yield from rpc("fp8plan_set_kv_scales", state.kv_scales)
 
 
-def woken(state: SyncState, tags: Collection[str]) -> Procedure:
-    """Mend what vLLM's wake_up leaves: arbitrary bytes in the KV cache, and scales of 1.0. tags: the parts that woke"""
-    if "kv_cache" in tags:
-        state.soiled = True
-        yield from clean(state)
-    yield from rescaled(state)
-    state.asleep -= frozenset(tags)
-
-
 def _clips(clipped: Mapping[str, float]) -> str:
     """The alarm of layers whose K or V is larger than their fixed scales can store."""
     worst = max(clipped, key=clipped.__getitem__)
@@ -155,7 +112,8 @@ def refuse_calibration(
     if amax is not None and not isinstance(amax, Mapping):
         raise ConfigError(f"kv_amax is of type {type(amax).__name__}; allowed: a dict, {{layer: (q, k, v)}}")
     if not state.fp8_kv:
-        refuse_tokens("kv_prompts", () if prompts is None else prompts, state.vocabulary, state.longest_prompt)
+        if prompts is not None:
+            refuse_tokens("kv_prompts", prompts, state.vocabulary, state.longest_prompt)
         return
     if amax is not None:
         if prompts is not None:
@@ -174,7 +132,7 @@ def _refuse_amax(state: SyncState, amax: Mapping[str, Sequence[float]]) -> None:
     scales_from(amax)
     if wrong := sorted(map(str, amax.keys() ^ (state.kv_scales or amax).keys())):
         raise ConfigError(
-            f"kv_amax: {', '.join(wrong[:4])} is missing or unknown; allowed: every attention layer, by vLLM's name, "
+            f"kv_amax: {some(wrong)} is missing or unknown; allowed: every attention layer, by vLLM's name, "
             f"as {next(iter(state.kv_scales or {}))}"
         )
     for layer, parts in amax.items():
@@ -228,44 +186,3 @@ def _recorded(prompts: Sequence[Sequence[int]]) -> Generator[Call, Any, Amax]:
     if not any(any(parts) for parts in amax.values()):
         raise ConfigError("every query, key and value is 0, so there is no scale for them; the weights are wrong")
     return amax
-
-
-@contextmanager
-def recording_amax(model: torch.nn.Module) -> Iterator[Callable[[], Amax]]:
-    """Record the largest magnitudes of a model's attention, over all forward passes inside of this `with`.
-
-    Yields a function that returns {layer, as vLLM names it: [|q|, |k|, |v|]}, after RoPE and QK norms. Ranks that see
-    different data must take the maximum of theirs.
-
-    model: a transformers model whose attention goes through AttentionInterface ("sdpa", "flash_attention_2", ...)
-
-    Raises ConfigError for another attention, such as "eager".
-    """
-    import torch
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    config: Any = model.config
-    name = config._attn_implementation
-    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys() or name == "eager":
-        raise ConfigError(f"attention is {name!r}; allowed: one that transformers looks up: attn_implementation='sdpa'")
-    attend = ALL_ATTENTION_FUNCTIONS[name]
-    layers = {module: f"{where}.attn" for where, module in model.named_modules() if hasattr(module, "layer_idx")}
-    recorded: dict[str, torch.Tensor] = {}
-
-    def recording(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if module in layers:
-            with torch.no_grad():
-                norms = [torch.linalg.vector_norm(t, ord=torch.inf, dtype=torch.float32) for t in (query, key, value)]
-                largest = torch.stack(norms)
-                before = recorded.get(layers[module], largest)
-                recorded[layers[module]] = torch.maximum(before, largest)
-        return attend(module, query, key, value, *args, **kwargs)
-
-    # Set in this table, not registered: its entries, such as that of verl's prefix grouper, hide registered ones.
-    ALL_ATTENTION_FUNCTIONS[name] = recording
-    try:
-        yield lambda: {layer: parts.tolist() for layer, parts in recorded.items()}
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
-        if ALL_ATTENTION_FUNCTIONS.get(name) is not attend:  # it was an entry of this table, not registered
-            ALL_ATTENTION_FUNCTIONS[name] = attend

@@ -1,7 +1,7 @@
 """The manifest of a sync: names, dtypes and shapes of the tensors that a trainer is about to send.
 
 Errors in it show before any byte is sent, while the old weights still serve. It is compared with the files of the
-checkpoint that the engine was started with.
+checkpoint that the engine was started with (weight_sync.checkpoint).
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.quantize.block_fp8 import scale_shape
-from fp8plan.schemas import parse
 
 if TYPE_CHECKING:
     import torch
@@ -171,11 +169,6 @@ def read_manifest(triples: Any) -> Manifest:
         ) from None
 
 
-def plain(manifest: Manifest) -> list[list[Any]]:
-    """Return a manifest as plain data, which vLLM can send to another process."""
-    return [[name, dtype, list(shape)] for name, dtype, shape in manifest]
-
-
 def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> None:
     """Raises ConfigError for errors that show without the engine: names sent twice, and dtypes of the other format.
 
@@ -184,7 +177,7 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
     """
     names = [entry.name for entry in manifest]
     if doubles := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
-        raise ConfigError(f"sent twice: {_some(doubles)}; allowed: every tensor once")
+        raise ConfigError(f"sent twice: {some(doubles)}; allowed: every tensor once")
     if not manifest:
         raise ConfigError("the manifest is empty; allowed: every tensor of the model's checkpoint")
     known = {entry.name: entry for entry in expected or ()}
@@ -193,7 +186,7 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
         return
     if unknown := [name for name in names if name not in known and not LEFT_OUT.match(name)]:
         raise ConfigError(
-            f"unknown: {_some(unknown)}; allowed: the names of the model's checkpoint, as "
+            f"unknown: {some(unknown)}; allowed: the names of the model's checkpoint, as "
             f"{next((name for name in known if 'layers' in name), next(iter(known)))}{_fused_hint(unknown)}"
         )
     for entry in (entry for entry in manifest if entry.name in known):
@@ -207,7 +200,7 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
             raise ConfigError(f"{entry.name} {shapes}")
     if missing := sorted(name for name in known.keys() - set(names) if not LEFT_OUT.match(name)):
         raise ConfigError(
-            f"missing: {_some(missing)}; send every tensor of the model, a fused layer needs all its parts"
+            f"missing: {some(missing)}; send every tensor of the model, a fused layer needs all its parts"
         )
 
 
@@ -290,7 +283,7 @@ def as_held(pairs: Iterable[Any], wide: Collection[str], rounded: list[str]) -> 
 
 def rounding(names: Sequence[str]) -> str:
     """Return a note on tensors that came in FP32 and were rounded."""
-    return f"the engine holds these in BF16, so their FP32 is rounded: {_some(names)}"
+    return f"the engine holds these in BF16, so their FP32 is rounded: {some(names)}"
 
 
 def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest:
@@ -305,12 +298,10 @@ def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest
     return tuple(entries)
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """Return the first names for an error, and how many more they are."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more
-
-
-SAFETENSORS_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
 
 
 class Part(NamedTuple):
@@ -318,82 +309,3 @@ class Part(NamedTuple):
 
     name: str
     box: tuple[tuple[int, int], ...] | None = None
-
-
-def local_folder(model: str, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """Find a model's files: the folder itself, or the Hugging Face cache's snapshot of a hub id. None: not found."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
-
-
-def checkpoint_manifest(folder: str | Path) -> Manifest | None:
-    """Read the manifest of a Hugging Face folder from the headers of its safetensors files; None if it has none."""
-    files = _files(Path(folder))
-    if not files:
-        return None
-    from safetensors import safe_open
-
-    entries = []
-    for path in files:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 -- not a dict
-                tensor = file.get_slice(name)
-                entries.append(Entry(name, SAFETENSORS_DTYPES.get(tensor.get_dtype(), ""), tuple(tensor.get_shape())))
-    return tuple(entries)
-
-
-def local_manifest(model: str, revision: str | None = None, cache: str | None = None) -> Manifest | None:
-    """Read the manifest of a model's files. None: they are not on this machine, or have no safetensors."""
-    folder = local_folder(model, revision, cache)
-    return None if folder is None else checkpoint_manifest(folder)
-
-
-def checkpoint_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the tensor of each entry of `checkpoint_manifest`."""
-    from safetensors import safe_open
-
-    for path in _files(Path(folder)):
-        with safe_open(path, "pt") as file:
-            yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 -- not a dict
-
-
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files that vLLM loads: those of the index, if there is one.
-
-    A folder may also have the same weights under other names, as Mistral's consolidated.safetensors.
-    """
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    data = parse(index.read_text(encoding="utf-8"), str(index))
-    listed = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-        raise ConfigError(f"{index} has no weight_map; allowed: name of a tensor -> file, as save_pretrained writes it")
-    files = [folder / name for name in sorted(set(listed.values()))]
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise ConfigError(f"{index} names {missing[0]}, which is not there; download the checkpoint again")
-    return files
-
-
-def not_zero(folder: Path, parts: Collection[Part]) -> list[str]:
-    """Return the names of the parts that are not all zeros in a checkpoint's safetensors files.
-
-    A tensor that the files do not have is left out. No other tensors are read.
-    """
-    from safetensors import safe_open
-
-    names = []
-    for path in _files(folder):
-        with safe_open(path, "pt") as file:
-            held = set(file.keys())
-            for name, box in parts:
-                if name in held and file.get_tensor(name)[tuple(slice(*extent) for extent in box or ())].any():
-                    names.append(name)
-    return list(dict.fromkeys(names))

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 from weakref import finalize
 
 from fp8plan.errors import ConfigError, LostEngineError, SyncError
@@ -48,7 +48,6 @@ from fp8plan.runtime.apply.weight_sync.manifest import (
     manifest_of,
     read_manifest,
 )
-from fp8plan.runtime.apply.weight_sync.stream import wait
 
 if TYPE_CHECKING:
     import torch
@@ -178,30 +177,28 @@ class Lane:
     """
 
     def __init__(self, name: str) -> None:
-        self._work = SimpleQueue[_Call | None]()
+        self._work = SimpleQueue[Callable[[], None] | None]()
         Thread(target=_done_in_turn, args=(self._work,), name=name, daemon=True).start()
         finalize(self, self._work.put, None)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Call a function after all earlier ones. The Future has its result or its error."""
         future = Future[Any]()
-        self._work.put(_Call(future, function, arguments))
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(*arguments))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._work.put(call)
         return future
 
 
-class _Call(NamedTuple):
-    future: Future[Any]
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-
-def _done_in_turn(work: SimpleQueue[_Call | None]) -> None:
+def _done_in_turn(work: SimpleQueue[Callable[[], None] | None]) -> None:
     while (call := work.get()) is not None:
-        if call.future.set_running_or_notify_cancel():
-            try:
-                call.future.set_result(call.function(*call.arguments))
-            except BaseException as error:
-                call.future.set_exception(error)
+        call()
         del call  # it holds the trainer's tensors, or the last reference to the Lane
 
 
@@ -360,7 +357,8 @@ class TrainerTransfer:
         group, where, failures = working(self._group.result()), self._where, list[str]()
         agree(group, digest(manifest), misaligned(manifest, where.buffer_bytes))
         with torch.no_grad(), _current(self._device), limited(group, where.limit_s):
-            wait(self._device)  # for writes of the weights that are still under way, on other streams
+            # Writes of the weights may still be under way, on other streams.
+            torch.get_device_module(self._device).synchronize(self._device)
             packed_nccl_broadcast_producer(
                 iterator=completed(pairs, manifest, self._device, failures),
                 group=group,
@@ -369,7 +367,7 @@ class TrainerTransfer:
                 buffer_size_bytes=where.buffer_bytes,
                 num_buffers=where.buffers,
             )
-            wait(self._device)
+            torch.get_device_module(self._device).synchronize(self._device)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # gives the buffers back to the GPU
         agree(group, digest(manifest), next(iter(failures), None))

@@ -21,26 +21,34 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isfinite
 from typing import Any
 from uuid import uuid4
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError, warn
-from fp8plan.runtime.apply.weight_sync import manifest as manifests
-from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Procedure, Reset, rpc
+from fp8plan.runtime.apply.weight_sync.calls import Call, Method, Procedure, Reset, rpc
 from fp8plan.runtime.apply.weight_sync.delta.base import Base, Chain
 from fp8plan.runtime.apply.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.apply.weight_sync.delta.top_k import refuse_codes
 from fp8plan.runtime.apply.weight_sync.kv_calibration import clean, kv_scales, refuse_calibration
 from fp8plan.runtime.apply.weight_sync.kv_scales import Scales
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest, pairs_of
+from fp8plan.runtime.apply.weight_sync.manifest import (
+    SCALE_SUFFIX,
+    Manifest,
+    as_held,
+    held_manifest,
+    manifest_of,
+    pairs_of,
+    quantised_manifest,
+    read_manifest,
+    refuse,
+    refuse_quantising,
+    rounding,
+)
 from fp8plan.runtime.apply.weight_sync.nccl import RemoteSource, broadcast, received
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
-from fp8plan.runtime.apply.weight_sync.settings import Scored
+from fp8plan.runtime.apply.weight_sync.scored import Scored, refuse_scored, score
 from fp8plan.runtime.apply.weight_sync.state import DIED, Checked, Event, SyncState
-from fp8plan.runtime.apply.weight_sync.stream import Channel, handed, loose_chunks, started, streamed
-from fp8plan.runtime.tokens import refuse_tokens
-from fp8plan.runtime.watch.mismatch.sums import LIMIT, k3
+from fp8plan.runtime.apply.weight_sync.stream import ALIGNMENT, Channel, chunks, loose_chunks
 
 # Manifests that workers remember. A trainer sends the same one every step, or one of few.
 MOST_PREPARED = 4
@@ -51,11 +59,11 @@ ANY = ""  # stamp of patches that hold all tensors, whatever the engine has
 
 def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
     """Return the manifest of the tensors to come. Raises ConfigError for errors that show without the engine."""
-    own = source.manifest if isinstance(source, Chain) else manifests.manifest_of(source)
+    own = source.manifest if isinstance(source, Chain) else manifest_of(source)
     expected = state.expected
     if expected is not None and state.settings.weights_in == "fp8_block":
-        expected = manifests.quantised_manifest(expected, state.quantised or ())
-    own = manifests.read_manifest(manifest) if manifest is not None else own
+        expected = quantised_manifest(expected, state.quantised or ())
+    own = read_manifest(manifest) if manifest is not None else own
     if isinstance(source, RemoteSource) and source.send is None and state.settings.delta is not None:
         raise ConfigError(
             "delta compares the trainer's tensors, which are in another process; allowed: transfer.source(tensors) in "
@@ -65,8 +73,8 @@ def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
         for entry in own:
             refuse_codes(entry.name, entry.dtype)
     if own is not None and state.settings.delta is not None:
-        manifests.refuse_quantising(own, state.quantised or ())
-        own = manifests.held_manifest(own, state.quantised or (), state.wide)
+        refuse_quantising(own, state.quantised or ())
+        own = held_manifest(own, state.quantised or (), state.wide)
     sent = expected if own is None else own
     if sent is None:
         raise ConfigError(
@@ -74,7 +82,7 @@ def announced(state: SyncState, source: Any, manifest: Any) -> Manifest:
             "manifest=[(name, dtype, shape), ...] with it, or a dict, a list of pairs, or vLLM's WeightSource"
         )
     if (sent, state.settings.in_place) not in state.prepared:
-        manifests.refuse(sent, expected, state.settings.weights_in)
+        refuse(sent, expected, state.settings.weights_in)
     return sent
 
 
@@ -86,7 +94,7 @@ def prepared(state: SyncState, manifest: Manifest) -> Generator[Call, Any, Check
             state.prepared.pop(next(iter(state.prepared)))
         used = {checked.number for checked in state.prepared.values()}
         number = next(number for number in range(MOST_PREPARED) if number not in used)
-        answers = yield from rpc("fp8plan_prepare", manifests.plain(manifest), state.settings.in_place, number)
+        answers = yield from rpc("fp8plan_prepare", manifest, state.settings.in_place, number)
         groups = answers[0]["groups"]
         refuse_leftovers(manifest, [answer["taken"] for answer in answers])
         numbers = {entry.name: number for number, entry in enumerate(manifest)}
@@ -104,8 +112,7 @@ def learn_quantised(state: SyncState) -> Procedure:
     """
     if state.quantised is not None or state.expected is None:
         return
-    sent, in_place = manifests.plain(state.expected), state.settings.in_place
-    answers = yield from rpc("fp8plan_prepare", sent, in_place, MOST_PREPARED)
+    answers = yield from rpc("fp8plan_prepare", state.expected, state.settings.in_place, MOST_PREPARED)
     state.quantised, state.wide = tuple(answers[0]["quantised"]), frozenset(answers[0]["wide"])
 
 
@@ -115,7 +122,7 @@ def refuse_leftovers(manifest: Manifest, ranks: Sequence[Sequence[int]]) -> None
     vLLM's loaders silently take their part of too large a tensor. ranks: elements of each tensor that a rank loads
     """
     for entry, *loaded in zip(manifest, *ranks, strict=True):
-        scales = entry.name.endswith(manifests.SCALE_SUFFIX)  # the weights that they belong to are checked
+        scales = entry.name.endswith(SCALE_SUFFIX)  # the weights that they belong to are checked
         if sum(loaded) < entry.numel and not scales:
             raise ConfigError(
                 f"vLLM's loader does not take {entry.name} of shape {list(entry.shape)} whole: {sum(loaded)} of "
@@ -153,16 +160,16 @@ def replace_weights(
                 yield from rpc("fp8plan_receive", False)
             if kv_known is None:
                 refuse_calibration(state, kv_amax, kv_prompts)
-            _refuse_scored(state, scored)
+            if scored is not None:
+                refuse_scored(state, scored)
             checked = yield from prepared(state, sent)
             pairs: Any = source
             if isinstance(source, Chain):
                 pairs = source.patches()
             elif not isinstance(source, RemoteSource):
-                pairs = started(manifests.pairs_of(source))
+                pairs = pairs_of(source)
         except ConfigError as error:
-            serve = "the old weights serve, untouched" if serving else "the engine still refuses to generate"
-            raise SyncError(f"{error}. Nothing was sent; {serve}") from error
+            raise SyncError(f"{error}. Nothing was sent; {state.which_serve}") from error
         except LostEngineError as error:  # raised by a trial that could not be undone
             state.note(Event.DIE)
             raise SyncError(f"{error}; {DIED}") from error
@@ -174,7 +181,7 @@ def replace_weights(
         state.note(Event.CHECK)
         used = yield from readied(state, kv_amax, kv_prompts, kv_source, kv_known, seconds)
         with _timed(seconds, "score"):
-            score = None if scored is None else (yield from _score(scored, state.settings.scored_k3))
+            k3 = None if scored is None else (yield from score(scored, state.settings.scored_k3))
             state.stamp = sending.stamp or uuid4().hex
             yield from rpc("fp8plan_commit", state.stamp)
             if state.base is not None:
@@ -184,34 +191,39 @@ def replace_weights(
         yield from _fail(state, error, scales)
     state.note(Event.SERVE)
     state.version += 1
-    done = answers[0]
-    rounded = [*sending.rounded, *done["rounded"]]
+    rounded = [*sending.rounded, *answers[0]["rounded"]]
     if rounded and not state.said_rounded:
         state.said_rounded = True
-        warn(manifests.rounding(rounded))
+        warn(rounding(rounded))
     seconds["check"] = max(answer["check"]["seconds"] for answer in answers)
     seconds["total"] = time.perf_counter() - begun
-    return SyncReport(
+    return finished_report(
+        answers,
         version=state.version,
         seconds=seconds,
-        layers=done["layers"],
-        in_place=done["in_place"],
-        reloaded=done["reloaded"],
-        why_reloaded=done["why_reloaded"],
-        ignored=done["ignored"],
-        checks=[{key: answer["check"][key] for key in ("compared", "weight_error", "seconds")} for answer in answers],
-        compared=sum(answer["check"]["compared"] for answer in answers),
-        weight_error=done["check"]["weight_error"],
         kv_scales=state.kv_scales,
         kv_source=used,
         kv_clipped=state.kv_clipped,
-        scored_k3=score,
+        scored_k3=k3,
         patched=sending.patched,
         looked=sending.looked,
         healed=sending.healed,
         residual=0.0 if state.base is None else state.base.residual.relative,
         rounded=len(rounded),
         **sending.counts,
+    )
+
+
+def finished_report(workers: Sequence[Mapping[str, Any]], **more: Any) -> SyncReport:
+    """Return the report of a sync. workers: their answers to its end (LiveWeights.finish); more: its other fields"""
+    first, checks = workers[0], [worker["check"] for worker in workers]
+    names = ("in_place", "reloaded", "why_reloaded", "ignored", "layers")
+    return SyncReport(
+        **{name: first[name] for name in names},
+        checks=[{name: check[name] for name in ("compared", "weight_error", "seconds")} for check in checks],
+        compared=sum(check["compared"] for check in checks),
+        weight_error=checks[0]["weight_error"],
+        **more,
     )
 
 
@@ -255,13 +267,12 @@ class Sending:
             ordered = ((entry.name, tensors[entry.name]) for entry in pairs.manifest)
             pairs = ordered if isinstance(tensors, Mapping) else pairs_of(tensors)
         if state.settings.delta is not None:
-            pairs = manifests.as_held(pairs, state.wide, self.rounded)
+            pairs = as_held(pairs, state.wide, self.rounded)
         if base is None or not serving or base.stamp is None or base.manifest != self._manifest:
             state.base = None
             if state.settings.delta is not None:
-                fp8, top_k = state.quantised or (), state.settings.top_k
-                state.base = Base(self._manifest, state.settings.delta, fp8, top_k)
-                state.base.twins, state.base.look_every = self._checked.twins, state.settings.look_every
+                settings, fp8, twins = state.settings, state.quantised or (), self._checked.twins
+                state.base = Base(self._manifest, state.settings.delta, fp8, settings.top_k, twins, settings.look_every)
                 pairs = state.base.recorded(pairs)
             return (yield from self._replace(pairs))
         patches = base.patches(pairs, self._checked.reloaded)
@@ -279,7 +290,6 @@ class Sending:
             return (yield from self._replace(base.pairs()))
 
     def _patch(self, patches: Iterable[tuple[str, Any]], stamp: str) -> Sent:
-        """Send patches of the weights with that stamp."""
         settings, names = self._state.settings, set[str]()
 
         def named() -> Iterator[tuple[str, Any]]:
@@ -293,17 +303,15 @@ class Sending:
             yield from rpc("fp8plan_begin", *arguments)
         self._state.note(Event.WRITE)
         with _timed(self._seconds, "load"):
-            most = (
-                settings.chunk_bytes if self._remote is None else min(settings.chunk_bytes, self._remote.buffer_bytes)
-            )
-            parts = loose_chunks(named(), self._checked, most)
-            few = sum(entry.nbytes for entry in self._manifest) // 100
-            place = None if self._state.staged_on is None else "cpu"  # where most patches are packed and unpacked
             if self._remote is None:
+                few = sum(entry.nbytes for entry in self._manifest) // 100
+                place = None if self._state.staged_on is None else "cpu"  # where most patches are packed and unpacked
                 channel = Channel(place, min(settings.chunk_bytes, few), self._state.workers)
+                parts = loose_chunks(named(), self._checked, settings.chunk_bytes)
                 self.counts = yield from handed(channel, parts, "fp8plan_patch")
             else:
-                self.counts = yield from broadcast(self._remote, parts)
+                most = min(settings.chunk_bytes, self._remote.buffer_bytes)
+                self.counts = yield from broadcast(self._remote, loose_chunks(named(), self._checked, most))
         self.counts["tensors"] -= self.looked
         if stamp == ANY and len(names) < len(self._manifest):
             raise ConfigError(f"{len(names)} tensors of {len(self._manifest)} have come")
@@ -327,48 +335,32 @@ class Sending:
             return (yield from rpc("fp8plan_finish", 0))
 
 
+def streamed(
+    state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: Method
+) -> Generator[Call, Any, dict[str, int]]:
+    """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
+    whole, settings = sum(entry.nbytes + ALIGNMENT for entry in manifest), state.settings
+    channel = Channel(state.staged_on, min(settings.chunk_bytes, whole), state.workers)
+    return (yield from handed(channel, chunks(pairs, checked, settings.chunk_bytes), method))
+
+
+def handed(
+    channel: Channel, parts: Iterable[tuple[list[int], list[Any]]], method: Method
+) -> Generator[Call, Any, dict[str, int]]:
+    """Send chunks of tensors to a method of the workers. Returns counts as `streamed`."""
+    with channel:
+        for numbers, tensors in parts:
+            call = channel.message(method, numbers, tensors)
+            yield from rpc(call.method, *call.arguments)
+            channel.close()
+    return channel.counts
+
+
 @contextmanager
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Note the seconds of a phase."""
     begun = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - begun
-
-
-def _refuse_scored(state: SyncState, scored: Scored | None) -> None:
-    """Raises ConfigError for tokens that the engine cannot score, and log-probs that do not fit them."""
-    if scored is None:
-        return
-    if not isinstance(scored, Scored):
-        raise ConfigError(f"scored is of type {type(scored).__name__}; allowed: Scored(token ids, log-probs)")
-    refuse_tokens("scored", [scored.tokens], state.vocabulary, state.longest_prompt)
-    try:
-        tokens, logprobs, finite = len(scored.tokens), len(scored.logprobs), [*map(isfinite, scored.logprobs)]
-    except TypeError as error:
-        raise ConfigError(f"scored: {error}; allowed: Scored(list of token ids, list of log-probs)") from None
-    if logprobs != tokens - 1 or not logprobs:
-        raise ConfigError(f"{logprobs} log-probs for {tokens} tokens; allowed: one for each but the first")
-    if not all(finite):
-        raise ConfigError("scored: a log-prob is not finite; allowed: the trainer's, in nats")
-
-
-def _score(scored: Scored, limit: float) -> Generator[Call, Any, float]:
-    """Return the mean k3 between the trainer and the engine on a sequence: that of the worst replica.
-
-    Raises ConfigError above the limit.
-    """
-    settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-    worst = 0.0
-    for (output,) in (yield Generate([scored.tokens], settings, everywhere=True)):
-        own = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], scored.tokens[1:], strict=True)]
-        ratios = [float(trainer - engine) for trainer, engine in zip(scored.logprobs, own, strict=True)]
-        mean = sum(k3(min(ratio, LIMIT)) for ratio in ratios) / len(ratios)
-        if not mean <= limit:  # NaN fails, too
-            raise ConfigError(
-                f"the engine's log-probs differ from the trainer's: k3 {mean:.3g} per token; allowed: {limit:g}"
-            )
-        worst = max(worst, mean)
-    return worst
 
 
 def readied(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fp8plan.runtime.apply.weight_sync.kv_scales import Scales
@@ -50,9 +51,9 @@ class SyncReport:
     ignored: Sequence[str]
     compared: int
     weight_error: float | None
-    kv_scales: Scales | None
-    kv_source: str | None
-    scored_k3: float | None
+    kv_scales: Scales | None = None
+    kv_source: str | None = None
+    scored_k3: float | None = None
     checks: Sequence[Mapping[str, Any]] = ()
     patched: bool = False
     looked: int = 0
@@ -61,16 +62,30 @@ class SyncReport:
     rounded: int = 0
     kv_clipped: Mapping[str, float] = field(default_factory=dict)
 
+    def record(self) -> dict[str, Any]:
+        """Return the report as a server's status holds it, with the date."""
+        left_out = ("checks", "healed", "kv_scales", "kv_source", "residual", "scored_k3")
+        fields = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return fields | {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+
     def __str__(self) -> str:
         """Return one line for a log."""
         what = "patches" if self.patched else "tensors"
         text = f"weights {self.version} serve: {self.tensors} {what}, {self.bytes / 1e6:,.1f} MB"
         text += f" in {self.seconds['total']:.3f} s, {self.in_place} modules written in place"
         text += f", {self.reloaded} reloaded by vLLM, {self.compared} samples as sent"
-        text += f", {self.looked} unchanged ones compared" if self.looked else ""
-        text += "" if self.healed is None else f", all sent because {self.healed}"
-        text += "" if self.weight_error is None else f", weight error {self.weight_error:.2%}"
-        text += f", {self.rounded} rounded from FP32" if self.rounded else ""
-        text += "" if self.kv_source is None else f", KV scales from {self.kv_source}"
-        text += f", {len(self.kv_clipped)} layer(s) clip K or V" if self.kv_clipped else ""
-        return text + ("" if self.scored_k3 is None else f", k3 {self.scored_k3:.1e} to the trainer")
+        if self.looked:
+            text += f", {self.looked} unchanged ones compared"
+        if self.healed is not None:
+            text += f", all sent because {self.healed}"
+        if self.weight_error is not None:
+            text += f", weight error {self.weight_error:.2%}"
+        if self.rounded:
+            text += f", {self.rounded} rounded from FP32"
+        if self.kv_source is not None:
+            text += f", KV scales from {self.kv_source}"
+        if self.kv_clipped:
+            text += f", {len(self.kv_clipped)} layer(s) clip K or V"
+        if self.scored_k3 is not None:
+            text += f", k3 {self.scored_k3:.1e} to the trainer"
+        return text

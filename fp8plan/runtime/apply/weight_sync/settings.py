@@ -1,10 +1,8 @@
-"""The settings of an engine's syncs, and a sequence that new weights must reproduce."""
+"""The settings of an engine's syncs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fp8plan.checks import instance, whole
 from fp8plan.errors import ConfigError
@@ -70,10 +68,3 @@ class SyncSettings:
             raise ConfigError("top_k is set without delta; type: SyncSettings(delta='cpu', top_k=TopK(share=1e-4))")
         if self.delta is not None:
             object.__setattr__(self, "weights_in", "fp8_block")
-
-
-class Scored(NamedTuple):
-    """A sequence's token ids, and the trainer's log-probs of all but the first, in nats, at temperature 1."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]

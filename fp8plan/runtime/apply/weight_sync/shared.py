@@ -72,7 +72,6 @@ def apart_by_digests(groups: Groups, written: Mapping[str, Tensor], changed: Col
 
 
 def _alike(tensor: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same bits, after rounding to BF16 if only one is FP32."""
     import torch
 
     if tensor.dtype != other.dtype:

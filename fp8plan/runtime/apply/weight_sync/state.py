@@ -9,7 +9,7 @@ state. `after` is a pure function of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -17,7 +17,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
+from fp8plan.errors import LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.apply.weight_sync.delta.base import Base
 from fp8plan.runtime.apply.weight_sync.kv_scales import Scales
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest
@@ -217,6 +217,11 @@ class SyncState:
         return self.weights.why
 
     @property
+    def which_serve(self) -> str:
+        """The words for an error before anything was sent: which weights serve."""
+        return "the old weights serve" if self.refusal is None else "the engine still refuses to generate"
+
+    @property
     def dead(self) -> bool:
         """True if the engine has died. The next sync starts it again."""
         return self.weights.state is State.DEAD
@@ -225,9 +230,6 @@ class SyncState:
     def shut_down(self) -> bool:
         """True if its owner has shut it down, for good."""
         return self.weights.state is State.CLOSED
-
-
-TAGS: Final = ("weights", "kv_cache")  # the parts that vLLM puts to sleep
 
 
 def refuse_shut_down(state: SyncState) -> None:
@@ -267,8 +269,8 @@ def generating(state: SyncState, only: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def alone(state: SyncState, busy: Callable[[], int]) -> Iterator[None]:
-    """Keep everybody else away from the engine. busy: returns the number of unfinished requests that vLLM counts
+def alone(state: SyncState, busy: int) -> Iterator[None]:
+    """Keep everybody else away from the engine. busy: number of unfinished requests that vLLM counts
 
     Raises SyncError while any request or another procedure runs, LostEngineError after shutdown().
     """
@@ -276,54 +278,15 @@ def alone(state: SyncState, busy: Callable[[], int]) -> Iterator[None]:
     with state.lock:
         if state.running:
             raise SyncError("another sync is running; wait for it. The weights that it leaves will serve")
-        if requests := max(busy(), state.generating):
-            serve = "the old weights serve" if state.refusal is None else "the engine still refuses to generate"
-            raise SyncError(f"{requests} requests are running; finish or abort them before. Nothing was sent; {serve}")
+        if requests := max(busy, state.generating):
+            raise SyncError(
+                f"{requests} requests are running; finish or abort them before. Nothing was sent; {state.which_serve}"
+            )
         state.running = True
     try:
         yield
     finally:
         state.running = False
-
-
-@contextmanager
-def falling_asleep(state: SyncState, level: int) -> Iterator[bool]:
-    """Note that vLLM is put to sleep; yield False if it sleeps already.
-
-    If that fails, the engine counts as asleep and refuses to generate until a wake-up and a complete sync.
-    Raises ConfigError for levels other than 1 and 2, SyncError if the engine sleeps in part or at a lower level.
-    """
-    refuse_dead(state)
-    if level not in (1, 2):
-        raise ConfigError(
-            f"level is {level!r}; allowed: 1, which keeps the weights on the host, and 2, which drops them"
-        )
-    if state.asleep:  # vLLM would ignore the call
-        if state.asleep != frozenset(TAGS) or level > state.sleep_level:
-            asleep = ", ".join(sorted(state.asleep))
-            level_now = f"level {state.sleep_level}" if state.sleep_level else "perhaps not all of it"
-            raise SyncError(f"the engine sleeps already ({asleep}, {level_now}); call wake_up before")
-        yield False
-        return
-    state.note(Event.BEGIN, "the engine was put to sleep, and that has not ended")
-    state.note(Event.WRITE)
-    # An interrupted call may still have put it to sleep. Waking an engine that is awake does no harm.
-    state.asleep, state.sleep_level = frozenset(TAGS), 0
-    yield True
-    state.sleep_level = level
-    if level < 2:
-        state.note(Event.RESTORE)
-    else:
-        state.note(Event.END, "the engine slept at level 2, which drops its weights")
-
-
-def asleep_of(state: SyncState, tags: Sequence[str] | None) -> list[str]:
-    """Return those of the tags (None: of all) that sleep. Raises ConfigError for tags that vLLM does not have."""
-    refuse_dead(state)
-    if isinstance(tags, str) or (unknown := [tag for tag in tags or () if tag not in TAGS]):
-        wrong = tags if isinstance(tags, str) else unknown[0]
-        raise ConfigError(f"tags: {wrong!r}; allowed: a list of {', '.join(TAGS)}, or None for all")
-    return [tag for tag in TAGS if tag in state.asleep and tag in (TAGS if tags is None else tags)]
 
 
 def refuse_asleep(state: SyncState, kv_amax: Any, scored: Any) -> None:

@@ -1,4 +1,4 @@
-"""A trainer's stream of tensors: cut into chunks of complete fused groups, and handed to workers.
+"""A trainer's stream of tensors, cut into chunks of complete fused groups, and the way of chunks to workers.
 
 Tensors reach a worker in another process through memory that both map, a chunk at a time. On a CPU that is a file in
 shared memory, on a GPU a buffer that the worker opens by its CUDA IPC handle. vLLM's messages carry only names, shapes
@@ -10,39 +10,20 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import accumulate, chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fp8plan.errors import ConfigError, SyncError
+from fp8plan.errors import SyncError
 from fp8plan.runtime.apply.interrupts import released
-from fp8plan.runtime.apply.weight_sync.calls import STAGED, Call, Method, Rpc, rpc
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest, dtype_name, dtype_named, gathered, pair_of
-from fp8plan.runtime.apply.weight_sync.state import Checked, SyncState
+from fp8plan.runtime.apply.weight_sync.calls import Method, Rpc
+from fp8plan.runtime.apply.weight_sync.manifest import dtype_name, dtype_named, gathered, pair_of
+from fp8plan.runtime.apply.weight_sync.state import Checked
 
 if TYPE_CHECKING:
     import torch
-
-
-def started(pairs: Iterable[Any]) -> Iterable[Any]:
-    """Return the trainer's pairs once the first one has come. An error until then leaves the old weights serving.
-
-    Raises ConfigError, even for the trainer's own errors.
-    """
-    stream = iter(pairs)
-    try:
-        with released():
-            first = next(stream)
-        pair_of(first)
-    except StopIteration:
-        raise ConfigError("the iterator is empty; allowed: every tensor of the model's checkpoint") from None
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"the first tensor could not be had: {str(error) or type(error).__name__}") from error
-    return chain([first], stream)
 
 
 def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
@@ -51,34 +32,8 @@ def chunks(pairs: Iterable[Any], checked: Checked, most: int) -> Iterator[tuple[
     A group is held back until its last tensor has come. Raises SyncError for a tensor that was not announced, that came
     twice, or that was written to while it was held back: an iterator must not reuse its buffers.
     """
-    missing: dict[int, int] = dict(checked.sizes)
-    waiting: dict[int, list[tuple[int, torch.Tensor]]] = {}
     came: dict[int, tuple[str, int]] = {}
-    numbers: list[int] = []
-    tensors: list[torch.Tensor] = []
-    size = 0
-    for name, tensor in _whole(pairs):
-        number = checked.numbers.get(name)
-        if number is None or number in came:
-            raise SyncError(f"{name} {'was not announced' if number is None else 'came twice'}")
-        came[number] = name, _version(tensor)
-        group = checked.groups[number]
-        waiting.setdefault(group, []).append((number, tensor))
-        missing[group] -= 1
-        if missing[group]:
-            continue
-        for number, tensor in waiting.pop(group):
-            numbers.append(number)
-            tensors.append(tensor)
-            size += tensor.nbytes
-        if size >= most:
-            _refuse_reused(numbers, tensors, came)
-            yield numbers, tensors
-            numbers, tensors, size = [], [], 0
-    for group_tensors in waiting.values():  # incomplete groups: the workers report the missing tensors
-        numbers += [number for number, _ in group_tensors]
-        tensors += [tensor for _, tensor in group_tensors]
-    if numbers:
+    for numbers, tensors in _joined(_groups(pairs, checked, came), most):
         _refuse_reused(numbers, tensors, came)
         yield numbers, tensors
 
@@ -87,13 +42,43 @@ def loose_chunks(
     pairs: Iterable[tuple[str, torch.Tensor]], checked: Checked, most: int
 ) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
     """Cut a stream of tensors that may come in any order into chunks as `chunks`."""
+    return _joined(([(checked.numbers[name], tensor)] for name, tensor in pairs), most)
+
+
+def _groups(
+    pairs: Iterable[Any], checked: Checked, came: dict[int, tuple[str, int]]
+) -> Iterator[list[tuple[int, torch.Tensor]]]:
+    """Yield each group once it is complete, and at the end the incomplete ones, whose tensors the workers miss.
+
+    came: gets name and version of each tensor, by its number
+    """
+    missing: dict[int, int] = dict(checked.sizes)
+    waiting: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    for name, tensor in _whole(pairs):
+        number = checked.numbers.get(name)
+        if number is None or number in came:
+            raise SyncError(f"{name} {'was not announced' if number is None else 'came twice'}")
+        came[number] = name, _version(tensor)
+        group = checked.groups[number]
+        waiting.setdefault(group, []).append((number, tensor))
+        missing[group] -= 1
+        if not missing[group]:
+            yield waiting.pop(group)
+    yield from waiting.values()
+
+
+def _joined(
+    groups: Iterable[list[tuple[int, torch.Tensor]]], most: int
+) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """Join groups into chunks of about `most` bytes, as (numbers, tensors)."""
     numbers: list[int] = []
     tensors: list[torch.Tensor] = []
     size = 0
-    for name, tensor in pairs:
-        numbers.append(checked.numbers[name])
-        tensors.append(tensor)
-        size += tensor.nbytes
+    for group in groups:
+        for number, tensor in group:
+            numbers.append(number)
+            tensors.append(tensor)
+            size += tensor.nbytes
         if size >= most:
             yield numbers, tensors
             numbers, tensors, size = [], [], 0
@@ -141,16 +126,22 @@ class Channel:
     staged_on: device of the buffer, "cpu" or "cuda"; None: workers are in this process
     nbytes:    its least size
     workers:   number of processes that open it
+
+    counts: "tensors", "bytes" and "chunks" so far
     """
 
     def __init__(self, staged_on: str | None, nbytes: int, workers: int = 1) -> None:
         self._staged_on, self._nbytes, self._workers = staged_on, nbytes, workers
+        self.counts = {"tensors": 0, "bytes": 0, "chunks": 0}
         self._buffer: torch.Tensor | None = None
         self._address: list[Any] = []
         self._path: str | None = None  # name of the file behind the buffer
 
     def message(self, method: Method, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> Rpc:
-        """Return the Call that hands over a chunk. method: that takes tensors in the same process, a key of STAGED"""
+        """Return the Call that hands over a chunk to a method in TAKE_TENSORS."""
+        self.counts["chunks"] += 1
+        self.counts["tensors"] += len(tensors)
+        self.counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
         if self._staged_on is None:
             return Rpc(method, (numbers, tensors))
         need = sum(_padded(tensor.nbytes) for tensor in tensors)
@@ -158,11 +149,16 @@ class Channel:
             self.close()
             self._buffer = self._shared(max(need, self._nbytes), self._staged_on)
             self._address = self._address_of(self._buffer)
-        layout = _pack(self._buffer, numbers, tensors)
-        return Rpc(STAGED[method], (self._address, layout))
+        return Rpc(method, (numbers, {"address": self._address, "layout": _pack(self._buffer, tensors)}))
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
-        """Remove the file's name; processes that have it open keep it."""
+        """Remove the file's name once all workers have it open. Then it cannot outlive a killed process."""
         if self._path is not None:
             Path(self._path).unlink(missing_ok=True)
 
@@ -190,35 +186,8 @@ class Channel:
         return ["cuda", [pickle.dumps(reduce_tensor(buffer)[1]) for _ in range(self._workers)], buffer.numel()]
 
 
-def streamed(
-    state: SyncState, pairs: Iterable[Any], manifest: Manifest, checked: Checked, method: Method
-) -> Generator[Call, Any, dict[str, int]]:
-    """Send tensors to a method of the workers, by complete groups. Returns counts of tensors, bytes and chunks."""
-    whole, settings = sum(entry.nbytes + ALIGNMENT for entry in manifest), state.settings
-    channel = Channel(state.staged_on, min(settings.chunk_bytes, whole), state.workers)
-    return (yield from handed(channel, chunks(pairs, checked, settings.chunk_bytes), method))
-
-
-def handed(
-    channel: Channel, parts: Iterable[tuple[list[int], list[Any]]], method: Method
-) -> Generator[Call, Any, dict[str, int]]:
-    """Send chunks of tensors to a method of the workers, and close the channel. Returns counts as `streamed`."""
-    counts = {"tensors": 0, "bytes": 0, "chunks": 0}
-    try:
-        for numbers, tensors in parts:
-            counts["chunks"] += 1
-            counts["tensors"] += len(tensors)
-            counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
-            call = channel.message(method, numbers, tensors)
-            yield from rpc(call.method, *call.arguments)
-            channel.close()  # all workers have it open; removed now, it cannot outlive a killed process
-    finally:
-        channel.close()
-    return counts
-
-
-def _pack(buffer: torch.Tensor, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Copy tensors into the buffer, one after the other. Return their layout: [[number, dtype, shape, offset], ...]."""
+def _pack(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Copy tensors into the buffer, one after the other. Return their layout: [[dtype, shape, offset], ...]."""
     import torch
 
     offsets = [0, *accumulate(_padded(tensor.nbytes) for tensor in tensors)][: len(tensors)]
@@ -228,20 +197,22 @@ def _pack(buffer: torch.Tensor, numbers: Sequence[int], tensors: Sequence[torch.
     ]
     with torch.no_grad():
         torch._foreach_copy_(places, list(tensors))
-    wait(buffer.device)
+    torch.get_device_module(buffer.device).synchronize(buffer.device)
     return [
-        [number, dtype_name(tensor.dtype), list(tensor.shape), offset]
-        for number, tensor, offset in zip(numbers, tensors, offsets, strict=True)
+        [dtype_name(tensor.dtype), list(tensor.shape), offset] for tensor, offset in zip(tensors, offsets, strict=True)
     ]
 
 
-def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
-    """Return the buffer behind an address, in the worker. It stays open until `left`."""
+def arrived(worker: Any, staged: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors of a chunk, as views of its buffer. staged: as Channel.message sends it
+
+    The buffer stays open in `worker._fp8plan_stage`.
+    """
     import torch
 
-    kind, where, nbytes = address
+    kind, where, nbytes = staged["address"]
     where = where if kind == "file" else where[worker.rank]
-    stage: tuple[Any, Any] = getattr(worker, "_fp8plan_stage", (None, None))
+    stage = worker._fp8plan_stage
     if stage[0] != where:
         if kind == "file":
             buffer = torch.from_file(where, shared=True, size=nbytes, dtype=torch.uint8)
@@ -252,31 +223,12 @@ def opened(worker: Any, address: Sequence[Any]) -> torch.Tensor:
             parts[6] = worker.device.index or 0  # the device's number differs between processes, the memory does not
             buffer = rebuild_cuda_tensor(*parts)
         stage = worker._fp8plan_stage = (where, buffer)
-    staged: torch.Tensor = stage[1]
-    return staged
-
-
-def left(worker: Any) -> None:
-    """Close the worker's buffer, so that the trainer's process can free it."""
-    worker._fp8plan_stage = None, None
-
-
-def unpack(buffer: torch.Tensor, layout: Sequence[Sequence[Any]]) -> tuple[list[int], list[torch.Tensor]]:
-    """Return the numbers and the tensors of a layout, as views of the buffer."""
-    numbers, tensors = [], []
-    for number, dtype, shape, offset in layout:
-        kind = dtype_named(dtype)
-        numbers.append(number)
-        tensors.append(buffer[offset : offset + prod(shape) * kind.itemsize].view(kind).view(tuple(shape)))
-    return numbers, tensors
-
-
-def wait(device: torch.device) -> None:
-    """Wait for all work on a GPU."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
+    buffer = stage[1]
+    tensors = []
+    for name, shape, offset in staged["layout"]:
+        dtype = dtype_named(name)
+        tensors.append(buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape)))
+    return tensors
 
 
 def _padded(nbytes: int) -> int:

@@ -23,9 +23,7 @@ from fp8plan.errors import ConfigError, LostEngineError, text_of
 from fp8plan.runtime.apply.plugin import BACKEND, PLUGINS, logger, transfer_limit_s
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version, untested
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest, dtype_named, read_manifest
-from fp8plan.runtime.apply.weight_sync.nccl import limited
 from fp8plan.runtime.apply.weight_sync.plain_group import PlainGroup
-from fp8plan.runtime.apply.weight_sync.stream import wait
 from fp8plan.runtime.apply.worker.extension import Fp8PlanWorker
 from fp8plan.runtime.apply.worker.nccl_receive import Arriving, PlainReceiver
 from fp8plan.runtime.apply.worker.updates import Sink, Updates, over_ranks
@@ -126,7 +124,7 @@ class Fp8PlanTransfer(PlainReceiver):
         # vLLM hands the transfer engine the model, but not the worker.
         runner = SimpleNamespace(get_model=lambda: model, model_config=self.model_config, vllm_config=vllm_config)
         worker = SimpleNamespace(model_runner=runner, vllm_config=vllm_config, device=device)
-        self.updates = Updates(worker, over_ranks)
+        self.updates = Updates(worker)
 
     def opened(self, group: PlainGroup) -> Any:
         """Return the communicator of a group: NCCL's, and on a CPU one without NCCL."""
@@ -158,27 +156,20 @@ class Fp8PlanTransfer(PlainReceiver):
             sink = self.updates.announce(part)
         except Exception as error:
             failure = text_of(error)
-        arriving = Arriving(sink, () if sink is None else sink.manifest)
+        arriving = Arriving(None, ()) if sink is None else Arriving(sink.load, sink.manifest)
         arriving.failure = next(filter(None, over_ranks(failure)), None)
         begun = time.perf_counter()
         try:
-            self._receive(update_info, part, arriving)
+            if self.device.type == "cpu":
+                size = self.packed_buffer_size_bytes if self.packed else None
+                receive(part, self.model_update_group, size, arriving.load_weights)
+            else:
+                self.take(update_info, arriving, self._limit_s)
         except Exception as error:  # the transfer has failed: nothing more can come from this trainer
             arriving.failure = "; ".join(filter(None, (arriving.failure, self._left(error))))
         if failures := list(filter(None, over_ranks(arriving.failure))):
             raise ConfigError(failures[0])
         self.updates.loaded(time.perf_counter() - begun, arriving.count)
-
-    def _receive(self, update_info: Any, part: Manifest, arriving: Arriving) -> None:
-        """Take a part to its end. Raises SyncError if it does not come, or is more than data."""
-        if self.device.type == "cpu":
-            size = self.packed_buffer_size_bytes if self.packed else None
-            receive(part, self.model_update_group, size, arriving.load_weights)
-            return
-        with self.loading(arriving), limited(self.model_update_group, self._limit_s) as arriving.renew:
-            super().receive_weights(update_info)
-            wait(self.device)
-        torch.cuda.empty_cache()  # gives the buffers back to the GPU
 
     def _left(self, error: Exception) -> str:
         """Let go of the trainer, whose next broadcast would be taken for another. Return the error's text."""
@@ -211,7 +202,6 @@ def _refuse(config: Any) -> None:
 
 
 def _extend(worker_cls: str) -> None:
-    """Give the worker's class fp8plan's methods, as vLLM does for worker_extension_cls."""
     kind = resolve_obj_by_qualname(worker_cls)
     if not issubclass(kind, Fp8PlanWorker):
         kind.__bases__ += (Fp8PlanWorker,)

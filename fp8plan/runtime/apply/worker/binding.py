@@ -21,7 +21,7 @@ from fp8plan.errors import LostEngineError
 from fp8plan.runtime.apply.quantize.block_fp8 import BLOCK, scale_shape, stands_alone
 from fp8plan.runtime.apply.quantize.targets import quantized
 from fp8plan.runtime.apply.weight_sync.delta.places import Window
-from fp8plan.runtime.apply.weight_sync.manifest import SCALE_SUFFIX, Entry, dtype_named
+from fp8plan.runtime.apply.weight_sync.manifest import SCALE_SUFFIX, Entry
 from fp8plan.runtime.apply.worker.load_map import Box, Copy, LoadMap
 from fp8plan.runtime.apply.worker.vllm_reload import NativeReload, Places
 
@@ -104,7 +104,7 @@ def _moves(layer: torch.nn.Module, copy: Copy, entry: Entry, load_map: LoadMap) 
     import torch
 
     home = (copy.module, copy.param)
-    shape, dtype, whole = load_map.shapes[home], load_map.dtypes[home], load_map.sent[entry.name]
+    shape, dtype, whole = load_map.shapes[home], load_map.dtypes[home], load_map.sent[entry.name].shape
     live, scale = layer._parameters.get(copy.param), layer._parameters.get(copy.param + SCALE_SUFFIX)
     if live is None or tuple(live.shape) != shape or not live.is_contiguous():
         raise NotInPlaceError(f"vLLM keeps no {copy.param} of the checkpoint's shape")
@@ -162,10 +162,10 @@ def _scale_box(box: Box) -> Box:
 HARMLESS = ("_already_called_process_weights_after_loading", "moe_kernel", "moe_quant_config")
 
 
-def refused(worker: Any, manifest: Sequence[Entry], load_map: LoadMap, binding: Binding) -> dict[str, str]:
+def refused(worker: Any, load_map: LoadMap, binding: Binding) -> dict[str, str]:
     """Return the kinds of modules that must not be written in place -> why. This holds for all modules of a kind.
 
-    manifest: of BF16 tensors, as vLLM's loaders take no others. E4M3 and scales are written to the same places
+    load_map: of BF16 tensors, as vLLM's loaders take no others. E4M3 and scales are written to the same places
 
     Raises LostEngineError if a trial failed and the live weights could not be put back.
     """
@@ -173,8 +173,7 @@ def refused(worker: Any, manifest: Sequence[Entry], load_map: LoadMap, binding: 
     samples = {(kind(layers[m]), _shapes(layers[m])): m for m in sorted(binding.direct, reverse=True)}
     reasons: dict[str, str] = {}
     for (name, _), module in samples.items():
-        entries = [entry for entry in manifest if module in load_map.modules.get(entry.name, ())]
-        if name not in reasons and (reason := _why_not(worker, layers, module, entries, load_map, binding)):
+        if name not in reasons and (reason := _why_not(worker, layers, module, load_map, binding)):
             reasons[name] = reason
     return reasons
 
@@ -198,10 +197,10 @@ def kind(layer: torch.nn.Module) -> str:
     method = getattr(layer, "quant_method", None)
     kernel = getattr(method, "fp8_linear", None)
     backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
-    parts = [type(layer).__name__]
-    parts += [] if method is None else [type(method).__name__]
-    parts += [] if kernel is None else [type(kernel).__name__]
-    return " / ".join([*parts, *([] if backend is None else [str(backend)])])
+    parts = [type(part).__name__ for part in (layer, method, kernel) if part is not None]
+    if backend is not None:
+        parts.append(str(backend))
+    return " / ".join(parts)
 
 
 def _shapes(layer: torch.nn.Module) -> tuple[Any, ...]:
@@ -213,7 +212,6 @@ def _why_not(
     worker: Any,
     layers: dict[str, torch.nn.Module],
     module: str,
-    entries: Sequence[Entry],
     load_map: LoadMap,
     binding: Binding,
 ) -> str | None:
@@ -221,10 +219,11 @@ def _why_not(
     import torch
 
     layer = layers[module]
-    if odd := [entry for entry in entries if not dtype_named(entry.dtype).is_floating_point]:
+    sent = {name: tensor for name, tensor in load_map.sent.items() if module in load_map.modules[name]}
+    if odd := [tensor for tensor in sent.values() if not tensor.is_floating_point()]:
         return f"no trial can be made with {odd[0].dtype}"
-    sources = {entry.name: _random(entry, worker.device, seed) for seed, entry in enumerate(entries)}
-    fed = [layers[name] for name in sorted({name for entry in entries for name in load_map.modules[entry.name]})]
+    sources = {name: _random(tensor, worker.device, seed) for seed, (name, tensor) in enumerate(sent.items())}
+    fed = [layers[name] for name in sorted({name for source in sent for name in load_map.modules[source]})]
     with torch.no_grad(), _put_back(worker.model_runner.get_model(), fed) as places:
         reload = NativeReload(worker, load_map.past)
         reload.open()
@@ -239,17 +238,15 @@ def _why_not(
     return None
 
 
-def _random(entry: Entry, device: torch.device, seed: int) -> torch.Tensor:
-    """Make Gaussian weights in which every block has another magnitude."""
+def _random(like: torch.Tensor, device: torch.device, seed: int) -> torch.Tensor:
     import torch
 
-    generator, dtype = torch.Generator(device=device).manual_seed(seed), dtype_named(entry.dtype)
-    tensor = torch.empty(entry.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
-    return tensor * torch.linspace(0.5, 2.0, entry.shape[-1], device=device, dtype=dtype)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    tensor = torch.empty_like(like, device=device).normal_(0.0, 0.02, generator=generator)
+    return tensor * torch.linspace(0.5, 2.0, like.shape[-1], device=device, dtype=like.dtype)
 
 
 def _equal(move: Move, source: torch.Tensor) -> bool:
-    """Return True if vLLM has written the bits that the move would write."""
     import torch
 
     part = source[tuple(slice(*extent) for extent in move.source)].reshape(move.target.shape)

@@ -7,13 +7,16 @@ An exception would cross a process as text without a type, and vLLM takes some f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
-from fp8plan.runtime.apply.weight_sync.kv_scales import AmaxRecorder, attention_layers, live_scales, set_scales
+from fp8plan.runtime.apply.weight_sync.amax import AmaxRecorder
+from fp8plan.runtime.apply.weight_sync.kv_scales import attention_layers, live_scales, set_scales
+from fp8plan.runtime.apply.weight_sync.manifest import Entry
 from fp8plan.runtime.apply.weight_sync.nccl import Rendezvous
-from fp8plan.runtime.apply.weight_sync.stream import left, opened, unpack, wait
+from fp8plan.runtime.apply.weight_sync.stream import arrived
 from fp8plan.runtime.apply.worker.comparison import Comparison
 from fp8plan.runtime.apply.worker.facts import digest, examine, worker_facts, zero_kv
 from fp8plan.runtime.apply.worker.live_weights import LiveWeights
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
     from fp8plan.runtime.apply.worker.nccl_receive import Receiver
     from fp8plan.runtime.apply.worker.updates import Updates
+
+    # Tensors of this process, or the place where another process has put them (weight_sync.stream.Channel).
+    Chunk = Sequence[torch.Tensor] | Mapping[str, Any]
 
 EXTENSION = "fp8plan.runtime.apply.worker.extension.Fp8PlanWorker"
 
@@ -48,6 +54,7 @@ class Fp8PlanWorker:
     device: Any  # an attribute of vLLM's worker, as are the next two
     model_runner: Any
     weight_transfer_engine: Any
+    _fp8plan_stage: tuple[Any, Any] = None, None  # address and memory of the chunks that another process sends
 
     @answering
     def fp8plan_facts(self) -> dict[str, Any]:
@@ -55,14 +62,12 @@ class Fp8PlanWorker:
         return worker_facts(self)
 
     @answering
-    def fp8plan_prepare(
-        self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int | None = None
-    ) -> dict[str, Any]:
-        """Check a manifest in a dry run. `fp8plan_begin` takes the number in the answer."""
-        number, prepared = self._fp8plan_weights().prepare(manifest, in_place, number)
+    def fp8plan_prepare(self, manifest: Sequence[Sequence[Any]], in_place: bool, number: int) -> dict[str, Any]:
+        """Check a manifest in a dry run. `fp8plan_begin` takes its number."""
+        entries = tuple(Entry(name, dtype, tuple(shape)) for name, dtype, shape in manifest)
+        prepared = self._fp8plan_weights().prepare(entries, in_place, number)
         quantised = [name for name, moves in prepared.binding.moves.items() if any(m.scale is not None for m in moves)]
         return {
-            "number": number,
             "groups": list(prepared.groups),
             "quantised": quantised,
             "wide": list(prepared.wide),
@@ -81,26 +86,16 @@ class Fp8PlanWorker:
         live.begin(number, samples, version, keep, base, look_every)
 
     @answering
-    def fp8plan_load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Write tensors that lie in this process."""
-        self._fp8plan_weights().load(numbers, tensors)
+    def fp8plan_load(self, numbers: Sequence[int], sent: Chunk) -> None:
+        """Write tensors."""
+        with self._fp8plan_arrived(sent) as tensors:
+            self._fp8plan_weights().load(numbers, tensors)
 
     @answering
-    def fp8plan_load_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
-        """Write tensors that another process has put into shared memory (fp8plan.runtime.apply.weight_sync.stream)."""
-        self._fp8plan_weights().load(*unpack(opened(self, stage), layout))
-        wait(self.device)
-
-    @answering
-    def fp8plan_patch(self, numbers: Sequence[int], patches: Sequence[torch.Tensor]) -> None:
-        """Write patches (fp8plan.runtime.apply.weight_sync.delta.patch) that lie in this process."""
-        self._fp8plan_weights().patch(numbers, patches)
-
-    @answering
-    def fp8plan_patch_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
-        """Write patches that another process has put into shared memory."""
-        self._fp8plan_weights().patch(*unpack(opened(self, stage), layout))
-        wait(self.device)
+    def fp8plan_patch(self, numbers: Sequence[int], sent: Chunk) -> None:
+        """Write patches (fp8plan.runtime.apply.weight_sync.delta.patch)."""
+        with self._fp8plan_arrived(sent) as patches:
+            self._fp8plan_weights().patch(numbers, patches)
 
     @answering
     def fp8plan_join(self, where: dict[str, Any]) -> None:
@@ -128,7 +123,7 @@ class Fp8PlanWorker:
 
     @answering
     def fp8plan_finish(self, patches: int = 0) -> dict[str, Any]:
-        left(self)
+        self._fp8plan_stage = None, None
         return self._fp8plan_weights().finish(patches)
 
     @answering
@@ -138,7 +133,7 @@ class Fp8PlanWorker:
     @answering
     def fp8plan_abort(self, why: str) -> bool:
         """End a sync that failed, if one is open. Return True if the weights from before it are here, and may serve."""
-        left(self)
+        self._fp8plan_stage = None, None
         return self._fp8plan_weights().abort(why)
 
     @answering
@@ -203,20 +198,27 @@ class Fp8PlanWorker:
         self._fp8plan_comparison = Comparison(prepared, self.device)
 
     @answering
-    def fp8plan_compare_with(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        self._fp8plan_comparison.take(numbers, tensors)
-
-    @answering
-    def fp8plan_compare_with_staged(self, stage: Sequence[Any], layout: Sequence[Sequence[Any]]) -> None:
-        self._fp8plan_comparison.take(*unpack(opened(self, stage), layout))
-        wait(self.device)
+    def fp8plan_compare_with(self, numbers: Sequence[int], sent: Chunk) -> None:
+        with self._fp8plan_arrived(sent) as tensors:
+            self._fp8plan_comparison.take(numbers, tensors)
 
     @answering
     def fp8plan_compared(self) -> dict[str, Any]:
-        left(self)
+        self._fp8plan_stage = None, None
         result: dict[str, Any] = self._fp8plan_comparison.result()
         del self._fp8plan_comparison
         return result
+
+    @contextmanager
+    def _fp8plan_arrived(self, sent: Chunk) -> Iterator[Sequence[torch.Tensor]]:
+        """Yield the tensors of a chunk. The sender may overwrite memory that it shares once this ends."""
+        if not isinstance(sent, Mapping):
+            yield sent
+            return
+        import torch
+
+        yield arrived(self, sent)
+        torch.get_device_module(self.device).synchronize(self.device)
 
     def _fp8plan_connected(self) -> Receiver:
         """Return the end of a transfer. Raises ConfigError if there is none."""
@@ -228,13 +230,11 @@ class Fp8PlanWorker:
         return receiver
 
     def _fp8plan_updates(self) -> Updates:
-        """Return the updates of a server's weights. Raises ConfigError where the backend is another."""
+        """Return the updates of a server's weights. Raises ConfigError where the weight-transfer backend is another."""
         if (updates := self._fp8plan_of_server()) is None:
             backend = type(self.weight_transfer_engine).__name__
-            raise ConfigError(
-                f"the weight-transfer backend is {backend}; allowed here: fp8plan (start vllm serve with "
-                """--weight-transfer-config '{"backend": "fp8plan"}')"""
-            )
+            hint = """--weight-transfer-config '{"backend": "fp8plan"}'"""
+            raise ConfigError(f"the weight-transfer backend is {backend}; allowed: fp8plan; type: vllm serve {hint}")
         return updates
 
     def _fp8plan_of_server(self) -> Updates | None:

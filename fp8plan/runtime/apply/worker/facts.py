@@ -37,7 +37,7 @@ def worker_facts(worker: Any) -> dict[str, Any]:
     weight_transfer: vLLM's backend of weight updates; None: none is configured
     host_loop_s:     the loop of its host (runtime.this_host), if this is the first rank, on a GPU; else None
 
-    and vllm_version, weight_bytes, kv_cache_dtype, cudagraph_mode, enforce_eager and logprobs_mode
+    and vllm_version, kv_cache_dtype, cudagraph_mode, enforce_eager and logprobs_mode
     """
     import torch
     import vllm
@@ -47,12 +47,10 @@ def worker_facts(worker: Any) -> dict[str, Any]:
     kinds = Counter(kind(layer) for layer in model.modules() if any(p is not None for p in layer._parameters.values()))
     attention = [layer for _, layer in attention_layers(model)]
     device = next(model.parameters()).device
-    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}
     return {
         "vllm_version": vllm.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "layers": dict(kinds),
-        "weight_bytes": sum(tensors.values()),
         "kernels": _kernels(model),
         "e8m0": _uses_e8m0(model),
         "attention": attention_classes(attention),
@@ -78,8 +76,10 @@ def preset_of(facts: Mapping[str, Any]) -> str | None:
     quantised = [kind for kind in layers if "Fp8" in kind]
     if any("PerBlock" not in kind for kind in quantised):
         return None
-    fp8_kv = str(dtype).startswith("fp8")
-    return "+".join(["fp8_block"] * bool(quantised) + ["fp8_kv"] * fp8_kv) or "bf16"
+    parts = ["fp8_block"] if quantised else []
+    if str(dtype).startswith("fp8"):
+        parts.append("fp8_kv")
+    return "+".join(parts) or "bf16"
 
 
 def attention_classes(layers: Iterable[Any]) -> list[str]:

@@ -13,24 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.apply.quantize.targets import FINITE, NOT_FINITE, content
+from fp8plan.runtime.apply.quantize.targets import FINITE, NOT_FINITE
+from fp8plan.runtime.apply.weight_sync.checkpoint import checkpoint_manifest, local_folder, not_zero
 from fp8plan.runtime.apply.weight_sync.kv_scales import Scales, keeping_scales, scales_of, set_scales
-from fp8plan.runtime.apply.weight_sync.manifest import (
-    Manifest,
-    Part,
-    checkpoint_manifest,
-    is_matrix,
-    local_folder,
-    not_zero,
-    read_manifest,
-)
+from fp8plan.runtime.apply.weight_sync.manifest import Manifest, some
 from fp8plan.runtime.apply.weight_sync.shared import Twins, refuse_apart
 from fp8plan.runtime.apply.weight_sync.state import Event, State, Weights, after
-from fp8plan.runtime.apply.weight_sync.stream import wait
 from fp8plan.runtime.apply.worker.comparison import Samples
-from fp8plan.runtime.apply.worker.patches import Patches
-from fp8plan.runtime.apply.worker.prepare import Prepared, prepare
-from fp8plan.runtime.apply.worker.untouched import Untouched, refuse_foreign
+from fp8plan.runtime.apply.worker.patches import Patches, Untouched, refuse_foreign
+from fp8plan.runtime.apply.worker.prepare import Prepared, Program, prepare
 from fp8plan.runtime.apply.worker.vllm_reload import NativeReload, Snapshot, refresh
 
 if TYPE_CHECKING:
@@ -61,16 +52,11 @@ class LiveWeights:
         self.weights = Weights()
         self.stamp: str | None = None
 
-    def prepare(self, manifest: Any, in_place: bool = True, number: int | None = None) -> tuple[int, Prepared]:
-        """Check a manifest (runtime.apply.worker.prepare); `begin` takes the number that this returns.
-
-        manifest: (name, dtype, shape) of each tensor
-        number: a number for the manifest that is the same on all ranks; None: the next one of this rank
-        """
-        number = max(self._prepared, default=-1) + 1 if number is None else number
+    def prepare(self, manifest: Manifest, in_place: bool, number: int) -> Prepared:
+        """Check a manifest (runtime.apply.worker.prepare). number: of the manifest, the same on all ranks"""
         with keeping_scales(self._model):  # a trial of the shortcut reloads layers
-            self._prepared[number] = prepare(self._worker, read_manifest(manifest), in_place), in_place
-        return number, self._prepared[number][0]
+            self._prepared[number] = prepare(self._worker, manifest, in_place), in_place
+        return self._prepared[number][0]
 
     @property
     def refusal(self) -> str | None:
@@ -104,11 +90,12 @@ class LiveWeights:
             refuse_foreign(self._untouched.changed(version, look_every))
         snapshot = None if keep is None else Snapshot(self._model, keep)
         chosen = Samples(prepared.manifest, prepared.binding, samples, version)
-        self._running = _Running(prepared, chosen, version + 1, snapshot, self.stamp, scales_of(self._model))
-        self._running.look_every = look_every
-        self._running.twins = Twins(prepared.shared) if prepared.shared else None
+        running = _Running(prepared, chosen, version + 1, snapshot, self.stamp, scales_of(self._model), look_every)
+        if prepared.shared:
+            running.twins = Twins(prepared.shared)
         if base is not None:
-            self._running.patches = Patches(prepared, self._device, partial(NativeReload, self._worker, prepared.past))
+            running.patches = Patches(prepared, self._device, partial(NativeReload, self._worker, prepared.past))
+        self._running = running
 
     def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Write tensors, by their numbers in the manifest. FP32 is rounded to BF16 where the model keeps that.
@@ -125,14 +112,10 @@ class LiveWeights:
             refuse_apart(running.twins.take(running.prepared.sharing(numbers, moved)))
         self._note_write()
         with torch.no_grad():
-            running.flags.append((program.run(moved, self._device), program.parts, program.matrices))
+            running.flags.append((program.run(moved, self._device), program))
             running.samples.take(program.positions, moved)
-            if program.native and running.prepared.binding.native:
-                native = [(name, moved[at]) for at, name in program.native]
-                flags = torch.stack([content(tensor) for _, tensor in native])
-                parts = [Part(name) for name, _ in native]
-                running.flags.append((flags, parts, [is_matrix(tensor.shape) for _, tensor in native]))
-                self._reload(running).load(native)
+            if program.native:
+                self._reload(running).load([(name, moved[at]) for at, name in program.native])
         running.done.update(numbers)
 
     def patch(self, numbers: Sequence[int], patches: Sequence[torch.Tensor]) -> None:
@@ -156,7 +139,7 @@ class LiveWeights:
         else:
             if len(running.done) < len(prepared.manifest):
                 missing = [entry.name for number, entry in enumerate(prepared.manifest) if number not in running.done]
-                raise ConfigError(f"announced and not sent: {', '.join(missing[:4])} ({len(missing)} in all)")
+                raise ConfigError(f"announced and not sent: {some(missing)}")
             self._close(running, prepared.binding.native)
             self._refuse_content(running)
             checked, seconds = running.samples.compare(), running.samples.seconds
@@ -182,15 +165,15 @@ class LiveWeights:
         """
         import torch
 
-        flags = torch.cat([flag for flag, _, _ in running.flags])
+        flags = torch.cat([flag for flag, _ in running.flags])
         odd = (flags != FINITE).nonzero().flatten().tolist()  # waits for the GPU
         if not odd:
             return
-        parts = [part for _, parts, _ in running.flags for part in parts]
-        matrices = [matrix for _, _, matrices in running.flags for matrix in matrices]
+        parts = [part for _, program in running.flags for part in program.parts]
+        matrices = [matrix for _, program in running.flags for matrix in program.matrices]
         held = dict(zip(odd, flags[odd].tolist(), strict=True))
         if bad := list(dict.fromkeys(parts[at].name for at in odd if held[at] == NOT_FINITE)):
-            raise ConfigError(f"not finite: {', '.join(bad[:4])} ({len(bad)} in all); allowed: no NaN, no Inf")
+            raise ConfigError(f"not finite: {some(bad)}; allowed: no NaN, no Inf")
         zeros = [parts[at] for at in odd if matrices[at] and parts[at].name not in running.prepared.ignored]
         if not zeros:
             return
@@ -198,7 +181,7 @@ class LiveWeights:
         wrong = not_zero(folder, zeros) if folder else [part.name for part in zeros if len(zeros) == sum(matrices)]
         if wrong:
             raise ConfigError(
-                f"all zeros: {', '.join(wrong[:4])} ({len(wrong)} in all), and not in the checkpoint; allowed: the "
+                f"all zeros: {some(wrong)}, and not in the checkpoint; allowed: the "
                 "policy's weights, gathered from where the trainer keeps them"
             )
 
@@ -229,9 +212,7 @@ class LiveWeights:
     def still_prepared(self, number: int) -> Prepared:
         """Return a prepared manifest, prepared anew if live tensors have moved."""
         prepared, in_place = self._prepared[number]
-        if prepared.moved:
-            _, prepared = self.prepare(prepared.sent, in_place, number)
-        return prepared
+        return self.prepare(prepared.sent, in_place, number) if prepared.moved else prepared
 
     def _expecting(self) -> _Running:
         if self._running is None:
@@ -250,13 +231,15 @@ class LiveWeights:
 
     def _close(self, running: _Running, reloaded: Collection[str]) -> None:
         """End vLLM's part of a sync. reloaded: modules that its reload must have got weights for"""
+        import torch
+
         if running.reload is not None:
             running.reload.close(reloaded)
             set_scales(self._model, running.scales)
         else:
             refresh(self._model)
         running.reload = None
-        wait(self._device)
+        torch.get_device_module(self._device).synchronize(self._device)
 
     def lose(self, why: str) -> None:
         """Count the engine as dead. why: what it did not survive"""
@@ -269,6 +252,8 @@ class LiveWeights:
 
         why: its failure
         """
+        import torch
+
         running, self._running = self._running, None
         event = Event.END
         if running is not None:
@@ -279,7 +264,7 @@ class LiveWeights:
                 self.stamp, event = running.stamp, Event.RESTORE
                 refresh(self._model)
             set_scales(self._model, running.scales)
-            wait(self._device)
+            torch.get_device_module(self._device).synchronize(self._device)
         self.weights = after(self.weights, event, why)
         return self.weights.state is State.SERVING and self.weights.whole
 
@@ -292,10 +277,10 @@ class _Running:
     snapshot: Snapshot | None
     stamp: str | None  # of the weights before, as are the scales
     scales: Scales
+    look_every: int
     reload: NativeReload | None = None
     patches: Patches | None = None
-    flags: list[tuple[torch.Tensor, list[Part], list[bool]]] = field(default_factory=list)  # True: a matrix
+    flags: list[tuple[torch.Tensor, Program]] = field(default_factory=list)
     done: set[int] = field(default_factory=set)
     rounded: list[str] = field(default_factory=list)  # names of tensors that came in FP32
-    look_every: int = 0
     twins: Twins | None = None  # None: no storage has two names

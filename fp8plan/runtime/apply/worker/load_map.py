@@ -20,7 +20,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_named
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +43,7 @@ class LoadMap:
     copies:   manifest name -> the copies made of it; none for a tensor that vLLM leaves out
     modules:  manifest name -> modules that it is loaded into
     homes:    manifest name -> (module, param) that it fills
-    sent:     manifest name -> shape
+    sent:     manifest name -> meta tensor
     opaque:   modules with a loader that does more than copy boxes
     shapes:   (module, param) -> shape in checkpoint format, of every parameter of the model
     dtypes:   (module, param) -> dtype in checkpoint format
@@ -57,7 +56,7 @@ class LoadMap:
     copies: Mapping[str, tuple[Copy, ...]]
     modules: Mapping[str, tuple[str, ...]]
     homes: Mapping[str, tuple[tuple[str, str], ...]]
-    sent: Mapping[str, tuple[int, ...]]
+    sent: Mapping[str, torch.Tensor]
     opaque: frozenset[str]
     shapes: Mapping[tuple[str, str], tuple[int, ...]]
     dtypes: Mapping[tuple[str, str], torch.dtype]
@@ -67,41 +66,46 @@ class LoadMap:
     shared: tuple[tuple[str, ...], ...]
 
 
-def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
-    """Find the LoadMap of `manifest`. Raises ConfigError, with its name, for a tensor that a loader does not take."""
+def trace(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> LoadMap:
+    """Find the LoadMap of tensors. Raises ConfigError, with its name, for one that a loader does not take.
+
+    sent: manifest name -> meta tensor
+    """
     import torch
 
-    sources: dict[int, str] = {}
     load: Any = model.load_weights  # a method of vLLM's models
-    sent: dict[str, torch.Tensor] = {}  # kept alive: a freed storage would pass its number on to another
+    sources = {_storage(tensor): name for name, tensor in sent.items()}
     seen: list[tuple[str, torch.Tensor, torch.Tensor, bool]] = []
-    now, loading = "", Depth()
+    now, loading = "", list[Any]()
     live = _storages(model)
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal now
-        for entry in manifest:
-            tensor = torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="meta")
-            sent[entry.name] = tensor
-            sources[_storage(tensor)] = now = entry.name
-            yield entry.name, tensor
+        for name, tensor in sent.items():
+            now = name
+            yield name, tensor
 
     def note(to: torch.Tensor, of: torch.Tensor) -> None:
-        seen.append((now, to, of, loading.count > 0))
+        seen.append((now, to, of, bool(loading)))
 
     with checkpoint_format(model) as parameters, _recording(note), torch.no_grad():
         for tensor in parameters.values():
-            _count(tensor, loading)
+            _note_calls(tensor, loading)
         homes = {_storage(tensor): home for home, tensor in parameters.items()}
         try:
             load(stream())
         except Exception as error:
-            raise ConfigError(_refused(now, manifest, error)) from error
+            shape = list(sent[now].shape) if now else []
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise ConfigError(
+                f"vLLM's loader does not take {now} of shape {shape} ({reason}); allowed: the names and shapes of the "
+                "Hugging Face checkpoint that this engine was started with"
+            ) from error
         shapes = {home: tuple(tensor.shape) for home, tensor in parameters.items()}
         dtypes = {home: tensor.dtype for home, tensor in parameters.items()}
 
-    copies: dict[str, list[Copy]] = {entry.name: [] for entry in manifest}
-    fed: dict[str, dict[tuple[str, str], None]] = {entry.name: {} for entry in manifest}
+    copies: dict[str, list[Copy]] = {name: [] for name in sent}
+    fed: dict[str, dict[tuple[str, str], None]] = {name: {} for name in sent}
     covered, taken = dict.fromkeys(shapes, 0), dict.fromkeys(copies, 0)
     opaque, past = set(), set()
     places: dict[Hashable, dict[Box, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -128,7 +132,7 @@ def trace(model: torch.nn.Module, manifest: Sequence[Entry]) -> LoadMap:
         {name: tuple(made) for name, made in copies.items()},
         {name: tuple(dict.fromkeys(module for module, _ in places)) for name, places in fed.items()},
         {name: tuple(places) for name, places in fed.items()},
-        {entry.name: entry.shape for entry in manifest},
+        sent,
         frozenset(opaque),
         shapes,
         dtypes,
@@ -240,32 +244,25 @@ def _metadata(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return twins, {**buffers, **{name: tensor for name, tensor in layer._buffers.items() if name in SKIP_TENSORS}}
 
 
-class Depth:
-    """The number of parameters' loaders that are running, one inside the other."""
-
-    count = 0
-
-
-def _count(parameter: Any, loading: Depth) -> None:
-    """Let `loading` count the running calls of a parameter's loader. vLLM's reload sees only loads through it."""
+def _note_calls(parameter: Any, loading: list[Any]) -> None:
+    """Keep the parameter in `loading` while its loader runs. vLLM's reload sees only loads through it."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader = getattr(parameter, "weight_loader", default_weight_loader)
 
     @wraps(loader)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        loading.count += 1
+        loading.append(parameter)
         try:
             return loader(*args, **kwargs)
         finally:
-            loading.count -= 1
+            loading.pop()
 
     parameter.weight_loader = counted
 
 
 @contextmanager
 def _recording(note: Any) -> Iterator[None]:
-    """Call note(target, source) for every copy that torch makes."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -286,12 +283,3 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _extent(extents: Box) -> list[int]:
     return [stop - start for start, stop in extents if stop - start != 1]
-
-
-def _refused(name: str, manifest: Sequence[Entry], error: Exception) -> str:
-    shape = next((entry.shape for entry in manifest if entry.name == name), ())
-    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return (
-        f"vLLM's loader does not take {name} of shape {list(shape)} ({reason}); allowed: the names and shapes of the "
-        "Hugging Face checkpoint that this engine was started with"
-    )

@@ -6,10 +6,9 @@ past the engine's state. A server's backend is registered instead: runtime.apply
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -19,16 +18,12 @@ from fp8plan.errors import text_of
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.apply.weight_sync.nccl import Rendezvous, agree, chunk_manifest, digest, limited, working
 from fp8plan.runtime.apply.weight_sync.plain_group import PlainGroup, communicator
-from fp8plan.runtime.apply.weight_sync.stream import wait
 
 if TYPE_CHECKING:
     from fp8plan.runtime.apply.worker.live_weights import LiveWeights
 
 
-class Taker(Protocol):
-    """Takes tensors that arrive, by their numbers in a manifest."""
-
-    def load(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None: ...
+Load = Callable[[Sequence[int], Sequence[torch.Tensor]], None]  # takes tensors, by their numbers in a manifest
 
 
 class PlainReceiver(NCCLWeightTransferEngine):
@@ -60,15 +55,21 @@ class PlainReceiver(NCCLWeightTransferEngine):
             return update_info
         return self._announced.get(self.model, update_info)
 
-    @contextmanager
-    def loading(self, arriving: Arriving) -> Iterator[None]:
-        """Let vLLM load into `arriving` instead of the model. vLLM's note on it would keep it for ever."""
+    def take(self, update_info: Any, arriving: Arriving, limit_s: float) -> None:
+        """Let vLLM load the announced tensors into `arriving` instead of the model.
+
+        Raises SyncError or LostEngineError, as `limited` does, if none comes for limit_s.
+        """
         self.set_weight_update_target(arriving, self.model_config)
         try:
-            yield
+            with limited(self.model_update_group, limit_s) as arriving.renew:
+                super().receive_weights(update_info)
+                torch.get_device_module(self.device).synchronize(self.device)
         finally:
             self.reset_weight_update_target()
-            self._announced.pop(arriving, None)
+            self._announced.pop(arriving, None)  # vLLM's note would keep it for ever
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # gives the buffers back to the GPU
 
     def opened(self, group: PlainGroup) -> Any:
         """Return the communicator of a group: NCCL's."""
@@ -106,55 +107,45 @@ class Receiver(PlainReceiver):
 
     def receive(self) -> int:
         """Take all tensors of the open sync, and count the broadcasts. Raises SyncError if either end failed."""
-        return self._taken(self._live.manifest, self._live)
+        return self._taken(self._live.manifest, self._live.load)
 
     def receive_patches(self, numbers: Sequence[int], lengths: Sequence[int]) -> int:
         """Take a chunk of patches as `receive` takes tensors.
 
         numbers: of their tensors in the open sync's manifest; lengths: bytes of each patch
         """
-        return self._taken(chunk_manifest(lengths), Patching(self._live, numbers, lengths))
 
-    def _taken(self, manifest: Manifest, taker: Taker) -> int:
+        def write(_: Sequence[int], chunks: Sequence[torch.Tensor]) -> None:
+            for chunk in chunks:  # which the host unpacks
+                self._live.patch(numbers, chunk.cpu().split(list(lengths)))
+
+        return self._taken(chunk_manifest(lengths), write)
+
+    def _taken(self, manifest: Manifest, load: Load) -> int:
         agree(self.model_update_group, digest(manifest))
-        wait(self.device)
-        arriving = Arriving(taker, manifest)
+        torch.get_device_module(self.device).synchronize(self.device)
+        arriving = Arriving(load, manifest)
         contents = {
             "names": [entry.name for entry in manifest],
             "dtype_names": [entry.dtype for entry in manifest],
             "shapes": [list(entry.shape) for entry in manifest],
         }
-        with self.loading(arriving), limited(self.model_update_group, self._where.limit_s):
-            self.receive_weights(_made(self.update_info_cls, contents | self._packing))
-            wait(self.device)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # gives the buffers back to the GPU
+        self.take(_made(self.update_info_cls, contents | self._packing), arriving, self._where.limit_s)
         agree(self.model_update_group, digest(manifest), arriving.failure)
         return arriving.count
-
-
-class Patching:
-    """Writes a chunk of patches into live weights. It is unpacked on the host."""
-
-    def __init__(self, live: LiveWeights, numbers: Sequence[int], lengths: Sequence[int]) -> None:
-        self._live, self._numbers, self._lengths = live, numbers, lengths
-
-    def load(self, places: Sequence[int], chunks: Sequence[torch.Tensor]) -> None:
-        for chunk in chunks:
-            self._live.patch(self._numbers, chunk.cpu().split(list(self._lengths)))
 
 
 class Arriving:
     """A stand-in for the model that vLLM loads into. It keeps its first failure, and ignores all tensors after it.
 
-    live:  takes tensors, by their numbers in the manifest; None after an earlier failure
+    load:  takes the tensors; None after an earlier failure
     renew: called when tensors have come
     """
 
-    def __init__(self, live: Taker | None, manifest: Manifest) -> None:
+    def __init__(self, load: Load | None, manifest: Manifest) -> None:
         self.failure: str | None = None
         self.count = 0
-        self._live = live
+        self._load = load
         self.renew: Callable[[], None] = lambda: None
         self._numbers = {entry.name: number for number, entry in enumerate(manifest)}
         self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
@@ -162,27 +153,27 @@ class Arriving:
     def load_weights(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.count += 1
         self.renew()
-        if self.failure is not None or self._live is None:
+        if self.failure is not None or self._load is None:
             return
         try:
-            self._write(self._live, [self._numbers[name] for name, _ in pairs], [tensor for _, tensor in pairs])
+            self._write(self._load, [self._numbers[name] for name, _ in pairs], [tensor for _, tensor in pairs])
         except Exception as error:
             self.failure = text_of(error)
 
-    def _write(self, live: Taker, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    def _write(self, load: Load, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Write on one stream. vLLM's reload may keep tensors until the next broadcast, which comes on another stream.
 
         The broadcast's stream waits for the writes, and vLLM waits for that stream before it reuses the buffer. All
         tensors are views of the buffer. One record_stream keeps it from reuse while a kept tensor is read.
         """
         if self._stream is None:
-            live.load(numbers, tensors)
+            load(numbers, tensors)
             return
         arrived = torch.cuda.current_stream()
         self._stream.wait_stream(arrived)
         tensors[0].record_stream(self._stream)
         with torch.cuda.stream(self._stream):
-            live.load(numbers, tensors)
+            load(numbers, tensors)
         arrived.wait_stream(self._stream)
 
 

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.quantize.targets import FINITE, NOT_FINITE, content
 from fp8plan.runtime.apply.weight_sync.delta.parts import cuts_of, sums
 from fp8plan.runtime.apply.weight_sync.delta.patch import Change, unpacked
-from fp8plan.runtime.apply.weight_sync.delta.places import Span, Window, write
+from fp8plan.runtime.apply.weight_sync.delta.places import Span, Window, write_values
 from fp8plan.runtime.apply.weight_sync.delta.tiles import TILE, digests, flat, matrix
-from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_named, is_matrix
+from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_named, is_matrix, some
 from fp8plan.runtime.apply.weight_sync.shared import apart_by_digests, refuse_apart
 from fp8plan.runtime.apply.worker.binding import Move, Target, WholeTiles
+from fp8plan.runtime.apply.worker.facts import digest
 from fp8plan.runtime.apply.worker.prepare import Prepared
-from fp8plan.runtime.apply.worker.untouched import refuse_foreign
 from fp8plan.runtime.apply.worker.vllm_reload import NativeReload
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ class Patches:
         self._load(batch)
 
     def _load(self, batch: Mapping[int, Tensor]) -> None:
-        """Write patches of different tensors together."""
         entries = [self._prepared.manifest[number] for number in batch]
         made = unpacked(list(batch.values()), entries, self._device)
         parts, places, words = [], [], []
@@ -82,7 +81,7 @@ class Patches:
                     parts.append(part)
                     places.append(each.places)
                     words.append(each.words)
-        write(parts, places, words)
+        write_values(parts, places, words)
         self._note_values(entries, made)
 
     def _targets(self, entry: Entry) -> tuple[Target, ...]:
@@ -201,3 +200,38 @@ def _whole_tiles(span: Span, side: int, size: int) -> Span:
     """Return the tiles that lie in a span of a side of `size`; the last tile may be cut by the side's end."""
     start, stop = span
     return -(-start // side), -(-stop // side) if stop == size else stop // side
+
+
+def refuse_foreign(names: Sequence[str]) -> None:
+    """Raises ConfigError for tensors that are not as the last sync left them."""
+    if names:
+        raise ConfigError(f"something else than a sync has written to {some(names)} of the live weights")
+
+
+class Untouched:
+    """The digests of some modules' parameters after the last sync that wrote to them.
+
+    They are of modules that vLLM reloads, in layouts of its own, so that no patch can check them.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._digests: dict[str, dict[str, int]] = {}  # module -> its parameters -> digest
+
+    def note(self, modules: Iterable[str], written: Collection[str]) -> None:
+        """Note the parameters of modules as they are now. written: modules that this sync wrote to"""
+        for module in sorted(modules):
+            if module in written or module not in self._digests:
+                self._digests[module] = self._now(module)
+
+    def changed(self, turn: int, every: int) -> list[str]:
+        """Return the parameters that have changed, among one in `every` modules. turn: chooses these modules"""
+        names = []
+        for number, (module, noted) in enumerate(self._digests.items()):
+            if number % every == turn % every:
+                names += [name for name, own in self._now(module).items() if noted.get(name) != own]
+        return names
+
+    def _now(self, module: str) -> dict[str, int]:
+        parameters = self._model.get_submodule(module)._parameters
+        return {f"{module}.{name}": digest(tensor.data) for name, tensor in parameters.items() if tensor is not None}

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.apply.quantize.targets import CopyTargets, QuantizeTargets
+from fp8plan.runtime.apply.quantize.targets import CopyTargets, QuantizeTargets, content
 from fp8plan.runtime.apply.weight_sync.manifest import (
     LEFT_OUT,
     SCALE_SUFFIX,
@@ -24,6 +24,7 @@ from fp8plan.runtime.apply.weight_sync.manifest import (
     dtype_named,
     held_dtype,
     is_matrix,
+    some,
 )
 from fp8plan.runtime.apply.worker.binding import Binding, Move, Target, bind, derived_from, kind, refused
 from fp8plan.runtime.apply.worker.load_map import LoadMap, joined, leaders, trace
@@ -37,7 +38,7 @@ class Program:
 
     entries, numbers: of the chunk's tensors
     moves:     name -> how it is written in place (fp8plan.runtime.apply.worker.binding)
-    parts:     parts of tensors, for each of which `run` gives a flag (weight_sync.manifest.Part)
+    parts:     parts of tensors, for each of which `run` gives a flag (weight_sync.manifest.Part); the native ones last
     matrices:  which of the parts are matrices
     native:    (position in the chunk, name) of tensors that go through vLLM's loader
     positions: number in the manifest -> position in the chunk
@@ -53,17 +54,25 @@ class Program:
         scales = [move.scale for _, _, move in quantised if move.scale is not None]
         self._quantise = QuantizeTargets([move.target for _, _, move in quantised], scales)
         self._copy = CopyTargets([move.target for _, _, move in copied])
-        self.parts = [Part(e.name, move.source) for _, e, move in (*quantised, *copied)]
+        whole = [e for e in entries if e.name not in moves]
+        self.parts = [
+            *(Part(e.name, move.source) for _, e, move in (*quantised, *copied)),
+            *(Part(e.name) for e in whole),
+        ]
         self.matrices = [is_matrix(move.target.shape) for _, _, move in (*quantised, *copied)]
+        self.matrices += [is_matrix(e.shape) for e in whole]
 
     def run(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Queue the writes. Return the flag of each part, int32 [len(parts)] on the device (quantize.targets)."""
         import torch
 
         flags = torch.zeros(len(self.parts), dtype=torch.int32, device=device)
-        count = len(self._quantised)
-        self._quantise.run([part(tensors[at]) if part else tensors[at] for at, part in self._quantised], flags[:count])
-        self._copy.run([part(tensors[at]) if part else tensors[at] for at, part in self._copied], flags[count:])
+        counts = [len(self._quantised), len(self._copied), len(self.native)]
+        quantised, copied, native = flags.split(counts)
+        self._quantise.run([part(tensors[at]) if part else tensors[at] for at, part in self._quantised], quantised)
+        self._copy.run([part(tensors[at]) if part else tensors[at] for at, part in self._copied], copied)
+        for flag, (at, _) in zip(native, self.native, strict=True):
+            flag.copy_(content(tensors[at]))
         return flags
 
 
@@ -183,16 +192,18 @@ def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
 
     model = worker.model_runner.get_model()
     layers = dict(model.named_modules())
-    traced = trace(model, _in_bf16(sent))
+    traced = trace(model, meta_tensors(_in_bf16(sent)))
     wide = tuple(
         name
         for name, homes in traced.homes.items()
         if homes and all(traced.dtypes[home] == torch.float32 for home in homes)
     )
-    manifest = tuple(_written(entry, wide) for entry in sent)
+    # BF16 stays so where the model keeps FP32: its loader widens it.
+    rounded = {entry.name: held_dtype(entry.name, "float32", wide) for entry in sent if entry.dtype == "float32"}
+    manifest = tuple(entry._replace(dtype=rounded.get(entry.name, entry.dtype)) for entry in sent)
     plain = _in_bf16(manifest)
     if manifest != sent:  # vLLM's loaders treat rounded tensors otherwise than those that they must round
-        traced = trace(model, plain)
+        traced = trace(model, meta_tensors(plain))
     load_map = _with_scales(traced, manifest)
     ignored = tuple(entry.name for entry in manifest if not load_map.modules[entry.name])
     parallel = worker.model_runner.vllm_config.parallel_config
@@ -204,7 +215,7 @@ def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
     every = {module for modules in load_map.modules.values() for module in modules}
     if in_place:  # tried in BF16: with E4M3 and scales vLLM's loaders would have nothing to quantise
         derived = {module: why for module, why in derived_from(model).items() if module in every}
-        reasons = refused(worker, plain, traced, bind(model, traced, plain, derived))
+        reasons = refused(worker, traced, bind(model, traced, plain, derived))
         native = {m: reasons[kind(layers[m])] for m in every if kind(layers[m]) in reasons} | derived
     else:
         native = dict.fromkeys(every, "in_place=False")
@@ -235,11 +246,11 @@ def prepare(worker: Any, sent: Manifest, in_place: bool) -> Prepared:
     )
 
 
-def _written(entry: Entry, wide: Sequence[str]) -> Entry:
-    """Return the entry of a tensor as it is written. BF16 stays so where the model keeps FP32: its loader widens it."""
-    if entry.dtype != "float32":
-        return entry
-    return entry._replace(dtype=held_dtype(entry.name, entry.dtype, wide))
+def meta_tensors(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Return name -> a tensor without memory, of each entry."""
+    import torch
+
+    return {e.name: torch.empty(e.shape, dtype=dtype_named(e.dtype), device="meta") for e in manifest}
 
 
 def _refuse_unknown(ignored: Sequence[str], config: Any, shares_experts: bool = False) -> None:
@@ -253,7 +264,7 @@ def _refuse_unknown(ignored: Sequence[str], config: Any, shares_experts: bool = 
     tied = bool(getattr(config, "tie_word_embeddings", False))
     unknown = [name for name in ignored if not LEFT_OUT.match(name) or (name.startswith("lm_head.") and not tied)]
     if unknown:
-        raise ConfigError(f"unknown: {', '.join(unknown[:4])}; allowed: the names of the model's checkpoint")
+        raise ConfigError(f"unknown: {some(unknown)}; allowed: the names of the model's checkpoint")
 
 
 def _refuse_missing(load_map: LoadMap, layers: Mapping[str, torch.nn.Module]) -> None:
@@ -307,14 +318,12 @@ def _with_scales(load_map: LoadMap, manifest: Manifest) -> LoadMap:
     """Send scales where their weights go. Raises ConfigError for a weight or scales without the other."""
     scales = {e.name: e.name.removesuffix(SCALE_SUFFIX) for e in manifest if e.name.endswith(SCALE_SUFFIX)}
     if lost := [name for name, weight in scales.items() if weight not in load_map.copies]:
-        raise ConfigError(
-            f"scales without their weight: {', '.join(lost[:4])}; send {lost[0].removesuffix(SCALE_SUFFIX)}"
-        )
+        raise ConfigError(f"scales without their weight: {some(lost)}; send {lost[0].removesuffix(SCALE_SUFFIX)}")
     quantised = [entry.name for entry in manifest if entry.dtype == "float8_e4m3fn"]
     if plain := [weight for weight in scales.values() if weight not in quantised]:
-        raise ConfigError(f"scales for weights that are not float8_e4m3fn: {', '.join(plain[:4])}; quantise them")
+        raise ConfigError(f"scales for weights that are not float8_e4m3fn: {some(plain)}; quantise them")
     if bare := [name for name in quantised if name not in scales.values()]:
-        raise ConfigError(f"FP8 weights without scales: {', '.join(bare[:4])}; send {bare[0]}{SCALE_SUFFIX}")
+        raise ConfigError(f"FP8 weights without scales: {some(bare)}; send {bare[0]}{SCALE_SUFFIX}")
     return replace(
         load_map,
         copies={**load_map.copies, **{name: load_map.copies[weight] for name, weight in scales.items()}},
@@ -340,13 +349,13 @@ def _twins(
     twins = list(load_map.shared)
     if getattr(config, "tie_word_embeddings", False) and not load_map.modules.get(HEAD):
         embeddings = [name for name, modules in load_map.modules.items() if any(map(embeds, modules))]
-        shape = load_map.sent.get(HEAD)
-        embeddings = [name for name in embeddings if shape in (None, load_map.sent[name])]
+        if (head := load_map.sent.get(HEAD)) is not None:
+            embeddings = [name for name in embeddings if load_map.sent[name].shape == head.shape]
         if len(embeddings) == 1:
             twins.append((embeddings[0], HEAD))
     names = {entry.name for entry in manifest}
     twins += [tuple(n + SCALE_SUFFIX for n in group if n + SCALE_SUFFIX in names) for group in tuple(twins)]
-    return joined(group for group in twins if group)
+    return joined([group for group in twins if group])
 
 
 def _shared(twins: Sequence[Sequence[str]], manifest: Manifest) -> tuple[tuple[str, ...], ...]:

@@ -8,15 +8,14 @@ wait on the host until `finish`. Later updates of the same sequence are written 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, text_of
 from fp8plan.runtime.apply.plugin import logger
-from fp8plan.runtime.apply.weight_sync import manifest as manifests
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest
-from fp8plan.runtime.apply.weight_sync.procedure import refuse_leftovers
+from fp8plan.runtime.apply.weight_sync.manifest import Manifest, refuse, rounding
+from fp8plan.runtime.apply.weight_sync.procedure import finished_report, refuse_leftovers
 from fp8plan.runtime.apply.worker.live_weights import LiveWeights
 from fp8plan.runtime.apply.worker.prepare import IncompleteError
 
@@ -56,16 +55,14 @@ class Updates:
     """The updates of a worker's live weights.
 
     worker: vLLM's Worker, or what LiveWeights reads of it
-    agree:  gathers an object from all ranks of the engine, so that all refuse what one of them refuses
 
     live:   the weights, which know whether an update is open
     report: report of the last complete update; None before it
     """
 
-    def __init__(self, worker: Any, agree: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, worker: Any) -> None:
         self.report: dict[str, Any] | None = None
         self.live = LiveWeights(worker)
-        self._agree = agree
         self._known: Manifest = ()  # of the last update
         self._said_rounded = False
         self._update = _Update(0.0)
@@ -114,10 +111,18 @@ class Updates:
             raise
         if done["rounded"] and not self._said_rounded:
             self._said_rounded = True
-            logger.warning("fp8plan: %s", manifests.rounding(done["rounded"]))
+            logger.warning("fp8plan: %s", rounding(done["rounded"]))
         _add(update.seconds, "finish", begun)
         _add(update.seconds, "total", update.begun)
-        self.report = self._report(update, done)
+        self.report = finished_report(
+            [done],
+            version=self.live.version,
+            seconds=update.seconds | {"check": done["check"]["seconds"]},
+            tensors=len(update.announced),
+            bytes=sum(entry.nbytes for entry in update.announced),
+            chunks=update.messages,
+            rounded=len(done["rounded"]),
+        ).record()
 
     def fail(self, why: str) -> None:
         """End the open update, if there is one."""
@@ -142,7 +147,8 @@ class Updates:
                 self._check(update.announced)
             except IncompleteError:
                 return Staged()
-        return self._expecting()
+        self.live.begin(NUMBER, SAMPLES, self.live.version, None)
+        return self.live
 
     def _check(self, sent: Manifest) -> None:
         """Let the live model, on every rank, check a whole manifest, and remember it."""
@@ -151,14 +157,13 @@ class Updates:
         elements: tuple[int, ...] = ()
         try:
             weights_in = "fp8_block" if any(entry.dtype == "float8_e4m3fn" for entry in sent) else "bf16"
-            manifests.refuse(sent, None, weights_in)
-            _, prepared = self.live.prepare(sent, True, NUMBER)
-            elements = prepared.taken
+            refuse(sent, None, weights_in)
+            elements = self.live.prepare(sent, True, NUMBER).taken
         except LostEngineError:
             raise
         except Fp8PlanError as error:
             fault = isinstance(error, IncompleteError), str(error)
-        answers = self._agree((fault, elements))
+        answers = over_ranks((fault, elements))  # all refuse what one of them refuses
         faults = [fault for fault, _ in answers if fault is not None]
         for kind, others in ((ConfigError, False), (IncompleteError, True)):
             for incomplete, text in faults:
@@ -167,32 +172,14 @@ class Updates:
         refuse_leftovers(sent, [elements for _, elements in answers])
         self._known = sent
 
-    def _expecting(self) -> LiveWeights:
-        """Let the live weights expect the known manifest."""
-        self.live.begin(NUMBER, SAMPLES, self.live.version, None)
-        return self.live
-
     def _write(self, update: _Update, staged: Staged) -> None:
         begun = time.perf_counter()
         self._check(update.announced)
-        update.sink = self._expecting()
+        self.live.begin(NUMBER, SAMPLES, self.live.version, None)
+        update.sink = self.live
         for numbers, tensors in staged.parts:
-            update.sink.load(numbers, tensors)
+            self.live.load(numbers, tensors)
         _add(update.seconds, "load", begun)
-
-    def _report(self, update: _Update, done: dict[str, Any]) -> dict[str, Any]:
-        check = done.pop("check")
-        return done | {
-            "rounded": len(done["rounded"]),
-            "version": self.live.version,
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "seconds": update.seconds | {"check": check["seconds"]},
-            "tensors": len(update.announced),
-            "bytes": sum(entry.nbytes for entry in update.announced),
-            "chunks": update.messages,
-            "compared": check["compared"],
-            "weight_error": check["weight_error"],
-        }
 
 
 def over_ranks(mine: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.apply.weight_sync.manifest import some
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,6 @@ class Places:
 
 
 def _same(value: Any, before: Any) -> bool:
-    """Return whether two plain settings are equal; objects and tensors count as different."""
     return type(value) is type(before) and isinstance(value, (bool, int, float, str, list, tuple)) and value == before
 
 
@@ -148,7 +148,6 @@ class NativeReload:
         self._loaders = []
 
     def _parameters_past(self) -> list[torch.Tensor]:
-        """Return the parameters in `past` that still wait for values."""
         past = (self._model.get_submodule(module)._parameters.get(param) for module, param in self._past)
         return [tensor for tensor in past if tensor is not None and tensor.is_meta]
 
@@ -158,7 +157,7 @@ class NativeReload:
 
         infos = ((name, get_layerwise_info(self._model.get_submodule(name))) for name in modules)
         if lost := [name for name, info in infos if info.can_load() and info.load_numel <= 0]:
-            raise ConfigError(f"vLLM's reload did not load {', '.join(lost[:4])} ({len(lost)} modules in all)")
+            raise ConfigError(f"vLLM's reload did not load {some(lost)}")
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.apply.engine.launch import held_back
-from fp8plan.runtime.apply.weight_sync.manifest import checkpoint_manifest, checkpoint_tensors, local_folder
+from fp8plan.runtime.apply.weight_sync.checkpoint import checkpoint_manifest, checkpoint_tensors, local_folder
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.watch.mismatch.sampling import LEAST_TEMPERATURE
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.runtime.apply.weight_sync.calls import until_reset
+from fp8plan.runtime.apply.engine.base import until_reset
 
 # vLLM's counters (v1/metrics/loggers.py) -> the record's names of their gain in a run.
 COUNTERS = {

@@ -17,9 +17,11 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.model.hardware import find_gpu
 from fp8plan.runtime.apply.doctor import self_test
 from fp8plan.runtime.apply.doctor.doctor import Diagnosis
+from fp8plan.runtime.apply.engine.base import driven
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
-from fp8plan.runtime.apply.weight_sync.calls import Call, Rpc, driven
-from fp8plan.runtime.apply.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.apply.weight_sync.calls import Call, Rpc
+from fp8plan.runtime.apply.weight_sync.scored import Scored
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.version import NEWEST
 

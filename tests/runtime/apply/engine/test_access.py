@@ -23,16 +23,8 @@ from tiny_models import (
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
-from fp8plan.runtime.apply.weight_sync.state import (
-    TAGS,
-    Event,
-    SyncState,
-    alone,
-    asleep_of,
-    falling_asleep,
-    generating,
-    refuse_asleep,
-)
+from fp8plan.runtime.apply.weight_sync.sleeping import TAGS, asleep_of, falling_asleep
+from fp8plan.runtime.apply.weight_sync.state import Event, SyncState, alone, generating, refuse_asleep
 
 # --- the gate itself ------------------------------------------------------------------------------------------------
 
@@ -44,19 +36,19 @@ def state() -> SyncState:
 
 def test_rollouts_and_procedures_exclude_each_other(state: SyncState) -> None:
     with generating(state), generating(state):
-        with pytest.raises(SyncError, match="2 requests are running"), alone(state, busy=lambda: 0):
+        with pytest.raises(SyncError, match="2 requests are running"), alone(state, busy=0):
             pass
         assert not state.running
-    with alone(state, busy=lambda: 0):
+    with alone(state, busy=0):
         with pytest.raises(NotServingError, match="a sync is running"), generating(state):
             pass
-        with pytest.raises(SyncError, match="another sync is running"), alone(state, busy=lambda: 0):
+        with pytest.raises(SyncError, match="another sync is running"), alone(state, busy=0):
             pass
         assert state.running
-    with pytest.raises(SyncError, match=r"3 requests are running.*the old weights serve"), alone(state, busy=lambda: 3):
+    with pytest.raises(SyncError, match=r"3 requests are running.*the old weights serve"), alone(state, busy=3):
         pass
     state.note(Event.REFUSE, "bad")
-    with pytest.raises(SyncError, match="still refuses to generate"), alone(state, busy=lambda: 1):
+    with pytest.raises(SyncError, match="still refuses to generate"), alone(state, busy=1):
         pass
     assert (state.running, state.generating) == (False, 0)
 

@@ -17,6 +17,7 @@ from tiny_models import CALIBRATION, PROMPTS, TOKENS, Outputs, checkpoint, cpu_p
 import fp8plan
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.runtime.apply.engine.async_engine import AsyncRolloutEngine
+from fp8plan.runtime.apply.weight_sync.calls import Rpc
 from fp8plan.runtime.apply.weight_sync.delta.follower import Follower
 from fp8plan.runtime.apply.weight_sync.delta.store import Publisher
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
@@ -151,7 +152,7 @@ def test_syncs_alternate_between_two_sets_of_weights(kind: str, precision: str, 
         processes = client.resources.engine_manager.processes
         for process in processes:
             os.kill(process.pid, signal.SIGSTOP)
-        waits = asyncio.create_task(engine._rpc("fp8plan_facts", ()))
+        waits = asyncio.create_task(engine.answer(Rpc("fp8plan_facts")))
         await asyncio.sleep(0.3)
         assert not waits.done()
         for process in processes:

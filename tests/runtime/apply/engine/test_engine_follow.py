@@ -217,7 +217,7 @@ def unstarted(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, An
     EngineBase.__init__(engine, first, SyncSettings(), None, GuardSettings())  # type: ignore[arg-type]
     engine.guard = Guard.__new__(Guard)
     engine.guard.state, engine.guard.facts = GuardState(), SimpleNamespace(precision=first.precision, kv_fixed=False)
-    engine._rollout, engine.state.kv_scales = [[1, 2, 3]], {"layer": [1.0] * 3}
+    engine._remembered.sequences, engine.state.kv_scales = [[1, 2, 3]], {"layer": [1.0] * 3}
     monkeypatch.setattr(engine, "_busy", lambda: answers.busy)
     later = kind is AsyncRolloutEngine
     monkeypatch.setattr(engine, "answer", answers.answer_later if later else answers.answer)

@@ -13,8 +13,8 @@ from tiny_models import checkpoint, cpu_plan
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.vllm import ignored
 from fp8plan.runtime.apply.engine.launch import Launch, has_fixed_scales, launch
+from fp8plan.runtime.apply.weight_sync.checkpoint import local_folder
 from fp8plan.runtime.apply.weight_sync.kv_scales import FIXED_SCALES, LIVE_SCALES
-from fp8plan.runtime.apply.weight_sync.manifest import local_folder
 
 pytestmark = pytest.mark.vllm  # its version is checked first
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp8plan.runtime.apply.engine.base import CALIBRATION_SEQUENCES
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
+from fp8plan.runtime.apply.engine.remembered import Remembered
+from fp8plan.runtime.apply.weight_sync.kv_calibration import CALIBRATION_SEQUENCES
 
 
 def output(token: int) -> SimpleNamespace:
@@ -21,7 +22,7 @@ class Remembering(RolloutEngine):
     _longest = 64
 
     def __init__(self) -> None:
-        self._rollout, self._sampled = [], None
+        self._remembered = Remembered()
         self.state = SimpleNamespace(soiled=False, version=0)  # type: ignore[assignment]
 
 

@@ -208,7 +208,7 @@ def test_what_one_replica_refuses_none_serves(fleet: RolloutFleet, fresh: Fresh)
     with pytest.raises(SyncError, match=r"replica 1: a planted fault; the old weights serve"):
         sync(fleet, "b")
     is_like_a_fresh_one(fleet, fresh)
-    with pytest.raises(SyncError, match=r"the manifest is empty.*the old weights serve, untouched"):
+    with pytest.raises(SyncError, match=r"the manifest is empty.*the old weights serve"):
         fleet.sync_weights({})
     assert fleet.serves == [0, 1]
 

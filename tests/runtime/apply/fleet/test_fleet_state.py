@@ -202,7 +202,7 @@ def test_every_replica_knows_the_rungs_that_were_taken(monkeypatch: pytest.Monke
     assert fleet.guard is not None
     assert known() == {Action.NONE}
     assert fleet._advised(None, Escalation.RECALIBRATE_KV) == Action.RECALIBRATE_KV
-    fleet._rollout = PROMPTS
+    fleet._remembered.sequences = PROMPTS
     fleet.apply(None, Escalation.RECALIBRATE_KV)
     assert known() == {Action.RECALIBRATE_KV}
     assert fleet._advised(None, Escalation.RECALIBRATE_KV) == Action.NONE

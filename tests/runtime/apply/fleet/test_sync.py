@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import SyncError
+from fp8plan.runtime.apply.engine.base import driven
 from fp8plan.runtime.apply.fleet.members import Calls
 from fp8plan.runtime.apply.fleet.sync import addressed, merged, packed, unpacked
-from fp8plan.runtime.apply.weight_sync.calls import Generate, Rpc, driven, rpc
+from fp8plan.runtime.apply.weight_sync.calls import Generate, Rpc, rpc
 from fp8plan.runtime.apply.weight_sync.procedure import replace_weights
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import SyncState

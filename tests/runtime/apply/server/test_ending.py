@@ -57,7 +57,7 @@ def ends(how: str, hangs: bool = False) -> tuple[str, list[int]]:
             engine.errored = True
         else:
             engine.shutdown(timeout=0)
-            assert ending.told
+            assert ending.ended
             http.should_exit = True
         if hangs:
             await asyncio.to_thread(over.wait, 30)

@@ -24,7 +24,7 @@ from fp8plan.runtime.apply.weight_sync.delta.listing import HELD
 from fp8plan.runtime.apply.weight_sync.delta.store import Publisher
 from fp8plan.runtime.apply.weight_sync.kv_calibration import clean
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
-from fp8plan.runtime.apply.weight_sync.state import Event
+from fp8plan.runtime.apply.weight_sync.state import Event, State
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 
@@ -64,7 +64,7 @@ class Engine:
 
     async def other(self, *_: Any, **__: Any) -> None: ...
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, **_: Any) -> bool:
         return True
 
     sleep = wake_up = pause_generation = resume_generation = release_kv_cache_memory = other
@@ -180,29 +180,54 @@ def test_a_trainer_that_was_only_slow_is_told_that_its_update_was_ended(call: st
     asyncio.run(asyncio.wait_for(meeting(), 30))
 
 
+async def being_finished(slow: str, fails: bool = False) -> tuple[Silent, asyncio.Task[None]]:
+    """A front whose update is being finished, and the call that waits for it."""
+
+    async def waits(*_: Any, **__: Any) -> bool:
+        await asyncio.sleep(0.2)
+        if fails:
+            raise ValueError("missing: a tensor")
+        return True
+
+    front = Silent(engine := Engine(), half=True)
+    await front.start_weight_update()
+    await front.update_weights()
+    if slow == "the workers":
+        front._own["finish_weight_update"] = waits
+    else:
+        engine.reset_prefix_cache = waits  # type: ignore[method-assign]
+    ending = asyncio.create_task(front.finish_weight_update())
+    await asyncio.sleep(0.05)
+    return front, ending
+
+
 @pytest.mark.parametrize("slow", ["the workers", "the prefix cache"])
 @pytest.mark.parametrize("call", ["start_weight_update", "update_weights", "finish_weight_update"])
 def test_a_call_beside_the_end_of_an_update_does_not_end_it(call: str, slow: str) -> None:
     """A client that gets no answer in time repeats its call, for example."""
 
     async def meeting() -> None:
-        async def waits(*_: Any) -> bool:
-            await asyncio.sleep(0.2)
-            return True
-
-        front = Silent(engine := Engine())
-        await front.start_weight_update()
-        await front.update_weights()
-        if slow == "the workers":
-            front._own["finish_weight_update"] = waits
-        else:
-            engine.reset_prefix_cache = waits  # type: ignore[method-assign]
-        ending = asyncio.create_task(front.finish_weight_update())
-        await asyncio.sleep(0.05)
+        front, ending = await being_finished(slow)
         with pytest.raises(UpdateError, match="an update is being finished; wait for it before you"):
             await getattr(front, call)()
         await ending
         assert (front.refusal, front.failure) == (None, None)
+
+    asyncio.run(asyncio.wait_for(meeting(), 30))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("slow", ["the workers", "the prefix cache"])
+def test_an_update_whose_finish_was_cancelled_ends_all_the_same(slow: str, fails: bool) -> None:
+    async def meeting() -> None:
+        front, ending = await being_finished(slow, fails)
+        ending.cancel()
+        await asyncio.wait({ending})
+        assert front.open_update() is None  # no trainer is waited for
+        await asyncio.sleep(0.6)
+        assert front.state.weights.state is (State.REFUSED if fails else State.SERVING)
+        assert ("missing: a tensor" in (front.failure or "")) is fails
+        await front.start_weight_update()  # the next trainer is taken
 
     asyncio.run(asyncio.wait_for(meeting(), 30))
 

@@ -97,8 +97,9 @@ def test_code_from_the_wire_is_refused_and_logged_and_the_server_serves_on(serve
     assert answer.status_code == 400
     assert "allowed: {" in answer.text
     assert "the old weights serve" in answer.text
-    staged = ["cuda", pickle.dumps(Program(trace), 0).decode(), 8]  # the place of a buffer, in another process
-    answer = post(server, "/collective_rpc", {"method": "fp8plan_load_staged", "args": [staged, []]})
+    address = ["cuda", pickle.dumps(Program(trace), 0).decode(), 8]  # the place of a buffer, in another process
+    staged = {"address": address, "layout": []}
+    answer = post(server, "/collective_rpc", {"method": "fp8plan_load", "args": [[], staged]})
     assert "error" in answer.json()["results"][0]
     assert not trace.exists()
     assert serves(server)

@@ -6,7 +6,8 @@ from typing import get_args
 
 import pytest
 
-from fp8plan.runtime.apply.weight_sync.calls import STAGED, Files, Method, driven, rpc
+from fp8plan.runtime.apply.engine.base import driven
+from fp8plan.runtime.apply.weight_sync.calls import TAKE_TENSORS, Files, Method, rpc
 
 pytest.importorskip("torch")
 
@@ -16,7 +17,7 @@ def test_each_method_of_the_workers_has_its_name_and_no_other() -> None:
 
     methods = {name for name in vars(Fp8PlanWorker) if name.startswith("fp8plan_")}
     assert set(get_args(Method)) == methods
-    assert {name for pair in STAGED.items() for name in pair} <= methods
+    assert set(TAKE_TENSORS) <= methods
 
 
 def test_files_are_worked_on_by_whoever_drives() -> None:

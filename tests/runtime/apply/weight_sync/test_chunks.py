@@ -10,7 +10,7 @@ import pytest
 from sharded_trainer import checked, sharded, tensors
 
 from fp8plan.errors import SyncError
-from fp8plan.runtime.apply.weight_sync.stream import Channel, chunks, left, opened, unpack
+from fp8plan.runtime.apply.weight_sync.stream import Channel, arrived, chunks
 
 torch = pytest.importorskip("torch")
 
@@ -59,19 +59,19 @@ def test_each_worker_has_a_handle_of_its_own_to_a_gpus_buffer(monkeypatch: pytes
     monkeypatch.setattr(reductions, "reduce_tensor", shared)
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuilt)
     monkeypatch.setattr(Channel, "_shared", lambda *_: buffer)
-    workers = [SimpleNamespace(rank=rank, device=torch.device("cpu")) for rank in range(2)]
+    cpu = torch.device("cpu")
+    workers = [SimpleNamespace(rank=rank, device=cpu, _fp8plan_stage=(None, None)) for rank in range(2)]
     channel = Channel("cuda", 1024, workers=2)
     for value in (1.0, 2.0):  # two chunks, of which the second needs no handle
         call = channel.message("fp8plan_load", [0], [torch.full((4,), value)])
-        address, layout = call.arguments
+        numbers, staged = call.arguments
         for worker in workers:
-            assert unpack(opened(worker, address), layout)[1][0].tolist() == 4 * [value]
-    assert call.method == "fp8plan_load_staged"
+            assert arrived(worker, staged)[0].tolist() == 4 * [value]
+    assert (call.method, numbers) == ("fp8plan_load", [0])
+    address = staged["address"]
     assert pickle.loads(address[1][0]) != pickle.loads(address[1][1])
     assert receivers == [0, 0]
-    for worker in workers:
-        left(worker)
-        assert worker._fp8plan_stage == (None, None)
+    assert channel.counts == {"tensors": 2, "bytes": 32, "chunks": 2}
 
 
 @pytest.mark.slow

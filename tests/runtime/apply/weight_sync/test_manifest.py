@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.apply.weight_sync.checkpoint import checkpoint_manifest
 from fp8plan.runtime.apply.weight_sync.manifest import (
     FORMATS,
     SCALE_SUFFIX,
     Entry,
     as_held,
-    checkpoint_manifest,
     dtype_named,
     entry_of,
     held_manifest,

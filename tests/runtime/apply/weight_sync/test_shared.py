@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.weight_sync.delta.base import Base
-from fp8plan.runtime.apply.weight_sync.delta.listing import HELD, Held, Store
+from fp8plan.runtime.apply.weight_sync.delta.listing import HELD, Formats, Store
 from fp8plan.runtime.apply.weight_sync.delta.patch import changed_values
 from fp8plan.runtime.apply.weight_sync.delta.store import Publisher
 from fp8plan.runtime.apply.weight_sync.manifest import manifest_of
@@ -118,8 +118,8 @@ def test_unchanged_tensors_are_looked_at_in_turn() -> None:
 
 def test_a_publisher_refuses_two_values_and_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    held = Held(manifest_of(tensors()) or (), frozenset(), {}, (("embed", "head"),))
-    store.write_json(HELD, held.as_json())
+    held = Formats(manifest_of(tensors()) or (), frozenset(), {}, (("embed", "head"),))
+    store.write_json(HELD, held)
     assert store.held() == held
     publisher = Publisher(str(tmp_path))
     for version in (1, 2):

@@ -32,7 +32,7 @@ from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.weight_sync.manifest import manifest_of
 from fp8plan.runtime.apply.weight_sync.procedure import MOST_PREPARED
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
-from fp8plan.runtime.apply.weight_sync.settings import Scored
+from fp8plan.runtime.apply.weight_sync.scored import Scored
 from fp8plan.version import at_least
 
 pytestmark = pytest.mark.vllm

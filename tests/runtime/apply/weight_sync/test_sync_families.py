@@ -210,7 +210,7 @@ def test_a_module_that_vllms_reload_does_not_see_is_refused(case: Case) -> None:
         native = NativeReload(worker)  # and is not told
         native.open()
         native.load(weights("gpt_oss", "b").items())
-        with pytest.raises(ConfigError, match=rf"vLLM's reload did not load {sinks} \(1 modules in all\)"):
+        with pytest.raises(ConfigError, match=rf"vLLM's reload did not load {sinks}"):
             native.close([sinks, "model.norm"])
 
     on_worker(case.engine, reload)

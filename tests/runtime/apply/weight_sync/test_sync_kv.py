@@ -28,8 +28,8 @@ from fp8plan.errors import ConfigError, SyncError
 from fp8plan.model.precision import E4M3_MAX
 from fp8plan.runtime.apply.engine.base import AnyEngine
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
+from fp8plan.runtime.apply.weight_sync.amax import recording_amax
 from fp8plan.runtime.apply.weight_sync.calls import Generate
-from fp8plan.runtime.apply.weight_sync.kv_calibration import recording_amax
 from fp8plan.runtime.apply.weight_sync.kv_scales import (
     FIXED_SCALES,
     MARGIN,
@@ -39,8 +39,8 @@ from fp8plan.runtime.apply.weight_sync.kv_scales import (
     largest,
     scales_from,
 )
-from fp8plan.runtime.apply.weight_sync.procedure import _refuse_scored
-from fp8plan.runtime.apply.weight_sync.settings import Scored, SyncSettings
+from fp8plan.runtime.apply.weight_sync.scored import Scored, refuse_scored
+from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.watch.guard.fallback import GuardSettings
 
@@ -153,7 +153,7 @@ def test_nonsense_is_refused_in_every_precision(given: dict[str, Any], says: str
 )
 def test_log_probs_that_are_none_are_refused(scored: Any) -> None:
     with pytest.raises(ConfigError, match=r"scored: .*; allowed: Scored\(list of token ids, list of log-probs\)"):
-        _refuse_scored(SyncState(SyncSettings(), None, fp8_kv=False), scored)
+        refuse_scored(SyncState(SyncSettings(), None, fp8_kv=False), scored)
 
 
 # --- the live engine ------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_a_fault_in_another_process_is_named_here(subject: Subject, staged: list
     assert generate(engine, cold=True) == references["b"]
     sent = weights(kind, "a")
     sent["model.layers.1.self_attn.q_proj.weight"][3, 5] = float("nan")
-    with pytest.raises(SyncError, match=r"not finite: model.layers.1.self_attn.q_proj.weight .*refuses to generate"):
+    with pytest.raises(SyncError, match=r"not finite: model.layers.1.self_attn.q_proj.weight; .*refuses to generate"):
         engine.sync_weights(sent, kv_prompts=CALIBRATION)
     with pytest.raises(NotServingError):
         generate(engine)
@@ -123,7 +123,7 @@ def test_a_process_killed_during_a_sync_is_healed_by_the_next(subject: Subject, 
 # The worker's method that the engine's process, killed, does not answer in a state.
 UNANSWERED = {
     State.OPEN: "fp8plan_begin",
-    State.WRITING: "fp8plan_load_staged",
+    State.WRITING: "fp8plan_load",
     State.CHECKED: "fp8plan_commit",
     State.DEAD: "fp8plan_facts",  # of an engine that is being started again
 }

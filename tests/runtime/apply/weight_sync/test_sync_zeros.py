@@ -12,7 +12,8 @@ from tiny_models import CALIBRATION, EXPERTS, Outputs, checkpoint, generate, sta
 
 from fp8plan.errors import NotServingError, SyncError
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
-from fp8plan.runtime.apply.weight_sync.manifest import Part, not_zero
+from fp8plan.runtime.apply.weight_sync.checkpoint import not_zero
+from fp8plan.runtime.apply.weight_sync.manifest import Part
 from fp8plan.runtime.apply.worker.prepare import is_matrix
 
 torch = pytest.importorskip("torch")
@@ -57,7 +58,7 @@ def test_a_lost_matrix_is_named_and_nothing_generates_until_a_whole_sync(subject
     if subject.kind == "moe":
         lost += ["model.layers.1.mlp.gate.weight", f"model.layers.1.mlp.experts.{EXPERTS - 1}.down_proj.weight"]
     for name in lost:
-        with pytest.raises(SyncError, match=rf"all zeros: {name} \(1 in all\), and not in the checkpoint; allowed: "):
+        with pytest.raises(SyncError, match=rf"all zeros: {name}, and not in the checkpoint; allowed: "):
             subject.sync(name)
         with pytest.raises(NotServingError, match="all zeros"):
             generate(subject.engine)
@@ -69,7 +70,7 @@ def test_all_of_them_are_refused_for_the_same_reason_in_every_precision(subject:
     every = matrices(subject.kind)
     count = len(every) - (GATE in every)
     for _ in range(2):  # a failed sync is no reference for the next one
-        with pytest.raises(SyncError, match=rf"all zeros: .* \({count} in all\), and not in the checkpoint"):
+        with pytest.raises(SyncError, match=rf"all zeros: .* and {count - 4} more, and not in the checkpoint"):
             subject.sync(*every)
     subject.sync(kv_prompts=CALIBRATION)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fp8plan.runtime.apply.weight_sync.kv_calibration import recording_amax
+from fp8plan.runtime.apply.weight_sync.amax import recording_amax
 
 torch = pytest.importorskip("torch")
 

@@ -181,20 +181,26 @@ def test_from_0_33_on_an_empty_announcement_means_the_one_before(
     trainer.model_update_group = again.model_update_group
 
 
-def test_what_vllm_loads_into_is_let_go() -> None:
+def test_what_vllm_loads_into_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 0.33 on vLLM notes each target of an update, with what was announced to it."""
     import torch
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
     from fp8plan.runtime.apply.worker.nccl_receive import Arriving, PlainReceiver
+
+    def received(engine: Any, announced: str) -> None:
+        assert engine.model is arriving
+        notes[engine.model] = announced
+        seen.append(dict(notes))
 
     config = SimpleNamespace(parallel_config=None, model_config=None)
     receiver = PlainReceiver(SimpleNamespace(), config, torch.device("cpu"), torch.nn.Identity())
     notes = receiver._last_update_info = {}
     arriving = Arriving(None, ())
-    with receiver.loading(arriving):
-        assert receiver.model is arriving
-        notes[receiver.model] = "as vLLM's receive_weights does"
-    assert notes == {}
+    seen: list[dict[Any, str]] = []
+    monkeypatch.setattr(NCCLWeightTransferEngine, "receive_weights", received)
+    receiver.take("as vLLM's receive_weights does", arriving, 60.0)
+    assert (len(seen), notes) == (1, {})
     assert isinstance(receiver.model, torch.nn.Identity)
 
 

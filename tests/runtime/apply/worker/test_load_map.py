@@ -16,6 +16,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.weight_sync.manifest import Entry, Manifest, manifest_of
 from fp8plan.runtime.apply.worker.facts import digest
 from fp8plan.runtime.apply.worker.load_map import LoadMap, box, joined, shared_of, trace
+from fp8plan.runtime.apply.worker.prepare import meta_tensors
 
 torch = pytest.importorskip("torch")
 
@@ -135,11 +136,12 @@ def test_one_storage_by_two_names_is_found_whatever_they_are_called() -> None:
     model = Odd()
     record_metadata_for_reloading(model)
     names = ["embed", "draft", "expert.0", "expert.1", "shared_expert", "draft.shared_expert"]
-    found = trace(model, [Entry(name, "float32", (4, 8)) for name in names])
+    sent = meta_tensors([Entry(name, "float32", (4, 8)) for name in names])
+    found = trace(model, sent)
     assert found.shared == (("draft", "embed"), ("draft.shared_expert", "shared_expert"))
     assert found.covered["experts", "weight"] == 12 * 8
     # A second value in a place does not fill the gap of another.
-    gap = trace(model, [Entry(name, "float32", (4, 8)) for name in names if name != "expert.1"])
+    gap = trace(model, {name: tensor for name, tensor in sent.items() if name != "expert.1"})
     assert gap.covered["experts", "weight"] == 8 * 8
 
 
@@ -163,7 +165,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     with started(kind, "a", precision) as engine:
         models: list[Any] = []
         engine.llm.apply_model(lambda model: models.append(model))
-        yield Subject(kind, models[0], manifest, trace(models[0], manifest))
+        yield Subject(kind, models[0], manifest, trace(models[0], meta_tensors(manifest)))
 
 
 @pytest.mark.vllm
@@ -226,9 +228,9 @@ def test_a_trace_leaves_the_model_as_it_was(subject: Subject) -> None:
         return tensors, loaders, [(id(layer._parameters), id(layer._buffers)) for layer in layers]
 
     before = state()
-    trace(subject.model, subject.manifest)
+    trace(subject.model, meta_tensors(subject.manifest))
     with pytest.raises(ConfigError):
-        trace(subject.model, [*subject.manifest, Entry("model.layers.0.x.weight", "bfloat16", (2,))])
+        trace(subject.model, meta_tensors([*subject.manifest, Entry("model.layers.0.x.weight", "bfloat16", (2,))]))
     assert state() == before
 
 
@@ -241,13 +243,13 @@ def test_a_shape_that_a_loader_does_not_take_is_named(subject: Subject, shape: t
     name = "model.layers.1.self_attn.q_proj.weight"
     wrong = [entry._replace(shape=shape) if entry.name == name else entry for entry in subject.manifest]
     with pytest.raises(ConfigError, match=f"vLLM's loader does not take {name} of {says} .*; allowed: the names and"):
-        trace(subject.model, wrong)
+        trace(subject.model, meta_tensors(wrong))
 
 
 @pytest.mark.vllm
 def test_what_is_missing_is_not_covered(subject: Subject) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     entry = next(entry for entry in subject.manifest if entry.name == name)
-    found = trace(subject.model, [other for other in subject.manifest if other is not entry])
+    found = trace(subject.model, meta_tensors([other for other in subject.manifest if other is not entry]))
     home = ("model.layers.1.self_attn.qkv_proj", "weight")
     assert prod(found.shapes[home]) - found.covered[home] == entry.numel

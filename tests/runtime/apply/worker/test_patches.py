@@ -14,7 +14,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.weight_sync.delta import patch, places, tiles
 from fp8plan.runtime.apply.weight_sync.delta.base import Base
 from fp8plan.runtime.apply.weight_sync.delta.patch import changes, whole
-from fp8plan.runtime.apply.weight_sync.delta.places import write
+from fp8plan.runtime.apply.weight_sync.delta.places import write_values
 from fp8plan.runtime.apply.weight_sync.delta.tiles import bits
 from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_name, quantised_manifest
 from fp8plan.runtime.apply.worker.binding import Move
@@ -71,7 +71,7 @@ def test_every_part_gets_its_own_values(case: tuple[torch.Tensor, torch.Tensor, 
         return
     assert made.places is not None
     windows = [target_of(move, new.shape).window for move in moves]
-    write(windows, [made.places] * len(windows), [made.words] * len(windows))
+    write_values(windows, [made.places] * len(windows), [made.words] * len(windows))
     for move in moves:
         assert torch.equal(bits(move.target), expected(move, new))
         assert same(move, made.digests, new.shape)

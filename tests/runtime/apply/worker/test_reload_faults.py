@@ -237,16 +237,6 @@ def test_every_module_that_vllm_loads_is_explained(subject: Subject, settings: C
     assert set(report.why_reloaded.values()) == {"in_place=False"}
 
 
-def test_a_prepared_manifest_has_the_number_that_it_is_given(subject: Subject) -> None:
-    manifest = [[name, "bfloat16", list(tensor.shape)] for name, tensor in weights(subject.kind, "a").items()]
-    assert subject.worker("fp8plan_prepare", manifest, False, 1000)["ok"]["number"] == 1000
-    assert subject.worker("fp8plan_prepare", manifest, False)["ok"]["number"] == 1001
-    assert subject.worker("fp8plan_prepare", manifest, False, 5)["ok"]["number"] == 5
-    assert subject.worker("fp8plan_begin", 1000, 0, 0, None) == {"ok": None}
-    assert subject.worker("fp8plan_abort", "it failed") == {"ok": True}
-    assert subject.serves("a")  # nothing was written
-
-
 @pytest.mark.parametrize("weights_in", ["bf16", "fp8_block"])
 def test_a_kernel_that_swaps_halves_of_its_rows_is_not_written_in_place(
     subject: Subject, settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch, weights_in: str
@@ -325,7 +315,7 @@ def test_experts_own_scales_come_back_with_the_weights() -> None:
     layer.quant_method = SimpleNamespace(moe_quant_config=config)
     model = torch.nn.Sequential(layer)
     live = LiveWeights(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model)))
-    live._running = _Running(None, None, 0, Snapshot(model, "cpu"), None, {})  # type: ignore[arg-type]
+    live._running = _Running(None, None, 0, Snapshot(model, "cpu"), None, {}, 0)  # type: ignore[arg-type]
     layer.w13_weight_scale_inv.data.fill_(3.0)
     config.w1_scale.fill_(3.0)
     assert live.abort("it failed")

@@ -23,8 +23,9 @@ from fp8plan.runtime.apply.doctor.observe import Notes, Request, measured_on, ob
 from fp8plan.runtime.apply.doctor.observed import Observed
 from fp8plan.runtime.apply.doctor.over_http import answers
 from fp8plan.runtime.apply.doctor.over_http.client import CannotLook, Refused, Server, shown
+from fp8plan.runtime.apply.engine.base import driven
 from fp8plan.runtime.apply.plugin import STATUS
-from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, driven
+from fp8plan.runtime.apply.weight_sync.calls import Call, Generate
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.apply.worker.facts import preset_of

@@ -9,12 +9,13 @@ The manifest bounds every size, and the file's own size all of them, before memo
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, BinaryIO, Final, Literal
 from zlib import crc32
+
+import msgspec
+from msgspec import Struct
 
 from fp8plan.errors import ConfigError, text_of
 from fp8plan.model.weight_changes import frame_bytes
@@ -34,13 +35,13 @@ TAIL: Final = struct.Struct("<qq")  # the index's checksum, and its bytes
 
 def blocks(patches: Iterable[tuple[str, Tensor]], codec: str | None, stamp: str) -> Iterator[bytes]:
     """Yield the content of a file of patches. stamp: of the version that they lead to"""
-    index: list[list[Any]] = []
+    index: list[tuple[str, int, int]] = []
     for name, patch in patches:
         data = patch.cpu().numpy().tobytes()
         stored = _compressed(data) if codec else data
-        index.append([name, len(stored), len(data)])
+        index.append((name, len(stored), len(data)))
         yield stored
-    text = json.dumps({"stamp": stamp, "codec": codec, "patches": index}).encode("utf-8")
+    text = msgspec.json.encode({"stamp": stamp, "codec": codec, "patches": index})
     yield text
     yield TAIL.pack(crc32(text), len(text))
 
@@ -66,17 +67,10 @@ class Archive:
         except OSError as error:
             raise UnreadableError(f"{where}: {text_of(error)}", where) from error
         try:
-            index, end = self._index(size)
-            self._codec, self._patches = _read_index(index, end, stamp, self._entries, whole)
+            self._index = _read_index(self._file, size, stamp, self._entries, whole)
         except (OSError, ConfigError) as error:
             self.close()
             raise UnreadableError(f"{where} is cut off or damaged: {text_of(error)}", where) from error
-
-    def __enter__(self) -> Archive:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         self._file.close()
@@ -100,52 +94,49 @@ class Archive:
         import torch
 
         self._file.seek(0)
-        for name, stored, nbytes in self._patches:
+        for name, stored, nbytes in self._index.patches:
             data = bytearray(stored)
             try:
                 if self._file.readinto(data) < stored:
                     raise EOFError(f"it ends in the patch of {name}")
-                expanded = _expanded(data, nbytes) if self._codec else data
+                expanded = _expanded(data, nbytes) if self._index.codec else data
             except (OSError, EOFError) as error:
                 raise UnreadableError(f"{self._where} is damaged: {text_of(error)}", self._where) from error
             yield name, torch.frombuffer(expanded, dtype=torch.uint8)
 
-    def _index(self, size: int) -> tuple[bytes, int]:
-        """Return the index's text and the place where it begins. size: of the file"""
-        actual = self._file.seek(0, 2)
-        if actual != size:
-            raise ConfigError(f"it has {actual} bytes of {size}")
-        self._file.seek(max(size - TAIL.size, 0))
-        tail = self._file.read(TAIL.size)
-        checksum, length = TAIL.unpack(tail) if len(tail) == TAIL.size else (0, 0)
-        begin = size - TAIL.size - length
-        if length < 1 or begin < 0:
-            raise ConfigError("its index has no length")
-        self._file.seek(begin)
-        text = self._file.read(length)
-        if crc32(text) != checksum:
-            raise ConfigError("its index has another checksum")
-        return text, begin
+
+class _Index(Struct):
+    """patches: name, stored bytes and bytes of each"""
+
+    stamp: str
+    codec: Literal["zstd"] | None
+    patches: list[tuple[str, int, int]]
 
 
-def _read_index(
-    text: bytes, end: int, stamp: str, entries: Mapping[str, Entry], whole: bool
-) -> tuple[str | None, list[tuple[str, int, int]]]:
-    """Return the codec, and name, stored bytes and bytes of each patch.
+def _read_index(file: BinaryIO, size: int, stamp: str, entries: Mapping[str, Entry], whole: bool) -> _Index:
+    """Return a file's index. Raises ConfigError for a file of another size, and an index that does not fit the model.
 
-    end: bytes of all patches
-
-    Raises ConfigError for an index that does not fit the file or the model.
+    size: of the file
     """
-    index = parse(text, "its index")
+    actual = file.seek(0, 2)
+    if actual != size:
+        raise ConfigError(f"it has {actual} bytes of {size}")
+    file.seek(max(size - TAIL.size, 0))
+    tail = file.read(TAIL.size)
+    checksum, length = TAIL.unpack(tail) if len(tail) == TAIL.size else (0, 0)
+    end = size - TAIL.size - length  # of the patches
+    if length < 1 or end < 0:
+        raise ConfigError("its index has no length")
+    file.seek(end)
+    text = file.read(length)
+    if crc32(text) != checksum:
+        raise ConfigError("its index has another checksum")
     try:
-        codec, other = index["codec"], index["stamp"]
-        patches = [(str(n), int(s), int(b)) for n, s, b in index["patches"]]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"its index: {text_of(error)}") from error
-    if codec not in CODECS:
-        raise ConfigError(f"its codec is {codec!r}")
-    if other != stamp:
+        index = msgspec.convert(parse(text, "its index"), _Index)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"its index: {error}") from error
+    codec, patches = index.codec, index.patches
+    if index.stamp != stamp:
         raise ConfigError("it is a file of another version")
     names = {name for name, _, _ in patches}
     if len(names) < len(patches) or not names <= entries.keys():
@@ -158,7 +149,7 @@ def _read_index(
             raise ConfigError(f"its index has a patch of {nbytes} bytes for {name}; allowed: {most} at most")
     if sum(stored for _, stored, _ in patches) != end:
         raise ConfigError("its index has other sizes than the file")
-    return codec, patches
+    return index
 
 
 def _most_bytes(entry: Entry) -> int:

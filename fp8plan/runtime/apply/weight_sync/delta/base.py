@@ -19,9 +19,8 @@ from fp8plan.runtime.apply.weight_sync.manifest import (
     Manifest,
     dtype_name,
     entry_of,
-    gathered,
-    pair_of,
     refuse_quantising,
+    some,
 )
 from fp8plan.runtime.apply.weight_sync.shared import Twins, refuse_apart
 
@@ -66,11 +65,16 @@ class Base:
     """
 
     def __init__(
-        self, manifest: Manifest, device: str, fp8: Collection[str] = frozenset(), top_k: TopK | None = None
+        self,
+        manifest: Manifest,
+        device: str,
+        fp8: Collection[str] = frozenset(),
+        top_k: TopK | None = None,
+        twins: Sequence[Sequence[str]] = (),
+        look_every: int = 0,
     ) -> None:
         self.manifest, self.device, self.fp8, self.top_k = manifest, device, frozenset(fp8), top_k
-        self.twins: Sequence[Sequence[str]] = ()
-        self.look_every = 0
+        self.twins, self.look_every = twins, look_every
         if top_k is not None and manifest:
             for_each_matrix(top_k, manifest)  # raises ConfigError for too few bytes, before anything is sent
         self.stamp: str | None = None
@@ -80,19 +84,18 @@ class Base:
         self._changes: dict[str, Change] = {}
         self._turn = 0  # commits so far
 
-    def recorded(self, pairs: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a sync of all of a trainer's pairs, and keep a copy of each.
+    def recorded(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a sync of all of a trainer's pairs (manifest.as_held), and keep a copy of each.
 
-        Raises ConfigError as pair_of does, for a tensor that comes twice, for one that no patch can hold, and for two
-        of one storage that differ.
+        Raises ConfigError for a tensor that comes twice, for one that no patch can hold, and for two of one storage
+        that differ.
         """
         self._changes.clear()
         twins = Twins(self.twins)
-        for item in pairs:
-            own, tensor = pair_of(item)
+        for own, tensor in pairs:
             if self.top_k is not None:
                 refuse_codes(own, dtype_name(tensor.dtype))
-            for name, part in in_format({own: gathered(tensor)}, self.fp8)[own].items():
+            for name, part in in_format({own: tensor}, self.fp8)[own].items():
                 if name in self._tensors:
                     raise ConfigError(f"{name} came twice")
                 if not (part.numel() and part.dim() and part.element_size() in (1, 2, 4)):
@@ -104,15 +107,15 @@ class Base:
                 self._tensors[name] = here.clone() if here.data_ptr() == part.data_ptr() else here
                 yield name, part
 
-    def patches(self, pairs: Iterable[object], groups: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+    def patches(self, pairs: Iterable[tuple[str, Tensor]], groups: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, patch) for each tensor that differs from the base, and for some that do not, uint8 [bytes].
 
-        pairs:  a trainer's
+        pairs:  a trainer's (manifest.as_held)
         groups: tensor that vLLM must reload -> number of its group. If one of a group differs, all its tensors are
                 sent whole
 
-        `complete` is True once all pairs have come. Raises ConfigError as pair_of does, for tensors that are missing or
-        other than announced, and for two of one storage that differ.
+        `complete` is True once all pairs have come. Raises ConfigError for tensors that are missing or other than
+        announced, and for two of one storage that differ.
         """
         self.complete = False
         twins = Twins([group for group in self.twins if all(name in self._tensors for name in group)])
@@ -138,7 +141,7 @@ class Base:
             yield from self._packed(changed, alone)
             yield from self._looked({name: new for name, new in alone.items() if name not in changed})
         if missing:
-            raise ConfigError(f"announced and not sent: {', '.join(list(missing)[:4])} ({len(missing)} in all)")
+            raise ConfigError(f"announced and not sent: {some(list(missing))}")
         self.complete = True
 
     def _next(
@@ -179,7 +182,6 @@ class Base:
         return (part if part.device.type == self.device else part.to(self.device)).contiguous()
 
     def _packed(self, made: Mapping[str, Change], news: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Note changes until the next commit, and yield their patches."""
         self._changes |= made
         yield from zip(made, packed(list(made), list(made.values()), [news[name] for name in made]), strict=True)
 
@@ -212,8 +214,8 @@ class Base:
             yield name, tensor
 
 
-def _batches(pairs: Iterable[object]) -> Iterator[dict[str, Tensor]]:
-    """Yield copies of a trainer's tensors, about COMPARED_BYTES at a time. Raises ConfigError as pair_of does.
+def _batches(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield copies of a trainer's tensors, about COMPARED_BYTES at a time.
 
     A trainer's iterator may overwrite a tensor once it has given the next one.
     """
@@ -221,11 +223,10 @@ def _batches(pairs: Iterable[object]) -> Iterator[dict[str, Tensor]]:
 
     batch: dict[str, Tensor] = {}
     size = 0
-    for item in pairs:
-        name, tensor = pair_of(item)
+    for name, tensor in pairs:
         if name in batch:
             raise ConfigError(f"{name} came twice")
-        batch[name] = gathered(tensor).clone(memory_format=torch.contiguous_format)
+        batch[name] = tensor.clone(memory_format=torch.contiguous_format)
         size += batch[name].nbytes
         if size >= COMPARED_BYTES:
             yield batch
@@ -247,9 +248,9 @@ def in_format(tensors: Mapping[str, Tensor], fp8: Collection[str]) -> dict[str, 
         if name in fp8 and tensor.element_size() > 1:
             by_device[tensor.device][name] = [tensor] if tensor.dim() == 2 else list(tensor.flatten(0, -3))
     for matrices in by_device.values():
-        made = iter(quantized([each for some in matrices.values() for each in some]))
-        for name, some in matrices.items():
-            stacks = zip(*(next(made) for _ in some), strict=True)
+        made = iter(quantized([each for stack in matrices.values() for each in stack]))
+        for name, stack in matrices.items():
+            stacks = zip(*(next(made) for _ in stack), strict=True)
             lead = tensors[name].shape[:-2]
             q, scales = (torch.stack(each).reshape(*lead, *each[0].shape) if lead else each[0] for each in stacks)
             parts[name] = {name: q, name + SCALE_SUFFIX: scales}

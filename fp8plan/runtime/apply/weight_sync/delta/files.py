@@ -20,7 +20,8 @@ from uuid import uuid4
 
 from fp8plan.checks import seconds_in
 from fp8plan.errors import ConfigError, SyncError, text_of
-from fp8plan.runtime.apply.interrupts import let_in, within
+from fp8plan.runtime.apply.interrupts import let_in
+from fp8plan.runtime.apply.threads import within
 
 TIMEOUT: Final = "FP8PLAN_STORE_TIMEOUT_S"  # variable of the environment
 TIMEOUT_S: Final = 120.0  # its default: seconds for a block of BLOCK bytes, or any other single call to a store
@@ -49,7 +50,7 @@ class CutOffError(Exception):
     """A file that has come in another size than its writer gave it."""
 
 
-class Files:
+class StoreFiles:
     """The files behind a URL. Raises ConfigError for a URL that fsspec does not know.
 
     Its methods raise SyncError, with the file's address, for a store that does not do what it is asked for.

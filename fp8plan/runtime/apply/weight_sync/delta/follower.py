@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fp8plan.errors import ConfigError, Fp8PlanError, LostEngineError, NotServingError, SyncError
-from fp8plan.runtime.apply.weight_sync import manifest as manifests
 from fp8plan.runtime.apply.weight_sync.calls import Call, Files, Procedure
 from fp8plan.runtime.apply.weight_sync.delta.archive import Archive
 from fp8plan.runtime.apply.weight_sync.delta.base import Chain
 from fp8plan.runtime.apply.weight_sync.delta.files import UnreadableError
 from fp8plan.runtime.apply.weight_sync.delta.listing import HELD, LATEST, Latest, Link, Store, formats
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest
+from fp8plan.runtime.apply.weight_sync.manifest import Manifest, quantised_manifest, refuse
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
-from fp8plan.runtime.apply.weight_sync.settings import Scored
+from fp8plan.runtime.apply.weight_sync.scored import Scored
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ class Follower:
                 held = None  # of no use to anybody
             if held is None:
                 held = yield from engine.asking(formats(engine.state))
-                yield Files(self._store.write_json, (HELD, held.as_json()))
+                yield Files(self._store.write_json, (HELD, held))
 
     def fetching(self, engine: Following, folder: str, refused: str | None) -> Generator[Call, Any, Fetched | None]:
         """Return the files that bring the engine to the newest version; None if it has that. The engine may serve.
@@ -191,7 +190,7 @@ class Follower:
         """Return name -> local path of the files that lead over links, once they are here and sound."""
         paths = self._store.fetch({name: link.files[name] for name, link in _files(links, base)}, folder)
         for archive in self._opened(links, base, manifest, paths):
-            with archive:
+            with closing(archive):
                 archive.check()
         return paths
 
@@ -207,7 +206,7 @@ class Follower:
             """All files are opened before the first is read, as their writer may delete them meanwhile."""
             fetched.read = True
             opened = self._opened(fetched.links, fetched.base, fetched.manifest, fetched.paths)
-            archives = [fetched.opened.enter_context(archive) for archive in opened]
+            archives = [fetched.opened.enter_context(closing(archive)) for archive in opened]
             return (pair for archive in archives for pair in archive.patches())
 
         return Chain(fetched.manifest, fetched.base, fetched.links[-1].stamp, patches)
@@ -226,10 +225,9 @@ def _nothing_written(engine: Following) -> Iterator[None]:
 
 
 def _refuse_other_model(manifest: Manifest, expected: Manifest | None) -> None:
-    """Raise ConfigError for versions of another model than the engine's. expected: its checkpoint's; None: not known"""
     if expected is not None:
         codes = [entry.name for entry in manifest if entry.dtype == "float8_e4m3fn"]
-        manifests.refuse(manifest, manifests.quantised_manifest(expected, codes), "fp8_block")
+        refuse(manifest, quantised_manifest(expected, codes), "fp8_block")
 
 
 def _weights_of(engine: Following) -> str | None:

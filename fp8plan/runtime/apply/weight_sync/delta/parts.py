@@ -5,13 +5,23 @@ So a few launches on a GPU serve all tensors, however many there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+def numbers_by(keys: Sequence[Hashable | None]) -> list[list[int]]:
+    """Return the numbers of the items with one key, for each key but None."""
+    groups = defaultdict[Hashable, list[int]](list)
+    for number, key in enumerate(keys):
+        if key is not None:
+            groups[key].append(number)
+    return list(groups.values())
 
 
 def cuts_of(counts: Sequence[int], device: torch.device) -> Tensor:

@@ -23,11 +23,10 @@ launches for each one would take longer than the work.
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import inf, isfinite, prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -35,8 +34,8 @@ from numpy.typing import NDArray
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.weight_changes import DIGEST_BYTES, LARGEST_GAPS, PATCH_HEADER
-from fp8plan.runtime.apply.weight_sync.delta import places as places_of
-from fp8plan.runtime.apply.weight_sync.delta.parts import at_cuts, cuts_of, owners_of, sums
+from fp8plan.runtime.apply.weight_sync.delta.parts import at_cuts, cuts_of, numbers_by, owners_of, sums
+from fp8plan.runtime.apply.weight_sync.delta.places import values_at, whole_window, write_values
 from fp8plan.runtime.apply.weight_sync.delta.tiles import bits, compared, digests, matrix, tiles
 from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_named
 
@@ -77,7 +76,7 @@ def changes(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Change | None]:
     for each in compared(news, bases):
         places.append(each.places)
         own.append(each.digests)
-    words = places_of.read(news, places)
+    words = values_at(news, places)
     return [Change(*made) if made[0].numel() else None for made in zip(places, words, own, strict=True)]
 
 
@@ -97,7 +96,7 @@ def unchanged(tensors: Sequence[Tensor]) -> list[Change]:
 def apply(tensors: Sequence[Tensor], made: Sequence[Change]) -> None:
     """Write a Change into each tensor. Both are on one device, tensors contiguous."""
     sparse = [
-        (places_of.whole(matrix(tensor)), *each[:2])
+        (whole_window(matrix(tensor)), *each[:2])
         for tensor, each in zip(tensors, made, strict=True)
         if each.places is not None
     ]
@@ -105,7 +104,7 @@ def apply(tensors: Sequence[Tensor], made: Sequence[Change]) -> None:
         if each.places is None:
             bits(tensor).view(-1).copy_(each.words)
     if sparse:
-        places_of.write(*zip(*sparse, strict=True))
+        write_values(*zip(*sparse, strict=True))
 
 
 def packed(names: Sequence[str], made: Sequence[Change], news: Sequence[Tensor]) -> list[Tensor]:
@@ -119,7 +118,7 @@ def packed(names: Sequence[str], made: Sequence[Change], news: Sequence[Tensor])
     places = [np.empty(0, dtype=np.uint8)] * len(made)
     dense = [not each.words.numel() or _dense(each, new) for each, new in zip(made, news, strict=True)]
     by_device = [None if all_values else each.words.device for each, all_values in zip(made, dense, strict=True)]
-    for numbers in _by(by_device, lambda device: device):
+    for numbers in numbers_by(by_device):
         streams = _placed([made[number] for number in numbers], [news[number] for number in numbers])
         for number, (form, stream) in zip(numbers, streams, strict=True):
             forms[number], places[number] = form, stream
@@ -150,15 +149,6 @@ def _checksum(name: str, body: Bytes) -> int:
     return crc32(body.data, crc32(name.encode("utf-8")))
 
 
-def _by(items: Sequence[Any], key: Any) -> Iterable[list[int]]:
-    """Return the numbers of items with one key; those whose key is None are left out."""
-    groups = defaultdict(list)
-    for number, item in enumerate(items):
-        if (group := key(item)) is not None:
-            groups[group].append(number)
-    return groups.values()
-
-
 def changed_values(patch: Tensor) -> int:
     """Return the number of values that a patch changes; 0 for digests alone, and for a patch that is cut off."""
     if len(patch) < HEADER.size:
@@ -174,7 +164,6 @@ def _dense(made: Change, new: Tensor) -> bool:
 
 
 def _planes(words: Tensor) -> Tensor:
-    """Return the first bytes of all values, then the second ones."""
     import torch
 
     item = words.element_size()
@@ -187,7 +176,7 @@ def _on_cpu(tensors: Sequence[Tensor]) -> list[Bytes]:
     import torch
 
     parts: dict[int, Bytes] = {}
-    for numbers in _by(tensors, lambda tensor: (tensor.dtype, tensor.device)):
+    for numbers in numbers_by([(tensor.dtype, tensor.device) for tensor in tensors]):
         some = [tensors[number].reshape(-1) for number in numbers]
         data = _copied(torch.cat(some))
         parts.update(zip(numbers, _split(data, [tensor.nbytes for tensor in some]), strict=True))
@@ -195,7 +184,6 @@ def _on_cpu(tensors: Sequence[Tensor]) -> list[Bytes]:
 
 
 def _copied(tensor: Tensor) -> Bytes:
-    """Return a flat tensor's bytes on the CPU."""
     if tensor.device.type != "cpu":
         tensor = _room(tensor.numel(), tensor.dtype, tensor.device).copy_(tensor)
     return tensor.numpy().view(np.uint8)
@@ -293,8 +281,6 @@ def refuse_values(name: str, values: Tensor, matrix: bool) -> None:
 
 
 class _Parts(NamedTuple):
-    """The parts of one patch."""
-
     entry: Entry
     form: int
     changed: int
@@ -320,7 +306,6 @@ def unpacked(patches: Sequence[Tensor], entries: Sequence[Entry], device: torch.
 
 
 def _parts(patch: Tensor, entry: Entry) -> _Parts:
-    """Cut a patch into its parts."""
     data, item = patch.numpy(), dtype_named(entry.dtype).itemsize
     if data.size < HEADER.size:
         raise ConfigError(f"{entry.name}: a patch of {data.size} bytes; allowed: {HEADER.size} and more")
@@ -339,7 +324,6 @@ def _parts(patch: Tensor, entry: Entry) -> _Parts:
 
 
 def _located(form: int, parts: Sequence[_Parts], device: torch.device) -> list[Tensor]:
-    """Return the places of patches with this form of gaps."""
     import torch
 
     for each in parts:
@@ -365,7 +349,6 @@ def _located(form: int, parts: Sequence[_Parts], device: torch.device) -> list[T
 
 
 def _marked(part: _Parts, device: torch.device) -> Tensor:
-    """Return the places of a patch with a bitmap."""
     import torch
 
     size = prod(part.entry.shape)
@@ -380,7 +363,6 @@ def _marked(part: _Parts, device: torch.device) -> Tensor:
 
 
 def _words(parts: Sequence[_Parts], device: torch.device) -> list[Tensor]:
-    """Return the values of patches, by one copy to the device."""
     if not parts:
         return []
     data = _sent([each.planes for each in parts], device)

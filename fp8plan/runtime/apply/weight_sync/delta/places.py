@@ -6,14 +6,13 @@ tensors that the kernel cannot reach, torch takes one after the other.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from fp8plan.runtime.apply.weight_sync.delta.parts import numbers_by
 from fp8plan.runtime.apply.weight_sync.delta.tiles import has_triton
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 Span = tuple[int, int]  # start and stop
@@ -34,7 +33,7 @@ class Window(NamedTuple):
     width: int
 
 
-def read(matrices: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
+def values_at(matrices: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
     """Return the bit patterns at places of each matrix, an integer dtype [places].
 
     matrices: bit patterns, contiguous; places: int64 [places] on the matrix's device
@@ -42,7 +41,7 @@ def read(matrices: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
     import torch
 
     out: dict[int, Tensor] = {}
-    windows = [whole(matrix) for matrix in matrices]
+    windows = [whole_window(matrix) for matrix in matrices]
     for numbers in _groups(windows):
         first = windows[numbers[0]].matrix
         counts = [places[number].numel() for number in numbers]
@@ -58,7 +57,7 @@ def read(matrices: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
     return [out[number] for number in range(len(windows))]
 
 
-def write(windows: Sequence[Window], places: Sequence[Tensor], words: Sequence[Tensor]) -> None:
+def write_values(windows: Sequence[Window], places: Sequence[Tensor], words: Sequence[Tensor]) -> None:
     """Write values at places of each tensor into its window. Places outside of the window's box are skipped.
 
     places: int64 [values] in the flat tensor, each place at most once
@@ -78,7 +77,7 @@ def write(windows: Sequence[Window], places: Sequence[Tensor], words: Sequence[T
                 _write(windows[number], places[number], words[number])
 
 
-def whole(matrix: Tensor) -> Window:
+def whole_window(matrix: Tensor) -> Window:
     """Return the Window that holds all of a tensor. matrix: its bit patterns [rows, columns]"""
     rows, columns = matrix.shape
     return Window(matrix, (0, rows), (0, columns), columns)
@@ -93,17 +92,13 @@ def _write(window: Window, places: Tensor, words: Tensor) -> None:
 
 
 def _row(window: Window) -> tuple[int, ...]:
-    """Return the window's row of the kernel's table."""
     matrix = window.matrix
     return matrix.data_ptr(), matrix.stride(0), window.rows[0], window.columns[0], *matrix.shape, window.width
 
 
 def _groups(windows: Sequence[Window]) -> list[list[int]]:
     """Return the numbers of the windows that one launch can serve: alike in device and size of values."""
-    groups: dict[tuple[torch.device, int, bool], list[int]] = defaultdict(list)
-    for number, window in enumerate(windows):
-        groups[window.matrix.device, window.matrix.element_size(), _for_kernel(window)].append(number)
-    return list(groups.values())
+    return numbers_by([(each.matrix.device, each.matrix.element_size(), _for_kernel(each)) for each in windows])
 
 
 def _for_kernel(window: Window) -> bool:

@@ -21,17 +21,28 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
+from msgspec.structs import replace
+
 from fp8plan.checks import instance
 from fp8plan.checks import whole as whole_number
 from fp8plan.errors import ConfigError, Fp8PlanError, SyncError, warn
 from fp8plan.model.weight_changes import TopK
-from fp8plan.runtime.apply.weight_sync import manifest as manifests
 from fp8plan.runtime.apply.weight_sync.delta.archive import CODECS, blocks
 from fp8plan.runtime.apply.weight_sync.delta.base import Base
 from fp8plan.runtime.apply.weight_sync.delta.listing import LATEST, Latest, Link, Store, Writer
 from fp8plan.runtime.apply.weight_sync.delta.patch import packed, refuse_values, whole
 from fp8plan.runtime.apply.weight_sync.delta.top_k import for_each_matrix, refuse_codes
-from fp8plan.runtime.apply.weight_sync.manifest import dtype_name, entry_of, gathered, pair_of, pairs_of
+from fp8plan.runtime.apply.weight_sync.manifest import (
+    as_held,
+    dtype_name,
+    entry_of,
+    gathered,
+    is_matrix,
+    pair_of,
+    pairs_of,
+    refuse,
+    rounding,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +101,7 @@ class Publisher:
                 f"no engine has followed {url} yet; type, beside the engine, Follower(url).pull(engine), or give fp8, "
                 "the names of the tensors that engines hold in FP8"
             )
-        self._given = None if fp8 is None else frozenset(fp8)
+        self._fp8 = None if fp8 is None else frozenset(fp8)
         self._base: Base | None = None
         self._wide: frozenset[str] = frozenset()  # names of the tensors that this chain has in FP32
         self._said_rounded = False
@@ -116,15 +127,16 @@ class Publisher:
             patches = list(base.patches(self._pairs(tensors), self._held.reloaded if self._held else {}))
         else:
             base = self._first(tensors)
-        link = Link(1 if latest is None else latest.newest.version + 1, uuid4().hex, 0, 0)
+        link = Link(1 if latest is None else latest.newest.version + 1, uuid4().hex)
         try:
             if chain:
-                link = link._replace(patches=self._write(link, "patches", lambda: patches))
-            if _whole_due(chain, self._every):
-                link = link._replace(whole=self._write(link, "whole", lambda: _whole(base)))
+                link = replace(link, patches=self._write(link, "patches", lambda: patches))
+            wholes = [at for at, each in enumerate(chain) if each.whole]
+            if not wholes or len(chain) - wholes[-1] >= self._every:
+                link = replace(link, whole=self._write(link, "whole", lambda: _whole(base)))
             kept = _kept((*chain, link))
             writer = self._taking(self._store.latest())  # another may have taken over meanwhile
-            self._store.write_json(LATEST, Latest(writer, base.manifest, kept).as_json())
+            self._store.write_json(LATEST, Latest(writer, base.manifest, kept))
         except SyncError as error:
             if not self._arrived(link):
                 raise SyncError(f"{error}. The next publish writes all changes since the last version") from error
@@ -154,10 +166,10 @@ class Publisher:
     def _pairs(self, tensors: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a version as engines hold them. Says once that FP32 is rounded."""
         rounded: list[str] = []
-        yield from manifests.as_held(self._sound(pairs_of(tensors)), self._wide, rounded)
+        yield from as_held(self._sound(pairs_of(tensors)), self._wide, rounded)
         if rounded and not self._said_rounded:
             self._said_rounded = True
-            warn(manifests.rounding(rounded))
+            warn(rounding(rounded))
 
     def _sound(self, pairs: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
         """Yield a trainer's pairs, gathered. Raises ConfigError for a tensor that engines would refuse."""
@@ -166,10 +178,10 @@ class Publisher:
             name, tensor = pair_of(item)
             tensor = gathered(tensor)
             try:
-                manifests.refuse((entry_of(name, tensor),), None, "fp8_block")
+                refuse((entry_of(name, tensor),), None, "fp8_block")
                 if self._top_k is not None:
                     refuse_codes(name, dtype_name(tensor.dtype))
-                refuse_values(name, tensor, manifests.is_matrix(tensor.shape))
+                refuse_values(name, tensor, is_matrix(tensor.shape))
             except ConfigError:
                 for rest in stream:  # the trainer's other ranks gather, too
                     gathered(pair_of(rest)[1])
@@ -180,17 +192,16 @@ class Publisher:
         """Return a copy of all tensors, which begins a chain. Raises ConfigError for other ones than engines hold."""
         held = self._held
         self._wide = frozenset() if held is None else held.wide
-        fp8 = held.fp8 if held is not None and self._given is None else self._given or frozenset()
-        base = Base((), self._device, fp8, self._top_k)
-        base.twins, base.look_every = () if held is None else held.twins, self._every
+        fp8 = held.fp8 if held is not None and self._fp8 is None else self._fp8 or frozenset()
+        twins = () if held is None else held.twins
+        base = Base((), self._device, fp8, self._top_k, twins, self._every)
         base.manifest = tuple(entry_of(name, tensor) for name, tensor in base.recorded(self._pairs(tensors)))
-        manifests.refuse(base.manifest, None if held is None else held.manifest, "fp8_block")
+        refuse(base.manifest, None if held is None else held.manifest, "fp8_block")
         if self._top_k is not None:
             for_each_matrix(self._top_k, base.manifest)  # raises ConfigError for too few bytes
         return base
 
     def _write(self, link: Link, kind: str, patches: Callable[[], Iterable[tuple[str, Tensor]]]) -> int:
-        """Write a file of a version, and return its bytes."""
         return self._store.write_blocks(link.file(kind), lambda: blocks(patches(), self._codec, link.stamp))
 
     def _arrived(self, link: Link) -> bool:
@@ -229,14 +240,7 @@ class Publisher:
 
 
 def _whole(base: Base) -> Iterator[tuple[str, Tensor]]:
-    """Yield a patch of each tensor with all its values."""
     return ((name, packed([name], [whole(tensor)], [tensor])[0]) for name, tensor in base.pairs())
-
-
-def _whole_due(chain: tuple[Link, ...], every: int) -> bool:
-    """Return True if the version after these is to be written whole."""
-    wholes = [at for at, link in enumerate(chain) if link.whole]
-    return not wholes or len(chain) - wholes[-1] >= every
 
 
 def _kept(chain: tuple[Link, ...]) -> tuple[Link, ...]:

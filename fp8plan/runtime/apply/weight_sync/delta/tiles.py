@@ -10,7 +10,6 @@ does one after the other.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from numpy.random import PCG64
 
 from fp8plan.model.weight_changes import TILE_BYTES, TILE_ROWS
+from fp8plan.runtime.apply.weight_sync.delta.parts import numbers_by
 
 if TYPE_CHECKING:
     import torch
@@ -91,16 +91,15 @@ def compared(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Compared]
 
     All are contiguous, and none is empty.
     """
-    groups = defaultdict(list)  # a launch for each: tensors of one device, whose values have one size
-    for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        if _for_kernel(a) and _for_kernel(b):
-            groups[a.device, a.element_size()].append(number)
+    able = [_for_kernel(a) and _for_kernel(b) for a, b in zip(mine, theirs, strict=True)]
+    keys = [(a.device, a.element_size()) if fits else None for a, fits in zip(mine, able, strict=True)]
     by_kernel: dict[int, tuple[Tensor, Tensor]] = {}
-    for (device, _), numbers in groups.items():
+    for numbers in numbers_by(keys):  # a launch for each: tensors of one device, whose values have one size
         from fp8plan.runtime.apply.weight_sync.delta import triton_kernels
 
         pairs = [(mine[number], theirs[number]) for number in numbers]
-        by_kernel.update(zip(numbers, triton_kernels.compared(pairs, constants(device)), strict=True))
+        own = constants(mine[numbers[0]].device)
+        by_kernel.update(zip(numbers, triton_kernels.compared(pairs, own), strict=True))
     return [
         Compared(*by_kernel[number])
         if number in by_kernel
@@ -124,7 +123,6 @@ def has_triton() -> bool:
 
 
 def _digests(words: Tensor) -> Tensor:
-    """Return the digests of a matrix by torch."""
     import torch
 
     height, width = tiles(words.shape, words.element_size())

@@ -244,7 +244,6 @@ def _scanned(marks, BYTES: tl.constexpr):
 
 @triton.jit
 def _count(marks, counts, BYTES: tl.constexpr):
-    """Count the bits of each block of marks."""
     _, count = _scanned(marks, BYTES)
     tl.store(counts + tl.program_id(0), tl.sum(count, 0))
 

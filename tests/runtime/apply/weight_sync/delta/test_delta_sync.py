@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import planted
 import pytest
 import torch
@@ -181,7 +182,7 @@ def test_a_tied_model_takes_one_value(subject: Subject, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{names[0]} and {names[1]} differ"):
         Publisher(str(tmp_path)).publish(apart)
     store = Store(str(tmp_path))
-    store.write_json(HELD, replace(store.held(), twins=()).as_json())
+    store.write_json(HELD, msgspec.structs.replace(store.held(), twins=()))
     publisher = Publisher(str(tmp_path))
     for state, good in ((tensors, True), (apart, False), (stepped(apart, 9) | {names[1]: apart[names[1]]}, False)):
         publisher.publish(state)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8plan.runtime.apply.weight_sync.delta import places
-from fp8plan.runtime.apply.weight_sync.delta.places import Window, read, whole, write
+from fp8plan.runtime.apply.weight_sync.delta.places import Window, values_at, whole_window, write_values
 from fp8plan.runtime.apply.weight_sync.delta.tiles import bits, matrix
 
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
@@ -42,25 +42,25 @@ def boxes(tensors: list[torch.Tensor]) -> list[Window]:
 def check(use: Callable[[], None], device: str) -> None:
     tensors, where, words = cases()
     before = [tensor.clone() for tensor in tensors]
-    write([whole(matrix(tensor)) for tensor in tensors], where, words)
+    write_values([whole_window(matrix(tensor)) for tensor in tensors], where, words)
     for base, tensor, at, new in zip(before, tensors, where, words, strict=True):
         bits(base).view(-1)[at] = new
         assert torch.equal(bits(base), bits(tensor))
     matrices, at, new = cases(shapes=((300, 704), (130, 1000)))
     by_torch = boxes(matrices)
-    write(by_torch, at, new)
+    write_values(by_torch, at, new)
     use()
     there, at_there, new_there = cases(device)
-    for new_words, theirs in zip(words, read([matrix(each) for each in there], at_there), strict=True):
+    for new_words, theirs in zip(words, values_at([matrix(each) for each in there], at_there), strict=True):
         assert torch.equal(new_words ^ 5, theirs.cpu())
-    write([whole(matrix(tensor)) for tensor in there], at_there, new_there)
+    write_values([whole_window(matrix(tensor)) for tensor in there], at_there, new_there)
     for mine, theirs in zip(tensors, there, strict=True):
         assert torch.equal(bits(mine), bits(theirs).cpu())
-    for values, mine in zip(new_there, read([matrix(each) for each in there], at_there), strict=True):
+    for values, mine in zip(new_there, values_at([matrix(each) for each in there], at_there), strict=True):
         assert torch.equal(values, mine)
     there, at_there, new_there = cases(device, ((300, 704), (130, 1000)))
     by_kernel = boxes(there)
-    write(by_kernel, at_there, new_there)
+    write_values(by_kernel, at_there, new_there)
     for mine, theirs in zip(by_torch, by_kernel, strict=True):
         assert mine.matrix.any()
         assert torch.equal(mine.matrix, theirs.matrix.cpu())
@@ -78,5 +78,5 @@ def test_a_gpu_writes_and_reads_what_a_cpu_does() -> None:
 
 
 def test_nothing_is_written_for_no_parts() -> None:
-    write([], [], [])
-    assert read([], []) == []
+    write_values([], [], [])
+    assert values_at([], []) == []

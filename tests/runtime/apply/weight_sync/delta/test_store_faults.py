@@ -14,6 +14,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -152,7 +153,9 @@ def test_no_bit_of_a_file_can_flip_unnoticed(
         damaged.write_bytes(data)
 
         def read() -> list[tuple[str, bytes]]:
-            with Archive(str(damaged), "there", link.stamp, len(data), latest.manifest, kind == "whole") as archive:
+            with closing(
+                Archive(str(damaged), "there", link.stamp, len(data), latest.manifest, kind == "whole")
+            ) as archive:
                 archive.check()
                 return [(name, patch.numpy().tobytes()) for name, patch in archive.patches()]
 
@@ -295,12 +298,9 @@ WRONG_LATEST: list[Callable[[dict[str, Any]], Any]] = [
     *(lambda _, shape=shape: shape for shape in SHAPES),
     spoilt(lambda data: data["chain"].clear()),
     spoilt(lambda data: data["chain"][0].update(version=-1)),
-    spoilt(lambda data: data["chain"][0].update(version="1")),
-    spoilt(lambda data: data["chain"][0].update(whole=True)),
     spoilt(lambda data: data["chain"][0].update(whole=0)),
     spoilt(lambda data: data["chain"][0].update(stamp="../../x")),
     spoilt(lambda data: data["chain"][0].update(more=1)),
-    spoilt(lambda data: data["writer"].update(epoch=None)),
     spoilt(lambda data: data.update(manifest=[["a", "bfloat16", [-1]]])),
     spoilt(lambda data: data.update(manifest=[["a", "zeros", [1]]])),
     spoilt(lambda data: data.update(manifest=[["a", "bfloat16", [1e999]]])),
