@@ -44,7 +44,7 @@ run() { # NAME KIND CELLS MODEL PRECISION [ENGINE_ARGS], with the cores in $core
             --output "$out/weight_sync.$name.jsonl"
     else
         FP8PLAN_MEASURE_TURN=$out/turn.$name taskset -c "$cores" $measure --cells "benchmarks/families/$cells.json" \
-            --model "$model" --precision "$precision" --trace --kernels --timeout "${TIMEOUT:-600}" \
+            --model "$model" --precision "$precision" --trace --timeout "${TIMEOUT:-600}" \
             --output "$out/$cells.$name.jsonl" --env VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
     fi
 }

@@ -18,10 +18,8 @@ disturbed attempt is the record. Beside the output lie
     <stem>.set_aside.jsonl             the other attempts
     <stem>.<model>.<precision>.log     each engine's log
     <stem>.configs                     config folders of the engines
-    <stem>.engines.jsonl               each engine's KV cache groups, layers, weights, and telling lines of its log
     <stem>.failed.jsonl                the reason why an engine did not start, or ended early
     <stem>.trace.jsonl.gz              with --trace: every engine step
-    <stem>.kernels.jsonl               with --kernels: the kernels of a few decode steps and their times
 
 A model that fp8plan cannot read is measured without a prediction. vLLM then picks the block size and the prefix cache,
 unless the setting does. A setting may also have "config", a folder with the model's config.json (relative
@@ -73,8 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warmup", choices=WARMUPS, default="full", help=warmup)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds an engine may take, once it is its turn")
     parser.add_argument("--trace", action="store_true", help="write every engine step")
-    kernels = "after the rollouts, time the kernels of a few decode steps"
-    parser.add_argument("--kernels", action="store_true", help=kernels)
     add_compile(parser)
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engines; repeat")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, with its prediction")
@@ -82,8 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         precisions, models, workloads = map(tuple, (words.precision, words.model, words.workload))
         options = Options(
-            words.output, words.warmup, words.trace, _environment(words.env), precisions, models, workloads,
-            words.kernels, words.gpu,
+            words.output, words.warmup, words.trace, _environment(words.env), precisions, models, workloads, words.gpu,
         )  # fmt: skip
         work = jobs(words.cells, options)
         failures = [] if words.dry_run else run_jobs(work, options, words.timeout, words.compile)
