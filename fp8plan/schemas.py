@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from types import NoneType
 from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args, get_type_hints
 
@@ -263,6 +264,19 @@ def checked(data: Any, kind: type[T], where: str, error: type[Fp8PlanError] = Co
         raise error(f"{where}: {problem}") from None
 
 
+def restored(saved: Any, kind: Any, where: str) -> Any:
+    """Convert what msgspec.to_builtins made of a dataclass back to it.
+
+    Raises ConfigError, which begins with `where`, for unknown and missing keys, and for a value of another type.
+    """
+    names = {field.name for field in fields(kind)}
+    if not isinstance(saved, Mapping):
+        raise ConfigError(f"{where} is {saved!r:.60}; allowed: what to_dict returned")
+    if wrong := sorted(map(str, saved.keys() ^ names)):
+        raise ConfigError(f"{where} has unknown or missing: {', '.join(wrong)}; allowed: what to_dict returned")
+    return checked(dict(saved), kind, where)
+
+
 WORDS: Final = {
     "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "null": "null",
     "array": "a list", "object": "an object with named fields",
@@ -295,7 +309,7 @@ def _explained(error: msgspec.ValidationError, data: Any, kind: Any) -> str:
     elif message.startswith("Invalid enum value"):
         for name in re.findall(r"\.(\w+)", path):
             kind = get_type_hints(kind)[name]
-        allowed = ", ".join(map(str, get_args(kind)))
+        allowed = ", ".join(map(str, get_args(kind) or kind))
     shown = repr(value)
     return f"{place or 'it'} is {shown if len(shown) <= 60 else f'{shown[:57]}...'}; allowed: {allowed}"
 

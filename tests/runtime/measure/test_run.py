@@ -16,8 +16,7 @@ from fp8plan.model.validate.records import read_records
 from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.measure.rollouts import jobs as cell_files
 from fp8plan.runtime.measure.rollouts import run as run_rollouts
-from fp8plan.runtime.measure.rollouts.engine import TRIES
-from fp8plan.runtime.measure.rollouts.engine import kernel_backends, model_runner, uses_e8m0
+from fp8plan.runtime.measure.rollouts.engine import TRIES, kernel_backends, model_runner, uses_e8m0
 from fp8plan.runtime.measure.rollouts.timed import token_prompts
 
 TINY = {

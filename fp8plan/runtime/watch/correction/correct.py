@@ -56,7 +56,7 @@ class Correction:
     weights: float32, 0 for tokens that are masked, invalid or outside the band; None for level None
     mask:    the input's mask (bool without one), less invalid tokens and those that MIS, a rejection or the veto
              removes
-    settings: the settings that made both
+    settings, thresholds: those that made both
     sums:    sums over tokens and sequences, from which the properties are computed
     factor:  divisor of the weights with batch_normalize; None without
     """
@@ -64,6 +64,7 @@ class Correction:
     weights: Array | None
     mask: Array
     settings: CorrectionSettings
+    thresholds: Thresholds
     sums: Sums
     factor: float | None = None
 
@@ -132,7 +133,8 @@ class Correction:
 
         Raises ConfigError, on all ranks, if they corrected with different settings.
         """
-        return replace(self, sums=together(gathered(self.sums, asdict(self.settings), group)))
+        same = asdict(replace(self.settings, thresholds=self.thresholds))
+        return replace(self, sums=together(gathered(self.sums, same, group)))
 
 
 def weighted_mean(token_losses: torch.Tensor, weights: Array | None, mask: Array) -> torch.Tensor:
@@ -157,22 +159,30 @@ def weighted_mean(token_losses: torch.Tensor, weights: Array | None, mask: Array
 
 
 @one_thread()
-def correct(tokens: Tokens, settings: CorrectionSettings | None = None, group: Any = None) -> Correction:
+def correct(
+    tokens: Tokens,
+    settings: CorrectionSettings | None = None,
+    group: Any = None,
+    thresholds: Thresholds | None = None,
+) -> Correction:
     """Compute the weights and the mask of a batch.
 
     tokens:   the batch, from `pack`
     settings: how to correct; None: token-level TIS at C = 2
     group:    ranks whose weights `batch_normalize` takes the mean over; None: all, if torch.distributed is up
+    thresholds: those of this batch, from a controller; None: the settings' own
 
     Weights and mask have the form of the log-probs: [batch, length] or [tokens]. Of ranks that hold pieces of the same
     sequences the first has the figures; `Correction.reduced` gives them to all.
     Raises ConfigError without torch, and with batch_normalize for a group without all ranks that hold pieces.
     """
     settings = settings or CorrectionSettings()
+    thresholds = thresholds or settings.thresholds
     keep, sums = _rejected(tokens, settings)
     weights, live, factor = None, keep, None
     if settings.level is not None:
-        raw = (_by_token if settings.level == "token" else _by_sequence)(tokens, settings)
+        weighed = _by_token if settings.level == "token" else _by_sequence
+        raw = weighed(tokens, settings, _bounds(settings.mode, thresholds))
         sums |= raw.sums
         if raw.inside is not None:
             live = raw.inside if keep is None else keep & raw.inside
@@ -183,7 +193,7 @@ def correct(tokens: Tokens, settings: CorrectionSettings | None = None, group: A
     sums |= _kept(tokens, live)
     if not tokens.counted:
         sums = dict.fromkeys(sums, Moments())
-    return Correction(weights, mask, settings, sums, factor)
+    return Correction(weights, mask, settings, thresholds, sums, factor)
 
 
 def _kept(tokens: Tokens, live: torch.Tensor | None) -> Sums:
@@ -204,7 +214,7 @@ class _Weighted(NamedTuple):
     inside: [tokens] bool, true for ratios within a band's bounds; None without a band
     sums: weight, raw: over tokens, of weights and of raw ratios (clamped to e^+-20)
           clipped: tokens with a weight that is not their raw ratio
-          above, below: tokens (level token) or sequences with a raw ratio above or below `_bounds`
+          above, below: tokens (level token) or sequences with a raw ratio above or below the bounds
           shown: the numbers whose extremes verl logs: weights of level token, raw ratios of the other two
           sequence, sequence_above, sequence_below: mean weight and raw ratio of each sequence
     """
@@ -214,14 +224,18 @@ class _Weighted(NamedTuple):
     sums: Sums
 
 
-def _bounds(settings: CorrectionSettings) -> tuple[float, float]:
-    """The metrics' (low, high). Truncation has no lower bound; verl counts from 1 / C."""
-    low, high = settings.bounds
-    return (1 / high if settings.mode == "tis" else low), high
+def _bounds(mode: str, thresholds: Thresholds) -> tuple[float, float]:
+    """(low, high) of the ratios that keep their value. Truncation has no lower bound, but verl counts from 1 / C."""
+    if mode == "tis":
+        high = inf if thresholds.tis is None else thresholds.tis
+        return 1 / high, high
+    if thresholds.band is None:
+        raise ConfigError(f"mode {mode!r} needs a band; type Thresholds(band=(0.5, 2.0))")
+    return thresholds.band
 
 
-def _by_token(tokens: Tokens, settings: CorrectionSettings) -> _Weighted:
-    low, high = _bounds(settings)
+def _by_token(tokens: Tokens, settings: CorrectionSettings, bounds: tuple[float, float]) -> _Weighted:
+    low, high = bounds
     band = settings.mode != "tis"
     weights, inside, (weight_sums, raw), totals = _weighed(tokens, low, high, band)
     square, above, below, smallest, largest = totals.tolist()
@@ -272,8 +286,8 @@ def _weighed(
     )  # fmt: skip
 
 
-def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> _Weighted:
-    low, high = _bounds(settings)
+def _by_sequence(tokens: Tokens, settings: CorrectionSettings, bounds: tuple[float, float]) -> _Weighted:
+    low, high = bounds
     lengths = tokens.lengths.numpy()
     per_sequence = Segments(tokens.offsets.numpy(), tokens.log_ratio.device)
     for part in tokens.chunks():

@@ -137,9 +137,11 @@ def one_thread() -> Iterator[None]:
     torch joins its threads after each operation, and under load they wait long for one another.
     A thread that first uses torch meanwhile keeps one thread. Raises ConfigError without torch.
     """
-    check_torch("the correction")
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:
+        check_torch("the correction")
+        raise
     # vLLM on a CPU binds the threads to cores, and replaces this function by a warning.
     if torch.set_num_threads is not torch._C.set_num_threads:
         yield

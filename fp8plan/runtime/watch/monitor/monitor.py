@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from fp8plan.checks import check_torch, instance, whole
@@ -153,7 +153,7 @@ class Monitor:
     @property
     def thresholds(self) -> Thresholds:
         """The last thresholds; the initial ones before the first step."""
-        return Thresholds(self.state.tis, self.state.band)
+        return self.state.thresholds
 
     @property
     def failures(self) -> list[int]:
@@ -216,7 +216,7 @@ class Monitor:
         mismatch = sums.reduced(self.group, refusal).metrics()
         update = self._decided(mismatch, ways)
         behind = None if synced is None else synced.reduced(self.group).metrics()
-        correction = correct(tokens, replace(self.settings, thresholds=update[0]), self.group)
+        correction = correct(tokens, self.settings, self.group, update[0])
         context = _Context(done, begun, self._tokens_in(sums), rollout, sampled, own, behind, fresh)
         return self._concluded(mismatch, update, correction, context)
 
@@ -256,7 +256,7 @@ class Monitor:
     def _concluded(self, mismatch: Mismatch, update: Update, correction: Correction, context: _Context) -> Step:
         """Go on to the next state, judge and record."""
         _, state, decided = update
-        thresholds = correction.settings.thresholds
+        thresholds = correction.thresholds
         whole_batch = correction.reduced(self.group)
         # From here on nothing may raise: the other ranks have gone on.
         self.state, self.steps = state, context.number
