@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from types import NoneType
 from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args, get_type_hints
 
@@ -262,19 +261,6 @@ def checked(data: Any, kind: type[T], where: str, error: type[Fp8PlanError] = Co
         raise error(f"{where}: {_explained(problem, data, kind)}") from None
     except Fp8PlanError as problem:
         raise error(f"{where}: {problem}") from None
-
-
-def restored(saved: Any, kind: Any, where: str) -> Any:
-    """Convert what msgspec.to_builtins made of a dataclass back to it.
-
-    Raises ConfigError, which begins with `where`, for unknown and missing keys, and for a value of another type.
-    """
-    names = {field.name for field in fields(kind)}
-    if not isinstance(saved, Mapping):
-        raise ConfigError(f"{where} is {saved!r:.60}; allowed: what to_dict returned")
-    if wrong := sorted(map(str, saved.keys() ^ names)):
-        raise ConfigError(f"{where} has unknown or missing: {', '.join(wrong)}; allowed: what to_dict returned")
-    return checked(dict(saved), kind, where)
 
 
 WORDS: Final = {

@@ -11,8 +11,7 @@ import numpy as np
 
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.watch.monitor.record import RunReader
-from fp8plan.runtime.watch.monitor.steps import Steps
+from fp8plan.runtime.watch.monitor.steps import RunReader, Steps
 from fp8plan.views import run_columns
 from fp8plan.views.axes import MOST, SPANS
 from fp8plan.views.page import document, paragraphs

@@ -37,7 +37,7 @@ from fp8plan.runtime.watch.correction.correct import Correction, CorrectionSetti
 from fp8plan.runtime.watch.mismatch.measure import pack
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.runtime.watch.monitor.monitor import Monitor
-from fp8plan.runtime.watch.monitor.record import RunReader
+from fp8plan.runtime.watch.monitor.steps import RunReader
 
 
 def expected(seed: int, sigma: float, settings: CorrectionSettings | None = None) -> Correction:

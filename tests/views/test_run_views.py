@@ -32,8 +32,7 @@ from fp8plan import cli, schemas
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line
 from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm
-from fp8plan.runtime.watch.monitor.record import DECODER, RunReader
-from fp8plan.runtime.watch.monitor.steps import Steps
+from fp8plan.runtime.watch.monitor.steps import DECODER, RunReader, Steps
 from fp8plan.views import axes
 from fp8plan.views import run_columns as runs
 from fp8plan.views import run_page as pages

@@ -6,7 +6,7 @@ Alarms of the mismatch sound before the thresholds are decided, those of the cor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from math import isfinite, isnan, sqrt
 from statistics import median
@@ -22,7 +22,7 @@ from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.watch.controller.alarms import Alarm
 from fp8plan.runtime.watch.correction.settings import Thresholds
 from fp8plan.runtime.watch.mismatch.metrics import ERRORS
-from fp8plan.schemas import restored
+from fp8plan.schemas import checked
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -156,6 +156,19 @@ class LevelState(ControllerState):
 
     start: Thresholds = field(default_factory=Thresholds)
     reach: Finite = 1.0
+
+
+def restored(saved: Any, kind: Any, where: str) -> Any:
+    """Convert what msgspec.to_builtins made of a dataclass back to it.
+
+    Raises ConfigError, which begins with `where`, for unknown and missing keys, and for a value of another type.
+    """
+    names = {field.name for field in fields(kind)}
+    if not isinstance(saved, Mapping):
+        raise ConfigError(f"{where} is {saved!r:.60}; allowed: what to_dict returned")
+    if wrong := sorted(map(str, saved.keys() ^ names)):
+        raise ConfigError(f"{where} has unknown or missing: {', '.join(wrong)}; allowed: what to_dict returned")
+    return checked(dict(saved), kind, where)
 
 
 State = TypeVar("State", bound=ControllerState)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
 from typing import Any, Final
 
+import msgspec
+
 from fp8plan.checks import Range, in_range, whole
-from fp8plan.errors import ConfigError
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.precision import PRESETS, Precision, find_precision
 from fp8plan.model.risk.expected import RiskBudget
-from fp8plan.runtime.watch.controller.state import Escalation
+from fp8plan.runtime.watch.controller.state import Count, Escalation, restored
 
 
 class Action(StrEnum):
@@ -134,8 +135,8 @@ class GuardState:
 
     rung: Action = Action.NONE
     taken: Action = Action.NONE
-    slow: int = 0
-    mismatched: int = 0
+    slow: Count = 0
+    mismatched: Count = 0
 
     @property
     def pending(self) -> Action:
@@ -144,21 +145,14 @@ class GuardState:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return asdict(self) | {"rung": self.rung.value, "taken": self.taken.value}
+        saved: dict[str, Any] = msgspec.to_builtins(self)
+        return saved
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> GuardState:
-        """Read the result of `to_dict`, also an older one without `taken`. Raises ConfigError for anything else."""
-        values: dict[str, Any] = {"taken": data.get("rung"), **data}
-        counts = (values.get("slow"), values.get("mismatched"))
-        fine = values.keys() == {field.name for field in fields(cls)}
-        fine = fine and all(type(count) is int and count >= 0 for count in counts)
-        if not fine or any(values[name] not in list(Action) for name in ("rung", "taken")):
-            raise ConfigError(
-                f"the guard's state is {dict(data)!r}; allowed: rung and taken ({', '.join(Action)}) and the counts "
-                "slow and mismatched, as state_dict() gave them"
-            )
-        return cls(**values | {name: Action(values[name]) for name in ("rung", "taken")})
+    @staticmethod
+    def from_dict(saved: Mapping[str, Any]) -> GuardState:
+        """Read the result of `to_dict`. Raises ConfigError for anything else."""
+        state: GuardState = restored(saved, GuardState, "the guard's state")
+        return state
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,8 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a log."""
-        named = [{"cause": each.cause.value, "sentence": each.sentence, "lost_s": each.lost_s} for each in self.causes]
-        return asdict(self) | {"causes": named, "action": self.action.value}
+        named = [{"cause": each.cause, "sentence": each.sentence, "lost_s": each.lost_s} for each in self.causes]
+        return asdict(self) | {"causes": named}
 
 
 class Guard:
@@ -216,7 +216,7 @@ class Guard:
 
         Saved rollouts of another GPU do not count, and none does if the settings have an anchor.
         """
-        rows: Any = data.get("rollouts", [])
+        rows: Any = data.get("rollouts")
         state = GuardState.from_dict({name: value for name, value in data.items() if name != "rollouts"})
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ConfigError(f"rollouts of the guard's state are {rows!r:.60}; allowed: a list of rollout records")

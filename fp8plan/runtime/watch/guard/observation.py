@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any, Final
 
@@ -372,7 +372,7 @@ def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: Engin
     if rollout.prompt_ids is not None:
         row["prompt_ids"] = list(rollout.prompt_ids)
     if rollout.sampling is not None:
-        row["sampling"] = rollout.sampling.to_dict()
+        row["sampling"] = asdict(rollout.sampling)
     return row | {"measured_kv_cache_tokens": rollout.kv_cache_tokens}
 
 

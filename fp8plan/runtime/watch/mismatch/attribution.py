@@ -25,9 +25,9 @@ rest       the remainder
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import isfinite, log
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.watch.mismatch.metrics import ERRORS
@@ -99,10 +99,6 @@ class Part:
     low: float
     high: float
     how: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for a record."""
-        return asdict(self) | {"causes": list(self.causes)}
 
 
 def attributed(

@@ -12,7 +12,7 @@ tokens that top_k, top_p, min_p and constraints keep. A trainer that scores the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from math import inf, log
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
@@ -135,10 +135,6 @@ class Sampling:
         if not every or None in every:
             return None
         return cls(**{name: max((getattr(each, name) for each in every), key=far) for name, far in CHANGE.items()})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for a record."""
-        return asdict(self)
 
     @property
     def greedy(self) -> bool:

@@ -17,7 +17,7 @@ from fp8plan.runtime.watch.guard.guard import Guard, Judged, Verdict, answer, ju
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.watch.mismatch.metrics import Mismatch
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
-from fp8plan.runtime.watch.monitor import record as run_record
+from fp8plan.runtime.watch.monitor.record import observation_in
 
 
 class Launched(Protocol):
@@ -103,7 +103,7 @@ class Witness:
         since_s = None if before is None else self._judged_at - before
 
         def observe() -> Observation:
-            seen = rollout if isinstance(rollout, Observation) else run_record.observation(rollout)
+            seen = rollout if isinstance(rollout, Observation) else observation_in(rollout)
             seen = seen.after(since_s)
             return replace(seen, kl_k3=mismatch.k3_robust) if seen.kl_k3 is None and mismatch.tokens else seen
 

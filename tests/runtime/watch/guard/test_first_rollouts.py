@@ -207,12 +207,6 @@ def test_a_state_with_impossible_rollouts_is_refused_and_changes_nothing(rollout
     assert (guard.state_dict(), guard.profile) == before
 
 
-def test_a_state_of_an_older_fp8plan_is_read() -> None:
-    guard, _ = run()
-    guard.load_state_dict({"rung": "kv_to_bf16", "slow": 1, "mismatched": 2})
-    assert (guard.state.rung, guard.rollouts) == (Action.KV_TO_BF16, [])
-
-
 def test_the_measured_pool_and_the_engines_limits_count() -> None:
     """A KV-starved engine is slow for a known reason, which the correction must not take for the machine's pace."""
     pool = 16 * 1500

@@ -42,8 +42,9 @@ from fp8plan.runtime.watch.guard.guard import Guard
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.watch.mismatch.measure import measure, pack
 from fp8plan.runtime.watch.monitor.monitor import Monitor
-from fp8plan.runtime.watch.monitor.record import RunReader, Step
+from fp8plan.runtime.watch.monitor.record import Step
 from fp8plan.runtime.watch.monitor.sinks import Callback, JsonLines
+from fp8plan.runtime.watch.monitor.steps import RunReader
 from fp8plan.runtime.watch.monitor.witness import Witness
 from fp8plan.schemas import RunRecord, checked
 

@@ -21,8 +21,8 @@ from fp8plan import jsonl as record
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import line
 from fp8plan.runtime.watch.monitor import sinks
-from fp8plan.runtime.watch.monitor.record import RunReader
 from fp8plan.runtime.watch.monitor.sinks import Callback, JsonLines, Prometheus, Sinks, TensorBoard
+from fp8plan.runtime.watch.monitor.steps import RunReader
 
 RECORDS = simulated(12)
 
