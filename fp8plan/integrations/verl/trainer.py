@@ -11,13 +11,10 @@ from typing import Any
 import ray
 import torch
 from omegaconf import OmegaConf
-from verl.trainer.ppo.v1 import PPOTrainer, trainer_base
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.integrations.common import announce, load_state, metrics_of, report_of, safer_than, save_state, settings_of
 from fp8plan.integrations.verl.settings import (
-    CORRECTION,
-    TRAINER,
     WHERE,
     Settings,
     check_verl,
@@ -64,7 +61,7 @@ class PlannedTrainer:
     trainer_mode: str
 
     def __init__(self, config: Any) -> None:
-        check_verl({PPOTrainer: TRAINER, trainer_base: (CORRECTION,)})
+        check_verl()
         self._settings = settings_in(config)
         refuse(config)
         self._correction, self.plan = started_with(plan_of(config, self._settings), config, self._settings)

@@ -50,10 +50,8 @@ def stepped_down(precision: str, action: Action) -> str:
     return next(p.name for p in PRESETS.values() if (p.weights, p.kv) == (weights, kv))
 
 
-def answered(
-    state: GuardState, precision: str, escalation: Escalation, kv_fixed: bool = False
-) -> tuple[GuardState, Action]:
-    """The rung for a controller's escalation, and the state after it; pure.
+def answered(state: GuardState, precision: str, escalation: Escalation, kv_fixed: bool = False) -> Action:
+    """The rung for a controller's escalation; pure.
 
     The rung is a recalibration or, if there was one already, the next rung that changes the precision. It is NONE if
     no rung fits.
@@ -61,10 +59,8 @@ def answered(
     kv_fixed: as in `ladder`
     """
     recalibrate = escalation == Escalation.RECALIBRATE_KV
-    for rung in _below(state, precision, kv_fixed):
-        if (rung == Action.RECALIBRATE_KV) == recalibrate:
-            return GuardState(rung=rung, taken=state.taken), rung
-    return state, Action.NONE
+    rungs = _below(state, precision, kv_fixed)
+    return next((rung for rung in rungs if (rung == Action.RECALIBRATE_KV) == recalibrate), Action.NONE)
 
 
 def _below(state: GuardState, precision: str, kv_fixed: bool) -> list[Action]:

@@ -184,7 +184,7 @@ class Guard:
 
         Call `took` once it is done. A rung that failed is then asked for again.
         """
-        return answered(self.state, self.facts.precision, escalation, self.facts.kv_fixed)[1]
+        return answered(self.state, self.facts.precision, escalation, self.facts.kv_fixed)
 
     def took(self, action: Action) -> None:
         """Note an action that was done; it is not asked for again."""
@@ -272,7 +272,7 @@ def answer(guard: Guard | None, precision: str, escalation: Escalation, kv_fixed
 
     Raises ConfigError for another name, without a guard.
     """
-    return answered(GuardState(), precision, escalation, kv_fixed)[1] if guard is None else guard.answer(escalation)
+    return answered(GuardState(), precision, escalation, kv_fixed) if guard is None else guard.answer(escalation)
 
 
 def update(
