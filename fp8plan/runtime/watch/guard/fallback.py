@@ -70,7 +70,7 @@ def _below(state: GuardState, precision: str, kv_fixed: bool) -> list[Action]:
 
 AT_LEAST_0: Final[Range] = (lambda x: x >= 0, "a number of at least 0")
 RANGES: Final[dict[str, Range]] = {
-    **dict.fromkeys(("slack", "margin", "least_loss", "stall_s", "slow_host"), AT_LEAST_0),
+    **dict.fromkeys(("slack", "margin"), AT_LEAST_0),
     "kl_limit": (lambda x: 0 < x <= inf, "a number above 0, or None"),
     "kl_release": (lambda x: 0 < x <= 1, "above 0, at most 1"),
 }
@@ -78,7 +78,7 @@ RANGES: Final[dict[str, Range]] = {
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    """Settings of the guard: the speed that is too slow, the causes that count, and the patience before a step down.
+    """Settings of the guard: the speed that is too slow, and the patience before a step down.
 
     slack:      a rollout is fast enough down to the lower end of the 90% interval / (1 + slack): cards of one kind
                 differ by 2 to 6%, which the interval does not cover
@@ -87,12 +87,6 @@ class GuardSettings:
     margin:     least gain in speed of a step down, a fraction
     kl_limit:   mean k3 per token above which there is a mismatch, a plan's limit of high risk; None: ignore it
     kl_release: share of the limit at which the mismatch is over
-    unknown_is_fp8: True if a gap without a known cause counts as one that BF16 would not have
-    least_loss: least cost of a cause within the prediction, as a share of the predicted makespan
-    stall_s:    seconds of a stall, which also takes over twice the longest predicted step: on an H200 steps without a
-                compile take up to 0.8 s, those with one 2.5 s and more
-    slow_host:  host_slowdown from which on the host is a cause: 1.25 is quiet (runtime.measure.rollouts.host), a core
-                with a busy other half has 1.7 to 2
     anchor:     corrects the profile by rollouts that were measured on this machine; None: the run's first ones do
 
     Raises ConfigError for values out of range.
@@ -103,10 +97,6 @@ class GuardSettings:
     margin: float = 0.05
     kl_limit: float | None = RiskBudget().moderate_kl
     kl_release: float = 0.8
-    unknown_is_fp8: bool = False
-    least_loss: float = 0.05
-    stall_s: float = 1.0
-    slow_host: float = 1.5
     anchor: Anchor | None = None
 
     def __post_init__(self) -> None:

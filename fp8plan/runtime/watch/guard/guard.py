@@ -42,7 +42,7 @@ from fp8plan.model.profile.profile import PACES, Profile
 from fp8plan.model.validate.records import record_of
 from fp8plan.model.validate.validate import simulated
 from fp8plan.runtime.watch.controller.state import Escalation
-from fp8plan.runtime.watch.guard.causes import DISTURBANCES, Case, Cause, Found, causes, machine
+from fp8plan.runtime.watch.guard.causes import DISTURBANCES, Case, Cause, LikelyCause, causes, machine
 from fp8plan.runtime.watch.guard.fallback import (
     DEPTH,
     Action,
@@ -86,7 +86,7 @@ class Verdict:
     high_tokens_per_s: float
     ratio: float
     as_fast: bool | None
-    causes: tuple[Found, ...]
+    causes: tuple[LikelyCause, ...]
     action: Action
     reason: str
     cold: bool = False
@@ -294,7 +294,7 @@ def update(
     achieved = observation.tokens_per_s
     fast = achieved >= prediction.low_tokens_per_s / (1 + settings.slack)
     cold = first and not fast
-    likely = causes(Case(facts, observation, prediction, profile, settings, fast or cold))
+    likely = causes(Case(facts, observation, prediction, profile, settings.anchor is not None, fast or cold))
     gaps = () if fast else tuple(each for each in likely if each.gap)
     judged = fast or cold or settings.anchor is not None or any(each.of_fp8 for each in gaps)
     as_fast = fast if judged else None
@@ -303,7 +303,7 @@ def update(
         tokens_per_s=achieved,
         as_fast=as_fast,
         compiled=bool(observation.compiled_files) or any(each.cause == Cause.COMPILING for each in likely),
-        expected=_expected(facts, prediction, achieved / prediction.tokens_per_s, gaps, settings),
+        expected=_expected(facts, prediction, achieved / prediction.tokens_per_s, gaps),
         kl_k3=observation.kl_k3,
         cold=cold,
         kv_fixed=facts.kv_fixed,
@@ -330,7 +330,7 @@ def update(
 
 
 def _expected(
-    facts: EngineFacts, prediction: Prediction, ratio: float, gaps: tuple[Found, ...], settings: GuardSettings
+    facts: EngineFacts, prediction: Prediction, ratio: float, gaps: tuple[LikelyCause, ...]
 ) -> dict[Action, float]:
     """Rungs -> tokens per second after them, as the module's docstring says; without those that do not fit the GPU.
 
@@ -342,8 +342,6 @@ def _expected(
         if action == Action.RECALIBRATE_KV or preset.name not in prediction.instead:
             continue
         gone = {"kv", "weights"} if preset.weights == "bf16" else {"kv"}
-        assumed = gone if settings.unknown_is_fp8 else set()
-        blamed = [assumed if gap.cause == Cause.UNKNOWN else set(gap.of_fp8) for gap in gaps]
-        cured = bool(gaps) and all(parts & gone for parts in blamed)
+        cured = bool(gaps) and all(gone.intersection(gap.of_fp8) for gap in gaps)
         expected[action] = prediction.instead[preset.name].output_tokens_per_s * (1.0 if cured else ratio)
     return expected
