@@ -14,7 +14,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.runtime.watch.monitor.steps import RunReader, Steps
 from fp8plan.views import run_columns
 from fp8plan.views.axes import MOST, SPANS
-from fp8plan.views.page import document, paragraphs
+from fp8plan.views.page import document, paragraphs, table
 from fp8plan.views.run_columns import Event
 from fp8plan.views.run_plots import MARKED, by_position, figure
 from fp8plan.views.text import duration, percent
@@ -116,14 +116,9 @@ def _span(reader: RunReader) -> str:
 def _table(events: Sequence[Event]) -> str:
     if not events:
         return "<h2>Events</h2><p>None: no threshold moved, nothing was alarming.</p>"
-    listed = "".join(
-        f'<tr><td>{x.step:,}</td><td class="l {x.kind}">{x.kind}</td><td class="l">{escape(x.what)}</td>'
-        f'<td class="l">{escape(x.why)}</td></tr>'
-        for x in reversed(events[-LISTED:])
-    )
+    rows = [[f"{x.step:,}", x.kind, x.what, x.why] for x in reversed(events[-LISTED:])]
     left_out = f"<p class='dim'>the last {LISTED} of {len(events):,}</p>" if len(events) > LISTED else ""
-    head = '<tr><th>step</th><th class="l">kind</th><th class="l">what</th><th class="l">why</th></tr>'
-    return f"<h2>Events</h2>{left_out}<table>{head}{listed}</table>"
+    return f"<h2>Events</h2>{left_out}{table(['step', 'kind', 'what', 'why'], rows, kinds='rlll')}"
 
 
 def _legend(steps: int, events: Sequence[Event]) -> list[str]:

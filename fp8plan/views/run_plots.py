@@ -23,7 +23,6 @@ EVENT_COLOURS: Final = {"decision": SKY, "alarm": RED, "guard": ORANGE}
 HEIGHT, TOP, BOTTOM = 240, 60, 60  # pixels of a panel, above the first and below the last
 GAP: Final = 36  # pixels between two panels, with the lower one's legend
 FILL: Final = "rgba(230,159,0,0.18)"  # colour of a band
-FEW: Final = 60  # most steps that are drawn as a point each
 WRAPPED: Final = 80  # characters in a line of a reason
 
 
@@ -159,17 +158,11 @@ def _draw(
         made.add_scatter(y=rounded(high[kept]), **edge | {"fill": "tonexty", "fillcolor": FILL}, **where)
     kept = thinned(data[trace.metric])
     values = data[trace.metric][kept]
-    mode = "lines+markers" if len(numbers) <= FEW or _lonely(values) else "lines"
-    style: dict[str, Any] = {"mode": mode, "line": line, "marker": {"size": 4}}
+    # Markers show a value between two gaps, where there is no line.
+    style: dict[str, Any] = {"mode": "lines+markers", "line": line, "marker": {"size": 3}}
     if words is not None:
         style |= {"text": [words[at] for at in kept], "hovertemplate": "%{y}<br>%{text}"}
     made.add_scatter(x=numbers[kept].tolist(), y=rounded(values), name=trace.name, legend=legend, **style, **where)
-
-
-def _lonely(values: FloatArray) -> bool:
-    """True if any value stands alone between two gaps, where no line shows it."""
-    known = np.concatenate([[False], np.isfinite(values), [False]])
-    return bool((known[1:-1] & ~known[:-2] & ~known[2:]).any())
 
 
 def _marks(events: Sequence[Event], panels: int) -> list[dict[str, Any]]:

@@ -298,7 +298,6 @@ def test_values_that_stand_alone_are_drawn_as_points() -> None:
     rows = [row if row["step"] % 4 == 0 else row | {"metrics": row["metrics"] | unknown} for row in RUN]
     modes = {trace.name: trace.mode for trace in figure(steps_of(rows), []).data}
     assert modes["achieved"] == modes["predicted"] == "lines+markers"
-    assert modes["k3"] == "lines"
     band = [x for x in figure(steps_of(rows), []).data if x.name is None]
     assert [x.connectgaps for x in band] == [True, True]
 

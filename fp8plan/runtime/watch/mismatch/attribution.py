@@ -24,7 +24,7 @@ rest       the remainder
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, log
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
@@ -44,25 +44,12 @@ APART: Final = 0.2  # largest uncertainty of a part, as a share of it, with whic
 SHOWN: Final = 0.02  # smallest share of the KL that a sentence names
 
 
-class Probed(Protocol):
-    """The mismatch of a precision, as `fp8plan.probe` measured it."""
-
-    @property
-    def error(self) -> str | None:
-        """The reason of a failure."""
-
-    @property
-    def kl_k3(self) -> tuple[float, float, float]:
-        """k3 in nats per token, and the ends of its 90% interval."""
-
-
 @runtime_checkable
 class Probe(Protocol):
     """The result of `fp8plan.probe`."""
 
-    @property
-    def precisions(self) -> Mapping[str, Probed]:
-        """Preset -> what was measured."""
+    def interval_of(self, precision: str | None) -> tuple[float, float, float] | None:
+        """k3 of a preset in nats per token, and the ends of its 90% interval; None if it was not measured."""
 
 
 class Expected(NamedTuple):

@@ -319,9 +319,9 @@ class Monitor:
         if self._probe is not None:
             facts = self._witness.running() if self.engine is None else None
             running = self._precision() if facts is None else facts.precision
-            probed = self._probe.precisions.get(running or "")
-            if probed is not None and probed.error is None:
-                return Expected(*probed.kl_k3)
+            probed = self._probe.interval_of(running)
+            if probed is not None:
+                return Expected(*probed)
         return None if self._plan is None else expected_by(self._plan, self._precision())
 
     def _has_experts(self) -> bool:
