@@ -55,7 +55,6 @@ def page(reader: RunReader) -> str:
 
 
 def _html(figures: Sequence[Any]) -> str:
-    """Plotly's figures, with its program in the first."""
     options = {"full_html": False, "config": {"displaylogo": False}}
     return "".join(made.to_html(include_plotlyjs=not number, **options) for number, made in enumerate(figures))
 

@@ -99,7 +99,6 @@ def picture(prediction: Prediction, fall: Waterfall) -> Any:
 
 
 def _right(bar: Bar) -> float:
-    """The right end of a bar and its interval."""
     return max(bar.begin, bar.end, *(bar.doubt or ()))
 
 
@@ -119,7 +118,6 @@ def draw(prediction: Prediction, target: Path, kv_scales: str = "unit", *, answe
 
 
 def _section(prediction: Prediction, answer: Answer) -> str:
-    """The part of the page on the levers."""
     levers = answer.levers
     settings = [line for setting, programs in words(levers).items() for line in (setting, *programs)]
     return (

@@ -196,7 +196,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.vllm_importance_sampling_correction = True
 
     def _generation(self, *args: Any, **settings: Any) -> PlannedGeneration | PlannedServer:
-        """Make TRL's generation backend. settings: arguments of TRL's VLLMGeneration"""
         if settings["mode"] == "server":
             return PlannedServer(*args, connect=self._connect, before_sync=self._follow_advice, **settings)
         return PlannedGeneration(*args, start=self._start, before_sync=self._follow_advice, **settings)
@@ -270,7 +269,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         return lengths_of(self._tokenize_prompts(prompts)[0])
 
     def _generate(self, prompts: Any) -> Any:
-        """Generate as TRL does, a training batch in one rollout."""
         if self.rollout_engine is None or not self.model.training:
             return super()._generate(prompts)
         with self.rollout_engine.rollout():

@@ -158,7 +158,6 @@ class PlannedTrainer:
         return [replica.servers[0] for manager in lasting for replica in manager.get_replicas()]
 
     def _seen(self) -> list[dict[str, Any]]:
-        """Return the status, facts and last rollout of each server (PlannedServer.fp8plan_seen)."""
         seen: list[dict[str, Any]] = ray.get([server.fp8plan_seen.remote() for server in self._servers()])
         return seen
 

@@ -198,7 +198,6 @@ def _last_line(log: str) -> str:
 
 
 def _cause(log: str, start: int) -> str:
-    """The first error after byte `start`."""
     first = first_error(Path(log).read_bytes()[start:].decode(errors="replace"))
     return f"first error in the log: {first}" if first else f"last line of the log: {_last_line(log)}"
 

@@ -304,7 +304,6 @@ class ConstantThresholds:
 
 
 def _check_start(start: Thresholds) -> None:
-    """Raise ConfigError for thresholds that cannot tighten towards 1."""
     tis, band = start.tis, start.band
     if tis is not None and not 1 < tis < np.inf:
         raise ConfigError(f"tis begins at {tis!r}; allowed: above 1, or ConstantThresholds({tis!r})")
@@ -324,7 +323,6 @@ def _at_reach(state: LevelState, reach: float) -> LevelState:
 
 
 def _said(old: LevelState, new: LevelState, fact: str, bound: str) -> tuple[Decision, str]:
-    """The decision and a sentence with the figures behind it."""
     before, after = shown(old.thresholds), shown(new.thresholds)
     what = f"{before} -> {after}" if before != after else f"{after} kept"
     if bound:

@@ -138,7 +138,6 @@ class Correction:
         return weighted_mean(token_losses, self.weights, self.mask)
 
     def _known(self, figure: float) -> float:
-        """A figure of the valid tokens; NaN if there are none."""
         return figure if self.sums["valid"].total else nan
 
     def reduced(self, group: Any = None) -> Correction:

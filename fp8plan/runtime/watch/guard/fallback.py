@@ -64,7 +64,6 @@ def answered(state: GuardState, precision: str, escalation: Escalation, kv_fixed
 
 
 def _below(state: GuardState, precision: str, kv_fixed: bool) -> list[Action]:
-    """The rungs of a precision that are deeper than the state's."""
     return [rung for rung in ladder(find_precision(precision), kv_fixed) if DEPTH[rung] > DEPTH[state.rung]]
 
 
@@ -215,7 +214,6 @@ def _mismatch(symptoms: Symptoms, settings: GuardSettings, state: GuardState) ->
 
 
 def _counted(count: int, value: float, limit: float, release: float) -> int:
-    """The count plus one above the limit, 0 at the release and below, unchanged in between."""
     if value > limit:
         return count + 1
     return 0 if value <= release else count

@@ -256,7 +256,6 @@ def joined(parts: Sequence[Observation]) -> Observation:
 
 
 def _most(values: Iterable[float | None]) -> float | None:
-    """The largest value that is known."""
     return max((value for value in values if value is not None), default=None)
 
 

@@ -188,7 +188,6 @@ def pack(
 def _packed(
     train_logprobs: Array, rollout_logprobs: Array, mask: Array | None, lengths: Sequence[int] | Array | None
 ) -> Tokens:
-    """Pack this rank's tokens."""
     train, rollout = to_tensor(train_logprobs, "train_logprobs"), to_tensor(rollout_logprobs, "rollout_logprobs")
     marks = None if mask is None else to_tensor(mask, "mask").to(train.device)
     ends = _checked(train, rollout, marks, lengths)

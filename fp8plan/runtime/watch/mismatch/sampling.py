@@ -257,7 +257,6 @@ def sampled_at(temperature: float) -> float:
 
 
 def _and(words: Iterable[str]) -> str:
-    """Words as a list in a sentence."""
     *others, last = words
     return f"{', '.join(others)} and {last}" if others else last
 

@@ -325,7 +325,6 @@ class Monitor:
         return None if self._plan is None else expected_by(self._plan, self._precision())
 
     def _has_experts(self) -> bool:
-        """True if the model is known to have experts."""
         facts = self._witness.running() if self.engine is None else None
         model = self._plan.model if self._plan is not None else getattr(facts, "model", None)
         try:

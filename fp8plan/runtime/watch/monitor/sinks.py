@@ -339,5 +339,4 @@ class Prometheus:
 
 
 def _numbers(record: Record) -> Iterator[tuple[str, float]]:
-    """The metrics that have a value."""
     return ((name, float(value)) for name, value in record["metrics"].items() if value is not None)

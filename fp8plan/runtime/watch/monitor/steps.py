@@ -114,7 +114,6 @@ class Steps:
         return replaced
 
     def _cut(self, start: int) -> int:
-        """Remove the steps from an index on, and return their number."""
         gone = len(self) - start
         if gone:
             del self.spans[3 * (self.ends[start - 1] if start else 0) :]
