@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# New model families under vLLM with random weights, on all GPUs of one host: rollouts, decode kernels, weight syncs.
+# New model families under vLLM with random weights, on all GPUs of one host: rollouts, weight syncs.
 #     bash benchmarks/families.sh FOLDER SECONDS [QUEUE]
 # QUEUE (benchmarks/families/queue.txt) has a job a line, the most wanted first:
 #     one|CELLS|MODEL|PRECISION              CELLS: a list of cells in benchmarks/families
 #     one|sync|MODEL|PRECISION|ENGINE_ARGS   benchmarks.gpu.weight_sync; ENGINE_ARGS is JSON
 #     all|CELLS|MODEL|PRECISION              an engine on all GPUs, before all jobs on one; left out where there is one GPU
-# Two workers share a GPU, or all of them, with half of its cores each: one has its engine there, while the other has
-# imported vLLM and waits. No job begins after SECONDS, and none lasts longer than TIMEOUT (600). Experts are drawn
+# Two workers share a GPU, or all of them, with half of its cores each: one measures, while the other waits. No job begins after SECONDS, and none lasts longer than TIMEOUT (600). Experts are drawn
 # evenly, by vLLM's own simulation. DEEP_GEMM names a folder of compiled kernels to start from
 # (fp8plan.runtime.measure.kernels.compile): without it the first engine of a model with FP8 weights compiles for minutes.
 set -u
@@ -43,7 +42,7 @@ run() { # NAME KIND CELLS MODEL PRECISION [ENGINE_ARGS], with the cores in $core
             --utilization 0.33 --engine-args "${arguments:-{\}}" --parts steps equal rollback \
             --output "$out/weight_sync.$name.jsonl"
     else
-        FP8PLAN_MEASURE_TURN=$out/turn.$name taskset -c "$cores" $measure --cells "benchmarks/families/$cells.json" \
+        flock "$out/turn.$name" taskset -c "$cores" $measure --cells "benchmarks/families/$cells.json" \
             --model "$model" --precision "$precision" --trace --timeout "${TIMEOUT:-600}" \
             --output "$out/$cells.$name.jsonl" --env VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random
     fi

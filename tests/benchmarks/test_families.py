@@ -37,10 +37,9 @@ def test_every_job_names_a_setting_and_a_precision_of_it() -> None:
 def test_workers_share_the_queue_and_all_gpus_come_first(tmp_path: Path) -> None:
     fake, out = tmp_path / "bin", tmp_path / "out"
     fake.mkdir()
-    # A stand-in for vLLM: says what it was told, and holds its GPU's turn for a moment.
-    turn = 'flock "${FP8PLAN_MEASURE_TURN:-/dev/null}" sleep 0.2'
+    # A stand-in for vLLM: says what it was told, and lasts a moment.
     scripts = {
-        "measure": f'echo "$CUDA_VISIBLE_DEVICES measure $*"; {turn}',
+        "measure": 'echo "$CUDA_VISIBLE_DEVICES measure $*"; sleep 0.2',
         "sync": 'echo "$CUDA_VISIBLE_DEVICES sync $*"',
     }
     for name, text in {**scripts, "python3": "", "nvidia-smi": ""}.items():

@@ -164,25 +164,6 @@ def test_a_timeout_ends_the_engine_and_all_it_started(
     assert not _alive(process)
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize("comes", [True, False])
-def test_waiting_for_its_turn_is_none_of_an_engines_time(
-    comes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "late.py").write_text(
-        "import json, pathlib, sys, time\n"
-        "job = json.loads(pathlib.Path(sys.argv[1]).read_text())\n"
-        f"time.sleep({5 if comes else 600})\n"
-        "pathlib.Path(job['turn']).touch()\n"
-    )
-    monkeypatch.setattr(run_rollouts, "CHILD", "late")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv(run_rollouts.TURN, str(tmp_path / "turn"))
-    cells(tmp_path, setting(tmp_path))
-    assert measure(tmp_path, "--timeout", "4" if comes else "1") == (0 if comes else 1)
-    assert ("its turn did not come within" in capfd.readouterr().err) is not comes
-
-
 def _alive(process: int) -> bool:
     """Return whether a process still runs after 5 s.
 

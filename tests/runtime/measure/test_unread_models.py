@@ -79,10 +79,3 @@ def test_why_an_engine_failed_is_a_row(tmp_path: Path, monkeypatch: pytest.Monke
     assert failure.endswith(row["reason"])
     assert (row["model"], row["precision"]) == ("owner/hybrid", "fp8_kv")
     assert "No module named 'no'" in row["reason"]
-
-
-def test_the_errors_of_a_log_are_listed_once_and_the_last_are_kept(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    lines = [f"ERROR x [y] ValueError: number {i}" for i in range(run_rollouts.ERRORS + 3)]
-    log.write_text("\n".join([*lines, *lines, "INFO nothing"]))
-    assert run_rollouts.errors_in(str(log)) == [f"ValueError: number {i}" for i in range(3, run_rollouts.ERRORS + 3)]

@@ -7,15 +7,13 @@ compiled kernel disturbed is timed again.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -27,7 +25,7 @@ from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import recorded_limits
 from fp8plan.runtime.apply.engine.warm_up import compiled_files, freeze_garbage, warm_up_batches
-from fp8plan.runtime.measure.machine import machine_facts, wait_for_memory
+from fp8plan.runtime.measure.machine import machine_facts
 from fp8plan.runtime.measure.rollouts.host import Host, Watch
 from fp8plan.runtime.measure.rollouts.timed import Row, Trace, timed, token_prompts, write_trace
 from fp8plan.schemas import QUIET_HOST, VERSIONS
@@ -113,9 +111,6 @@ def prefill_ladder(llm: Any, fields: Mapping[str, Any]) -> list[int]:
     return [sum(map(len, prompts)) for prompts in batches]
 
 
-TURN = "FP8PLAN_MEASURE_TURN"
-
-
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with os.fdopen(job["notes_fd"], "w", encoding="utf-8") as notes:
@@ -125,18 +120,12 @@ def main() -> None:
 
 
 def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
-    """Start the engine, in its turn, and append a record for every run of the job.
+    """Start the engine, and append a record for every run of the job.
 
     Raises Fp8PlanError if vLLM's responses have other lengths.
     """
     from vllm import LLM
 
-    with wait_for_turn():
-        Path(job["turn"]).touch()
-        _measure(job, note, LLM)
-
-
-def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> None:
     begun = time.perf_counter()
     llm = LLM(**job["kwargs"])
     start_s = time.perf_counter() - begun
@@ -168,21 +157,6 @@ def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> N
                 note(f"{name}: a step took {timing['longest_step_s']:.1f} s, as if a kernel was compiled in it")
             if job["trace"]:
                 write_trace(job["trace"], run["key"], best.steps)
-
-
-@contextmanager
-def wait_for_turn() -> Iterator[None]:
-    """Hold the lock of the file that the variable TURN names, if it is set.
-
-    So commands share a GPU: one runs its engine while the next imports vLLM.
-    """
-    if TURN not in os.environ:
-        yield
-        return
-    with open(os.environ[TURN], "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        wait_for_memory()
-        yield
 
 
 def log_of(job: Mapping[str, Any]) -> str:
