@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 from uuid import uuid4
 
 import numpy as np
@@ -62,12 +62,11 @@ class Work:
 
 
 Prepare = Callable[[Point], Sequence[Call] | Work]
-T = TypeVar("T")
 
 
-def shuffled(points: Iterable[T]) -> list[T]:
-    """The points in an order that can be cut anywhere: neighbours are unrelated."""
-    ordered = list(points)
+def shuffled(points: Iterable[Point]) -> list[Point]:
+    """Each point once, in an order that can be cut anywhere: neighbours are unrelated."""
+    ordered = list({point.key: point for point in points}.values())
     return [ordered[i] for i in np.random.default_rng(0).permutation(len(ordered))]
 
 
