@@ -37,7 +37,6 @@ from fp8plan.views.plan_pictures import (
     label,
     panels,
     points,
-    risk_limits,
     title,
 )
 from fp8plan.views.report import plan_text
@@ -172,7 +171,6 @@ def test_the_front_is_what_nothing_beats(prediction: Prediction) -> None:
     best = front(found)
     assert best[0].precision == "bf16"  # nothing is safer
     assert [x.speed[0] for x in best] == sorted(x.speed[0] for x in best)
-    assert risk_limits(prediction.plan) == {"low": 0.01, "moderate": 0.03}
 
 
 def test_every_layout_is_a_point_and_one_of_each_precision_is_drawn_over_time() -> None:
@@ -205,7 +203,7 @@ def test_the_page_of_a_plan_has_tables_reasons_settings_and_both_pictures(
         assert plan.emit(target) in text
     assert "trl: cannot have this plan" in text or plan.emit("trl", python=True) in text
     assert text.count("class=bold") == 2
-    for drawn in (plots.TIME_LABEL, plots.KL_LABEL, plots.SPEED_LABEL, plots.limit_label("low")):
+    for drawn in ("seconds since the rollout began", "output tokens/s (higher is faster)", "KL limit of low risk"):
         assert f">{drawn}<" in text  # the picture's text is text
 
 
