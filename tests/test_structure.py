@@ -20,9 +20,9 @@ ROOT = Path(fp8plan.__file__).parent
 MOST_LINES = 450  # of a module
 SPARE = 0.02  # of a budget, beside the rounding to hundreds, may be left over before it is lowered
 MOST = {  # hops between files on a walk of benchmarks/walks.py, and lines of the files that it enters
-    "plan": {"hops": 165, "lines": 14_827},
+    "plan": {"hops": 165, "lines": 14_825},
     "tensor": {"hops": 43, "lines": 5537},
-    "log-prob": {"hops": 30, "lines": 4933},
+    "log-prob": {"hops": 22, "lines": 4034},
 }
 
 # What may import what: a part imports its own and what stands above it.

@@ -59,9 +59,9 @@ from fp8plan.runtime.watch.guard.observation import (
     Observation,
     Prediction,
     predict,
-    rollout_fields,
     with_pool,
 )
+from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
 
 FIRST: Final = 3  # rollouts of the run that correct the profile: one odd one does not move their median
 PER_TOKEN: Final = r"front\..*\.(token|thread)_seconds"  # a front's coefficients that follow its machine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Final
 
@@ -17,9 +17,9 @@ import numpy as np
 from fp8plan.checks import Range, in_range
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.host import OWN
-from fp8plan.model.limits import RECORDED, EngineLimits
+from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS, Precision, find_precision
-from fp8plan.model.profile.profile import ENGINE, Profile
+from fp8plan.model.profile.profile import Profile
 from fp8plan.model.rollout import Rollout, Simulated, simulate, step_batch
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
@@ -358,40 +358,3 @@ def fallbacks(preset: Precision) -> list[Precision]:
         if preset.uses_fp8 and other != preset and other.kv == "bf16" and other.weights in ("bf16", preset.weights)
     ]
     return sorted(less, key=lambda other: other.weights != preset.weights)
-
-
-def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: EngineFacts | None) -> dict[str, Any]:
-    """The rollout record: facts about the engine and the rollout; empty if neither is known."""
-    row: dict[str, Any] = {} if facts is None else _engine_fields(facts)
-    if rollout is None or isinstance(rollout, Mapping):
-        return {**row, **(rollout or {})}
-    numbers = ("seconds", "preemptions", "compiled_files", "arrival_s", "host_slowdown", "idle_s")
-    row |= {name: getattr(rollout, name) for name in numbers}
-    row |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
-    if rollout.prompt_ids is not None:
-        row["prompt_ids"] = list(rollout.prompt_ids)
-    if rollout.sampling is not None:
-        row["sampling"] = asdict(rollout.sampling)
-    return row | {"measured_kv_cache_tokens": rollout.kv_cache_tokens}
-
-
-def _engine_fields(facts: EngineFacts) -> dict[str, Any]:
-    """Facts about the engine that runs, under the names of a rollout record."""
-    limits: EngineLimits = facts.limits
-    imposed = None if limits.num_gpu_blocks is None else (limits.num_gpu_blocks + 1) * limits.block_size
-    graphs = limits.max_cudagraph_capture_size
-    return {
-        "model": facts.model,
-        "gpu": facts.gpu,
-        "engine": ENGINE,
-        "engine_version": facts.engine_version,
-        "precision": facts.precision,
-        **{name: getattr(limits, limit) for name, limit in RECORDED.items()},
-        "kv_cache_tokens": imposed,
-        **({} if graphs is None else {"max_cudagraph_capture_size": graphs}),
-        "kernel_backends": dict(facts.kernel_backends),
-        "e8m0": facts.e8m0,
-        "inside": None if facts.inside == OWN else facts.inside,
-        **({} if facts.delta_bytes is None else {"delta_bytes": facts.delta_bytes}),
-        **({} if facts.host_loop_s is None else {"host_loop_s": facts.host_loop_s}),
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8plan import schemas
@@ -13,7 +13,8 @@ from fp8plan.errors import ConfigError
 from fp8plan.jsonl import now, plain
 from fp8plan.model.validate.records import check_fields
 from fp8plan.runtime.watch.correction.correct import weighted_mean
-from fp8plan.runtime.watch.guard.observation import Observation, rollout_fields
+from fp8plan.runtime.watch.guard.observation import Observation
+from fp8plan.runtime.watch.guard.rollout_record import observation_in, rollout_fields
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -163,16 +164,3 @@ def mismatch_parts(mismatch: Mismatch) -> dict[str, Any]:
         "profile": profile,
         "versions": {str(v): {"tokens": span.tokens, "k1": span.k1, "k3": span.k3} for v, span in versions},
     }
-
-
-def observation_in(record: Mapping[str, Any]) -> Observation:
-    """The guard's observation, from the fields of a rollout record as plain data.
-
-    Raises ConfigError as Observation does, and for a record without its seconds or lengths.
-    """
-    missing = [name for name in ("seconds", "prompt_lengths", "response_lengths") if record.get(name) is None]
-    if missing:
-        raise ConfigError(f"a rollout with its seconds lacks {', '.join(missing)}; give the tokens of each response")
-    known = {field.name for field in fields(Observation)} - {"kv_cache_tokens"}
-    values = {name: value for name, value in record.items() if name in known and value is not None}
-    return Observation(**values, kv_cache_tokens=record.get("measured_kv_cache_tokens"))

@@ -15,9 +15,9 @@ from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.guard.fallback import Action
 from fp8plan.runtime.watch.guard.guard import Guard, Judged, Verdict, answer, judged
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.watch.guard.rollout_record import observation_in
 from fp8plan.runtime.watch.mismatch.metrics import Mismatch
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
-from fp8plan.runtime.watch.monitor.record import observation_in
 
 
 class Launched(Protocol):

@@ -15,7 +15,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.profile.library import datasheet_profile, load_profile
 from fp8plan.model.profile.profile import PACES
-from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
+from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings, GuardState
 from fp8plan.runtime.watch.guard.guard import FIRST, Cause, Guard, Verdict
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation, predict
 
@@ -203,7 +203,7 @@ def test_a_state_with_impossible_rollouts_is_refused_and_changes_nothing(rollout
     guard, _ = run(*[0.6] * FIRST)
     before = guard.state_dict(), guard.profile
     with pytest.raises(ConfigError, match="guard's"):
-        guard.load_state_dict({"rung": "none", "slow": 2, "mismatched": 0, "rollouts": rollouts})
+        guard.load_state_dict(GuardState(slow=2).to_dict() | {"rollouts": rollouts})
     assert (guard.state_dict(), guard.profile) == before
 
 

@@ -40,8 +40,8 @@ from fp8plan.runtime.watch.guard.observation import (
     fallback,
     observation_of,
     predict,
-    rollout_fields,
 )
+from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
 
 VALIDATION = profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation"
 OWN_LOOP_S = 2.6e-4  # of the hosts that the H200's profile was calibrated on
