@@ -99,7 +99,7 @@ def test_news_their_baseline_the_threshold_and_the_reason_are_shown(tmp_path: Pa
     assert set(curves["KL over its baseline"].y) == {2.5}
     assert set(curves["baseline of the news"].y) == {2e-3}
     assert curves["C"].text[6] == f"{rows[6]['decision']}: KL &lt;7&gt;"
-    assert curves["C"].x == curves["KL over its baseline"].x
+    assert list(curves["C"].x) == list(curves["KL over its baseline"].x)
     without = shown(written(tmp_path / "old.jsonl", RUN[:40]), 100)
     assert "KL news" not in without
 
