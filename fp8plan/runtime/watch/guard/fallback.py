@@ -50,16 +50,17 @@ def stepped_down(precision: str, action: Action) -> str:
     return next(p.name for p in PRESETS.values() if (p.weights, p.kv) == (weights, kv))
 
 
-def answered(state: GuardState, precision: str, escalation: Escalation, kv_fixed: bool = False) -> Action:
-    """The rung for a controller's escalation; pure.
+def answered(state: GuardState | None, precision: str, escalation: Escalation, kv_fixed: bool = False) -> Action:
+    """The rung for a controller's escalation; pure. Once it is done, call `Guard.took`.
 
     The rung is a recalibration or, if there was one already, the next rung that changes the precision. It is NONE if
     no rung fits.
 
+    state:    that of the engine's guard; None: it has none
     kv_fixed: as in `ladder`
     """
     recalibrate = escalation == Escalation.RECALIBRATE_KV
-    rungs = _below(state, precision, kv_fixed)
+    rungs = _below(state or GuardState(), precision, kv_fixed)
     return next((rung for rung in rungs if (rung == Action.RECALIBRATE_KV) == recalibrate), Action.NONE)
 
 

@@ -41,7 +41,6 @@ from fp8plan.model.profile.library import load_profile, with_kernels
 from fp8plan.model.profile.profile import PACES, Profile
 from fp8plan.model.validate.records import record_of
 from fp8plan.model.validate.validate import simulated
-from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.guard.causes import DISTURBANCES, Case, Cause, LikelyCause, causes, machine
 from fp8plan.runtime.watch.guard.fallback import (
     DEPTH,
@@ -49,7 +48,6 @@ from fp8plan.runtime.watch.guard.fallback import (
     GuardSettings,
     GuardState,
     Symptoms,
-    answered,
     decide,
     ladder,
     stepped_down,
@@ -179,13 +177,6 @@ class Guard:
         self.profile = anchor.applied(paced) if anchor else paced
         return shares
 
-    def answer(self, escalation: Escalation) -> Action:
-        """The action for an escalation of the controller: a new rung, or NONE.
-
-        Call `took` once it is done. A rung that failed is then asked for again.
-        """
-        return answered(self.state, self.facts.precision, escalation, self.facts.kv_fixed)
-
     def took(self, action: Action) -> None:
         """Note an action that was done; it is not asked for again."""
         if DEPTH[action] > DEPTH[self.state.rung]:
@@ -262,17 +253,6 @@ def in_effect(state: GuardState, precision: str) -> GuardState:
     if state.taken in steps and stepped_down(precision, state.taken) != precision:
         return replace(state, taken=Action.NONE)
     return state
-
-
-def answer(guard: Guard | None, precision: str, escalation: Escalation, kv_fixed: bool = False) -> Action:
-    """The action of an engine for an escalation: its guard's answer, or the first rung without a guard.
-
-    precision: preset of the engine
-    kv_fixed:  the engine keeps its KV scales
-
-    Raises ConfigError for another name, without a guard.
-    """
-    return answered(GuardState(), precision, escalation, kv_fixed) if guard is None else guard.answer(escalation)
 
 
 def update(

@@ -12,8 +12,8 @@ from fp8plan.checks import instance
 from fp8plan.errors import ConfigError, warn
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.watch.controller.state import Escalation
-from fp8plan.runtime.watch.guard.fallback import Action
-from fp8plan.runtime.watch.guard.guard import Guard, Judged, Verdict, answer, judged
+from fp8plan.runtime.watch.guard.fallback import Action, answered
+from fp8plan.runtime.watch.guard.guard import Guard, Judged, Verdict, judged
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.watch.guard.rollout_record import observation_in
 from fp8plan.runtime.watch.mismatch.metrics import Mismatch
@@ -168,7 +168,8 @@ class Witness:
         facts = self.running() if self.guard is None else self.guard.facts
         if facts is None or facts.precision not in PRESETS:
             return True
-        return answer(self.guard, facts.precision, escalation, facts.kv_fixed) != Action.NONE
+        state = None if self.guard is None else self.guard.state
+        return answered(state, facts.precision, escalation, facts.kv_fixed) != Action.NONE
 
     def warn_once(self, subject: str, text: str) -> None:
         if subject not in self._warned:
