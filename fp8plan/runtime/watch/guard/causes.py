@@ -1,6 +1,6 @@
 """Likely causes, from facts, why a rollout was slower than predicted, or why its FP8 gains little.
 
-Causes outside the prediction explain a gap: a compile, a slow host, a kernel or scales that the profile was not
+Causes outside the prediction explain a gap: a compile, a kernel or scales that the profile was not
 measured with, more preemptions than the lengths call for. Causes inside the prediction explain a small gain: no CUDA
 graphs, preemptions, a small pool, batches at which FP8 is not ahead, a long tail. The cost of a cause inside is the
 difference to a prediction without it. Costs overlap (a larger pool also ends preemptions), so they do not add up. A
@@ -31,12 +31,6 @@ MANY_PREEMPTIONS: Final = 0.05
 ABORTED: Final = 0.05  # share of the responses in the tail that is cut off
 IDLE_SHARE: Final = 0.25  # of the time from one rollout's end to the next one's, from which on an idle engine is named
 LEAST_LOSS: Final = 0.05  # least cost of a cause within the prediction, as a share of the predicted makespan
-# Seconds of a stall, which also takes over twice the longest predicted step. On an H200 steps without a compile take up
-# to 0.8 s, those with one 2.5 s and more.
-STALL_S: Final = 1.0
-# host_slowdown from which on the host is a cause: 1.25 is quiet (runtime.measure.rollouts.host), a core with a busy
-# other half has 1.7 to 2.
-SLOW_HOST: Final = 1.5
 FEWER: Final = 3  # powers of two that are tried below the requests that ran at once
 
 
@@ -53,13 +47,8 @@ class Cause(StrEnum):
     TAIL = "tail"
     IDLE = "idle"
     ARRIVALS = "arrivals"
-    HOST = "host"
     MACHINE = "machine"
     UNKNOWN = "unknown"
-
-
-# Causes of a gap that the next rollout need not have, so that no anchor takes it for the machine's pace.
-DISTURBANCES: Final = {Cause.COMPILING, Cause.HOST, Cause.PREEMPTION}
 
 
 class LikelyCause(NamedTuple):
@@ -150,22 +139,12 @@ def _of_the_engine(case: Case) -> Iterator[LikelyCause]:
 def _disturbances(case: Case) -> Iterator[LikelyCause]:
     """Yield events of this rollout that no prediction contains."""
     observation, prediction = case.observation, case.prediction
-    stalled, longest = _stall(case)
-    step = f"its longest step took {longest}" if longest else "how long its steps took is not known"
-    files, slow = observation.compiled_files, observation.host_slowdown
-    if files or (files is None and stalled):
-        compiled = f"{files} files of kernels were compiled" if files else "as if a kernel was compiled"
+    if files := observation.compiled_files:
         text = (
-            f"{compiled} during the rollout, {step}: VLLM_DEEP_GEMM_WARMUP=full compiles at start, and kernels stay "
-            "where VLLM_CACHE_ROOT, TRITON_CACHE_DIR and TRTLLM_DG_CACHE_DIR outlive the job"
+            f"{files} files of kernels were compiled during the rollout: VLLM_DEEP_GEMM_WARMUP=full compiles at start, "
+            "and kernels stay where VLLM_CACHE_ROOT, TRITON_CACHE_DIR and TRTLLM_DG_CACHE_DIR outlive the job"
         )
-        yield LikelyCause(Cause.COMPILING, text, stalled)
-    elif stalled:
-        text = f"{step} and nothing was compiled: the host paused, perhaps to collect garbage (gc.freeze() avoids that)"
-        yield LikelyCause(Cause.HOST, text, stalled)
-    if slow is not None and slow >= SLOW_HOST:
-        text = f"a loop on the host took {slow:.2f} times the fastest seen: give the engine quiet cores (taskset)"
-        yield LikelyCause(Cause.HOST, text)
+        yield LikelyCause(Cause.COMPILING, text)
     came = observation.arrival_s or 0.0
     if came >= case.least_s:
         text = (
@@ -180,18 +159,6 @@ def _disturbances(case: Case) -> Iterator[LikelyCause]:
             f"{prediction.kv_cache_tokens:,} tokens: other requests shared the engine, or the pool is smaller"
         )
         yield LikelyCause(Cause.PREEMPTION, text)
-
-
-def _stall(case: Case) -> tuple[float | None, str]:
-    """Seconds that the longest step lost (None: it was no stall), and that step in words ("": not known)."""
-    longest = case.observation.longest_step_s
-    if longest is None:
-        return None, ""
-    if longest <= STALL_S:
-        return None, f"{seconds(longest)} s"
-    usual = case.prediction.longest_step_s()
-    words = f"{seconds(longest)} s where {seconds(usual)} is the longest predicted"
-    return (longest - usual if longest > 2 * usual else None), words
 
 
 def machine(facts: EngineFacts, shares: Sequence[float], low: float, high: float) -> LikelyCause | None:

@@ -41,7 +41,7 @@ from fp8plan.model.profile.library import load_profile, with_kernels
 from fp8plan.model.profile.profile import PACES, Profile
 from fp8plan.model.validate.records import record_of
 from fp8plan.model.validate.validate import simulated
-from fp8plan.runtime.watch.guard.causes import DISTURBANCES, Case, Cause, LikelyCause, causes, machine
+from fp8plan.runtime.watch.guard.causes import Case, Cause, LikelyCause, causes, machine
 from fp8plan.runtime.watch.guard.fallback import (
     DEPTH,
     Action,
@@ -237,7 +237,7 @@ def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Ju
 
 def teaches(observation: Observation, verdict: Verdict) -> bool:
     """True for a rollout that may correct the prediction: no disturbance and no other FP8 kernel explains its gap."""
-    disturbed = any(each.gap and each.cause in DISTURBANCES for each in verdict.causes)
+    disturbed = any(each.gap and each.cause == Cause.PREEMPTION for each in verdict.causes)
     return verdict.as_fast is not False and not observation.compiled_files and not disturbed
 
 
@@ -282,7 +282,7 @@ def update(
         precision=facts.precision,
         tokens_per_s=achieved,
         as_fast=as_fast,
-        compiled=bool(observation.compiled_files) or any(each.cause == Cause.COMPILING for each in likely),
+        compiled=bool(observation.compiled_files),
         expected=_expected(facts, prediction, achieved / prediction.tokens_per_s, gaps),
         kl_k3=observation.kl_k3,
         cold=cold,

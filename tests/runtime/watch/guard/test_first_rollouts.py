@@ -100,17 +100,13 @@ def test_one_odd_rollout_among_the_first_does_not_set_the_pace() -> None:
     assert [verdict.as_fast for verdict in verdicts[FIRST:]] == [True, False]
 
 
-@pytest.mark.parametrize("disturbed", [{"compiled_files": 3}, {"preemptions": 90}, {"host_slowdown": 1.8}])
+@pytest.mark.parametrize("disturbed", [{"compiled_files": 3}, {"preemptions": 90}])
 def test_a_disturbed_rollout_corrects_nothing_and_its_cause_is_named(disturbed: dict[str, Any]) -> None:
     guard, _ = run()
     verdicts = [guard.after_rollout(at(0.5, **disturbed)) for _ in range(9)]
     assert guard.rollouts == []
     assert {verdict.as_fast for verdict in verdicts} == {None}
-    assert {each.cause for verdict in verdicts for each in verdict.causes} <= {
-        Cause.COMPILING,
-        Cause.PREEMPTION,
-        Cause.HOST,
-    }
+    assert {each.cause for verdict in verdicts for each in verdict.causes} <= {Cause.COMPILING, Cause.PREEMPTION}
     assert all(verdict.causes for verdict in verdicts)
 
 
