@@ -35,7 +35,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.calibrate.profile_of import ATTENTION, UNEQUAL
 from fp8plan.runtime.measure.kernels import timing
-from fp8plan.runtime.measure.kernels.sweep import Point, command, shuffled
+from fp8plan.runtime.measure.kernels.sweep import Point, Work, command, shuffled
 from fp8plan.runtime.measure.kernels.timing import engine_config, l2_bytes, random_normal, random_pool
 
 if TYPE_CHECKING:
@@ -210,12 +210,12 @@ class Bench:
         scale = torch.ones((), device="cuda")
         self.layer = SimpleNamespace(_q_scale=scale, _k_scale=scale, _v_scale=scale)
 
-    def calls(self, point: Point) -> Sequence[Callable[[], object]]:
+    def work(self, point: Point) -> Work:
         """The same work several times, each call on its own KV blocks."""
         name, _, kv = point.kernel.partition(".")
         if name == "quantise_query":
-            return self._quantise_query(point)
-        return self._kv_write(point, kv) if name == "kv_write" else self._attention(point, kv)
+            return Work(self._quantise_query(point))
+        return Work(self._kv_write(point, kv) if name == "kv_write" else self._attention(point, kv))
 
     def _attention(self, point: Point, kv: str) -> Sequence[Callable[[], object]]:
         import torch
@@ -348,4 +348,4 @@ def _metadata(point: Point, kv: str, queries: Ints, kv_tokens: Ints, version: in
 
 if __name__ == "__main__":
     none = ()  # vLLM's wheel has these kernels compiled
-    raise SystemExit(command("attention", __doc__, points, lambda: Bench().calls, engine_config, compiled=none))
+    raise SystemExit(command("attention", __doc__, points, lambda: Bench().work, engine_config, compiled=none))

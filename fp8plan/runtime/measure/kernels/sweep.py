@@ -61,7 +61,7 @@ class Work:
     timer: Callable[[Sequence[Call]], Timing] = graph_seconds
 
 
-Prepare = Callable[[Point], Sequence[Call] | Work]
+Prepare = Callable[[Point], Work]
 
 
 def shuffled(points: Iterable[Point]) -> list[Point]:
@@ -117,7 +117,7 @@ def failed_file(output: Path) -> Path:
 def _attempt(point: Point, prepare: Prepare) -> dict[str, Any]:
     """Columns of the timing or of the error. The clean-up follows later, so that no traceback holds on to tensors."""
     try:
-        work = prepared(point, prepare)
+        work = prepare(point)
         return asdict(work.timer(work.calls)) | dict(work.columns)
     except Exception as error:
         return _failure(error)
@@ -130,11 +130,6 @@ def _failure(error: BaseException) -> dict[str, Any]:
         return _failure(before)
     text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
     return {"error": text, "refused": isinstance(error, ConfigError)}
-
-
-def prepared(point: Point, prepare: Prepare) -> Work:
-    work = prepare(point)
-    return work if isinstance(work, Work) else Work(work)
 
 
 def _clean_up() -> None:
@@ -280,7 +275,7 @@ def compile_here(points: Sequence[Point], prepare: Prepare) -> int:
     failed = 0
     for point in points:
         try:
-            prepared(point, prepare).calls[0]()
+            prepare(point).calls[0]()
             sys.modules["torch"].cuda.synchronize()
         except Exception as error:
             failure = _failure(error)
