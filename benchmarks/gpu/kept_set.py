@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def step_of(full: Any, rollout: Any, sampling: Sampling) -> dict[str, Any]:
     step = Monitor(sampling=sampling).step(full, rollout, torch.ones(rollout.shape, dtype=torch.bool))
     mismatch = step.mismatch
     figures = {"k1": mismatch.k1, "k3": mismatch.k3, "mean_ratio": mismatch.mean_ratio, "tokens": mismatch.tokens}
-    parts = [part.to_dict() for part in step.attribution]
+    parts = [asdict(part) for part in step.attribution]
     return figures | {"alarms": [alarm.value for alarm in step.decided.alarms], "attribution": parts}
 
 
