@@ -295,7 +295,7 @@ def _explained(error: msgspec.ValidationError, data: Any, kind: Any) -> str:
     elif message.startswith("Invalid enum value"):
         for name in re.findall(r"\.(\w+)", path):
             kind = get_type_hints(kind)[name]
-        allowed = ", ".join(map(str, get_args(kind)))
+        allowed = ", ".join(map(str, get_args(kind) or kind))
     shown = repr(value)
     return f"{place or 'it'} is {shown if len(shown) <= 60 else f'{shown[:57]}...'}; allowed: {allowed}"
 

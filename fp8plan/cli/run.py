@@ -29,7 +29,7 @@ def monitor_command(
 
     KL against its limit, thresholds, ESS, clipping, tokens/s against the prediction, the guard.
     """
-    from fp8plan.runtime.watch.monitor.record import RunReader
+    from fp8plan.runtime.watch.monitor.steps import RunReader
     from fp8plan.views.run import RunView, begin, watch
 
     reader = RunReader(file)

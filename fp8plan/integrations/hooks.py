@@ -143,7 +143,7 @@ class MicroBatches:
         self.monitor = monitor
         self.last: Step | None = None
         self._lock = threading.Lock()  # as a trainer may step its optimiser in a thread
-        self._sums, self._corrected = _nothing(self._settings())
+        self._sums, self._corrected = _nothing(monitor)
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def correct(
@@ -162,7 +162,7 @@ class MicroBatches:
         sums = measure(tokens)
         sums.check_units()
         with self._lock:
-            correction = correct(tokens, self._settings(), ALONE)
+            correction = correct(tokens, self.monitor.settings, ALONE, self.monitor.thresholds)
             self._sums += sums
             self._corrected = replace(self._corrected, sums=together([self._corrected.sums, correction.sums]))
         return correction
@@ -173,7 +173,7 @@ class MicroBatches:
         A share of no token is 0: trainers average over micro-batches, and one NaN would spoil the mean. Every rank has
         figures of the same names, as trainers reduce them over ranks.
         """
-        thresholds = correction.settings.thresholds
+        thresholds = correction.thresholds
         low, high = thresholds.band or (None, None)
         shares = {schemas.CLIP_FRACTION: correction.clip_fraction, schemas.LOST_TOKENS: 1.0 - correction.kept_tokens}
         bounds = {schemas.TIS: thresholds.tis, schemas.BAND_LOW: low, schemas.BAND_HIGH: high}
@@ -186,22 +186,19 @@ class MicroBatches:
         self._hook.remove()
         self.monitor.close()
 
-    def _settings(self) -> CorrectionSettings:
-        return replace(self.monitor.settings, thresholds=self.monitor.thresholds)
-
     def _stepped(self, *_: Any) -> None:
         """End the step. Ranks that share end it together, also those without tokens."""
         with self._lock:
             step = self.monitor.conclude(self._sums, self._corrected)
             if step is not None:
                 self.last = step
-            self._sums, self._corrected = _nothing(self._settings())
+            self._sums, self._corrected = _nothing(self.monitor)
 
 
-def _nothing(settings: CorrectionSettings) -> tuple[MismatchSums, Correction]:
+def _nothing(monitor: Monitor) -> tuple[MismatchSums, Correction]:
     """The sums before the first micro-batch of a step."""
     empty = np.zeros(0, np.float32)
-    return MismatchSums(), correct(pack(empty, empty, lengths=[]), settings, ALONE)
+    return MismatchSums(), correct(pack(empty, empty, lengths=[]), monitor.settings, ALONE, monitor.thresholds)
 
 
 _RUNNING: dict[HookSettings, MicroBatches] = {}

@@ -45,7 +45,7 @@ def correct(
     """
     import torch
 
-    from fp8plan.runtime.watch.correction.correct import divergence
+    from fp8plan.runtime.watch.correction.rejection import divergence
 
     batches = running(settings_at(), sampling=sampling_in(args))
     lengths = total_lengths, response_lengths

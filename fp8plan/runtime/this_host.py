@@ -72,7 +72,6 @@ def _key() -> str:
 
 
 def _kept() -> dict[str, Any]:
-    """The machines whose timing is not too old."""
     try:
         rows = json.loads(_file().read_text(encoding="utf-8"))
         fresh = {key: row for key, row in rows.items() if 0 <= time.time() - row["time"] < KEPT_S}

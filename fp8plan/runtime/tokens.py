@@ -69,7 +69,6 @@ def _refuse_ids(where: str, tokens: Sequence[Any] | np.ndarray, vocabulary: int 
 
 
 def _all_fit(tokens: Sequence[Any] | np.ndarray, vocabulary: int | None) -> bool:
-    """Return True if all ids fit, False if they must be checked one by one."""
     if not len(tokens):
         return True
     if not hasattr(tokens, "dtype") and not whole_numbers(tokens):
@@ -102,7 +101,6 @@ def _is_one(prompt: Any) -> bool:
 
 
 def _is_boolean(value: Any) -> bool:
-    """Return True for Python's booleans, numpy's and torch's."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 

@@ -96,11 +96,3 @@ def thinned(values: FloatArray) -> NDArray[np.int64]:
         else:
             kept.append(int(part[0]))
     return np.array(kept)
-
-
-def rounded(values: FloatArray) -> list[float | None]:
-    """Values for JSON, in five digits, or as many as tell them apart. Few digits keep the page small."""
-    known = values[np.isfinite(values)]
-    span, largest = (float(np.ptp(known)), float(np.abs(known).max())) if known.size else (0.0, 0.0)
-    digits = min(15, 5 + max(0, floor(log10(largest / span)))) if span else 5
-    return [float(f"{x:.{digits}g}") if np.isfinite(x) else None for x in values.tolist()]

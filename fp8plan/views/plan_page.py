@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.errors import Fp8PlanError
 from fp8plan.model.setup import check_kv_scales
 from fp8plan.model.shards import TARGETS
 from fp8plan.views.page import as_svg, document, paragraphs, table, write_plot
@@ -60,21 +60,6 @@ def _settings(plan: Plan, target: str, kv_scales: str) -> str:
         return f"<details><summary>{target}: cannot have this plan</summary>{paragraphs([str(error)])}</details>"
     is_open = " open" if target == TARGETS[0] else ""
     return f"<details{is_open}><summary>{target}</summary><pre>{escape(text)}</pre></details>"
-
-
-def plot(prediction: Prediction, path: str | Path, kv_scales: str = "unit") -> None:
-    """Write the picture. kv_scales: for the settings on the page, as in `emit`
-
-    Raises ConfigError for another suffix, a file that cannot be written, or a plotting package that is not installed.
-    """
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise ConfigError(f"cannot plot to {target}: there is no folder {target.parent}")
-    try:
-        draw(prediction, target, kv_scales)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"cannot write {target}: {reason}; give a file that can be written") from None
 
 
 def draw(prediction: Prediction, target: Path, kv_scales: str = "unit") -> None:

@@ -30,11 +30,7 @@ COLOURS = {"bf16": "#000000", "fp8_block": "#0072B2", "fp8_kv": "#E69F00", "fp8_
 LIMIT_COLOURS = {"low": "#56B4E9", "moderate": "#D55E00"}  # from the same palette: the ends of the levels of risk
 BINS = 160
 PACES = 25  # between both ends of an interval
-TIME_LABEL = "seconds since the rollout began"
 WIDTH, PANEL, TRADEOFF = 9.0, 2.3, 4.6  # inches
-KL_LABEL = "KL k3, nats per token (lower is safer)"
-SPEED_LABEL = "output tokens/s (higher is faster)"
-SPEEDUP_LABEL = "with the speed-up (90%) over the best bf16"
 
 
 def colour_of(precision: str) -> str:
@@ -139,15 +135,6 @@ def front(every: Sequence[Point]) -> list[Point]:
     return sorted((point for point in every if point.on_front), key=lambda point: point.kl[0])
 
 
-def risk_limits(plan: Plan) -> dict[str, float]:
-    """Level of risk -> the highest KL that it allows. It holds for the upper end of a choice's interval."""
-    return {"low": plan.budget.low_kl, "moderate": plan.budget.moderate_kl}
-
-
-def limit_label(level: str) -> str:
-    return f"KL limit of {level} risk"
-
-
 def binned(line: Timeline, pool: int, bins: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
     """The columns of a Curve from `seconds` to `waiting`, at the middle of equal time bins. A row's tokens are spread
     evenly over its time, so their sum is kept.
@@ -177,15 +164,6 @@ def title(plan: Plan) -> list[str]:
         f"{plan.model} on {plan.gpu}: {batch}, responses of at most {work['max_response_tokens']:,} tokens",
         f"predicted, not measured: {plan.profile['kind']} profile; bands: 90% intervals{layout}",
     ]
-
-
-def tradeoff_title(plan: Plan) -> str:
-    """The title of the picture of speed against mismatch."""
-    layouts = ", marked TPxDP" if plan.several_layouts else ""
-    return (
-        f"speed against mismatch: every choice with its 90% intervals{layouts}; dashed: the Pareto front; a KL limit "
-        "holds for the right end of an interval, and risk has other limits, too"
-    )
 
 
 def panels(lines: Sequence[Curve]) -> list[tuple[str, str]]:
@@ -231,7 +209,7 @@ def _over_time(axes: Sequence[Any], lines: Sequence[Curve], shown: Sequence[tupl
         _tidy(axis)
     axes[1].yaxis.set_major_formatter(PercentFormatter(1.0))
     axes[0].legend(frameon=False, ncols=2, fontsize=9)
-    axes[-1].set_xlabel(TIME_LABEL)
+    axes[-1].set_xlabel("seconds since the rollout began")
     axes[-1].set_xlim(left=0)
 
 
@@ -250,17 +228,23 @@ def _tradeoff(axis: Any, plan: Plan) -> None:
     for point in every:
         _point(axis, point, several)
     above: dict[str, Any] = {"xytext": (0, 2), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-    for level, limit in risk_limits(plan).items():
+    # A limit holds for the upper end of a choice's interval.
+    for level, limit in (("low", plan.budget.low_kl), ("moderate", plan.budget.moderate_kl)):
         colour = LIMIT_COLOURS[level]
         axis.axvline(limit, color=colour, linestyle=":", linewidth=1.6)
-        axis.annotate(limit_label(level), (limit, 1), **above, ha="center", fontsize=8, color=colour)
+        axis.annotate(f"KL limit of {level} risk", (limit, 1), **above, ha="center", fontsize=8, color=colour)
     axis.set_xscale("log")
-    axis.set_xlabel(KL_LABEL)
-    axis.set_ylabel(SPEED_LABEL)
+    axis.set_xlabel("KL k3, nats per token (lower is safer)")
+    axis.set_ylabel("output tokens/s (higher is faster)")
     _number_ticks(axis)
-    axis.set_title("\n".join(textwrap.wrap(tradeoff_title(plan), 115)), loc="left", fontsize=10, pad=18)
+    heading = (
+        f"speed against mismatch: every choice with its 90% intervals{', marked TPxDP' if several else ''}; dashed: "
+        "the Pareto front; a KL limit holds for the right end of an interval, and risk has other limits, too"
+    )
+    axis.set_title("\n".join(textwrap.wrap(heading, 115)), loc="left", fontsize=10, pad=18)
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
-    axis.legend(title=SPEEDUP_LABEL, title_fontsize=9, frameon=False, ncols=2, fontsize=9, **place)
+    legend = "with the speed-up (90%) over the best bf16"
+    axis.legend(title=legend, title_fontsize=9, frameon=False, ncols=2, fontsize=9, **place)
     _tidy(axis)
 
 

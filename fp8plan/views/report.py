@@ -118,7 +118,6 @@ def _marked(rows: Sequence[Choice], picked: Choice) -> Column:
 
 
 def _compared(rows: Sequence[Choice], picked: Choice, several: bool) -> list[Column]:
-    """The columns that name a choice."""
     layouts = [Column("TPxDP", [c.layout_label for c in rows])] if several else []
     return [_marked(rows, picked), *layouts]
 
@@ -279,7 +278,6 @@ def validation_report(result: Validation) -> RenderableType:
 
 
 def _predicted(entry: Mapping[str, Any]) -> str:
-    """A predicted speed-up of a Validation with its interval."""
     return SpeedUp(*(entry[f"predicted_speedup{end}"] for end in ("", "_low", "_high"))).cell
 
 

@@ -18,8 +18,7 @@ from fp8plan import schemas
 from fp8plan.errors import ConfigError
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.runtime.watch.mismatch.attribution import sentence
-from fp8plan.runtime.watch.monitor.record import RunReader
-from fp8plan.runtime.watch.monitor.steps import Steps
+from fp8plan.runtime.watch.monitor.steps import RunReader, Steps
 from fp8plan.views import run_columns
 from fp8plan.views.text import FREE, Paragraph, Scale, duration, percent, sparkline
 

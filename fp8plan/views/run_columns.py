@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm
-from fp8plan.runtime.watch.monitor.record import RunReader
-from fp8plan.runtime.watch.monitor.steps import Steps
+from fp8plan.runtime.watch.monitor.steps import RunReader, Steps
 from fp8plan.schemas import (
     K3,
     K3_ROBUST,

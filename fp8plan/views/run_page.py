@@ -11,11 +11,10 @@ import numpy as np
 
 from fp8plan import schemas
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.watch.monitor.record import RunReader
-from fp8plan.runtime.watch.monitor.steps import Steps
+from fp8plan.runtime.watch.monitor.steps import RunReader, Steps
 from fp8plan.views import run_columns
 from fp8plan.views.axes import MOST, SPANS
-from fp8plan.views.page import document, paragraphs
+from fp8plan.views.page import document, paragraphs, table
 from fp8plan.views.run_columns import Event
 from fp8plan.views.run_plots import MARKED, by_position, figure
 from fp8plan.views.text import duration, percent
@@ -56,7 +55,6 @@ def page(reader: RunReader) -> str:
 
 
 def _html(figures: Sequence[Any]) -> str:
-    """Plotly's figures, with its program in the first."""
     options = {"full_html": False, "config": {"displaylogo": False}}
     return "".join(made.to_html(include_plotlyjs=not number, **options) for number, made in enumerate(figures))
 
@@ -117,14 +115,9 @@ def _span(reader: RunReader) -> str:
 def _table(events: Sequence[Event]) -> str:
     if not events:
         return "<h2>Events</h2><p>None: no threshold moved, nothing was alarming.</p>"
-    listed = "".join(
-        f'<tr><td>{x.step:,}</td><td class="l {x.kind}">{x.kind}</td><td class="l">{escape(x.what)}</td>'
-        f'<td class="l">{escape(x.why)}</td></tr>'
-        for x in reversed(events[-LISTED:])
-    )
+    rows = [[f"{x.step:,}", x.kind, x.what, x.why] for x in reversed(events[-LISTED:])]
     left_out = f"<p class='dim'>the last {LISTED} of {len(events):,}</p>" if len(events) > LISTED else ""
-    head = '<tr><th>step</th><th class="l">kind</th><th class="l">what</th><th class="l">why</th></tr>'
-    return f"<h2>Events</h2>{left_out}<table>{head}{listed}</table>"
+    return f"<h2>Events</h2>{left_out}{table(['step', 'kind', 'what', 'why'], rows, kinds='rlll')}"
 
 
 def _legend(steps: int, events: Sequence[Event]) -> list[str]:

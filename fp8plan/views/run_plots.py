@@ -13,7 +13,7 @@ from fp8plan import schemas
 from fp8plan.model.cost.base import FloatArray
 from fp8plan.runtime.watch.monitor.steps import Steps
 from fp8plan.views import run_columns
-from fp8plan.views.axes import log_axis, number_axis, rounded, share_axis, thinned
+from fp8plan.views.axes import log_axis, number_axis, share_axis, thinned
 from fp8plan.views.run_columns import Event
 
 # Okabe and Ito's palette, as in fp8plan.views.plan_pictures.
@@ -23,7 +23,6 @@ EVENT_COLOURS: Final = {"decision": SKY, "alarm": RED, "guard": ORANGE}
 HEIGHT, TOP, BOTTOM = 240, 60, 60  # pixels of a panel, above the first and below the last
 GAP: Final = 36  # pixels between two panels, with the lower one's legend
 FILL: Final = "rgba(230,159,0,0.18)"  # colour of a band
-FEW: Final = 60  # most steps that are drawn as a point each
 WRAPPED: Final = 80  # characters in a line of a reason
 
 
@@ -154,22 +153,15 @@ def _draw(
         edge |= {"connectgaps": True}  # as not every step has a rollout
         low, high = (data[end] for end in trace.band)
         kept = np.union1d(thinned(low), thinned(high))
-        edge["x"] = numbers[kept].tolist()
-        made.add_scatter(y=rounded(low[kept]), **edge, **where)
-        made.add_scatter(y=rounded(high[kept]), **edge | {"fill": "tonexty", "fillcolor": FILL}, **where)
+        edge["x"] = numbers[kept]
+        made.add_scatter(y=low[kept], **edge, **where)
+        made.add_scatter(y=high[kept], **edge | {"fill": "tonexty", "fillcolor": FILL}, **where)
     kept = thinned(data[trace.metric])
-    values = data[trace.metric][kept]
-    mode = "lines+markers" if len(numbers) <= FEW or _lonely(values) else "lines"
-    style: dict[str, Any] = {"mode": mode, "line": line, "marker": {"size": 4}}
+    # Markers show a value between two gaps, where there is no line.
+    style: dict[str, Any] = {"mode": "lines+markers", "line": line, "marker": {"size": 3}}
     if words is not None:
         style |= {"text": [words[at] for at in kept], "hovertemplate": "%{y}<br>%{text}"}
-    made.add_scatter(x=numbers[kept].tolist(), y=rounded(values), name=trace.name, legend=legend, **style, **where)
-
-
-def _lonely(values: FloatArray) -> bool:
-    """True if any value stands alone between two gaps, where no line shows it."""
-    known = np.concatenate([[False], np.isfinite(values), [False]])
-    return bool((known[1:-1] & ~known[:-2] & ~known[2:]).any())
+    made.add_scatter(x=numbers[kept], y=data[trace.metric][kept], name=trace.name, legend=legend, **style, **where)
 
 
 def _marks(events: Sequence[Event], panels: int) -> list[dict[str, Any]]:
@@ -206,7 +198,7 @@ def by_position(steps: Steps) -> Any:
         shown = f"{name} {tenth:,} steps"
         if tenth == 1:
             shown = f"step {steps.numbers[known[0 if name == 'first' else -1]]}"
-        made.add_scatter(x=x.tolist(), y=y.tolist(), name=shown, mode="lines+markers", line={"color": colour})
+        made.add_scatter(x=x, y=y, name=shown, mode="lines+markers", line={"color": colour})
         curves.append(y)
     made.update_xaxes(title_text="position in the response, tokens", type="log", dtick="D2", tickformat=",")
     made.update_yaxes(title_text="KL k3 per token", **number_axis([*curves, np.zeros(1)]) | {"tickformat": "~e"})

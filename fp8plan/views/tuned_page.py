@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from fp8plan.model.tune.answer import Answer, Level, Waterfall
 
 GREY: Final = "#999999"
-TIME_LABEL: Final = "seconds of the rollout, predicted; lines on blue bars: 90% intervals"
 WIDTH, ROW, ROOM = 9.0, 0.42, 1.5  # inches
 MARGIN: Final = 1.2  # end of the axis / the longest bar, for the text beside it
 
@@ -59,10 +58,6 @@ def _whole(level: Level, colour: str) -> Bar:
     return Bar(level.name, 0.0, level.seconds, colour, f"{seconds(level.seconds)} s", doubt)
 
 
-def alone_label(fall: Waterfall) -> str:
-    return f"longest response alone: {seconds(fall.longest_alone_s)} s"
-
-
 def picture(prediction: Prediction, fall: Waterfall) -> Any:
     """The waterfall as a figure of matplotlib. Raises ImportError without it."""
     from matplotlib.figure import Figure
@@ -85,12 +80,13 @@ def picture(prediction: Prediction, fall: Waterfall) -> Any:
         axis.annotate(bar.text, (_right(bar), row), **place)
     for row, bar in enumerate(drawn[:-1]):
         axis.plot([bar.end, bar.end], [row + 0.35, row + 0.65], color="0.6", linewidth=0.8)
-    axis.axvline(fall.longest_alone_s, color="black", linestyle=":", linewidth=1.2, label=alone_label(fall))
+    alone = f"longest response alone: {seconds(fall.longest_alone_s)} s"
+    axis.axvline(fall.longest_alone_s, color="black", linestyle=":", linewidth=1.2, label=alone)
     axis.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1))
     axis.set_yticks(rows, [bar.name for bar in drawn])
     axis.invert_yaxis()
     axis.set_xlim(0, MARGIN * max(map(_right, drawn)))
-    axis.set_xlabel(TIME_LABEL)
+    axis.set_xlabel("seconds of the rollout, predicted; lines on blue bars: 90% intervals")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25, axis="x")
     axis.set_axisbelow(True)
@@ -99,7 +95,6 @@ def picture(prediction: Prediction, fall: Waterfall) -> Any:
 
 
 def _right(bar: Bar) -> float:
-    """The right end of a bar and its interval."""
     return max(bar.begin, bar.end, *(bar.doubt or ()))
 
 
@@ -119,7 +114,6 @@ def draw(prediction: Prediction, target: Path, kv_scales: str = "unit", *, answe
 
 
 def _section(prediction: Prediction, answer: Answer) -> str:
-    """The part of the page on the levers."""
     levers = answer.levers
     settings = [line for setting, programs in words(levers).items() for line in (setting, *programs)]
     return (

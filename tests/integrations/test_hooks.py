@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ from fp8plan.runtime.watch.correction.correct import Correction, CorrectionSetti
 from fp8plan.runtime.watch.mismatch.measure import pack
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.runtime.watch.monitor.monitor import Monitor
-from fp8plan.runtime.watch.monitor.record import RunReader
+from fp8plan.runtime.watch.monitor.steps import RunReader
 
 
 def expected(seed: int, sigma: float, settings: CorrectionSettings | None = None) -> Correction:
@@ -301,5 +301,5 @@ def test_a_biased_sampling_is_in_a_hooks_run_file_and_warned_of_once(
     assert len(told) == 1
     micro_batches.stop()
     records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
-    assert [record["sampling"] for record in records] == [Sampling(top_p=0.8).to_dict()] * 2
+    assert [record["sampling"] for record in records] == [asdict(Sampling(top_p=0.8))] * 2
     assert all("top_p 0.8: vLLM renormalises" in record["reason"] for record in records)

@@ -133,7 +133,7 @@ for step in range(4):
     for _ in range(1 + rank):  # ranks may have different numbers of micro-batches
         train = -9 - torch.rand(400, generator=chance)
         rollout = train + (1.0 if rank else 0.01) * torch.randn(400, generator=chance)
-        both = [one.correct(train, rollout, lengths=[400]).settings.thresholds.tis for one in (shared, alone)]
+        both = [one.correct(train, rollout, lengths=[400]).thresholds.tis for one in (shared, alone)]
     optimiser.step()
     found.append(both)
 stop()
@@ -176,8 +176,8 @@ def test_a_plan_beside_the_settings_says_what_kl_to_expect(tmp_path: Path) -> No
     (tmp_path / "plan.json").write_text(planned.to_json())
     batches = running(settings_at(settings_file(tmp_path, plan="plan.json")))
     assert batches.monitor.state == Monitor(plan=planned).state
-    assert (batches.monitor.state.limit_kl, batches.monitor.state.tis) == (0.3, 1.5)
+    assert (batches.monitor.state.limit_kl, batches.monitor.thresholds.tis) == (0.3, 1.5)
     (tmp_path / "told").mkdir()
     level = {"plan": "../plan.json", "thresholds": "level", "target_kl": 0.001}
     told = running(settings_at(settings_file(tmp_path / "told", **level)))
-    assert (told.monitor.state.target_kl, told.monitor.state.tis) == (0.001, 1.5)
+    assert (told.monitor.state.target_kl, told.monitor.thresholds.tis) == (0.001, 1.5)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8plan.views.axes import MOST, SPANS, decimals, linear, log_axis, number_axis, rounded, share_axis, thinned
+from fp8plan.views.axes import MOST, SPANS, decimals, linear, log_axis, number_axis, share_axis, thinned
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6).map(lambda x: float(f"{x:.9g}")), min_size=1, max_size=12)
 SHARES = st.lists(st.one_of(st.floats(0, 1), st.floats(0.9999, 1), st.floats(0, 1e-5), st.just(1.0)), min_size=1)
@@ -96,10 +96,3 @@ def test_a_long_curve_keeps_its_ends_its_spikes_and_its_gaps(size: int, holes: i
     assert np.nanmin(values[kept]) == known.min()
     assert np.isnan(values[kept]).any() == bool(holes)
     assert thinned(values[:MOST]).tolist() == list(range(MOST))
-
-
-def test_numbers_on_a_page_are_short_and_differ_as_they_do() -> None:
-    assert rounded(np.array([1 / 3, np.nan, 2 / 3])) == [0.33333, None, 0.66667]
-    near = rounded(np.array([0.9999901, 0.9999902, 0.99999899]))
-    assert len(set(near)) == 3
-    assert rounded(np.array([np.nan, np.inf])) == [None, None]

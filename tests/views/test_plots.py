@@ -24,7 +24,7 @@ from fp8plan.model.rollout import Timeline
 from fp8plan.model.setup import KV_SCALES
 from fp8plan.model.workload import Fixed, LogNormal, Workload
 from fp8plan.views import plan_pictures as plots
-from fp8plan.views.plan_page import plot
+from fp8plan.views.plan_page import draw
 from fp8plan.views.plan_pictures import (
     BINS,
     COLOURS,
@@ -37,7 +37,6 @@ from fp8plan.views.plan_pictures import (
     label,
     panels,
     points,
-    risk_limits,
     title,
 )
 from fp8plan.views.report import plan_text
@@ -62,7 +61,7 @@ def test_a_png_is_a_picture_with_every_colour_in_it(prediction: Prediction, tmp_
     from matplotlib.image import imread
 
     path = tmp_path / "picture.png"
-    plot(prediction, path)
+    draw(prediction, path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     image = imread(path)[..., :3]
     assert image.shape[0] > 500
@@ -72,7 +71,7 @@ def test_a_png_is_a_picture_with_every_colour_in_it(prediction: Prediction, tmp_
 
 def test_an_html_page_stands_alone_and_names_every_precision(prediction: Prediction, tmp_path: Path) -> None:
     path = tmp_path / "picture.html"
-    plot(prediction, str(path))
+    draw(prediction, path)
     page = path.read_text()
     assert page.startswith("<!doctype html>\n<html ")
     assert page.count("<svg ") == 1
@@ -85,18 +84,10 @@ def test_an_html_page_stands_alone_and_names_every_precision(prediction: Predict
     assert "waiting requests" in page  # starved of KV
 
 
-@pytest.mark.parametrize("name", ["picture.svg", "picture", "picture.PNG.txt", "absent/picture.png"])
-def test_another_suffix_or_a_folder_that_is_not_there_is_refused(
-    prediction: Prediction, tmp_path: Path, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["picture.svg", "picture", "picture.PNG.txt"])
+def test_another_suffix_is_refused(prediction: Prediction, tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="cannot plot to"):
-        plot(prediction, tmp_path / name)
-
-
-def test_a_file_that_cannot_be_written_is_refused(prediction: Prediction, tmp_path: Path) -> None:
-    (tmp_path / "taken.png").mkdir()
-    with pytest.raises(ConfigError, match=r"cannot write .*taken\.png"):
-        plot(prediction, tmp_path / "taken.png")
+        draw(prediction, tmp_path / name)
 
 
 @pytest.mark.parametrize("suffix", ["png", "html"])
@@ -112,7 +103,7 @@ def test_a_plotting_package_that_is_not_installed_is_named(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"needs matplotlib.*fp8plan\[report\]"):
-        plot(prediction, tmp_path / f"picture.{suffix}")
+        draw(prediction, tmp_path / f"picture.{suffix}")
 
 
 def test_curves_are_the_chosen_choice_and_the_fastest_of_each_other_precision() -> None:
@@ -180,7 +171,6 @@ def test_the_front_is_what_nothing_beats(prediction: Prediction) -> None:
     best = front(found)
     assert best[0].precision == "bf16"  # nothing is safer
     assert [x.speed[0] for x in best] == sorted(x.speed[0] for x in best)
-    assert risk_limits(prediction.plan) == {"low": 0.01, "moderate": 0.03}
 
 
 def test_every_layout_is_a_point_and_one_of_each_precision_is_drawn_over_time() -> None:
@@ -198,7 +188,7 @@ def test_the_page_of_a_plan_has_tables_reasons_settings_and_both_pictures(
     prediction: Prediction, tmp_path: Path
 ) -> None:
     plan = replace(prediction.plan, reasons=(*prediction.plan.reasons, "<script>alert(1)</script>"))
-    plot(replace(prediction, plan=plan), tmp_path / "plan.html")
+    draw(replace(prediction, plan=plan), tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     assert "<script>alert(1)" not in page
     text = html.unescape(page)
@@ -213,7 +203,7 @@ def test_the_page_of_a_plan_has_tables_reasons_settings_and_both_pictures(
         assert plan.emit(target) in text
     assert "trl: cannot have this plan" in text or plan.emit("trl", python=True) in text
     assert text.count("class=bold") == 2
-    for drawn in (plots.TIME_LABEL, plots.KL_LABEL, plots.SPEED_LABEL, plots.limit_label("low")):
+    for drawn in ("seconds since the rollout began", "output tokens/s (higher is faster)", "KL limit of low risk"):
         assert f">{drawn}<" in text  # the picture's text is text
 
 
@@ -223,7 +213,7 @@ def test_a_folder_with_a_formula_or_a_tag_in_its_name_is_drawn(
 ) -> None:
     name = r"/models/$\no{formula$/<script>alert(1)</script>"
     path = tmp_path / f"picture.{suffix}"
-    plot(replace(prediction, plan=replace(prediction.plan, model=name)), path)
+    draw(replace(prediction, plan=replace(prediction.plan, model=name)), path)
     assert b"<script" not in path.read_bytes()
 
 
@@ -233,13 +223,13 @@ def test_the_page_shows_the_settings_for_the_scales_it_is_told(
 ) -> None:
     number = next(i for i, choice in enumerate(prediction.plan.choices) if choice.precision == "fp8_kv")
     plan = replace(prediction.plan, chosen=number, budget=RiskBudget(accept="high"))
-    plot(replace(prediction, plan=plan), tmp_path / "plan.html", kv_scales)
+    draw(replace(prediction, plan=plan), tmp_path / "plan.html", kv_scales)
     text = html.unescape((tmp_path / "plan.html").read_text())
     for told in KV_SCALES:
         assert (plan.emit("vllm", kv_scales=told) in text) == (told == kv_scales)
     assert plan.emit("verl") in text  # inside of verl fp8plan measures them whatever the page is told
     with pytest.raises(ConfigError, match="kv_scales is 'none'; allowed: calibrated, unit"):
-        plot(prediction, tmp_path / "plan.html", "none")
+        draw(prediction, tmp_path / "plan.html", "none")
 
 
 def test_the_figure_holds_the_plans_numbers(prediction: Prediction) -> None:

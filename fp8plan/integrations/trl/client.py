@@ -24,7 +24,7 @@ from fp8plan.runtime.apply.doctor.over_http.answers import Models
 from fp8plan.runtime.apply.engine.judge import Row
 from fp8plan.runtime.apply.plugin import ROLLOUT, STATUS, authorization
 from fp8plan.runtime.apply.server.rollout import SAMPLING
-from fp8plan.runtime.apply.worker import backend as cpu_transfer
+from fp8plan.runtime.apply.worker.backend import StoreCommunicator, meet, send
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class PlannedClient(VLLMClient):
         info = where | {"rank_offset": 1, "world_size": world_size}
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
-            self.communicator = cpu_transfer.meet(where["master_address"], self.group_port, 0, world_size)
+            self.communicator = meet(where["master_address"], self.group_port, 0, world_size)
             answer.result()
 
     def update_named_params(
@@ -255,7 +255,7 @@ class PlannedClient(VLLMClient):
     ) -> None:
         """Send tensors as TRL does. Raises SyncError with the server's address and answer."""
         try:
-            if isinstance(self.communicator, cpu_transfer.StoreCommunicator):
+            if isinstance(self.communicator, StoreCommunicator):
                 self._send_from_cpu(metadata, named_params)
             else:
                 super().update_named_params(metadata, named_params)
@@ -270,6 +270,6 @@ class PlannedClient(VLLMClient):
         self._start_weight_update()
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(self._post, f"{self.base_url}/update_weights", json={"update_info": info})
-            cpu_transfer.send(named_params, self.communicator)
+            send(named_params, self.communicator)
             answer.result()
         self._finish_weight_update()

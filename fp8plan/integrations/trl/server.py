@@ -120,7 +120,6 @@ class ServerEngine:
         return self._judge.rollout()
 
     def _count(self, call: Call) -> None:
-        """Count a call of the client, which has just ended."""
         now = time.perf_counter()
 
         def add(log: RolloutLog) -> None:

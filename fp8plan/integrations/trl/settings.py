@@ -1,8 +1,7 @@
-"""TRL's settings, as a plan needs them: versions and names of TRL, sampling, the checks, and the engine's limits."""
+"""TRL's settings, as a plan needs them: the version of TRL, sampling, the checks, and the engine's limits."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -10,9 +9,6 @@ from math import ceil
 from typing import Any, Final
 from unittest.mock import patch
 
-import trl
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from fp8plan.errors import ConfigError
@@ -26,46 +22,16 @@ from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 # ------------------------------------------------------------------------------------------------ this TRL's inside
 
-# Minor versions of TRL that are supported, first and last. The tests run 1.16.0.
-OLDEST, NEWEST = (1, 16), (1, 16)
-
-# Methods that are overridden or called, and arguments that the engine's class takes by name.
-METHODS: Final = {
-    trl.GRPOTrainer: (
-        "_generate", "_generate_and_score_completions", "_load_optimizer_and_scheduler", "_save_checkpoint",
-        "_tokenize_prompts",
-    ),
-    VLLMClient: (
-        "_finish_weight_update", "_post", "_start_weight_update", "generate", "get_server_info", "get_world_size",
-        "init_communicator", "update_named_params",
-    ),
-    VLLMGeneration: ("_init_vllm", "_iter_named_params", "sync_weights"),
-}  # fmt: skip
-ARGUMENTS: Final = (
-    "accelerator", "enable_sleep_mode", "gpu_memory_utilization", "max_model_length", "max_num_seqs", "mode", "model",
-    "model_impl", "server_base_url", "tensor_parallel_size", "trust_remote_code",
-)  # fmt: skip
+TESTED: Final = "1.16"  # the minor version of TRL whose inside the integration uses
 
 
 def check_trl() -> None:
-    """Raise ConfigError for a TRL that was not tested, or that lacks a name."""
+    """Raise ConfigError for a TRL that was not tested."""
     installed = version("trl")
-    minor = tuple(int(part) if part.isdigit() else -1 for part in installed.split(".")[:2])
-    allowed = ".".join(map(str, NEWEST))
-    if not OLDEST <= minor <= NEWEST:
+    if not f"{installed}.".startswith(f"{TESTED}."):
         raise ConfigError(
-            f"TRL {installed} with a plan is not supported; allowed: {allowed}; type: pip install 'trl=={allowed}.*', "
-            "or plan=None, which needs nothing of TRL's inside"
-        )
-    gone = [f"{kind.__name__}.{name}" for kind, names in METHODS.items() for name in names if not hasattr(kind, name)]
-    known = inspect.signature(VLLMGeneration).parameters
-    gone += [f"VLLMGeneration({name}=)" for name in ARGUMENTS if name not in known]
-    if getattr(grpo_trainer, "VLLMGeneration", None) is not VLLMGeneration:
-        gone.append("trl.trainer.grpo_trainer.VLLMGeneration")
-    if gone:
-        raise ConfigError(
-            f"TRL {installed} lacks what a plan needs of it: {', '.join(gone)}; type: pip install --force-reinstall "
-            f"'trl=={allowed}.*', or plan=None"
+            f"TRL {installed} with a plan is not supported; allowed: {TESTED}; type: pip install 'trl=={TESTED}.*', or "
+            "plan=None, which needs nothing of TRL's inside"
         )
 
 

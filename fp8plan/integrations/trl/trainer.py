@@ -32,11 +32,19 @@ from fp8plan.integrations.common import (
     save_state,
     settings_of,
 )
-from fp8plan.integrations.trl import settings as planning
 from fp8plan.integrations.trl.client import PlannedClient, Served
 from fp8plan.integrations.trl.colocated import PlannedGeneration
 from fp8plan.integrations.trl.server import PlannedServer, ServerEngine, check_server, limits_of
-from fp8plan.integrations.trl.settings import check_trl, generating_with
+from fp8plan.integrations.trl.settings import (
+    check_args,
+    check_plan,
+    check_trl,
+    colocated_limits,
+    generating_with,
+    lengths_of,
+    sampling_in,
+    spread,
+)
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
@@ -159,7 +167,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return
         check_trl()
         of_trl = inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args")
-        planning.check_args(of_trl, allow_biased_sampling)
+        check_args(of_trl, allow_biased_sampling)
         self.plan, self._choice, self._source = read_plan(plan), choice, plan
         try:
             with generating_with(self._generation):
@@ -169,7 +177,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             with self.rollout_engine.rollout():  # an evaluation before the first is none
                 pass
             engine: Any = self.rollout_engine
-            sampling = planning.sampling_in(self.args)
+            sampling = sampling_in(self.args)
             self.monitor = Monitor(
                 self._correction, controller, sinks, plan=self.plan, engine=engine, sampling=sampling
             )
@@ -181,7 +189,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.vllm_importance_sampling_correction = True
 
     def _generation(self, *args: Any, **settings: Any) -> PlannedGeneration | PlannedServer:
-        """Make TRL's generation backend. settings: arguments of TRL's VLLMGeneration"""
         if settings["mode"] == "server":
             return PlannedServer(*args, connect=self._connect, before_sync=self._follow_advice, **settings)
         return PlannedGeneration(*args, start=self._start, before_sync=self._follow_advice, **settings)
@@ -191,7 +198,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         on_cpu, model = self.accelerator.device.type == "cpu", generation.model.name_or_path
         if self.plan is None:
             responses = generation.max_num_seqs
-            limits = planning.colocated_limits(model, self.args, responses, on_cpu)
+            limits = colocated_limits(model, self.args, responses, on_cpu)
             loop_s = None if on_cpu else self._host_loop_s()
             self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses, "trl", loop_s)
         plan = self._planned(model, on_cpu)
@@ -239,7 +246,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _planned(self, model: str, on_cpu: bool) -> Plan:
         """The checked plan, without thresholds that TRL's settings replace. model: the trained model"""
         assert self.plan is not None
-        planning.check_plan(self.plan, self._choice, self.args, on_cpu)
+        check_plan(self.plan, self._choice, self.args, on_cpu)
         self.plan.setup(self._choice).check_model(model)
         self._correction = correction_of(self.args, self.plan.thresholds)
         if changed(self.args):
@@ -253,11 +260,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         rows = self.train_dataset
         if not hasattr(rows, "__len__") or self.environment_factories is not None or self._is_vlm:
             return None
-        prompts = [rows[index]["prompt"] for index in planning.spread(len(rows))]
-        return planning.lengths_of(self._tokenize_prompts(prompts)[0])
+        prompts = [rows[index]["prompt"] for index in spread(len(rows))]
+        return lengths_of(self._tokenize_prompts(prompts)[0])
 
     def _generate(self, prompts: Any) -> Any:
-        """Generate as TRL does, a training batch in one rollout."""
         if self.rollout_engine is None or not self.model.training:
             return super()._generate(prompts)
         with self.rollout_engine.rollout():

@@ -12,7 +12,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from fp8plan.integrations.verl import NAME
 from fp8plan.integrations.verl.front import VerlFront
-from fp8plan.integrations.verl.settings import REPLICA, SERVER, check_verl, handed_on, scored
+from fp8plan.integrations.verl.settings import check_verl, handed_on, scored
 from fp8plan.model.plan.plan import Plan
 from fp8plan.runtime.apply.engine.judge import RolloutLog
 from fp8plan.runtime.apply.engine.launch import facts_of, launch
@@ -29,7 +29,7 @@ class PlannedServer(vLLMHttpServer):
     """
 
     def _validate_configs(self) -> None:
-        check_verl({vLLMHttpServer: SERVER})
+        check_verl()
         super()._validate_configs()
         self._plan = Plan.from_json(handed_on(self.config.custom))
         self._requests = RolloutLog()
@@ -99,7 +99,7 @@ class PlannedReplica(vLLMReplica):
     """verl's replica, of PlannedServers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_verl({vLLMReplica: REPLICA})
+        check_verl()
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(PlannedServer)
 

@@ -2,12 +2,12 @@
 
     +actor_rollout_ref.rollout.custom.fp8plan.plan=/path/plan.json
 
-Also here: the version and the names of verl that the integration needs.
+Also here: the version of verl that the integration needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -35,30 +35,18 @@ from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
 TESTED: Final = "0.9.1"
 
-# Names that are overridden or called: of a trainer's class, its module, a server and a replica.
-TRAINER: Final = (
-    "_compute_advantage", "_rollout_server_managers", "_save_checkpoint", "init", "on_sample_begin",
-)  # fmt: skip
+# The function of verl's trainers that corrects a batch.
 CORRECTION: Final = "compute_rollout_correction_and_add_to_batch"
-SERVER: Final = (
-    "_apply_quantization", "_get_worker_extension_cls", "_preprocess_engine_kwargs", "_validate_configs",
-    "collective_rpc", "generate", "run_server",
-)  # fmt: skip
-REPLICA: Final = ("_get_server_name_prefix",)
 
 
-def check_verl(needed: Mapping[Any, Sequence[str]]) -> None:
-    """Raise ConfigError if this verl is not the tested one, or lacks a name.
-
-    needed: object of verl's -> names that it must have
-    """
+def check_verl() -> None:
+    """Raise ConfigError if this verl is not the tested one, whose inside the integration uses."""
     installed = version("verl")
-    hint = f"type: pip install 'verl[verl-core]=={TESTED}', or actor_rollout_ref.rollout.name=vllm"
     if installed != TESTED:
-        raise ConfigError(f"verl {installed} with rollout.name=fp8plan is not supported; allowed: {TESTED}; {hint}")
-    lacks = (f"{kind.__name__}.{name}" for kind, names in needed.items() for name in names if not hasattr(kind, name))
-    if gone := ", ".join(lacks):
-        raise ConfigError(f"verl {installed} lacks what rollout.name=fp8plan needs of it: {gone}; {hint}")
+        raise ConfigError(
+            f"verl {installed} with rollout.name=fp8plan is not supported; allowed: {TESTED}; type: pip install "
+            f"'verl[verl-core]=={TESTED}', or actor_rollout_ref.rollout.name=vllm"
+        )
 
 
 @contextmanager

@@ -11,13 +11,10 @@ from typing import Any
 import ray
 import torch
 from omegaconf import OmegaConf
-from verl.trainer.ppo.v1 import PPOTrainer, trainer_base
 
 from fp8plan.errors import ConfigError, Fp8PlanError
 from fp8plan.integrations.common import announce, load_state, metrics_of, report_of, safer_than, save_state, settings_of
 from fp8plan.integrations.verl.settings import (
-    CORRECTION,
-    TRAINER,
     WHERE,
     Settings,
     check_verl,
@@ -64,7 +61,7 @@ class PlannedTrainer:
     trainer_mode: str
 
     def __init__(self, config: Any) -> None:
-        check_verl({PPOTrainer: TRAINER, trainer_base: (CORRECTION,)})
+        check_verl()
         self._settings = settings_in(config)
         refuse(config)
         self._correction, self.plan = started_with(plan_of(config, self._settings), config, self._settings)
@@ -161,7 +158,6 @@ class PlannedTrainer:
         return [replica.servers[0] for manager in lasting for replica in manager.get_replicas()]
 
     def _seen(self) -> list[dict[str, Any]]:
-        """Return the status, facts and last rollout of each server (PlannedServer.fp8plan_seen)."""
         seen: list[dict[str, Any]] = ray.get([server.fp8plan_seen.remote() for server in self._servers()])
         return seen
 

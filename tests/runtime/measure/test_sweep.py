@@ -234,12 +234,6 @@ def test_time_that_has_passed_stops_the_sweep(
     assert len(read(output)) == 4
 
 
-def test_plain_calls_are_timed_in_a_graph(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = sweep.prepared(POINTS[0], lambda point: [print])
-    assert work.timer is timing.graph_seconds
-    assert work.calls == [print]
-
-
 def test_parts_are_disjoint_complete_and_equally_large() -> None:
     points = gemm_grid.points("full")
     parts = [select(points, [], f"{i}/4") for i in (1, 2, 3, 4)]
@@ -303,10 +297,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiling_calls_every_point_once_and_writes_nothing(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     called = []
 
-    def prepare(point: Point) -> list[Callable[[], object]]:
+    def prepare(point: Point) -> Work:
         if point.shape["m"] == 1:
             raise RuntimeError("no such kernel")
-        return [lambda: called.append(point.shape["m"])] * 3
+        return Work([lambda: called.append(point.shape["m"])] * 3)
 
     words = ["--output", str(output.parent), "--compile-only"]
     assert sweep.command("gemm", "Doc.", lambda grid: POINTS, lambda: prepare, words=words) == 1

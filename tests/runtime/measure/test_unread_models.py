@@ -1,10 +1,8 @@
-"""Rollouts of models that fp8plan cannot read: the engine's arguments, what an engine is made of, why one failed."""
+"""Rollouts of models that fp8plan cannot read: the engine's arguments, and why one failed."""
 
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from fp8plan.errors import ConfigError
 from fp8plan.jsonl import rows
 from fp8plan.runtime.measure.rollouts import jobs as cell_files
 from fp8plan.runtime.measure.rollouts import run as run_rollouts
-from fp8plan.runtime.measure.rollouts.engine_facts import engine_parts, telling_lines
 
 MAMBA = {"model_type": "nemotron_h", "hybrid_override_pattern": "M*", "_source": "nowhere"}
 WORK = [{"prompts": 1, "samples": 1, "prompt_lengths": "fixed:8", "response_lengths": "fixed:4"}]
@@ -82,77 +79,3 @@ def test_why_an_engine_failed_is_a_row(tmp_path: Path, monkeypatch: pytest.Monke
     assert failure.endswith(row["reason"])
     assert (row["model"], row["precision"]) == ("owner/hybrid", "fp8_kv")
     assert "No module named 'no'" in row["reason"]
-
-
-def test_the_errors_of_a_log_are_listed_once_and_the_last_are_kept(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    lines = [f"ERROR x [y] ValueError: number {i}" for i in range(run_rollouts.ERRORS + 3)]
-    log.write_text("\n".join([*lines, *lines, "INFO nothing"]))
-    assert run_rollouts.errors_in(str(log)) == [f"ValueError: number {i}" for i in range(3, run_rollouts.ERRORS + 3)]
-
-
-# What an engine is made of
-
-
-@dataclass
-class SlidingSpec:
-    block_size: int
-    sliding_window: int
-
-    @property
-    def page_size_bytes(self) -> int:
-        return self.block_size * 100
-
-
-class Fake:
-    def __init__(self, **fields: Any) -> None:
-        self.__dict__.update(fields)
-
-
-class Tensor(Fake):
-    def numel(self) -> int:
-        return self.shape[0] * self.shape[1]
-
-    def element_size(self) -> int:
-        return 2
-
-
-class Runner(Fake):
-    def get_model(self) -> Any:
-        named = [(f"layers.{i}.q.weight", Tensor(dtype="torch.bfloat16", shape=(4, 8))) for i in range(3)]
-        return Fake(modules=lambda: [Fake(quant_method=Fake()), Fake()], named_parameters=lambda: named)
-
-
-def test_groups_and_weights_are_counted() -> None:
-    group = Fake(layer_names=["0", "1", "2", "3"], kv_cache_spec=SlidingSpec(16, 128))
-    backend = Fake(get_name=lambda: "FLASH_ATTN")
-    found = engine_parts(
-        Runner(
-            kv_cache_config=Fake(
-                kv_cache_groups=[group],
-                num_blocks=7,
-                kv_cache_tensors=[Fake(size=700, shared_by=["0", "1"])] * 2,
-            ),
-            attn_groups=[[Fake(backend=backend), Fake(backend=backend)]],
-        )
-    )
-    json.dumps(found)
-    spec = {"kind": "SlidingSpec", "page_size_bytes": 1600, "block_size": 16, "sliding_window": 128}
-    (read,) = found["cache_groups"]
-    assert read == {"layers": 4, "first_layers": ["0", "1", "2"], "spec": spec, "backends": ["FLASH_ATTN"]}
-    assert found["cache_tensors"] == [{"bytes": 700, "shared_by": 2, "tensors": 2}]
-    assert found["modules"] == {"Fake / Fake": 1, "Fake": 1}
-    name = "layers.N.q.weight"
-    assert found["parameters"] == [{"name": name, "dtype": "bfloat16", "shape": [4, 8], "count": 3, "bytes": 192}]
-
-
-def test_a_part_that_is_elsewhere_is_its_error_and_the_rest_is_read() -> None:
-    found = engine_parts(Fake(kv_cache_config=Fake(num_blocks=7)))
-    assert found["cache_blocks"] == 7
-    assert re.match("AttributeError", found["parameters"])
-
-
-def test_telling_lines_lose_their_time_and_come_once() -> None:
-    line = "(EngineCore pid=7) INFO 11-21 14:34:46 [cuda.py:482] Using FLASH_ATTN attention backend"
-    log = f"{line}\n{line.replace('46', '47')}\nsomething else\n"
-    assert telling_lines(log) == ["Using FLASH_ATTN attention backend"]

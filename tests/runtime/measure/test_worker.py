@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from fp8plan.runtime.measure.rollouts.worker import StepKernels, decodes, fills, route_evenly  # noqa: E402
+from fp8plan.runtime.measure.rollouts.worker import route_evenly  # noqa: E402
 
 
 def parameters(**shapes: tuple[int, ...]) -> list[tuple[str, Any]]:
@@ -76,76 +75,3 @@ def test_a_dense_model_is_left_alone() -> None:
     before = [value.detach().clone() for _, value in named]
     assert route_evenly(named) == 0
     assert all(torch.equal(old, value) for old, (_, value) in zip(before, named, strict=True))
-
-
-class Event:
-    def __init__(self, name: str, microseconds: float, device: str = "CUDA", at: float = 0.0) -> None:
-        self._name, self._ns, self._device, self._at = name, microseconds * 1e3, device, at * 1e3
-
-    def name(self) -> str:
-        return self._name
-
-    def duration_ns(self) -> float:
-        return self._ns
-
-    def start_ns(self) -> float:
-        return self._at
-
-    def device_type(self) -> Any:
-        return SimpleNamespace(name=self._device)
-
-
-class Profile:
-    """Stands in for torch.profiler.profile."""
-
-    def __init__(self, ran: list[str]) -> None:
-        self.ran = ran
-        events = [Event("gemm", 10.0), Event("gemm", 20.0, at=15.0), Event("attention", 60.0, at=60.0)]
-        events += [Event("execute_context_0", 900.0), Event("cudaLaunchKernel", 5.0, "CPU")]
-        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
-
-    def start(self) -> None:
-        self.ran.append("start")
-
-    def stop(self) -> None:
-        self.ran.append("stop")
-
-
-def test_only_decode_steps_of_all_requests_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile(ran))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-    def execute(scheduled: Any) -> None:
-        ran.append(scheduled.label)
-
-    runner = SimpleNamespace(execute_model=execute)
-    kernels = StepKernels(runner, decodes(2), steps=3)
-    steps = {"fill": {"a": 50}, "mixed": {"a": 1, "b": 50}, **{f"decode {i}": {"a": 1, "b": 1} for i in range(5)}}
-    for label, tokens in steps.items():
-        total = sum(tokens.values())
-        runner.execute_model(
-            SimpleNamespace(label=label, num_scheduled_tokens=tokens, total_num_scheduled_tokens=total)
-        )
-    found, tokens, span_us = kernels.end()
-    assert ran == [
-        "fill", "mixed", "start", "decode 0", "decode 1", "decode 2", "stop", "decode 3", "decode 4",
-    ]  # fmt: skip
-    assert runner.execute_model is execute
-    assert found == [("attention", 0.33, 20.0), ("gemm", 0.67, 10.0)]
-    assert (tokens, span_us) == (2, 40.0)
-
-
-def test_steps_that_fill_prompts_are_told_apart() -> None:
-    wanted = fills(100)
-    assert wanted([60, 50])
-    assert wanted([100])
-    assert not wanted([99])
-    assert not wanted([1, 200])
-    assert not wanted([])
-
-
-def test_without_such_a_step_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile([]))
-    runner = SimpleNamespace(execute_model=lambda scheduled: None)
-    assert StepKernels(runner, decodes(8), steps=4).end() == ([], 0.0, 0.0)

@@ -47,8 +47,8 @@ from fp8plan.runtime.apply.weight_sync.state import (
 )
 from fp8plan.runtime.tokens import is_text
 from fp8plan.runtime.watch.controller.state import Escalation
-from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings, stepped_down
-from fp8plan.runtime.watch.guard.guard import Guard, Verdict, answer
+from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings, answered, stepped_down
+from fp8plan.runtime.watch.guard.guard import Guard, Verdict
 from fp8plan.runtime.watch.guard.observation import EngineFacts
 
 if TYPE_CHECKING:
@@ -337,7 +337,8 @@ class EngineBase(Generic[Made, Report, Source, LiveScales, Done]):
         action = verdict.action if isinstance(verdict, Verdict) else verdict or Action.NONE
         if action != Action.NONE or escalate is None:
             return action
-        return answer(self.guard, self.launch.precision, escalate, self.state.kv_fixed)
+        state = None if self.guard is None else self.guard.state
+        return answered(state, self.launch.precision, escalate, self.state.kv_fixed)
 
     def _apply(self, verdict: Verdict | Action | None, escalate: Escalation | None) -> Procedure:
         action = self._advised(verdict, escalate)

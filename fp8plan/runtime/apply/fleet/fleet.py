@@ -35,7 +35,8 @@ from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.apply.weight_sync.state import Event, generating, refuse_dead, refuse_shut_down
 from fp8plan.runtime.tokens import refuse_prompts
 from fp8plan.runtime.watch.guard.fallback import Action, GuardSettings
-from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation, rollout_fields
+from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict
 from typing import Any, ClassVar, Final, Self
 
 from fp8plan.errors import ConfigError, SyncError, text_of
@@ -172,7 +173,7 @@ class Front:
             "kv_scales": scales,
             "last_update": update,
             "last_failure": self.failure,
-            "sampling": None if self.sampling is None else self.sampling.to_dict(),
+            "sampling": None if self.sampling is None else asdict(self.sampling),
             "under_way": list(self._under_way),
         }
 

@@ -35,7 +35,7 @@ from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.parts import Attention
 from fp8plan.model.calibrate.profile_of import ATTENTION, UNEQUAL
 from fp8plan.runtime.measure.kernels import timing
-from fp8plan.runtime.measure.kernels.sweep import Point, command, shuffled
+from fp8plan.runtime.measure.kernels.sweep import Point, Work, command, shuffled
 from fp8plan.runtime.measure.kernels.timing import engine_config, l2_bytes, random_normal, random_pool
 
 if TYPE_CHECKING:
@@ -75,8 +75,6 @@ OLDER_METADATA: dict[str, Any] = {
     "sliding_window": (-1, -1),
 }
 
-Key = tuple[str, tuple[tuple[str, int | str], ...]]  # a point, hashable
-
 
 def heads_of(model: str) -> dict[str, int]:
     """The heads of a model whose attention layers are all the same."""
@@ -86,11 +84,10 @@ def heads_of(model: str) -> dict[str, int]:
 
 def points(grid: str) -> list[Point]:
     """All points of the "quick" or the "full" grid, shuffled."""
-    keys = shuffled(dict.fromkeys(_quick() if grid == "quick" else _full()))
-    return [Point(kernel, dict(shape)) for kernel, shape in keys]
+    return shuffled(_quick() if grid == "quick" else _full())
 
 
-def _quick() -> Iterator[Key]:
+def _quick() -> Iterator[Point]:
     yield from _decode(REFERENCE, FEW_BATCHES, FEW_CONTEXTS)
     yield from _decode(REFERENCE, (32, 128, 512), (512, 2048), skew=UNEQUAL)
     yield from _decode("Qwen/Qwen3-30B-A3B", FEW_BATCHES[1::2], FEW_CONTEXTS[::2])
@@ -98,7 +95,7 @@ def _quick() -> Iterator[Key]:
     yield from _small(REFERENCE, TOKENS[::3])
 
 
-def _full() -> Iterator[Key]:
+def _full() -> Iterator[Point]:
     yield from _quick()
     yield from _decode(REFERENCE, BATCHES, CONTEXTS)
     yield from _decode(REFERENCE, FEW_BATCHES[2:], (512, 1024, 2048, 4096), skew=UNEQUAL)
@@ -113,35 +110,39 @@ def _full() -> Iterator[Key]:
     yield from _small(REFERENCE, TOKENS)
 
 
-def _point(kernel: str, model: str, tokens: int, **shape: int | str) -> Key:
+def _point(kernel: str, model: str, tokens: int, **shape: int | str) -> Point:
     splits = MAX_GRAPH_SPLITS if tokens <= MAX_GRAPH_TOKENS else 0
-    return kernel, tuple((shape | heads_of(model) | {"num_splits": splits}).items())
+    return Point(kernel, shape | heads_of(model) | {"num_splits": splits})
 
 
-def _decode(model: str, batches: tuple[int, ...], contexts: tuple[int, ...], skew: str = "even") -> Iterator[Key]:
+def _decode(model: str, batches: tuple[int, ...], contexts: tuple[int, ...], skew: str = "even") -> Iterator[Point]:
     for batch, context, (kv, size) in product(batches, contexts, KV_DTYPES.items()):
         if batch * context * kv_bytes(heads_of(model), size) <= MAX_KV_BYTES:
             yield _point(f"attention_decode.{kv}", model, batch, batch=batch, context=context, skew=skew)
 
 
-def _prefill(model: str, lengths: tuple[int, ...], counts: tuple[int, ...], contexts: tuple[int, ...]) -> Iterator[Key]:
+def _prefill(
+    model: str, lengths: tuple[int, ...], counts: tuple[int, ...], contexts: tuple[int, ...]
+) -> Iterator[Point]:
     for length, count, context, kv in product(lengths, counts, contexts, KV_DTYPES):
         if (tokens := length * count) <= MAX_PREFILL_TOKENS:
             yield _point(f"attention_prefill.{kv}", model, tokens, chunks=count, chunk=length, context=context)
 
 
-def _mixed(model: str, batches: tuple[int, ...], contexts: tuple[int, ...], lengths: tuple[int, ...]) -> Iterator[Key]:
+def _mixed(
+    model: str, batches: tuple[int, ...], contexts: tuple[int, ...], lengths: tuple[int, ...]
+) -> Iterator[Point]:
     """Yield decoding requests beside one prefill chunk, in one call as in vLLM."""
     for batch, context, length, kv in product(batches, contexts, lengths, KV_DTYPES):
         shape = {"batch": batch, "context": context, "chunks": 1, "chunk": length}
         yield _point(f"attention_mixed.{kv}", model, batch + length, **shape)
 
 
-def _small(model: str, counts: tuple[int, ...]) -> Iterator[Key]:
+def _small(model: str, counts: tuple[int, ...]) -> Iterator[Point]:
     for tokens in counts:
         shape = {"tokens": tokens} | heads_of(model)
-        yield from ((f"kv_write.{kv}", tuple(shape.items())) for kv in KV_DTYPES)
-        yield "quantise_query.fp8", tuple(shape.items())
+        yield from (Point(f"kv_write.{kv}", shape) for kv in KV_DTYPES)
+        yield Point("quantise_query.fp8", shape)
 
 
 def kv_bytes(heads: dict[str, int], element_bytes: int) -> int:
@@ -209,12 +210,12 @@ class Bench:
         scale = torch.ones((), device="cuda")
         self.layer = SimpleNamespace(_q_scale=scale, _k_scale=scale, _v_scale=scale)
 
-    def calls(self, point: Point) -> Sequence[Callable[[], object]]:
+    def work(self, point: Point) -> Work:
         """The same work several times, each call on its own KV blocks."""
         name, _, kv = point.kernel.partition(".")
         if name == "quantise_query":
-            return self._quantise_query(point)
-        return self._kv_write(point, kv) if name == "kv_write" else self._attention(point, kv)
+            return Work(self._quantise_query(point))
+        return Work(self._kv_write(point, kv) if name == "kv_write" else self._attention(point, kv))
 
     def _attention(self, point: Point, kv: str) -> Sequence[Callable[[], object]]:
         import torch
@@ -347,4 +348,4 @@ def _metadata(point: Point, kv: str, queries: Ints, kv_tokens: Ints, version: in
 
 if __name__ == "__main__":
     none = ()  # vLLM's wheel has these kernels compiled
-    raise SystemExit(command("attention", __doc__, points, lambda: Bench().calls, engine_config, compiled=none))
+    raise SystemExit(command("attention", __doc__, points, lambda: Bench().work, engine_config, compiled=none))

@@ -60,7 +60,7 @@ def points(grid: str) -> list[Point]:
         every = [*_layers(QUICK, ROWS[1::2]), *_sampling(SAMPLED_ROWS[::5], VOCABULARIES[1:])]
     else:
         every = [*_layers(MODELS, ROWS), *_sampling(SAMPLED_ROWS, VOCABULARIES)]
-    return shuffled({point.key: point for point in every}.values())
+    return shuffled(every)
 
 
 def _layers(models: tuple[str, ...], rows: tuple[int, ...]) -> Iterator[Point]:

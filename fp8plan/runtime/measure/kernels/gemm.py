@@ -62,16 +62,14 @@ BLOCK = 128  # FP8_BLOCK scales
 POOLS = {"bf16": (3 * 152064 * 8192, 0.3, 0.02), "fp8": (10**9, 0.3, 100.0)}
 
 Weight = tuple[int, int]  # n, k
-Key = tuple[str, int, int, int]  # kernel, m, n, k
 
 
 def points(grid: str) -> list[Point]:
     """All points of the "quick" or the "full" grid, shuffled."""
-    keys = shuffled(dict.fromkeys(_quick() if grid == "quick" else _full()))
-    return [Point(kernel, {"m": m, "n": n, "k": k} if n else {"m": m, "k": k}) for kernel, m, n, k in keys]
+    return shuffled(_quick() if grid == "quick" else _full())
 
 
-def _quick() -> Iterator[Key]:
+def _quick() -> Iterator[Point]:
     weights = weights_of(QUICK)
     yield from _linears("gemm.bf16", FEW_ROWS, weights)
     yield from _linears("linear.fp8_block", FEW_ROWS, weights)
@@ -81,7 +79,7 @@ def _quick() -> Iterator[Key]:
     yield from _linears("gemm.bf16", LOGITS_ROWS[::3], lm_heads()[::5])
 
 
-def _full() -> Iterator[Key]:
+def _full() -> Iterator[Point]:
     yield from _quick()
     core, held_out = weights_of(CORE), weights_of(LINEARS)
     for kernel in ("gemm.bf16", "linear.fp8_block"):
@@ -95,12 +93,12 @@ def _full() -> Iterator[Key]:
         yield from _linears("gemm.bf16", LOGITS_ROWS[i % 3 :: 3], [weight])
 
 
-def _linears(kernel: str, rows: Iterable[int], weights: Iterable[Weight]) -> Iterator[Key]:
-    yield from ((kernel, m, n, k) for m, (n, k) in product(rows, weights))
+def _linears(kernel: str, rows: Iterable[int], weights: Iterable[Weight]) -> Iterator[Point]:
+    yield from (Point(kernel, {"m": m, "n": n, "k": k}) for m, (n, k) in product(rows, weights))
 
 
-def _quantise(rows: Iterable[int], weights: Iterable[Weight]) -> Iterator[Key]:
-    yield from (("quantise", m, 0, k) for m, k in product(rows, sorted({k for _, k in weights})))
+def _quantise(rows: Iterable[int], weights: Iterable[Weight]) -> Iterator[Point]:
+    yield from (Point("quantise", {"m": m, "k": k}) for m, k in product(rows, sorted({k for _, k in weights})))
 
 
 def weights_of(layers: Mapping[str, tuple[str, ...]]) -> list[Weight]:

@@ -65,7 +65,7 @@ def experts_of(model: str) -> Experts:
 
 def points(grid: str) -> list[Point]:
     """All points of the "quick" or the "full" grid, shuffled."""
-    return [_point(*key) for key in shuffled(dict.fromkeys(_quick() if grid == "quick" else _full()))]
+    return shuffled(_point(*key) for key in (_quick() if grid == "quick" else _full()))
 
 
 Key = tuple[str, Experts, str, int]  # dtype, layer, skew, tokens

@@ -19,7 +19,7 @@ from itertools import product
 
 from fp8plan.runtime.measure.kernels import attention, elementwise, gemm, moe
 from fp8plan.runtime.measure.kernels.gemm import model_config
-from fp8plan.runtime.measure.kernels.sweep import Point, Prepare, Work, command, prepared
+from fp8plan.runtime.measure.kernels.sweep import Point, Prepare, Work, command
 from fp8plan.runtime.measure.kernels.timing import sustained_seconds
 
 MODEL, EXPERTS = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"
@@ -58,7 +58,7 @@ def _points(grid: str) -> Iterator[Point]:
 
 BENCHES: dict[str, Callable[[], Prepare]] = {
     "gemm": cache(lambda: gemm.Bench().work),
-    "attention": cache(lambda: attention.Bench().calls),
+    "attention": cache(lambda: attention.Bench().work),
     "moe": cache(lambda: moe.Bench().work),
     "elementwise": lambda: elementwise.work,
 }
@@ -69,7 +69,7 @@ FILES |= {"moe": "moe", "norm": "elementwise", "activation": "elementwise"}
 def work(point: Point) -> Work:
     """The work of the kernel's own script, timed for seconds."""
     bench = BENCHES[FILES[point.kernel.partition(".")[0]]]()
-    return replace(prepared(point, bench), timer=sustained_seconds)
+    return replace(bench(point), timer=sustained_seconds)
 
 
 if __name__ == "__main__":

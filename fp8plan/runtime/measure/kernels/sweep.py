@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 from uuid import uuid4
 
 import numpy as np
@@ -61,13 +61,12 @@ class Work:
     timer: Callable[[Sequence[Call]], Timing] = graph_seconds
 
 
-Prepare = Callable[[Point], Sequence[Call] | Work]
-T = TypeVar("T")
+Prepare = Callable[[Point], Work]
 
 
-def shuffled(points: Iterable[T]) -> list[T]:
-    """The points in an order that can be cut anywhere: neighbours are unrelated."""
-    ordered = list(points)
+def shuffled(points: Iterable[Point]) -> list[Point]:
+    """Each point once, in an order that can be cut anywhere: neighbours are unrelated."""
+    ordered = list({point.key: point for point in points}.values())
     return [ordered[i] for i in np.random.default_rng(0).permutation(len(ordered))]
 
 
@@ -118,7 +117,7 @@ def failed_file(output: Path) -> Path:
 def _attempt(point: Point, prepare: Prepare) -> dict[str, Any]:
     """Columns of the timing or of the error. The clean-up follows later, so that no traceback holds on to tensors."""
     try:
-        work = prepared(point, prepare)
+        work = prepare(point)
         return asdict(work.timer(work.calls)) | dict(work.columns)
     except Exception as error:
         return _failure(error)
@@ -131,11 +130,6 @@ def _failure(error: BaseException) -> dict[str, Any]:
         return _failure(before)
     text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
     return {"error": text, "refused": isinstance(error, ConfigError)}
-
-
-def prepared(point: Point, prepare: Prepare) -> Work:
-    work = prepare(point)
-    return work if isinstance(work, Work) else Work(work)
 
 
 def _clean_up() -> None:
@@ -281,7 +275,7 @@ def compile_here(points: Sequence[Point], prepare: Prepare) -> int:
     failed = 0
     for point in points:
         try:
-            prepared(point, prepare).calls[0]()
+            prepare(point).calls[0]()
             sys.modules["torch"].cuda.synchronize()
         except Exception as error:
             failure = _failure(error)

@@ -177,6 +177,11 @@ class Probe:
     prompts: int
     precisions: Mapping[str, Probed]
 
+    def interval_of(self, precision: str | None) -> Interval | None:
+        """KL (k3, nats per token) of a preset with its 90% interval; None if it was not measured."""
+        probed = self.precisions.get(precision or "")
+        return None if probed is None or probed.error is not None else probed.kl_k3
+
     def to_dict(self) -> dict[str, Any]:
         """Return only dicts, lists, strings, numbers, booleans and None."""
         named = {"schema_version": VERSIONS["probe"]}

@@ -7,48 +7,38 @@ compiled kernel disturbed is timed again.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fp8plan.jsonl import write
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import LIMITS
-from fp8plan.model.precision import find_precision
+from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.validate.records import recorded_limits
 from fp8plan.runtime.apply.engine.warm_up import compiled_files, freeze_garbage, warm_up_batches
-from fp8plan.runtime.measure.machine import machine_facts, wait_for_memory
-from fp8plan.runtime.measure.rollouts.engine_facts import (
-    engine_numbers,
-    kernel_backends,
-    model_runner,
-    telling_lines,
-    uses_e8m0,
-)
+from fp8plan.runtime.measure.machine import machine_facts
 from fp8plan.runtime.measure.rollouts.host import Host, Watch
-from fp8plan.runtime.measure.rollouts.timed import (
-    Row,
-    Trace,
-    decode_kernels,
-    prefill_kernels,
-    timed,
-    token_prompts,
-    write_trace,
-)
+from fp8plan.runtime.measure.rollouts.timed import Row, Trace, timed, token_prompts, write_trace
 from fp8plan.schemas import QUIET_HOST, VERSIONS
 
 TRIES, AGAIN_S = 4, 4.0  # most attempts at a run; seconds after which none is added
 SHORT_RESPONSE, RAMP_STEPS = 64, 128  # a short warm-up, which fills the batch within seconds
 FIRST_STALL_S, STALL_S = 0.5, 1.0  # longer steps are noted: probably a kernel was compiled
+
+# vLLM's lines about its kernels (vllm/platforms/cuda.py, vllm/model_executor/kernels/linear/__init__.py).
+LINEAR: Final = r"Selected (\w+) for (?:Fp8|Online|PerBlock)\w*"
+ATTENTION: Final = r"Using (\w+) attention backend"
+MOE: Final = r"Using (.+?) (?:Fp8 |Unquantized )?MoE backend"
+E8M0: Final = r"DeepGEMM E8M0 (enabled|disabled)"
 
 
 class Attempt(NamedTuple):
@@ -121,10 +111,6 @@ def prefill_ladder(llm: Any, fields: Mapping[str, Any]) -> list[int]:
     return [sum(map(len, prompts)) for prompts in batches]
 
 
-PROFILED = ((16, 512), (256, 320), (512, 192))  # requests, prompt tokens of each
-TURN = "FP8PLAN_MEASURE_TURN"
-
-
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with os.fdopen(job["notes_fd"], "w", encoding="utf-8") as notes:
@@ -134,18 +120,12 @@ def main() -> None:
 
 
 def measure(job: Mapping[str, Any], note: Callable[[str], None]) -> None:
-    """Start the engine, in its turn, and append a record for every run of the job.
+    """Start the engine, and append a record for every run of the job.
 
     Raises Fp8PlanError if vLLM's responses have other lengths.
     """
     from vllm import LLM
 
-    with wait_for_turn():
-        Path(job["turn"]).touch()
-        _measure(job, note, LLM)
-
-
-def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> None:
     begun = time.perf_counter()
     llm = LLM(**job["kwargs"])
     start_s = time.perf_counter() - begun
@@ -153,8 +133,6 @@ def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> N
     facts = {"schema_version": VERSIONS["record"]} | job["fields"] | engine_facts(llm, job) | machine_facts()
     facts["engine_start_s"] = start_s
     facts["even_routers"] = llm.collective_rpc("fp8plan_route_evenly")[0]
-    parts = {"parts": llm.collective_rpc("fp8plan_engine_parts")[0], "log": telling_lines(log_of(job))}
-    write(job["engines"], facts | parts)
     memory = facts["measured_kv_cache_tokens"]
     note(f"engine ready in {start_s:.0f} s, KV cache {memory} tokens, kernels {facts['kernel_backends']}")
     trace, host = Trace(llm), None if find_gpu(job["fields"]["gpu"]).is_cpu else Host()
@@ -179,29 +157,6 @@ def _measure(job: Mapping[str, Any], note: Callable[[str], None], LLM: Any) -> N
                 note(f"{name}: a step took {timing['longest_step_s']:.1f} s, as if a kernel was compiled in it")
             if job["trace"]:
                 write_trace(job["trace"], run["key"], best.steps)
-    if job["kernels"]:  # at the end, as a profiler may leave the engine slower
-        for batch, context in PROFILED:
-            kernels = decode_kernels(llm, batch, context)
-            write(job["kernels"], facts | {"batch": batch, "context": context} | kernels)
-            note(f"kernels of {batch} requests at {context} tokens: {kernels['kernels_us']:.0f} us a decode step")
-        kernels = prefill_kernels(llm)
-        write(job["kernels"], facts | kernels)
-        note(f"kernels of {kernels['prefill_tokens']:.0f} prompt tokens: {kernels['kernels_us']:.0f} us a step")
-
-
-@contextmanager
-def wait_for_turn() -> Iterator[None]:
-    """Hold the lock of the file that the variable TURN names, if it is set.
-
-    So commands share a GPU: one runs its engine while the next imports vLLM.
-    """
-    if TURN not in os.environ:
-        yield
-        return
-    with open(os.environ[TURN], "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        wait_for_memory()
-        yield
 
 
 def log_of(job: Mapping[str, Any]) -> str:
@@ -233,9 +188,27 @@ def engine_facts(llm: Any, job: Mapping[str, Any]) -> dict[str, Any]:
         "kernel_backends": kernel_backends(log, preset),
         "model_runner": model_runner(log),
         "garbage_frozen": gc.get_freeze_count() > 0,
-        "engine_log": engine_numbers(log),
         "memory": llm.collective_rpc("fp8plan_memory_facts")[0],
     }
+
+
+def kernel_backends(log: str, preset: Precision) -> dict[str, str]:
+    """Kernel, as a Profile names it -> implementation, as vLLM names it. vLLM does not name its BF16 GEMM."""
+    dtype = preset.gemm_dtype
+    patterns = {f"gemm.{dtype}": LINEAR, f"attention.{preset.kv}": ATTENTION, f"moe.{dtype}": MOE}
+    matches = {kernel: re.findall(pattern, log) for kernel, pattern in patterns.items()}
+    return {kernel: names[-1] for kernel, names in matches.items() if names}
+
+
+def model_runner(log: str) -> str:
+    """The model runner, V1 or V2. Only V2 is named in the log (vllm/v1/worker/gpu_worker.py)."""
+    return "V2" if "Using V2 Model Runner" in log else "V1"
+
+
+def uses_e8m0(log: str, preset: Precision) -> bool | None:
+    """True if DeepGEMM ran with power-of-two scales; None if the log has no such line or no weight is FP8."""
+    states = re.findall(E8M0, log)
+    return states[-1] == "enabled" if states and preset.weights != "bf16" else None
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from statistics import mean, median
 from threading import Event, Thread
 from typing import Any
@@ -29,7 +28,6 @@ PROBES, SAMPLES = 5, 3  # loops of which the best counts: on each core before a 
 SPARE = 3  # cores for the engine's sending and receiving threads, beside one for each process
 EVERY_S = 0.25
 BUSY_ROUNDS, BUSY_SAMPLES, BUSY_S = 5, 4, 0.2  # of `busy_loop_s`; each round is on the cores that are quiet then
-STAT = Path("/proc/stat")
 
 
 class Host:
@@ -56,14 +54,10 @@ class Host:
 
     def loop_s(self) -> float | None:
         """The seconds of a loop on the slower of two cores, of front end and engine; None if either has ended."""
-        return max(self.loops_s(), default=None)
-
-    def loops_s(self) -> list[float]:
-        """The seconds of a loop on the core of each watched process, in their order; empty if one has ended."""
         try:
-            return [self._probe(process.cpu_num(), SAMPLES) for process in self._watched]
+            return max(self._probe(process.cpu_num(), SAMPLES) for process in self._watched)
         except psutil.NoSuchProcess:
-            return []
+            return None
 
     def _probe(self, core: int, loops: int) -> float:
         seconds = loop_seconds(core, loops)
@@ -117,10 +111,8 @@ def _user_seconds(process: psutil.Process) -> float:
 class Watch:
     """`with Watch(host) as watch: run()`, then `watch.facts`, sampled four times a second:
 
-    host_loop_s:     mean of the slower of Host.loops_s; None without a `host`
-    host_loops_s:    mean of each of Host.loops_s: of front end and engine
+    host_loop_s:     mean of Host.loop_s; None without a `host`
     host_slowdown:   the same as a multiple of the fastest loop on any core so far
-    cpu_steal_share: share of all cores' time that the hypervisor gave to others; None if Linux does not know
     sm_mhz, power_w: median clock and mean power of the first visible GPU; None without a GPU
     """
 
@@ -128,8 +120,7 @@ class Watch:
         self._host = host
 
     def __enter__(self) -> Watch:
-        self._ticks = cpu_ticks()
-        self._samples: list[tuple[int | None, float | None, list[float]]] = []
+        self._samples: list[tuple[int | None, float | None, float | None]] = []
         self._over = Event()
         self._thread = Thread(target=self._sample, daemon=True)
         self._thread.start()
@@ -138,16 +129,12 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        before, after = self._ticks, cpu_ticks()
         clocks = [clock for clock, _, _ in self._samples if clock is not None]
         powers = [power for _, power, _ in self._samples if power is not None]
-        of_processes = [loops for *_, loops in self._samples if loops]
-        loops = [max(each) for each in of_processes]
+        loops = [loop_s for *_, loop_s in self._samples if loop_s is not None]
         self.facts: dict[str, Any] = {
             "host_loop_s": mean(loops) if loops else None,
-            "host_loops_s": [mean(own) for own in zip(*of_processes, strict=True)],
             "host_slowdown": mean(loops) / self._host.best_s if loops and self._host else None,
-            "cpu_steal_share": (after[0] - before[0]) / max(after[1] - before[1], 1) if before and after else None,
             "sm_mhz": median(clocks) if clocks else None,
             "power_w": mean(powers) if powers else None,
         }
@@ -155,7 +142,7 @@ class Watch:
     def _sample(self) -> None:
         while True:
             over = self._over.wait(EVERY_S)
-            self._samples.append((sm_clock_mhz(), gpu_power_w(), self._host.loops_s() if self._host else []))
+            self._samples.append((sm_clock_mhz(), gpu_power_w(), self._host.loop_s() if self._host else None))
             if over:
                 return
 
@@ -184,15 +171,6 @@ def _sampled(host: Host) -> float:
     loop_s = host.loop_s()
     assert loop_s is not None  # both processes compute until they are killed
     return loop_s
-
-
-def cpu_ticks() -> tuple[int, int] | None:
-    """(stolen, all) ticks of all cores since the boot; None without /proc/stat."""
-    if not STAT.exists():
-        return None
-    name, *fields = STAT.read_text(encoding="utf-8").split("\n", 1)[0].split()
-    ticks = [int(field) for field in fields[:8]]  # user nice system idle iowait irq softirq steal
-    return (ticks[7], sum(ticks)) if name == "cpu" and len(ticks) == 8 else None
 
 
 if __name__ == "__main__":

@@ -65,7 +65,6 @@ class Options:
     precisions: tuple[str, ...]
     models: tuple[str, ...] = ()
     workloads: tuple[str, ...] = ()
-    kernels: bool = False
     gpu: str | None = None
 
     def beside(self, ending: str) -> Path:
@@ -137,12 +136,10 @@ def _job(
         "env": vllm_env(setup) | ENV | options.env,
         "work": work,
         "output": str(options.output.resolve()),
-        "engines": str(options.beside("engines.jsonl").resolve()),
         "failed": str(options.beside("failed.jsonl").resolve()),
         "set_aside": str(options.beside("set_aside.jsonl").resolve()),
         "log": str(options.beside(f"{label}.log").resolve()),
         "trace": str(options.beside("trace.jsonl.gz").resolve()) if options.trace else None,
-        "kernels": str(options.beside("kernels.jsonl").resolve()) if options.kernels else None,
     }
 
 

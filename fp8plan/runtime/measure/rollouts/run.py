@@ -18,10 +18,8 @@ disturbed attempt is the record. Beside the output lie
     <stem>.set_aside.jsonl             the other attempts
     <stem>.<model>.<precision>.log     each engine's log
     <stem>.configs                     config folders of the engines
-    <stem>.engines.jsonl               each engine's KV cache groups, layers, weights, and telling lines of its log
     <stem>.failed.jsonl                the reason why an engine did not start, or ended early
     <stem>.trace.jsonl.gz              with --trace: every engine step
-    <stem>.kernels.jsonl               with --kernels: the kernels of a few decode steps and their times
 
 A model that fp8plan cannot read is measured without a prediction. vLLM then picks the block size and the prefix cache,
 unless the setting does. A setting may also have "config", a folder with the model's config.json (relative
@@ -33,12 +31,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -52,12 +48,9 @@ from fp8plan.model.precision import PRESETS, find_precision
 from fp8plan.runtime.apply.engine.launch import first_error
 from fp8plan.runtime.measure.calibrate import add_compile, note
 from fp8plan.runtime.measure.machine import gpu_facts, wait_for_memory
-from fp8plan.runtime.measure.rollouts.engine import TURN
 from fp8plan.runtime.measure.rollouts.jobs import CHILD, WARMUPS, Options, jobs
 
 COMPILE = "fp8plan.runtime.measure.kernels.compile"
-ERRORS = 12  # most lines of a log in a failure's record
-WAITS = 3  # longest wait for an engine's turn, as a multiple of its own time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,10 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", help="measure the cells on this GPU, whichever they name")
     warmup = "of workloads that name none; short: responses clipped"
     parser.add_argument("--warmup", choices=WARMUPS, default="full", help=warmup)
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds an engine may take, once it is its turn")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds an engine may take")
     parser.add_argument("--trace", action="store_true", help="write every engine step")
-    kernels = "after the rollouts, time the kernels of a few decode steps"
-    parser.add_argument("--kernels", action="store_true", help=kernels)
     add_compile(parser)
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engines; repeat")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, with its prediction")
@@ -82,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         precisions, models, workloads = map(tuple, (words.precision, words.model, words.workload))
         options = Options(
-            words.output, words.warmup, words.trace, _environment(words.env), precisions, models, workloads,
-            words.kernels, words.gpu,
+            words.output, words.warmup, words.trace, _environment(words.env), precisions, models, workloads, words.gpu,
         )  # fmt: skip
         work = jobs(words.cells, options)
         failures = [] if words.dry_run else run_jobs(work, options, words.timeout, words.compile)
@@ -132,9 +122,8 @@ def run_jobs(
         if failed:
             failures.append(f"{job['label']}: {failed}")
             note(failures[-1])
-            write(job["failed"], job["fields"] | {"reason": failed, "errors": errors_in(job["log"])})
-        if TURN not in os.environ:
-            wait_for_memory()
+            write(job["failed"], job["fields"] | {"reason": failed})
+        wait_for_memory()
     return failures
 
 
@@ -155,9 +144,7 @@ def _run(job: dict[str, Any], timeout_s: float) -> str | None:
     with open(job["log"], "ab") as log, tempfile.TemporaryDirectory() as folder:
         notes, start = os.dup(2), log.tell()
         file = Path(folder) / "job.json"
-        turn = Path(folder) / "turn"  # the child makes this file once it has its turn
-        more = {"notes_fd": notes, "log_start": start, "turn": str(turn)}
-        file.write_text(json.dumps(job | more), encoding="utf-8")
+        file.write_text(json.dumps(job | {"notes_fd": notes, "log_start": start}), encoding="utf-8")
         root = str(Path(fp8plan.__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         child = subprocess.Popen(
@@ -170,24 +157,12 @@ def _run(job: dict[str, Any], timeout_s: float) -> str | None:
         )
         os.close(notes)
         try:
-            if TURN in os.environ and not _came(turn, child, WAITS * timeout_s):
-                return f"its turn did not come within {WAITS * timeout_s:.0f} s"
             status = child.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return f"killed after {timeout_s:.0f} s; last line of the log: {_last_line(job['log'])}"
         finally:
             _kill(child)
     return f"exit status {status}; {_cause(job['log'], start)}" if status else None
-
-
-def _came(turn: Path, child: subprocess.Popen[bytes], patience_s: float) -> bool:
-    """Wait until the child has its turn or has ended. Return False if neither happens in time."""
-    until = time.monotonic() + patience_s
-    while not turn.exists() and child.poll() is None:
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.2)
-    return True
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -203,16 +178,8 @@ def _last_line(log: str) -> str:
 
 
 def _cause(log: str, start: int) -> str:
-    """The first error after byte `start`."""
     first = first_error(Path(log).read_bytes()[start:].decode(errors="replace"))
     return f"first error in the log: {first}" if first else f"last line of the log: {_last_line(log)}"
-
-
-def errors_in(log: str) -> list[str]:
-    """The last ERRORS different error lines of a log."""
-    text = Path(log).read_text(encoding="utf-8", errors="replace")
-    lines = re.findall(r"^.*?(\b\w*(?:Error|Exception)\b: .*)$", text, re.MULTILINE)
-    return [line[:600] for line in dict.fromkeys(lines)][-ERRORS:]
 
 
 if __name__ == "__main__":

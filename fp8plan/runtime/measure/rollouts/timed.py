@@ -1,4 +1,4 @@
-"""One `generate()` of random prompts: its time, the gain of vLLM's counters, every engine step, or its kernels."""
+"""One `generate()` of random prompts: its time, the gain of vLLM's counters, and every engine step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ COUNTERS = {
 }
 # It counts engine steps that gave at least one token, and not those that only fill prompts.
 STEPS = "vllm:iteration_tokens_total"
-DECODE_STEPS, FILLING_STEPS = 16, 20  # timed decode steps; most steps before, which fill prompts
-PREFILL_STEPS, PREFILL_TOKENS, PROMPT = 2, 8000, 2000  # timed prefill steps; least tokens of a step; tokens of a prompt
 
 Row: TypeAlias = tuple[float, ...]
 COLUMNS = ("t_s", "core_s", "running", "waiting", "kv_usage", "generation_tokens", "prompt_tokens", "preempted")
@@ -62,44 +60,6 @@ def timed(
     if [len(output.outputs[0].token_ids) for output in outputs] != list(responses):
         raise Fp8PlanError("vLLM's responses have other lengths than requested; this run cannot be a record")
     return {"seconds": seconds} | {name: value - before[name] for name, value in counters(llm).items()}
-
-
-def decode_kernels(llm: Any, batch: int, context: int) -> dict[str, Any]:
-    """Kernels of a decode step of `batch` requests after `context` tokens, a mean of DECODE_STEPS.
-
-    kernels: [name, launches, microseconds] on the first GPU; kernels_us: microseconds of all
-    span_us: as in worker.Recorded, for each GPU; other_gpus: kernels of the others, with tensor parallelism
-    """
-    tokens = 3 * DECODE_STEPS + FILLING_STEPS  # the first requests decode while the others' prompts are filled
-    return _kernels(llm, batch, context, tokens, {"steps": DECODE_STEPS, "requests": batch})
-
-
-def prefill_kernels(llm: Any) -> dict[str, Any]:
-    """Kernels of a step that fills prompts, a mean of PREFILL_STEPS, as in `decode_kernels`.
-
-    prefill_tokens: tokens of a step, at least PREFILL_TOKENS
-    """
-    room = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
-    prompts = (PREFILL_STEPS + 3) * room // PROMPT
-    return _kernels(llm, prompts, PROMPT, 1, {"steps": PREFILL_STEPS, "tokens": PREFILL_TOKENS})
-
-
-def _kernels(llm: Any, prompts: int, context: int, response: int, recorded: Mapping[str, int]) -> dict[str, Any]:
-    from vllm import SamplingParams
-
-    work = {"seed": 0, "prompt_ids": range(prompts), "prompt_lengths": [context] * prompts}
-    params = SamplingParams(max_tokens=response, ignore_eos=True, detokenize=False, logprobs=0, temperature=1.0)
-    empty_prefix_cache(llm)
-    llm.collective_rpc("fp8plan_kernels_begin", kwargs=dict(recorded))
-    llm.generate(token_prompts(work, llm.llm_engine.model_config.get_vocab_size()), params, use_tqdm=False)
-    kernels, tokens, spans = zip(*llm.collective_rpc("fp8plan_kernels_end"), strict=True)
-    total = round(sum(us for *_, us in kernels[0]), 1)
-    facts = {"kernels": kernels[0], "kernels_us": total, "span_us": list(spans)}
-    if "tokens" in recorded:
-        facts["prefill_tokens"] = tokens[0]
-    if kernels[1:]:
-        facts["other_gpus"] = list(kernels[1:])
-    return facts
 
 
 def empty_prefix_cache(llm: Any) -> None:

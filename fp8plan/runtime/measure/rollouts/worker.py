@@ -1,14 +1,12 @@
-"""The measuring side inside vLLM's worker: memory, parts, even routing, and the kernels of a few steps."""
+"""The measuring side inside vLLM's worker: its memory, and even routing."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
 
 from fp8plan.model.emit.vllm import is_router
-from fp8plan.runtime.measure.rollouts.engine_facts import engine_parts
 
 if TYPE_CHECKING:
     import torch
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
 BIAS: Final = re.compile(r"bias$")
 NORM: Final = re.compile(r"norm\w*\.weight$")
 EMBEDDING: Final = re.compile(r"embed\w*\.weight$")
-LONGEST_NAME = 200
-ANNOTATIONS: Final = ("execute_", "gpu_", "ProfilerStep", "forward", "Command Buffer")  # spans, no kernels
 
 
 class MeasuredWorker:
@@ -39,99 +35,9 @@ class MeasuredWorker:
         }
         return {name: None if value is None else int(value) for name, value in facts.items()}
 
-    def fp8plan_engine_parts(self) -> dict[str, Any]:
-        """KV cache groups, modules and parameters."""
-        return engine_parts(getattr(self, "model_runner", None))
-
     def fp8plan_route_evenly(self) -> int:
         """Make tokens go to all experts alike, as in a trained model. Return the number of routers."""
         return route_evenly(self.model_runner.get_model().named_parameters())  # type: ignore[attr-defined]
-
-    def fp8plan_kernels_begin(self, steps: int, requests: int = 0, tokens: int = 0) -> None:
-        """Record the kernels of the next `steps` steps that decode exactly `requests` requests, or fill at least
-        `tokens` tokens of prompts."""
-        wanted = fills(tokens) if tokens else decodes(requests)
-        self._fp8plan_kernels = StepKernels(self.model_runner, wanted, steps)  # type: ignore[attr-defined]
-
-    def fp8plan_kernels_end(self) -> Recorded:
-        """The mean of the recorded steps."""
-        return self._fp8plan_kernels.end()
-
-
-def decodes(requests: int) -> Callable[[Sequence[int]], bool]:
-    """Tell whether each of exactly `requests` requests gets one token."""
-    return lambda tokens: len(tokens) == requests == sum(tokens)
-
-
-def fills(prompt_tokens: int) -> Callable[[Sequence[int]], bool]:
-    """Tell whether a step fills at least `prompt_tokens` tokens of prompts and does nothing else."""
-    return lambda tokens: min(tokens, default=0) > 1 and sum(tokens) >= prompt_tokens
-
-
-class Recorded(NamedTuple):
-    """A mean of recorded steps.
-
-    kernels: (name, launches, microseconds), the longest first
-    tokens:  tokens of all requests
-    span_us: microseconds from the first kernel's begin to the last one's end, by step. If the kernels' sum is less, the
-             GPU waited for its host. If it is more, kernels ran in parallel
-    """
-
-    kernels: list[tuple[str, float, float]]
-    tokens: float
-    span_us: float
-
-
-class StepKernels:
-    """The kernels of `steps` steps in a row, by torch's profiler. Wraps the model runner's execute_model.
-
-    wanted: tokens of each request in a step -> true to record the step
-    tokens: tokens of all requests in the recorded steps
-    """
-
-    def __init__(self, runner: Any, wanted: Callable[[Sequence[int]], bool], steps: int) -> None:
-        import torch
-
-        self.runner, self.wanted, self.left, self.steps, self.tokens = runner, wanted, steps, steps, 0
-        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        self.execute, self.running = runner.execute_model, False
-        runner.execute_model = self._execute
-
-    def _execute(self, scheduled: Any, *arguments: Any, **named: Any) -> Any:
-        tokens = list(scheduled.num_scheduled_tokens.values())
-        wanted = self.wanted(tokens)
-        if wanted and not self.running and self.left:
-            self._at_rest(self.profile.start)
-            self.running = True
-        elif self.running and (not wanted or not self.left):
-            self._at_rest(self.profile.stop)
-            self.running = False
-        self.left -= self.running
-        self.tokens += self.running * sum(tokens)
-        return self.execute(scheduled, *arguments, **named)
-
-    def _at_rest(self, act: Any) -> None:
-        import torch
-
-        torch.cuda.synchronize()
-        act()
-
-    def end(self) -> Recorded:
-        if self.running:
-            self._at_rest(self.profile.stop)
-        self.runner.execute_model = self.execute
-        steps, durations = self.steps - self.left, defaultdict(list)
-        if not steps:
-            return Recorded([], 0.0, 0.0)
-        times = []
-        results: Any = self.profile.profiler
-        for event in results.kineto_results.events():
-            if event.device_type().name == "CUDA" and not event.name().startswith(ANNOTATIONS):
-                durations[event.name()[:LONGEST_NAME]].append(event.duration_ns() / 1e3)
-                times += [event.start_ns(), event.start_ns() + event.duration_ns()]
-        rows = [(name, round(len(us) / steps, 2), round(sum(us) / steps, 2)) for name, us in durations.items()]
-        span = (max(times, default=0) - min(times, default=0)) / 1e3
-        return Recorded(sorted(rows, key=lambda row: -row[2]), self.tokens / steps, round(span / steps, 2))
 
 
 def route_evenly(named: Iterable[tuple[str, torch.nn.Parameter]]) -> int:

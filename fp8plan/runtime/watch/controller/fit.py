@@ -39,7 +39,8 @@ def constant(settings: CorrectionSettings, plan: Plan | None, **kl: Any) -> Cons
     """The thresholds of the plan, or else of the settings, as constants. kl: limit_kl, unless it is the default"""
     start = replace(settings.thresholds, **{_used(settings)[1]: None})
     planned = None if settings.level is None else plan
-    return ConstantThresholds(*beginning(planned, settings.level or "token", start.tis, start.band), **kl)
+    begun = beginning(planned, settings.level or "token", start)
+    return ConstantThresholds(begun.tis, begun.band, **kl)
 
 
 def _used(settings: CorrectionSettings) -> tuple[str, str]:

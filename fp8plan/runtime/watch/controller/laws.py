@@ -145,7 +145,7 @@ class LevelThresholds:
     limits: AlarmLimits = field(default_factory=AlarmLimits)
 
     def __post_init__(self) -> None:
-        _check_start(self.tis, self.band)
+        _check_start(Thresholds(self.tis, self.band))
         if self.tis is None and self.band is None:
             raise ConfigError("tis and band are None; allowed: one to control, or ConstantThresholds(None)")
         if self.level not in LEVELS:
@@ -164,11 +164,11 @@ class LevelThresholds:
 
         Raises ConfigError for a plan with thresholds that cannot tighten, or without such a choice.
         """
-        tis, band = beginning(plan, self.level, self.tis, self.band)
-        _check_start(tis, band)
+        start = beginning(plan, self.level, Thresholds(self.tis, self.band))
+        _check_start(start)
         target = self.target_kl or expected_kl(plan, choice)
         limit = max(self.limit_kl, predicted_kl(plan, choice))
-        return LevelState(tis=tis, band=band, start_tis=tis, start_band=band, target_kl=target, limit_kl=limit)
+        return LevelState(thresholds=start, start=start, target_kl=target, limit_kl=limit)
 
     def resume(self, saved: ControllerState, fresh: LevelState) -> LevelState:
         """A saved state with the beginning, the target and the bounds of `fresh`, a new state of `initial`.
@@ -186,18 +186,19 @@ class LevelThresholds:
         can: the actions that the engine has
         """
         if not usable(mismatch):
-            return Thresholds(state.tis, state.band), state, no_data(mismatch, self.limits)
+            return state.thresholds, state, no_data(mismatch, self.limits)
         seen, news = observed(state, mismatch)
         kl, target, figures = seen.kl or 0.0, seen.target_kl, (news.baseline, news.ratio)
         sounding = alarms(mismatch, kl, seen.limit_kl, self.limits)
         if seen.steps <= self.warm_up:
             reason = f"step {seen.steps} of {self.warm_up} with the initial thresholds"
             warming = Decided(Decision.WARM_UP, reason, sounding, None, *figures)
-            return Thresholds(seen.tis, seen.band), seen, warming
+            return seen.thresholds, seen, warming
         now, wanted = seen.reach, max(self._law(kl, target), self.narrowest)
         floor, why = self._least_reach(seen, mismatch, self._spared(mismatch))
         free = self._slewed(now, max(wanted, min(floor, now)))
-        least, _ = self._least_reach(replace(seen, start_tis=None), mismatch)  # of the band, which loses tokens
+        band_alone = replace(seen, start=Thresholds(None, seen.start.band))  # which loses tokens
+        least, _ = self._least_reach(band_alone, mismatch)
         new = _at_reach(seen, max(free, least) if least <= 1.0 else free)
         passed = self._lost(new, mismatch, 0.0)
         limit = passed or (why if new.reach > self._slewed(now, wanted) else "")
@@ -206,7 +207,7 @@ class LevelThresholds:
         decision, reason = _said(seen, new, beside(kl, target, "target"), bound)
         due, advice = escalation(strained, self.patience, can)
         decided = Decided(decision, reason + advice, sounding, due, *figures)
-        return Thresholds(new.tis, new.band), replace(new, strained=strained), decided
+        return new.thresholds, replace(new, strained=strained), decided
 
     def _law(self, kl: float, target: float) -> float:
         """The reach that a KL asks for; it may lie below `narrowest`."""
@@ -240,9 +241,10 @@ class LevelThresholds:
     def _lost(self, state: LevelState, mismatch: Mismatch, spared: float) -> str:
         """The limit that these thresholds pass in this batch, as a sentence; empty if none."""
         most, least = self.max_clipped - spared, self.min_kept + spared
-        if state.tis is not None and (cut := mismatch.cut_share(state.tis, self.level)) > most:
+        tis, band = state.thresholds.tis, state.thresholds.band
+        if tis is not None and (cut := mismatch.cut_share(tis, self.level)) > most:
             return f"{cut:.1%} of the weight would be cut away, above {most:.1%}"
-        if state.band is not None and (kept := mismatch.kept_fraction(*state.band, self.level)) < least:
+        if band is not None and (kept := mismatch.kept_fraction(*band, self.level)) < least:
             return f"{kept:.1%} of the tokens would be kept, below {least:.1%}"
         return ""
 
@@ -279,32 +281,30 @@ class ConstantThresholds:
     def initial(self, plan: Plan | None = None, choice: int | str | None = None) -> ControllerState:
         """The state before the first batch. A plan raises limit_kl to the KL that it predicts for `choice`."""
         target, limit = expected_kl(plan, choice), max(self.limit_kl, predicted_kl(plan, choice))
-        return ControllerState(tis=self.tis, band=self.band, target_kl=target, limit_kl=limit)
+        return ControllerState(thresholds=Thresholds(self.tis, self.band), target_kl=target, limit_kl=limit)
 
     def resume(self, saved: ControllerState, fresh: ControllerState) -> ControllerState:
         """A saved state with the thresholds and the limit of `fresh`, a new state of `initial`."""
-        return resumed(replace(saved, tis=fresh.tis, band=fresh.band), fresh)
+        return resumed(replace(saved, thresholds=fresh.thresholds), fresh)
 
     def update(self, state: ControllerState, mismatch: Mismatch, can: Can = any_action) -> Update:
         """Thresholds for this very batch, the next state, and the decision with its reason.
 
         can: the actions that the engine has
         """
-        thresholds = Thresholds(state.tis, state.band)
         if not usable(mismatch):
-            return thresholds, state, no_data(mismatch, self.limits)
+            return state.thresholds, state, no_data(mismatch, self.limits)
         seen, news = observed(state, mismatch)
         sounding = alarms(mismatch, seen.kl or 0.0, seen.limit_kl, self.limits)
         strained = strain(state.strained, False, Alarm.BROKEN in sounding, PATIENCE)
         due, advice = escalation(strained, PATIENCE, can)
         reason = f"constant thresholds; {beside(*news, 'baseline')}{advice}"
         decided = Decided(Decision.HOLD, reason, sounding, due, news.baseline, news.ratio)
-        return thresholds, replace(seen, strained=strained), decided
+        return seen.thresholds, replace(seen, strained=strained), decided
 
 
-def _check_start(tis: float | None, band: tuple[float, float] | None) -> None:
-    """Raise ConfigError for thresholds that cannot tighten towards 1."""
-    Thresholds(tis, band)  # raises ConfigError for values that cannot be thresholds
+def _check_start(start: Thresholds) -> None:
+    tis, band = start.tis, start.band
     if tis is not None and not 1 < tis < np.inf:
         raise ConfigError(f"tis begins at {tis!r}; allowed: above 1, or ConstantThresholds({tis!r})")
     if band is not None and not 0 < band[0] < 1 < band[1] < np.inf:
@@ -313,16 +313,17 @@ def _check_start(tis: float | None, band: tuple[float, float] | None) -> None:
 
 def _at_reach(state: LevelState, reach: float) -> LevelState:
     """The state with its thresholds at a reach; at 1 they are the initial ones to the last bit."""
-    tis, band = state.start_tis, state.start_band
+    thresholds = state.start
     if reach < 1.0:
+        tis, band = thresholds.tis, thresholds.band
         tis = None if tis is None else float(tis**reach)
         band = None if band is None else (float(band[0] ** reach), float(band[1] ** reach))
-    return replace(state, reach=reach, tis=tis, band=band)
+        thresholds = Thresholds(tis, band)
+    return replace(state, reach=reach, thresholds=thresholds)
 
 
 def _said(old: LevelState, new: LevelState, fact: str, bound: str) -> tuple[Decision, str]:
-    """The decision and a sentence with the figures behind it."""
-    before, after = shown(old), shown(new)
+    before, after = shown(old.thresholds), shown(new.thresholds)
     what = f"{before} -> {after}" if before != after else f"{after} kept"
     if bound:
         return Decision.AT_BOUND, f"{fact}: {what}, and no tighter: {bound}"
@@ -331,10 +332,12 @@ def _said(old: LevelState, new: LevelState, fact: str, bound: str) -> tuple[Deci
     return Decision.TIGHTEN if new.reach < old.reach else Decision.RELAX, f"{fact}: {what}"
 
 
-def shown(state: ControllerState) -> str:
-    """The controlled thresholds as words for a sentence."""
-    tis = [] if state.tis is None else [f"C {state.tis:.4g}"]
-    return " and ".join(tis + ([] if state.band is None else [f"[{state.band[0]:.4g}, {state.band[1]:.4g}]"])) or "none"
+def shown(thresholds: Thresholds) -> str:
+    """Thresholds as words for a sentence."""
+    words = [] if thresholds.tis is None else [f"C {thresholds.tis:.4g}"]
+    if thresholds.band is not None:
+        words.append("[{:.4g}, {:.4g}]".format(*thresholds.band))
+    return " and ".join(words) or "none"
 
 
 def _check(law: LevelThresholds | ConstantThresholds, ranges: Mapping[str, Range]) -> None:

@@ -6,18 +6,23 @@ Alarms of the mismatch sound before the thresholds are decided, those of the cor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from math import inf, isfinite, isnan, sqrt
+from math import isfinite, isnan, sqrt
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from sys import float_info
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
-from fp8plan.checks import Range, in_range, instance, is_number, whole
+import msgspec
+from msgspec import Meta
+
+from fp8plan.checks import Range, in_range
 from fp8plan.errors import ConfigError
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.watch.controller.alarms import Alarm
 from fp8plan.runtime.watch.correction.settings import Thresholds
 from fp8plan.runtime.watch.mismatch.metrics import ERRORS
+from fp8plan.schemas import checked
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -97,6 +102,8 @@ class Decided:
 
 
 EXPECTED: Final = RiskBudget().low_kl  # nats per token, where nothing else is expected
+Count = Annotated[int, Meta(ge=0)]
+Finite = Annotated[float, Meta(ge=0, le=float_info.max)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ class ControllerState:
     """The state of every controller: plain numbers, saved with the checkpoint.
 
     steps:     number of batches with valid tokens so far
-    tis, band: thresholds of the last step, on pi_train / pi_rollout
+    thresholds: those of the last step
     kl:        smoothed robust k3 per token; None before the first batch
     recent_kl: robust k3 per token of the last batches, the newest last; their median is the baseline
     target_kl: k3 per token that is expected
@@ -112,18 +119,18 @@ class ControllerState:
     strained:  steps in a row at a bound
     """
 
-    steps: int = 0
-    tis: float | None = 2.0
-    band: tuple[float, float] | None = None
-    kl: float | None = None
-    recent_kl: tuple[float, ...] = ()
-    target_kl: float = EXPECTED
-    limit_kl: float = 0.03
-    strained: int = 0
+    steps: Count = 0
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    kl: Finite | None = None
+    recent_kl: tuple[Finite, ...] = ()
+    target_kl: Finite = EXPECTED
+    limit_kl: Annotated[float, Meta(ge=0)] = 0.03
+    strained: Count = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint; json keeps every bit of it."""
-        return asdict(self)
+        saved: dict[str, Any] = msgspec.to_builtins(self)
+        return saved
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> ControllerState:
@@ -131,17 +138,9 @@ class ControllerState:
 
         Raises ConfigError for unknown or missing keys, and for values that no state has.
         """
-        instance("a saved ControllerState", saved, Mapping, "what to_dict returned")
-        kinds = (LevelState, ControllerState)
-        wrong, kind = min(((sorted(saved.keys() ^ _names(kind)), kind) for kind in kinds), key=lambda x: len(x[0]))
-        if wrong:
-            raise ConfigError(
-                f"not a saved ControllerState; unknown or missing: {', '.join(map(str, wrong))}; give what to_dict "
-                "returned"
-            )
-        _check_values(saved)
-        values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-        return kind(**values)
+        kind = LevelState if isinstance(saved, Mapping) and "reach" in saved else ControllerState
+        state: ControllerState = restored(saved, kind, "the saved ControllerState")
+        return state
 
 
 Update = tuple[Thresholds, ControllerState, Decided]
@@ -151,32 +150,25 @@ Update = tuple[Thresholds, ControllerState, Decided]
 class LevelState(ControllerState):
     """The state of LevelThresholds.
 
-    start_tis, start_band: initial thresholds, the widest ones. They hold up to target_kl
-    reach:     distance of the thresholds from 1, as a share of the initial one: log C = reach * log start_tis
+    start: initial thresholds, the widest ones. They hold up to target_kl
+    reach: distance of the thresholds from 1, as a share of the initial one: log C = reach * log start.tis
     """
 
-    start_tis: float | None = 2.0
-    start_band: tuple[float, float] | None = None
-    reach: float = 1.0
+    start: Thresholds = field(default_factory=Thresholds)
+    reach: Finite = 1.0
 
 
-def _check_values(saved: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a value that no state has."""
-    optional = ("tis", "start_tis", "kl")
-    positive = (*optional, "limit_kl", "target_kl", "reach")
-    for name, value in saved.items():
-        if name in ("steps", "strained"):
-            whole(name, value, 0)
-        elif name in ("band", "start_band", "recent_kl"):
-            many = value if isinstance(value, (list, tuple)) else ("",)
-            fine = all(map(is_number, many)) and (name == "recent_kl" or len(many) == 2)
-            if not (fine or (value is None and name != "recent_kl")):
-                raise ConfigError(f"a saved {name} is {value!r}; allowed: numbers, as to_dict gave them")
-        elif not (value is None and name in optional):
-            lowest = 0.0 if name in positive else -inf
-            if not (is_number(value, name not in ("tis", "limit_kl")) and value >= lowest):
-                least = "of 0 or more, " if name in positive else ""
-                raise ConfigError(f"a saved {name} is {value!r}; allowed: a number {least}as to_dict gave it")
+def restored(saved: Any, kind: Any, where: str) -> Any:
+    """Convert what msgspec.to_builtins made of a dataclass back to it.
+
+    Raises ConfigError, which begins with `where`, for unknown and missing keys, and for a value of another type.
+    """
+    names = {field.name for field in fields(kind)}
+    if not isinstance(saved, Mapping):
+        raise ConfigError(f"{where} is {saved!r:.60}; allowed: what to_dict returned")
+    if wrong := sorted(map(str, saved.keys() ^ names)):
+        raise ConfigError(f"{where} has unknown or missing: {', '.join(wrong)}; allowed: what to_dict returned")
+    return checked(dict(saved), kind, where)
 
 
 State = TypeVar("State", bound=ControllerState)
@@ -187,20 +179,17 @@ def expecting(state: State, fresh: ControllerState) -> State:
     return replace(state, target_kl=fresh.target_kl, limit_kl=fresh.limit_kl)
 
 
-def _names(kind: type[ControllerState]) -> set[str]:
-    return {field.name for field in fields(kind)}
-
-
 def resumed(saved: ControllerState, fresh: State) -> State:
     """`fresh`, a controller's initial state, with the steps, the KLs and the strain of `saved`.
 
     Raises ConfigError if only one of the two has a C, or only one a band.
     """
     for name in ("tis", "band"):
-        if (getattr(saved, name) is None) != (getattr(fresh, name) is None):
+        before, now = getattr(saved.thresholds, name), getattr(fresh.thresholds, name)
+        if (before is None) != (now is None):
             raise ConfigError(
-                f"the saved state has {name}={getattr(saved, name)!r}, these settings {getattr(fresh, name)!r}; "
-                "allowed: the state of a controller of the same thresholds"
+                f"the saved state has {name}={before!r}, these settings {now!r}; allowed: the state of a controller of "
+                "the same thresholds"
             )
     return replace(fresh, steps=saved.steps, kl=saved.kl, recent_kl=saved.recent_kl, strained=saved.strained)
 
@@ -375,10 +364,9 @@ def expected_kl(plan: Plan | None, choice: int | str | None = None) -> float:
     return predicted_kl(plan, choice) or EXPECTED
 
 
-def beginning(
-    plan: Plan | None, level: str, tis: float | None, band: tuple[float, float] | None
-) -> tuple[float | None, tuple[float, float] | None]:
-    """The initial (tis, band): the plan's, if it has them, else `tis` and `band`. None stays None."""
+def beginning(plan: Plan | None, level: str, start: Thresholds) -> Thresholds:
+    """The initial thresholds: the plan's, if it has them, else those of `start`. None stays None."""
     planned = {} if plan is None else plan.thresholds
-    tis = None if tis is None else planned.get(f"{level}_tis", tis)
-    return tis, None if band is None else tuple(planned.get(f"{level}_mis", band))
+    tis = None if start.tis is None else planned.get(f"{level}_tis", start.tis)
+    band = None if start.band is None else tuple(planned.get(f"{level}_mis", start.band))
+    return Thresholds(tis, band)

@@ -16,13 +16,14 @@ bypass     train_logprobs are the current policy's, in each micro-batch. A PPO l
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from math import inf, log, nan
+from math import inf, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fp8plan import schemas
 from fp8plan.errors import ConfigError
+from fp8plan.runtime.watch.correction.rejection import lost, rejected, spread
 from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Rejection, Thresholds
 from fp8plan.runtime.watch.correction.verl import effective, is_metrics, rs_metrics
 from fp8plan.runtime.watch.mismatch.measure import one_thread
@@ -36,7 +37,6 @@ from fp8plan.runtime.watch.mismatch.sums import (
     Sums,
     all_reduced,
     gathered,
-    k3,
     of_sequences,
     together,
 )
@@ -56,7 +56,7 @@ class Correction:
     weights: float32, 0 for tokens that are masked, invalid or outside the band; None for level None
     mask:    the input's mask (bool without one), less invalid tokens and those that MIS, a rejection or the veto
              removes
-    settings: the settings that made both
+    settings, thresholds: those that made both
     sums:    sums over tokens and sequences, from which the properties are computed
     factor:  divisor of the weights with batch_normalize; None without
     """
@@ -64,6 +64,7 @@ class Correction:
     weights: Array | None
     mask: Array
     settings: CorrectionSettings
+    thresholds: Thresholds
     sums: Sums
     factor: float | None = None
 
@@ -119,12 +120,24 @@ class Correction:
             figures["rollout_is_batch_norm_factor"] = self.factor
         return {f"rollout_corr/{name}": value for name, value in figures.items()}
 
+    @property
+    def recorded(self) -> dict[str, float | None]:
+        """The figures of a record on the correction's effect: `metrics`, and the shares that it takes away."""
+        return {
+            **self.metrics,
+            schemas.ESS: self.ess,
+            schemas.CLIP_FRACTION: self.clip_fraction,
+            schemas.CLIPPED_MASS: self.clipped_mass,
+            schemas.LOST_TOKENS: 1.0 - self.kept_tokens,
+            schemas.LOST_SEQUENCES: 1.0 - self.kept_sequences,
+            schemas.LOST_WEIGHT: self.lost_weight,
+        }
+
     def loss(self, token_losses: torch.Tensor) -> torch.Tensor:
         """The mean of weight x loss over the tokens that the mask keeps, by `weighted_mean`."""
         return weighted_mean(token_losses, self.weights, self.mask)
 
     def _known(self, figure: float) -> float:
-        """A figure of the valid tokens; NaN if there are none."""
         return figure if self.sums["valid"].total else nan
 
     def reduced(self, group: Any = None) -> Correction:
@@ -132,7 +145,8 @@ class Correction:
 
         Raises ConfigError, on all ranks, if they corrected with different settings.
         """
-        return replace(self, sums=together(gathered(self.sums, asdict(self.settings), group)))
+        same = asdict(self.settings) | {"thresholds": asdict(self.thresholds)}
+        return replace(self, sums=together(gathered(self.sums, same, group)))
 
 
 def weighted_mean(token_losses: torch.Tensor, weights: Array | None, mask: Array) -> torch.Tensor:
@@ -157,22 +171,32 @@ def weighted_mean(token_losses: torch.Tensor, weights: Array | None, mask: Array
 
 
 @one_thread()
-def correct(tokens: Tokens, settings: CorrectionSettings | None = None, group: Any = None) -> Correction:
+def correct(
+    tokens: Tokens,
+    settings: CorrectionSettings | None = None,
+    group: Any = None,
+    thresholds: Thresholds | None = None,
+) -> Correction:
     """Compute the weights and the mask of a batch.
 
     tokens:   the batch, from `pack`
     settings: how to correct; None: token-level TIS at C = 2
     group:    ranks whose weights `batch_normalize` takes the mean over; None: all, if torch.distributed is up
+    thresholds: those of this batch, from a controller; None: the settings' own
 
     Weights and mask have the form of the log-probs: [batch, length] or [tokens]. Of ranks that hold pieces of the same
     sequences the first has the figures; `Correction.reduced` gives them to all.
     Raises ConfigError without torch, and with batch_normalize for a group without all ranks that hold pieces.
     """
     settings = settings or CorrectionSettings()
-    keep, sums = _rejected(tokens, settings)
+    thresholds = thresholds or settings.thresholds
+    keep, sums = None, Sums()
+    if settings.reject or settings.veto is not None:
+        keep, sums = rejected(tokens, settings)
     weights, live, factor = None, keep, None
     if settings.level is not None:
-        raw = (_by_token if settings.level == "token" else _by_sequence)(tokens, settings)
+        weighed = _by_token if settings.level == "token" else _by_sequence
+        raw = weighed(tokens, settings, _bounds(settings.mode, thresholds))
         sums |= raw.sums
         if raw.inside is not None:
             live = raw.inside if keep is None else keep & raw.inside
@@ -183,13 +207,13 @@ def correct(tokens: Tokens, settings: CorrectionSettings | None = None, group: A
     sums |= _kept(tokens, live)
     if not tokens.counted:
         sums = dict.fromkeys(sums, Moments())
-    return Correction(weights, mask, settings, sums, factor)
+    return Correction(weights, mask, settings, thresholds, sums, factor)
 
 
 def _kept(tokens: Tokens, live: torch.Tensor | None) -> Sums:
     """Shares of the input's tokens that are valid, and that are live (None: all); the latter of sequences, too."""
     lengths, count = tokens.lengths.numpy(), len(tokens) + tokens.invalid
-    dead = np.zeros(len(lengths)) if live is None else _lost(tokens, live)
+    dead = np.zeros(len(lengths)) if live is None else lost(tokens, live)
     return {
         "valid": Moments.share(len(tokens), count),
         "kept": Moments.share(len(tokens) - dead.sum(), count),
@@ -204,7 +228,7 @@ class _Weighted(NamedTuple):
     inside: [tokens] bool, true for ratios within a band's bounds; None without a band
     sums: weight, raw: over tokens, of weights and of raw ratios (clamped to e^+-20)
           clipped: tokens with a weight that is not their raw ratio
-          above, below: tokens (level token) or sequences with a raw ratio above or below `_bounds`
+          above, below: tokens (level token) or sequences with a raw ratio above or below the bounds
           shown: the numbers whose extremes verl logs: weights of level token, raw ratios of the other two
           sequence, sequence_above, sequence_below: mean weight and raw ratio of each sequence
     """
@@ -214,14 +238,18 @@ class _Weighted(NamedTuple):
     sums: Sums
 
 
-def _bounds(settings: CorrectionSettings) -> tuple[float, float]:
-    """The metrics' (low, high). Truncation has no lower bound; verl counts from 1 / C."""
-    low, high = settings.bounds
-    return (1 / high if settings.mode == "tis" else low), high
+def _bounds(mode: str, thresholds: Thresholds) -> tuple[float, float]:
+    """(low, high) of the ratios that keep their value. Truncation has no lower bound, but verl counts from 1 / C."""
+    if mode == "tis":
+        high = inf if thresholds.tis is None else thresholds.tis
+        return 1 / high, high
+    if thresholds.band is None:
+        raise ConfigError(f"mode {mode!r} needs a band; type Thresholds(band=(0.5, 2.0))")
+    return thresholds.band
 
 
-def _by_token(tokens: Tokens, settings: CorrectionSettings) -> _Weighted:
-    low, high = _bounds(settings)
+def _by_token(tokens: Tokens, settings: CorrectionSettings, bounds: tuple[float, float]) -> _Weighted:
+    low, high = bounds
     band = settings.mode != "tis"
     weights, inside, (weight_sums, raw), totals = _weighed(tokens, low, high, band)
     square, above, below, smallest, largest = totals.tolist()
@@ -272,8 +300,8 @@ def _weighed(
     )  # fmt: skip
 
 
-def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> _Weighted:
-    low, high = _bounds(settings)
+def _by_sequence(tokens: Tokens, settings: CorrectionSettings, bounds: tuple[float, float]) -> _Weighted:
+    low, high = bounds
     lengths = tokens.lengths.numpy()
     per_sequence = Segments(tokens.offsets.numpy(), tokens.log_ratio.device)
     for part in tokens.chunks():
@@ -293,8 +321,8 @@ def _by_sequence(tokens: Tokens, settings: CorrectionSettings) -> _Weighted:
         "raw_sequences": Moments.of(raw),
     }  # fmt: skip
     return _Weighted(
-        _spread(weights.astype(np.float32), tokens),
-        None if tis else _spread(within, tokens),
+        spread(weights.astype(np.float32), tokens),
+        None if tis else spread(within, tokens),
         sums | of_sequences(weights, raw, low, high),
     )
 
@@ -312,132 +340,3 @@ def _normalised(tokens: Tokens, settings: CorrectionSettings, raw: _Weighted, gr
         return 1.0
     raw.weights.div_(mean)
     return float(mean)
-
-
-def _rejected(tokens: Tokens, settings: CorrectionSettings) -> tuple[torch.Tensor | None, Sums]:
-    """Apply the rejections and the veto.
-
-    Returns ([tokens] bool: kept, or None if nothing can be rejected; sums, of each rule under NAME_ and RULE_SUMS).
-    """
-    keep, sums = None, Sums()
-    for rule in settings.reject:
-        kept, rule_sums = (_tokens_kept if rule.over == "token" else _sequences_kept)(tokens, rule)
-        sums |= {f"{rule.name}_{name}": moments for name, moments in rule_sums.items()}
-        keep = kept if keep is None else keep.logical_and_(kept)
-    if keep is not None:
-        sums |= _masked(tokens, keep)
-    if settings.veto is not None:
-        kept, vetoed = _vetoed(tokens, settings.veto)
-        sums |= vetoed
-        keep = kept if keep is None else keep.logical_and_(kept)
-    return keep, sums
-
-
-def _masked(tokens: Tokens, keep: torch.Tensor) -> Sums:
-    """Shares of the tokens that are not kept, and of the sequences with such a token."""
-    dropped = _lost(tokens, keep)
-    return {
-        "masked": Moments.share(dropped.sum(), len(tokens)),
-        "masked_sequences": Moments.share((dropped > 0).sum(), tokens.sequences),
-    }
-
-
-def divergence(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
-    """k1, k2 or k3 of float32 log ratios, clamped to +-20."""
-    clamped = log_ratio.clamp(-LIMIT, LIMIT)
-    if estimator == "k1":
-        return clamped.neg_()
-    if estimator == "k2":
-        return clamped.square_().mul_(0.5)
-    return k3(clamped)
-
-
-def _limits(rule: Rejection) -> tuple[float, float]:
-    """The smallest and the largest divergence to keep: bounds on a ratio are bounds on k1, turned round."""
-    if rule.estimator != "k1":
-        return -inf, rule.high
-    return -log(rule.high) if rule.high < inf else -inf, -log(rule.low) if rule.low else inf
-
-
-def _tokens_kept(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, Sums]:
-    import torch
-
-    low, high = _limits(rule)
-    device = tokens.log_ratio.device
-    keep = torch.empty(len(tokens), dtype=torch.bool, device=device)
-    per_sequence = Segments(tokens.offsets.numpy(), device)
-    totals = torch.zeros(4, dtype=torch.float64, device=device)  # clamped, its square, high, low
-    ends = [torch.tensor([inf, -inf], dtype=torch.float64, device="cpu")]
-    for part in tokens.chunks():
-        values = divergence(tokens.log_ratio[part], rule.estimator)
-        above, below = values > high, values < low
-        torch.logical_not(above | below, out=keep[part])
-        per_sequence.add(part, values)
-        ends.append(torch.stack(values.aminmax()).double().cpu())
-        clamped = values.clamp_(low if rule.estimator == "k1" else 0.0, high).double()
-        totals += torch.stack(
-            [clamped.sum(), torch.dot(clamped, clamped), above.count_nonzero(), below.count_nonzero()]
-        )
-    total, square, above_count, below_count = totals.tolist()
-    smallest, largest = torch.stack(ends).numpy().T
-    sums, lengths, count = per_sequence.numpy(), tokens.lengths.numpy(), len(tokens)
-    means = sums / (lengths + TINY)
-    return keep, {
-        "value": Moments(count, float(sums.sum()), 0.0, float(smallest.min()), float(largest.max())),
-        "clamped": Moments.of_sums(count, total, square),
-        "above": Moments.share(above_count, count),
-        "below": Moments.share(below_count, count),
-        **of_sequences(means, means, low, high),
-        **_masked(tokens, keep),
-    }
-
-
-def _sequences_kept(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, Sums]:
-    low, high = _limits(rule)
-    lengths = tokens.lengths.numpy()
-    segments = Segments(tokens.offsets.numpy(), tokens.log_ratio.device, "max" if rule.over == "seq_max" else "sum")
-    for part in tokens.chunks():
-        segments.add(part, divergence(tokens.log_ratio[part], rule.estimator))
-    values = segments.numpy()
-    if rule.over == "seq_mean":
-        values = values / lengths
-    clamped = np.clip(values, low if rule.estimator == "k1" else 0.0, high)
-    keep = _spread((values >= low) & (values <= high), tokens)
-    out = of_sequences(values, values, low, high)
-    return keep, {
-        "value": Moments.of(values, lengths),
-        "clamped": Moments.of(clamped, lengths),
-        "above": out["sequence_above"],
-        "below": out["sequence_below"],
-        **out,
-        **_masked(tokens, keep),
-    }
-
-
-def _vetoed(tokens: Tokens, veto: float) -> tuple[torch.Tensor, Sums]:
-    segments = Segments(tokens.offsets.numpy(), tokens.log_ratio.device)
-    for part in tokens.chunks():
-        segments.add(part, tokens.log_ratio[part] < log(veto))
-    below = segments.numpy()
-    return _spread(below == 0, tokens), {
-        "vetoed_sequences": Moments.share((below > 0).sum(), tokens.sequences),
-        "catastrophic": Moments.share(below.sum(), len(tokens)),
-    }
-
-
-def _lost(tokens: Tokens, keep: torch.Tensor) -> FloatArray:
-    """[sequences] number of tokens that are not kept. keep: [tokens] bool"""
-    dropped = Segments(tokens.offsets.numpy(), keep.device)
-    for part in tokens.chunks():
-        dropped.add(part, ~keep[part])
-    return dropped.numpy()
-
-
-def _spread(values: NDArray[Any], tokens: Tokens) -> torch.Tensor:
-    """[tokens] on their device: the value of each token's sequence. values: [sequences]"""
-    import torch
-
-    device = tokens.log_ratio.device
-    if device.type == "cpu":  # torch would make an index first, and take 50 times as long
-        return torch.from_numpy(np.repeat(values, tokens.lengths.numpy()))
-    return torch.from_numpy(values).to(device).repeat_interleave(tokens.lengths.to(device), output_size=len(tokens))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, Final, Literal
 
 from fp8plan.checks import instance, is_number
@@ -93,7 +92,7 @@ class CorrectionSettings:
                 (unbiased, useless once length x KL nears 20), or the geometric mean over it; None: no weights
     mode:       tis: min(ratio, thresholds.tis). icepop: 0 outside thresholds.band. mis: the same, and tokens outside
                 are masked out of the loss, so means over tokens do not count them
-    thresholds: a controller's initial ones; `dataclasses.replace(settings, thresholds=...)` for each step
+    thresholds: a controller's initial ones; `correct(..., thresholds=...)` has those of a step
     reject:     bounds on divergences; a token must pass all of them
     veto:       smallest ratio (1e-4, say): a sequence with a token below it is masked out; None: no veto
     batch_normalize: divide weights by their mean, over tokens (level token) or sequences, and over all ranks if
@@ -120,10 +119,3 @@ class CorrectionSettings:
         if self.veto is not None and not (is_number(self.veto) and 0 < self.veto < 1):
             raise ConfigError(f"veto is {self.veto!r}; allowed: between 0 and 1, or None")
         object.__setattr__(self, "reject", tuple(self.reject))
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The (low, high) within which ratios keep their value."""
-        if self.mode == "tis":
-            return 0.0, inf if self.thresholds.tis is None else self.thresholds.tis
-        return self.thresholds.band or (0.0, inf)

@@ -1,6 +1,6 @@
 """Likely causes, from facts, why a rollout was slower than predicted, or why its FP8 gains little.
 
-Causes outside the prediction explain a gap: a compile, a slow host, a kernel or scales that the profile was not
+Causes outside the prediction explain a gap: a compile, a kernel or scales that the profile was not
 measured with, more preemptions than the lengths call for. Causes inside the prediction explain a small gain: no CUDA
 graphs, preemptions, a small pool, batches at which FP8 is not ahead, a long tail. The cost of a cause inside is the
 difference to a prediction without it. Costs overlap (a larger pool also ends preemptions), so they do not add up. A
@@ -24,13 +24,13 @@ from fp8plan.model.risk.expected import LEAST_GAIN
 from fp8plan.model.rollout import TAIL_SHARE, Simulated
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.tune.cut import bias, cut_after
-from fp8plan.runtime.watch.guard.fallback import GuardSettings
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation, Prediction, again, fallback, with_blocks
 
 # Preemptions per response. The predicted schedule is never wrong by so many.
 MANY_PREEMPTIONS: Final = 0.05
 ABORTED: Final = 0.05  # share of the responses in the tail that is cut off
 IDLE_SHARE: Final = 0.25  # of the time from one rollout's end to the next one's, from which on an idle engine is named
+LEAST_LOSS: Final = 0.05  # least cost of a cause within the prediction, as a share of the predicted makespan
 FEWER: Final = 3  # powers of two that are tried below the requests that ran at once
 
 
@@ -47,16 +47,11 @@ class Cause(StrEnum):
     TAIL = "tail"
     IDLE = "idle"
     ARRIVALS = "arrivals"
-    HOST = "host"
     MACHINE = "machine"
     UNKNOWN = "unknown"
 
 
-# Causes of a gap that the next rollout need not have, so that no anchor takes it for the machine's pace.
-DISTURBANCES: Final = {Cause.COMPILING, Cause.HOST, Cause.PREEMPTION}
-
-
-class Found(NamedTuple):
+class LikelyCause(NamedTuple):
     """One likely cause.
 
     sentence: the numbers and the remedy
@@ -73,13 +68,17 @@ class Found(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One rollout and its circumstances. as_fast: there is no gap to explain, also after a cold start"""
+    """One rollout and its circumstances.
+
+    anchored: measured rollouts have corrected the prediction
+    as_fast:  there is no gap to explain, also after a cold start
+    """
 
     facts: EngineFacts
     observation: Observation
     prediction: Prediction
     profile: Profile
-    settings: GuardSettings
+    anchored: bool
     as_fast: bool
 
     @property
@@ -90,14 +89,14 @@ class Case(NamedTuple):
     @property
     def least_s(self) -> float:
         """The least cost of a cause within the prediction, in seconds."""
-        return self.settings.least_loss * self.prediction.makespan_s
+        return LEAST_LOSS * self.prediction.makespan_s
 
     def again(self, setup: EngineSetup) -> Simulated:
         """The same work predicted on another engine."""
         return again(setup, self.observation, self.profile, self.prediction.ran.schedules)
 
 
-def causes(case: Case) -> tuple[Found, ...]:
+def causes(case: Case) -> tuple[LikelyCause, ...]:
     """The likely causes: those of a gap first, then the rest, each by cost; UNKNOWN for a gap without any.
 
     Without an anchor a gap may be the profile's, so it is not UNKNOWN.
@@ -109,82 +108,60 @@ def causes(case: Case) -> tuple[Found, ...]:
         rest = case.gap_s - sum(each.lost_s or 0.0 for each in known)
         # The cost of late requests is known, so they do not hide the rest.
         late = all(each.cause == Cause.ARRIVALS for each in known)
-        if late and rest >= case.gap_s / 2 and case.settings.anchor is not None:
+        if late and rest >= case.gap_s / 2 and case.anchored:
             text = f"{seconds(rest)} s more than predicted, and nothing that was looked at explains it"
-            likely.append(Found(Cause.UNKNOWN, f"{text}: {_looking(case.facts)}"))
+            likely.append(LikelyCause(Cause.UNKNOWN, f"{text}: {_looking(case.facts)}"))
     inside = (*_in_the_prediction(case), *_tail(case))
     likely += [each for each in inside if (each.lost_s or 0.0) >= case.least_s]
     likely += (*_no_gain(case), *_idle(case))
     return tuple(sorted(likely, key=lambda each: (not each.gap, -(each.lost_s or 0.0))))
 
 
-def _of_the_engine(case: Case) -> Iterator[Found]:
+def _of_the_engine(case: Case) -> Iterator[LikelyCause]:
     """Yield differences between this engine and those that the profile was measured with."""
     facts, profile = case.facts, case.profile
     for kernel, runs in facts.kernel_backends.items():
         if text := fallback(kernel, profile.kernel_backends.get(kernel), runs):
             part = {"fp8": ("kv",), "fp8_block": ("weights",)}.get(kernel.partition(".")[2], ())
-            yield Found(Cause.KERNEL_FALLBACK, text, of_fp8=part)
+            yield LikelyCause(Cause.KERNEL_FALLBACK, text, of_fp8=part)
     if facts.cudagraph_mode == "PIECEWISE" and not facts.eager:
         text = "CUDA graphs are PIECEWISE, the profile was measured with FULL_AND_PIECEWISE: leave cudagraph_mode unset"
-        yield Found(Cause.CUDA_GRAPHS_OFF, text)
+        yield LikelyCause(Cause.CUDA_GRAPHS_OFF, text)
     if facts.e8m0 and facts.preset.weights != "bf16" and not find_gpu(facts.gpu).e8m0_scales:
         text = (
             "DeepGEMM runs with power-of-two scales (E8M0): weights are quantised a second time, to 3.7% RMS error "
             "instead of 2.6%. The profile was measured with FP32 scales, and what E8M0 costs in speed was not: set "
             "VLLM_USE_DEEP_GEMM_E8M0=0 before vLLM is imported"
         )
-        yield Found(Cause.E8M0, text, gap=False)
+        yield LikelyCause(Cause.E8M0, text, gap=False)
 
 
-def _disturbances(case: Case) -> Iterator[Found]:
+def _disturbances(case: Case) -> Iterator[LikelyCause]:
     """Yield events of this rollout that no prediction contains."""
     observation, prediction = case.observation, case.prediction
-    stalled, longest = _stall(case)
-    step = f"its longest step took {longest}" if longest else "how long its steps took is not known"
-    files, slow = observation.compiled_files, observation.host_slowdown
-    if files or (files is None and stalled):
-        compiled = f"{files} files of kernels were compiled" if files else "as if a kernel was compiled"
+    if files := observation.compiled_files:
         text = (
-            f"{compiled} during the rollout, {step}: VLLM_DEEP_GEMM_WARMUP=full compiles at start, and kernels stay "
-            "where VLLM_CACHE_ROOT, TRITON_CACHE_DIR and TRTLLM_DG_CACHE_DIR outlive the job"
+            f"{files} files of kernels were compiled during the rollout: VLLM_DEEP_GEMM_WARMUP=full compiles at start, "
+            "and kernels stay where VLLM_CACHE_ROOT, TRITON_CACHE_DIR and TRTLLM_DG_CACHE_DIR outlive the job"
         )
-        yield Found(Cause.COMPILING, text, stalled)
-    elif stalled:
-        text = f"{step} and nothing was compiled: the host paused, perhaps to collect garbage (gc.freeze() avoids that)"
-        yield Found(Cause.HOST, text, stalled)
-    if slow is not None and slow >= case.settings.slow_host:
-        text = f"a loop on the host took {slow:.2f} times the fastest seen: give the engine quiet cores (taskset)"
-        yield Found(Cause.HOST, text)
+        yield LikelyCause(Cause.COMPILING, text)
     came = observation.arrival_s or 0.0
     if came >= case.least_s:
         text = (
             f"the last request came {seconds(came)} s after the first, and the prediction begins with all of them: "
             "work before the engine is slow (templates, tokens, calls between processes), or answers take several turns"
         )
-        yield Found(Cause.ARRIVALS, text, min(came, case.gap_s))
+        yield LikelyCause(Cause.ARRIVALS, text, min(came, case.gap_s))
     expected = prediction.rollout.preemptions
     if observation.preemptions > 2 * expected + MANY_PREEMPTIONS * len(observation.response_lengths):
         text = (
             f"{observation.preemptions:,} preemptions, {expected:,} predicted in a pool of "
             f"{prediction.kv_cache_tokens:,} tokens: other requests shared the engine, or the pool is smaller"
         )
-        yield Found(Cause.PREEMPTION, text)
+        yield LikelyCause(Cause.PREEMPTION, text)
 
 
-def _stall(case: Case) -> tuple[float | None, str]:
-    """Seconds that the longest step lost (None: it was no stall), and that step in words ("": not known)."""
-    longest = case.observation.longest_step_s
-    if longest is None:
-        return None, ""
-    if longest <= case.settings.stall_s:
-        return None, f"{seconds(longest)} s"
-    usual = case.prediction.longest_step_s()
-    words = f"{seconds(longest)} s where {seconds(usual)} is the longest predicted"
-    return (longest - usual if longest > 2 * usual else None), words
-
-
-def machine(facts: EngineFacts, shares: Sequence[float], low: float, high: float) -> Found | None:
+def machine(facts: EngineFacts, shares: Sequence[float], low: float, high: float) -> LikelyCause | None:
     """The finding that the first rollouts are not as the profile predicts; None if they are.
 
     shares:    achieved / predicted speed of the first rollouts
@@ -201,7 +178,7 @@ def machine(facts: EngineFacts, shares: Sequence[float], low: float, high: float
         text += f". For more speed {_looking(facts)}"
     if facts.preset.uses_fp8:
         text += f". Only a measured bf16 rollout shows what {facts.precision} gains here (fp8plan plan --observed)"
-    return Found(Cause.MACHINE, text, gap=False)
+    return LikelyCause(Cause.MACHINE, text, gap=False)
 
 
 def _looking(facts: EngineFacts) -> str:
@@ -211,7 +188,7 @@ def _looking(facts: EngineFacts) -> str:
     return f"look for other processes on {where}, or measure this machine (fp8plan calibrate --gpu {gpu})"
 
 
-def _in_the_prediction(case: Case) -> Iterator[Found]:
+def _in_the_prediction(case: Case) -> Iterator[LikelyCause]:
     """Yield causes that slow the prediction itself, with the difference to a prediction without each."""
     facts, prediction, makespan = case.facts, case.prediction, case.prediction.makespan_s
     cpu = find_gpu(facts.gpu).is_cpu
@@ -223,7 +200,7 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
             f"CUDA graphs are off: {seconds(makespan)} s predicted without them, {seconds(graphs)} with: leave "
             "enforce_eager and cudagraph_mode unset"
         )
-        yield Found(Cause.CUDA_GRAPHS_OFF, text, makespan - graphs, gap=False)
+        yield LikelyCause(Cause.CUDA_GRAPHS_OFF, text, makespan - graphs, gap=False)
     yield from _larger_graphs(case)
     if prediction.rollout.preemptions:
         pairs = zip(case.observation.prompt_lengths, case.observation.response_lengths, strict=True)
@@ -235,7 +212,7 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
             f"{prediction.kv_cache_tokens:,} tokens: {seconds(makespan)} s predicted, {seconds(roomy.makespan_s)} in a "
             f"pool that holds all: raise {larger}{fewer}"
         )
-        yield Found(Cause.PREEMPTION, text, makespan - roomy.makespan_s, gap=False)
+        yield LikelyCause(Cause.PREEMPTION, text, makespan - roomy.makespan_s, gap=False)
     try:
         planned = case.again(facts.setup)
     except CapacityError:  # it ran, although predicted not to fit
@@ -247,10 +224,10 @@ def _in_the_prediction(case: Case) -> Iterator[Found]:
             f"the KV pool holds {prediction.kv_cache_tokens:,} tokens instead of {planned.memory.kv_cache_tokens:,}: "
             f"{seconds(makespan)} s predicted, {seconds(planned.rollout.makespan_s)} with those: {fix}"
         )
-        yield Found(Cause.KV_POOL, text, makespan - planned.rollout.makespan_s, gap=False)
+        yield LikelyCause(Cause.KV_POOL, text, makespan - planned.rollout.makespan_s, gap=False)
 
 
-def _larger_graphs(case: Case) -> Iterator[Found]:
+def _larger_graphs(case: Case) -> Iterator[LikelyCause]:
     """Yield steps of more requests than the largest CUDA graph has."""
     ran, most = case.prediction.setup, int(case.prediction.rollout.timeline.decode_requests.max(initial=0))
     largest = max(ran.cudagraph_sizes, default=0)
@@ -265,7 +242,7 @@ def _larger_graphs(case: Case) -> Iterator[Found]:
         f"steps of more than {largest:,} requests have no CUDA graph: {seconds(case.prediction.makespan_s)} s "
         f"predicted, {seconds(larger.makespan_s)} with max_cudagraph_capture_size {size}"
     )
-    yield Found(Cause.CUDA_GRAPHS_OFF, text, case.prediction.makespan_s - larger.makespan_s, gap=False)
+    yield LikelyCause(Cause.CUDA_GRAPHS_OFF, text, case.prediction.makespan_s - larger.makespan_s, gap=False)
 
 
 def _fewer_at_once(case: Case) -> str:
@@ -282,7 +259,7 @@ def _fewer_at_once(case: Case) -> str:
     return f", {words} ({seconds(times[best])} s at {best})"
 
 
-def _tail(case: Case) -> Iterator[Found]:
+def _tail(case: Case) -> Iterator[LikelyCause]:
     """Yield a tail in which few requests run, with the gain and the price of aborting the last responses."""
     ran, batch = case.prediction.ran, case.observation.batch
     rollout, responses = ran.rollout, len(batch.responses)
@@ -298,10 +275,10 @@ def _tail(case: Case) -> Iterator[Found]:
         f"and lose {lost.long_lost:.0%} of the longest tenth, mean length {lost.mean_shift:+.0%}; other levers: "
         "fp8plan tune --workload"
     )
-    yield Found(Cause.TAIL, text, saved, gap=False)
+    yield LikelyCause(Cause.TAIL, text, saved, gap=False)
 
 
-def _idle(case: Case) -> Iterator[Found]:
+def _idle(case: Case) -> Iterator[LikelyCause]:
     """Yield an engine that waited long for its trainer, with the gain and the price of training beside it."""
     idle, rollout = case.observation.idle_s or 0.0, case.observation.seconds
     step = idle + rollout
@@ -313,10 +290,10 @@ def _idle(case: Case) -> Iterator[Found]:
         f"next batch is rolled out (one step off-policy) would save up to {seconds(saved)} s, {saved / step:.0%} of "
         "both, if the trainer has GPUs of its own; every token is then a step old"
     )
-    yield Found(Cause.IDLE, text, gap=False)
+    yield LikelyCause(Cause.IDLE, text, gap=False)
 
 
-def _no_gain(case: Case) -> Iterator[Found]:
+def _no_gain(case: Case) -> Iterator[LikelyCause]:
     """Yield a batch at which, by the prediction, FP8 gains nothing."""
     prediction, bf16 = case.prediction, case.prediction.instead.get("bf16")
     if bf16 is None or prediction.tokens_per_s >= bf16.output_tokens_per_s * (1 + LEAST_GAIN):
@@ -327,4 +304,4 @@ def _no_gain(case: Case) -> Iterator[Found]:
         f"on average: {seconds(prediction.makespan_s)} s against {seconds(bf16.makespan_s)}; run bf16, or more "
         "responses per engine"
     )
-    yield Found(Cause.SMALL_BATCH, text, prediction.makespan_s - bf16.makespan_s, gap=False)
+    yield LikelyCause(Cause.SMALL_BATCH, text, prediction.makespan_s - bf16.makespan_s, gap=False)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
 from typing import Any, Final
 
+import msgspec
+
 from fp8plan.checks import Range, in_range, whole
-from fp8plan.errors import ConfigError
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.precision import PRESETS, Precision, find_precision
 from fp8plan.model.risk.expected import RiskBudget
-from fp8plan.runtime.watch.controller.state import Escalation
+from fp8plan.runtime.watch.controller.state import Count, Escalation, restored
 
 
 class Action(StrEnum):
@@ -49,31 +50,27 @@ def stepped_down(precision: str, action: Action) -> str:
     return next(p.name for p in PRESETS.values() if (p.weights, p.kv) == (weights, kv))
 
 
-def answered(
-    state: GuardState, precision: str, escalation: Escalation, kv_fixed: bool = False
-) -> tuple[GuardState, Action]:
-    """The rung for a controller's escalation, and the state after it; pure.
+def answered(state: GuardState | None, precision: str, escalation: Escalation, kv_fixed: bool = False) -> Action:
+    """The rung for a controller's escalation; pure. Once it is done, call `Guard.took`.
 
     The rung is a recalibration or, if there was one already, the next rung that changes the precision. It is NONE if
     no rung fits.
 
+    state:    that of the engine's guard; None: it has none
     kv_fixed: as in `ladder`
     """
     recalibrate = escalation == Escalation.RECALIBRATE_KV
-    for rung in _below(state, precision, kv_fixed):
-        if (rung == Action.RECALIBRATE_KV) == recalibrate:
-            return GuardState(rung=rung, taken=state.taken), rung
-    return state, Action.NONE
+    rungs = _below(state or GuardState(), precision, kv_fixed)
+    return next((rung for rung in rungs if (rung == Action.RECALIBRATE_KV) == recalibrate), Action.NONE)
 
 
 def _below(state: GuardState, precision: str, kv_fixed: bool) -> list[Action]:
-    """The rungs of a precision that are deeper than the state's."""
     return [rung for rung in ladder(find_precision(precision), kv_fixed) if DEPTH[rung] > DEPTH[state.rung]]
 
 
 AT_LEAST_0: Final[Range] = (lambda x: x >= 0, "a number of at least 0")
 RANGES: Final[dict[str, Range]] = {
-    **dict.fromkeys(("slack", "margin", "least_loss", "stall_s", "slow_host"), AT_LEAST_0),
+    **dict.fromkeys(("slack", "margin"), AT_LEAST_0),
     "kl_limit": (lambda x: 0 < x <= inf, "a number above 0, or None"),
     "kl_release": (lambda x: 0 < x <= 1, "above 0, at most 1"),
 }
@@ -81,7 +78,7 @@ RANGES: Final[dict[str, Range]] = {
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    """Settings of the guard: the speed that is too slow, the causes that count, and the patience before a step down.
+    """Settings of the guard: the speed that is too slow, and the patience before a step down.
 
     slack:      a rollout is fast enough down to the lower end of the 90% interval / (1 + slack): cards of one kind
                 differ by 2 to 6%, which the interval does not cover
@@ -90,12 +87,6 @@ class GuardSettings:
     margin:     least gain in speed of a step down, a fraction
     kl_limit:   mean k3 per token above which there is a mismatch, a plan's limit of high risk; None: ignore it
     kl_release: share of the limit at which the mismatch is over
-    unknown_is_fp8: True if a gap without a known cause counts as one that BF16 would not have
-    least_loss: least cost of a cause within the prediction, as a share of the predicted makespan
-    stall_s:    seconds of a stall, which also takes over twice the longest predicted step: on an H200 steps without a
-                compile take up to 0.8 s, those with one 2.5 s and more
-    slow_host:  host_slowdown from which on the host is a cause: 1.25 is quiet (runtime.measure.rollouts.host), a core
-                with a busy other half has 1.7 to 2
     anchor:     corrects the profile by rollouts that were measured on this machine; None: the run's first ones do
 
     Raises ConfigError for values out of range.
@@ -106,10 +97,6 @@ class GuardSettings:
     margin: float = 0.05
     kl_limit: float | None = RiskBudget().moderate_kl
     kl_release: float = 0.8
-    unknown_is_fp8: bool = False
-    least_loss: float = 0.05
-    stall_s: float = 1.0
-    slow_host: float = 1.5
     anchor: Anchor | None = None
 
     def __post_init__(self) -> None:
@@ -134,8 +121,8 @@ class GuardState:
 
     rung: Action = Action.NONE
     taken: Action = Action.NONE
-    slow: int = 0
-    mismatched: int = 0
+    slow: Count = 0
+    mismatched: Count = 0
 
     @property
     def pending(self) -> Action:
@@ -144,21 +131,14 @@ class GuardState:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return asdict(self) | {"rung": self.rung.value, "taken": self.taken.value}
+        saved: dict[str, Any] = msgspec.to_builtins(self)
+        return saved
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> GuardState:
-        """Read the result of `to_dict`, also an older one without `taken`. Raises ConfigError for anything else."""
-        values: dict[str, Any] = {"taken": data.get("rung"), **data}
-        counts = (values.get("slow"), values.get("mismatched"))
-        fine = values.keys() == {field.name for field in fields(cls)}
-        fine = fine and all(type(count) is int and count >= 0 for count in counts)
-        if not fine or any(values[name] not in list(Action) for name in ("rung", "taken")):
-            raise ConfigError(
-                f"the guard's state is {dict(data)!r}; allowed: rung and taken ({', '.join(Action)}) and the counts "
-                "slow and mismatched, as state_dict() gave them"
-            )
-        return cls(**values | {name: Action(values[name]) for name in ("rung", "taken")})
+    @staticmethod
+    def from_dict(saved: Mapping[str, Any]) -> GuardState:
+        """Read the result of `to_dict`. Raises ConfigError for anything else."""
+        state: GuardState = restored(saved, GuardState, "the guard's state")
+        return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +215,6 @@ def _mismatch(symptoms: Symptoms, settings: GuardSettings, state: GuardState) ->
 
 
 def _counted(count: int, value: float, limit: float, release: float) -> int:
-    """The count plus one above the limit, 0 at the release and below, unchanged in between."""
     if value > limit:
         return count + 1
     return 0 if value <= release else count

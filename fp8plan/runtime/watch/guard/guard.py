@@ -41,15 +41,13 @@ from fp8plan.model.profile.library import load_profile, with_kernels
 from fp8plan.model.profile.profile import PACES, Profile
 from fp8plan.model.validate.records import record_of
 from fp8plan.model.validate.validate import simulated
-from fp8plan.runtime.watch.controller.state import Escalation
-from fp8plan.runtime.watch.guard.causes import DISTURBANCES, Case, Cause, Found, causes, machine
+from fp8plan.runtime.watch.guard.causes import Case, Cause, LikelyCause, causes, machine
 from fp8plan.runtime.watch.guard.fallback import (
     DEPTH,
     Action,
     GuardSettings,
     GuardState,
     Symptoms,
-    answered,
     decide,
     ladder,
     stepped_down,
@@ -59,9 +57,9 @@ from fp8plan.runtime.watch.guard.observation import (
     Observation,
     Prediction,
     predict,
-    rollout_fields,
     with_pool,
 )
+from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
 
 FIRST: Final = 3  # rollouts of the run that correct the profile: one odd one does not move their median
 PER_TOKEN: Final = r"front\..*\.(token|thread)_seconds"  # a front's coefficients that follow its machine
@@ -86,7 +84,7 @@ class Verdict:
     high_tokens_per_s: float
     ratio: float
     as_fast: bool | None
-    causes: tuple[Found, ...]
+    causes: tuple[LikelyCause, ...]
     action: Action
     reason: str
     cold: bool = False
@@ -94,8 +92,8 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a log."""
-        named = [{"cause": each.cause.value, "sentence": each.sentence, "lost_s": each.lost_s} for each in self.causes]
-        return asdict(self) | {"causes": named, "action": self.action.value}
+        named = [{"cause": each.cause, "sentence": each.sentence, "lost_s": each.lost_s} for each in self.causes]
+        return asdict(self) | {"causes": named}
 
 
 class Guard:
@@ -179,13 +177,6 @@ class Guard:
         self.profile = anchor.applied(paced) if anchor else paced
         return shares
 
-    def answer(self, escalation: Escalation) -> Action:
-        """The action for an escalation of the controller: a new rung, or NONE.
-
-        Call `took` once it is done. A rung that failed is then asked for again.
-        """
-        return answered(self.state, self.facts.precision, escalation, self.facts.kv_fixed)[1]
-
     def took(self, action: Action) -> None:
         """Note an action that was done; it is not asked for again."""
         if DEPTH[action] > DEPTH[self.state.rung]:
@@ -216,7 +207,7 @@ class Guard:
 
         Saved rollouts of another GPU do not count, and none does if the settings have an anchor.
         """
-        rows: Any = data.get("rollouts", [])
+        rows: Any = data.get("rollouts")
         state = GuardState.from_dict({name: value for name, value in data.items() if name != "rollouts"})
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ConfigError(f"rollouts of the guard's state are {rows!r:.60}; allowed: a list of rollout records")
@@ -246,7 +237,7 @@ def judged(guard: Guard | None, observe: Callable[[], Observation | None]) -> Ju
 
 def teaches(observation: Observation, verdict: Verdict) -> bool:
     """True for a rollout that may correct the prediction: no disturbance and no other FP8 kernel explains its gap."""
-    disturbed = any(each.gap and each.cause in DISTURBANCES for each in verdict.causes)
+    disturbed = any(each.gap and each.cause == Cause.PREEMPTION for each in verdict.causes)
     return verdict.as_fast is not False and not observation.compiled_files and not disturbed
 
 
@@ -262,17 +253,6 @@ def in_effect(state: GuardState, precision: str) -> GuardState:
     if state.taken in steps and stepped_down(precision, state.taken) != precision:
         return replace(state, taken=Action.NONE)
     return state
-
-
-def answer(guard: Guard | None, precision: str, escalation: Escalation, kv_fixed: bool = False) -> Action:
-    """The action of an engine for an escalation: its guard's answer, or the first rung without a guard.
-
-    precision: preset of the engine
-    kv_fixed:  the engine keeps its KV scales
-
-    Raises ConfigError for another name, without a guard.
-    """
-    return answered(GuardState(), precision, escalation, kv_fixed)[1] if guard is None else guard.answer(escalation)
 
 
 def update(
@@ -294,7 +274,7 @@ def update(
     achieved = observation.tokens_per_s
     fast = achieved >= prediction.low_tokens_per_s / (1 + settings.slack)
     cold = first and not fast
-    likely = causes(Case(facts, observation, prediction, profile, settings, fast or cold))
+    likely = causes(Case(facts, observation, prediction, profile, settings.anchor is not None, fast or cold))
     gaps = () if fast else tuple(each for each in likely if each.gap)
     judged = fast or cold or settings.anchor is not None or any(each.of_fp8 for each in gaps)
     as_fast = fast if judged else None
@@ -302,8 +282,8 @@ def update(
         precision=facts.precision,
         tokens_per_s=achieved,
         as_fast=as_fast,
-        compiled=bool(observation.compiled_files) or any(each.cause == Cause.COMPILING for each in likely),
-        expected=_expected(facts, prediction, achieved / prediction.tokens_per_s, gaps, settings),
+        compiled=bool(observation.compiled_files),
+        expected=_expected(facts, prediction, achieved / prediction.tokens_per_s, gaps),
         kl_k3=observation.kl_k3,
         cold=cold,
         kv_fixed=facts.kv_fixed,
@@ -330,7 +310,7 @@ def update(
 
 
 def _expected(
-    facts: EngineFacts, prediction: Prediction, ratio: float, gaps: tuple[Found, ...], settings: GuardSettings
+    facts: EngineFacts, prediction: Prediction, ratio: float, gaps: tuple[LikelyCause, ...]
 ) -> dict[Action, float]:
     """Rungs -> tokens per second after them, as the module's docstring says; without those that do not fit the GPU.
 
@@ -342,8 +322,6 @@ def _expected(
         if action == Action.RECALIBRATE_KV or preset.name not in prediction.instead:
             continue
         gone = {"kv", "weights"} if preset.weights == "bf16" else {"kv"}
-        assumed = gone if settings.unknown_is_fp8 else set()
-        blamed = [assumed if gap.cause == Cause.UNKNOWN else set(gap.of_fp8) for gap in gaps]
-        cured = bool(gaps) and all(parts & gone for parts in blamed)
+        cured = bool(gaps) and all(gone.intersection(gap.of_fp8) for gap in gaps)
         expected[action] = prediction.instead[preset.name].output_tokens_per_s * (1.0 if cured else ratio)
     return expected

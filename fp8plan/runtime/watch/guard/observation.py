@@ -7,7 +7,7 @@ engine's kernels with those of its profile.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Final
@@ -17,10 +17,10 @@ import numpy as np
 from fp8plan.checks import Range, in_range
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.host import OWN
-from fp8plan.model.limits import RECORDED, EngineLimits
+from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import PRESETS, Precision, find_precision
-from fp8plan.model.profile.profile import ENGINE, Profile
-from fp8plan.model.rollout import Rollout, Simulated, simulate, step_batch
+from fp8plan.model.profile.profile import Profile
+from fp8plan.model.rollout import Rollout, Simulated, simulate
 from fp8plan.model.schedule.scheduler import Schedule
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.workload import MOST_TOKENS, Batch
@@ -55,7 +55,7 @@ KNOWN_FOR: Final = {
 FINITE_OR_NONE: Final[Range] = (lambda x: abs(x) < inf, "a finite number, or None")
 RANGES: Final[dict[str, Range]] = {
     "seconds": (lambda x: 0 < x < inf, "a finite number above 0"),
-    **dict.fromkeys(("longest_step_s", "arrival_s", "host_slowdown", "idle_s"), FINITE_OR_NONE),
+    **dict.fromkeys(("arrival_s", "idle_s"), FINITE_OR_NONE),
     "kl_k3": (lambda x: abs(x) < inf, "a finite number (a nan comes from log-probs that hold nan or inf), or None"),
 }
 
@@ -140,10 +140,8 @@ class Observation:
     preemptions:      vLLM's count during the rollout
     kv_cache_tokens:  size of the measured pool, num_gpu_blocks * block_size; None: the predicted one
     compiled_files:   kernels compiled during it (`access.compiled_files`); None: not known
-    longest_step_s:   longest engine step; None: not known
     arrival_s:        time from the first arrival of a request to the last, on the clock of `seconds`; None: not known,
                       or all came at once
-    host_slowdown:    measured by `Watch` in runtime.measure.rollouts.host; None: not known
     idle_s:           time from the end of the rollout before to its begin; None: not known, or there was none
     kl_k3:            mean k3 per token between trainer and rollout; None: not known
     sampling:         its sampling parameters, in a form that Sampling.of reads; None: not known
@@ -159,9 +157,7 @@ class Observation:
     preemptions: int = 0
     kv_cache_tokens: int | None = None
     compiled_files: int | None = None
-    longest_step_s: float | None = None
     arrival_s: float | None = None
-    host_slowdown: float | None = None
     idle_s: float | None = None
     kl_k3: float | None = None
     sampling: Sampling | None = None
@@ -246,18 +242,11 @@ def joined(parts: Sequence[Observation]) -> Observation:
         prompt_ids=ids,
         preemptions=sum(part.preemptions for part in parts),
         compiled_files=None if None in compiled else sum(files or 0 for files in compiled),
-        longest_step_s=_most(part.longest_step_s for part in parts),
         arrival_s=seconds - last.seconds + (last.arrival_s or 0.0),
-        host_slowdown=_most(part.host_slowdown for part in parts),
         idle_s=first.idle_s,
         kl_k3=next((part.kl_k3 for part in reversed(parts) if part.kl_k3 is not None), None),
         sampling=Sampling.mixed(part.sampling for part in parts),
     )
-
-
-def _most(values: Iterable[float | None]) -> float | None:
-    """The largest value that is known."""
-    return max((value for value in values if value is not None), default=None)
 
 
 def _lengths(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -313,10 +302,6 @@ class Prediction:
         """The KV pool that the prediction is made for, in tokens."""
         return self.ran.memory.kv_cache_tokens
 
-    def longest_step_s(self) -> float:
-        """The longest predicted step, in seconds."""
-        return max(float(self.ran.model.seconds(step_batch(plan)).max()) for plan in self.ran.schedules)
-
 
 def predict(facts: EngineFacts, observation: Observation, profile: Profile) -> Prediction:
     """Predict the work that ran, and the same with less FP8. Raises as the parts of the cost model do."""
@@ -359,40 +344,3 @@ def fallbacks(preset: Precision) -> list[Precision]:
         if preset.uses_fp8 and other != preset and other.kv == "bf16" and other.weights in ("bf16", preset.weights)
     ]
     return sorted(less, key=lambda other: other.weights != preset.weights)
-
-
-def rollout_fields(rollout: Observation | Mapping[str, Any] | None, facts: EngineFacts | None) -> dict[str, Any]:
-    """The rollout record: facts about the engine and the rollout; empty if neither is known."""
-    row: dict[str, Any] = {} if facts is None else _engine_fields(facts)
-    if rollout is None or isinstance(rollout, Mapping):
-        return {**row, **(rollout or {})}
-    numbers = ("seconds", "preemptions", "compiled_files", "arrival_s", "host_slowdown", "idle_s")
-    row |= {name: getattr(rollout, name) for name in numbers}
-    row |= {name: list(getattr(rollout, name)) for name in ("prompt_lengths", "response_lengths")}
-    if rollout.prompt_ids is not None:
-        row["prompt_ids"] = list(rollout.prompt_ids)
-    if rollout.sampling is not None:
-        row["sampling"] = rollout.sampling.to_dict()
-    return row | {"measured_kv_cache_tokens": rollout.kv_cache_tokens}
-
-
-def _engine_fields(facts: EngineFacts) -> dict[str, Any]:
-    """Facts about the engine that runs, under the names of a rollout record."""
-    limits: EngineLimits = facts.limits
-    imposed = None if limits.num_gpu_blocks is None else (limits.num_gpu_blocks + 1) * limits.block_size
-    graphs = limits.max_cudagraph_capture_size
-    return {
-        "model": facts.model,
-        "gpu": facts.gpu,
-        "engine": ENGINE,
-        "engine_version": facts.engine_version,
-        "precision": facts.precision,
-        **{name: getattr(limits, limit) for name, limit in RECORDED.items()},
-        "kv_cache_tokens": imposed,
-        **({} if graphs is None else {"max_cudagraph_capture_size": graphs}),
-        "kernel_backends": dict(facts.kernel_backends),
-        "e8m0": facts.e8m0,
-        "inside": None if facts.inside == OWN else facts.inside,
-        **({} if facts.delta_bytes is None else {"delta_bytes": facts.delta_bytes}),
-        **({} if facts.host_loop_s is None else {"host_loop_s": facts.host_loop_s}),
-    }

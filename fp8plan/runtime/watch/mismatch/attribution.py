@@ -24,10 +24,10 @@ rest       the remainder
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import isfinite, log
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.watch.mismatch.metrics import ERRORS
@@ -44,25 +44,12 @@ APART: Final = 0.2  # largest uncertainty of a part, as a share of it, with whic
 SHOWN: Final = 0.02  # smallest share of the KL that a sentence names
 
 
-class Probed(Protocol):
-    """The mismatch of a precision, as `fp8plan.probe` measured it."""
-
-    @property
-    def error(self) -> str | None:
-        """The reason of a failure."""
-
-    @property
-    def kl_k3(self) -> tuple[float, float, float]:
-        """k3 in nats per token, and the ends of its 90% interval."""
-
-
 @runtime_checkable
 class Probe(Protocol):
     """The result of `fp8plan.probe`."""
 
-    @property
-    def precisions(self) -> Mapping[str, Probed]:
-        """Preset -> what was measured."""
+    def interval_of(self, precision: str | None) -> tuple[float, float, float] | None:
+        """k3 of a preset in nats per token, and the ends of its 90% interval; None if it was not measured."""
 
 
 class Expected(NamedTuple):
@@ -99,10 +86,6 @@ class Part:
     low: float
     high: float
     how: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for a record."""
-        return asdict(self) | {"causes": list(self.causes)}
 
 
 def attributed(

@@ -134,12 +134,14 @@ class Tokens:
 def one_thread() -> Iterator[None]:
     """Run torch's CPU operations on one thread inside; also a decorator.
 
-    torch joins its threads after each operation, and under load they wait long for one another.
-    A thread that first uses torch meanwhile keeps one thread. Raises ConfigError without torch.
+    torch joins its threads after each operation, and under load they wait long for one another. A thread that first
+    uses torch meanwhile keeps one thread. Raises ConfigError without torch.
     """
-    check_torch("the correction")
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:
+        check_torch("the correction")
+        raise
     # vLLM on a CPU binds the threads to cores, and replaces this function by a warning.
     if torch.set_num_threads is not torch._C.set_num_threads:
         yield
@@ -186,7 +188,6 @@ def pack(
 def _packed(
     train_logprobs: Array, rollout_logprobs: Array, mask: Array | None, lengths: Sequence[int] | Array | None
 ) -> Tokens:
-    """Pack this rank's tokens."""
     train, rollout = to_tensor(train_logprobs, "train_logprobs"), to_tensor(rollout_logprobs, "rollout_logprobs")
     marks = None if mask is None else to_tensor(mask, "mask").to(train.device)
     ends = _checked(train, rollout, marks, lengths)
@@ -387,7 +388,12 @@ def _pieces(offsets: IntArray) -> IntArray:
 
 
 def _with_sequences(sums: MismatchSums, lengths: IntArray, per_piece: FloatArray, pieces: IntArray) -> MismatchSums:
-    """Add the sums over sequences and over bins of position."""
+    """Add the sums over sequences and over bins of position.
+
+    The tokens of a sequence share one ratio at the levels "sequence" and "geometric".
+    """
+    import torch
+
     count = len(lengths)
     if not count:
         return sums
@@ -408,18 +414,10 @@ def _with_sequences(sums: MismatchSums, lengths: IntArray, per_piece: FloatArray
     sums["log_ppl_diff"], sums["log_ppl_abs_diff"] = difference.sum(), np.abs(difference).sum()
     sums["sequence_ratio_squared"] = np.exp(2 * np.clip(whole, -LIMIT, LIMIT)).sum()
     for level, log_ratios in (("sequence", whole), ("geometric", whole / lengths)):
-        _by_ratio(sums, level, log_ratios, lengths)
+        where = bins(torch.from_numpy(log_ratios.astype(np.float32))).numpy()
+        sums[f"{level}_tokens"] = np.bincount(where, lengths, BINS)
+        sums[f"{level}_ratio"] = np.bincount(where, lengths * np.exp(np.clip(log_ratios, -LIMIT, LIMIT)), BINS)
     return MismatchSums(sums.values, float(difference.min()), float(difference.max()))
-
-
-def _by_ratio(sums: MismatchSums, level: str, log_ratio: FloatArray, lengths: IntArray) -> None:
-    """Add tokens and their ratios at `level`, by the log ratio [sequences] that a sequence's tokens share there."""
-    import torch
-
-    where = bins(torch.from_numpy(log_ratio.astype(np.float32))).numpy()
-    ratio = np.exp(np.clip(log_ratio, -LIMIT, LIMIT))
-    sums[f"{level}_tokens"] = np.bincount(where, lengths, BINS)
-    sums[f"{level}_ratio"] = np.bincount(where, lengths * ratio, BINS)
 
 
 def _runs(tokens: Tokens, versions: Any) -> tuple[IntArray, IntArray]:

@@ -19,8 +19,19 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.watch.mismatch import sums as histogram
-from fp8plan.runtime.watch.mismatch.sums import BINS, FloatArray, IntArray, all_reduced, raise_first, several
+from fp8plan.runtime.watch.mismatch.sums import (
+    BINS,
+    FloatArray,
+    IntArray,
+    all_reduced,
+    excess,
+    kept,
+    quantile,
+    raise_first,
+    robust_k3,
+    several,
+    without_largest,
+)
 
 QUANTILES: Final = (0.001, 0.01, 0.5, 0.99, 0.999)
 TAILS: Final = (2.0, 5.0, 10.0, 100.0)
@@ -226,15 +237,15 @@ class Mismatch:
             placeholder_share=sums["placeholders"] * per_token,
             k1=sums["k1"] * per_token,
             k3=sums["k3"] * per_token,
-            k3_robust=histogram.robust_k3(counts, sums["histogram_k3"]),
+            k3_robust=robust_k3(counts, sums["histogram_k3"]),
             ess_raw=sums["ratio"] ** 2 * per_token / sums["ratio_squared"] if tokens else nan,
             chi2_token=sums["ratio_squared"] * per_token - 1,
             chi2_seq=sums["sequence_ratio_squared"] * per_sequence - 1,
             log_ppl_diff_max=sums.largest if tokens else nan,
             log_ppl_diff_min=sums.smallest if tokens else nan,
             **{name: sums[name] * per_sequence for name in _SEQUENCE_MEANS},
-            log_ratio_quantiles={q: histogram.quantile(counts, q * tokens) for q in QUANTILES},
-            tail_fractions={factor: float(1 - histogram.kept(counts, 1 / factor, [factor])[0]) for factor in TAILS},
+            log_ratio_quantiles={q: quantile(counts, q * tokens) for q in QUANTILES},
+            tail_fractions={factor: float(1 - kept(counts, 1 / factor, [factor])[0]) for factor in TAILS},
             profile=_by_position(sums),
             versions=_by_version(sums),
             sums=sums,
@@ -256,6 +267,17 @@ class Mismatch:
         named |= {name: getattr(self, name) for name in (*_SEQUENCE_MEANS, "log_ppl_diff_max", "log_ppl_diff_min")}
         return {f"rollout_corr/{name}": value for name, value in named.items()}
 
+    @property
+    def recorded(self) -> dict[str, float | None]:
+        """The figures of a record on the distance between the policies, before any correction."""
+        own = ("k3_robust", "ess_raw", "tokens", "sequences", "invalid")
+        return {
+            **self.verl_metrics(),
+            **{f"fp8plan/{name}": getattr(self, name) for name in own},
+            **{f"fp8plan/log_ratio_p{100 * q:g}": value for q, value in self.log_ratio_quantiles.items()},
+            **{f"fp8plan/beyond_{factor:g}x": share for factor, share in self.tail_fractions.items()},
+        }
+
     def clipped_mass(self, c: float, level: Ratios = "token") -> float:
         """Share of the ratios' sum that TIS at c cuts away: sum over tokens of max(ratio - c, 0) over sum of ratio.
 
@@ -263,23 +285,23 @@ class Mismatch:
         """
         counts, ratios = _histograms(self.sums, level)
         total = float(ratios.sum())
-        return histogram.excess(counts, ratios, c) / total if total else nan
+        return excess(counts, ratios, c) / total if total else nan
 
     def cut_share(self, c: float, level: Ratios = "token") -> float:
         """clipped_mass without the effect of a few unbounded ratios.
 
         Each ratio counts up to LARGEST. The two tokens (or two sequences of mean length) with the largest do not count.
         """
-        counts, ratios = histogram.without_largest(*_histograms(self.sums, level), 2 * self.unit(level))
-        beyond = histogram.excess(counts, ratios, LARGEST)
+        counts, ratios = without_largest(*_histograms(self.sums, level), 2 * self.unit(level))
+        beyond = excess(counts, ratios, LARGEST)
         total = float(ratios.sum()) - beyond
         if not total:
             return 0.0 if self.tokens else nan
-        return max(histogram.excess(counts, ratios, c) - beyond, 0.0) / total
+        return max(excess(counts, ratios, c) - beyond, 0.0) / total
 
     def kept_fraction(self, low: float, high: float, level: Ratios = "token") -> float:
         """Share of the tokens with low <= ratio <= high, at `level` as in clipped_mass."""
-        return float(histogram.kept(_histograms(self.sums, level)[0], low, [high])[0])
+        return float(kept(_histograms(self.sums, level)[0], low, [high])[0])
 
     def unit(self, level: Ratios) -> float:
         """Tokens that share one ratio at `level`: 1, or those of a sequence of mean length."""

@@ -12,7 +12,7 @@ tokens that top_k, top_p, min_p and constraints keep. A trainer that scores the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from math import inf, log
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
@@ -136,10 +136,6 @@ class Sampling:
             return None
         return cls(**{name: max((getattr(each, name) for each in every), key=far) for name, far in CHANGE.items()})
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for a record."""
-        return asdict(self)
-
     @property
     def greedy(self) -> bool:
         """True if the likeliest token was always chosen, and nothing was sampled."""
@@ -261,7 +257,6 @@ def sampled_at(temperature: float) -> float:
 
 
 def _and(words: Iterable[str]) -> str:
-    """Words as a list in a sentence."""
     *others, last = words
     return f"{', '.join(others)} and {last}" if others else last
 

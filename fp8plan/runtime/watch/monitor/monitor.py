@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from fp8plan.checks import check_torch, instance, whole
@@ -38,8 +38,15 @@ from fp8plan.runtime.watch.mismatch.metrics import MismatchSums
 from fp8plan.runtime.watch.mismatch.pieces import check_group
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.runtime.watch.mismatch.sums import gathered, rank
-from fp8plan.runtime.watch.monitor import record as run_record
-from fp8plan.runtime.watch.monitor.record import Step
+from fp8plan.runtime.watch.monitor.record import (
+    Metrics,
+    Step,
+    checked_rollout,
+    control_metrics,
+    own_metrics,
+    record_of,
+    speed_metrics,
+)
 from fp8plan.runtime.watch.monitor.sinks import Sink, Sinks
 from fp8plan.runtime.watch.monitor.witness import Engine, Witness
 
@@ -65,7 +72,7 @@ class _Context(NamedTuple):
     tokens: int | None
     rollout: Rollout
     sampling: Sampling | None
-    own: run_record.Metrics
+    own: Metrics
     synced: Mismatch | None = None
     fresh: bool = False
 
@@ -153,7 +160,7 @@ class Monitor:
     @property
     def thresholds(self) -> Thresholds:
         """The last thresholds; the initial ones before the first step."""
-        return Thresholds(self.state.tis, self.state.band)
+        return self.state.thresholds
 
     @property
     def failures(self) -> list[int]:
@@ -207,7 +214,7 @@ class Monitor:
                 synced = measure(pack(synced_logprobs, rollout_logprobs, mask, lengths, self.sequence_group))
                 synced.check_units()
             done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
-            rollout, own = self._checked(rollout, done), run_record.own_metrics(metrics)
+            rollout, own = self._checked(rollout, done), own_metrics(metrics)
             sampled = self._sampling if sampling is None else Sampling.of(sampling)
             sums = measure(tokens, versions)
             sums.check_units()
@@ -216,7 +223,7 @@ class Monitor:
         mismatch = sums.reduced(self.group, refusal).metrics()
         update = self._decided(mismatch, ways)
         behind = None if synced is None else synced.reduced(self.group).metrics()
-        correction = correct(tokens, replace(self.settings, thresholds=update[0]), self.group)
+        correction = correct(tokens, self.settings, self.group, update[0])
         context = _Context(done, begun, self._tokens_in(sums), rollout, sampled, own, behind, fresh)
         return self._concluded(mismatch, update, correction, context)
 
@@ -256,7 +263,7 @@ class Monitor:
     def _concluded(self, mismatch: Mismatch, update: Update, correction: Correction, context: _Context) -> Step:
         """Go on to the next state, judge and record."""
         _, state, decided = update
-        thresholds = correction.settings.thresholds
+        thresholds = correction.thresholds
         whole_batch = correction.reduced(self.group)
         # From here on nothing may raise: the other ranks have gone on.
         self.state, self.steps = state, context.number
@@ -268,10 +275,10 @@ class Monitor:
             self._witness.warn_once("sampling", f"the ratios are biased: {'; '.join(sampling.remarks())}")
         metrics = {
             **context.own,
-            **run_record.mismatch_metrics(mismatch),
-            **run_record.correction_metrics(whole_batch),
-            **run_record.control_metrics(thresholds, state, decided),
-            **run_record.speed_metrics(judged.observation, judged.verdict),
+            **mismatch.recorded,
+            **whole_batch.recorded,
+            **control_metrics(thresholds, state, decided),
+            **speed_metrics(judged.observation, judged.verdict),
             "fp8plan/sink_failures": float(sum(self.failures)),
             "fp8plan/monitor_s": time.perf_counter() - context.begun,
         }
@@ -312,13 +319,12 @@ class Monitor:
         if self._probe is not None:
             facts = self._witness.running() if self.engine is None else None
             running = self._precision() if facts is None else facts.precision
-            probed = self._probe.precisions.get(running or "")
-            if probed is not None and probed.error is None:
-                return Expected(*probed.kl_k3)
+            probed = self._probe.interval_of(running)
+            if probed is not None:
+                return Expected(*probed)
         return None if self._plan is None else expected_by(self._plan, self._precision())
 
     def _has_experts(self) -> bool:
-        """True if the model is known to have experts."""
         facts = self._witness.running() if self.engine is None else None
         model = self._plan.model if self._plan is not None else getattr(facts, "model", None)
         try:
@@ -329,7 +335,7 @@ class Monitor:
     def _checked(self, rollout: Rollout, number: int) -> Rollout:
         """The rollout of a step; None, with a warning, for a malformed one."""
         try:
-            return run_record.checked(rollout)
+            return checked_rollout(rollout)
         except Exception as error:
             self._witness.warn_once("rollout", f"the rollout of step {number} is left out of the record: {error}")
             return None
@@ -337,7 +343,7 @@ class Monitor:
     def _record(self, number: int, step: Step, rollout: Rollout, judged: Judged) -> dict[str, Any]:
         shown = rollout if isinstance(rollout, Mapping) else judged.observation
         off = None if self.guard is None and self.engine is None else judged.off
-        record = run_record.record_of(number, step, self._witness.running(), self.guard, off, shown)
+        record = record_of(number, step, self._witness.running(), self.guard, off, shown)
         if record.get("seconds") is not None and not self._rolled_out:
             self._rolled_out = True
             record.setdefault("first_rollout", True)  # `validate` leaves it out: its engine warms up

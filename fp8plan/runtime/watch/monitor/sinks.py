@@ -53,8 +53,8 @@ class JsonLines:
     sync_s: seconds between two waits for the disk itself, against the loss of the machine, not of the process. 0: with
             every record; None: never, as the operating system writes within half a minute
 
-    While the file cannot be written, memory keeps the last 256 records, to write them later. A warning names the first
-    record that is dropped. Another gives their number once the file can be written again, or is closed.
+    While the file cannot be written, memory keeps the last 256 records, to write them later. A warning gives the number
+    of dropped ones once the file can be written again, or is closed.
 
     A file belongs to one run: a warning reports records of an earlier run, and another process that writes there.
     """
@@ -66,8 +66,7 @@ class JsonLines:
             raise ConfigError(f"sync_s is {sync_s!r}; allowed: seconds, at least 0, or None")
         self.path, self.sync_s = Path(path), sync_s
         self._waiting = deque[tuple[Any, bytes]]()  # steps and their lines
-        self._dropped = list[Any]()  # steps that were dropped from memory and are in no file
-        self._unreported = False  # True while the number of dropped steps is not reported
+        self._dropped = list[Any]()  # steps that were dropped from memory since the last warning
         self._size: int | None = None  # bytes of the file after this run's last record
         self._shared = False  # a warning has named the other process that writes there
         self._synced = -float("inf")
@@ -94,7 +93,7 @@ class JsonLines:
             self._write()
         except OSError:
             if len(self._waiting) > KEPT:
-                self._drop()
+                self._dropped.append(self._waiting.popleft()[0])
             raise
         if self.sync_s is not None and time.monotonic() - self._synced >= self.sync_s:
             self._sync()
@@ -110,7 +109,6 @@ class JsonLines:
             raise
         finally:
             self._report_dropped()
-            self._dropped.clear()
         if self.sync_s is not None:
             self._sync()
 
@@ -118,22 +116,13 @@ class JsonLines:
         while self._waiting:
             self._took(append(self.path, self._waiting[0][1]))
             self._waiting.popleft()
-        if self._unreported:
-            self._report_dropped()
-
-    def _drop(self) -> None:
-        """Give up the oldest record. Warns of the first of an outage."""
-        self._dropped.append(self._waiting.popleft()[0])
-        if not self._unreported:
-            self._unreported = True
-            kept = f"{len(self._dropped):,} so far; the last {KEPT} are kept in memory until it can be written"
-            warn(f"{self.path} cannot be written: the record of step {self._dropped[-1]} is dropped, {kept}")
+        self._report_dropped()
 
     def _report_dropped(self) -> None:
-        self._unreported = False
         if self._dropped:
             steps = f"dropped records: {len(self._dropped):,}, of steps {self._dropped[0]} to {self._dropped[-1]}"
             warn(f"{self.path} lacks what could not be written; {steps}")
+            self._dropped.clear()
 
     def _sync(self) -> None:
         try:
@@ -339,5 +328,4 @@ class Prometheus:
 
 
 def _numbers(record: Record) -> Iterator[tuple[str, float]]:
-    """The metrics that have a value."""
     return ((name, float(value)) for name, value in record["metrics"].items() if value is not None)

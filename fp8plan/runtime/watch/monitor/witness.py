@@ -12,12 +12,12 @@ from fp8plan.checks import instance
 from fp8plan.errors import ConfigError, warn
 from fp8plan.model.precision import PRESETS
 from fp8plan.runtime.watch.controller.state import Escalation
-from fp8plan.runtime.watch.guard.fallback import Action
-from fp8plan.runtime.watch.guard.guard import Guard, Judged, Verdict, answer, judged
+from fp8plan.runtime.watch.guard.fallback import Action, answered
+from fp8plan.runtime.watch.guard.guard import Guard, Judged, Verdict, judged
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
+from fp8plan.runtime.watch.guard.rollout_record import observation_in
 from fp8plan.runtime.watch.mismatch.metrics import Mismatch
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
-from fp8plan.runtime.watch.monitor import record as run_record
 
 
 class Launched(Protocol):
@@ -103,7 +103,7 @@ class Witness:
         since_s = None if before is None else self._judged_at - before
 
         def observe() -> Observation:
-            seen = rollout if isinstance(rollout, Observation) else run_record.observation(rollout)
+            seen = rollout if isinstance(rollout, Observation) else observation_in(rollout)
             seen = seen.after(since_s)
             return replace(seen, kl_k3=mismatch.k3_robust) if seen.kl_k3 is None and mismatch.tokens else seen
 
@@ -168,7 +168,8 @@ class Witness:
         facts = self.running() if self.guard is None else self.guard.facts
         if facts is None or facts.precision not in PRESETS:
             return True
-        return answer(self.guard, facts.precision, escalation, facts.kv_fixed) != Action.NONE
+        state = None if self.guard is None else self.guard.state
+        return answered(state, facts.precision, escalation, facts.kv_fixed) != Action.NONE
 
     def warn_once(self, subject: str, text: str) -> None:
         if subject not in self._warned:

@@ -15,7 +15,7 @@ from fp8plan.runtime.apply.engine.base import EngineBase
 from fp8plan.runtime.apply.fleet.fleet import RolloutFleet
 from fp8plan.runtime.apply.weight_sync.nccl import RemoteSource, Rendezvous
 from fp8plan.runtime.watch.controller.state import Escalation
-from fp8plan.runtime.watch.guard.fallback import Action
+from fp8plan.runtime.watch.guard.fallback import Action, GuardState
 from fp8plan.runtime.watch.guard.observation import EngineFacts
 
 PROMPTS = [[1, 2], [3]]
@@ -208,12 +208,12 @@ def test_every_replica_knows_the_rungs_that_were_taken(monkeypatch: pytest.Monke
     assert fleet._advised(None, Escalation.RECALIBRATE_KV) == Action.NONE
     fleet.replace(1)
     assert known() == {Action.RECALIBRATE_KV}
-    fleet.guard.load_state_dict({"rung": "none", "slow": 0, "mismatched": 0})  # of a Monitor's checkpoint
+    fleet.guard.load_state_dict(GuardState().to_dict() | {"rollouts": []})  # of a Monitor's checkpoint
     assert known() == {Action.NONE}
     step_down(fleet, members)
     assert known() == {fleet.guard.state.rung} == {Action.KV_TO_BF16}
     fleet.shutdown()
-    fleet.guard.load_state_dict({"rung": "none", "slow": 0, "mismatched": 0})  # nobody is left to be told
+    fleet.guard.load_state_dict(GuardState().to_dict() | {"rollouts": []})  # nobody is left to be told
 
 
 def test_after_shutdown_nothing_is_done() -> None:

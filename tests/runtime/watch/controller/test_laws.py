@@ -29,6 +29,7 @@ from fp8plan.runtime.watch.controller.laws import (
     shown,
 )
 from fp8plan.runtime.watch.controller.state import LevelState
+from fp8plan.runtime.watch.correction.settings import Thresholds
 from fp8plan.runtime.watch.mismatch.metrics import Mismatch
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
@@ -97,12 +98,12 @@ def test_with_the_same_past_a_higher_kl_never_gives_a_wider_threshold(controller
 @given(tightening, st.lists(st.sampled_from(sorted(SEEN)), min_size=1, max_size=12))
 def test_thresholds_stay_between_the_initial_ones_and_the_narrowest(controller, sequence):
     state = controller.initial()
-    first = width(state)
+    first = width(state.thresholds)
     for kl in sequence:
         thresholds, state, decided = controller.update(state, SEEN[kl])
         found = width(thresholds)
         assert all(controller.narrowest * x <= y * (1 + 1e-9) for x, y in zip(first, found, strict=True))
-        assert no_wider(thresholds, controller.initial())
+        assert no_wider(thresholds, controller.initial().thresholds)
         assert decided.reason
 
 
@@ -115,7 +116,7 @@ def test_no_tightening_past_the_cap_or_the_floor_in_this_very_batch(controller, 
     cut = 0.0 if thresholds.tis is None else seen.cut_share(thresholds.tis, controller.level)
     kept, kept_at_start = (
         1.0 if band is None else seen.kept_fraction(*band, controller.level)
-        for band in (thresholds.band, old.start_band)
+        for band in (thresholds.band, old.start.band)
     )
     assert (cut <= controller.max_clipped and kept >= controller.min_kept) or state.reach >= old.reach
     assert kept >= controller.min_kept or kept_at_start < controller.min_kept
@@ -128,7 +129,7 @@ def test_no_tightening_past_the_cap_or_the_floor_in_this_very_batch(controller, 
 def test_ratios_that_spread_are_never_met_by_a_wider_threshold(controller, hold):
     """The mismatch grows in steps or stays. Only a limit in the way widens a band, and the decision says so."""
     stream = {(kl, seed): BATCHES[kl][seed % 5] for kl in KLS for seed in range(hold)}
-    state, before, last = controller.initial(), controller.initial(), None
+    state, before, last = controller.initial(), controller.initial().thresholds, None
     for kl in KLS:
         for seed in range(hold):
             thresholds, state, decided = controller.update(state, stream[kl, seed])
@@ -137,12 +138,12 @@ def test_ratios_that_spread_are_never_met_by_a_wider_threshold(controller, hold)
                 tighter = tuple(x**0.97 for x in thresholds.band)  # a step of the search and a little
                 kept = [stream[kl, seed].kept_fraction(*x, controller.level) for x in (tighter, thresholds.band)]
                 assert kept[0] < controller.min_kept <= kept[1]
-            assert no_wider(thresholds, controller.initial())
+            assert no_wider(thresholds, controller.initial().thresholds)
             before, last = thresholds, decided
         if kl <= 0.01:
-            assert width(thresholds) == width(controller.initial())
+            assert width(thresholds) == width(controller.initial().thresholds)
     assert last is not None
-    tighter = width(thresholds) != width(controller.initial())
+    tighter = width(thresholds) != width(controller.initial().thresholds)
     assert tighter or last.decision is Decision.AT_BOUND
 
 
@@ -190,7 +191,7 @@ def test_hysteresis():
     for factor in (0.9, 1.0, 1.1):
         seen = replace(SEEN[0.1], k3_robust=factor * SEEN[0.1].k3_robust)
         thresholds, _, decided = after(controller, [seen] * 10, state)
-        assert thresholds.tis == state.tis
+        assert thresholds.tis == state.thresholds.tis
         assert decided.decision is Decision.HOLD
     # Around the target nothing flutters.
     _, state, _ = after(controller, [SEEN[1e-3]] * 3)
@@ -273,7 +274,7 @@ def test_what_is_not_a_number_moves_nothing(controller, past):
     for one in broken:
         thresholds, same, decided = controller.update(state, one)
         assert same == state
-        assert (thresholds.tis, thresholds.band) == (state.tis, state.band)
+        assert thresholds == state.thresholds
         assert (decided.decision, decided.baseline, decided.news) == (Decision.NO_DATA, None, None)
 
 
@@ -413,7 +414,7 @@ def test_a_decision_says_from_where_to_where_the_thresholds_go():
     assert law.update(replace(state, kl=0.0), with_kl(0.0))[2].reason == (
         "KL 0 is within its target of 0.01: C 1.549 and [0.6457, 2.761] -> C 1.583 and [0.6318, 2.904]"
     )
-    assert shown(ConstantThresholds(None).initial()) == "none"
+    assert shown(Thresholds(None)) == "none"
 
 
 @pytest.mark.parametrize("controller", [LevelThresholds(warm_up=0), LevelThresholds(warm_up=9), ConstantThresholds()])
@@ -545,7 +546,7 @@ class Planned:
 def test_a_plan_gives_the_start_and_the_expected_kl():
     plan: Any = Planned(0.2)
     state = LevelThresholds().initial(plan)
-    assert (state.tis, state.band, state.target_kl, state.limit_kl) == (1.5, None, 0.2, 0.2)
+    assert (state.thresholds, state.target_kl, state.limit_kl) == (Thresholds(1.5), 0.2, 0.2)
     assert after(LevelThresholds(), [SEEN[0.1]] * 9, state)[0].tis == 1.5
     assert after(LevelThresholds(), [SEEN[0.1]] * 9)[0].tis < 2.0
     for law in LAWS:
@@ -561,10 +562,10 @@ def test_a_plan_gives_the_start_and_the_expected_kl():
     # An interval that is wide because little is known does not let the KL grow by as much.
     assert LevelThresholds().initial(Planned(0.15, 0.008)).target_kl == pytest.approx(0.024)  # type: ignore[arg-type]
     state = LevelThresholds(tis=None, band=(0.5, 5.0)).initial(plan)
-    assert (state.tis, state.band) == (None, (0.4, 3.0))
-    assert LevelThresholds(tis=None, band=(0.5, 5.0), level="geometric").initial(plan).band == (0.99, 1.01)
-    assert LevelThresholds(tis=3.0, level="sequence").initial(plan).tis == 3.0
-    assert ConstantThresholds(tis=2.0).initial(plan).tis == 2.0
+    assert state.thresholds == Thresholds(None, (0.4, 3.0))
+    assert LevelThresholds(tis=None, band=(0.5, 5.0), level="geometric").initial(plan).thresholds.band == (0.99, 1.01)
+    assert LevelThresholds(tis=3.0, level="sequence").initial(plan).thresholds.tis == 3.0
+    assert ConstantThresholds(tis=2.0).initial(plan).thresholds.tis == 2.0
 
 
 @pytest.mark.parametrize(
@@ -661,7 +662,7 @@ def test_a_state_of_another_law_goes_on_with_its_kl(old, new):
     assert (found.steps, found.kl, found.recent_kl) == (5, state.kl, state.recent_kl)
     assert new.update(found, SEEN[0.1])[2].decision is not Decision.WARM_UP
     if type(old) is not type(new):
-        assert found.tis == fresh.tis
+        assert found.thresholds == fresh.thresholds
     if not isinstance(new, ConstantThresholds):
         band = replace(new, tis=None, band=(0.5, 5.0))
         with pytest.raises(ConfigError, match="of the same thresholds"):

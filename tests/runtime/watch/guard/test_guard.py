@@ -26,10 +26,10 @@ from fp8plan.model.validate.validate import validate
 from fp8plan.runtime.watch.guard.guard import (
     Action,
     Cause,
-    Found,
     Guard,
     GuardSettings,
     GuardState,
+    LikelyCause,
     Verdict,
     in_effect,
     update,
@@ -40,15 +40,14 @@ from fp8plan.runtime.watch.guard.observation import (
     fallback,
     observation_of,
     predict,
-    rollout_fields,
 )
+from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
 
 VALIDATION = profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation"
 OWN_LOOP_S = 2.6e-4  # of the hosts that the H200's profile was calibrated on
 PROFILE: Profile = load_profile(find_gpu("h200_sxm"), "0.26.0")[0].on_host(OWN_LOOP_S)
 ANCHORED = GuardSettings(anchor=Anchor({}, (), ()))  # the profile is right: gaps are not its own
 LENGTHS = ("prompt_lengths", "response_lengths", "prompt_ids")
-TIMES = ("longest_step_s", "host_slowdown")
 
 
 def records(name: str) -> list[Record]:
@@ -63,7 +62,7 @@ def facts_of(record: Record, **changes: Any) -> EngineFacts:
 
 def observed(record: Record, **changes: Any) -> Observation:
     fields = record.fields
-    shown = {name: fields.get(name) for name in ("preemptions", "compiled_files", *LENGTHS, *TIMES)}
+    shown = {name: fields.get(name) for name in ("preemptions", "compiled_files", *LENGTHS)}
     pool = {"kv_cache_tokens": fields["measured_kv_cache_tokens"]}
     return Observation(**({"seconds": record.seconds} | shown | pool | changes))
 
@@ -77,7 +76,7 @@ def pick(model: str, precision: str, workload: str, name: str = "rollouts") -> R
     return next(r for r in records(name) if wanted.items() <= r.fields.items())
 
 
-def found(record: Record, cause: Cause, observation: Observation | None = None, **facts: Any) -> list[Found]:
+def found(record: Record, cause: Cause, observation: Observation | None = None, **facts: Any) -> list[LikelyCause]:
     case = observation or observed(record)
     _, verdict = update(GuardState(), case, facts_of(record, **facts), PROFILE, ANCHORED)
     return [x for x in verdict.causes if x.cause == cause]
@@ -95,16 +94,6 @@ def slower(record: Record, factor: float) -> Observation:
 def on_a_slow_host(record: Record) -> bool:
     """Tell whether its cores took nearly twice the fastest loop, where the record says so."""
     return (record.fields.get("host_slowdown") or 1.0) > 1.75
-
-
-def test_where_the_host_was_slow_it_is_named() -> None:
-    """Seven runs of Qwen3-30B-A3B with 512 requests took 11 to 28% longer than predicted, no others did."""
-    judgements = [judged(record) for record in records("rollouts") if on_a_slow_host(record)]
-    late = [verdict for verdict in judgements if not verdict.as_fast]
-    assert len(judgements) > 25
-    assert len(late) == 7
-    assert {x.cause for verdict in late for x in verdict.causes} == {Cause.HOST}
-    assert {verdict.action for verdict in judgements} == {Action.NONE}
 
 
 def test_healthy_rollouts_are_as_predicted_and_cost_the_guard_next_to_nothing() -> None:
@@ -175,11 +164,7 @@ def test_stalled_rollouts_are_blamed_on_the_compile_and_excused() -> None:
         first = verdict.causes[0]
         assert first.cause == Cause.COMPILING
         assert f"{record.fields['compiled_files']} files" in first.sentence
-        assert seconds(record.fields["longest_step_s"]) in first.sentence
         assert "VLLM_DEEP_GEMM_WARMUP=full" in first.sentence
-        # The stall is what is missing: without it the rollout is about as predicted.
-        assert first.lost_s is not None
-        assert record.seconds - first.lost_s < 1.25 * record.seconds * verdict.ratio
         assert Cause.UNKNOWN not in {x.cause for x in verdict.causes}
 
 
@@ -203,8 +188,6 @@ def test_a_disturbed_host_leads_nowhere() -> None:
         assert [x.cause for x in verdict.causes if x.gap] == [Cause.UNKNOWN]
         assert verdict.action == Action.NONE
         assert "no step down" in verdict.reason
-    watched = guard.after_rollout(observed(disturbed[0], host_slowdown=2.0))
-    assert [x.cause for x in watched.causes if x.gap] == [Cause.HOST]
 
 
 @pytest.mark.slow
@@ -411,25 +394,6 @@ def test_a_rollout_faster_than_its_interval_is_as_fast_as_predicted_and_is_recor
     assert saved["as_fast"] is True
 
 
-def test_a_pause_without_a_compile_is_the_hosts() -> None:
-    record = pick("Qwen3-8B", "fp8_block", "batch 8")
-    paused = replace(slower(record, 2), longest_step_s=3.0)
-    (named,) = found(record, Cause.HOST, replace(paused, compiled_files=0))
-    assert named.lost_s == pytest.approx(3.0, abs=0.1)
-    assert "took 3 s" in named.sentence
-    (named,) = found(record, Cause.COMPILING, replace(paused, compiled_files=None))  # nobody looked: likelier
-    assert "as if a kernel was compiled" in named.sentence
-    prefill = pick("Qwen3-14B", "fp8_block", "batch 512")  # steps of 0.4 s are its own
-    settings = replace(ANCHORED, stall_s=0.1)
-    quiet = replace(slower(prefill, 1.2), compiled_files=0, host_slowdown=None)
-    own, beyond = (replace(quiet, longest_step_s=s) for s in (0.6, 1.2))
-    for case, cause in ((own, Cause.UNKNOWN), (beyond, Cause.HOST)):
-        _, verdict = update(GuardState(), case, facts_of(prefill), PROFILE, settings)
-        assert verdict.causes[0].cause == cause
-    (named,) = found(record, Cause.HOST, replace(slower(record, 2), host_slowdown=1.8))
-    assert "1.80 times" in named.sentence
-
-
 def test_requests_that_come_late_explain_a_gap() -> None:
     record = pick("Qwen3-8B", "fp8_block", "batch 8")
     late = replace(slower(record, 1.5), arrival_s=record.seconds / 3)
@@ -446,14 +410,17 @@ def test_requests_that_come_late_explain_a_gap() -> None:
     assert not found(record, Cause.ARRIVALS, replace(observed(record), arrival_s=record.seconds / 3))  # no gap
 
 
-def test_a_gap_without_any_cause_is_unknown_and_causes_are_ordered_by_what_they_cost() -> None:
+def test_a_gap_without_any_cause_is_unknown_and_causes_are_ordered_by_what_they_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     record = pick("Qwen3-14B", "bf16", "KV-starved")
     case = slower(record, 1.5)
     _, verdict = update(GuardState(), case, facts_of(record), PROFILE, ANCHORED)
     assert [x.cause for x in verdict.causes] == [Cause.UNKNOWN, Cause.TAIL, Cause.PREEMPTION]
     assert seconds(case.seconds / 3) in verdict.causes[0].sentence
     limits = replace(record.limits, enforce_eager=True)
-    both = judged(record, replace(ANCHORED, least_loss=0.01), limits=limits).causes
+    monkeypatch.setattr("fp8plan.runtime.watch.guard.causes.LEAST_LOSS", 0.01)
+    both = judged(record, ANCHORED, limits=limits).causes
     assert [x.cause for x in both] == [Cause.CUDA_GRAPHS_OFF, Cause.TAIL, Cause.PREEMPTION]
 
 
@@ -479,7 +446,6 @@ def test_a_fallback_kernel_that_is_slower_than_bf16_ends_in_bf16() -> None:
     assert rollouts(record, 2.0, 2, **marlin).action == Action.NONE
     assert rollouts(record, 1.15, 9, **marlin).action == Action.NONE  # slow, and still faster than bf16
     assert rollouts(record, 2.0, 9).action == Action.NONE  # the same gap without a cause
-    assert rollouts(record, 2.0, 3, replace(ANCHORED, unknown_is_fp8=True)).action == Action.ALL_BF16
 
 
 def test_only_what_goes_with_the_rung_is_cured_by_it() -> None:
@@ -586,7 +552,7 @@ def test_on_a_cpu_no_advice_is_about_a_gpu() -> None:
         ({"response_lengths": [4]}, "as many of each"),
         ({"prompt_ids": [1]}, "as many of each"),
         ({"kl_k3": float("nan")}, "log-probs"),
-        ({"longest_step_s": float("inf")}, "longest_step_s is inf"),
+        ({"arrival_s": float("inf")}, "arrival_s is inf"),
         ({"preemptions": -1}, "preemptions is -1"),
     ],
 )
@@ -640,8 +606,6 @@ def test_outputs_become_an_observation() -> None:
 def test_a_state_says_what_was_advised_and_what_was_done() -> None:
     advised = GuardState(rung=Action.KV_TO_BF16)
     assert (advised.pending, GuardState(Action.ALL_BF16, Action.ALL_BF16).pending) == (Action.KV_TO_BF16, Action.NONE)
-    older = {name: value for name, value in advised.to_dict().items() if name != "taken"}
-    assert GuardState.from_dict(older).taken == Action.KV_TO_BF16  # which did not tell them apart
     assert GuardState.from_dict(advised.to_dict()) == advised
 
 

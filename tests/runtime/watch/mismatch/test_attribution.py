@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import msgspec
@@ -89,7 +90,7 @@ def test_each_part_of_a_known_mixture_is_within_20_percent(name: str) -> None:
             assert part is not None, cause
             assert part.kl == pytest.approx(kl, rel=0.2), cause
             assert part.low * 0.8 <= kl <= part.high * 1.2
-    assert records[-1]["attribution"] == [part.to_dict() for part in step.attribution]
+    assert records[-1]["attribution"] == [asdict(part) for part in step.attribution]
 
 
 def test_causes_that_nothing_tells_apart_are_one_part() -> None:
@@ -151,7 +152,7 @@ def test_the_sentence_names_the_largest_first() -> None:
         Part(("staleness",), 4e-3, 4e-3, 4e-3, "measured"), Part(("rest",), 1e-6, 0.0, 1e-6, "left over"),
     ]  # fmt: skip
     assert sentence(parts) == "KL 6e-3: 4e-3 staleness, 2e-3 precision or routing"
-    assert sentence([msgspec.convert(part.to_dict(), KlPart) for part in parts]) == sentence(parts)
+    assert sentence([msgspec.convert(asdict(part), KlPart) for part in parts]) == sentence(parts)
     assert sentence([]) == ""
     assert sentence([Part(("precision", "rest"), 1.3e-3, 0.0, 1.0, "left over")]) == "KL 1.3e-3: precision or rest"
 

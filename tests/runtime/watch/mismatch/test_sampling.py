@@ -1,6 +1,7 @@
 """Sampling parameters of a rollout, what they say about its ratios, and log-probs on the kept set."""
 
 import json
+from dataclasses import asdict
 from math import inf, log, nan
 
 import numpy as np
@@ -115,7 +116,7 @@ def test_a_request_body_is_read_and_null_is_the_default() -> None:
 
 def test_a_record_of_it_reads_back() -> None:
     sampling = Sampling(top_p=np.float32(0.5), top_k=np.int64(3), logit_bias=True, constrained=True, logprobs_mode=RAW)
-    assert Sampling.of(json.loads(json.dumps(sampling.to_dict()))) == sampling
+    assert Sampling.of(json.loads(json.dumps(asdict(sampling)))) == sampling
 
 
 def test_requests_that_differ_count_as_the_most_changed() -> None:

@@ -42,8 +42,9 @@ from fp8plan.runtime.watch.guard.guard import Guard
 from fp8plan.runtime.watch.guard.observation import EngineFacts, Observation
 from fp8plan.runtime.watch.mismatch.measure import measure, pack
 from fp8plan.runtime.watch.monitor.monitor import Monitor
-from fp8plan.runtime.watch.monitor.record import RunReader, Step
+from fp8plan.runtime.watch.monitor.record import Step
 from fp8plan.runtime.watch.monitor.sinks import Callback, JsonLines
+from fp8plan.runtime.watch.monitor.steps import RunReader
 from fp8plan.runtime.watch.monitor.witness import Witness
 from fp8plan.schemas import RunRecord, checked
 
@@ -525,11 +526,11 @@ def test_a_checkpoint_of_other_thresholds_or_of_no_law_is_refused() -> None:
     saved = Monitor().state_dict()
     with pytest.raises(ConfigError, match="of the same thresholds"):
         Monitor(band, LevelThresholds(band=(0.5, 5.0))).load_state_dict(saved)
-    saved["controller"] |= {"start_tis": 2.0, "start_band": None, "target_kl": 0.01, "reach": 1.0, "recent": [0.01]}
+    saved["controller"] |= {"start": {"tis": 2.0, "band": None}, "reach": 1.0, "recent": [0.01]}
     for controller in LAWS:
         monitor = Monitor(controller=controller)
         before = monitor.state_dict()
-        with pytest.raises(ConfigError, match="not a saved ControllerState; unknown or missing: recent;"):
+        with pytest.raises(ConfigError, match="saved ControllerState has unknown or missing: recent;"):
             monitor.load_state_dict(saved)
         assert monitor.state_dict() == before
 
@@ -553,7 +554,7 @@ for name in fp8plan.__all__:
     getattr(fp8plan, name)
 settings = fp8plan.from_verl({"rollout_is": "token"})
 assert settings == fp8plan.CorrectionSettings(thresholds=fp8plan.Thresholds(2.0))
-assert fp8plan.LevelThresholds().initial().tis == 2.0
+assert fp8plan.LevelThresholds().initial().thresholds.tis == 2.0
 work = fp8plan.Workload(8, 4, fp8plan.Fixed(128), fp8plan.Fixed(256))
 plan = fp8plan.plan("Qwen/Qwen3-8B", "h200_sxm", work)
 zeros = np.zeros((2, 3))

@@ -28,8 +28,7 @@ from simulated_run import simulated
 from fp8plan import jsonl as record
 from fp8plan.errors import ConfigError
 from fp8plan.jsonl import append, line, torn_path
-from fp8plan.runtime.watch.monitor.record import DECODER, RunReader
-from fp8plan.runtime.watch.monitor.steps import Steps
+from fp8plan.runtime.watch.monitor.steps import DECODER, RunReader, Steps
 from fp8plan.schemas import K3
 
 # Appends records without end and says after each that it is written. Sizes differ, so that kills fall into long writes.

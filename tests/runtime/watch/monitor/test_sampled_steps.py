@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -76,7 +76,7 @@ def test_identical_weights_with_top_p_are_named_in_reason_record_and_warning() -
         assert step.sampling == NUCLEUS
     assert (len(told), again) == (1, [])
     assert "the ratios are biased: top_p 0.8" in told[0]
-    assert taken[0]["sampling"] == NUCLEUS.to_dict()
+    assert taken[0]["sampling"] == asdict(NUCLEUS)
     assert taken[0]["reason"] == first.decided.reason
     read = checked(plain(taken[0]), RunRecord, "the record")
     assert Sampling.of(read.sampling) == NUCLEUS
@@ -117,7 +117,7 @@ def test_every_step_on_one_rollout_has_its_sampling_and_an_unknown_one_is_null()
     full, _, rollout = logprobs(0.8)
     monitor = Monitor(sinks=[Callback(taken.append)], engine=Engine(NUCLEUS))  # type: ignore[arg-type]
     told = [step_of(full, rollout, monitor)[1] for _ in range(2)]
-    assert [record["sampling"] for record in taken] == [NUCLEUS.to_dict()] * 2
+    assert [record["sampling"] for record in taken] == [asdict(NUCLEUS)] * 2
     assert [len(some) for some in told] == [1, 0]
     step, told_of_none = step_of(full, rollout, Monitor(sinks=[Callback(taken.append)]))
     assert (step.sampling, taken[-1]["sampling"], told_of_none) == (None, None, [])

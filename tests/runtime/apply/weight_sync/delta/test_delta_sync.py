@@ -24,7 +24,7 @@ from fp8plan.runtime.apply.weight_sync.delta.listing import HELD, Store
 from fp8plan.runtime.apply.weight_sync.delta.store import Publisher
 from fp8plan.runtime.apply.weight_sync.report import SyncReport
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
-from fp8plan.runtime.watch.guard.observation import rollout_fields
+from fp8plan.runtime.watch.guard.rollout_record import rollout_fields
 
 pytestmark = pytest.mark.vllm
 
