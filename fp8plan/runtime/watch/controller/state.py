@@ -365,8 +365,7 @@ def expected_kl(plan: Plan | None, choice: int | str | None = None) -> float:
 
 
 def beginning(plan: Plan | None, level: str, start: Thresholds) -> Thresholds:
-    """The initial thresholds: the plan's, if it has them, else those of `start`. None stays None."""
-    planned = {} if plan is None else plan.thresholds
-    tis = None if start.tis is None else planned.get(f"{level}_tis", start.tis)
-    band = None if start.band is None else tuple(planned.get(f"{level}_mis", start.band))
-    return Thresholds(tis, band)
+    """The initial thresholds: those of `start`, but C from the plan if it has one for this level. None stays None."""
+    if plan is None or start.tis is None:
+        return start
+    return replace(start, tis=plan.thresholds.get(f"{level}_tis", start.tis))
