@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_it_says_how_requests_to_these_weights_were_sampled(server: Server) -> N
     """After an update, and after the tests of KV scales, which are measured on what was served."""
     assert server.completion([1, 2, 3], top_p=0.9).ok
     found = server.get(STATUS)
-    assert found["sampling"] == fp8plan.Sampling(top_p=0.9, logprobs_mode=found["facts"]["logprobs_mode"]).to_dict()
+    assert found["sampling"] == asdict(fp8plan.Sampling(top_p=0.9, logprobs_mode=found["facts"]["logprobs_mode"]))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from fp8plan.runtime.watch.controller.fit import constant, suited
 from fp8plan.runtime.watch.controller.laws import ConstantThresholds, LevelThresholds
 from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
 
-PLAN: Any = SimpleNamespace(thresholds={"token_tis": 1.5, "sequence_tis": 3.0, "geometric_mis": (0.9, 1.1)})
+PLAN: Any = SimpleNamespace(thresholds={"token_tis": 1.5, "sequence_tis": 3.0})
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ PLAN: Any = SimpleNamespace(thresholds={"token_tis": 1.5, "sequence_tis": 3.0, "
         (CorrectionSettings(), 1.5, None),
         (CorrectionSettings(level="sequence"), 3.0, None),
         (CorrectionSettings(level="geometric"), 2.0, None),  # the plan has none
-        (CorrectionSettings("geometric", "mis", Thresholds(None, (0.5, 2.0))), None, (0.9, 1.1)),
+        (CorrectionSettings("geometric", "mis", Thresholds(None, (0.5, 2.0))), None, (0.5, 2.0)),  # a plan has no band
         (CorrectionSettings(level=None), 2.0, None),  # without weights a plan's thresholds do nothing
     ],
 )

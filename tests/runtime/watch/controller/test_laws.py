@@ -533,7 +533,7 @@ def test_alarms_tell_what_kl_does_not():
 class Planned:
     """The part of a plan that controllers read."""
 
-    thresholds = {"token_tis": 1.5, "token_mis": [0.4, 3.0], "geometric_mis": [0.99, 1.01]}  # noqa: RUF012
+    thresholds = {"token_tis": 1.5}  # noqa: RUF012
 
     def __init__(self, kl_k3_high: float | None, kl_k3: float | None = None) -> None:
         self.kl_k3_high = kl_k3_high
@@ -562,8 +562,7 @@ def test_a_plan_gives_the_start_and_the_expected_kl():
     # An interval that is wide because little is known does not let the KL grow by as much.
     assert LevelThresholds().initial(Planned(0.15, 0.008)).target_kl == pytest.approx(0.024)  # type: ignore[arg-type]
     state = LevelThresholds(tis=None, band=(0.5, 5.0)).initial(plan)
-    assert state.thresholds == Thresholds(None, (0.4, 3.0))
-    assert LevelThresholds(tis=None, band=(0.5, 5.0), level="geometric").initial(plan).thresholds.band == (0.99, 1.01)
+    assert state.thresholds == Thresholds(None, (0.5, 5.0))  # a plan has no band
     assert LevelThresholds(tis=3.0, level="sequence").initial(plan).thresholds.tis == 3.0
     assert ConstantThresholds(tis=2.0).initial(plan).thresholds.tis == 2.0
 
