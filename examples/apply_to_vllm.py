@@ -28,7 +28,7 @@ def main(folder: str, gpu: str) -> None:
         outputs = engine.generate(prompts, vllm.SamplingParams(max_tokens=32, logprobs=0, seed=step, detokenize=False))
         with torch.no_grad():  # your optimiser
             policy.lm_head.weight.mul_(1.01)
-        engine.apply(engine.verdict)  # recalibrates, or steps down where a safer precision would be faster
+        engine.apply(engine.verdict)  # recalibrates, or steps down if that is expected to be faster
         report = engine.sync_weights(policy.state_dict())
         print(f"step {step}: {outputs[0].outputs[0].token_ids[:6]}, then {report}", flush=True)
     engine.shutdown()
