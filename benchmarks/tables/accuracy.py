@@ -97,8 +97,8 @@ def summary(
     shown = table((*heads, "fastest precision named"), rows)
     return (
         f"{shown}\n\nA cell is the median of its runs; single runs are up to "
-        f"{single:.0%} off. Without a prediction, FP8 weights with an FP8 cache are the fastest in "
-        f"{_most_fp8(told.records, 0.0)} groups. They are within {noise:.1%} of the fastest, the spread of repeats, in "
+        f"{single:.0%} off. Who always takes FP8 weights with an FP8 cache has the fastest in "
+        f"{_most_fp8(told.records, 0.0)} groups. It is within {noise:.1%} of the fastest, the spread of repeats, in "
         f"{_most_fp8(told.records, noise)}."
     )
 

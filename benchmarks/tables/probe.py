@@ -156,7 +156,7 @@ def _rows(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _about(found: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
     training, probe = found.get("training"), found["bf16"]
-    model = probe["model"]
+    model = probe["model"].partition(", from ")[0]  # the script that made it is gone
     if training is not None:
         model = f"{training['parameters'] / 1e6:.0f}M parameters, trained to a loss of {training['last_loss']:.2f}"
     scales = sorted({str(row["facts"]["kv_scales"]) for row in rows.values()} - {"None"})
