@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fp8plan.errors import ConfigError, warn
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Procedure, Reset, rpc
@@ -20,9 +20,6 @@ from fp8plan.runtime.apply.weight_sync.kv_scales import (
 from fp8plan.runtime.apply.weight_sync.manifest import some
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.tokens import refuse_tokens
-
-if TYPE_CHECKING:
-    pass
 
 # Most passes of the calibration prompts. After each, scales that clipped are at least doubled.
 MOST_CALIBRATIONS = 12
