@@ -12,7 +12,7 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, some
 from fp8plan.runtime.apply.quantize.block_fp8 import scale_shape
 
 if TYPE_CHECKING:
@@ -296,12 +296,6 @@ def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest
         scales = (*entry.shape[:-2], *scale_shape(*entry.shape[-2:]))
         entries += [entry._replace(dtype="float8_e4m3fn"), Entry(entry.name + SCALE_SUFFIX, "float32", scales)]
     return tuple(entries)
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first names for an error, and how many more they are."""
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
 
 
 class Part(NamedTuple):
