@@ -98,7 +98,9 @@ class VerlFront(Front):
 
     async def pause_generation(self, *, wait_for_inflight_requests: bool | None = None, **more: Any) -> None:
         """Pause as verl 0.9.1 asks. vLLM 0.32 has dropped the argument, which `mode` had replaced."""
-        await self._own["pause_generation"](**({"mode": "wait"} if wait_for_inflight_requests else {}) | more)
+        if wait_for_inflight_requests:
+            more.setdefault("mode", "wait")
+        await self._own["pause_generation"](**more)
 
     async def wake_up(self, tags: list[str] | None = None) -> Any:
         """Wake up the parts that the tags name. Once all are awake, new weights serve."""

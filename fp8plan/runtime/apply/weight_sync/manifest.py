@@ -7,6 +7,7 @@ checkpoint that the engine was started with (weight_sync.checkpoint).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
@@ -176,7 +177,7 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
     Only vLLM's dry run knows which tensors it leaves out.
     """
     names = [entry.name for entry in manifest]
-    if doubles := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
+    if doubles := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ConfigError(f"sent twice: {some(doubles)}; allowed: every tensor once")
     if not manifest:
         raise ConfigError("the manifest is empty; allowed: every tensor of the model's checkpoint")
