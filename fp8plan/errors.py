@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Sequence
 
 
 class Fp8PlanError(Exception):
@@ -35,6 +36,12 @@ class LostEngineError(SyncError):
 def text_of(error: BaseException) -> str:
     """Return an error's message, with its kind unless fp8plan raised it."""
     return str(error) if isinstance(error, Fp8PlanError) else f"{type(error).__name__}: {error}"
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first names for a message, and how many more they are."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
 
 
 def warn(text: str) -> None:

@@ -118,7 +118,10 @@ def _runs_off(validation: Validation) -> tuple[str, ...]:
 
 
 def coverage(sets: Mapping[str, Validation]) -> str:
-    """What the intervals of several sets of rollouts hold, in Markdown. sets: words for each -> its validation"""
+    """A Markdown table of the shares that intervals hold, of several sets of rollouts.
+
+    sets: words for each -> its validation
+    """
     rows = [
         (
             words,

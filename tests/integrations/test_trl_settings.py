@@ -209,10 +209,19 @@ def test_importing_fp8plan_does_not_import_trl() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_a_missing_trl_is_one_clear_error() -> None:
-    code = "import sys; sys.modules['trl'] = None\nimport fp8plan.integrations.trl"
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        "import sys; sys.modules['trl'] = None",
+        "import sys; sys.modules['trl.generation.vllm_client'] = None",
+        "import trl.generation.vllm_client as client; del client.VLLMClient",
+    ],
+)
+def test_a_missing_or_unknown_trl_is_one_clear_error(lacks: str) -> None:
+    code = f"{lacks}\nimport fp8plan.integrations.trl"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-    assert said.rstrip().endswith("ConfigError: TRL is not installed; type: pip install 'fp8plan[trl]'")
+    assert "ConfigError: TRL is not installed, or is one that fp8plan does not know (" in said
+    assert said.rstrip().endswith("; type: pip install 'fp8plan[trl]'")
 
 
 # ------------------------------------------------------------------------------------------------ the correction

@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from fp8plan.errors import SyncError
 from fp8plan.integrations.verl.front import VerlFront
-from fp8plan.runtime.apply.server.front import Front
+from fp8plan.runtime.apply.server.front import Front, UpdateError
 from fp8plan.runtime.apply.weight_sync.state import State
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 
@@ -224,6 +224,8 @@ def test_an_update_that_was_cancelled_ends_all_the_same(answer: dict[str, Any]) 
         update.cancel()
         await asyncio.wait({update})
         assert front.state.weights.state is State.WRITING
+        with pytest.raises(UpdateError, match="under way; wait for it before you begin another"):
+            await front.update(slow)
         await asyncio.sleep(0.4)
         assert front.state.weights.state is (State.REFUSED if "error" in answer else State.SERVING)
 

@@ -191,7 +191,7 @@ def measured_speedups() -> list[tuple[float, float, float, float]]:
     profile = load_profile(H200, "0.26.0")[0]
     groups: dict[str, list[tuple[Record, Simulated]]] = {}
     for record in read_records(profiles_path() / "h200_sxm/vllm-0.26.0/validation/rollouts.jsonl"):
-        if (record.fields.get("host_slowdown") or 1) < 1.75:  # a guard names the host from 1.5 on
+        if (record.fields.get("host_slowdown") or 1) < 1.75:
             groups.setdefault(record.group, []).append((record, simulated(record, profile)))
     for rows in groups.values():
         bf16 = [row for row in rows if row[0].fields["precision"] == "bf16"]

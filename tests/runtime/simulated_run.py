@@ -1,4 +1,4 @@
-"""Records of a run as a Monitor would write them, with the troubles of a real one: drift, spikes, a slow host, a step
+"""Records of a run as a Monitor would write them, with the troubles of a real one: drift, spikes, a compile, a step
 down of the guard."""
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _rollout(chance: np.random.Generator, at: float) -> dict[str, Any]:
 def _guard(row: dict[str, Any], step: int, steps: int) -> dict[str, Any]:
     achieved = sum(row["response_lengths"]) / row["seconds"]
     as_fast, down = achieved > 8200, step == int(0.8 * steps)
-    cause = {"cause": "slow_host", "sentence": "the host is 1.8 times as slow as a quiet one", "lost_s": 3.1}
+    cause = {"cause": "compiling", "sentence": "3 files of kernels were compiled during the rollout", "lost_s": 3.1}
     said = f"{achieved:,.0f} tokens/s, predicted for what ran are 9,200 (8,700 to 9,800)"
     why = "kv_to_bf16, because KL 4.4e-3 is over its limit 4e-3, in 3 rollouts" if down else "nothing to do"
     verdict = {

@@ -9,9 +9,11 @@ from fp8plan.errors import ConfigError
 
 try:
     from fp8plan.integrations.trl.trainer import GRPOTrainer
-except ModuleNotFoundError as error:
+except ImportError as error:
     if (error.name or "").partition(".")[0] != "trl":
         raise
-    raise ConfigError("TRL is not installed; type: pip install 'fp8plan[trl]'") from error
+    raise ConfigError(
+        f"TRL is not installed, or is one that fp8plan does not know ({error}); type: pip install 'fp8plan[trl]'"
+    ) from error
 
 __all__ = ["GRPOTrainer"]

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final, Self
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.apply.server.front import LAST_SEQUENCES, Front
+from fp8plan.runtime.apply.server.front import LAST_SEQUENCES, Front, UpdateError
 from fp8plan.runtime.apply.server.rollout import enough
 from fp8plan.runtime.apply.weight_sync.state import Event, State
 
@@ -57,6 +57,7 @@ class VerlFront(Front):
         super().__init__(engine)
         self.seen: dict[str, Any] = {}
         self._before: list[list[int]] = []  # sequences from before the rollout began
+        self._update: asyncio.Task[None] | None = None  # the last update
 
     @classmethod
     async def opened(cls, engine: Any) -> Self:
@@ -67,11 +68,14 @@ class VerlFront(Front):
     async def update(self, call: Callable[[], Awaitable[list[dict[str, Any]]]]) -> None:
         """Update the weights. call: sends an update to the workers, and returns their answers
 
-        Raises UpdateError, which names the weights that serve, if a worker refuses it. If this is cancelled, the update
-        goes on to its end.
+        Raises UpdateError beside another update, and if a worker refuses it; then it names the weights that serve. If
+        this is cancelled, the update goes on to its end.
         """
         await self._refuse_running("abort them before (verl: abort_all_requests)")
-        await asyncio.shield(asyncio.create_task(self._updated(call)))
+        if self._update is not None and not self._update.done():
+            raise UpdateError("an update of the weights is under way; wait for it before you begin another")
+        self._update = asyncio.create_task(self._updated(call))
+        await asyncio.shield(self._update)
 
     async def _updated(self, call: Callable[[], Awaitable[list[dict[str, Any]]]]) -> None:
         self._note(Event.BEGIN)
@@ -94,7 +98,9 @@ class VerlFront(Front):
 
     async def pause_generation(self, *, wait_for_inflight_requests: bool | None = None, **more: Any) -> None:
         """Pause as verl 0.9.1 asks. vLLM 0.32 has dropped the argument, which `mode` had replaced."""
-        await self._own["pause_generation"](**({"mode": "wait"} if wait_for_inflight_requests else {}) | more)
+        if wait_for_inflight_requests:
+            more.setdefault("mode", "wait")
+        await self._own["pause_generation"](**more)
 
     async def wake_up(self, tags: list[str] | None = None) -> Any:
         """Wake up the parts that the tags name. Once all are awake, new weights serve."""

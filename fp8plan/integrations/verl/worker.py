@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits, vLLMColocateWorkerExtension
 
-from fp8plan.errors import ConfigError, text_of
+from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.weight_sync.manifest import entry_of
+from fp8plan.runtime.apply.worker.arriving import Arriving
 from fp8plan.runtime.apply.worker.extension import Fp8PlanWorker, answering
 from fp8plan.runtime.apply.worker.updates import Updates, over_ranks
 
@@ -34,11 +35,22 @@ class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
         """
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
-        begun, buckets = time.perf_counter(), Buckets(self._fp8plan_updates)
+        def write(pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+            updates = self._fp8plan_updates()
+            if buckets.count == 1:
+                updates.start()
+            if not pairs:  # the last bucket may be empty
+                return
+            sink = updates.announce(tuple(entry_of(name, tensor) for name, tensor in pairs))
+            numbers = {entry.name: number for number, entry in enumerate(sink.manifest)}
+            # Copies, as verl reuses a bucket's memory, and vLLM's reload keeps tensors until a layer is complete.
+            sink.load([numbers[name] for name, _ in pairs], [tensor.clone() for _, tensor in pairs])
+
+        begun, buckets = time.perf_counter(), Arriving(write)
         if peft_config is not None:
             buckets.failure = "verl sends a LoRA adapter; allowed: whole weights (model.lora.merge=True)"
         receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
-        receiver.receive_weights(on_bucket_received=lambda pairs, is_last: buckets.take(pairs))
+        receiver.receive_weights(on_bucket_received=lambda pairs, is_last: buckets.load_weights(pairs))
         updates = self._fp8plan_updates()
         if failures := list(filter(None, over_ranks(buckets.failure))):
             updates.fail(failures[0])
@@ -50,37 +62,3 @@ class PlannedWorker(Fp8PlanWorker, vLLMColocateWorkerExtension):
         if not hasattr(self, "_fp8plan_of_verl"):
             self._fp8plan_of_verl = Updates(self)
         return self._fp8plan_of_verl
-
-
-class Buckets:
-    """The buckets of one update; the first opens it.
-
-    updates: returns the worker's Updates
-
-    failure: the first error, after which buckets are ignored; None without one
-    count:   buckets so far
-    """
-
-    def __init__(self, updates: Callable[[], Updates]) -> None:
-        self.failure: str | None = None
-        self.count = 0
-        self._updates = updates
-
-    def take(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Check a bucket, and write it. Raises nothing: the sending process waits for an answer."""
-        self.count += 1
-        if self.failure is not None:
-            return
-        try:
-            if self.count == 1:
-                self._updates().start()
-            if pairs:  # the last bucket may be empty
-                self._write(pairs)
-        except Exception as error:
-            self.failure = text_of(error)
-
-    def _write(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Write copies, as verl reuses a bucket's memory, and vLLM's reload keeps tensors until a layer is complete."""
-        sink = self._updates().announce(tuple(entry_of(name, tensor) for name, tensor in pairs))
-        numbers = {entry.name: number for number, entry in enumerate(sink.manifest)}
-        sink.load([numbers[name] for name, _ in pairs], [tensor.clone() for _, tensor in pairs])

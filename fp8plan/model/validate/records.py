@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8plan.errors import ConfigError, Fp8PlanError
+from fp8plan.errors import ConfigError, Fp8PlanError, some
 from fp8plan.jsonl import TORN, lines, torn_note
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import find_gpu
@@ -208,8 +208,7 @@ class Run(NamedTuple):
 
 
 def _steps(first: list[tuple[int, Any]]) -> str:
-    names = [f"line {line}" if step is None else f"step {step}" for line, step in first]
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return some([f"line {line}" if step is None else f"step {step}" for line, step in first])
 
 
 def read_run(path: str | Path, include_first: bool = False) -> Run:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from math import isclose, isfinite
 from typing import Final
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, some
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import E4M3_MAX, Precision, find_precision
 from fp8plan.model.risk.expected import RiskBudget
 from fp8plan.runtime.apply.doctor import weights_checks
-from fp8plan.runtime.apply.doctor.observed import Finding, Logged, Observed, fault, ok, some, unknown, warning
+from fp8plan.runtime.apply.doctor.observed import Finding, Logged, Observed, fault, ok, unknown, warning
 from fp8plan.runtime.apply.weight_sync.kv_scales import INSTEAD, keeps_scales
 from fp8plan.runtime.watch.controller.alarms import MEANINGS, Alarm, Meaning
 from fp8plan.runtime.watch.controller.state import AlarmLimits

@@ -56,7 +56,9 @@ class Diagnosis:
         """A line for each finding, and the remedy of each fault and warning."""
         lines = [f"{finding.check}: {finding.state.value}: {finding.says}" for finding in self.findings]
         todo = [f"{finding.fault}: {finding.todo}" for finding in (*self.faults, *self.warnings)]
-        return "\n".join([self.target, *lines, *(["to mend it, type"] if todo else []), *todo])
+        if todo:
+            lines += ["to mend it, type", *todo]
+        return "\n".join([self.target, *lines])
 
 
 def doctor(

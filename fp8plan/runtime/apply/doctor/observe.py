@@ -104,7 +104,7 @@ def observe_llm(llm: LLM, request: Request) -> Observed:
     state = SyncState(SyncSettings(), None, str(config.cache_config.cache_dtype).startswith("fp8"))
     state.longest_prompt, state.vocabulary = config.model_config.max_model_len - 1, config.model_config.get_vocab_size()
     fields = _inside(asking_llm(llm), state, request, request.prompts or (), notes, config.model_config.max_logprobs)
-    counts = notes.of("preemptions", lambda: counts_of(llm))
+    preemptions, requests = notes.of("preemptions", lambda: counts_of(llm)) or (None, None)
     facts: Mapping[str, Any] = fields["ranks"][0] if fields["ranks"] else {}
     gpu, kernels = measured_on(request, facts, notes)
     return Observed(
@@ -112,8 +112,8 @@ def observe_llm(llm: LLM, request: Request) -> Observed:
         gpu=gpu,
         precision=request.precision,
         measured_kernels=kernels,
-        preemptions=None if counts is None else counts[0],
-        requests=None if counts is None else counts[1],
+        preemptions=preemptions,
+        requests=requests,
         **fields,
         unseen=notes.unseen,
     )

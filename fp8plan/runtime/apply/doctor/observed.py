@@ -210,8 +210,3 @@ def unknown(check: str, why: str) -> Finding:
     """Nothing is known. why: "REASON; type: REMEDY", or the reason alone"""
     says, _, todo = why.partition("; type: ")
     return Finding(check, State.UNKNOWN, says, None, todo or None)
-
-
-def some(names: Sequence[str]) -> str:
-    """The first names of a list, and the number of all."""
-    return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} ({len(names)})"

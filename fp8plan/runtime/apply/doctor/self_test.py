@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from traceback import print_exc
 from typing import TYPE_CHECKING, Any, Final
 
-from fp8plan.errors import ConfigError, text_of
+from fp8plan.errors import ConfigError, some, text_of
 from fp8plan.model.configs import find_config
 from fp8plan.model.emit.vllm import vllm_env
 from fp8plan.model.hardware import Gpu, find_gpu
@@ -148,9 +148,7 @@ def _checked(setup: EngineSetup) -> Generator[str, None, None]:
             (fresh,) = engine.ask(rpc("fp8plan_digests"))
     differ = sorted(name for name in synced.keys() | fresh if synced.get(name) != fresh.get(name))
     if differ:
-        raise ConfigError(
-            f"{len(differ)} of {len(fresh)} parameters are not those of a fresh engine: {', '.join(differ[:4])}"
-        )
+        raise ConfigError(f"{len(differ)} of {len(fresh)} parameters are not those of a fresh engine: {some(differ)}")
     yield f"all {len(fresh)} parameters have the bits of a fresh engine on a checkpoint of the same weights"
 
 

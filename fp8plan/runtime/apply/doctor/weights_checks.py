@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Final
 
-from fp8plan.runtime.apply.doctor.observed import Finding, Observed, fault, ok, some, unknown
+from fp8plan.errors import some
+from fp8plan.runtime.apply.doctor.observed import Finding, Observed, fault, ok, unknown
 
 # Allowed k3 per token. Kernels that add in another order leave 0.0001 to 0.003 between two ways through one engine; a
 # broken way shows 0.1 and more.

@@ -191,8 +191,11 @@ class AsyncRolloutEngine(
             return await act()
 
 
-async def finished(generate: Callable[[Any, Any, str], AsyncGenerator[Any]], prompt: Any, params: Any) -> Any:
-    """Return the last output of one request. generate: that of an AsyncLLM, or one like it"""
+Generates = Callable[[Any, Any, str], AsyncGenerator[Any]]  # `generate` of an AsyncLLM, or one like it
+
+
+async def finished(generate: Generates, prompt: Any, params: Any) -> Any:
+    """Return the last output of one request."""
     output = None
     async with aclosing(generate(prompt, params, f"fp8plan-{uuid4().hex}")) as outputs:
         async for output in outputs:  # noqa: B007 -- the last one is wanted

@@ -64,4 +64,5 @@ class Remembered:
         if how == "open":
             self._opened, self.sequences = sampled, sampled.spread
         else:
-            self.sequences = [*(self.sequences if more else ()), *sampled.spread][-CALIBRATION_SEQUENCES:]
+            earlier = self.sequences if more else []
+            self.sequences = [*earlier, *sampled.spread][-CALIBRATION_SEQUENCES:]

@@ -185,7 +185,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
             try:
                 self._waiting.add(number)  # first of all, so that it never serves without the weights, whatever fails
                 self.state.prepared.clear()  # the new one has not seen any manifest
-                self.state.base = None  # nor the weights that a patch changes, so the next sync sends all
+                self.state.base = self.state.stamp = None  # nor the weights that serve: the next sync sends all
                 self._members.stop([number])
                 self._members.start([number], self.launch)
                 self._remind()

@@ -7,14 +7,12 @@ the server's one Python thread (docs/evidence/speed.md, "Outputs of TRL's server
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError, Fp8PlanError
-from fp8plan.runtime.apply.engine.async_engine import finished
+from fp8plan.runtime.apply.engine.async_engine import Generates, finished
 from fp8plan.runtime.apply.engine.base import has_nan
-
-Generate = Callable[[Any, Any, str], AsyncGenerator[Any, None]]  # `generate` of an AsyncLLM or of a Front
 
 # Sampling parameters with the same meaning in vLLM's engine and in its route for completions.
 SAMPLING: Final = (
@@ -33,7 +31,7 @@ class ResponseError(Fp8PlanError, ValueError):
 
 
 async def rolled_out(
-    generate: Generate, config: Any, prompts: Sequence[list[int]], sampling: dict[str, Any]
+    generate: Generates, config: Any, prompts: Sequence[list[int]], sampling: dict[str, Any]
 ) -> dict[str, Any]:
     """Generate for all prompts; return "token_ids", "logprobs" and "finish_reasons" of each response, in the prompts'
     order.

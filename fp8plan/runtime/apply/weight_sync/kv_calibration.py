@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from fp8plan.errors import ConfigError, warn
+from fp8plan.errors import ConfigError, some, warn
 from fp8plan.runtime.apply.weight_sync.calls import Call, Generate, Procedure, Reset, rpc
 from fp8plan.runtime.apply.weight_sync.kv_scales import (
     MEASURED_SCALES,
@@ -17,12 +17,8 @@ from fp8plan.runtime.apply.weight_sync.kv_scales import (
     largest,
     scales_from,
 )
-from fp8plan.runtime.apply.weight_sync.manifest import some
 from fp8plan.runtime.apply.weight_sync.state import SyncState
 from fp8plan.runtime.tokens import refuse_tokens
-
-if TYPE_CHECKING:
-    pass
 
 # Most passes of the calibration prompts. After each, scales that clipped are at least doubled.
 MOST_CALIBRATIONS = 12

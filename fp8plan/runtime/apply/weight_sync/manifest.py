@@ -7,12 +7,13 @@ checkpoint that the engine was started with (weight_sync.checkpoint).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, some
 from fp8plan.runtime.apply.quantize.block_fp8 import scale_shape
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def refuse(manifest: Manifest, expected: Manifest | None, weights_in: str) -> No
     Only vLLM's dry run knows which tensors it leaves out.
     """
     names = [entry.name for entry in manifest]
-    if doubles := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
+    if doubles := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ConfigError(f"sent twice: {some(doubles)}; allowed: every tensor once")
     if not manifest:
         raise ConfigError("the manifest is empty; allowed: every tensor of the model's checkpoint")
@@ -296,12 +297,6 @@ def quantised_manifest(manifest: Manifest, quantised: Iterable[str]) -> Manifest
         scales = (*entry.shape[:-2], *scale_shape(*entry.shape[-2:]))
         entries += [entry._replace(dtype="float8_e4m3fn"), Entry(entry.name + SCALE_SUFFIX, "float32", scales)]
     return tuple(entries)
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first names for an error, and how many more they are."""
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
 
 
 class Part(NamedTuple):

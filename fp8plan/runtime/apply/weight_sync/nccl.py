@@ -79,6 +79,13 @@ def completed(
         yield entry.name, tensor.to(device)
 
 
+def _noted(pairs: Iterable[tuple[str, torch.Tensor]], note: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield pairs, and call `note` before each."""
+    for pair in pairs:
+        note()
+        yield pair
+
+
 def _next(stream: Iterator[tuple[str, Any]], entry: Entry | None) -> torch.Tensor | None:
     """Return the next tensor, which must be `entry`; None: the end must come. Raises ConfigError for any other."""
     pair = next(stream, None)
@@ -132,7 +139,7 @@ def agree(group: Any, key: str, failure: str | None = None) -> None:
 
 @contextmanager
 def limited(group: Any, seconds: float) -> Iterator[Callable[[], None]]:
-    """Break NCCL off after so many seconds: a broadcast does not end if its other end has died.
+    """Break NCCL off after so many seconds without a tensor: a broadcast does not end if its other end has died.
 
     Yields a function that starts the count anew. Raises SyncError at the break, or LostEngineError on a GPU: CUDA does
     not survive a break (illegal memory access at the next use).
@@ -159,7 +166,7 @@ def limited(group: Any, seconds: float) -> Iterator[Callable[[], None]]:
         watcher.join()
         if late.is_set():
             lost = LostEngineError if group.device.type == "cuda" else SyncError
-            raise lost(f"the tensors took more than {seconds:g} s; {BROKEN}")
+            raise lost(f"no tensor was sent or taken for {seconds:g} s; {BROKEN}")
 
 
 def working(group: Any) -> Any:
@@ -210,7 +217,7 @@ class Rendezvous:
     world_size:    1 for the trainer, and the engine's workers (tensor x pipeline x data parallel), of all replicas
     buffer_bytes:  size of one broadcast, which its last tensor may exceed
     buffers:       broadcasts under way; each end holds one buffer more
-    limit_s:       seconds after which a sync is broken off, as its other end must have died
+    limit_s:       seconds without a tensor after which a sync is broken off, as its other end must have died
     first_rank:    rank of the engine's first worker; a fleet gives each replica its own
 
     Raises ConfigError for values out of range.
@@ -356,11 +363,11 @@ class TrainerTransfer:
 
         group, where, failures = working(self._group.result()), self._where, list[str]()
         agree(group, digest(manifest), misaligned(manifest, where.buffer_bytes))
-        with torch.no_grad(), _current(self._device), limited(group, where.limit_s):
+        with torch.no_grad(), _current(self._device), limited(group, where.limit_s) as renew:
             # Writes of the weights may still be under way, on other streams.
             torch.get_device_module(self._device).synchronize(self._device)
             packed_nccl_broadcast_producer(
-                iterator=completed(pairs, manifest, self._device, failures),
+                iterator=_noted(completed(pairs, manifest, self._device, failures), renew),
                 group=group,
                 src=0,
                 post_iter_func=lambda pair: pair[1],

@@ -24,8 +24,9 @@ from fp8plan.runtime.apply.plugin import BACKEND, PLUGINS, logger, transfer_limi
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version, untested
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest, dtype_named, read_manifest
 from fp8plan.runtime.apply.weight_sync.plain_group import PlainGroup
+from fp8plan.runtime.apply.worker.arriving import Arriving
 from fp8plan.runtime.apply.worker.extension import Fp8PlanWorker
-from fp8plan.runtime.apply.worker.nccl_receive import Arriving, PlainReceiver
+from fp8plan.runtime.apply.worker.nccl_receive import PlainReceiver, on_one_stream
 from fp8plan.runtime.apply.worker.updates import Sink, Updates, over_ranks
 
 EXPIRY_S: Final = 60  # age at which the store forgets a broadcast: every rank has read it by then, or has died
@@ -156,7 +157,7 @@ class Fp8PlanTransfer(PlainReceiver):
             sink = self.updates.announce(part)
         except Exception as error:
             failure = text_of(error)
-        arriving = Arriving(None, ()) if sink is None else Arriving(sink.load, sink.manifest)
+        arriving = Arriving(None if sink is None else on_one_stream(sink.load, sink.manifest))
         arriving.failure = next(filter(None, over_ranks(failure)), None)
         begun = time.perf_counter()
         try:

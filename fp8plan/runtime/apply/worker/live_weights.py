@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, some
 from fp8plan.runtime.apply.quantize.targets import FINITE, NOT_FINITE
 from fp8plan.runtime.apply.weight_sync.checkpoint import checkpoint_manifest, local_folder, not_zero
 from fp8plan.runtime.apply.weight_sync.kv_scales import Scales, keeping_scales, scales_of, set_scales
-from fp8plan.runtime.apply.weight_sync.manifest import Manifest, some
+from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.apply.weight_sync.shared import Twins, refuse_apart
 from fp8plan.runtime.apply.weight_sync.state import Event, State, Weights, after
 from fp8plan.runtime.apply.worker.comparison import Samples

@@ -14,12 +14,13 @@ import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from fp8plan.errors import text_of
 from fp8plan.runtime.apply.weight_sync.manifest import Manifest
 from fp8plan.runtime.apply.weight_sync.nccl import Rendezvous, agree, chunk_manifest, digest, limited, working
 from fp8plan.runtime.apply.weight_sync.plain_group import PlainGroup, communicator
+from fp8plan.runtime.apply.worker.arriving import Arriving
 
 if TYPE_CHECKING:
+    from fp8plan.runtime.apply.worker.arriving import Write
     from fp8plan.runtime.apply.worker.live_weights import LiveWeights
 
 
@@ -124,7 +125,7 @@ class Receiver(PlainReceiver):
     def _taken(self, manifest: Manifest, load: Load) -> int:
         agree(self.model_update_group, digest(manifest))
         torch.get_device_module(self.device).synchronize(self.device)
-        arriving = Arriving(load, manifest)
+        arriving = Arriving(on_one_stream(load, manifest))
         contents = {
             "names": [entry.name for entry in manifest],
             "dtype_names": [entry.dtype for entry in manifest],
@@ -135,46 +136,29 @@ class Receiver(PlainReceiver):
         return arriving.count
 
 
-class Arriving:
-    """A stand-in for the model that vLLM loads into. It keeps its first failure, and ignores all tensors after it.
+def on_one_stream(load: Load, manifest: Manifest) -> Write:
+    """Return a function that writes named tensors by `load`, on one stream.
 
-    load:  takes the tensors; None after an earlier failure
-    renew: called when tensors have come
+    vLLM's reload may keep tensors until the next broadcast, which comes on another stream. The broadcast's stream waits
+    for the writes, and vLLM waits for that stream before it reuses the buffer. All tensors are views of the buffer. One
+    record_stream keeps it from reuse while a kept tensor is read.
     """
+    places = {entry.name: number for number, entry in enumerate(manifest)}
+    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
-    def __init__(self, load: Load | None, manifest: Manifest) -> None:
-        self.failure: str | None = None
-        self.count = 0
-        self._load = load
-        self.renew: Callable[[], None] = lambda: None
-        self._numbers = {entry.name: number for number, entry in enumerate(manifest)}
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-
-    def load_weights(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self.count += 1
-        self.renew()
-        if self.failure is not None or self._load is None:
-            return
-        try:
-            self._write(self._load, [self._numbers[name] for name, _ in pairs], [tensor for _, tensor in pairs])
-        except Exception as error:
-            self.failure = text_of(error)
-
-    def _write(self, load: Load, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Write on one stream. vLLM's reload may keep tensors until the next broadcast, which comes on another stream.
-
-        The broadcast's stream waits for the writes, and vLLM waits for that stream before it reuses the buffer. All
-        tensors are views of the buffer. One record_stream keeps it from reuse while a kept tensor is read.
-        """
-        if self._stream is None:
+    def write(pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        numbers, tensors = [places[name] for name, _ in pairs], [tensor for _, tensor in pairs]
+        if stream is None:
             load(numbers, tensors)
             return
         arrived = torch.cuda.current_stream()
-        self._stream.wait_stream(arrived)
-        tensors[0].record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(arrived)
+        tensors[0].record_stream(stream)
+        with torch.cuda.stream(stream):
             load(numbers, tensors)
-        arrived.wait_stream(self._stream)
+        arrived.wait_stream(stream)
+
+    return write
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:

@@ -13,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, some
 from fp8plan.runtime.apply.quantize.targets import FINITE, NOT_FINITE, content
 from fp8plan.runtime.apply.weight_sync.delta.parts import cuts_of, sums
 from fp8plan.runtime.apply.weight_sync.delta.patch import Change, unpacked
 from fp8plan.runtime.apply.weight_sync.delta.places import Span, Window, write_values
 from fp8plan.runtime.apply.weight_sync.delta.tiles import TILE, digests, flat, matrix
-from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_named, is_matrix, some
+from fp8plan.runtime.apply.weight_sync.manifest import Entry, dtype_named, is_matrix
 from fp8plan.runtime.apply.weight_sync.shared import apart_by_digests, refuse_apart
 from fp8plan.runtime.apply.worker.binding import Move, Target, WholeTiles
 from fp8plan.runtime.apply.worker.facts import digest

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, some
 from fp8plan.runtime.apply.quantize.targets import CopyTargets, QuantizeTargets, content
 from fp8plan.runtime.apply.weight_sync.manifest import (
     LEFT_OUT,
@@ -24,7 +24,6 @@ from fp8plan.runtime.apply.weight_sync.manifest import (
     dtype_named,
     held_dtype,
     is_matrix,
-    some,
 )
 from fp8plan.runtime.apply.worker.binding import Binding, Move, Target, bind, derived_from, kind, refused
 from fp8plan.runtime.apply.worker.load_map import LoadMap, joined, leaders, trace

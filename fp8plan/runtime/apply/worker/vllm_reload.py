@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fp8plan.errors import ConfigError
-from fp8plan.runtime.apply.weight_sync.manifest import some
+from fp8plan.errors import ConfigError, some
 
 if TYPE_CHECKING:
     import torch

@@ -59,7 +59,9 @@ def _limits(rule: Rejection) -> tuple[float, float]:
     """The smallest and the largest divergence to keep: bounds on a ratio are bounds on k1, turned round."""
     if rule.estimator != "k1":
         return -inf, rule.high
-    return -log(rule.high) if rule.high < inf else -inf, -log(rule.low) if rule.low else inf
+    least = -log(rule.high) if rule.high < inf else -inf
+    most = -log(rule.low) if rule.low else inf
+    return least, most
 
 
 def _tokens_kept(tokens: Tokens, rule: Rejection) -> tuple[torch.Tensor, Sums]:

@@ -32,7 +32,11 @@ def _engine_fields(facts: EngineFacts) -> dict[str, Any]:
     """Facts about the engine that runs, under the names of a rollout record."""
     limits: EngineLimits = facts.limits
     imposed = None if limits.num_gpu_blocks is None else (limits.num_gpu_blocks + 1) * limits.block_size
-    graphs = limits.max_cudagraph_capture_size
+    optional = {
+        "max_cudagraph_capture_size": limits.max_cudagraph_capture_size,
+        "delta_bytes": facts.delta_bytes,
+        "host_loop_s": facts.host_loop_s,
+    }
     return {
         "model": facts.model,
         "gpu": facts.gpu,
@@ -41,12 +45,10 @@ def _engine_fields(facts: EngineFacts) -> dict[str, Any]:
         "precision": facts.precision,
         **{name: getattr(limits, limit) for name, limit in RECORDED.items()},
         "kv_cache_tokens": imposed,
-        **({} if graphs is None else {"max_cudagraph_capture_size": graphs}),
         "kernel_backends": dict(facts.kernel_backends),
         "e8m0": facts.e8m0,
         "inside": None if facts.inside == OWN else facts.inside,
-        **({} if facts.delta_bytes is None else {"delta_bytes": facts.delta_bytes}),
-        **({} if facts.host_loop_s is None else {"host_loop_s": facts.host_loop_s}),
+        **{name: value for name, value in optional.items() if value is not None},
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from fleet_fakes import MANIFEST, FakeLaunch, FakeMembers, FakeReplica, made
 
 from fp8plan.errors import ConfigError, LostEngineError, NotServingError, SyncError
 from fp8plan.model.limits import EngineLimits
-from fp8plan.runtime.apply.engine.base import EngineBase
+from fp8plan.runtime.apply.engine.base import EngineBase, driven
 from fp8plan.runtime.apply.fleet.fleet import RolloutFleet
+from fp8plan.runtime.apply.weight_sync.delta.follower import Fetched, Follower
+from fp8plan.runtime.apply.weight_sync.delta.listing import Store
+from fp8plan.runtime.apply.weight_sync.delta.store import Publisher
 from fp8plan.runtime.apply.weight_sync.nccl import RemoteSource, Rendezvous
 from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.guard.fallback import Action, GuardState
@@ -51,6 +55,26 @@ def test_a_replacement_serves_from_the_next_sync_on() -> None:
     assert weights(members) == {0: 6.0, 1: 6.0}
     assert members.living[1].scales == fleet.state.kv_scales == members.living[0].scales
     assert (fleet.serves, fleet.waiting) == ([0, 1], [])
+
+
+def test_a_replacement_gets_all_tensors_of_a_store_whose_newest_version_the_others_have(tmp_path: Path) -> None:
+    fleet, _ = made()
+    sync(fleet, 5.0)
+    Publisher(str(tmp_path), fp8=()).publish({"w": torch.full((2,), 5.0, dtype=torch.bfloat16)})
+    latest = Store(str(tmp_path)).latest()
+    assert latest is not None
+    fleet.state.stamp = latest.newest.stamp
+
+    def fetched() -> Fetched | None:
+        files = Follower(str(tmp_path)).fetching(fleet, str(tmp_path / "here"), None)
+        return driven(files, lambda call: None)
+
+    (tmp_path / "here").mkdir()
+    assert fetched() is None
+    fleet.replace(1)
+    whole = fetched()
+    assert whole is not None
+    assert whole.base is None
 
 
 def test_before_the_first_sync_a_replacement_has_the_checkpoint_and_the_scales() -> None:

@@ -4,6 +4,7 @@ broadcast one through the rendezvous's store."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -238,15 +239,30 @@ class TestFaults:
 
         sending: list[Any] = []
         source = transfer.source(stalling(), manifest_of(sent))
-        with pytest.raises(SyncError, match=r"more than 0.5 s"):
+        with pytest.raises(SyncError, match=r"no tensor was sent or taken for 0.5 s"):
             engine.sync_weights(RemoteSource(source.manifest, lambda: sending.append(source.start())))
         self.refuses(engine)
         with pytest.raises(SyncError, match="broken off; connect"):
             engine.sync_weights(transfer.source(sent))
         goes_on.set()
-        with pytest.raises(SyncError, match=r"more than 0.5 s"):
+        with pytest.raises(SyncError, match=r"no tensor was sent or taken for 0.5 s"):
             sending[0].result(10)
         engine.sync_weights(connect(engine.join_transfer, device="cpu").source(weights("dense", "a")))
+        assert engine.serving
+
+    @pytest.mark.filterwarnings("ignore:.*exceeds buffer_size_bytes")
+    def test_a_slow_trainer_may_take_longer_than_the_limit_in_all(self, engine: Any) -> None:
+        limit_s, sent = 1.0, weights("dense", "b")
+        transfer = connect(engine.join_transfer, device="cpu", buffer_bytes=1, limit_s=limit_s)
+
+        def slow() -> Iterator[Any]:
+            for pair in sent.items():
+                time.sleep(2 * limit_s / len(sent))
+                yield pair
+
+        report = engine.sync_weights(transfer.source(slow(), manifest_of(sent)))
+        assert report.seconds["load"] > limit_s
+        assert report.chunks == len(sent)
         assert engine.serving
 
 

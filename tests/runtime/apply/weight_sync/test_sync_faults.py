@@ -204,6 +204,10 @@ NO_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     ),
     "an empty iterator": (given(iter(())), "announced and not sent"),
     "an iterator that fails at once": (lambda tensors: broken(tensors, 0, RuntimeError("a rank is lost")), "a rank is"),
+    "an iterator of meta tensors": (
+        lambda tensors: ((name, tensor.to("meta")) for name, tensor in tensors.items()),
+        "on the meta device",
+    ),
 }
 
 

@@ -186,7 +186,8 @@ def test_what_vllm_loads_into_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None
     import torch
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from fp8plan.runtime.apply.worker.nccl_receive import Arriving, PlainReceiver
+    from fp8plan.runtime.apply.worker.arriving import Arriving
+    from fp8plan.runtime.apply.worker.nccl_receive import PlainReceiver
 
     def received(engine: Any, announced: str) -> None:
         assert engine.model is arriving
@@ -196,7 +197,7 @@ def test_what_vllm_loads_into_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None
     config = SimpleNamespace(parallel_config=None, model_config=None)
     receiver = PlainReceiver(SimpleNamespace(), config, torch.device("cpu"), torch.nn.Identity())
     notes = receiver._last_update_info = {}
-    arriving = Arriving(None, ())
+    arriving = Arriving(None)
     seen: list[dict[Any, str]] = []
     monkeypatch.setattr(NCCLWeightTransferEngine, "receive_weights", received)
     receiver.take("as vLLM's receive_weights does", arriving, 60.0)

@@ -96,7 +96,7 @@ def test_a_part_without_a_whole_tile_has_none_to_compare() -> None:
 
 
 def prepared_for(manifest: Any, moves: dict[str, tuple[Move, ...]], shared: Any = ()) -> Any:
-    """What Patches read of a Prepared."""
+    """A Prepared, as far as Patches read it."""
     binding = SimpleNamespace(moves=moves)
     return SimpleNamespace(manifest=manifest, reloads={}, targets={}, binding=binding, shared=shared)
 

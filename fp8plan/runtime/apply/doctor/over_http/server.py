@@ -63,7 +63,10 @@ def observe_server(server: Server, request: Request) -> Observed:
         facts["weights"] = status.weights.version
     inside = dict.fromkeys(("ranks", "kv_scales", "version", "kernels"), UNSEEN)
     notes.unseen |= inside | {"weights": FROM_INSIDE}
-    counts = None if page is None else notes.of("preemptions", lambda: [answers.total(page, name) for name in COUNTERS])
+    preemptions, requests = None, None
+    if page is not None:
+        counted = notes.of("preemptions", lambda: [answers.total(page, name) for name in COUNTERS])
+        preemptions, requests = counted or (None, None)
     state = SyncState(SyncSettings(), None, fp8_kv=False)
     state.longest_prompt = None if model.max_model_len is None else model.max_model_len - 1
     refuse_given(request, sequences, state)
@@ -87,8 +90,8 @@ def observe_server(server: Server, request: Request) -> Observed:
         kernels=names,
         measured_kernels=kernels,
         kv_scales=None if status.kv_scales is None else msgspec.to_builtins(status.kv_scales.scales),
-        preemptions=None if counts is None else counts[0],
-        requests=None if counts is None else counts[1],
+        preemptions=preemptions,
+        requests=requests,
         refusal=refusal,
         **heard,
         unseen=notes.unseen,

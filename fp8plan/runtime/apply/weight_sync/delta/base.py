@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from fp8plan.errors import ConfigError
+from fp8plan.errors import ConfigError, some
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.apply.quantize.block_fp8 import described
 from fp8plan.runtime.apply.quantize.targets import quantized
@@ -20,7 +20,6 @@ from fp8plan.runtime.apply.weight_sync.manifest import (
     dtype_name,
     entry_of,
     refuse_quantising,
-    some,
 )
 from fp8plan.runtime.apply.weight_sync.shared import Twins, refuse_apart
 

@@ -115,9 +115,10 @@ class Formats(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _refuse_empty(manifest: Manifest) -> None:
-    """Raise ValueError for a tensor without values, and ConfigError, which is one, for an unknown dtype."""
-    if any(entry.nbytes < 1 or min(entry.shape, default=1) < 1 for entry in manifest):
-        raise ValueError("an empty tensor")
+    """Raise ConfigError for a tensor without values, and for an unknown dtype."""
+    for entry in manifest:
+        if entry.nbytes < 1 or min(entry.shape, default=1) < 1:
+            raise ConfigError(f"{entry.name} has shape {list(entry.shape)}; allowed: tensors with values")
 
 
 def formats(state: SyncState) -> Generator[Call, Any, Formats]:

@@ -31,8 +31,9 @@ from fp8plan.runtime.apply.weight_sync.delta import files as store_files
 from fp8plan.runtime.apply.weight_sync.delta.archive import TAIL, Archive
 from fp8plan.runtime.apply.weight_sync.delta.files import UnreadableError
 from fp8plan.runtime.apply.weight_sync.delta.follower import Follower
-from fp8plan.runtime.apply.weight_sync.delta.listing import HELD, Store
+from fp8plan.runtime.apply.weight_sync.delta.listing import HELD, Formats, Store
 from fp8plan.runtime.apply.weight_sync.delta.store import Publisher
+from fp8plan.runtime.apply.weight_sync.manifest import Entry
 
 Tensors = dict[str, torch.Tensor]
 HARMLESS = r"Nothing was written; the old weights serve"
@@ -331,6 +332,11 @@ def test_a_latest_json_that_cannot_be_parsed_is_named(store: Path, text: bytes) 
     (store / "latest.json").write_bytes(text)
     with pytest.raises(SyncError, match=rf"latest\.json.*{HARMLESS}"):
         Follower(str(store)).pull(Engine())
+
+
+def test_a_tensor_without_values_in_an_engines_checkpoint_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"w has shape \[0, 4\]; allowed: tensors with values"):
+        Formats((Entry("w", "bfloat16", (0, 4)),), frozenset(), {})
 
 
 @pytest.mark.parametrize(
