@@ -291,6 +291,6 @@ def test_theory_is_outside_of_a_calibration_and_a_part_of_every_import() -> None
 
 def test_risk_and_correction_are_passed_on_as_sentences() -> None:
     found = explain(Answer((row("bf16", 100),), 0, [TIMED], MEASURED), RISK, CORRECTIONS, REQUEST)
-    for text in (*RISK.reasons, *CORRECTIONS.notes):
+    for text in (*RISK.reasons, *CORRECTIONS):
         assert any(text in sentence for sentence in found)
     assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in found)
