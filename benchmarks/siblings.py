@@ -1,6 +1,6 @@
 """Single kernels that were timed on an H200 and an H100, beside the law for GPUs that share a profile.
 
-    python -m benchmarks.siblings        prints the table of docs/evidence/accuracy.md
+    python -m benchmarks.siblings        prints the table
 
 A row is a kernel, over the sizes of at least MANY rows that were timed on both. The figures are medians of its seconds
 on the H100 over those on the H200. "By bandwidth" takes the H200's share of the datasheet's bandwidth for the H100's.

@@ -25,7 +25,7 @@ from fp8plan.model.configs.fields import shown
 ADVICE: Final = "give a hub id, such as Qwen/Qwen3-8B, or a folder with a config.json"
 MOST_CHARACTERS: Final = 4096  # the longest path on Linux
 # The address of a page on the hub, and its path.
-HUB: Final = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)(?:/([^?#]*).*)?", re.IGNORECASE | re.DOTALL)
+HUB: Final = re.compile(r"(?is)(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)(?:/([^?#]*).*)?")
 # The path of a model's page: its id, and the revision that a longer path names. The hub has other things in folders.
 PAGE: Final = re.compile(
     r"(?!(?:datasets|spaces|collections|papers|docs)/)([^/]+/[^/]+)(?:/(?:tree|blob|raw|resolve)/([^/]+))?(?:/.*)?"
