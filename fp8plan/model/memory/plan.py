@@ -330,15 +330,13 @@ def _unchecked_plan(
         raise ConfigError(f"{precision.name}: {reason}")
     longest = limits.max_model_len or longest_request or shape.context.derived()
     caches, rules = model_caches(shape, precision, limits, longest, gpu.is_cpu, gpu.compute_capability, engine_version)
-    empty = plan_kv_cache(caches, rules, num_blocks=0)
+    empty = plan_kv_cache(caches, rules)
     limits = replace(limits, max_model_len=longest, block_size=rules.block_size)
     terms = _cpu_terms(shape, precision) if gpu.is_cpu else _gpu_terms(shape, precision, gpu, limits, engine_version)
     plan = MemoryPlan(**terms, kv=empty, imposed=limits.num_gpu_blocks is not None)
     if limits.num_gpu_blocks is not None:
-        blocks = limits.num_gpu_blocks + 1
-    else:
-        blocks = max(0, plan.available_bytes) // empty.block_bytes
-    return replace(plan, kv=replace(empty, num_blocks=blocks))
+        return replace(plan, kv=replace(empty, num_blocks=limits.num_gpu_blocks + 1))
+    return replace(plan, kv=empty.within(plan.available_bytes))
 
 
 def _gpu_terms(
