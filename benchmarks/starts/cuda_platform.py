@@ -34,7 +34,7 @@ COMPILED = ("_c", "_moe", "vllm_")  # how torch's names of vLLM's compiled opera
 
 @dataclass(frozen=True)
 class Card:
-    """What vLLM asks of a GPU. product: as nvidia-smi names it"""
+    """A GPU as vLLM asks for it. product: as nvidia-smi names it"""
 
     capability: tuple[int, int]
     memory_bytes: int = 80 << 30

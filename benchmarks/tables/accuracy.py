@@ -118,7 +118,7 @@ def _runs_off(validation: Validation) -> tuple[str, ...]:
 
 
 def coverage(sets: Mapping[str, Validation]) -> str:
-    """What the intervals of several sets of rollouts hold, in Markdown. sets: words for each -> its validation"""
+    """The coverage of the intervals on several sets of rollouts, in Markdown. sets: words for each -> its validation"""
     rows = [
         (
             words,

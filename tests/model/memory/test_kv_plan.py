@@ -117,9 +117,9 @@ def test_blocks_grow_until_one_holds_a_state() -> None:
 
 
 def test_a_state_has_a_third_block_for_the_end_of_a_prompt() -> None:
-    """Of Mamba 2 from 0.32 on; of gated delta nets in 0.33, in blocks of whole 64 tokens."""
+    """Mamba 2 has it from 0.32 on; gated delta nets in 0.33, in blocks of whole 64 tokens."""
     caches = [
-        cache._replace(checkpoint="Mamba 2 has a checkpoint block" * bool(cache.state_bytes)) for cache in NEMOTRON
+        cache._replace(checkpoint="Mamba 2 has a checkpoint block" if cache.state_bytes else "") for cache in NEMOTRON
     ]
     for version, states in (("0.26", 2), ("0.31", 2), ("0.32", 3), ("0.33", 3)):
         rules = KvRules(32768, 8192, vllm=version)
