@@ -55,11 +55,11 @@ def datasheet(_: Record, prepared: Simulated) -> Answer:
 
 def methods() -> dict[str, Method]:
     """Name -> method, in the order of the file."""
-    found: dict[str, Method] = {"roofline": roofline, "datasheet profile": datasheet}
+    methods: dict[str, Method] = {"roofline": roofline, "datasheet profile": datasheet}
     for backend in aic.BACKENDS:
-        found[f"aic-{backend}-estimate"] = partial(aic.estimate, backend=backend)
-        found[f"aic-{backend}-simulated"] = partial(aic.simulated, backend=backend)
-    return found
+        methods[f"aic-{backend}-estimate"] = partial(aic.estimate, backend=backend)
+        methods[f"aic-{backend}-simulated"] = partial(aic.simulated, backend=backend)
+    return methods
 
 
 def cell(record: Record) -> dict[str, object]:

@@ -62,9 +62,9 @@ def line() -> str:
 
 def table() -> str:
     """The medians in Markdown."""
-    found = medians()
-    rows = [(*map(str, names), *map("{:+.0%}".format, row)) for names, row in found.iterrows()]
-    return markdown(("GPU", "dtype", "ranks", *(f"{name} tokens" for name in found)), rows)
+    errors_by_range = medians()
+    rows = [(*map(str, names), *map("{:+.0%}".format, row)) for names, row in errors_by_range.iterrows()]
+    return markdown(("GPU", "dtype", "ranks", *(f"{name} tokens" for name in errors_by_range)), rows)
 
 
 if __name__ == "__main__":

@@ -104,10 +104,10 @@ def _paced(path: Path) -> Iterator[Paced]:
         if loop_s is None:
             continue
         run = simulated(record, load_profile(record.fields["gpu"], VERSION)[0])
-        there = run.model.profile  # on the host that was timed
+        timed_host = run.model.profile  # on the host that was timed
 
         def seconds(factor: float) -> float:
-            return makespans([run.schedules], replace(run.model, profile=_times(there, factor)))[0]  # noqa: B023
+            return makespans([run.schedules], replace(run.model, profile=_times(timed_host, factor)))[0]  # noqa: B023
 
         low, high = map(seconds, FACTORS)
         if seconds(2.0) < (1 + SLOWER) * seconds(1.0) or not (1 + WAITED) * low < record.seconds < high:

@@ -47,14 +47,14 @@ def unfitted() -> dict[str, dict[str, float]]:
     rows = kernel_rows(FOLDER / "kernels")
     kept = ~is_held_out(rows)
     profile, sheet = load_profile(CARD, VERSION)[0], datasheet_profile(CARD, VERSION)
-    found = {}
+    errors = {}
     for timed in observe(rows[kept], CARD):
         before, after = (float(np.median(np.abs(np.expm1(timed.errors(each))))) for each in (sheet, profile))
-        found[timed.kernel] = {"rows": timed.seconds.size, "unseen": 0, "before": before, "fitted": after}
+        errors[timed.kernel] = {"rows": timed.seconds.size, "unseen": 0, "before": before, "fitted": after}
     for timed in observe(rows[~kept], CARD):
         off = np.abs(np.expm1(timed.errors(profile)))
-        found[timed.kernel] |= {"unseen": off.size, "held_out": float(np.median(off)), "worst": float(off.max())}
-    return found
+        errors[timed.kernel] |= {"unseen": off.size, "held_out": float(np.median(off)), "worst": float(off.max())}
+    return errors
 
 
 def table() -> str:

@@ -66,8 +66,8 @@ def tables() -> str:
 
 def sets() -> str:
     """The errors of both sets that the import had predicted, in a sentence."""
-    found = [validate(read_records(SETS / f"{name}.jsonl")) for name in ("rollouts", "anchored")]
-    first, second = (f"{x.makespan_mape:.1%} (worst {x.makespan_worst:.1%})" for x in found)
+    validated = [validate(read_records(SETS / f"{name}.jsonl")) for name in ("rollouts", "anchored")]
+    first, second = (f"{x.makespan_mape:.1%} (worst {x.makespan_worst:.1%})" for x in validated)
     return (
         "Its imported profile predicted two sets beforehand, 17 rollouts to 4.3% and 18 to 3.2%. "
         f"The H200's calibration gives {first} and {second}:"

@@ -163,14 +163,14 @@ def kept_sets() -> str:
     return markdown.table(("sampled with", "scored on", "k1", "k3", "mean ratio", "alarms"), cells)
 
 
-def accuracy_in_short(told: Validation, families: Validation) -> str:
-    """README's table of the accuracy. told, families: the validations of the sets validation and held_out"""
+def accuracy_in_short(unseen: Validation, families: Validation) -> str:
+    """README's table of the accuracy. unseen, families: the validations of the sets validation and held_out"""
     runs = baselines.records("validation")
-    untold = [replace(run, fields=run.fields | {"host_loop_s": None}) for run in runs]
+    untimed = [replace(run, fields=run.fields | {"host_loop_s": None}) for run in runs]
     replaced = read_records(profiles_path() / "h200_sxm" / "vllm-0.26.0" / "validation" / "again.jsonl")
     at_first = first_sight.at_first_sight(families.records)
     every = validate([*runs, *replaced])
-    return accuracy.summary(told, validate(untold), every, families, at_first, accuracy.outside())
+    return accuracy.summary(unseen, validate(untimed), every, families, at_first, accuracy.outside())
 
 
 def predicted_again() -> dict[str, str]:
@@ -232,7 +232,7 @@ BLOCK = re.compile(r"(<!-- begin ([\w -]+) -->\n)(.*?)(<!-- end \2 -->)", re.S)
 
 def filled(page: str, made: dict[str, str]) -> str:
     """The page with each `<!-- begin NAME -->` block replaced. Raises KeyError for a block that nothing makes."""
-    return BLOCK.sub(lambda found: found[1] + made[found[2]] + "\n" + found[4], page)
+    return BLOCK.sub(lambda block: block[1] + made[block[2]] + "\n" + block[4], page)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Single kernels that were timed on an H200 and an H100, beside the law for GPUs that share a profile.
 
-    python -m benchmarks.siblings        prints the table of docs/evidence/accuracy.md
+    python -m benchmarks.siblings        prints the table
 
 A row is a kernel, over the sizes of at least MANY rows that were timed on both. The figures are medians of its seconds
 on the H100 over those on the H200. "By bandwidth" takes the H200's share of the datasheet's bandwidth for the H100's.
@@ -45,12 +45,12 @@ def timings(gpu: str) -> pd.DataFrame:
     return read_all(folder / f"{name}.jsonl" for name in FILES)
 
 
-def on_both(kernel: str, here: pd.DataFrame, there: pd.DataFrame) -> pd.DataFrame:
+def on_both(kernel: str, h100: pd.DataFrame, h200: pd.DataFrame) -> pd.DataFrame:
     """The H100's rows of a kernel with column `twin`, the H200's seconds at the same sizes."""
     shape, (rows_of, *_) = QUANTITIES[kernel.partition(".")[0]]
     sizes = [*shape, rows_of, *(["skew"] if kernel.startswith("moe") else [])]
-    rows = here[(here.kernel == kernel) & (here[rows_of] >= MANY)]
-    twin = there[there.kernel == kernel].groupby(sizes).seconds.median().rename("twin")
+    rows = h100[(h100.kernel == kernel) & (h100[rows_of] >= MANY)]
+    twin = h200[h200.kernel == kernel].groupby(sizes).seconds.median().rename("twin")
     return rows.join(twin, on=sizes, how="inner").reset_index(drop=True)
 
 
@@ -58,9 +58,9 @@ def ratios() -> Iterator[tuple[str, int, Sequence[float]]]:
     """Kernel, number of sizes, and the median ratios: timed, by the law, and by bandwidth."""
     profile = replace(load_profile(H200, VERSION)[0], layers={})
     by_law, by_bandwidth = profile.of_sibling(H100.name), replace(profile, gpu=H100.name)
-    here, there = timings("h100"), timings("h200")
+    h100, h200 = timings("h100"), timings("h200")
     for kernel in KERNELS:
-        rows = on_both(kernel, here, there)
+        rows = on_both(kernel, h100, h200)
         twin = cost_alone(kernel, rows, H200, profile).seconds
         predicted = [cost_alone(kernel, rows, H100, each).seconds / twin for each in (by_law, by_bandwidth)]
         yield kernel, len(rows), [float(np.median(x)) for x in (rows.seconds / rows.twin, *predicted)]

@@ -90,7 +90,7 @@ def alike() -> float:
 
 def stand_ins(workloads: Sequence[Cell], gpu: str, sheet: Profile) -> list[Cell]:
     """The workloads that fit another GPU, by the datasheet profile; the import's seconds are in place of measured."""
-    fitted, there = imported(gpu), []
+    fitted, judged = imported(gpu), []
     for cell in workloads:
         fields = cell.record.fields | {"gpu": gpu, "engine_version": fitted.engine_version, "host_loop_s": None}
         record = replace(cell.record, fields=fields)
@@ -99,8 +99,8 @@ def stand_ins(workloads: Sequence[Cell], gpu: str, sheet: Profile) -> list[Cell]
             by_import = simulated(record, fitted, by_sheet)
         except Fp8PlanError:  # it does not fit, or the GPU lacks the precision
             continue
-        there.append(Cell(record, by_sheet, by_import.rollout.makespan_s))
-    return there
+        judged.append(Cell(record, by_sheet, by_import.rollout.makespan_s))
+    return judged
 
 
 class Sheet(NamedTuple):
@@ -118,13 +118,13 @@ class Sheet(NamedTuple):
 
     def with_errors(self, shared: float, own: float) -> Sheet:
         """The same cells, by the profile with these errors, as in `Profile.with_errors`."""
-        wider, there = self.profile.with_errors(shared, own), []
+        wider, judged = self.profile.with_errors(shared, own), []
         for cell in self.cells:
             profile = wider.on_host(cell.record.fields.get("host_loop_s"))
             model = replace(cell.simulated.model, profile=profile)
             made = rollout(cell.simulated.schedules, model)
-            there.append(cell._replace(simulated=cell.simulated._replace(rollout=made, model=model)))
-        return self._replace(profile=wider, cells=there)
+            judged.append(cell._replace(simulated=cell.simulated._replace(rollout=made, model=model)))
+        return self._replace(profile=wider, cells=judged)
 
 
 def sheets() -> Iterator[Sheet]:

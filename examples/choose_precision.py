@@ -1,4 +1,4 @@
-"""Which rollout precision? Twenty lines from a model, a GPU and a workload to an answer."""
+"""The choice of a rollout precision: twenty lines from a model, a GPU and a workload to an answer."""
 
 import fp8plan
 

@@ -200,7 +200,7 @@ def _source() -> dict[str, object]:
 
 
 def _said(*command: str) -> str:
-    """What a command prints; nothing where it is not installed, or fails."""
+    """The output of a command; nothing where it is not installed, or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
     except OSError:

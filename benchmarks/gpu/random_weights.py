@@ -33,8 +33,8 @@ def random_weights(manifest: Manifest, device: str, seed: int = 0) -> dict[str, 
     import torch
 
     generator = torch.Generator(device=device).manual_seed(seed)
-    found = {}
+    tensors = {}
     for name, dtype, shape in manifest:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        found[name] = tensor.normal_(1.0 if len(shape) == 1 else 0.0, SCALE, generator=generator)
-    return found
+        tensors[name] = tensor.normal_(1.0 if len(shape) == 1 else 0.0, SCALE, generator=generator)
+    return tensors

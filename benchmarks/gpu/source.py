@@ -12,8 +12,8 @@ PACKAGE = Path(fp8plan.__file__).resolve().parent
 
 def source_hash(folder: Path = PACKAGE) -> str:
     """A hash of 12 hex digits over names and bytes of all Python files under `folder`: the same wherever it lies."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
         text = path.read_bytes()
-        found.update(f"{path.relative_to(folder).as_posix()} {len(text)}\n".encode() + text)
-    return found.hexdigest()[:12]
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(text)}\n".encode() + text)
+    return digest.hexdigest()[:12]

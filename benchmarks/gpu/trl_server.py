@@ -80,13 +80,13 @@ def main(words: list[str] | None = None) -> None:
                 note(args, part, "failed", error=text, trace=traceback.format_exc()[-3000:])
 
 
-def note(args: argparse.Namespace, part: str, what: str, **found: Any) -> None:
+def note(args: argparse.Namespace, part: str, what: str, **figures: Any) -> None:
     facts = {"part": part, "precision": args.precision, "date": now()}
     if what in ("server", "engine", "failed"):  # not with a sync: asking the GPU takes time
         facts |= {f"{name}_version": version(name) for name in ("trl", "transformers")} | {"source": source_hash()}
         facts |= {"model": args.model} | machine_facts() | engine_facts()
-    write(args.output, {"what": what} | facts | found)
-    print(f"[{time.strftime('%H:%M:%S')}] {part} {what} {json.dumps(found)[:600]}", flush=True)
+    write(args.output, {"what": what} | facts | figures)
+    print(f"[{time.strftime('%H:%M:%S')}] {part} {what} {json.dumps(figures)[:600]}", flush=True)
 
 
 @contextmanager
@@ -189,8 +189,8 @@ def answers(url: str) -> bool:
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        found: int = free.getsockname()[1]
-    return found
+        port: int = free.getsockname()[1]
+    return port
 
 
 def train(args: argparse.Namespace, folder: str) -> None:
@@ -263,8 +263,8 @@ def followed(part: str, args: argparse.Namespace, trainer: Any) -> None:
     trainer.train()
     total = time.perf_counter() - begun
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    found = {"train_s": total, "syncs": len(seconds), "median_sync_s": statistics.median(seconds)}
-    note(args, part, "done", **found, peak_memory_bytes=peak)
+    figures = {"train_s": total, "syncs": len(seconds), "median_sync_s": statistics.median(seconds)}
+    note(args, part, "done", **figures, peak_memory_bytes=peak)
 
 
 def made(part: str, args: argparse.Namespace, config: Any, prompts: Any) -> Any:
@@ -285,7 +285,7 @@ def timed(part: str, args: argparse.Namespace, trainer: Any) -> list[float]:
     """Time each sync from now on; return the list that its seconds go to."""
     import torch
 
-    found: list[float] = []
+    seconds: list[float] = []
     generation = trainer.vllm_generation
     sync = generation.sync_weights
 
@@ -294,14 +294,14 @@ def timed(part: str, args: argparse.Namespace, trainer: Any) -> list[float]:
             torch.cuda.synchronize()
         begun = time.perf_counter()
         sync()
-        found.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - begun)
         report: Mapping[str, Any] | None = None
         if (made := getattr(generation, "report", None)) is not None:
             report = asdict(made) | {"kv_scales": None}
-        note(args, part, "sync", number=len(found), seconds=found[-1], report=report)
+        note(args, part, "sync", number=len(seconds), seconds=seconds[-1], report=report)
 
     generation.sync_weights = watched
-    return found
+    return seconds
 
 
 if __name__ == "__main__":

@@ -95,10 +95,10 @@ def make(folder: Path, model: str, vocabulary: int) -> None:
 
     config = AutoConfig.for_model(**find_config(model)[0] | {"vocab_size": vocabulary})
     if (folder / "prompts.parquet").is_file():
-        found = AutoConfig.from_pretrained(folder / "model")
-        if sizes(found) != sizes(config):
+        present = AutoConfig.from_pretrained(folder / "model")
+        if sizes(present) != sizes(config):
             raise ConfigError(
-                f"{folder} has a model of (layers, width, words) {sizes(found)}, and {sizes(config)} is asked for; "
+                f"{folder} has a model of (layers, width, words) {sizes(present)}, and {sizes(config)} is asked for; "
                 "give another --folder"
             )
         return
@@ -122,9 +122,9 @@ def tokenizer_of(size: int) -> Any:
     names |= {"\n": size - 3, "<pad>": size - 2, "<|im_end|>": size - 1}
     words = Tokenizer(models.WordLevel(names, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    found = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<|im_end|>")
-    found.chat_template = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}"
-    return found
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<|im_end|>")
+    tokenizer.chat_template = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}"
+    return tokenizer
 
 
 def prompt(number: int) -> dict[str, Any]:
@@ -225,8 +225,8 @@ def run(part: str, words: list[str], folder: Path, options: Any) -> None:
     about = {"part": part, "mode": options.mode, "gpus": options.gpus, "precision": precision(part, options)}
     about |= {"model": options.model, "vocabulary": options.vocabulary, "response": options.response}
 
-    def note(what: str, **found: Any) -> None:
-        write(options.output, {"what": what} | about | found)
+    def note(what: str, **figures: Any) -> None:
+        write(options.output, {"what": what} | about | figures)
 
     versions = {name: version(name) for name in ("verl", "vllm", "torch")}
     note("command", date=now(), **gpu_facts(), words=words, source=source_hash(), versions=versions)

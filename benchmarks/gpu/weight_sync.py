@@ -83,11 +83,11 @@ def measure(args: argparse.Namespace) -> None:
     facts = {name: getattr(args, name) for name in names} | {"source": source_hash()}
     facts |= machine_facts() | engine_facts()
 
-    def note(what: str, **found: Any) -> None:
+    def note(what: str, **figures: Any) -> None:
         free, total = torch.cuda.mem_get_info()
         now = {"used_bytes": total - free, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        write(args.output, {"what": what} | facts | now | found)
-        print(f"[{time.strftime('%H:%M:%S')}] {what} {json.dumps(found)[:600]}", flush=True)
+        write(args.output, {"what": what} | facts | now | figures)
+        print(f"[{time.strftime('%H:%M:%S')}] {what} {json.dumps(figures)[:600]}", flush=True)
 
     manifest = checkpoint_entries(config)
     if FRESH in args.parts:
@@ -274,13 +274,15 @@ def equal(engine: RolloutEngine, weights: Weights, note: Callable[..., None]) ->
 def digests(engine: RolloutEngine) -> dict[str, int]:
     """rank/parameter -> a number that depends on every bit of it."""
     ranks = engine.drive(rpc("fp8plan_digests"))
-    return {f"{rank}/{name}": number for rank, found in enumerate(ranks) for name, number in found.items()}
+    return {f"{rank}/{name}": number for rank, numbers in enumerate(ranks) for name, number in numbers.items()}
 
 
 def decode(engine: RolloutEngine) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probs of a few greedy responses."""
-    found = [output.outputs[0] for output in engine.generate(prompts(), sampling())]
-    return [(list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]) for o in found]
+    responses = [output.outputs[0] for output in engine.generate(prompts(), sampling())]
+    return [
+        (list(o.token_ids), [d[t].logprob for t, d in zip(o.token_ids, o.logprobs, strict=True)]) for o in responses
+    ]
 
 
 def prompts() -> list[dict[str, list[int]]]:

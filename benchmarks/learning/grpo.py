@@ -70,7 +70,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 def batch_of(samples: Sequence[Sample], rewards: Sequence[float], group: int) -> Batch:
-    """The padded batch; samples of sample prompt, `group` of them, follow each other."""
+    """The padded batch; samples of one prompt, `group` of them, follow each other."""
     rows, longest = len(samples), max(len(sample.tokens) for sample in samples)
     length = max(len(sample.problem.prompt) + len(sample.tokens) for sample in samples)
     tokens, mask = torch.zeros(rows, length, dtype=torch.long), torch.zeros(rows, longest, dtype=torch.bool)

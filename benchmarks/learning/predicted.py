@@ -57,9 +57,9 @@ def plan_of_pilot(
     return plan(str(model), gpu, work, limits=limits, gpus=1, trainer=times, engine_version=version)
 
 
-def foreseen(found: Plan | Fp8PlanError, precision: str) -> dict[str, Any]:
+def foreseen(plan: Plan | Fp8PlanError, precision: str) -> dict[str, Any]:
     """The plan's figures of a precision, for predicted.json; why there are none, if there could be no plan."""
-    if isinstance(found, Fp8PlanError):
-        return dict.fromkeys(FORESEEN) | {"precision": precision, "warnings": [str(found)]}
-    choice = found.select(precision)
-    return {name: getattr(choice, name) for name in FORESEEN} | {"warnings": list(found.warnings)}
+    if isinstance(plan, Fp8PlanError):
+        return dict.fromkeys(FORESEEN) | {"precision": precision, "warnings": [str(plan)]}
+    choice = plan.select(precision)
+    return {name: getattr(choice, name) for name in FORESEEN} | {"warnings": list(plan.warnings)}

@@ -72,11 +72,11 @@ class RunFolder:
         """The checkpoint, after lines of later steps were dropped from the logs; None if there is none."""
         import torch
 
-        found = None
+        saved = None
         if (self / "checkpoint.pt").is_file():
-            found = torch.load(self / "checkpoint.pt", map_location=device, weights_only=True)
-        self.forget_after(0 if found is None else found["step"])
-        return found
+            saved = torch.load(self / "checkpoint.pt", map_location=device, weights_only=True)
+        self.forget_after(0 if saved is None else saved["step"])
+        return saved
 
     def forget_after(self, step: int) -> None:
         """Drop the lines of the logs whose step (1, 2, ...) is after this one."""

@@ -1,2 +1,4 @@
-"""Which planned engines start, on which attention kernel: vLLM's own configuration, layers and CUDA graphs, asked on a
-CPU for GPUs that are not there."""
+"""The planned engines that start, and their attention kernels, by vLLM's own configuration, layers and CUDA graphs.
+
+They are asked on a CPU, for GPUs that are not there.
+"""

@@ -75,7 +75,7 @@ class Case:
 
     @property
     def scales(self) -> str:
-        """The plan's words on the K and V scales; "" without an FP8 cache.
+        """The plan's word for the K and V scales; "" without an FP8 cache.
 
         "measured" after each sync, "fixed" at those of the start, or "not synced": no trainer may have such an engine.
         """

@@ -52,8 +52,8 @@ def table() -> str:
     kinds: dict[tuple[str, ...], list[str]] = {}  # a precision, and whether and how each GPU runs it -> kinds
     for kind, precision in lines:
         answers = (known[kind, precision, gpu] for gpu in GPUS)
-        told = (f"{cell(row)} {why(row) if cell(row) == 'refused' else ''}" for row in answers)
-        kinds.setdefault((precision, *told), []).append(kind)
+        answered = (f"{cell(row)} {why(row) if cell(row) == 'refused' else ''}" for row in answers)
+        kinds.setdefault((precision, *answered), []).append(kind)
     reasons: list[str] = []
     body = []
     for (precision, *_), alike_kinds in kinds.items():

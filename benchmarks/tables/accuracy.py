@@ -66,8 +66,8 @@ def families(result: Validation) -> str:
 
 
 def summary(
-    told: Validation,
-    untold: Validation,
+    unseen: Validation,
+    untimed: Validation,
     every: Validation,
     families: Validation,
     at_first: Sequence[Cell],
@@ -75,18 +75,18 @@ def summary(
 ) -> str:
     """README's table of the accuracy, in Markdown.
 
-    told, untold: rollouts that no fit has seen, with the speed of their hosts where it was timed, and without
+    unseen, untimed: rollouts that no fit has seen, with the speed of their hosts where it was timed, and without
     every:        the same with the runs that later ones replaced
     families:     rollouts of model families that no fit has seen; at_first: as they were predicted at first sight
     newer:        as from `outside`
     """
-    noise = noise_floor(told.records) or 0.0
-    timed = sum(row.get("host_loop_s") is not None for row in told.records)
-    replaced = len(every.records) - len(told.records)
-    named = f"{_named(told.records, 0.0)}; within {noise:.1%} of it {_named(told.records, noise)}"
+    noise = noise_floor(unseen.records) or 0.0
+    timed = sum(row.get("host_loop_s") is not None for row in unseen.records)
+    replaced = len(every.records) - len(unseen.records)
+    named = f"{_named(unseen.records, 0.0)}; within {noise:.1%} of it {_named(unseen.records, noise)}"
     rows = [
-        (f"vLLM 0.26, H200; host timed in {timed} of {len(told.records)} runs", *_off(told.records), named),
-        ("the same, no host timed", *_off(untold.records), ""),
+        (f"vLLM 0.26, H200; host timed in {timed} of {len(unseen.records)} runs", *_off(unseen.records), named),
+        ("the same, no host timed", *_off(untimed.records), ""),
         (f"the same, with {replaced} runs that later ones replaced", *_off(every.records), ""),
         ("model families", *_off(families.records), _named(families.records, 0.0)),
         ("the same, before the model was changed for them", *_off(at_first), ""),
@@ -98,8 +98,8 @@ def summary(
     return (
         f"{shown}\n\nA cell is the median of its runs; single runs are up to "
         f"{single:.0%} off. Who always takes FP8 weights with an FP8 cache has the fastest in "
-        f"{_most_fp8(told.records, 0.0)} groups. It is within {noise:.1%} of the fastest, the spread of repeats, in "
-        f"{_most_fp8(told.records, noise)}."
+        f"{_most_fp8(unseen.records, 0.0)} groups. It is within {noise:.1%} of the fastest, the spread of repeats, in "
+        f"{_most_fp8(unseen.records, noise)}."
     )
 
 
@@ -118,10 +118,7 @@ def _runs_off(validation: Validation) -> tuple[str, ...]:
 
 
 def coverage(sets: Mapping[str, Validation]) -> str:
-    """A Markdown table of the shares that intervals hold, of several sets of rollouts.
-
-    sets: words for each -> its validation
-    """
+    """The coverage of the intervals on several sets of rollouts, in Markdown. sets: words for each -> its validation"""
     rows = [
         (
             words,
@@ -137,8 +134,8 @@ def coverage(sets: Mapping[str, Validation]) -> str:
 
 def _named(rows: Sequence[Cell], noise: float) -> str:
     """The groups whose fastest precision is named right, of all."""
-    found = accuracy(merged(rows), noise)
-    return f"{found.ranked_right} of {found.ranked}"
+    judged = accuracy(merged(rows), noise)
+    return f"{judged.ranked_right} of {judged.ranked}"
 
 
 def _most_fp8(rows: Sequence[Cell], noise: float) -> str:
@@ -150,7 +147,7 @@ def _most_fp8(rows: Sequence[Cell], noise: float) -> str:
 
 
 def _totals(cells: Sequence[Cell], noise: float, largest: float) -> str:
-    found, repeats = accuracy(cells, noise), f"median {noise:.1%}, largest {largest:.1%}"
+    judged, repeats = accuracy(cells, noise), f"median {noise:.1%}, largest {largest:.1%}"
     kv = max(abs(x["predicted_kv_cache_tokens"] / x["measured_kv_cache_tokens"] - 1) for x in cells)
     starved = [x for x in cells if x["preemptions"]]
     counts = "; ".join(f"{x['preemptions']} / {x['predicted_preemptions']}" for x in starved)
@@ -159,11 +156,11 @@ def _totals(cells: Sequence[Cell], noise: float, largest: float) -> str:
     rows = [
         (
             "makespan",
-            f"MAPE {found.makespan_mape:.1%}, worst {found.makespan_worst:.1%}, bias {found.makespan_bias:+.1%}",
+            f"MAPE {judged.makespan_mape:.1%}, worst {judged.makespan_worst:.1%}, bias {judged.makespan_bias:+.1%}",
         ),
         (
             "speed-up over BF16",
-            f"mean error {found.speedup_mae_points:.1f} points, worst {found.speedup_worst_points:.1f}",
+            f"mean error {judged.speedup_mae_points:.1f} points, worst {judged.speedup_worst_points:.1f}",
         ),
         ("fastest precision", f"{named}; {others_named}"),
         ("KV cache tokens", f"within {kv:.2%}"),
@@ -187,21 +184,21 @@ def _by(title: str, cells: Sequence[Cell], name: Callable[[Cell], str], names: I
     gains, rows = _gains(cells), []
     for wanted in names:
         chosen = [cell for cell in cells if name(cell) == wanted]
-        found: Accuracy = accuracy(chosen)
+        judged: Accuracy = accuracy(chosen)
         points = np.abs([gains[id(cell)] for cell in chosen if id(cell) in gains])
         speed = (f"{points.mean():.1f}", f"{points.max():.1f}") if points.size else ("-", "-")
-        errors = (f"{found.makespan_mape:.1%}", f"{found.makespan_bias:+.1%}", f"{found.makespan_worst:.1%}")
+        errors = (f"{judged.makespan_mape:.1%}", f"{judged.makespan_bias:+.1%}", f"{judged.makespan_worst:.1%}")
         rows.append((wanted, str(len(chosen)), *errors, *speed))
     return table((f"by {title}", "cells", "makespan MAPE", "bias", "worst", "speed-up error, points", "worst"), rows)
 
 
 def _gains(cells: Sequence[Cell]) -> dict[int, float]:
     """id of a cell -> error of its speed-up in points, where its group has a bf16 cell and it is not that."""
-    found = {}
+    gains = {}
     for group in by_group(cells).values():
         others = (cell for cell in group if cell["precision"] != "bf16")
-        found |= {id(cell): gain["error_points"] for gain, cell in zip(speedups(group), others, strict=False)}
-    return found
+        gains |= {id(cell): gain["error_points"] for gain, cell in zip(speedups(group), others, strict=False)}
+    return gains
 
 
 def _engine(cell: Cell) -> str:

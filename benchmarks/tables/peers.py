@@ -15,7 +15,7 @@ VERDICTS = ("pass", "fail", "cannot be said")
 
 
 def committed() -> str:
-    """How many tests of each file have each verdict, in Markdown."""
+    """The number of tests of each file with each verdict, in Markdown."""
     rows = jsonl.rows(RESULTS)
     cells = []
     for peer, commit, file in dict.fromkeys((row["peer"], row["commit"], row["file"]) for row in rows):

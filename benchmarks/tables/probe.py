@@ -36,8 +36,8 @@ def read(folder: Path) -> dict[str, Any]:
 
 def table() -> str:
     """A row for each precision, and what was measured with."""
-    found = read(MEASURED)
-    rows = _rows(found)
+    probed = read(MEASURED)
+    rows = _rows(probed)
     floor = rows["bf16"]["figures"]["kl_k3"]["value"]
     heads = ("precision", "KL k3 (90%)", "of bf16's", "raw ESS", "tokens beyond 2x (90%)", "expected (90%)", "tokens")
     lines = []
@@ -45,7 +45,7 @@ def table() -> str:
         kl, ess, beyond = (row["figures"][figure] for figure in ("kl_k3", "ess_raw", "ratio_above_2"))
         figures = (_spread(kl), f"{kl['value'] / floor:.1f}x", f"{ess['value']:.4f}", _shares(beyond))
         lines.append((name, *figures, _spread(row["predicted"]), f"{row['tokens']:,}"))
-    return f"{markdown.table(heads, lines)}\n\n{_about(found, rows)}"
+    return f"{markdown.table(heads, lines)}\n\n{_about(probed, rows)}"
 
 
 def shape_of(folder: Path) -> ModelShape:
@@ -85,7 +85,7 @@ def small_models() -> str:
             lines.append((model, name, *cells, f"{exp(off):.1f}x", *left_out))
     plain = [off for of in errors.values() for off in of.values()]
     factors = ", ".join(f"{exp(fmean(of.values())):.2f} for {model}" for model, of in errors.items())
-    about = "\n\n".join(_about(found, _rows(found)) for found in map(read, SMALL.values()))
+    about = "\n\n".join(_about(probed, _rows(probed)) for probed in map(read, SMALL.values()))
     off = f"Errors (RMS, largest): the theory {_worst(plain)}; each model left out {_worst(residuals)}."
     return f"{markdown.table(heads, lines)}\n\nFactors: {factors}. {off}\n\n{about}"
 
@@ -150,12 +150,12 @@ def _worst(errors: Sequence[float]) -> str:
     return f"{rms:.1f}x, {exp(max(map(abs, errors))):.1f}x"
 
 
-def _rows(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: found[name]["precisions"][0] for name in PRECISIONS if name in found}
+def _rows(probed: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: probed[name]["precisions"][0] for name in PRECISIONS if name in probed}
 
 
-def _about(found: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
-    training, probe = found.get("training"), found["bf16"]
+def _about(probed: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
+    training, probe = probed.get("training"), probed["bf16"]
     model = probe["model"].partition(", from ")[0]  # the script that made it is gone
     if training is not None:
         model = f"{training['parameters'] / 1e6:.0f}M parameters, trained to a loss of {training['last_loss']:.2f}"
@@ -167,12 +167,12 @@ def _about(found: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> s
     )
 
 
-def _spread(found: Mapping[str, float] | None) -> str:
-    return "-" if found is None else f"{found['value']:.2e} ({found['low']:.2e}-{found['high']:.2e})"
+def _spread(probed: Mapping[str, float] | None) -> str:
+    return "-" if probed is None else f"{probed['value']:.2e} ({probed['low']:.2e}-{probed['high']:.2e})"
 
 
-def _shares(found: Mapping[str, float]) -> str:
-    return f"{found['value']:.3%} ({found['low']:.3%}-{found['high']:.3%})"
+def _shares(probed: Mapping[str, float]) -> str:
+    return f"{probed['value']:.3%} ({probed['low']:.3%}-{probed['high']:.3%})"
 
 
 if __name__ == "__main__":

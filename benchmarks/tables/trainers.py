@@ -33,15 +33,15 @@ def verl() -> str:
 
 
 def _verl(run: list[Row]) -> tuple[str, ...]:
-    told, steps = run[0], _steps(run)
+    command, steps = run[0], _steps(run)
     ours = "fp8plan/threshold_tis" in steps[0]
-    target = [word.partition("target_kl=")[2] for word in told["words"] if "target_kl=" in word]
+    target = [word.partition("target_kl=")[2] for word in command["words"] if "target_kl=" in word]
     seconds = (_median(steps, f"timing_s/{name}") for name in ("gen", "update_weights", "step"))
-    sampler = any("custom_sampler" in word for word in told["words"])
+    sampler = any("custom_sampler" in word for word in command["words"])
     return (
-        f"{'fp8plan' if ours else 'stock'}, `{told['precision']}`" + (f", target {target[0]}" if target else ""),
-        f"{told['gpus']} {_gpu(told)}",
-        told["mode"] + (", looks every 0.1 s" if sampler else ""),
+        f"{'fp8plan' if ours else 'stock'}, `{command['precision']}`" + (f", target {target[0]}" if target else ""),
+        f"{command['gpus']} {_gpu(command)}",
+        command["mode"] + (", looks every 0.1 s" if sampler else ""),
         *(f"{value:.2f}" for value in seconds),
         _from_to([row["critic/score/mean"] for row in steps], ".3f"),
         _from_to([row["rollout_corr/k3_kl"] for row in steps], ".1e"),

@@ -1,6 +1,7 @@
 """The engine's limits: their names in vLLM, verl and rollout records, their defaults, and vLLM's rules for them.
 
 `model_runner` names the one of vLLM's two model runners, which decides sampler, activation peak and graph reserve.
+`cudagraph_capture_sizes` has the sizes of its CUDA graphs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.hardware import Gpu
 from fp8plan.options import ENGINE, PREFIX_CACHING, Group, Option, group_of
 from fp8plan.version import DEFAULT_VERSION, has
+
+GRAPH_STEP: Final = 16  # between the sizes of CUDA graphs above 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,3 +312,35 @@ def model_runner(shape: ModelShape, gpu: Gpu, engine_version: str = DEFAULT_VERS
         return "v2"
     sparse = bool(shape.parts_of(Experts)) and shape.model_type not in V2_WITH_EXPERTS
     return "v1" if shape.recurrent or sparse else "v2"
+
+
+def cudagraph_capture_sizes(
+    shape: ModelShape, gpu: Gpu, limits: EngineLimits, engine_version: str = DEFAULT_VERSION
+) -> tuple[int, ...]:
+    """Batch sizes that vLLM captures as CUDA graphs, ascending; () with enforce_eager.
+
+    Source: vllm/config/vllm.py, _set_cudagraph_sizes; for gpt-oss vllm/model_executor/models/config.py.
+    """
+    if limits.enforce_eager:
+        return ()
+    imposed = limits.max_cudagraph_capture_size
+    largest = _default_largest(shape, gpu, limits, engine_version) if imposed is None else imposed
+    largest = min(largest, limits.max_num_batched_tokens)
+    sizes = {*(1, 2, 4), *range(8, 256, 8), *range(256, largest + 1, GRAPH_STEP)}
+    sizes.add(limits.max_num_batched_tokens)  # the full budget is captured too, if it is not too large
+    if imposed is None and has(engine_version, "max_num_seqs is captured"):
+        sizes.add(limits.max_num_seqs)
+    return tuple(sorted(size for size in sizes if size <= largest))
+
+
+def capture_size_for(requests: int) -> int:
+    """The least max_cudagraph_capture_size with which a step of so many requests has a CUDA graph."""
+    return -(-requests // GRAPH_STEP) * GRAPH_STEP
+
+
+def _default_largest(shape: ModelShape, gpu: Gpu, limits: EngineLimits, engine_version: str) -> int:
+    """The largest batch size that vLLM captures if no limit names one."""
+    if shape.model_type == "gpt_oss":
+        return 1024
+    larger = gpu.is_blackwell_data_center and has(engine_version, "Blackwell captures up to 1024")
+    return min(2 * limits.max_num_seqs, 1024 if larger else 512)

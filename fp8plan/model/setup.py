@@ -14,10 +14,10 @@ from fp8plan.model.attention_backend import why_fixed_kv_scales
 from fp8plan.model.cost.host import INSIDE, OWN
 from fp8plan.model.cost.step import StepModel
 from fp8plan.model.hardware import Gpu, find_gpu
-from fp8plan.model.limits import Derived, EngineLimits, Lowerable
+from fp8plan.model.limits import Derived, EngineLimits, Lowerable, cudagraph_capture_sizes
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import model_caches
-from fp8plan.model.memory.plan import MemoryPlan, cudagraph_capture_sizes, memory_plan
+from fp8plan.model.memory.plan import MemoryPlan, memory_plan
 from fp8plan.model.precision import Precision, find_precision
 from fp8plan.model.profile.profile import Profile
 from fp8plan.version import planned_version

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
-from fp8plan.views.run_plots import BLUE, RED
+from fp8plan.views.run_plots import RED
 
 DPI: Final = 130  # of a .png
 
@@ -86,5 +86,5 @@ STYLE: Final = (
     ".bold td{font-weight:600;background:#f4f8fb}details{margin:6px 0}summary{cursor:pointer}"
     "svg{max-width:100%;height:auto}"
     "pre{background:#f6f6f6;border-radius:6px;padding:12px;overflow-x:auto;font-size:12.5px;line-height:1.4}"
-    f".alarm{{color:{RED}}}.guard{{color:#B77900}}.decision{{color:{BLUE}}}"
+    f".alarm{{color:{RED}}}.guard{{color:#B77900}}"
 )

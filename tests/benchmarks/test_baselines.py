@@ -189,7 +189,7 @@ def test_the_table_by_hand() -> None:
 
 
 def test_the_standing_leaves_out_what_is_beyond_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two groups one has too many requests. AIConfigurator refused one cell, so there is a row without it."""
+    """One of two groups has too many requests. AIConfigurator refused one cell, so there is a row without it."""
     few, many = (record(tmp_path, prompt_ids=None, prompt_lengths=[9] * n, response_lengths=[9] * n) for n in (4, 513))
     rows = [row | {"gpu": "h200_sxm", "engine_version": "0.26.0", "group": few.group} for row in ROWS]
     rows.append(rows[0] | {"group": many.group, "predicted_s": 1e9})

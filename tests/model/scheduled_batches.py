@@ -9,8 +9,7 @@ import numpy as np
 from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.cost.base import IntArray
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import Spec
-from fp8plan.model.schedule.windows import admission_cap
+from fp8plan.model.memory.kv_specs import Spec, admission_cap
 from fp8plan.model.workload import Batch
 
 BLOCK = 16

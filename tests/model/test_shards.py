@@ -1,4 +1,4 @@
-"""Which tensor-parallel sizes leave whole FP8 blocks: the four layouts that were emitted and could not start, and every
+"""Tensor-parallel sizes that leave whole FP8 blocks: the four layouts that were emitted and could not start, and every
 bundled model against vLLM's own layers."""
 
 from __future__ import annotations

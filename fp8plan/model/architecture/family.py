@@ -190,7 +190,6 @@ def attention(config: Fields, family: Family) -> Attention:
         qk_norm=norm,
         gated=says(config, family.gated_attention),
         sinks=family.sinks,
-        softcap=config.number("attn_logit_softcapping") > 0,
     )
 
 

@@ -147,7 +147,6 @@ class Attention(Part):
     qk_norm: QkNorm = "none"  # a norm with weights over each head, or over all of them together
     gated: bool = False  # a gate as wide as the output is projected beside the queries
     sinks: bool = False  # a learned logit for each head
-    softcap: bool = False  # logits are bounded by a tanh
     shares_kv: bool = False  # reads the KV of an earlier layer and has none of its own
     k_is_v: bool = False  # no V projection: the values are the keys, and are cached too
 

@@ -9,7 +9,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.families import FAMILIES, REFUSED, SAME_AS, WRAPPERS
 from fp8plan.model.architecture.family import Family, Unknown, layers, says
 from fp8plan.model.architecture.held import held_layers
-from fp8plan.model.configs import ADVICE, bundled_configs
+from fp8plan.model.configs import ADVICE
 from fp8plan.model.configs.fields import NESTED, Fields, check_numbers, context_of, shown, worded
 from fp8plan.model.precision import stored_format
 
@@ -82,7 +82,7 @@ def read_model(config: Mapping[str, Any], name: str, source: str) -> dict[str, A
     whole, config = config, _text_model(config, source)
     family = FAMILIES.get(config["model_type"])
     if family is None:
-        raise _refused(source, _names(whole, config), _nearest(whole, source))
+        raise _refused(source, _names(whole, config))
     field = Fields({**family.defaults, **config}, source)
     if missing := [*_foreign(config, family), *_missing(field, family)]:
         raise _refused(source, missing)
@@ -188,9 +188,9 @@ def _names(whole: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     return [f"{named}, whose config names {' and '.join(dict.fromkeys(features))}," if features else named]
 
 
-def _refused(source: str, missing: list[str], nearest: str = "") -> ConfigError:
+def _refused(source: str, missing: list[str]) -> ConfigError:
     return ConfigError(
-        f"{source}: {' and '.join(missing)} is not modelled; {nearest}model types that are: {', '.join(FAMILIES)}. "
+        f"{source}: {' and '.join(missing)} is not modelled; model types that are: {', '.join(FAMILIES)}. "
         "RolloutEngine.from_setup runs this model without a plan"
     )
 
@@ -201,64 +201,3 @@ def _with_published(error: ConfigError, field: Fields, family: Family) -> Config
     if not absent:
         return error
     return ConfigError(f"{error}; published {field.value('model_type')} configs have {' and '.join(absent)}: add it")
-
-
-def _nearest(config: Mapping[str, Any], source: str) -> str:
-    """Words about the bundled model of the same sizes, or else a family with the same fields; "" without either."""
-    try:
-        text = _levels(config, source)[-1].config
-    except ConfigError:  # a broken nested config: the error about the unknown type comes first
-        return ""
-    if named := _of_same_shape(text):
-        return f"nearest text model of the same shape: {named}; "
-    if alike := _family_like(text):
-        which = "its config" if text is config else "the config of its text model"
-        return f"no bundled model has its shape, and {which} looks like that of {alike}; "
-    return ""
-
-
-def _of_same_shape(text: Mapping[str, Any]) -> str:
-    """The bundled model with these sizes, preferably with this vocabulary and in BF16; "" if there is none."""
-    sizes, vocabulary = _sizes(text), text.get("vocab_size")
-    alike = []
-    for name, config in bundled_configs().items():
-        model = _levels(config, name)[-1].config
-        if sizes == _sizes(model):
-            alike.append((model.get("vocab_size") != vocabulary, bool(config.get("quantization_config")), name))
-    if sizes is None or not alike:
-        return ""
-    unlike, _, name = min(alike)
-    return f"{name} (but for its vocabulary)" if unlike else name
-
-
-def _sizes(text: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """The sizes and kinds of layers in the config's fields; None without a width or a number of heads."""
-    value = Fields(text, "").value
-    width, heads, experts, kinds = map(value, ("hidden_size", "num_attention_heads", "num_experts", "layer_types"))
-    if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:
-        return None
-    return (
-        *(width, heads, value("num_key_value_heads") or heads, value("head_dim") or width // heads, experts),
-        *map(value, ("num_hidden_layers", "kv_lora_rank")),
-        value("moe_intermediate_size" if experts else "intermediate_size"),
-        bool(value("sliding_window")) and value("use_sliding_window") is not False,
-        {str(kind) for kind in kinds} - {"full_attention"} if isinstance(kinds, list) else set(),
-        {key for key in FOREIGN if value(key) and key not in TOWERS},
-    )
-
-
-def _family_like(text: Mapping[str, Any]) -> str:
-    """A family that can read this config: one whose name begins the model_type, else a common one, else ""."""
-    readable = [name for name, family in FAMILIES.items() if _reads(text, family)]
-    model_type = str(text.get("model_type")).removesuffix("_text")
-    begins = [name for name in readable if model_type.startswith(name.removesuffix("_text"))]
-    common = [name for name in ("deepseek_v3", "qwen3_moe", "mixtral", "llama") if name in readable]
-    return max(begins, key=len, default=next(iter(common), ""))
-
-
-def _reads(text: Mapping[str, Any], family: Family) -> bool:
-    field = Fields({**family.defaults, **text}, "")
-    try:
-        return not _foreign(text, family) and not any(_missing(field, family)) and bool(layers(field, family))
-    except (ConfigError, Unknown):
-        return False

@@ -24,10 +24,11 @@ from fp8plan.model.configs.fields import shown
 
 ADVICE: Final = "give a hub id, such as Qwen/Qwen3-8B, or a folder with a config.json"
 MOST_CHARACTERS: Final = 4096  # the longest path on Linux
-# The address of a model's page on the hub: its id, and the revision that a longer path names.
+# The address of a page on the hub, and its path.
+HUB: Final = re.compile(r"(?is)(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)(?:/([^?#]*).*)?")
+# The path of a model's page: its id, and the revision that a longer path names. The hub has other things in folders.
 PAGE: Final = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?.*",
-    re.IGNORECASE | re.DOTALL,
+    r"(?!(?:datasets|spaces|collections|papers|docs)/)([^/]+/[^/]+)(?:/(?:tree|blob|raw|resolve)/([^/]+))?(?:/.*)?"
 )
 BF16_MODEL: Final = "give the hub id of the BF16 model that it was made from, or a folder with that model's config.json"
 
@@ -51,13 +52,15 @@ def _spelt(text: str) -> str:
     if not text or len(text) > MOST_CHARACTERS or any(ord(x) < ord(" ") for x in text):
         long = f" ({len(text):,} characters)" if len(text) > MOST_CHARACTERS else ""
         raise ConfigError(f"model is {shown(text)}{long}; {ADVICE}")
-    if page := PAGE.fullmatch(text):
-        text, revision = page.groups()
-        if revision not in (None, "main"):
+    address = HUB.fullmatch(text)
+    if address is not None or "://" in text:
+        page = PAGE.fullmatch(address[1] or "") if address is not None else None
+        if page is None:
+            raise ConfigError(f"{shown(text)}: not a page of a model on the hub; {ADVICE}")
+        if page[2] not in (None, "main"):
             advice = "give a folder with the config.json of that revision"
             raise ConfigError(f"{shown(text)}: names another revision, and fp8plan reads main; {advice}")
-    if "://" in text:
-        raise ConfigError(f"{shown(text)}: not a page of a model on the hub; {ADVICE}")
+        return page[1]
     return text if _exists(Path(text)) else text.replace("\\", "/").rstrip("/") or text
 
 

@@ -59,8 +59,7 @@ from fp8plan.model.cost.power import (
     with_sustained,
 )
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.limits import EngineLimits, model_runner
-from fp8plan.model.memory.plan import cudagraph_capture_sizes
+from fp8plan.model.limits import EngineLimits, cudagraph_capture_sizes, model_runner
 from fp8plan.model.precision import BF16_BYTES, Precision
 from fp8plan.model.profile.library import rare_parts, with_kernels
 from fp8plan.model.profile.profile import GPU_PACE, Profile, layout_pace, precision_pace

@@ -6,10 +6,9 @@ Source: get_kv_cache_groups and get_kv_cache_configs in vllm/v1/core/kv_cache_ut
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
-from fp8plan.checks import whole
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture.mixers import CacheKind
 from fp8plan.model.memory.kv_specs import CacheRules, KvRules, LayerCache, Spec, block_sizes, blocks_of, specs
@@ -157,6 +156,10 @@ class KvPlan:
         """Bytes of a block of the pool, in any group."""
         return _block_bytes(self.groups)
 
+    def within(self, available_bytes: int) -> KvPlan:
+        """The plan with as many blocks as this memory holds."""
+        return replace(self, num_blocks=max(0, available_bytes) // self.block_bytes)
+
     @property
     def usable_blocks(self) -> int:
         """Blocks the scheduler can hand out, to all groups together."""
@@ -192,25 +195,16 @@ class KvPlan:
         return int(self.num_blocks / self.request_blocks * self.rules.max_model_len)
 
 
-def plan_kv_cache(
-    caches: Sequence[LayerCache], rules: KvRules, available_bytes: int | None = None, num_blocks: int | None = None
-) -> KvPlan:
-    """The plan for layers that keep `caches`, in memory of `available_bytes` or with a pool of `num_blocks`.
+def plan_kv_cache(caches: Sequence[LayerCache], rules: KvRules, num_blocks: int = 0) -> KvPlan:
+    """The plan for layers that keep `caches`, with a pool of `num_blocks`, the null block included.
 
-    num_blocks: including the null block. Raises ConfigError if vLLM has no plan for these layers.
+    Raises ConfigError if vLLM has no plan for these layers.
     """
-    if (available_bytes is None) == (num_blocks is None):
-        raise ConfigError(
-            f"available_bytes is {available_bytes!r}, num_blocks is {num_blocks!r}; allowed: one of the two"
-        )
     if not caches:
         raise ConfigError("caches is empty; allowed: a cache for each layer that keeps one")
     groups = group_layers(specs(caches, rules), rules)
     attends = any(cache.kind != "state" for cache in caches)
-    if num_blocks is None:
-        num_blocks = whole("available_bytes", available_bytes, least=0) // _block_bytes(groups)
-    block_size = block_sizes(caches, rules)[0] if attends else 0
-    return KvPlan(groups, block_size, whole("num_blocks", num_blocks, least=0), rules)
+    return KvPlan(groups, block_sizes(caches, rules)[0] if attends else 0, num_blocks, rules)
 
 
 def _block_bytes(groups: Sequence[CacheGroup]) -> int:

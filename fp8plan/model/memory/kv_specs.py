@@ -168,6 +168,15 @@ def blocks_of_window(spec: Spec, in_flight_tokens: int, tokens: int | None = Non
     return ceil((held if tokens is None else min(held, tokens)) / spec.block_size) + sliding
 
 
+def admission_cap(group: Spec, limits: EngineLimits) -> int:
+    """The most blocks that the check of the whole prompt asks for (`max_admission_blocks_per_request`); -1: no cap.
+
+    vLLM also cuts it by max_model_len. That never matters: no request is longer.
+    """
+    in_flight = limits.max_num_batched_tokens * (2 if limits.async_scheduling else 1)
+    return blocks_of_window(group, in_flight) if group.window else -1
+
+
 def specs(caches: Sequence[LayerCache], rules: KvRules) -> list[Spec]:
     """The spec of each layer, before kinds of layers are made to fit each other."""
     block_size, state_block, padded = block_sizes(caches, rules)

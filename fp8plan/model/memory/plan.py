@@ -25,7 +25,7 @@ from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.architecture.parts import Attention, LatentAttention
 from fp8plan.model.hardware import Gpu
-from fp8plan.model.limits import EngineLimits, model_runner
+from fp8plan.model.limits import EngineLimits, cudagraph_capture_sizes, model_runner
 from fp8plan.model.memory.activations import activation_peak_bytes
 from fp8plan.model.memory.kv_plan import KvPlan, plan_kv_cache
 from fp8plan.model.memory.kv_specs import model_caches
@@ -44,39 +44,6 @@ CUDAGRAPH_FIRST_BYTES, PIECEWISE_BYTES, FULL_BYTES = 58 * MIB, 4 * MIB, 8 * MIB
 # (1,450 MiB, 1,066 here).
 LAYER_GRAPH_BYTES = 960 * MIB / (36 * 153)  # 51 + 51 graphs of Qwen3-8B
 CUDAGRAPH_FP8_BYTES = 2 * MIB  # that FP8 weights add to a full graph
-GRAPH_STEP = 16  # between the sizes of CUDA graphs above 256
-
-
-def cudagraph_capture_sizes(
-    shape: ModelShape, gpu: Gpu, limits: EngineLimits, engine_version: str = DEFAULT_VERSION
-) -> tuple[int, ...]:
-    """Batch sizes that vLLM captures as CUDA graphs, ascending; () with enforce_eager.
-
-    Source: vllm/config/vllm.py, _set_cudagraph_sizes; for gpt-oss vllm/model_executor/models/config.py.
-    """
-    if limits.enforce_eager:
-        return ()
-    imposed = limits.max_cudagraph_capture_size
-    largest = _default_largest(shape, gpu, limits, engine_version) if imposed is None else imposed
-    largest = min(largest, limits.max_num_batched_tokens)
-    sizes = {*(1, 2, 4), *range(8, 256, 8), *range(256, largest + 1, GRAPH_STEP)}
-    sizes.add(limits.max_num_batched_tokens)  # the full budget is captured too, if it is not too large
-    if imposed is None and has(engine_version, "max_num_seqs is captured"):
-        sizes.add(limits.max_num_seqs)
-    return tuple(sorted(size for size in sizes if size <= largest))
-
-
-def capture_size_for(requests: int) -> int:
-    """The least max_cudagraph_capture_size with which a step of so many requests has a CUDA graph."""
-    return -(-requests // GRAPH_STEP) * GRAPH_STEP
-
-
-def _default_largest(shape: ModelShape, gpu: Gpu, limits: EngineLimits, engine_version: str) -> int:
-    """The largest batch size that vLLM captures if no limit names one."""
-    if shape.model_type == "gpt_oss":
-        return 1024
-    larger = gpu.is_blackwell_data_center and has(engine_version, "Blackwell captures up to 1024")
-    return min(2 * limits.max_num_seqs, 1024 if larger else 512)
 
 
 def cudagraph_reserve_bytes(
@@ -330,15 +297,13 @@ def _unchecked_plan(
         raise ConfigError(f"{precision.name}: {reason}")
     longest = limits.max_model_len or longest_request or shape.context.derived()
     caches, rules = model_caches(shape, precision, limits, longest, gpu.is_cpu, gpu.compute_capability, engine_version)
-    empty = plan_kv_cache(caches, rules, num_blocks=0)
+    empty = plan_kv_cache(caches, rules)
     limits = replace(limits, max_model_len=longest, block_size=rules.block_size)
     terms = _cpu_terms(shape, precision) if gpu.is_cpu else _gpu_terms(shape, precision, gpu, limits, engine_version)
     plan = MemoryPlan(**terms, kv=empty, imposed=limits.num_gpu_blocks is not None)
     if limits.num_gpu_blocks is not None:
-        blocks = limits.num_gpu_blocks + 1
-    else:
-        blocks = max(0, plan.available_bytes) // empty.block_bytes
-    return replace(plan, kv=replace(empty, num_blocks=blocks))
+        return replace(plan, kv=replace(empty, num_blocks=limits.num_gpu_blocks + 1))
+    return replace(plan, kv=empty.within(plan.available_bytes))
 
 
 def _gpu_terms(

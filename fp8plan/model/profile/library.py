@@ -156,12 +156,12 @@ def load_profile(
     return profile, [*unused, warning, *([] if whose else profile.remarks)]
 
 
-def of_another_version(gpu: Gpu, engine_version: str, profiles_dir: Path | None = None) -> Profile | None:
+def of_another_version(gpu: Gpu, engine_version: str) -> Profile | None:
     """The profile that was calibrated on this GPU with the nearest other engine version, as it is; None without one.
 
     A CPU has none: CPUs differ by several times.
     """
-    entries = [] if gpu.is_cpu else _nearest(gpu, engine_version, profiles_dir)
+    entries = [] if gpu.is_cpu else _nearest(gpu, engine_version, None)
     others = [x for x in entries if (x.kind, x.gpu) == ("calibrated", gpu.name) and x.engine_version != engine_version]
     return _read(others[0].path) if others else None
 

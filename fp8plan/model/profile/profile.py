@@ -330,9 +330,11 @@ def parsed(text: str, path: str, kind: type[T]) -> T:
 
 def _problem(profile: Profile) -> str | None:
     """The problem that makes a profile's coefficients or hull unusable, naming the field; None if there is none."""
+    if not is_number(profile.model_error):  # JSON's 1e999 is infinite
+        return f"model_error is {profile.model_error!r}; allowed: a finite number"
     for name, value in profile.coefficients.items():
-        if value <= 0:
-            return f"coefficients[{name!r}] is {value!r}; allowed: a number above 0"
+        if not is_number(value) or value <= 0:
+            return f"coefficients[{name!r}] is {value!r}; allowed: a finite number above 0"
         if name.endswith("_efficiency") and value > 1:
             return f"coefficients[{name!r}] is {value!r}; allowed: at most 1, it is a fraction of the datasheet's peak"
     for kernel, ranges in (profile.hull or {}).items():
@@ -346,7 +348,7 @@ def _layers_problem(layers: Mapping[str, Mapping[str, list[list[float]]]]) -> st
     for kernel, shapes in layers.items():
         for shape, timed in shapes.items():
             good = len(timed) == 2 and 0 < len(timed[0]) == len(timed[1]) and timed[0][0] >= 1
-            if not good or any(b <= a for a, b in pairwise(timed[0])):
+            if not good or not all(map(is_number, timed[1])) or any(b <= a for a, b in pairwise(timed[0])):
                 return f"layers[{kernel!r}][{shape!r}] is not [rising numbers of rows, as many log ratios]"
     return None
 

@@ -25,8 +25,8 @@ from collections import Counter, OrderedDict, defaultdict
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.windows import admission_cap, skipped_tokens
+from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap
+from fp8plan.model.schedule.windows import skipped_tokens
 
 NEVER = 2**62  # blocks that no pool has
 

@@ -38,8 +38,7 @@ import numpy as np
 from fp8plan.errors import CapacityError, ConfigError
 from fp8plan.model.cost.base import FloatArray, IntArray, WindowReads
 from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import CacheRules, Spec
-from fp8plan.model.schedule.windows import admission_cap
+from fp8plan.model.memory.kv_specs import CacheRules, Spec, admission_cap
 
 COLUMNS = (  # of a Schedule, in the order of c/state.h
     "steps",  # alike steps in this row

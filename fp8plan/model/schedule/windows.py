@@ -1,9 +1,8 @@
-"""Windows of attention, and their chunks: what is read inside, and which blocks of a group that takes."""
+"""Windows and chunks of attention: the tokens that are read inside."""
 
 from __future__ import annotations
 
-from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.kv_specs import Spec, blocks_of_window
+from fp8plan.model.memory.kv_specs import Spec
 
 
 def tokens_read(group: Spec, before: int, after: int) -> int:
@@ -32,12 +31,3 @@ def skipped_tokens(group: Spec, processed: int) -> int:
     if group.kind == "chunked":
         return processed // group.window * group.window
     return 0
-
-
-def admission_cap(group: Spec, limits: EngineLimits) -> int:
-    """The most blocks that the check of the whole prompt asks for (`max_admission_blocks_per_request`); -1: no cap.
-
-    vLLM also cuts it by max_model_len. That never matters: no request is longer.
-    """
-    in_flight = limits.max_num_batched_tokens * (2 if limits.async_scheduling else 1)
-    return blocks_of_window(group, in_flight) if group.window else -1

@@ -15,8 +15,7 @@ from itertools import groupby, product
 from typing import Any, Final, NamedTuple
 
 from fp8plan.errors import CapacityError, ConfigError
-from fp8plan.model.limits import Derived, EngineLimits, Lowerable
-from fp8plan.model.memory.plan import capture_size_for
+from fp8plan.model.limits import Derived, EngineLimits, Lowerable, capture_size_for
 from fp8plan.model.plan.candidates import Candidate, in_a_step, risk_key, risks_of
 from fp8plan.model.plan.choice import SpeedUp, choose, speed_up
 from fp8plan.model.plan.explain import limits_matter

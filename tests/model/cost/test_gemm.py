@@ -95,7 +95,7 @@ def test_the_seconds_are_those_of_the_formula(
 @example(some=one(18304, 12928))  # so with cublas's
 @settings(max_examples=20)
 def test_a_number_of_rows_costs_the_same_alone_as_beside_thousands(card: str, some: list[Linear]) -> None:
-    """Of thousands the tiles are compared at the ends of blocks, of a few at each number."""
+    """Thousands of rows compare their tiles at the ends of blocks, a few rows at each number."""
     gpu, rows = find_gpu(card), np.arange(1, 8192)
     profile = load_profile(gpu)[0]
     beside = gemm_cost(rows, some, BF16, gpu, profile)

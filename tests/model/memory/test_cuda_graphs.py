@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.plan import cudagraph_capture_sizes, cudagraph_reserve_bytes
+from fp8plan.model.limits import EngineLimits, cudagraph_capture_sizes
+from fp8plan.model.memory.plan import cudagraph_reserve_bytes
 from fp8plan.model.precision import BF16
 
 GIB = 1 << 30

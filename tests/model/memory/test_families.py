@@ -52,7 +52,7 @@ def kv_plan_of(record: dict[str, Any]) -> KvPlan:
     limits = limits_of(record)
     shape, precision = shape_of(record["model"]), PRESETS[record["precision"]]
     found = model_caches(shape, precision, limits, limits.max_model_len or 0, vllm=VERSION)
-    return plan_kv_cache(*found, available_bytes=record["memory"]["available_kv_cache_bytes"])
+    return plan_kv_cache(*found).within(record["memory"]["available_kv_cache_bytes"])
 
 
 def test_many_engines_were_measured() -> None:

@@ -28,10 +28,10 @@ def compare(caches: list[LayerCache], shapes: list[Shape], rules: KvRules, block
         one_request = plan(config, layers, 0)
     except (ValueError, NotImplementedError):
         with pytest.raises(ConfigError):
-            plan_kv_cache(caches, rules, 0)
+            plan_kv_cache(caches, rules)
         return
     available = max(0, one_request.request_bytes + blocks * one_request.block_bytes + odd_bytes)
-    assert of_ours(plan_kv_cache(caches, rules, available)) == plan(config, layers, available)
+    assert of_ours(plan_kv_cache(caches, rules).within(available)) == plan(config, layers, available)
 
 
 @st.composite
@@ -96,36 +96,36 @@ def test_rules_of_limits() -> None:
 
 
 def test_windows_cost_nothing_at_long_context() -> None:
-    plan_ = plan_kv_cache(WINDOWED, KvRules(131072, 8192), 1 << 30)
+    plan_ = plan_kv_cache(WINDOWED, KvRules(131072, 8192)).within(1 << 30)
     assert [len(group.layers) for group in plan_.groups] == [12, 12]
     assert [(group.kind, group.window) for group in plan_.groups] == [("sliding", 128), ("full", 0)]
     in_window = (128 - 1 + 2 * 8192 + 15) // 16 + 1  # two steps are in flight, and a window need not start at a block
     assert plan_.request_blocks == in_window + 131072 // 16
     assert plan_.num_blocks == (1 << 30) // (12 * 16 * 2048)
     one_step = replace(plan_.rules, async_scheduling=False)
-    assert plan_kv_cache(WINDOWED, one_step, 1 << 30).request_blocks == plan_.request_blocks - 8192 // 16
+    assert plan_kv_cache(WINDOWED, one_step).within(1 << 30).request_blocks == plan_.request_blocks - 8192 // 16
 
 
 def test_blocks_grow_until_one_holds_a_state() -> None:
     """4,255,744 bytes of state are 1,039 tokens of 4,096 bytes."""
-    align = plan_kv_cache(NEMOTRON, KvRules(32768, 8192), 10 << 30)
+    align = plan_kv_cache(NEMOTRON, KvRules(32768, 8192)).within(10 << 30)
     assert align.block_size == 1040
     assert [len(group.layers) for group in align.groups] == [4] * 7
     assert align.request_blocks == 6 * 2 + 32  # two states of each group, and 32,768 tokens
-    nothing_shared = plan_kv_cache(NEMOTRON, KvRules(32768, 8192, enable_prefix_caching=False), 10 << 30)
+    nothing_shared = plan_kv_cache(NEMOTRON, KvRules(32768, 8192, enable_prefix_caching=False)).within(10 << 30)
     assert nothing_shared.request_blocks == 6 + 32
 
 
 def test_a_state_has_a_third_block_for_the_end_of_a_prompt() -> None:
-    """Of Mamba 2 from 0.32 on; of gated delta nets in 0.33, in blocks of whole 64 tokens."""
+    """Mamba 2 has it from 0.32 on; gated delta nets in 0.33, in blocks of whole 64 tokens."""
     caches = [
-        cache._replace(checkpoint="Mamba 2 has a checkpoint block" * bool(cache.state_bytes)) for cache in NEMOTRON
+        cache._replace(checkpoint="Mamba 2 has a checkpoint block" if cache.state_bytes else "") for cache in NEMOTRON
     ]
     for version, states in (("0.26", 2), ("0.31", 2), ("0.32", 3), ("0.33", 3)):
         rules = KvRules(32768, 8192, vllm=version)
-        assert plan_kv_cache(caches, rules, 10 << 30).request_blocks == 6 * states + 32
+        assert plan_kv_cache(caches, rules).within(10 << 30).request_blocks == 6 * states + 32
         alone = replace(rules, enable_prefix_caching=False)
-        assert plan_kv_cache(caches, alone, 10 << 30).request_blocks == 6 + 32
+        assert plan_kv_cache(caches, alone).within(10 << 30).request_blocks == 6 + 32
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_gated_delta_nets_keep_checkpoints_where_flashinfer_fills_prompts(
     limits = EngineLimits(max_num_batched_tokens=8192, enable_prefix_caching=True, max_model_len=576 * 544)
     shape = ModelShape.from_hf("Qwen/Qwen3-Next-80B-A3B-Instruct")
     caches, rules = model_caches(shape, find_precision("bf16"), limits, 0, capability=gpu, vllm=version)
-    plan_ = plan_kv_cache(caches, rules, 10 << 30)
+    plan_ = plan_kv_cache(caches, rules).within(10 << 30)
     assert (plan_.block_size, plan_.request_blocks) == (block_size, 3 * states + rules.max_model_len // block_size)
     on_cpu, rules = model_caches(shape, find_precision("bf16"), limits, 0, on_cpu=True, vllm=version)
-    assert plan_kv_cache(on_cpu, rules, 10 << 30).request_blocks == 3 * 2 + 576
+    assert plan_kv_cache(on_cpu, rules).within(10 << 30).request_blocks == 3 * 2 + 576
 
 
 def test_0_30_takes_the_null_block_off_and_0_26_does_not() -> None:
@@ -158,15 +158,15 @@ def test_0_30_takes_the_null_block_off_and_0_26_does_not() -> None:
 def test_blocks_of_windows_alone_are_the_kernels_by_0_26() -> None:
     caches = [LayerCache("sliding", 4096, 4096)] * 32
     rules = KvRules(32768, 8192, block_size=64, vllm="0.26")
-    assert plan_kv_cache(caches, rules, 1 << 30).groups[0].block_size == 16
-    assert plan_kv_cache(caches, replace(rules, vllm="0.30"), 1 << 30).groups[0].block_size == 64
+    assert plan_kv_cache(caches, rules).within(1 << 30).groups[0].block_size == 16
+    assert plan_kv_cache(caches, replace(rules, vllm="0.30")).within(1 << 30).groups[0].block_size == 64
 
 
 def test_latents_beside_states_come_in_blocks_of_128_by_0_30() -> None:
     caches = [LayerCache("state", state_bytes=2_170_880)] * 20 + [LayerCache("latent", 1152)] * 7
     rules = KvRules(32768, 8192, vllm="0.26")
-    assert plan_kv_cache(caches, rules, 1 << 30).block_size == 1888
-    assert plan_kv_cache(caches, replace(rules, vllm="0.30"), 1 << 30).block_size == 1920
+    assert plan_kv_cache(caches, rules).within(1 << 30).block_size == 1888
+    assert plan_kv_cache(caches, replace(rules, vllm="0.30")).within(1 << 30).block_size == 1920
 
 
 def test_an_fp8_latent_is_larger_with_an_indexer() -> None:
@@ -181,21 +181,17 @@ STATE, FULL = LayerCache("state", state_bytes=100_000), LayerCache("full", 4096)
 
 
 @pytest.mark.parametrize(
-    ("caches", "rules", "memory", "message"),
+    ("caches", "rules", "message"),
     [
-        ([], RULES, {"num_blocks": 10}, "caches is empty"),
-        ([FULL], RULES, {}, "one of the two"),
-        ([FULL], RULES, {"num_blocks": 10, "available_bytes": 10}, "one of the two"),
-        ([FULL], RULES, {"available_bytes": -1}, "at least 0"),
-        ([FULL, STATE, LayerCache("full", 2048)], RULES, {"num_blocks": 10}, r"\[2048, 4096\] bytes per token"),
+        ([], RULES, "caches is empty"),
+        ([FULL, STATE, LayerCache("full", 2048)], RULES, r"\[2048, 4096\] bytes per token"),
         (
             [LayerCache("latent", 1152), LayerCache("chunked", 4096, 128)],
             replace(RULES, vllm="0.30"),
-            {"num_blocks": 10},
             "pages of one size",
         ),
     ],
 )
-def test_what_vllm_does_not_start_with_is_refused(caches, rules: KvRules, memory: dict, message: str) -> None:
+def test_what_vllm_does_not_start_with_is_refused(caches, rules: KvRules, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan_kv_cache(caches, rules, **memory)
+        plan_kv_cache(caches, rules)

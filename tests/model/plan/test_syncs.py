@@ -1,4 +1,4 @@
-"""What a plan says on its weight sync, for each program that sends."""
+"""The sentences of a plan on its weight sync, for each program that sends."""
 
 from __future__ import annotations
 

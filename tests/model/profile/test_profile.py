@@ -276,6 +276,23 @@ def test_layers_that_are_no_table_are_refused(bad: object) -> None:
         Profile.from_json(json.dumps(raw), "own/profile.json")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_error": "INFINITE"}, "model_error is inf; allowed: a finite number"),
+        ({"model_error": -0.1}, "model_error is -0.1; allowed: a number >= 0"),
+        ({"coefficients": {"host.step_seconds": "INFINITE"}}, "is inf; allowed: a finite number above 0"),
+        ({"coefficients": {"host.step_seconds": 0}}, "is 0.0; allowed: a finite number above 0"),
+        ({"layers": {"gemm.bf16": {"4096x1024": [[1], ["INFINITE"]]}}}, "is not [rising numbers of rows"),
+        ({"kind": "guessed"}, "kind is 'guessed'; allowed: datasheet, calibrated, imported"),
+    ],
+)
+def test_a_number_that_no_profile_has_is_refused(changes: dict[str, Any], message: str) -> None:
+    text = json.dumps(json.loads(calibrated().to_json()) | {"log_covariance": {}} | changes)
+    with pytest.raises(ProfileError, match=re.escape(message)):
+        Profile.from_json(text.replace('"INFINITE"', "1e999"))  # which JSON takes for infinity
+
+
 def test_a_layout_nobody_measured_adds_what_an_engine_nobody_measured_does() -> None:
     own, imported = (load_profile(name, version)[0] for name, version in (("h200", "0.26.0"), ("h100", "0.24.0")))
     assert own.kind == "calibrated"

@@ -12,8 +12,7 @@ from measured_families import shape_of
 import fp8plan
 from fp8plan.errors import ConfigError
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.limits import EngineLimits
-from fp8plan.model.memory.plan import capture_size_for
+from fp8plan.model.limits import EngineLimits, capture_size_for
 from fp8plan.model.plan.choice import choose
 from fp8plan.model.plan.explain import limits_matter
 from fp8plan.model.plan.planner import Prediction, predict

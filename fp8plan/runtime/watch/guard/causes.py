@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from fp8plan.errors import CapacityError
 from fp8plan.model.hardware import find_gpu
-from fp8plan.model.memory.plan import capture_size_for
+from fp8plan.model.limits import capture_size_for
 from fp8plan.model.plan.choice import seconds, speed_up
 from fp8plan.model.profile.profile import Profile
 from fp8plan.model.risk.expected import LEAST_GAIN
