@@ -241,3 +241,14 @@ def test_one_token_takes_about_as_long_as_its_weights_are_read(gpu: Gpu) -> None
     (seconds,) = gemm_cost(np.array([1]), layers, BF16, gpu, profile).seconds
     read = sum(x.layers * x.n * x.k * 2 for x in layers) / gpu.memory_bandwidth
     assert read < seconds < 1.6 * read
+
+
+@pytest.mark.parametrize("name", ["a100_sxm", "l40s"])
+def test_many_numbers_of_rows_cost_what_each_costs_alone(name: str) -> None:
+    """Tilings are then found for blocks of rows. In some of these blocks the two ends have different ones."""
+    gpu, rows = find_gpu(name), np.arange(1, 2049)
+    profile = load_profile(gpu)[0]
+    for n, k in ((17920, 1536), (28672, 4096), (51200, 5120)):
+        together = gemm_cost(rows, one(n, k), BF16, gpu, profile).seconds
+        alone = [gemm_cost(rows[at : at + 1], one(n, k), BF16, gpu, profile).seconds[0] for at in range(len(rows))]
+        assert together == pytest.approx(alone, rel=1e-12)
