@@ -53,14 +53,6 @@ def interpreter() -> None:
         pytest.skip("needs TRITON_INTERPRET=1")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _no_groups_left() -> Iterator[None]:
-    """Let the next module's engines make vLLM's process groups. Those of a dense model lack the one of experts."""
-    yield
-    if (state := sys.modules.get("vllm.distributed.parallel_state")) and state.model_parallel_is_initialized():
-        state.destroy_model_parallel()
-
-
 # Marker and the package it stands for. `make test` sets FP8PLAN_REQUIRE_INTEGRATIONS=1: there, a missing one fails.
 INTEGRATIONS = ("vllm", "verl", "trl", "ray", "triton", "transfer_queue", "reasoning_gym", "gguf")
 REQUIRED = os.environ.get("FP8PLAN_REQUIRE_INTEGRATIONS") == "1"

@@ -139,6 +139,7 @@ def started(kind: str | Path, which: str, precision: str, **settings: Any) -> It
     torch.set_num_threads(1)  # where torch was loaded before OMP_NUM_THREADS was set
     path = kind if isinstance(kind, Path) else checkpoint(kind, which)
     sync = {name: settings.pop(name) for name in SyncSettings.__dataclass_fields__ if name in settings}
+    forget_groups()
     with experts_or_skip():
         engine = RolloutEngine.from_plan(
             cpu_plan(precision), str(path), sync=SyncSettings(**sync), skip_tokenizer_init=True, **settings
@@ -149,11 +150,13 @@ def started(kind: str | Path, which: str, precision: str, **settings: Any) -> It
         yield engine
     finally:
         engine.shutdown()
-        forget_groups()
 
 
 def forget_groups() -> None:
-    """Let the next engine of this process make its process groups. Those of a dense model lack the one of experts."""
+    """Let the next engine make its process groups. Those that a dense model's left lack the one of experts.
+
+    That engine may still run, in a fixture of the same module: it takes the new groups then.
+    """
     from vllm.distributed import destroy_model_parallel
 
     destroy_model_parallel()
