@@ -75,6 +75,13 @@ def test_sequence_and_geometric_level() -> None:
     assert (half.kept_tokens, half.kept_sequences) == (pytest.approx(0.6), 0.5)
 
 
+def test_thresholds_of_a_batch_without_the_band_of_its_mode_are_refused() -> None:
+    log_ratio = torch.log(torch.tensor(RATIOS, dtype=torch.float64))
+    batch = pack(log_ratio, torch.zeros_like(log_ratio), lengths=LENGTHS)
+    with pytest.raises(ConfigError, match=r"mode 'mis' needs a band; type Thresholds\(band=\(0.5, 2.0\)\)"):
+        correct(batch, CorrectionSettings(mode="mis", thresholds=BAND), thresholds=Thresholds(2.0))
+
+
 def test_no_level_means_no_weights() -> None:
     found = corrected(CorrectionSettings(level=None, reject=(Rejection("token", "k1", 2.0, 0.5),)))
     assert found.weights is None
