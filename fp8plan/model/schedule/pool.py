@@ -300,7 +300,8 @@ class Pool:
                     self.free -= 1
                 block.holders += 1
             table.start, table.hashed = end - len(blocks), end
-            table.blocks = [*[None] * table.start, *blocks]
+            table.blocks = [None] * table.start
+            table.blocks += blocks
         self.changes += 1
 
     def _hit_blocks(self, request: int, hit: int) -> list[list[Block]]:
