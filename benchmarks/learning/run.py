@@ -76,7 +76,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         help=f"{', '.join([*GROUPS, *ARMS])}; given twice: the second after all seeds of the first; default: main",
     )  # fmt: skip
     parser.add_argument(
-        "--kept", type=Path, nargs="+", default=[], help="tables of benchmarks.learning.keep: runs in them are done"
+        "--kept", type=Path, nargs="*", default=[], help="tables of benchmarks.learning.keep: runs in them are done"
     )
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"of every arm; default: {SEEDS}")
     parser.add_argument("--first-seed", type=int, default=0, help="of every arm; default: 0")
