@@ -6,6 +6,10 @@ cp -r * ~/fp8plan # later calls change the tree under a job that runs
 tar -C ~ -I "xz -T0" -xf <(cat ~/lease/vllm.*/part) &
 [ ! -e ~/lease/verl ] || tar -C ~/lease -xJf ~/lease/verl/verl.tar.xz &
 for part in $(jobs -p); do wait "$part"; done
+# A torch that was carried finds the machine's cuDNN, which may be older than it expects: attention in it then fails.
+if [ -e ~/site/torch/__init__.py ]; then
+    echo 'from torch.backends import cuda as _cuda; _cuda.enable_cudnn_sdp(False)' >> ~/site/torch/__init__.py
+fi
 for wheel in ~/lease/fp8plan/*.whl; do python3 -m zipfile -e "$wheel" ~/site; done # fp8plan's wheel has its entry points
 touch ~/vllm.env
 [ ! -e ~/lease/fp8plan/env.sh ] || cp ~/lease/fp8plan/env.sh ~/vllm.env
