@@ -190,7 +190,7 @@ def _observation(row: dict[str, str]) -> Observation:
         layers=layers,
         quantised_layers=layers,
         kv_layers=float(row.get("kv_layers") or layers),
-        moe=row["moe"] == "1",
+        expert_layers=layers if row["moe"] == "1" else 0.0,
         qk_norm=row["qk_norm"] != "0",
         rollout=rollout,
         fp8_kv=row["kv"] == "fp8",

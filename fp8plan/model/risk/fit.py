@@ -92,7 +92,7 @@ def _terms(
     kv_term *= exp(kv + no_qk_norm * (not setting.qk_norm))
     routes = 0.0
     if setting.routing:
-        routes = exp(routing) * routing_term(bf16_term + linears_term + kv_term, errors)
+        routes = exp(routing) * routing_term(bf16_term + linears_term + kv_term, setting.expert_layers, errors)
     level = exp(engines)
     return level * bf16_term, level * linears_term, level * kv_term, level * routes
 

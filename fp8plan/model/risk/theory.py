@@ -64,9 +64,9 @@ STATE_SPACE_SD: Final = log(4.0)
 
 # KL of small language models, times the theory's: the mean of two models' mean log errors. They were measured in four
 # precisions each (profiles/.../probe/smollm2 and gemma). One model's mean foresees the other's rows with an error of
-# 2.0 times (RMS; benchmarks/tables/probe.py). The fit's own spread explains a part of it, and a further factor of 1.65
+# 2.05 times (RMS; benchmarks/tables/probe.py). The fit's own spread explains a part of it, and a further factor of 1.65
 # the rest. SMALL_SD takes 2, as the models are two, and both came from 4-bit files.
-SMALL_LANGUAGE_FACTOR: Final = 5.11
+SMALL_LANGUAGE_FACTOR: Final = 5.17
 
 # Extra standard deviations for small models. For those that are no language models: the RMS of three mean log errors
 # before the factor is 1.8 (profiles/.../probe, qk-norm in benchmarks/learning/gpus and SmolLM2), and the fit has 0.5.
@@ -101,8 +101,8 @@ class Setting:
 
     layers, quantised_layers: pairs of sub-layers, and how many of them have linears that FP8 rounds; a sub-layer adds
                               to the residual stream: a mixer or an MLP
-    kv_layers:                layers that read keys and values
-    moe, qk_norm:             true if the model has these
+    kv_layers, expert_layers: layers that read keys and values, and layers that route tokens to experts
+    qk_norm:                  true if the model has it
     rollout, trainer:         the grids of their linears, of ROLLOUT_GRIDS and TRAINER_GRIDS
     fp8_kv:                   of the rollout
     router_replay:            the trainer uses the rollout's experts
@@ -111,12 +111,17 @@ class Setting:
     layers: float
     quantised_layers: float
     kv_layers: float
-    moe: bool
+    expert_layers: float
     qk_norm: bool
     rollout: str
     fp8_kv: bool
     trainer: str = BF16
     router_replay: bool = False
+
+    @property
+    def moe(self) -> bool:
+        """True if the model has experts."""
+        return self.expert_layers > 0
 
     @property
     def routing(self) -> bool:
@@ -153,16 +158,16 @@ def kernel_variance(layers: float, bf16: float) -> float:
     return 2 * layers * bf16**2
 
 
-def routing_term(dense: float, errors: RoundingErrors) -> float:
+def routing_term(dense: float, expert_layers: float, errors: RoundingErrors) -> float:
     """KL per token from tokens that other experts work on, beside the KL `dense` of all other causes.
 
     A router picks other experts where two logits lie closer than the error of its input. The share of such tokens grows
     as that error, which is the square root of a variance. The jump to another expert's output is of one size, whatever
     moved the token there. So this KL grows as the square root of the rest. Its level is assumed: as large as the rest,
-    in BF16 with REFERENCE_LAYERS layers. Gaussian logits give nearly the same level for 8 of 128 experts and 2 of 8:
-    more logits lie at the border, and each expert weighs less.
+    in BF16 with REFERENCE_LAYERS layers. Layers are counted against these, as in `kl_terms`. Gaussian logits give
+    nearly the same level for 8 of 128 experts and 2 of 8: more logits lie at the border, and each expert weighs less.
     """
-    return sqrt(dense * kernel_variance(REFERENCE_LAYERS, errors.bf16))
+    return expert_layers / REFERENCE_LAYERS * sqrt(dense * kernel_variance(REFERENCE_LAYERS, errors.bf16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +248,7 @@ def setting_of(
         # Recurrent layers keep their state in BF16 or FP32 whatever the KV dtype. A layer that reads another's keys and
         # values reads them in FP8.
         kv_layers=float(sum(any(isinstance(m, Attention | LatentAttention) for m in mixers(x)) for x in shape.layers)),
-        moe=bool(shape.parts_of(Experts)),
+        expert_layers=float(sum(number for _, number in shape.parts_of(Experts))),
         qk_norm=has_qk_norm(shape),
         rollout=POW2 if precision.in_blocks and e8m0 else precision.weights,
         fp8_kv=precision.kv == "fp8",

@@ -74,7 +74,7 @@ def test_routing_grows_as_the_square_root_of_the_rest() -> None:
         assert jumps[2] / jumps[1] == pytest.approx(2, rel=0.15)
         levels.append(jumps[0])
     assert levels[0] == pytest.approx(levels[1], rel=0.4)
-    assert routing_term(4e-3, errors) == pytest.approx(2 * routing_term(1e-3, errors))
+    assert routing_term(4e-3, 36, errors) == pytest.approx(2 * routing_term(1e-3, 36, errors))
 
 
 def test_gradients_are_the_slopes_of_the_kl() -> None:

@@ -66,7 +66,7 @@ def test_layers_alike_are_counted_as_they_are(name: str) -> None:
     shape = ModelShape.from_hf(name)
     layers, moe = float(shape.num_layers), any(x.name == "router" for x in shape.linears())
     norm = shape.parts_of(Attention)[0][0].qk_norm == "head"
-    assert setting_of(shape, BF16) == Setting(layers, layers, layers, moe, norm, "bf16", False)
+    assert setting_of(shape, BF16) == Setting(layers, layers, layers, layers * moe, norm, "bf16", False)
     assert setting_of(shape, FP8_BLOCK_KV, False).quantised_layers == layers
     assert unmeasured_parts(shape) == (() if shape.num_parameters > SMALLEST_FITTED else (SMALL,))
 
