@@ -17,8 +17,8 @@ from fp8plan.model.precision import BF16, FP8_BLOCK, FP8_BLOCK_KV, FP8_KV, PRESE
 from fp8plan.model.risk.expected import MismatchRisk, mismatch_risk
 from fp8plan.model.risk.fit import Z90, committed_fit, log_gradient, predicted_kl
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies
-from fp8plan.model.risk.theory import BLOCK_OF_FP32, SAME_GRID_SD, routing_term, setting_of, trainer_sd
-from tools.risk_report import leave_one_source_out, quantise_blocks, read_observations, rms
+from fp8plan.model.risk.theory import SAME_GRID_SD, routing_term, setting_of, trainer_sd
+from tools.risk_report import BLOCK_OF_FP32, leave_one_source_out, quantise_blocks, read_observations, rms
 
 LENGTHS = [2000.0] * 8
 REPLAY = Remedies(router_replay=True)
