@@ -12,16 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from fp8plan.errors import ConfigError
-from fp8plan.runtime.replay import (
-    RULES,
-    UNKNOWN,
-    Replay,
-    packed_routes,
-    padded_routes,
-    recorded,
-    replayed,
-    share_differing,
-)
+from fp8plan.runtime.replay import RULES, Replay, recorded, replayed
+from fp8plan.runtime.routes import UNKNOWN, packed_routes, padded_routes, share_differing
 
 COMMON = {
     "vocab_size": 256,
