@@ -60,17 +60,31 @@ class SampleSettings:
 
 
 class Sampled(NamedTuple):
-    """One response: token ids of both, and the engine's log-prob of each token of the response."""
+    """One response of the engine.
+
+    prompt, response: token ids
+    logprobs:         of each token of the response
+    experts:          those of each token but the last: [tokens, layers, experts per token]; None: not asked for
+    """
 
     prompt: list[int]
     response: list[int]
     logprobs: list[float]
+    experts: Any = None
 
 
 def sample(
-    setup: EngineSetup, prompts: Sequence[Sequence[int]], settings: SampleSettings, **vllm_kwargs: Any
+    setup: EngineSetup,
+    prompts: Sequence[Sequence[int]],
+    settings: SampleSettings,
+    keep_bf16: tuple[int, int] = (0, 0),
+    routed_experts: bool = False,
+    **vllm_kwargs: Any,
 ) -> tuple[list[Sampled], dict[str, Any]]:
     """Sample `settings.samples` responses of the engine to each prompt, and shut the engine down.
+
+    keep_bf16:      how many first and last layers keep their linears in BF16
+    routed_experts: return the experts of each token, too
 
     Also returns the engine's facts, under `kv_scales` the origin of its scales, and under `synced` the bytes and the
     residual of a sync to `settings.after`. Raises ConfigError as `checkpoints` does.
@@ -79,8 +93,10 @@ def sample(
 
     mode = settings.mode or ("inprocess" if setup.gpu.is_cpu else "multiprocess")
     options = {"skip_tokenizer_init": True, "seed": settings.seed} | vllm_kwargs
+    if routed_experts:
+        options["enable_return_routed_experts"] = True
     sync = None if settings.after is None else SyncSettings(delta="cpu", top_k=settings.top_k)
-    engine = RolloutEngine.from_setup(setup, mode=mode, sync=sync, **options)
+    engine = RolloutEngine.from_setup(setup, mode=mode, sync=sync, keep_bf16=keep_bf16, **options)
     try:
         synced = None if settings.after is None else _synced(engine, checkpoints(str(setup.model), settings.after))
         scales = _calibrated(engine, prompts, settings) if engine.state.fp8_kv else None
@@ -142,7 +158,7 @@ def _generated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSe
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)]
-        samples.append(Sampled(list(prompt), tokens, logprobs))
+        samples.append(Sampled(list(prompt), tokens, logprobs, completion.routed_experts))
     return samples
 
 
