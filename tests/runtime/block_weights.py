@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8plan.runtime.apply.quantize.block_fp8 import dequantized, quantize_into, scale_shape
+from fp8plan.runtime.apply.quantize.block_fp8 import BLOCK, quantize_into, scale_shape
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,4 +19,6 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return the weights q * scale, multiplied in FP32 and rounded to `dtype`."""
-    return dequantized(q, scale).to(dtype)
+    rows, columns = q.shape[-2:]
+    factors = scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+    return (q.float() * factors[..., :rows, :columns]).to(dtype)

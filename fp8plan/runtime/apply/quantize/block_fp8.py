@@ -9,8 +9,6 @@ Blocks that are not finite: with a NaN, the scale and every q are NaN. With an I
 infinite weights become NaN and finite ones zeros of their sign. As in vLLM the sign of a NaN is the device's own: q is
 0x7f on an NVIDIA GPU; on a CPU also 0xff.
 
-With scales that are powers of two (E8M0), the scale above is rounded up to one: vLLM's function with use_ue8m0=True.
-
 These are torch's operations, on any device. apply.quantize.targets quantises whole groups of weights, by Triton on a
 GPU. A CPU, torch on a GPU and vLLM's compiled function divide in three ways, and scales may differ in their last bit
 (see runtime.apply.quantize.triton_kernels).
@@ -51,12 +49,11 @@ def stands_alone(shape: Sequence[int], rows: slice, columns: slice) -> bool:
     return all(part.start % BLOCK == 0 and (part.stop % BLOCK == 0 or part.stop == size) for size, part in sides)
 
 
-def quantize_into(source: Tensor, q_out: Tensor, scale_out: Tensor, power_of_two: bool = False) -> None:
+def quantize_into(source: Tensor, q_out: Tensor, scale_out: Tensor) -> None:
     """Quantise weights [..., N, K] in bf16, fp16 or fp32. Leading dimensions, experts for example, are done together.
 
     q_out, scale_out: E4M3 [..., N, K] and FP32 [..., ceil(N/128), ceil(K/128)], of any strides: rows or columns of a
                       fused weight, for example
-    power_of_two:     scales are rounded up to powers of two
 
     Raises ConfigError for other shapes and dtypes.
     """
@@ -67,21 +64,7 @@ def quantize_into(source: Tensor, q_out: Tensor, scale_out: Tensor, power_of_two
     for scale, tiles, q in _tiles(scale_out, source.detach(), q_out):
         amax = tiles.abs().amax(dim=(-3, -1), keepdim=True).float().clamp(min=AMAX_FLOOR)
         scale.copy_(amax / E4M3_MAX)
-        if power_of_two:
-            scale.copy_(rounded_up(scale))
         q.copy_(tiles * (1.0 / scale))
-
-
-def rounded_up(scale: Tensor) -> Tensor:
-    """Return the least powers of two that are no smaller than the scales: E8M0, as vLLM's _ceil_to_ue8m0."""
-    return scale.log2().ceil().exp2()
-
-
-def dequantized(q: Tensor, scale: Tensor) -> Tensor:
-    """Return the weights q * scale in FP32: q [..., N, K], scale [..., ceil(N/128), ceil(K/128)]."""
-    rows, columns = q.shape[-2:]
-    factors = scale.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
-    return q.float() * factors
 
 
 def _tiles(scale: Tensor, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -17,16 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from fp8plan.model.precision import E4M3_MAX
-from fp8plan.model.risk.remedies import BLOCK as BLOCK_PRECISION
-from fp8plan.model.risk.remedies import POW2
-from fp8plan.runtime.apply.quantize.block_fp8 import (
-    AMAX_FLOOR,
-    BLOCK,
-    dequantized,
-    quantize_into,
-    rounded_up,
-    scale_shape,
-)
+from fp8plan.model.risk.remedies import POW2, TENSOR
+from fp8plan.runtime.apply.quantize.block_fp8 import AMAX_FLOOR, BLOCK
 from fp8plan.runtime.apply.quantize.targets import quantized
 
 if TYPE_CHECKING:
@@ -48,18 +40,13 @@ def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None, precision: str) 
 
 def rounded_weight(weight: Tensor, precision: str) -> Tensor:
     """Return a weight [N, K] with the values that its E4M3 numbers and scales stand for, in FP32."""
-    import torch
-
     weight = weight.detach()
-    if precision == BLOCK_PRECISION:
-        ((q, scale),) = quantized([weight])  # the bits of vLLM's function on this device
-        return dequantized(q, scale)
-    if precision == POW2:
-        q = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-        scale = torch.empty(scale_shape(*weight.shape), device=weight.device)
-        quantize_into(weight, q, scale, power_of_two=True)
-        return dequantized(q, scale)
-    return _rounded(weight.float(), weight.abs().amax().float().clamp(AMAX_FLOOR) / E4M3_MAX)
+    if precision == TENSOR:
+        return _rounded(weight.float(), weight.abs().amax().float().clamp(AMAX_FLOOR) / E4M3_MAX)
+    ((q, scale),) = quantized([weight])  # the bits of vLLM's function on this device
+    rows, columns = weight.shape
+    scales = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return _rounded(weight.float(), rounded_up(scales)) if precision == POW2 else q.float() * scales
 
 
 def rounded_activations(tokens: Tensor, precision: str) -> Tensor:
@@ -67,7 +54,7 @@ def rounded_activations(tokens: Tensor, precision: str) -> Tensor:
     import torch
 
     values = tokens.float()
-    if precision not in (BLOCK_PRECISION, POW2):
+    if precision == TENSOR:
         return _rounded(values, _scale(values.abs().amax()))
     width = values.shape[-1]
     groups = torch.nn.functional.pad(values, (0, -width % BLOCK)).unflatten(-1, (-1, BLOCK))
@@ -75,6 +62,11 @@ def rounded_activations(tokens: Tensor, precision: str) -> Tensor:
     if precision == POW2:
         scale = rounded_up(scale)
     return _rounded(groups, scale).flatten(-2)[..., :width]
+
+
+def rounded_up(scale: Tensor) -> Tensor:
+    """Return the least powers of two that are no smaller than the scales: E8M0, as vLLM's _ceil_to_ue8m0."""
+    return scale.log2().ceil().exp2()
 
 
 def _scale(largest: Tensor) -> Tensor:
