@@ -143,15 +143,20 @@ def _as_one_process(rank: int, pair: Any) -> None:
             if seed == 1:
                 train[0, 3] = float("nan")
             versions = torch.tensor([4, 4, 5, 5, 6, 6])
-            expected = alone.step(train, rollout, mask, versions=versions, synced_logprobs=train - 0.01)
+            differs = rollout < rollout.mean()
+            nearer: dict[str, Any] = {"synced_logprobs": train - 0.01, "replayed_logprobs": train - 0.02}
+            expected = alone.step(train, rollout, mask, versions=versions, routing_differs=differs, **nearer)
             first = columns < (40 if form == "one has nothing" else 13)
             mine = first if rank == 0 else ~first
             data, how = [train, rollout, mask & mine], {}
             if form == "packed":
+                differs = differs[data[2]]
                 data, how = [train[data[2]], rollout[data[2]]], {"lengths": data[2].sum(1)}
             elif form != "own columns":
+                differs = differs[:, mine]
                 data = [values[:, mine] for values in (train, rollout, mask)]
-            step = shared.step(*data, versions=versions, synced_logprobs=data[0] - 0.01, **how)
+            nearer = {"synced_logprobs": data[0] - 0.01, "replayed_logprobs": data[0] - 0.02}
+            step = shared.step(*data, versions=versions, routing_differs=differs, **nearer, **how)
             assert _said(step) == _said(expected), (settings, form)
             assert shared.state == alone.state
             for ours, theirs in ((step.weights, expected.weights), (step.mask, expected.mask)):
@@ -189,6 +194,13 @@ def _refused_together(rank: int, pair: Any) -> None:
             {"synced_logprobs": train if rank else None},
             "=None, rank 1 'present'",
         ),
+        (
+            (train, rollout, mask),
+            {"replayed_logprobs": train if rank else None},
+            "replayed_logprobs=None, rank 1 'present'",
+        ),
+        ((train, rollout, mask), {"routing_differs": mask if rank else None}, "routing_differs=None, rank 1 'present'"),
+        ((train, rollout, mask), {"routing_differs": mask * (2 if rank else 1)}, "routing_differs holds 2; allowed: 1"),
         ((train, rollout, mask), {"number": "x" if rank else None}, "number is 'x'"),
         ((train.abs(), rollout, mask), {}, "mean above 0"),
         ((train, rollout, mask), {"versions": torch.ones(train.shape)}, r"allowed: \[6\], one per sequence$"),
