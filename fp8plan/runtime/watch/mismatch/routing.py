@@ -1,39 +1,38 @@
-"""Routing: the share of tokens for which the trainer's router picks other experts than the engine's."""
+"""Routing: the share of tokens for which the trainer's routers pick other experts than the engine's."""
 
 from __future__ import annotations
 
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fp8plan.checks import is_number
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.watch.mismatch.sums import FloatArray, all_reduced
 
 if TYPE_CHECKING:
-    from fp8plan.runtime.watch.mismatch.measure import Array, Tokens
+    from fp8plan.runtime.watch.mismatch.measure import Tokens
 
 
-def rerouted(tokens: Tokens, differs: Array) -> FloatArray:
-    """Count the tokens of this rank with other experts in the trainer than in the engine.
+def differing(tokens: Tokens, share: float) -> FloatArray:
+    """Count this rank's tokens that trainer and engine route differently.
 
-    tokens:  the batch, from `pack`
-    differs: in the form of the log-probs; bool, or numbers that are 0 or 1: true for a token with another expert in at
-             least one layer
+    tokens: the batch, from `pack`
+    share:  the share of these tokens with another expert in at least one layer; NaN: not known
 
-    Returns [2] float64: the number of these tokens, and of all valid ones. Raises ConfigError for another shape, and
-    for other numbers.
+    Returns [2] float64: these tokens, and all of which it is known. Raises ConfigError for another number than 0 to 1.
     """
-    values = tokens.select(differs)
-    other = (values != 0) & (values != 1)
-    if bool(other.any()):
+    if not (is_number(share, nan=True) and (isnan(share) or 0 <= share <= 1)):
         raise ConfigError(
-            f"routing_differs holds {values[other][0].item()!r}; allowed: 1 for a token with another expert in at "
-            "least one layer, and 0 for the others"
+            f"routing_differs is {share!r:.60}; allowed: the share of this rank's tokens whose experts differ, from 0 "
+            "to 1, as fp8plan.runtime.replay.share_differing(...).tokens"
         )
-    return np.array([int(values.count_nonzero()), len(values)], dtype=np.float64)
+    own = len(tokens) if tokens.own is None else len(tokens.own)
+    return np.zeros(2) if isnan(share) else np.array([share * own, own])
 
 
-def share(counts: FloatArray, group: Any = None) -> float | None:
-    """The share of the tokens that `rerouted` counted, over all ranks of `group`; None without a token."""
+def share_of_all(counts: FloatArray, group: Any = None) -> float | None:
+    """The share among the tokens that `differing` counted on all ranks of `group`; None if it is known of none."""
     different, every = all_reduced(counts, group)
     return float(different / every) if every else None

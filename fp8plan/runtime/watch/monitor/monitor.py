@@ -37,7 +37,7 @@ from fp8plan.runtime.watch.mismatch.expectation import Expected, Probe, expected
 from fp8plan.runtime.watch.mismatch.measure import measure, pack
 from fp8plan.runtime.watch.mismatch.metrics import MismatchSums
 from fp8plan.runtime.watch.mismatch.pieces import check_group
-from fp8plan.runtime.watch.mismatch.routing import rerouted, share
+from fp8plan.runtime.watch.mismatch.routing import differing, share_of_all
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.runtime.watch.mismatch.sums import gathered, rank
 from fp8plan.runtime.watch.monitor.record import (
@@ -183,7 +183,7 @@ class Monitor:
         versions: Any = None,
         synced_logprobs: Array | None = None,
         replayed_logprobs: Array | None = None,
-        routing_differs: Array | None = None,
+        routing_differs: float | None = None,
         fresh: bool = False,
         rollout: Rollout = None,
         sampling: Any = None,
@@ -199,8 +199,8 @@ class Monitor:
                   every rank or on none. They separate staleness from precision in `step.attribution`
         replayed_logprobs: the trainer's log-probs with the experts that the engine picked for each token, and with the
                   weights of synced_logprobs, or else of train_logprobs; likewise. They separate routing from precision
-        routing_differs: argument of `rerouted`: the tokens for which trainer and engine pick other experts, on every
-                  rank or on none. Their share goes into the record, as `schemas.ROUTING_DIFFERS`
+        routing_differs: the share of this rank's tokens for which trainer and engine pick another expert in at least
+                  one layer; NaN: not known; likewise. That of all ranks goes into the record (schemas.ROUTING_DIFFERS)
         fresh:    the trainer still has the weights that sampled: nothing is stale
         rollout:  the rollout's seconds and lengths as an Observation, or the fields of a rollout record; None: the
                   engine's rollouts since the last step
@@ -219,8 +219,10 @@ class Monitor:
         begun = time.perf_counter()
         sums, synced, replayed, routed, refusal = MismatchSums(), None, None, None, None
         optional = {"synced_logprobs": synced_logprobs, "replayed_logprobs": replayed_logprobs}
-        optional["routing_differs"] = routing_differs
-        ways = {name: None if values is None else "present" for name, values in optional.items()}
+        ways = {
+            name: None if value is None else "present"
+            for name, value in {**optional, "routing_differs": routing_differs}.items()
+        }
 
         def measured(logprobs: Array) -> MismatchSums:
             other = measure(pack(logprobs, rollout_logprobs, mask, lengths, self.sequence_group))
@@ -239,7 +241,7 @@ class Monitor:
             if replayed_logprobs is not None:
                 replayed = measured(replayed_logprobs)
             if routing_differs is not None:
-                routed = rerouted(tokens, routing_differs)
+                routed = differing(tokens, routing_differs)
             done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
             rollout, own = self._checked(rollout, done), own_metrics(metrics)
             sampled = self._sampling if sampling is None else Sampling.of(sampling)
@@ -251,7 +253,7 @@ class Monitor:
         update = self._decided(mismatch, ways)
         nearer = reduced(synced), reduced(replayed)
         if routed is not None:
-            own[ROUTING_DIFFERS] = share(routed, self.group)
+            own[ROUTING_DIFFERS] = share_of_all(routed, self.group)
         correction = correct(tokens, self.settings, self.group, update[0])
         context = _Context(done, begun, self._tokens_in(sums), rollout, sampled, own, *nearer, fresh)
         return self._concluded(mismatch, update, correction, context)
