@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 # MAJOR.MINOR, the field "schema_version" of a file. A new field is a new minor version, and older readers ignore it. If
 # a field goes, or changes its meaning, that is a new major version, which they refuse.
-VERSIONS: Final = {"plan": "1.7", "profile": "1.1", "record": "1.7", "probe": "1.1"}
+VERSIONS: Final = {"plan": "1.8", "profile": "1.1", "record": "1.8", "probe": "1.1"}
 FIRST: Final = "1.0"  # the version of files that name none
 
 # The fields of a rollout record with a number for each request. They are most of a line.
@@ -46,6 +46,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     measured_kv_cache_tokens: blocks of the engine's pool times its block_size, which vLLM enlarges for some models
     num_gpu_blocks:  blocks of the engine's pool, the null block among them
     max_cudagraph_capture_size: null: vLLM's own; a number: imposed
+    keep_bf16:       first and last layers that kept their linears in BF16; null: none
     experts_hit:     distinct experts of a layer that each step's tokens went to, if known
     prompt_lengths, response_lengths: tokens of each response: of its prompt, and those that the engine generated
     tool_tokens:     tokens between the turns of each response that no engine generated: of tools and users; null: none
@@ -92,6 +93,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     measured_kv_cache_tokens: int | None = None
     num_gpu_blocks: int | None = None
     max_cudagraph_capture_size: int | None = None
+    keep_bf16: tuple[int, int] | None = None
     experts_hit: int | None = None
     first_rollout: bool | None = None
     sampling: dict[str, Any] | None = None
