@@ -63,7 +63,7 @@ class AsyncRolloutEngine(
         sync: SyncSettings | None = None,
         remote: bool = False,
         guard: GuardSettings | None = None,
-        keep_bf16: tuple[int, int] = (0, 0),
+        keep_bf16: tuple[int, int] | None = None,
         precisions: Sequence[str] | None = None,
         **vllm_kwargs: Any,
     ) -> AsyncRolloutEngine:

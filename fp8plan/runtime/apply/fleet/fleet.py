@@ -89,7 +89,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         mode: Literal["inprocess", "multiprocess"] = "inprocess",
         sync: SyncSettings | None = None,
         guard: GuardSettings | None = None,
-        keep_bf16: tuple[int, int] = (0, 0),
+        keep_bf16: tuple[int, int] | None = None,
         precisions: Sequence[str] | None = None,
         expected_tokens: float = 1.0,
         cpus_per_replica: float = 1.0,
