@@ -57,7 +57,7 @@ def test_the_prompts_of_a_trace_are_used_and_said(fp8plan: Callable[..., Done]) 
 
 PLAN_KEYS = (
     "schema_version fp8plan_version model gpu profile limits workload seed choices chosen baseline thresholds reasons "
-    "warnings budget kv_scales anchor inside engine_version"
+    "warnings budget remedies kv_scales anchor inside engine_version"
 ).split()
 
 

@@ -6,7 +6,7 @@ A limit of the engine is a field of EngineLimits. An Option beside it makes it a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, update_wrapper
 from inspect import signature
 from pathlib import Path
@@ -22,6 +22,7 @@ from fp8plan.model.limits import LIMIT_OPTIONS, EngineLimits
 from fp8plan.model.precision import FP8_KV, PRESETS
 from fp8plan.model.profile.profile import LOOPS_S, Profile
 from fp8plan.model.risk.expected import BUDGET_OPTIONS, RiskBudget
+from fp8plan.model.risk.remedies import REMEDY_OPTIONS, Remedies
 from fp8plan.model.rl_step import DEFAULT_LINK, SENDERS, STEP_OPTIONS, StepTimes, WeightSync, changes_of
 from fp8plan.model.setup import check_inside
 from fp8plan.model.shards import check_target
@@ -67,6 +68,7 @@ class PlanRequest:
     strict:         refuse a profile of another engine version
     precisions:     preset names; None: all, and those that this GPU cannot run are listed as unavailable
     budget:         the highest mismatch risk that may be chosen; None: that of RiskBudget()
+    remedies:       settings that lower the mismatch, which every precision is planned with
     kv_scales_calibrated: K and V scales of FP8 KV are measured after each sync. False: they stay at 1.0, as in engines
                     that keep the scales they started with (EngineSetup.why_fixed_kv_scales)
     trainer:        the other parts of an RL step; None: only the rollout is compared
@@ -156,6 +158,7 @@ class PlanRequest:
         ),
     ] = None
     budget: Annotated[RiskBudget | None, BUDGET_OPTIONS] = None
+    remedies: Annotated[Remedies, REMEDY_OPTIONS] = field(default_factory=Remedies)
     kv_scales_calibrated: Annotated[
         bool,
         Option(

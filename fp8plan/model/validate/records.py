@@ -160,6 +160,7 @@ class Record:
             self.limits,
             caller_of(self.fields),
             self.fields["engine_version"],
+            self.fields.get("keep_bf16") or (0, 0),
         )
 
 
