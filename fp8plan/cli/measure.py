@@ -13,7 +13,7 @@ import typer
 from fp8plan.cli.console import print_notes, show, starting_engines
 from fp8plan.cli.program import app, option
 from fp8plan.errors import ConfigError
-from fp8plan.model.risk.remedies import BF16, TRAINER_PRECISIONS, Remedies
+from fp8plan.model.risk.remedies import BF16, TRAINER_PRECISIONS, Remedies, typed_ends
 from fp8plan.options import ENGINE, OUTPUT, REMEDIES
 
 
@@ -85,7 +85,7 @@ def probe_command(
     card = find_gpu(gpu)
     remedies = [
         Remedies(replayed, trainer, kept)
-        for kept in map(_two_counts, keep_bf16 or ["0,0"])
+        for kept in map(typed_ends, keep_bf16 or ["0,0"])
         for trainer in trainer_precision or [BF16]
         for replayed in ([False, True] if router_replay else [False])
     ]
@@ -128,15 +128,6 @@ def probe_command(
         show(probe_report(measured))
     if all(probed.error for probed in measured.findings):
         raise typer.Exit(1)
-
-
-def _two_counts(typed: str) -> tuple[int, int]:
-    """The counts of "FIRST,LAST". Raises ConfigError for other text."""
-    try:
-        first, last = map(int, typed.split(","))
-    except ValueError:
-        raise ConfigError(f"--keep-bf16 is {typed!r}; allowed: two counts of layers, e.g. 1,1") from None
-    return first, last
 
 
 @app.command("calibrate")

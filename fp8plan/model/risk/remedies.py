@@ -18,12 +18,13 @@ BF16, BLOCK, POW2, TENSOR = "bf16", "fp8_block", "fp8_block_pow2", "fp8_tensor"
 TRAINER_PRECISIONS: Final = (BF16, BLOCK, POW2, TENSOR)
 
 
-def _ends(typed: str) -> tuple[int, ...]:
+def typed_ends(typed: str) -> tuple[int, int]:
     """The value of keep_bf16 for "FIRST,LAST". Raises ConfigError for text that is not two whole numbers."""
     try:
-        return tuple(int(count) for count in typed.split(","))
+        first, last = map(int, typed.split(","))
     except ValueError:
         raise ConfigError(f"--keep-bf16 is {typed!r}; allowed: two counts of layers, first and last: 1,1") from None
+    return first, last
 
 
 def checked_ends(ends: Sequence[int]) -> tuple[int, int]:
@@ -59,7 +60,7 @@ class Remedies:
             "0,0",
             metavar="FIRST,LAST",
             kind=str,
-            read=_ends,
+            read=typed_ends,
         ),
     ] = (0, 0)
 

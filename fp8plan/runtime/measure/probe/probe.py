@@ -27,13 +27,14 @@ from typing import Any, NamedTuple
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import Experts, ModelShape
+from fp8plan.model.emit.vllm import ignored
 from fp8plan.model.hardware import Gpu, find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import FP8_BLOCK, PRESETS, Precision, find_precision
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.risk.remedies import BF16, Remedies
 from fp8plan.model.setup import EngineSetup, default_limits
-from fp8plan.runtime.apply.engine.launch import held_back, launch
+from fp8plan.runtime.apply.engine.launch import held_back
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.measure.machine import gpu_facts
 from fp8plan.runtime.measure.probe.results import NONE, Interval, Probe, Probed, in_effect, intervals, tokens_needed
@@ -91,12 +92,12 @@ def probe(
         progress(f"{engine.label}: an engine starts and samples {len(tokens) * settings.samples} responses")
         begun = time.perf_counter()
         try:
-            setup = EngineSetup(model_path, card, engine.preset, limits, engine_version=version).holding(longest)
+            setup = EngineSetup(
+                model_path, card, engine.preset, limits, engine_version=version, keep_bf16=engine.keep_bf16
+            ).holding(longest)
             setup.check_precision()
             with held_back(engine_stays=False):
-                sampled[engine], facts = sample(
-                    setup, tokens, settings, engine.keep_bf16, engine.routed_experts, **vllm_kwargs
-                )
+                sampled[engine], facts = sample(setup, tokens, settings, engine.routed_experts, **vllm_kwargs)
         except Exception as error:  # the error of one engine: the others may run
             probed = Probed(engine.preset.name, error=_text_of(error))
             progress(f"{engine.label}: {probed.error}")
@@ -203,8 +204,8 @@ def _score(
             begun, remedies = time.perf_counter(), probed.remedies
             trainer = remedies.trainer_precision
             try:
-                ignored = [] if trainer == BF16 else left_in_bf16(setup, remedies.keep_bf16)
-                with reference.computing_in(trainer, ignored):
+                in_bf16 = ignored(replace(setup, keep_bf16=remedies.keep_bf16))
+                with reference.computing_in(trainer, in_bf16):
                     train = reference.score(rows, settings.temperature, router_replay=remedies.router_replay)
                 scored = compared(train.logprobs, rollout, settings.seed, prompts)
                 scored = replace(scored, experts_differ=train.experts_differ)
@@ -215,11 +216,6 @@ def _score(
             if settings.after is None:  # no expectation covers a sync
                 scored = replace(scored, predicted=_predicted(model_path, scored, rows))
             findings[engine][number] = scored
-
-
-def left_in_bf16(setup: EngineSetup, keep_bf16: tuple[int, int]) -> list[str]:
-    """Patterns of the modules that an engine with FP8 weights leaves in BF16."""
-    return list(launch(setup, keep_bf16=keep_bf16).kwargs["quantization_config"]["ignore"])
 
 
 def _predicted(model_path: str, measured: Probed, rows: Sequence[Sampled]) -> Interval | None:

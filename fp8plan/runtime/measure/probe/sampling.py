@@ -14,6 +14,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.apply.engine.launch import held_back
+from fp8plan.runtime.apply.engine.returned_experts import OPTION as ROUTED_EXPERTS
 from fp8plan.runtime.apply.weight_sync.checkpoint import checkpoint_manifest, checkpoint_tensors, local_folder
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.watch.mismatch.sampling import LEAST_TEMPERATURE
@@ -77,13 +78,11 @@ def sample(
     setup: EngineSetup,
     prompts: Sequence[Sequence[int]],
     settings: SampleSettings,
-    keep_bf16: tuple[int, int] = (0, 0),
     routed_experts: bool = False,
     **vllm_kwargs: Any,
 ) -> tuple[list[Sampled], dict[str, Any]]:
     """Sample `settings.samples` responses of the engine to each prompt, and shut the engine down.
 
-    keep_bf16:      how many first and last layers keep their linears in BF16
     routed_experts: return the experts of each token, too
 
     Also returns the engine's facts, under `kv_scales` the origin of its scales, and under `synced` the bytes and the
@@ -94,14 +93,15 @@ def sample(
     mode = settings.mode or ("inprocess" if setup.gpu.is_cpu else "multiprocess")
     options = {"skip_tokenizer_init": True, "seed": settings.seed} | vllm_kwargs
     if routed_experts:
-        options["enable_return_routed_experts"] = True
+        options[ROUTED_EXPERTS] = True
     sync = None if settings.after is None else SyncSettings(delta="cpu", top_k=settings.top_k)
-    engine = RolloutEngine.from_setup(setup, mode=mode, sync=sync, keep_bf16=keep_bf16, **options)
+    engine = RolloutEngine.from_setup(setup, mode=mode, sync=sync, **options)
     try:
         synced = None if settings.after is None else _synced(engine, checkpoints(str(setup.model), settings.after))
         scales = _calibrated(engine, prompts, settings) if engine.state.fp8_kv else None
         every = [tokens for tokens in prompts for _ in range(settings.samples)]
-        return _generated(engine, every, settings), engine.facts | {"kv_scales": scales, "synced": synced}
+        samples = _generated(engine, every, settings, routed_experts)
+        return samples, engine.facts | {"kv_scales": scales, "synced": synced}
     finally:
         engine.shutdown()
 
@@ -139,7 +139,9 @@ def _calibrated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleS
     return str(engine.recalibrate_kv())
 
 
-def _generated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSettings) -> list[Sampled]:
+def _generated(
+    engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSettings, routed_experts: bool = False
+) -> list[Sampled]:
     from vllm import SamplingParams
 
     params = [
@@ -152,13 +154,15 @@ def _generated(engine: Any, prompts: Sequence[Sequence[int]], settings: SampleSe
         )
         for number in range(len(prompts))
     ]
-    outputs = engine.generate([{"prompt_token_ids": list(tokens)} for tokens in prompts], params)
+    texts = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+    outputs = engine.generate(texts, params, routed_experts=routed_experts)
     samples = []
     for prompt, output in zip(prompts, outputs, strict=True):
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=True)]
-        samples.append(Sampled(list(prompt), tokens, logprobs, completion.routed_experts))
+        experts = completion.routed_experts if routed_experts else None
+        samples.append(Sampled(list(prompt), tokens, logprobs, experts))
     return samples
 
 

@@ -9,13 +9,12 @@ import pytest
 from tiny_models import checkpoint
 
 from fp8plan.errors import ConfigError
-from fp8plan.model.emit.vllm import ROUTER_PATTERN
+from fp8plan.model.emit.vllm import ROUTER_PATTERN, ignored
 from fp8plan.model.precision import FP8_BLOCK
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.quantize import fake_quant
 from fp8plan.runtime.measure.probe import fp8_linears as module
 from fp8plan.runtime.measure.probe.fp8_linears import fp8_linears
-from fp8plan.runtime.measure.probe.probe import left_in_bf16
 
 torch = pytest.importorskip("torch")
 
@@ -73,8 +72,8 @@ def test_modules_that_vllm_leaves_in_bf16_are_not_rounded(monkeypatch: pytest.Mo
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    ignored = left_in_bf16(EngineSetup(str(tmp_path), "cpu", FP8_BLOCK), (1, 1))
-    with fp8_linears(model.model, "fp8_block", ignored):
+    in_bf16 = ignored(EngineSetup(str(tmp_path), "cpu", FP8_BLOCK, keep_bf16=(1, 1)))
+    with fp8_linears(model.model, "fp8_block", in_bf16):
         rounded = {name for name, part in model.named_modules() if "forward" in vars(part)}
     names = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj".split()
     assert rounded == {f"model.layers.1.{name}" for name in names}

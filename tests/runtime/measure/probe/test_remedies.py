@@ -109,8 +109,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     reference = Reference(str(checkpoint("moe", "a")))
     samples, started = moe_samples(reference, "fp8_block"), []
 
-    def sample(setup: Any, _: Any, __: Any, keep_bf16: Any, routed_experts: bool) -> Any:
-        started.append((setup.precision.name, keep_bf16, routed_experts))
+    def sample(setup: Any, _: Any, __: Any, routed_experts: bool) -> Any:
+        started.append((setup.precision.name, setup.keep_bf16, routed_experts))
         return [row if routed_experts else row._replace(experts=None) for row in samples], {}
 
     monkeypatch.setattr(probe_module, "sample", sample)
