@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tiny_models import checkpoint, forget_groups
+from tiny_models import checkpoint, experts_or_skip, forget_groups
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
@@ -31,24 +31,42 @@ PROMPTS = [[(37 * row + 11 * place) % 1000 for place in range(12)] for row in ra
 TRAINERS = {name: Remedies(trainer_precision=name) for name in ("bf16", "fp8_block", "fp8_block_pow2")}
 
 
-@pytest.mark.vllm
-def test_a_trainer_on_the_grid_of_the_engine_has_less_mismatch() -> None:
-    """The engine's scales are FP32, so a trainer with powers of two is on another grid."""
+@pytest.fixture(scope="module")
+def measured() -> Probe:
+    """An engine with FP8 weights, against each trainer with and without replay."""
     forget_groups()
     torch.set_num_threads(1)
-    found = probe(
-        str(checkpoint("moe", "a")), ["fp8_block"], PROMPTS, gpu="cpu", remedies=[*TRAINERS.values()],
-        settings=SETTINGS, limits=LIMITS,
-    )  # fmt: skip
-    if any("Unsupported FP8 MoE backend" in str(probed.error) for probed in found.findings):
-        pytest.skip("no kernel for experts in FP8 before vLLM 0.30")
-    kls = {name: found.interval_of("fp8_block", remedies) for name, remedies in TRAINERS.items()}
-    assert None not in kls.values(), [probed.error for probed in found.findings]
+    remedies = [replace(trainer, router_replay=replay) for trainer in TRAINERS.values() for replay in (False, True)]
+    with experts_or_skip():
+        found = probe(
+            str(checkpoint("moe", "a")), ["fp8_block"], PROMPTS, gpu="cpu", remedies=remedies, settings=SETTINGS,
+            limits=LIMITS,
+        )  # fmt: skip
+        for probed in found.findings:
+            if probed.error is not None:
+                raise ValueError(probed.error)
+    return found
+
+
+@pytest.mark.vllm
+def test_a_trainer_on_the_grid_of_the_engine_has_less_mismatch(measured: Probe) -> None:
+    """The engine's scales are FP32, so a trainer with powers of two is on another grid."""
+    kls = {name: measured.interval_of("fp8_block", remedies) for name, remedies in TRAINERS.items()}
     assert kls["fp8_block"].high < kls["bf16"].low / 2
     assert kls["fp8_block"].high < kls["fp8_block_pow2"].low / 2
-    assert len({probed.tokens for probed in found.findings}) == 1
-    assert found.precisions["fp8_block"].remedies == NONE
-    assert [len(observations(found)), found.interval_of("bf16")] == [1, None]
+    assert len({probed.tokens for probed in measured.findings}) == 1
+    assert measured.precisions["fp8_block"].remedies == NONE
+    assert [len(observations(measured)), measured.interval_of("bf16")] == [1, None]
+
+
+@pytest.mark.vllm
+def test_replayed_experts_of_the_engine_lower_the_mismatch_of_each_trainer(measured: Probe) -> None:
+    for trainer in TRAINERS.values():
+        replayed = measured.interval_of("fp8_block", replace(trainer, router_replay=True))
+        assert replayed.high < measured.interval_of("fp8_block", trainer).low / 1.5
+    differ = {probed.remedies: probed.experts_differ for probed in measured.findings}
+    matched, apart = TRAINERS["fp8_block"], TRAINERS["fp8_block_pow2"]
+    assert 0 < differ[matched] < differ[NONE] < differ[apart] < 1
 
 
 def moe_samples(reference: Reference, trainer: str) -> list[Sampled]:
