@@ -150,6 +150,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     _advice: Advice = (Action.NONE, None)  # of the last step, until the next sync
     _logged: Advice = (Action.NONE, None)  # the last one that was only logged
+    _replaying = False  # forwards use the engine's experts
 
     def __init__(
         self,
@@ -189,7 +190,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             sampling = sampling_in(self.args)
             self.monitor = Monitor(
                 self._correction, controller, sinks, plan=self.plan, engine=engine, sampling=sampling,
-                router_replay=self._is_replaying,
+                router_replay=self._replaying,
             )  # fmt: skip
         except BaseException:
             if self.rollout_engine is not None:
@@ -212,7 +213,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             loop_s = None if on_cpu else self._host_loop_s()
             self._plan_for(model, "cpu" if on_cpu else "auto", limits, responses, "trl", loop_s)
         plan = self._planned(model, on_cpu)
-        if self._is_replaying:
+        if self._replaying:
             turns = self.tools or self.environment_factories or self.rollout_func
             refuse_replay(self.args, bool(turns), generation.model)
             of_trl = of_trl | {OPTION: True}
@@ -229,18 +230,13 @@ class GRPOTrainer(trl.GRPOTrainer):
             limits, loop_s = limits_of(served.config, on_cpu), loop_of(served)
             self._plan_for(model, gpu, limits, self.args.generation_batch_size, "server", loop_s)
         plan = self._planned(model, on_cpu)
-        if self._is_replaying:
+        if self._replaying:
             refuse_replay(self.args, False, generation.model)
         setup = replace(plan.setup(self._choice), inside="server")
         launched = launch(setup, model, precisions=plan.precisions_beside(self._choice))
         check_server(served, launched)
         self.rollout_engine = ServerEngine(launched, served, client, plan.anchor)
         return self.rollout_engine
-
-    @property
-    def _is_replaying(self) -> bool:
-        assert self.plan is not None
-        return self.plan.remedies.router_replay if self._router_replay is None else self._router_replay
 
     def _host_loop_s(self) -> float | None:
         """The loop of the first process's host, for all processes: they must make one plan."""
@@ -269,6 +265,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         assert self.plan is not None
         check_plan(self.plan, self._choice, self.args, on_cpu)
         self.plan.setup(self._choice).check_model(model)
+        self._replaying = self.plan.remedies.router_replay if self._router_replay is None else self._router_replay
         self._correction = correction_of(self.args, self.plan.thresholds)
         if changed(self.args):
             self.plan = replace(self.plan, thresholds={})
@@ -289,7 +286,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._generate(prompts)
         with self.rollout_engine.rollout():
             generated = super()._generate(prompts)
-        if self._is_replaying:
+        if self._replaying:
             routes = self.vllm_generation.llm.routes
             refuse_other(routes, *generated[:2])
             self._replays.take(routes)
