@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8plan.model.risk.remedies import BF16
+from fp8plan.model.risk.theory import NO_REMEDIES
 from fp8plan.runtime.apply.doctor.observed import State
-from fp8plan.runtime.measure.probe.results import NONE, Interval
+from fp8plan.runtime.measure.probe.results import Interval
 from fp8plan.views.report import power
 from fp8plan.views.text import Column, Fitted, Paragraph, counted
 
@@ -57,7 +58,7 @@ def probe_report(probe: Probe) -> RenderableType:
 
 def _columns(rows: list[Probed]) -> list[Column]:
     figures = [row.figures or {} for row in rows]
-    floor = next((row.kl_k3.value for row in rows if row.precision == "bf16" and row.remedies == NONE), None)
+    floor = next((row.kl_k3.value for row in rows if row.precision == "bf16" and row.remedies == NO_REMEDIES), None)
     ess = [f["ess_raw"] for f in figures]
     return [
         Column("precision", [row.precision for row in rows], left=True),

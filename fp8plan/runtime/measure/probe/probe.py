@@ -33,11 +33,12 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.precision import FP8_BLOCK, PRESETS, Precision, find_precision
 from fp8plan.model.risk.expected import mismatch_risk
 from fp8plan.model.risk.remedies import BF16, Remedies
+from fp8plan.model.risk.theory import NO_REMEDIES
 from fp8plan.model.setup import EngineSetup, default_limits
 from fp8plan.runtime.apply.engine.launch import held_back
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
 from fp8plan.runtime.measure.machine import gpu_facts
-from fp8plan.runtime.measure.probe.results import NONE, Interval, Probe, Probed, in_effect, intervals, tokens_needed
+from fp8plan.runtime.measure.probe.results import Interval, Probe, Probed, in_effect, intervals, tokens_needed
 from fp8plan.runtime.measure.probe.sampling import Prompt, Sampled, SampleSettings, checkpoints, sample, token_ids
 
 
@@ -84,7 +85,7 @@ def probe(
     if (different := len({tuple(ids) for ids in tokens})) < 8:
         raise ConfigError(f"{different} different prompts are too few for an interval; allowed: at least 8")
     longest = max(len(ids) for ids in tokens) + settings.max_tokens
-    asked = [remedies] if isinstance(remedies, Remedies) else remedies or [NONE]
+    asked = [remedies] if isinstance(remedies, Remedies) else remedies or [NO_REMEDIES]
     _refuse_replay_without_experts(model_path, asked)
     sampled: dict[_Engine, list[Sampled]] = {}
     findings: dict[_Engine, list[Probed]] = {}
@@ -219,12 +220,7 @@ def _score(
 
 
 def _predicted(model_path: str, measured: Probed, rows: Sequence[Sampled]) -> Interval | None:
-    """The KL that fp8plan.model.risk.expected expects of the engine that ran.
-
-    None for a model that it does not cover, and with remedies.
-    """
-    if measured.remedies != NONE:
-        return None
+    """The KL that fp8plan.model.risk.expected expects of the engine that ran; None for a model it does not cover."""
     with suppress(ConfigError):
         facts = measured.facts or {}
         risk = mismatch_risk(
@@ -233,6 +229,7 @@ def _predicted(model_path: str, measured: Probed, rows: Sequence[Sampled]) -> In
             [max(1, len(row.response)) for row in rows],
             e8m0=bool(facts.get("e8m0")),
             kv_scales_calibrated=facts.get("kv_scales") != "1.0",
+            remedies=measured.remedies,
         )
         return Interval(risk.kl_k3, risk.kl_k3_low, risk.kl_k3_high)
     return None

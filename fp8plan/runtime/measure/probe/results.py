@@ -24,7 +24,7 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import find_precision
 from fp8plan.model.risk.fit import OBSERVATIONS
 from fp8plan.model.risk.remedies import BF16, Remedies
-from fp8plan.model.risk.theory import has_qkv_bias, setting_of
+from fp8plan.model.risk.theory import NO_REMEDIES, has_qkv_bias, setting_of
 from fp8plan.runtime.measure.probe.sampling import SampleSettings
 from fp8plan.runtime.watch.mismatch.sums import LIMIT, FloatArray, k3
 from fp8plan.schemas import VERSIONS
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 RESAMPLES: Final = 4000
 LEVEL: Final = 0.90
 WANTED: Final = 0.1  # relative half-width of `tokens_needed`
-NONE: Final = Remedies()  # a run without any
 
 # Shares of tokens: name -> bounds on the log ratio.
 TAILS: Final = {
@@ -153,7 +152,7 @@ class Probed:
     predicted: Interval | None = None
     facts: Mapping[str, Any] | None = None
     seconds: Mapping[str, float] | None = None
-    remedies: Remedies = NONE
+    remedies: Remedies = NO_REMEDIES
     experts_differ: float | None = None
 
     @property
@@ -204,7 +203,7 @@ class Probe:
         """
         if precision is None:
             return None
-        wanted = in_effect(remedies or NONE, precision)
+        wanted = in_effect(remedies or NO_REMEDIES, precision)
         for probed in self.findings:
             if (probed.precision, probed.remedies) == (precision, wanted) and probed.error is None:
                 return probed.kl_k3
@@ -243,7 +242,7 @@ def columns() -> list[str]:
 
 
 def observations(probe: Probe) -> list[dict[str, str]]:
-    """A row for each precision that was measured without remedies, with its interval as the range.
+    """A row for each precision and trainer, with the interval as the range. None with layers kept in BF16.
 
     Its weight is 1 on a GPU. It is 0 (not fitted) with log-probs that are not finite, and on a CPU: there blockwise FP8
     is reference arithmetic, and the FP8 KV cache (vLLM 0.30) rounds towards zero.
@@ -252,8 +251,8 @@ def observations(probe: Probe) -> list[dict[str, str]]:
     if probe.settings.after is not None:
         raise ConfigError("a probe of a sync is no observation of a precision; allowed: one without after")
     shape = ModelShape.from_hf(probe.model)
-    plain = [probed for probed in probe.findings if probed.remedies == NONE and probed.figures is not None]
-    return [_row(probe, probed, shape) for probed in plain]
+    whole = [probed for probed in probe.findings if not any(probed.remedies.keep_bf16) and probed.figures is not None]
+    return [_row(probe, probed, shape) for probed in whole]
 
 
 def append_observations(path: Path, rows: Sequence[dict[str, str]]) -> None:
@@ -291,9 +290,11 @@ def _row(probe: Probe, probed: Probed, shape: ModelShape) -> dict[str, str]:
     from fp8plan.version import __version__
 
     preset, kl, facts = find_precision(probed.precision), probed.kl_k3, probed.facts or {}
+    remedies = probed.remedies
     ess = (probed.figures or {})["ess_raw"].value
-    setting = setting_of(shape, preset)
-    partly = preset.weights != "bf16" and bool(shape.left_in_bf16())  # the fit counts every layer as FP8
+    setting = setting_of(shape, preset, remedies=remedies)
+    in_fp8 = preset.weights != BF16 or remedies.trainer_precision != BF16
+    partly = in_fp8 and bool(shape.left_in_bf16())  # the fit counts every layer as FP8
     fitted = not find_gpu(probe.gpu).is_cpu and not probed.invalid and kl.low > 0 and not partly
     values: dict[str, Any] = {
         "source": SOURCE,
@@ -310,8 +311,8 @@ def _row(probe: Probe, probed: Probed, shape: ModelShape) -> dict[str, str]:
         "kv": preset.kv,
         "kv_calibrated": int(facts.get("kv_scales") != "1.0") if preset.kv == "fp8" else "",
         "e8m0": int(bool(facts.get("e8m0"))) if preset.weights == "fp8_block" else "",
-        "trainer_precision": "",
-        "router_replay": "",
+        "trainer_precision": "" if remedies.trainer_precision == BF16 else remedies.trainer_precision,
+        "router_replay": 1 if remedies.router_replay else "",
         "quantity": "k3",
         "scope": "total",
         "kind": "range",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,15 @@ from tiny_models import checkpoint, experts_or_skip, forget_groups
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.risk.remedies import Remedies
+from fp8plan.model.risk.theory import NO_REMEDIES
 from fp8plan.runtime.measure.probe import probe as probe_module
 from fp8plan.runtime.measure.probe.probe import Probe, compared, probe
 from fp8plan.runtime.measure.probe.reference import Reference
-from fp8plan.runtime.measure.probe.results import NONE, Interval, Probed, in_effect, observations
+from fp8plan.runtime.measure.probe.results import Interval, Probed, append_observations, in_effect, observations
 from fp8plan.runtime.measure.probe.sampling import Sampled, SampleSettings
 from fp8plan.runtime.replay import recorded
 from fp8plan.views.findings import probe_report
+from tools.risk_report import read_observations
 
 torch = pytest.importorskip("torch")
 
@@ -55,8 +58,18 @@ def test_a_trainer_on_the_grid_of_the_engine_has_less_mismatch(measured: Probe) 
     assert kls["fp8_block"].high < kls["bf16"].low / 2
     assert kls["fp8_block"].high < kls["fp8_block_pow2"].low / 2
     assert len({probed.tokens for probed in measured.findings}) == 1
-    assert measured.precisions["fp8_block"].remedies == NONE
-    assert [len(observations(measured)), measured.interval_of("bf16")] == [1, None]
+    assert measured.precisions["fp8_block"].remedies == NO_REMEDIES
+    assert measured.interval_of("bf16") is None
+
+
+@pytest.mark.vllm
+def test_rows_for_the_fit_have_their_trainer(measured: Probe, tmp_path: Path) -> None:
+    table = tmp_path / "observations.csv"
+    append_observations(table, observations(measured))
+    read = [(row.setting.trainer, row.setting.router_replay) for row in read_observations(table)]
+    assert read == [(name, replay) for name in TRAINERS for replay in (False, True)]
+    kept = replace(measured, findings=[replace(measured.findings[0], remedies=Remedies(keep_bf16=(1, 1)))])
+    assert observations(kept) == []  # the table has no column for them
 
 
 @pytest.mark.vllm
@@ -66,7 +79,7 @@ def test_replayed_experts_of_the_engine_lower_the_mismatch_of_each_trainer(measu
         assert replayed.high < measured.interval_of("fp8_block", trainer).low / 1.5
     differ = {probed.remedies: probed.experts_differ for probed in measured.findings}
     matched, apart = TRAINERS["fp8_block"], TRAINERS["fp8_block_pow2"]
-    assert 0 < differ[matched] < differ[NONE] < differ[apart] < 1
+    assert 0 < differ[matched] < differ[NO_REMEDIES] < differ[apart] < 1
 
 
 def moe_samples(reference: Reference, trainer: str) -> list[Sampled]:
@@ -154,9 +167,9 @@ def test_one_engine_samples_for_all_trainers(engines: list[tuple[Any, ...]]) -> 
     kls = {probed.remedies: probed.kl_k3.value for probed in found.findings if probed.precision == "fp8_block"}
     matched, apart = Remedies(trainer_precision="fp8_block"), Remedies(trainer_precision="fp8_block", keep_bf16=(1, 1))
     assert kls[matched] == pytest.approx(0, abs=1e-3)  # the stand-in is this trainer
-    assert kls[matched] < kls[replace(NONE, router_replay=True)] < kls[NONE]
+    assert kls[matched] < kls[replace(NO_REMEDIES, router_replay=True)] < kls[NO_REMEDIES]
     assert kls[matched] < kls[apart]  # its first and last layer are in BF16, the stand-in's are not
-    assert found.interval_of("bf16", replace(NONE, keep_bf16=(1, 1))) == found.interval_of("bf16")
+    assert found.interval_of("bf16", replace(NO_REMEDIES, keep_bf16=(1, 1))) == found.interval_of("bf16")
 
 
 @pytest.mark.vllm
@@ -181,7 +194,7 @@ def test_a_probe_without_remedies_asks_for_no_experts(engines: list[tuple[Any, .
     found = probe(str(checkpoint("moe", "a")), ["fp8_block"], PROMPTS, gpu="cpu", limits=LIMITS)
     assert engines == [("fp8_block", (0, 0), False)]
     [probed] = found.findings
-    assert (probed.remedies, probed.experts_differ) == (NONE, None)
+    assert (probed.remedies, probed.experts_differ) == (NO_REMEDIES, None)
     console = Console(width=240)
     with console.capture() as shown:
         console.print(probe_report(found))
@@ -198,7 +211,7 @@ def test_replay_without_experts_is_refused_before_an_engine_starts(engines: list
 def test_layers_are_kept_only_beside_linears_in_fp8() -> None:
     kept = Remedies(keep_bf16=(1, 1))
     assert in_effect(kept, "fp8_block+fp8_kv") == kept
-    assert in_effect(kept, "fp8_kv") == in_effect(kept, "bf16") == NONE
+    assert in_effect(kept, "fp8_kv") == in_effect(kept, "bf16") == NO_REMEDIES
     both = Remedies(trainer_precision="fp8_block", keep_bf16=(1, 1))
     assert in_effect(both, "bf16") == both
 
@@ -211,7 +224,12 @@ def test_an_interval_is_that_of_the_remedies_that_run() -> None:
         Probed("fp8_kv", error="RuntimeError"),
     ]
     found = Probe("a model", "cpu", "today", "0.33.0", "a test", SampleSettings(), 16, findings)
-    assert found.interval_of("fp8_block") == found.interval_of("fp8_block", NONE) == Interval(2e-2, 1e-2, 3e-2)
+    assert found.interval_of("fp8_block") == found.interval_of("fp8_block", NO_REMEDIES) == Interval(2e-2, 1e-2, 3e-2)
     assert found.interval_of("fp8_block", replay) == Interval(2e-3, 1e-3, 3e-3)
-    others = [("fp8_kv", NONE), ("bf16", NONE), (None, NONE), ("fp8_block", Remedies(trainer_precision="fp8_block"))]
+    others = [
+        ("fp8_kv", NO_REMEDIES),
+        ("bf16", NO_REMEDIES),
+        (None, NO_REMEDIES),
+        ("fp8_block", Remedies(trainer_precision="fp8_block")),
+    ]
     assert [found.interval_of(*other) for other in others] == [None] * 4
