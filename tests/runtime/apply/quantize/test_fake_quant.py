@@ -53,6 +53,21 @@ def test_activations_are_vllms(precision: str, e8m0: bool, width: int) -> None:
     assert torch.equal(rounded_activations(tokens[None], precision), theirs[None])  # any leading dimensions
 
 
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.parametrize(("precision", "e8m0"), [("fp8_block", False), ("fp8_block_pow2", True)])
+def test_activations_on_a_gpu_are_those_of_vllms_kernel(precision: str, e8m0: bool) -> None:
+    """A kernel may round a scale's last bit otherwise, which moves few numbers to a neighbour."""
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    tokens = normal(64, 512).cuda()
+    q, scale = per_token_group_quant_fp8(tokens, 128, use_ue8m0=e8m0)
+    theirs = q.float() * scale.repeat_interleave(128, -1)
+    ours = rounded_activations(tokens, precision)
+    assert torch.allclose(ours, theirs, rtol=0.13, atol=0)  # two neighbours are at most an eighth apart
+    assert ((ours - theirs).abs() > 1e-5 * theirs.abs()).float().mean() < 1e-3
+
+
 def test_one_scale_for_a_tensor_serves_its_largest_value() -> None:
     values = torch.tensor([[448.0, 0.0009], [-20.7, 17.9]])
     for rounded in (rounded_weight(values, "fp8_tensor"), rounded_activations(values, "fp8_tensor")):
