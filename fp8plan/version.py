@@ -25,8 +25,6 @@ SINCE: Final = {
     "Blackwell captures up to 1024": (0, 28),
     "V2 reserves memory for CUDA graphs": (0, 29),  # v1/worker/gpu/model_runner.py; measured with 0.33
     "max_num_seqs is captured": (0, 31),
-    # Experts beside outputs (VllmConfig._verify_aux_output_compatibility in config/vllm.py; 0.31 was not looked at)
-    "returned experts need prefix caching": (0, 31),
     # The model runner (config/vllm.py, use_v2_model_runner) and its memory; 0.27 to 0.29 were not looked at
     "V2 runs every model": (0, 30),
     "V2 samples from FP32 logits": (0, 30),  # v1/worker/gpu/sample/sampler.py

@@ -1,8 +1,8 @@
 """Router replay: the trainer's forward uses the experts that the engine picked for each token (R3, arXiv 2510.11370).
 
     outputs = engine.generate(prompts, params, routed_experts=True)
-    routes = padded_routes([o.outputs[0].routed_experts for o in outputs], attention_mask)
-    with replayed(policy, routes) as replay:
+    routes = fp8plan.padded_routes([o.outputs[0].routed_experts for o in outputs], attention_mask)
+    with fp8plan.replayed(policy, routes) as replay:
         logits = policy(input_ids, attention_mask).logits
     loss(logits).backward()
     replay.differing(response_mask)         # how often the policy's own routers would have picked other experts

@@ -24,7 +24,7 @@ from fp8plan.model.limits import Derived, EngineLimits, Lowerable
 from fp8plan.model.precision import find_precision, quantisation
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.options import not_predicted, refuse_unknown, remarks
-from fp8plan.runtime.apply.engine.returned_experts import refuse_start
+from fp8plan.runtime.apply.engine.returned_experts import refuse_dense
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version, untested
 from fp8plan.runtime.apply.weight_sync.checkpoint import local_manifest
 from fp8plan.runtime.apply.weight_sync.kv_scales import FIXED_SCALES, INSTEAD, LIVE_SCALES, keeps_scales
@@ -208,8 +208,7 @@ def launch(
 
     Raises ConfigError for a setup that vLLM or the GPU cannot run, and for wrong arguments.
     """
-    version = check_vllm_version()
-    if note := untested(version):
+    if note := untested(check_vllm_version()):
         warn(note)
     more, preset = more or {}, setup.precision
     refuse_unknown(more, beside, server)
@@ -242,7 +241,8 @@ def launch(
     runs = _lowered_to_blocks(runs)
     kwargs = vllm_kwargs(runs) | {"model": model, "disable_log_stats": False} | dict(more)
     kwargs["worker_extension_cls"] = EXTENSION
-    refuse_start(kwargs, config, version)
+    if runs.limits.enable_return_routed_experts:
+        refuse_dense(config, model)
     for remark in remarks(more):
         warn(remark)
     return Launch(runs, kwargs, vllm_env(setup), more, precisions)

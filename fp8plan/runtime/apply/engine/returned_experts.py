@@ -13,29 +13,15 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs.fields import NESTED, Fields
-from fp8plan.version import has
 
-OPTION: Final = "enable_return_routed_experts"  # vLLM's, of LLM, AsyncEngineArgs and vllm serve
+OPTION: Final = "enable_return_routed_experts"  # vLLM's, and a field of EngineLimits
 
 
-def refuse_start(arguments: Mapping[str, Any], config: Mapping[str, Any], version: str) -> None:
-    """Raise ConfigError if an engine with these arguments is to return experts and cannot.
-
-    arguments: of vllm.LLM
-    config:    the model's config.json
-    version:   of vLLM
-    """
-    if not arguments.get(OPTION):
-        return
-    model = str(arguments["model"])
+def refuse_dense(config: Mapping[str, Any], model: str) -> None:
+    """Raise ConfigError if an engine that is to return experts has a model without. config: its config.json"""
     levels = [config, *(config[name] for name in NESTED if isinstance(config.get(name), Mapping))]
     if not any(Fields(level, model).value("num_experts") for level in levels):
         raise ConfigError(f"{OPTION} is True, and {model} has no experts; leave it out")
-    if has(version, "returned experts need prefix caching") and arguments.get("enable_prefix_caching") is False:
-        raise ConfigError(
-            f"{OPTION} is True, and enable_prefix_caching False; vLLM {version} returns experts with prefix caching "
-            "alone; type: enable_prefix_caching=True"
-        )
 
 
 def refuse_request(facts: Mapping[str, Any]) -> None:

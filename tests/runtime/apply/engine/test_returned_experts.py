@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.engine.launch import launch
-from fp8plan.runtime.apply.engine.returned_experts import refuse_request, refuse_start
+from fp8plan.runtime.apply.engine.returned_experts import refuse_dense, refuse_request
 from fp8plan.runtime.replay import recorded, replayed
 from fp8plan.runtime.routes import padded_routes, share_differing
 
@@ -176,9 +176,7 @@ def test_a_start_that_vllm_would_refuse_says_what_to_type() -> None:
     more = {"enable_return_routed_experts": True}
     with pytest.raises(ConfigError, match="has no experts; leave it out"):
         launch(setup, str(checkpoint("dense", "a")), more=more)
-    refused = {"model": "m", "enable_return_routed_experts": True, "enable_prefix_caching": False}
-    config = {"text_config": {"num_local_experts": 8}}
-    with pytest.raises(ConfigError, match=r"vLLM 0\.33\.0 .* type: enable_prefix_caching=True"):
-        refuse_start(refused, config, "0.33.0")
-    refuse_start(refused, config, "0.30.0")
-    refuse_start(refused | {"enable_return_routed_experts": False}, {}, "0.33.0")
+    with pytest.raises(ConfigError, match=r"requires prefix caching.*enable_prefix_caching=True"):
+        launch(setup, str(checkpoint("moe", "a")), more=more | {"enable_prefix_caching": False})
+    assert launch(setup, str(checkpoint("moe", "a")), more=more).kwargs["enable_return_routed_experts"]
+    refuse_dense({"text_config": {"num_local_experts": 8}}, "a model of images and text")
