@@ -93,12 +93,13 @@ def probe(
         progress(f"{engine.label}: an engine starts and samples {len(tokens) * settings.samples} responses")
         begun = time.perf_counter()
         try:
+            returning = replace(limits, enable_return_routed_experts=engine.routed_experts)
             setup = EngineSetup(
-                model_path, card, engine.preset, limits, engine_version=version, keep_bf16=engine.keep_bf16
+                model_path, card, engine.preset, returning, engine_version=version, keep_bf16=engine.keep_bf16
             ).holding(longest)
             setup.check_precision()
             with held_back(engine_stays=False):
-                sampled[engine], facts = sample(setup, tokens, settings, engine.routed_experts, **vllm_kwargs)
+                sampled[engine], facts = sample(setup, tokens, settings, **vllm_kwargs)
         except Exception as error:  # the error of one engine: the others may run
             probed = Probed(engine.preset.name, error=_text_of(error))
             progress(f"{engine.label}: {probed.error}")

@@ -14,7 +14,6 @@ from fp8plan.errors import ConfigError
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.weight_changes import TopK
 from fp8plan.runtime.apply.engine.launch import held_back
-from fp8plan.runtime.apply.engine.returned_experts import OPTION as ROUTED_EXPERTS
 from fp8plan.runtime.apply.weight_sync.checkpoint import checkpoint_manifest, checkpoint_tensors, local_folder
 from fp8plan.runtime.apply.weight_sync.settings import SyncSettings
 from fp8plan.runtime.watch.mismatch.sampling import LEAST_TEMPERATURE
@@ -75,15 +74,9 @@ class Sampled(NamedTuple):
 
 
 def sample(
-    setup: EngineSetup,
-    prompts: Sequence[Sequence[int]],
-    settings: SampleSettings,
-    routed_experts: bool = False,
-    **vllm_kwargs: Any,
+    setup: EngineSetup, prompts: Sequence[Sequence[int]], settings: SampleSettings, **vllm_kwargs: Any
 ) -> tuple[list[Sampled], dict[str, Any]]:
     """Sample `settings.samples` responses of the engine to each prompt, and shut the engine down.
-
-    routed_experts: return the experts of each token, too
 
     Also returns the engine's facts, under `kv_scales` the origin of its scales, and under `synced` the bytes and the
     residual of a sync to `settings.after`. Raises ConfigError as `checkpoints` does.
@@ -92,15 +85,13 @@ def sample(
 
     mode = settings.mode or ("inprocess" if setup.gpu.is_cpu else "multiprocess")
     options = {"skip_tokenizer_init": True, "seed": settings.seed} | vllm_kwargs
-    if routed_experts:
-        options[ROUTED_EXPERTS] = True
     sync = None if settings.after is None else SyncSettings(delta="cpu", top_k=settings.top_k)
     engine = RolloutEngine.from_setup(setup, mode=mode, sync=sync, **options)
     try:
         synced = None if settings.after is None else _synced(engine, checkpoints(str(setup.model), settings.after))
         scales = _calibrated(engine, prompts, settings) if engine.state.fp8_kv else None
         every = [tokens for tokens in prompts for _ in range(settings.samples)]
-        samples = _generated(engine, every, settings, routed_experts)
+        samples = _generated(engine, every, settings, setup.limits.enable_return_routed_experts)
         return samples, engine.facts | {"kv_scales": scales, "synced": synced}
     finally:
         engine.shutdown()

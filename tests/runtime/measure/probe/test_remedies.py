@@ -140,7 +140,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     reference = Reference(str(checkpoint("moe", "a")))
     samples, started = moe_samples(reference, "fp8_block"), []
 
-    def sample(setup: Any, _: Any, __: Any, routed_experts: bool) -> Any:
+    def sample(setup: Any, *_: Any) -> Any:
+        routed_experts = setup.limits.enable_return_routed_experts
         started.append((setup.precision.name, setup.keep_bf16, routed_experts))
         return [row if routed_experts else row._replace(experts=None) for row in samples], {}
 
