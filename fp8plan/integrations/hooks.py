@@ -216,10 +216,11 @@ def running(settings: HookSettings, share: bool = True, sampling: Sampling | Non
         if not (share if settings.share is None else settings.share):
             group = ALONE
         correction, plan = settings.correction(), settings.read_plan()
+        replays = plan is not None and plan.remedies.router_replay
         _RUNNING[settings] = MicroBatches(
             Monitor(
                 correction, settings.controller(correction, plan), settings.sinks() if writes else [], plan=plan,
-                group=group, sampling=settings.sampling or sampling,
+                group=group, sampling=settings.sampling or sampling, router_replay=replays,
             )
         )  # fmt: skip
     return _RUNNING[settings]

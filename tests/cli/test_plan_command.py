@@ -57,7 +57,7 @@ def test_the_prompts_of_a_trace_are_used_and_said(fp8plan: Callable[..., Done]) 
 
 PLAN_KEYS = (
     "schema_version fp8plan_version model gpu profile limits workload seed choices chosen baseline thresholds reasons "
-    "warnings budget kv_scales anchor inside engine_version"
+    "warnings budget remedies kv_scales anchor inside engine_version"
 ).split()
 
 
@@ -223,6 +223,7 @@ def test_every_limit_reaches_the_plan(fp8plan: Callable[..., Done]) -> None:
         "scheduler_reserve_full_isl": True,
         "enable_expert_parallel": False,
         "max_cudagraph_capture_size": 48,
+        "enable_return_routed_experts": False,
     }
 
 

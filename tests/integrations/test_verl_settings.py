@@ -326,6 +326,38 @@ def test_a_plan_of_another_engine_is_refused(tmp_path: Path, overrides: list[str
         plan_of(of_file(tmp_path, planned("fp8_kv"), *overrides))
 
 
+REPLAY = (
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+    "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+)
+
+
+def test_a_plan_with_router_replay_wants_verls() -> None:
+    """verl's FSDP engine has no router replay, whatever the rollout returns."""
+    from fp8plan.integrations.verl.settings import _plan_faults, replays
+
+    megatron = composed(["model_engine=megatron", NAMED, *REPLAY])
+    assert replays(megatron)
+    for words in (["model_engine=megatron", NAMED, REPLAY[0]], ["model_engine=megatron", NAMED, REPLAY[1]]):
+        assert not replays(composed(words))
+    fsdp = small(REPLAY[0])
+    assert not replays(fsdp)
+    plan = planned("bf16")
+    replaying = replace(plan, remedies=replace(plan.remedies, router_replay=True))
+    assert list(_plan_faults(plan, fsdp)) == []
+    (fault,) = _plan_faults(replaying, fsdp)
+    assert all(word in fault for word in ("model_engine=megatron", *REPLAY))
+    assert not [fault for fault in _plan_faults(replaying, megatron) if "replay" in fault]
+
+
+def test_a_plan_made_for_a_verl_that_replays_counts_on_it() -> None:
+    words = ["model_engine=megatron", NAMED, *REPLAY, f"+{OURS}.gpu=h200", f"+{OURS}.accept=high"]
+    words += ["actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "trainer.n_gpus_per_node=2", "data.train_batch_size=8"]
+    words += ["data.max_response_length=512", "data.max_prompt_length=128"]
+    assert plan_of(composed(words)).remedies.router_replay
+    assert not plan_of(composed([word for word in words if "router_replay" not in word])).remedies.router_replay
+
+
 def test_sizes_that_are_no_whole_blocks_are_refused_in_fp8(tmp_path: Path) -> None:
     ragged = replace(planned("fp8_block"), model=model("ragged"))
     with pytest.raises(ConfigError, match=r"with FP8 weights verl takes multiples of 128"):

@@ -25,6 +25,7 @@ from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import VERLS, EngineLimits, fields_of
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.expected import Level, RiskBudget
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.shards import why_not_shardable
 from fp8plan.runtime.apply.engine.options import refuse_unknown
 from fp8plan.runtime.apply.vllm_versions import check_vllm_version
@@ -175,6 +176,13 @@ def engine_kwargs(config: Any) -> dict[str, Any]:
     return dict((config.actor_rollout_ref.rollout.get("engine_kwargs") or {}).get("vllm") or {})
 
 
+def replays(config: Any) -> bool:
+    """True if verl's trainer uses the experts that the engine picked. Its Megatron and VeOmni engines can."""
+    actor = config.actor_rollout_ref.actor
+    mode = OmegaConf.select(actor, f"{actor.strategy}.router_replay.mode")
+    return bool(config.actor_rollout_ref.rollout.enable_rollout_routing_replay and mode == "R3")
+
+
 def separate(config: Any) -> bool:
     """True if the engines that sample have GPUs of their own."""
     return bool(config.trainer.v1.trainer_mode == "separate_async")
@@ -233,6 +241,7 @@ def made_plan(config: Any, settings: Settings) -> Plan:
     """Plan the precision of the rollouts in verl's configuration."""
     model, data = str(config.actor_rollout_ref.model.path), config.data
     samples = int(config.actor_rollout_ref.rollout.n)
+    replay = replays(config) and not find_gpu(settings.gpu).is_cpu
     return plan_for(
         model,
         settings.gpu,
@@ -244,6 +253,7 @@ def made_plan(config: Any, settings: Settings) -> Plan:
         host_loop_s=host_loop_s() if find_gpu(settings.gpu).is_here else None,
         target="verl",
         budget=RiskBudget() if settings.accept is None else RiskBudget(accept=settings.accept),
+        remedies=Remedies(router_replay=replay),
     )
 
 
@@ -279,6 +289,12 @@ def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:
     for word, (theirs, ours) in pairs.items():
         if theirs != ours:
             yield f"{ROLLOUT}.{word} is {theirs}, and the plan has {ours}; type: {ROLLOUT}.{word}={ours}"
+    if plan.remedies.router_replay and not replays(config):
+        yield (
+            f"the plan has router replay, and verl's is off; type: model_engine=megatron {ROLLOUT}."
+            "enable_rollout_routing_replay=True actor_rollout_ref.actor.megatron.router_replay.mode=R3 (verl replays "
+            "with megatron and veomni)"
+        )
     longest = int(data.max_prompt_length) + int(data.max_response_length)
     if longest > (limits.max_model_len or longest):
         yield (

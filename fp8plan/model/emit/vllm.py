@@ -19,9 +19,10 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
-from fp8plan.model.architecture.held import MODULES
+from fp8plan.model.architecture.held import MODULES, kept_numbers
 from fp8plan.model.architecture.parts import parts
 from fp8plan.model.attention_backend import named_backend
+from fp8plan.model.configs import find_config
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.memory.plan import CPU_KV_CACHE_GIB
 from fp8plan.model.precision import Precision, Stored
@@ -42,19 +43,31 @@ def is_router(module: str) -> bool:
     return re.fullmatch(ROUTER_PATTERN.removeprefix("re:"), module) is not None
 
 
-def ignored(shape: ModelShape | None, tensor_parallel_size: int) -> list[str]:
-    """The patterns for an engine on that many ranks: routers, and linears whose inputs on a rank are no whole blocks.
+def ignored(setup: EngineSetup) -> list[str]:
+    """The patterns for an engine: routers, linears whose inputs on a rank are no whole blocks, and kept layers.
 
-    shape: None for a model that the cost model does not know; then only routers are ignored
+    Raises ConfigError if as many layers are to be kept as there are.
     """
-    return [ROUTER_PATTERN, *(_without_whole_blocks(shape, tensor_parallel_size) if shape is not None else ())]
+    patterns, shape, layers = [ROUTER_PATTERN], _known_shape(setup), None
+    if shape is not None:
+        layers = shape.num_layers
+        patterns += _without_whole_blocks(shape, setup.limits.tensor_parallel_size)
+    elif any(setup.keep_bf16):
+        layers = find_config(setup.path)[0].get("num_hidden_layers")
+    if any(setup.keep_bf16):
+        numbers = "|".join(map(str, kept_numbers(setup.keep_bf16, layers or 0)))
+        patterns.append(rf"re:.*\.layers\.({numbers})\..*")
+    return patterns
 
 
 def _without_whole_blocks(shape: ModelShape, tp: int) -> Iterable[str]:
     """One pattern for each name of a linear. It lists its layers if other layers have it in FP8."""
     having, left = defaultdict[str, set[int]](set), defaultdict[str, set[int]](set)
     for number, layer in enumerate(shape.layers):
-        for linear in (linear for part in parts(layer) for linear in part.linears(shape.hidden_size, tp)):
+        linears = (linear for part in parts(layer) for linear in part.linears(shape.hidden_size, tp))
+        for linear in linears:
+            if linear.stored:  # of a layer that is kept
+                continue
             having[linear.name].add(number)
             if linear.left_in_bf16:
                 left[linear.name].add(number)
@@ -142,7 +155,8 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for one replica. Data-parallel replicas are separate engines that the trainer starts."""
     limits, preset, stored = setup.limits, setup.precision, _stored_as(setup)
     arguments = limits.vllm_arguments()
-    left_out = ["data_parallel_size", *([] if limits.enable_expert_parallel else ["enable_expert_parallel"])]
+    unset = [name for name in ("enable_expert_parallel", "enable_return_routed_experts") if not arguments[name]]
+    left_out = ["data_parallel_size", *unset]
     if setup.gpu.is_cpu:
         left_out.append("gpu_memory_utilization")  # VLLM_CPU_KVCACHE_SPACE takes its place
     # vLLM enlarges its default block size: to 64 for FP8 MLA, where 16 would mean a slower kernel, and to the size of a
@@ -179,8 +193,7 @@ def _kv_cache_dtype(setup: EngineSetup) -> str:
 
 def _online_quantisation(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for blockwise FP8, with the linears that stay in BF16."""
-    in_bf16 = ignored(_known_shape(setup), setup.limits.tensor_parallel_size)
-    config = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": in_bf16}
+    config = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ignored(setup)}
     return {"quantization": "online", "quantization_config": config}
 
 

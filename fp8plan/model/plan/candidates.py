@@ -92,10 +92,11 @@ def candidates(request: PlanRequest) -> list[Candidate]:
     CapacityError with the reason of the largest replica with the smallest weights, else ConfigError with the first.
     """
     shape, card, limits, gpus = request.shape, request.card, request.engine, request.gpus
+    kept = request.remedies.keep_bf16
 
     def placed(layouts: Iterable[EngineLimits]) -> list[Candidate]:
         return [
-            _placed(EngineSetup(shape, card, preset, layout, request.caller, request.vllm), request)
+            _placed(EngineSetup(shape, card, preset, layout, request.caller, request.vllm, kept), request)
             for layout in layouts
             for preset in _precisions(request.precisions, shape)
         ]

@@ -110,6 +110,7 @@ def predict(request: PlanRequest) -> Prediction:
             *best.setup.lowered_from(limits.derived(card)),
         ),
         budget=budget,
+        remedies=request.remedies,
         kv_scales="calibrated" if request.measures_scales else "unit",
         anchor=anchor,
         inside=request.caller,

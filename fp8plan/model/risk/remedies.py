@@ -5,15 +5,34 @@ A correction weighs the mismatch that is left (fp8plan.runtime.watch.correction)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.options import REMEDIES, Option, group_of
 
 # How a trainer computes its linears. BLOCK has 128x128 weights and 1x128 activations, as FP8_BLOCK of the rollout;
 # POW2 rounds their scales to powers of two (E8M0); TENSOR has one scale for each matrix.
 BF16, BLOCK, POW2, TENSOR = "bf16", "fp8_block", "fp8_block_pow2", "fp8_tensor"
 TRAINER_PRECISIONS: Final = (BF16, BLOCK, POW2, TENSOR)
+
+
+def typed_ends(typed: str) -> tuple[int, int]:
+    """The value of keep_bf16 for "FIRST,LAST". Raises ConfigError for text that is not two whole numbers."""
+    try:
+        first, last = map(int, typed.split(","))
+    except ValueError:
+        raise ConfigError(f"--keep-bf16 is {typed!r}; allowed: two counts of layers, first and last: 1,1") from None
+    return first, last
+
+
+def checked_ends(ends: Sequence[int]) -> tuple[int, int]:
+    """The numbers of first and last layers as a tuple. Raises ConfigError unless they are two counts."""
+    if not isinstance(ends, Sequence) or len(ends) != 2 or not all(type(n) is int and n >= 0 for n in ends):
+        raise ConfigError(f"keep_bf16 is {ends!r}; allowed: two counts of layers, first and last, e.g. (1, 1)")
+    first, last = ends
+    return first, last
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +46,29 @@ class Remedies:
     Raises ConfigError for an unknown precision, and for counts below 0.
     """
 
-    router_replay: bool = False
-    trainer_precision: str = BF16
-    keep_bf16: tuple[int, int] = (0, 0)
+    router_replay: Annotated[
+        bool, Option(REMEDIES, "the trainer uses the experts that the engine picked", name="--router-replay")
+    ] = False
+    trainer_precision: Annotated[
+        str, Option(REMEDIES, f"of its linears: {', '.join(TRAINER_PRECISIONS)}", metavar="NAME")
+    ] = BF16
+    keep_bf16: Annotated[
+        tuple[int, int],
+        Option(
+            REMEDIES,
+            "layers that keep their linears in BF16 beside FP8 weights: so many first and last ones",
+            "0,0",
+            metavar="FIRST,LAST",
+            kind=str,
+            read=typed_ends,
+        ),
+    ] = (0, 0)
 
     def __post_init__(self) -> None:
         if self.trainer_precision not in TRAINER_PRECISIONS:
             allowed = ", ".join(TRAINER_PRECISIONS)
             raise ConfigError(f"trainer_precision is {self.trainer_precision!r}; allowed: {allowed}")
-        ends = self.keep_bf16
-        counts = isinstance(ends, tuple | list) and len(ends) == 2 and all(type(n) is int and n >= 0 for n in ends)
-        if not counts:
-            raise ConfigError(f"keep_bf16 is {ends!r}; allowed: two counts of layers, first and last, e.g. (1, 1)")
-        object.__setattr__(self, "keep_bf16", tuple(ends))
+        object.__setattr__(self, "keep_bf16", checked_ends(self.keep_bf16))
+
+
+REMEDY_OPTIONS: Final = group_of(Remedies)

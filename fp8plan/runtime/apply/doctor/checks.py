@@ -32,7 +32,8 @@ RECALIBRATE: Final = (
 # Allowed largest value of a few prompts, as a multiple of the largest that scales of other prompts hold.
 MOST_CLIP: Final = 1.25
 REPLAY: Final = (
-    "--enable-return-routed-experts, or LLM(enable_return_routed_experts=True), and replay them in the trainer (verl: "
+    "--enable-return-routed-experts, or LLM(enable_return_routed_experts=True), and replay them in the trainer (your "
+    "own loop: fp8plan.replayed; TRL: GRPOTrainer(..., router_replay=True); verl: "
     "actor_rollout_ref.rollout.enable_rollout_routing_replay=True and "
     "actor_rollout_ref.actor.megatron.router_replay.mode=R3; NeMo RL: policy.router_replay.enabled=true); else keep "
     "token-level TIS, and watch the KL"

@@ -308,8 +308,8 @@ PLAN = plan(choices=tuple(choice(name, kl_k3=kl / 2, kl_k3_high=kl) for name, kl
 def probe_of(**kls: float) -> Probe:
     """A probe of precisions with these KLs."""
     ends = {name: Interval(kl, kl / 2, 2 * kl) for name, kl in kls.items()}
-    precisions = {name: Probed(name, figures={"kl_k3": x}) for name, x in ends.items()}
-    return Probe("a model", "cpu", "today", "0.30.0", "transformers", SampleSettings(), 1, precisions)
+    findings = [Probed(name, figures={"kl_k3": x}) for name, x in ends.items()]
+    return Probe("a model", "cpu", "today", "0.30.0", "transformers", SampleSettings(), 1, findings)
 
 
 def test_a_probe_says_what_kl_to_expect_of_the_precision_that_runs() -> None:
