@@ -12,6 +12,7 @@ from typing import Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.runtime.watch.controller.laws import ConstantThresholds, Controller, LevelThresholds
+from fp8plan.runtime.watch.controller.state import Escalation
 from fp8plan.runtime.watch.correction.settings import CorrectionSettings, Thresholds
 
 FP8: Final = {"cpu": "fp8_kv", "cuda": "fp8_block+fp8_kv"}
@@ -21,26 +22,34 @@ FP8: Final = {"cpu": "fp8_kv", "cuda": "fp8_block+fp8_kv"}
 class Correction:
     """A correction of gradients.
 
-    follow: do what the controller asks for beyond thresholds (measure the KV scales again, step down), as a run with
-            fp8plan does; without it, an arm is what other stacks have
+    follows: what the arm does if the controller asks for it; without any, an arm is what other stacks have
     """
 
     settings: CorrectionSettings
     controller: Controller
-    follow: bool
+    follows: tuple[Escalation, ...] = ()
 
 
 def _constant(c: float) -> Correction:
-    return Correction(CorrectionSettings(thresholds=Thresholds(c)), ConstantThresholds(c), follow=False)
+    return Correction(CorrectionSettings(thresholds=Thresholds(c)), ConstantThresholds(c))
+
+
+def _level(c: float, narrowest: float) -> Correction:
+    """A candidate for the default: a law that measures the KV scales again, and never steps down."""
+    law = LevelThresholds(tis=c, narrowest=narrowest)
+    return Correction(CorrectionSettings(thresholds=Thresholds(c)), law, (Escalation.RECALIBRATE_KV,))
 
 
 # The constants but 2 tell a law that moves C from a law that only ends at a better C.
 CONSTANTS: Final = {"tis": 2.0, "tis_1.1": 1.1, "tis_1.4": 1.4, "tis_5": 5.0}
 # Token weights, as truncated importance sampling. "adaptive" is the name of LevelThresholds in logs of before.
 CORRECTIONS: Final = {
-    "none": Correction(CorrectionSettings(level=None), ConstantThresholds(), follow=False),
+    "none": Correction(CorrectionSettings(level=None), ConstantThresholds()),
     **{name: _constant(c) for name, c in CONSTANTS.items()},
-    "adaptive": Correction(CorrectionSettings(thresholds=Thresholds(2.0)), LevelThresholds(), follow=True),
+    "adaptive": Correction(CorrectionSettings(thresholds=Thresholds(2.0)), LevelThresholds(), tuple(Escalation)),
+    # C from 2 down to 1.4, and from 4 down to 2.
+    "level_2_1.4": _level(2.0, 0.485),
+    "level_4_2": _level(4.0, 0.5),
 }
 # Scenario -> relative noise of the weights that are sent to the engine, by the share of the run that is over. The
 # trainer's own stay clean: what the engine samples then really comes from another policy.
@@ -122,12 +131,17 @@ def _under(scenarios: Iterable[str], corrections: Iterable[str]) -> dict[str, Ar
     }
 
 
-CONTROL: Final = _under(("growing", *LASTING, "spiking", "staler", "broken"), CORRECTIONS)
+CANDIDATES: Final = ("level_2_1.4", "level_4_2")  # for the default, in the order in which they are judged
+CONTROL: Final = _under(
+    ("growing", *LASTING, "spiking", "staler", "broken"), [x for x in CORRECTIONS if x not in CANDIDATES]
+)
 # The runs by which default thresholds are judged.
 JUDGED: Final = ("lasting", "growing", "spiking", "staler", "broken")
-DEFAULTS: Final = _under((*JUDGED, "benign"), ("none", "tis", "tis_1.4", "adaptive"))
+EVERY: Final = (*JUDGED, "benign")
+DEFAULTS: Final = _under(EVERY, ("none", "tis", "tis_1.4", "adaptive"))
 GROUPS: Final = {"main": MAIN, "control": CONTROL, "defaults": DEFAULTS}
-ARMS: Final = MAIN | CONTROL | DEFAULTS  # in the order of tables
+GROUPS |= {name.replace("_", "-"): _under(EVERY, ("tis", name)) for name in CANDIDATES}
+ARMS: Final = MAIN | CONTROL | DEFAULTS | _under(EVERY, CANDIDATES)  # in the order of tables
 
 
 def arm_named(name: str) -> Arm:

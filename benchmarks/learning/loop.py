@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from fp8plan.errors import ProfileError
 from fp8plan.jsonl import now
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.precision import E4M3_MAX
+from fp8plan.model.risk.expected import COUNTED_TIS, THRESHOLD
 from fp8plan.model.rl_step import StepTimes
 from fp8plan.model.setup import EngineSetup
 from fp8plan.runtime.apply.engine.launch import held_back
@@ -101,6 +102,8 @@ class Loop:
         plan = None
         if (folder / "plan.json").is_file():
             plan = fp8plan.Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+            # An arm starts at its own C, whatever the plan recommends.
+            plan = replace(plan, thresholds={THRESHOLD: self.correction.settings.thresholds.tis or COUNTED_TIS})
         sinks = [fp8plan.JsonLines(str(folder / "run.jsonl"))]
         laws = self.correction
         self.monitor = fp8plan.Monitor(laws.settings, laws.controller, sinks, plan=plan, engine=self.engine)
@@ -134,7 +137,7 @@ class Loop:
         self.trainer.update(batch, old, corrected.mask, corrected.weights)
         self.step += 1
         trained = self.trainer.clock()
-        if self.correction.follow:
+        if corrected.decided.escalate in self.correction.follows:
             self.follow(corrected.decided)
         if not self.arm.stale(self.step - 1, self.settings.steps) or not self.engine.serving:  # a step down ended it
             self.sync(strength(self.arm.mismatch, self.step, self.settings.steps))
@@ -165,10 +168,9 @@ class Loop:
 
     def follow(self, decided: Any) -> None:
         """Do what the controller asks for beyond thresholds."""
-        if decided.escalate is not None:
-            before = self.engine.launch.precision
-            self.engine.apply(None, decided.escalate)
-            self.tell(decided.escalate.value, f"{before}, then {self.engine.launch.precision}: {decided.reason}")
+        before = self.engine.launch.precision
+        self.engine.apply(None, decided.escalate)
+        self.tell(decided.escalate.value, f"{before}, then {self.engine.launch.precision}: {decided.reason}")
 
     def tensors(self, noise: float) -> dict[str, torch.Tensor]:
         """The tensors that are sent to the engine. noise: as a share of each matrix's RMS"""

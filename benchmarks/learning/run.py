@@ -13,7 +13,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -57,7 +57,8 @@ def main(words: Sequence[str] | None = None) -> int:
     subprocess.run([sys.executable, "-m", f"{__package__}.policies", *words], check=True)
     lines = (row for path in options.kept for row in jsonl.rows(path))
     kept = {(row["arm"], row["seed"]) for row in lines if row["policy"] == options.policy}
-    runs = [run for arms in options.arms for run in jobs(arms, options.seeds) if run not in kept]
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    runs = [run for arms in options.arms for run in jobs(arms, seeds) if run not in kept]
     failed = side_by_side(options, list(dict.fromkeys(runs)))
     if failed:
         print(f"failed, see their log.txt: {', '.join(failed)}", file=sys.stderr)
@@ -75,9 +76,10 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         help=f"{', '.join([*GROUPS, *ARMS])}; given twice: the second after all seeds of the first; default: main",
     )  # fmt: skip
     parser.add_argument(
-        "--kept", type=Path, nargs="+", default=[], help="tables of benchmarks.learning.keep: runs in them are done"
+        "--kept", type=Path, nargs="*", default=[], help="tables of benchmarks.learning.keep: runs in them are done"
     )
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"of every arm; default: {SEEDS}")
+    parser.add_argument("--first-seed", type=int, default=0, help="of every arm; default: 0")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--seed", type=int, default=0, help="of the policy's own training")
     parser.add_argument("--at-once", type=int, default=1, help="runs that share a GPU: their seconds say nothing then")
@@ -99,9 +101,9 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def jobs(arms: Sequence[str], seeds: int) -> list[tuple[str, int]]:
+def jobs(arms: Sequence[str], seeds: Iterable[int]) -> list[tuple[str, int]]:
     """(arm, seed) of every run: the first seed of every arm first, so that a short lease compares arms."""
-    return [(arm, seed) for seed, arm in product(range(seeds), arms)]
+    return [(arm, seed) for seed, arm in product(seeds, arms)]
 
 
 def gpus() -> list[str]:

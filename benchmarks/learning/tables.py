@@ -30,7 +30,13 @@ ALONE: Final = _GPUS / "h200_alone.jsonl.gz"  # runs that had the GPU for themse
 UNSEEN: Final = "-"
 SEEDS: Final = 6  # of an arm that is compared by the rule
 USUAL: Final = "tis"  # the correction that others are held against: token TIS at C = 2
-NAMES: Final = {USUAL: "C = 2", "tis-1.4": "C = 1.4", "adaptive": "`LevelThresholds`"}
+NAMES: Final = {
+    USUAL: "C = 2",
+    "tis-1.4": "C = 1.4",
+    "adaptive": "`LevelThresholds`",
+    "level-2-1.4": "`LevelThresholds(narrowest=0.485)`, C from 2 to 1.4",
+    "level-4-2": "`LevelThresholds(tis=4, narrowest=0.5)`, C from 4 to 2",
+}
 LAWS: Final = ("news", "news-free", "least-error", "ess", "mass", "mix", "adaptive")  # all but the last are deleted
 MASKS: Final = ("mis", "icepop", "geometric")  # each also with the thresholds of a deleted law, "-news"
 MASKED: Final = ("lasting", "growing", "staler", "broken")  # mismatches under which masks ran

