@@ -12,6 +12,7 @@ from tiny_models import BLOCK_SIZE, EXPERTS, LAYERS, VOCABULARY, checkpoint, cpu
 from torch import Tensor
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.limits import EngineLimits
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.engine.launch import launch
 from fp8plan.runtime.apply.engine.returned_experts import refuse_dense, refuse_request
@@ -164,7 +165,7 @@ def test_routes_after_a_sync_are_those_of_the_new_weights(engine: RolloutEngine)
 
 def test_an_engine_that_returns_none_says_what_to_type() -> None:
     with pytest.raises(ConfigError, match=r"started without; type: .*enable_return_routed_experts=True"):
-        refuse_request({"experts": True, "routed_experts": False})
+        refuse_request(True, {"experts": True, "routed_experts": False})
     with started("dense", "a", "bf16") as engine:
         with pytest.raises(ConfigError, match="the model has no experts; leave it out"):
             engine.generate([{"prompt_token_ids": [1, 2, 3]}], routed_experts=True)
@@ -179,4 +180,5 @@ def test_a_start_that_vllm_would_refuse_says_what_to_type() -> None:
     with pytest.raises(ConfigError, match=r"requires prefix caching.*enable_prefix_caching=True"):
         launch(setup, str(checkpoint("moe", "a")), more=more | {"enable_prefix_caching": False})
     assert launch(setup, str(checkpoint("moe", "a")), more=more).kwargs["enable_return_routed_experts"]
-    refuse_dense({"text_config": {"num_local_experts": 8}}, "a model of images and text")
+    asked = EngineLimits(enable_return_routed_experts=True)
+    refuse_dense(asked, {"text_config": {"num_local_experts": 8}}, "a model of images and text")
