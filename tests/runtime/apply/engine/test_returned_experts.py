@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.limits import EngineLimits
+from fp8plan.runtime.apply.engine.async_engine import AsyncRolloutEngine
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.engine.launch import launch
 from fp8plan.runtime.apply.engine.returned_experts import refuse_dense, refuse_request
@@ -182,3 +184,24 @@ def test_a_start_that_vllm_would_refuse_says_what_to_type() -> None:
     assert launch(setup, str(checkpoint("moe", "a")), more=more).kwargs["enable_return_routed_experts"]
     asked = EngineLimits(enable_return_routed_experts=True)
     refuse_dense(asked, {"text_config": {"num_local_experts": 8}}, "a model of images and text")
+
+
+@pytest.mark.slow
+def test_an_engine_under_asyncio_returns_them_with_the_last_output() -> None:
+    import warm_processes  # noqa: F401 -- it imports vLLM
+    from vllm import SamplingParams
+
+    async def asked() -> list[Any]:
+        engine = await AsyncRolloutEngine.from_plan(
+            cpu_plan("bf16"), str(checkpoint("moe", "a")), skip_tokenizer_init=True, enable_return_routed_experts=True
+        )
+        try:
+            how = SamplingParams(temperature=1.0, seed=1, max_tokens=4, ignore_eos=True)
+            prompt = {"prompt_token_ids": PROMPTS[0]}
+            return [output async for output in engine.generate(prompt, how, routed_experts=True)]
+        finally:
+            engine.shutdown()
+
+    *others, last = asyncio.run(asked())
+    assert last.outputs[0].routed_experts.shape == (len(PROMPTS[0]) + 4 - 1, LAYERS, TOP_K)
+    assert all(output.outputs[0].routed_experts is None for output in others)
