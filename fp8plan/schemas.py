@@ -202,6 +202,7 @@ BAND_HIGH: Final = "fp8plan/threshold_high"
 CLIP_FRACTION: Final = "fp8plan/clip_fraction"
 CLIPPED_MASS: Final = "fp8plan/clipped_mass"
 LOST_TOKENS: Final = "fp8plan/lost_tokens"
+ROUTING_DIFFERS: Final = "fp8plan/routing_differs"  # share of the tokens with another expert in at least one layer
 LOST_SEQUENCES: Final = "fp8plan/lost_sequences"
 LOST_WEIGHT: Final = "fp8plan/lost_weight"
 TOKENS_PER_S: Final = "fp8plan/tokens_per_s"
@@ -211,7 +212,7 @@ PREDICTED_HIGH: Final = "fp8plan/predicted_tokens_per_s_high"
 # The metrics that `fp8plan monitor` and `report` show.
 SHOWN: Final = (
     REWARD, K3, K3_ROBUST, KL_LIMIT, BASELINE, NEWS, ESS, ESS_RAW, TIS, BAND_LOW, BAND_HIGH, CLIP_FRACTION,
-    CLIPPED_MASS, LOST_TOKENS, TOKENS_PER_S, PREDICTED, PREDICTED_LOW, PREDICTED_HIGH,
+    CLIPPED_MASS, LOST_TOKENS, ROUTING_DIFFERS, TOKENS_PER_S, PREDICTED, PREDICTED_LOW, PREDICTED_HIGH,
 )  # fmt: skip
 
 

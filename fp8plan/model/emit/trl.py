@@ -13,6 +13,7 @@ from math import ceil
 from typing import Any, Final
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.emit.trainers import TRL
 from fp8plan.model.emit.vllm import (
     Job,
     measured_notes,
@@ -53,6 +54,7 @@ _IMPORT: Final = "# from fp8plan.integrations.trl import GRPOTrainer"
 def trl_config(job: Job, mode: str = "auto") -> dict[str, Any]:
     """Keyword arguments of `trl.GRPOConfig`. Raises ConfigError for anything that TRL cannot do."""
     refuse_for(job, "TRL")
+    TRL.words(job.remedies)  # refuses those that it does not have
     limits = job.setup.limits
     samples = job.tokens("samples")
     if samples < 2:

@@ -32,10 +32,12 @@ from fp8plan.runtime.watch.controller.state import Update, expecting
 from fp8plan.runtime.watch.correction.correct import Correction, CorrectionSettings, Thresholds, correct
 from fp8plan.runtime.watch.guard.guard import Guard, Judged
 from fp8plan.runtime.watch.guard.observation import EngineFacts
-from fp8plan.runtime.watch.mismatch.attribution import Expected, Probe, attributed, expected_by
+from fp8plan.runtime.watch.mismatch.attribution import attributed
+from fp8plan.runtime.watch.mismatch.expectation import Expected, Probe, expected_by
 from fp8plan.runtime.watch.mismatch.measure import measure, pack
 from fp8plan.runtime.watch.mismatch.metrics import MismatchSums
 from fp8plan.runtime.watch.mismatch.pieces import check_group
+from fp8plan.runtime.watch.mismatch.routing import differing, share_of_all
 from fp8plan.runtime.watch.mismatch.sampling import Sampling
 from fp8plan.runtime.watch.mismatch.sums import gathered, rank
 from fp8plan.runtime.watch.monitor.record import (
@@ -49,6 +51,7 @@ from fp8plan.runtime.watch.monitor.record import (
 )
 from fp8plan.runtime.watch.monitor.sinks import Sink, Sinks
 from fp8plan.runtime.watch.monitor.witness import Engine, Witness
+from fp8plan.schemas import ROUTING_DIFFERS
 
 if TYPE_CHECKING:
     from fp8plan.runtime.watch.mismatch.measure import Array
@@ -65,6 +68,7 @@ class _Context(NamedTuple):
     sampling: the step's, or else the Monitor's; None: that of the rollout
     own:      the loop's own figures
     synced:   the mismatch under the weights that sampled; None: not known
+    replayed: the same with the engine's experts; None: not known
     """
 
     number: int
@@ -74,6 +78,7 @@ class _Context(NamedTuple):
     sampling: Sampling | None
     own: Metrics
     synced: Mismatch | None = None
+    replayed: Mismatch | None = None
     fresh: bool = False
 
 
@@ -94,6 +99,7 @@ class Monitor:
     facts:      without an engine: facts about the one that runs, for the record; None: the guard's
     probe:      the result of `fp8plan.probe` for the precision that runs; `step.attribution` prefers it to the plan
     sampling:   how rollouts are sampled, as Sampling.of reads it; None: that of the engine's last rollout, if known
+    router_replay: the trainer's log-probs have the experts that the engine picked: no part of the KL is routing
     group:      process group of the ranks that share the batch; None: all
     sequence_group: process group of the ranks that hold pieces of the same sequences, as under context or sequence
                 parallelism: each passes its piece of every sequence. It is a part of `group`. None: each rank's
@@ -124,6 +130,7 @@ class Monitor:
         facts: EngineFacts | None = None,
         probe: Probe | None = None,
         sampling: Any = None,
+        router_replay: bool = False,
         group: Any = None,
         sequence_group: Any = None,
     ) -> None:
@@ -141,7 +148,7 @@ class Monitor:
         if probe is not None:
             instance("probe", probe, Probe, "fp8plan.probe(...)")
         self._plan, self._probe, self._sampling = plan, probe, Sampling.of(sampling)
-        self._expected, self._routed = self._expectation(), self._has_experts()
+        self._expected, self._routed = self._expectation(), not router_replay and self._has_experts()
         self._planned_for = self._precision()
         self.state: ControllerState = self.controller.initial(plan, self._planned_for)
         self._fresh = self.state
@@ -175,6 +182,8 @@ class Monitor:
         lengths: Sequence[int] | Array | None = None,
         versions: Any = None,
         synced_logprobs: Array | None = None,
+        replayed_logprobs: Array | None = None,
+        routing_differs: float | None = None,
         fresh: bool = False,
         rollout: Rollout = None,
         sampling: Any = None,
@@ -188,6 +197,10 @@ class Monitor:
         versions: argument of `measure`: versions of the weights that sampled
         synced_logprobs: the trainer's log-probs under the very weights that sampled, in the form of train_logprobs, on
                   every rank or on none. They separate staleness from precision in `step.attribution`
+        replayed_logprobs: the trainer's log-probs with the experts that the engine picked for each token, and with the
+                  weights of synced_logprobs, or else of train_logprobs; likewise. They separate routing from precision
+        routing_differs: the share of this rank's tokens for which trainer and engine pick another expert in at least
+                  one layer; NaN: not known; likewise. That of all ranks goes into the record (schemas.ROUTING_DIFFERS)
         fresh:    the trainer still has the weights that sampled: nothing is stale
         rollout:  the rollout's seconds and lengths as an Observation, or the fields of a rollout record; None: the
                   engine's rollouts since the last step
@@ -204,15 +217,31 @@ class Monitor:
         malformed rollout is left out of the record, with a warning.
         """
         begun = time.perf_counter()
-        sums, synced, refusal = MismatchSums(), None, None
-        ways = {"synced_logprobs": None if synced_logprobs is None else "present"}
+        sums, synced, replayed, routed, refusal = MismatchSums(), None, None, None, None
+        optional = {"synced_logprobs": synced_logprobs, "replayed_logprobs": replayed_logprobs}
+        ways = {
+            name: None if value is None else "present"
+            for name, value in {**optional, "routing_differs": routing_differs}.items()
+        }
+
+        def measured(logprobs: Array) -> MismatchSums:
+            other = measure(pack(logprobs, rollout_logprobs, mask, lengths, self.sequence_group))
+            other.check_units()
+            return other
+
+        def reduced(other: MismatchSums | None) -> Mismatch | None:
+            return None if other is None else other.reduced(self.group).metrics()
+
         try:
             if self.sequence_group is not None:  # its ranks meet in each `pack`
                 gathered(None, ways, self.sequence_group)
             tokens = pack(train_logprobs, rollout_logprobs, mask, lengths, self.sequence_group)
             if synced_logprobs is not None:
-                synced = measure(pack(synced_logprobs, rollout_logprobs, mask, lengths, self.sequence_group))
-                synced.check_units()
+                synced = measured(synced_logprobs)
+            if replayed_logprobs is not None:
+                replayed = measured(replayed_logprobs)
+            if routing_differs is not None:
+                routed = differing(tokens, routing_differs)
             done = self.steps + 1 if number is None else whole("number", number, 0, ", the step's")
             rollout, own = self._checked(rollout, done), own_metrics(metrics)
             sampled = self._sampling if sampling is None else Sampling.of(sampling)
@@ -222,9 +251,11 @@ class Monitor:
             refusal = error
         mismatch = sums.reduced(self.group, refusal).metrics()
         update = self._decided(mismatch, ways)
-        behind = None if synced is None else synced.reduced(self.group).metrics()
+        nearer = reduced(synced), reduced(replayed)
+        if routed is not None:
+            own[ROUTING_DIFFERS] = share_of_all(routed, self.group)
         correction = correct(tokens, self.settings, self.group, update[0])
-        context = _Context(done, begun, self._tokens_in(sums), rollout, sampled, own, behind, fresh)
+        context = _Context(done, begun, self._tokens_in(sums), rollout, sampled, own, *nearer, fresh)
         return self._concluded(mismatch, update, correction, context)
 
     def conclude(self, sums: MismatchSums, correction: Correction) -> Step | None:
@@ -284,7 +315,7 @@ class Monitor:
         }
         metrics = {name: None if value != value else value for name, value in metrics.items()}  # NaN: not known
         parts = attributed(
-            mismatch, synced=context.synced, fresh=context.fresh, sampling=sampling,
+            mismatch, synced=context.synced, replayed=context.replayed, fresh=context.fresh, sampling=sampling,
             expected=self._expected, routed=self._routed,
         )  # fmt: skip
         weights, mask = correction.weights, correction.mask

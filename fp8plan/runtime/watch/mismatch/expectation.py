@@ -1,0 +1,41 @@
+"""The KL that a plan or a probe expects of the precision that runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
+
+from fp8plan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fp8plan.model.plan.plan import Plan
+
+
+@runtime_checkable
+class Probe(Protocol):
+    """The result of `fp8plan.probe`."""
+
+    def interval_of(self, precision: str | None) -> tuple[float, float, float] | None:
+        """k3 of a preset in nats per token, and the ends of its 90% interval; None if it was not measured."""
+
+
+class Expected(NamedTuple):
+    """The expected KL of a precision and of the routing that it changes (k3, nats per token), with its 90% interval."""
+
+    kl: float
+    low: float
+    high: float
+
+    def less(self, routing: float) -> Self:
+        """The expected KL of the precision alone, from the measured KL of the routing."""
+        return type(self)(*(max(end - routing, 0.0) for end in self))
+
+
+def expected_by(plan: Plan, choice: int | str | None = None) -> Expected | None:
+    """The KL that a plan expects of `choice` (None: the chosen one); None if it has no expectation."""
+    try:
+        chosen = plan.select(choice)
+    except ConfigError:  # another plan than the engine's
+        return None
+    if chosen.kl_k3 is None or chosen.kl_k3_low is None or chosen.kl_k3_high is None:
+        return None
+    return Expected(chosen.kl_k3, chosen.kl_k3_low, chosen.kl_k3_high)
