@@ -65,6 +65,7 @@ class EngineSetup:
     inside:    the program that calls the engine, one of fp8plan.model.cost.host.INSIDE
     engine_version: version of vLLM; None: the installed one, else that of the newest profile
     keep_bf16: first and last layers that keep their linears in BF16 beside FP8 weights; without effect on BF16 weights
+    e8m0:      FP8 blocks have scales that are powers of two, as in a trainer with fp8_block_pow2
     """
 
     model: str | ModelShape
@@ -74,6 +75,7 @@ class EngineSetup:
     inside: str
     engine_version: str
     keep_bf16: tuple[int, int]
+    e8m0: bool
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class EngineSetup:
         inside: str = OWN,
         engine_version: str | None = None,
         keep_bf16: tuple[int, int] = (0, 0),
+        e8m0: bool = False,
     ) -> None:
         card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
         fields = {
@@ -94,6 +97,7 @@ class EngineSetup:
             "inside": check_inside(inside),
             "engine_version": planned_version(engine_version, card.is_cpu),
             "keep_bf16": checked_ends(keep_bf16),
+            "e8m0": e8m0,
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)

@@ -33,12 +33,20 @@ def _mixtral(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _qwen3_moe(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    if router.norm_topk_prob:
+        return _qwen3_5_moe(router, logits, experts)
+    return _probabilities(logits, experts).to(logits.dtype)
+
+
+def _qwen3_5_moe(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = _probabilities(logits, experts)
+    return (weights / weights.sum(dim=-1, keepdim=True)).to(logits.dtype)
+
+
+def _probabilities(logits: Tensor, experts: Tensor) -> Tensor:
     import torch
 
-    weights = logits.softmax(dim=-1, dtype=torch.float).gather(1, experts)
-    if router.norm_topk_prob:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights.to(logits.dtype)
+    return logits.softmax(dim=-1, dtype=torch.float).gather(1, experts)
 
 
 def _gpt_oss(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
@@ -58,9 +66,16 @@ def _glm4_moe(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 Rule = Callable[[Any, "Tensor", "Tensor"], "Tensor"]
 RULES: Final[Mapping[str, Rule]] = {
     "Qwen3MoeTopKRouter": _qwen3_moe,
+    "Qwen2MoeTopKRouter": _qwen3_moe,
+    "Qwen3NextTopKRouter": _qwen3_moe,
+    "OlmoeTopKRouter": _qwen3_moe,
+    "Qwen3_5MoeTopKRouter": _qwen3_5_moe,
+    "Qwen3VLMoeTextTopKRouter": _qwen3_5_moe,
     "MixtralTopKRouter": _mixtral,
     "GptOssTopKRouter": _gpt_oss,
     "Glm4MoeTopkRouter": _glm4_moe,
+    "Glm4MoeLiteTopkRouter": _glm4_moe,
+    "DeepseekV3TopkRouter": _glm4_moe,
 }
 
 

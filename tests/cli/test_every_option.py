@@ -185,6 +185,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "--prompts": row("run.jsonl --prompts prompts.jsonl", doctor__prompts=Path("prompts.jsonl")),
         "--gpu": row("run.jsonl --gpu h100", doctor__gpu="h100"),
         "--precision": row("run.jsonl --precision fp8_kv", doctor__precision="fp8_kv"),
+        "--trainer-precision": row("run.jsonl --trainer-precision bf16", doctor__trainer_precision="bf16"),
         "--api-key": row("run.jsonl --api-key secret", doctor__api_key="secret"),
         "--timeout": row("run.jsonl --timeout 33", doctor__timeout_s=33),
         "--json": row("run.jsonl --json", is_json=True),

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import EXPERTS, LAYERS, cpu_plan
-from trl_runs import COMPLETION, PROMPT, logged, model, started
+from trl_runs import COMPLETION, PROMPT, logged, model, started, trainer_of
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.limits import EngineLimits
 
 pytestmark = pytest.mark.trl
 TOP_K, STEPS = 2, 2
@@ -110,3 +111,23 @@ def test_router_replay_belongs_to_a_plan() -> None:
 
     with pytest.raises(ConfigError, match="router_replay belong to a plan"):
         GRPOTrainer("model", router_replay=True)
+
+
+@pytest.mark.vllm
+def test_a_dense_policy_is_refused_before_its_engine_starts(tmp_path: Path) -> None:
+    from fp8plan.integrations.trl import GRPOTrainer
+
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no router that can be replayed"):
+        trainer_of(GRPOTrainer, tmp_path, plan="auto", router_replay=True)
+
+
+@pytest.mark.parametrize(("gpu", "counts"), [("h200", True), ("cpu", False)])
+def test_a_plan_made_at_the_start_counts_on_the_replay(gpu: str, counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8plan.integrations.trl import trainer as module
+
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(module, "plan_for", lambda *_, **settings: made.update(settings))
+    args = SimpleNamespace(num_generations=8, max_completion_length=COMPLETION)
+    trainer = SimpleNamespace(_router_replay=True, args=args, _prompt_lengths=lambda: None)
+    module.GRPOTrainer._plan_for(trainer, "model", gpu, EngineLimits(), 8, "trl", None)
+    assert made["remedies"].router_replay is counts

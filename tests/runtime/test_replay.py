@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -84,12 +86,35 @@ def test_a_models_own_routes_change_no_bit(family: str, dtype: torch.dtype) -> N
     assert replay.differing() == (0, 0)
 
 
-def test_weights_without_a_norm_are_those_of_the_model() -> None:
-    for family in ("qwen3_moe", "glm4_moe"):
-        model, ids = model_of(family, norm_topk_prob=False), ids_of()
-        before = model(ids).logits
-        with replayed(model, own_routes(model, ids)):
-            assert torch.equal(model(ids).logits, before)
+# Class of a router -> its folder in transformers
+FOLDERS = {
+    "Qwen3MoeTopKRouter": "qwen3_moe",
+    "Qwen2MoeTopKRouter": "qwen2_moe",
+    "Qwen3NextTopKRouter": "qwen3_next",
+    "OlmoeTopKRouter": "olmoe",
+    "Qwen3_5MoeTopKRouter": "qwen3_5_moe",
+    "Qwen3VLMoeTextTopKRouter": "qwen3_vl_moe",
+    "MixtralTopKRouter": "mixtral",
+    "GptOssTopKRouter": "gpt_oss",
+    "Glm4MoeTopkRouter": "glm4_moe",
+    "Glm4MoeLiteTopkRouter": "glm4_moe_lite",
+    "DeepseekV3TopkRouter": "deepseek_v3",
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_rule_of_a_router_gives_the_bits_of_its_own_forward(name: str, normed: bool, dtype: torch.dtype) -> None:
+    folder = FOLDERS[name]
+    kind = getattr(import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
+    sizes = {"hidden_size": 16, "num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS}
+    rest = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": normed}
+    router = kind(SimpleNamespace(num_experts_per_tok=3, **sizes, **rest)).to(dtype)
+    generator = torch.Generator().manual_seed(2)
+    torch.nn.init.normal_(router.weight, generator=generator)
+    logits, weights, experts = router(torch.randn(64, 16, generator=generator).to(dtype))
+    assert torch.equal(RULES[name](router, logits, experts).to(weights.dtype), weights)
 
 
 def test_other_routes_change_the_logits_until_the_with_ends(family: str) -> None:

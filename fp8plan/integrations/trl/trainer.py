@@ -49,6 +49,7 @@ from fp8plan.integrations.trl.settings import (
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.engine.launch import launch
 from fp8plan.runtime.apply.engine.returned_experts import OPTION
@@ -247,6 +248,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _plan_for(
         self, model: str, gpu: str, limits: EngineLimits, responses: int, inside: str, host_loop_s: float | None
     ) -> None:
+        replay = bool(self._router_replay) and not find_gpu(gpu).is_cpu  # whose plans have none
         self.plan = plan_for(
             model,
             gpu,
@@ -258,6 +260,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             inside=inside,
             host_loop_s=host_loop_s,
             timed="by the server" if inside == "server" else "here",
+            remedies=Remedies(router_replay=replay),
         )
 
     def _planned(self, model: str, on_cpu: bool) -> Plan:

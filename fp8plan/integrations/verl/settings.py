@@ -21,6 +21,7 @@ from fp8plan.errors import ConfigError
 from fp8plan.integrations.common import TrainerSettings, plan_for, read_plan, read_settings
 from fp8plan.integrations.verl import NAME
 from fp8plan.model.architecture import ModelShape
+from fp8plan.model.emit.trainers import VERL
 from fp8plan.model.hardware import find_gpu
 from fp8plan.model.limits import VERLS, EngineLimits, fields_of
 from fp8plan.model.plan.plan import Plan
@@ -290,11 +291,8 @@ def _plan_faults(plan: Plan, config: Any) -> Iterator[str]:
         if theirs != ours:
             yield f"{ROLLOUT}.{word} is {theirs}, and the plan has {ours}; type: {ROLLOUT}.{word}={ours}"
     if plan.remedies.router_replay and not replays(config):
-        yield (
-            f"the plan has router replay, and verl's is off; type: model_engine=megatron {ROLLOUT}."
-            "enable_rollout_routing_replay=True actor_rollout_ref.actor.megatron.router_replay.mode=R3 (verl replays "
-            "with megatron and veomni)"
-        )
+        words = " ".join(("model_engine=megatron", *VERL.router_replay))
+        yield f"the plan has router replay, and verl's is off; type: {words} (verl replays with megatron and veomni)"
     longest = int(data.max_prompt_length) + int(data.max_response_length)
     if longest > (limits.max_model_len or longest):
         yield (

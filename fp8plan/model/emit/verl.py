@@ -10,7 +10,16 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fp8plan.model.emit.vllm import Job, measured_notes, model_name, refuse_for, replicas_note, shared_gpu_note
+from fp8plan.model.emit.trainers import VERL
+from fp8plan.model.emit.vllm import (
+    Job,
+    check_replay,
+    measured_notes,
+    model_name,
+    refuse_for,
+    replicas_note,
+    shared_gpu_note,
+)
 from fp8plan.model.limits import VERLS
 from fp8plan.model.risk.expected import THRESHOLD
 
@@ -24,7 +33,7 @@ def verl_overrides(job: Job) -> list[str]:
     """Overrides in Hydra's own syntax, not quoted for a shell. Raises ConfigError for anything that verl cannot do."""
     refuse_for(job, "verl")
     settings = {**_model_settings(job), **_rollout_settings(job), **_correction(job.thresholds)}
-    return [f"{key}={_hydra(value)}" for key, value in settings.items()]
+    return [*(f"{key}={_hydra(value)}" for key, value in settings.items()), *_remedies(job)]
 
 
 def emit_verl(job: Job) -> str:
@@ -73,6 +82,14 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
     return {f"{_ROLLOUT}.{key}": value for key, value in settings.items()} | {
         f"+{_ROLLOUT}.custom.fp8plan.{key}": value for key, value in ours.items()
     }
+
+
+def _remedies(job: Job) -> list[str]:
+    """Overrides for router replay and the trainer's precision, which are of verl's Megatron engine."""
+    if job.remedies.router_replay:
+        check_replay(job.setup)
+    words = VERL.words(job.remedies)
+    return ["model_engine=megatron", *words] if words else []
 
 
 def _correction(thresholds: Mapping[str, Any]) -> dict[str, Any]:

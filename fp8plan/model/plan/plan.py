@@ -21,7 +21,7 @@ from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.anchor import Anchor
 from fp8plan.model.plan.choice import Choice, plain_fields, several_layouts
 from fp8plan.model.risk.expected import LEVELS, Level, RiskBudget, check_thresholds
-from fp8plan.model.risk.remedies import Remedies
+from fp8plan.model.risk.remedies import POW2, Remedies
 from fp8plan.model.setup import EngineSetup, check_inside, check_kv_scales
 from fp8plan.model.shards import check_target
 from fp8plan.schemas import VERSIONS, check_version, checked, parse
@@ -255,6 +255,7 @@ class Plan:
             self.inside,
             self.engine_version,
             self.remedies.keep_bf16,
+            self.remedies.trainer_precision == POW2,
         )
 
     def precisions_beside(self, choice: int | str | None = None) -> tuple[str, ...]:
@@ -271,7 +272,7 @@ class Plan:
         Raises ConfigError if K and V scales of 1.0 are riskier than the plan accepts, and for a vLLM before the
         supported ones.
         """
-        return vllm.vllm_kwargs(self._job("vllm", choice, kv_scales).setup)
+        return vllm.planned_kwargs(self._job("vllm", choice, kv_scales))
 
     def env(self, choice: int | str | None = None) -> dict[str, str]:
         """Environment variables to set before vLLM is imported."""
@@ -361,7 +362,7 @@ class Plan:
         refused = {name: f"{why}; {self._way_out(picked, name)}" for name, why in picked.refused_by.items()}
         number = self.index(choice)
         word = picked.precision if self.index(picked.precision) == number else number
-        job = Job(setup, self.workload, self.thresholds, expected, kv_scales, word, plan_file, refused)
+        job = Job(setup, self.workload, self.thresholds, expected, kv_scales, word, plan_file, refused, self.remedies)
         vllm.check_risk(job)
         return job
 

@@ -31,6 +31,7 @@ from fp8plan.model.plan.plan import Plan
 from fp8plan.model.plan.planner import plan as planned
 from fp8plan.model.precision import PRESETS
 from fp8plan.model.risk.expected import RiskBudget
+from fp8plan.model.risk.remedies import Remedies
 from fp8plan.model.setup import EngineSetup
 from fp8plan.model.shards import TARGETS, refusals
 from fp8plan.model.workload import Workload
@@ -120,6 +121,22 @@ def test_vllm_builds_its_engine_config_from_the_kwargs(precision: str, tiny_moe:
     assert config.scheduler_config.async_scheduling is False
     assert config.scheduler_config.scheduler_reserve_full_isl is False
     assert config.parallel_config.tensor_parallel_size == 1
+
+
+@pytest.mark.vllm
+def test_vllm_returns_the_experts_of_a_plan_with_router_replay(tiny_moe: str) -> None:
+    from vllm import EngineArgs
+
+    for replay in (False, True):
+        plan = plans.plan(model=tiny_moe, remedies=Remedies(router_replay=replay))
+        args = EngineArgs(**plan.vllm_kwargs())
+        returned = args.aux_output_config if at_least(VLLM, (0, 31)) else args
+        assert returned.enable_return_routed_experts is replay
+        assert args.enable_prefix_caching is True
+        words = json.loads(plan.emit("vllm"))["command"].split()
+        assert ("--enable-return-routed-experts" in words) == replay
+        served = serve_parser().parse_args(words[words.index("serve") + 2 :])
+        assert bool(served.enable_return_routed_experts) == replay
 
 
 @pytest.mark.vllm

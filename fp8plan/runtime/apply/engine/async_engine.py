@@ -91,8 +91,7 @@ class AsyncRolloutEngine(
         from vllm.sampling_params import RequestOutputKind
 
         refuse_shut_down(self.state)
-        if routed_experts:
-            refuse_request(self.facts)
+        refuse_request(routed_experts, self.facts)
         refuse_prompts([prompt], self.state.vocabulary)
         with generating(self.state), named():
             output, how, ended = None, self._judge.how, self._judge.begin(self.llm, sampling_params)

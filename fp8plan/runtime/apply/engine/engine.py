@@ -264,16 +264,13 @@ class RolloutEngine(VllmEngine["RolloutEngine", SyncReport, str | None, dict[str
     ) -> list[Any]:
         """Generate as vllm.LLM.generate does, and return its RequestOutputs, in the order of the prompts.
 
-        routed_experts: each response must have the experts of its tokens (apply.engine.returned_experts), for a trainer
-                        that replays them (fp8plan.replayed)
-
-        Without `rollout` the call is a rollout of its own, and `verdict` the guard's on it. Raises NotServingError
-        while another generate runs or the weights must not be used. Raises ConfigError for a token id that the model
-        does not have, and for `routed_experts` of an engine started without enable_return_routed_experts=True.
+        With `routed_experts` each response has the experts of its tokens (apply.engine.returned_experts). Without
+        `rollout` the call is a rollout of its own, and `verdict` the guard's on it. Raises NotServingError while
+        another generate runs or the weights must not be used, and ConfigError for a token id that the model does not
+        have, or if the engine returns no experts.
         """
         refuse_shut_down(self.state)
-        if routed_experts:
-            refuse_request(self.facts)
+        refuse_request(routed_experts, self.facts)
         with Held(self._give_up):
             refuse_prompts(prompts, self.state.vocabulary)
             if self.state.generating or (not self.state.running and self._busy()):

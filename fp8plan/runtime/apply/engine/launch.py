@@ -241,8 +241,7 @@ def launch(
     runs = _lowered_to_blocks(runs)
     kwargs = vllm_kwargs(runs) | {"model": model, "disable_log_stats": False} | dict(more)
     kwargs["worker_extension_cls"] = EXTENSION
-    if runs.limits.enable_return_routed_experts:
-        refuse_dense(config, model)
+    refuse_dense(runs.limits, config, model)
     for remark in remarks(more):
         warn(remark)
     return Launch(runs, kwargs, vllm_env(setup), more, precisions)

@@ -13,19 +13,28 @@ from typing import Any, Final
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.configs.fields import NESTED, Fields
+from fp8plan.model.limits import EngineLimits
 
 OPTION: Final = "enable_return_routed_experts"  # vLLM's, and a field of EngineLimits
 
 
-def refuse_dense(config: Mapping[str, Any], model: str) -> None:
+def refuse_dense(limits: EngineLimits, config: Mapping[str, Any], model: str) -> None:
     """Raise ConfigError if an engine that is to return experts has a model without. config: its config.json"""
+    if not limits.enable_return_routed_experts:
+        return
     levels = [config, *(config[name] for name in NESTED if isinstance(config.get(name), Mapping))]
     if not any(Fields(level, model).value("num_experts") for level in levels):
         raise ConfigError(f"{OPTION} is True, and {model} has no experts; leave it out")
 
 
-def refuse_request(facts: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a running engine does not return experts. facts: a worker's (apply.worker.facts)"""
+def refuse_request(routed_experts: bool, facts: Mapping[str, Any]) -> None:
+    """Raise ConfigError if experts are asked of a running engine that returns none.
+
+    routed_experts: argument of generate
+    facts:          a worker's (apply.worker.facts)
+    """
+    if not routed_experts:
+        return
     if not facts["experts"]:
         raise ConfigError("routed_experts is True, and the model has no experts; leave it out")
     if not facts["routed_experts"]:

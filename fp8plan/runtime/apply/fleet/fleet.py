@@ -158,8 +158,7 @@ class RolloutFleet(EngineBase["RolloutFleet", SyncReport, str | None, list[dict[
         RolloutEngine.generate does.
         """
         refuse_shut_down(self.state)
-        if routed_experts:
-            refuse_request(self.facts)
+        refuse_request(routed_experts, self.facts)
         refuse_prompts(prompts, self.state.vocabulary)
         with generating(self.state, only=True):
             try:

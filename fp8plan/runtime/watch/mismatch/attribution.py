@@ -161,10 +161,11 @@ def _rest(left: float, unknown: Sequence[str], expected: Expected | None, precis
     return parts
 
 
-def sentence(parts: Sequence[Part | KlPart]) -> str:
+def sentence(parts: Sequence[Part | KlPart], differing: float | None = None) -> str:
     """The parts in words, the largest first: "KL 6e-3: 4e-3 staleness, 2e-3 precision". "" without parts.
 
-    parts: those of `attributed`, or of a record
+    parts:     those of `attributed`, or of a record
+    differing: share of the tokens that trainer and engine route differently; None: not known
     """
     sizes = [(part.kl or 0.0, part.causes) for part in parts]
     total = sum(kl for kl, _ in sizes)
@@ -173,7 +174,10 @@ def sentence(parts: Sequence[Part | KlPart]) -> str:
         words = " or ".join(shown[0][1])
     else:
         words = ", ".join(f"{_short(kl)} {' or '.join(causes)}" for kl, causes in shown)
-    return f"KL {_short(total)}: {words}" if words else ""
+    if not words:
+        return ""
+    experts = "" if differing is None else f"; {differing:.1%} of the tokens have other experts in the trainer"
+    return f"KL {_short(total)}: {words}{experts}"
 
 
 def _short(kl: float) -> str:

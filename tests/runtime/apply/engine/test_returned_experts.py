@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from tiny_models import BLOCK_SIZE, EXPERTS, LAYERS, VOCABULARY, checkpoint, cpu
 from torch import Tensor
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.limits import EngineLimits
+from fp8plan.runtime.apply.engine.async_engine import AsyncRolloutEngine
 from fp8plan.runtime.apply.engine.engine import RolloutEngine
 from fp8plan.runtime.apply.engine.launch import launch
 from fp8plan.runtime.apply.engine.returned_experts import refuse_dense, refuse_request
@@ -164,7 +167,7 @@ def test_routes_after_a_sync_are_those_of_the_new_weights(engine: RolloutEngine)
 
 def test_an_engine_that_returns_none_says_what_to_type() -> None:
     with pytest.raises(ConfigError, match=r"started without; type: .*enable_return_routed_experts=True"):
-        refuse_request({"experts": True, "routed_experts": False})
+        refuse_request(True, {"experts": True, "routed_experts": False})
     with started("dense", "a", "bf16") as engine:
         with pytest.raises(ConfigError, match="the model has no experts; leave it out"):
             engine.generate([{"prompt_token_ids": [1, 2, 3]}], routed_experts=True)
@@ -179,4 +182,26 @@ def test_a_start_that_vllm_would_refuse_says_what_to_type() -> None:
     with pytest.raises(ConfigError, match=r"requires prefix caching.*enable_prefix_caching=True"):
         launch(setup, str(checkpoint("moe", "a")), more=more | {"enable_prefix_caching": False})
     assert launch(setup, str(checkpoint("moe", "a")), more=more).kwargs["enable_return_routed_experts"]
-    refuse_dense({"text_config": {"num_local_experts": 8}}, "a model of images and text")
+    asked = EngineLimits(enable_return_routed_experts=True)
+    refuse_dense(asked, {"text_config": {"num_local_experts": 8}}, "a model of images and text")
+
+
+@pytest.mark.slow
+def test_an_engine_under_asyncio_returns_them_with_the_last_output() -> None:
+    import warm_processes  # noqa: F401 -- it imports vLLM
+    from vllm import SamplingParams
+
+    async def asked() -> list[Any]:
+        engine = await AsyncRolloutEngine.from_plan(
+            cpu_plan("bf16"), str(checkpoint("moe", "a")), skip_tokenizer_init=True, enable_return_routed_experts=True
+        )
+        try:
+            how = SamplingParams(temperature=1.0, seed=1, max_tokens=4, ignore_eos=True)
+            prompt = {"prompt_token_ids": PROMPTS[0]}
+            return [output async for output in engine.generate(prompt, how, routed_experts=True)]
+        finally:
+            engine.shutdown()
+
+    *others, last = asyncio.run(asked())
+    assert last.outputs[0].routed_experts.shape == (len(PROMPTS[0]) + 4 - 1, LAYERS, TOP_K)
+    assert all(output.outputs[0].routed_experts is None for output in others)
