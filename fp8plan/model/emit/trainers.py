@@ -19,6 +19,23 @@ FP32_SCALES: Final = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 ENGINE_E8M0: Final = "VLLM_USE_DEEP_GEMM_E8M0"
 
 
+def precision_of(fp8: object, recipe: str | None, fp32_scales: str | None) -> str:
+    """The precision of a trainer on TransformerEngine, as one of TRAINER_PRECISIONS.
+
+    fp8, recipe: `fp8` and `fp8_recipe` of Megatron-Core's TransformerConfig; without a recipe it takes "delayed"
+    fp32_scales: the value of FP32_SCALES; None: it is not set
+
+    Raises ConfigError for another recipe, such as mxfp8.
+    """
+    if not fp8:
+        return BF16
+    if recipe == "blockwise":
+        return BLOCK if fp32_scales == "1" else POW2
+    if recipe in (None, "delayed", "tensorwise"):
+        return TENSOR
+    raise ConfigError(f"fp8_recipe is {recipe!r}; allowed: blockwise, as the engine's FP8, or tensorwise, or delayed")
+
+
 @dataclass(frozen=True, slots=True)
 class Trainer:
     """A trainer and the words for its configuration.
