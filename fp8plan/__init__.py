@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fp8plan.model.precision import Precision as Precision
     from fp8plan.model.profile.library import load_profile as load_profile
     from fp8plan.model.risk.expected import RiskBudget as RiskBudget
+    from fp8plan.model.risk.remedies import Remedies as Remedies
     from fp8plan.model.rl_step import StepTimes as StepTimes
     from fp8plan.model.setup import EngineSetup as EngineSetup
     from fp8plan.model.tune.search import tune as tune

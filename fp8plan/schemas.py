@@ -58,6 +58,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     host_slowdown:   the same as a multiple of a quiet core's
     seconds:         wall time; null in the record of a training step that had no rollout
     first_rollout:   true: the first rollout that its writer saw, perhaps of an engine that had not compiled yet
+    routed_experts:  the engine returned the experts of each token; null: it did not
     sampling:        the rollout's sampling parameters (fp8plan.Sampling, field by field); null: not known
     inside:          the program that called the engine, as in `fp8plan plan --inside`; null: own
     delta_bytes:     bytes of the sync before, if it sent all that had changed and nothing else
@@ -79,6 +80,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     enable_prefix_caching: bool | None = None
     async_scheduling: bool | None = None
     enforce_eager: bool | None = None
+    routed_experts: bool | None = None
     kv_cache_tokens: int | None = None
     prompt_lengths: list[int] | None = None
     response_lengths: list[int] | None = None

@@ -223,6 +223,7 @@ def test_every_limit_reaches_the_plan(fp8plan: Callable[..., Done]) -> None:
         "scheduler_reserve_full_isl": True,
         "enable_expert_parallel": False,
         "max_cudagraph_capture_size": 48,
+        "enable_return_routed_experts": False,
     }
 
 

@@ -41,6 +41,7 @@ _COLOCATED: Final = {
     "num_gpu_blocks": None,
     "enable_expert_parallel": False,
     "max_cudagraph_capture_size": None,
+    "enable_return_routed_experts": False,
 }
 
 # Settings that TRL needs of a vLLM server (trl/scripts/vllm_serve.py, build_command and main), with fp8plan's backend.

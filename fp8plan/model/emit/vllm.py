@@ -159,7 +159,8 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for one replica. Data-parallel replicas are separate engines that the trainer starts."""
     limits, preset, stored = setup.limits, setup.precision, _stored_as(setup)
     arguments = limits.vllm_arguments()
-    left_out = ["data_parallel_size", *([] if limits.enable_expert_parallel else ["enable_expert_parallel"])]
+    unset = [name for name in ("enable_expert_parallel", "enable_return_routed_experts") if not arguments[name]]
+    left_out = ["data_parallel_size", *unset]
     if setup.gpu.is_cpu:
         left_out.append("gpu_memory_utilization")  # VLLM_CPU_KVCACHE_SPACE takes its place
     # vLLM enlarges its default block size: to 64 for FP8 MLA, where 16 would mean a slower kernel, and to the size of a

@@ -39,6 +39,7 @@ COMPONENTS = {
     "sampling": "sampling",
     "draft": "the draft head",
     "collective": "all-reduce",
+    "routes": "copying the chosen experts",
     "host": "waiting for the host",
     "front": "the trainer's front end",
 }

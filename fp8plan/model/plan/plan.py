@@ -49,12 +49,20 @@ def _read(data: Any) -> Plan:
     if isinstance(data, dict) and data.get("schema_version") is None:
         raise ConfigError("not a plan: it has no schema_version")
     check_version(data, "plan", "the plan")
-    data = {"remedies": asdict(Remedies())} | data  # plans before 1.8 know none
+    data = _as_written_now(data)
     plan = checked(data, Plan, "the plan")
     _check_complete(fields := asdict(plan), data, "")
     for number, choice in enumerate(fields["choices"]):
         _check_choice(choice, f"the plan: choices[{number}]")
     return plan
+
+
+def _as_written_now(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan with the fields that 1.8 added, at the values that hold for older plans."""
+    written: dict[str, Any] = {"remedies": asdict(Remedies()), **data}
+    if isinstance(data.get("limits"), Mapping):
+        written["limits"] = {"enable_return_routed_experts": False, **data["limits"]}
+    return written
 
 
 def _check_complete(written: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:

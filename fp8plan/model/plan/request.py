@@ -14,7 +14,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 from fp8plan.checks import kinds
 from fp8plan.errors import ConfigError
-from fp8plan.model.architecture import ModelShape
+from fp8plan.model.architecture import Experts, ModelShape
 from fp8plan.model.attention_backend import Backend, named_backend, why_fixed_kv_scales
 from fp8plan.model.cost.host import OWN
 from fp8plan.model.hardware import Gpu, find_gpu
@@ -249,8 +249,18 @@ class PlanRequest:
         """
         longest = self.workload.prompt_lengths.longest + self.workload.longest_response
         limits = (self.limits or EngineLimits.for_gpu(self.card, self.shape.recurrent)).holding(longest)
+        if self.remedies.router_replay:
+            limits = self._returning_experts(limits)
         self.shape.check_max_model_len(limits.max_model_len or longest, self.vllm)
         return limits
+
+    def _returning_experts(self, limits: EngineLimits) -> EngineLimits:
+        """The limits of an engine that returns experts. Raises ConfigError for a model or a device without them."""
+        if not self.shape.parts_of(Experts):
+            raise ConfigError(f"router_replay is True, and {self.shape.name} has no experts; leave --router-replay out")
+        if self.card.is_cpu:
+            raise ConfigError("router_replay is True, and it is planned for GPUs alone; leave --router-replay out")
+        return replace(limits, enable_return_routed_experts=True)
 
     @property
     def risk_budget(self) -> RiskBudget:

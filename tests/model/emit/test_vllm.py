@@ -75,8 +75,9 @@ def test_no_limit_of_these_tests_stands_at_its_default() -> None:
     assert same == {
         "tensor_parallel_size",
         "data_parallel_size",
-        "enable_expert_parallel",
-    }  # each Choice carries its own
+        "enable_expert_parallel",  # each Choice carries its own
+        "enable_return_routed_experts",  # demands another value of enable_prefix_caching
+    }
 
 
 def layout(tensor_parallel: int, data_parallel: int, **changes: Any) -> Plan:

@@ -275,6 +275,8 @@ def _row(probe: Probe, probed: Probed, shape: ModelShape) -> dict[str, str]:
         "kv": preset.kv,
         "kv_calibrated": int(facts.get("kv_scales") != "1.0") if preset.kv == "fp8" else "",
         "e8m0": int(bool(facts.get("e8m0"))) if preset.weights == "fp8_block" else "",
+        "trainer_precision": "",
+        "router_replay": "",
         "quantity": "k3",
         "scope": "total",
         "kind": "range",
