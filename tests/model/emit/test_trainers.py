@@ -12,7 +12,6 @@ from verl_config import composed
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.trainers import FP32_SCALES, PRIME_RL, TRAINERS, in_all_words
-from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies
 
@@ -55,20 +54,6 @@ def test_a_trainer_with_power_of_two_scales_needs_them_in_the_rollout() -> None:
         assert made.setup().e8m0 is (variable == "1")
         assert made.env("bf16") == {}
         assert replace(made, gpu="b200").env() == {}  # which has no others
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"model": "Qwen/Qwen3-8B"}, "Qwen/Qwen3-8B has no experts; plan again without --router-replay"),
-        ({"limits": EngineLimits(enable_prefix_caching=False)}, "plan again with --prefix-caching"),
-    ],
-)
-def test_an_engine_that_returns_no_experts_is_refused(changes: dict[str, Any], says: str) -> None:
-    made = plan(REPLAY, **changes)
-    for settings in (made.vllm_kwargs, made.verl_overrides, lambda: made.emit("vllm")):
-        with pytest.raises(ConfigError, match=says):
-            settings()
 
 
 def test_trl_refuses_remedies_that_it_does_not_have() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from fp8plan.errors import ConfigError
 
@@ -19,15 +19,22 @@ class Probe(Protocol):
 
 
 class Expected(NamedTuple):
-    """The expected KL of a precision and of the routing that it changes (k3, nats per token), with its 90% interval."""
+    """The expected KL of a precision (k3, nats per token), with its 90% interval.
+
+    replayed: it is that of a trainer which replays the engine's experts; else it includes the KL of their routing
+    """
 
     kl: float
     low: float
     high: float
+    replayed: bool = False
 
-    def less(self, routing: float) -> Self:
-        """The expected KL of the precision alone, from the measured KL of the routing."""
-        return type(self)(*(max(end - routing, 0.0) for end in self))
+    def less(self, routing: float) -> Expected:
+        """The expected KL of the precision alone. routing: the measured KL of the routing"""
+        if self.replayed:
+            return self
+        kl, low, high = (max(end - routing, 0.0) for end in self[:3])
+        return Expected(kl, low, high, True)
 
 
 def expected_by(plan: Plan, choice: int | str | None = None) -> Expected | None:
@@ -38,4 +45,4 @@ def expected_by(plan: Plan, choice: int | str | None = None) -> Expected | None:
         return None
     if chosen.kl_k3 is None or chosen.kl_k3_low is None or chosen.kl_k3_high is None:
         return None
-    return Expected(chosen.kl_k3, chosen.kl_k3_low, chosen.kl_k3_high)
+    return Expected(chosen.kl_k3, chosen.kl_k3_low, chosen.kl_k3_high, plan.remedies.router_replay)
