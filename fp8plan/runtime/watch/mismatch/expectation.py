@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from fp8plan.errors import ConfigError
+from fp8plan.model.architecture import Experts, ModelShape
 
 if TYPE_CHECKING:
     from fp8plan.model.plan.plan import Plan
@@ -37,8 +38,18 @@ class Expected(NamedTuple):
         return Expected(kl, low, high, True)
 
 
-def expected_by(plan: Plan, choice: int | str | None = None) -> Expected | None:
-    """The KL that a plan expects of `choice` (None: the chosen one); None if it has no expectation."""
+def expectation(probe: Probe | None, plan: Plan | None, running: str | None, choice: str | None) -> Expected | None:
+    """The KL that the probe, or else the plan, expects of the precision that runs; None if neither has it.
+
+    running: the precision that runs; None: not known
+    choice:  the plan's choice; None: the chosen one
+    """
+    if probe is not None:
+        probed = probe.interval_of(running)
+        if probed is not None:
+            return Expected(*probed)
+    if plan is None:
+        return None
     try:
         chosen = plan.select(choice)
     except ConfigError:  # another plan than the engine's
@@ -46,3 +57,11 @@ def expected_by(plan: Plan, choice: int | str | None = None) -> Expected | None:
     if chosen.kl_k3 is None or chosen.kl_k3_low is None or chosen.kl_k3_high is None:
         return None
     return Expected(chosen.kl_k3, chosen.kl_k3_low, chosen.kl_k3_high, plan.remedies.router_replay)
+
+
+def has_experts(model: str | None) -> bool:
+    """True for a model that is known to have experts. model: hub id or folder; None: not known"""
+    try:
+        return model is not None and bool(ModelShape.from_hf(model).parts_of(Experts))
+    except ConfigError:  # a model that cannot be planned
+        return False
