@@ -13,7 +13,6 @@ from typing import Any, Final
 from fp8plan.model.emit.trainers import VERL
 from fp8plan.model.emit.vllm import (
     Job,
-    check_replay,
     measured_notes,
     model_name,
     refuse_for,
@@ -86,8 +85,6 @@ def _rollout_settings(job: Job) -> dict[str, Any]:
 
 def _remedies(job: Job) -> list[str]:
     """Overrides for router replay and the trainer's precision, which are of verl's Megatron engine."""
-    if job.remedies.router_replay:
-        check_replay(job.setup)
     words = VERL.words(job.remedies)
     return ["model_engine=megatron", *words] if words else []
 

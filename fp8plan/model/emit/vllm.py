@@ -20,7 +20,7 @@ from typing import Any, Final
 from fp8plan.errors import ConfigError
 from fp8plan.model.architecture import ModelShape
 from fp8plan.model.architecture.held import MODULES, kept_numbers
-from fp8plan.model.architecture.parts import Experts, parts
+from fp8plan.model.architecture.parts import parts
 from fp8plan.model.attention_backend import named_backend
 from fp8plan.model.configs import find_config
 from fp8plan.model.emit.trainers import ENGINE_E8M0, in_all_words
@@ -182,29 +182,6 @@ def vllm_kwargs(setup: EngineSetup) -> dict[str, Any]:
     return kwargs
 
 
-def planned_kwargs(job: Job) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for one replica of a plan. With router replay the engine returns the experts of tokens.
-
-    Raises ConfigError if it cannot.
-    """
-    kwargs = vllm_kwargs(job.setup)
-    if not job.remedies.router_replay:
-        return kwargs
-    check_replay(job.setup)
-    return kwargs | {"enable_return_routed_experts": True}
-
-
-def check_replay(setup: EngineSetup) -> None:
-    """Raise ConfigError for an engine that cannot return the experts of its tokens (vllm/config/vllm.py, 0.33)."""
-    shape = _known_shape(setup)
-    if shape is not None and not shape.parts_of(Experts):
-        raise ConfigError(f"router replay, and {model_name(setup)} has no experts; plan again without --router-replay")
-    if not setup.limits.enable_prefix_caching:
-        raise ConfigError(
-            "router replay without prefix caching, which vLLM needs to return experts; plan again with --prefix-caching"
-        )
-
-
 def _kv_cache_dtype(setup: EngineSetup) -> str:
     """vLLM's word for the KV cache's dtype.
 
@@ -304,7 +281,7 @@ def _beyond(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
 
 def emit_vllm(job: Job) -> str:
     """The settings as JSON {"engine_args", "env", "command", "notes"}."""
-    setup, kwargs, env = job.setup, planned_kwargs(job), vllm_env(job.setup)
+    setup, kwargs, env = job.setup, vllm_kwargs(job.setup), vllm_env(job.setup)
     notes = [replicas_note(setup, "start this engine once per replica")] if setup.limits.data_parallel_size > 1 else []
     if (shape := _known_shape(setup)) is not None:
         notes += filter(None, [left_in_bf16(shape, setup.precision, setup.limits.tensor_parallel_size)])
