@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fp8plan.model.plan.choice import power
 from fp8plan.runtime.apply.doctor.observed import State
 from fp8plan.runtime.measure.probe.results import Interval
-from fp8plan.views.report import power
 from fp8plan.views.text import Column, Fitted, Paragraph, counted
 
 if TYPE_CHECKING:

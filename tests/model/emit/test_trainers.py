@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import plans
 import pytest
@@ -12,6 +11,7 @@ from verl_config import composed
 
 from fp8plan.errors import ConfigError
 from fp8plan.model.emit.trainers import FP32_SCALES, PRIME_RL, TRAINERS, in_all_words
+from fp8plan.model.limits import EngineLimits
 from fp8plan.model.plan.plan import Plan
 from fp8plan.model.risk.remedies import TRAINER_PRECISIONS, Remedies
 
@@ -19,8 +19,9 @@ MOE = "Qwen/Qwen3-30B-A3B"
 REPLAY = Remedies(router_replay=True)
 
 
-def plan(remedies: Remedies, **changes: Any) -> Plan:
-    return plans.plan(**{"model": MOE, "chosen": plans.index("fp8_block"), "remedies": remedies} | changes)
+def plan(remedies: Remedies) -> Plan:
+    limits = EngineLimits(enable_return_routed_experts=remedies.router_replay)
+    return plans.plan(model=MOE, chosen=plans.index("fp8_block"), remedies=remedies, limits=limits)
 
 
 @pytest.mark.verl
