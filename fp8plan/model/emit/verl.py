@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fp8plan.model.emit.trainers import VERL
-from fp8plan.model.emit.vllm import Job, measured_notes, model_name, refuse_for, replicas_note, shared_gpu_note
+from fp8plan.model.emit.vllm import (
+    Job,
+    grid_notes,
+    measured_notes,
+    model_name,
+    refuse_for,
+    replicas_note,
+    shared_gpu_note,
+)
 from fp8plan.model.limits import VERLS
 from fp8plan.model.risk.expected import THRESHOLD
 
@@ -43,6 +51,7 @@ def emit_verl(job: Job) -> str:
         replicas_note(setup, "trainer.nnodes * trainer.n_gpus_per_node decides it"),
         shared_gpu_note(setup),
         *measured_notes(job),
+        *grid_notes(job),
     ]
     words = " \\\n".join(map(shlex.quote, verl_overrides(job)))
     return "\n".join([words, *(f"# {' '.join(note.split())}" for note in notes)])
